@@ -1,0 +1,50 @@
+# The verbs of this repository; `make` alone lists them. Everything runs in $(VENV), made from $(PYTHON) on first use.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format bench-folds clean
+
+help: ## list the verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP) ## install memfit and what its tests need into .venv; runs again when the requirements change
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "memfit needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1):" \
+	         "name another one, for example: make install PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "$(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: install ## train the stock ranker's five folds side by side in one budget (ARGS=--new starts over)
+	$(BIN)/memfit run src/memfit_workloads/ranker/config.yaml $(ARGS)
+
+test: install ## run the test suite; names what was skipped and why (ARGS are handed to pytest)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: install ## check format, lint, types and import layers, and run the commands in README.md
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/run_docs.py README.md
+
+format: install ## format the code and fix what the linter can fix
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench-folds: install ## naive folds against memfit's under one real memory limit (needs root and cgroup v1)
+	$(BIN)/python benchmarks/folds.py $(ARGS)
+
+clean: ## remove build outputs and caches; keeps .venv, runs and panels
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests tools benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
