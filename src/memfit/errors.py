@@ -1,0 +1,123 @@
+"""Every error that memfit raises on purpose, in one tree.
+
+An error has three parts: *what* happened, with numbers; *which* limit or rule says so, and where it comes from; and
+what to *do*, as a command or a setting.
+
+    MemfitError                  exit code 1
+    ├── UsageError               2   bad usage, config or input
+    │   ├── ConfigError          2   a key, flag or variable that is unknown or has a bad value
+    │   ├── DataError            2   data that a panel cannot hold, or a panel that cannot be used
+    │   │   └── DamagedError     2   a file whose content does not match its checksum
+    │   ├── SplitError           2   a split that would be empty or would leak
+    │   └── MissingExtraError    2   an optional package that is not installed
+    ├── DoesNotFitError          3   refused before it starts, with the arithmetic
+    ├── JobFailedError           4   a job of the run failed
+    ├── StoppedError            75   stopped after a checkpoint; run again to go on
+    └── InterruptedRunError    130   interrupted
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class MemfitError(Exception):
+    """The root of the tree: what happened, which rule says so, and what to do.
+
+    Args:
+        what: What happened, with numbers.
+        rule: Which limit or rule was met, and where it comes from.
+        remedy: What to do, as a command, a setting or an argument.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, rule: str, remedy: str) -> None:
+        super().__init__(what, rule, remedy)
+        self.what = what
+        self.rule = rule
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return "\n".join((self.what, f"  rule: {self.rule}", f"  do:   {self.remedy}"))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.rule, self.remedy))
+
+
+def _rebuild(kind: type[MemfitError], what: str, rule: str, remedy: str) -> MemfitError:
+    return kind(what, rule=rule, remedy=remedy)
+
+
+class UsageError(MemfitError):
+    """Bad usage, config or input."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A key, flag or variable that is unknown or has a bad value."""
+
+
+class DataError(UsageError):
+    """Data that a panel cannot hold, or a panel that cannot be used."""
+
+
+class DamagedError(DataError):
+    """A file whose content does not match its checksum."""
+
+
+class SplitError(UsageError):
+    """A split that would be empty or would leak."""
+
+
+class MissingExtraError(UsageError):
+    """An optional package that is not installed."""
+
+    @classmethod
+    def of(cls, package: str, extra: str, purpose: str) -> MissingExtraError:
+        """An error that gives the pip line which installs ``package`` by the extra that holds it."""
+        return cls(
+            f"{package} is not installed, and {purpose} needs it.",
+            rule=f"{package} belongs to the optional extra [{extra}].",
+            remedy=f"pip install 'memfit[{extra}]'",
+        )
+
+
+class DoesNotFitError(MemfitError):
+    """A job that cannot fit its budget: refused before it starts."""
+
+    exit_code = 3
+
+
+class JobFailedError(MemfitError):
+    """A job of a run failed."""
+
+    exit_code = 4
+
+
+class StoppedError(MemfitError):
+    """A run that was stopped after a checkpoint and can go on."""
+
+    exit_code = 75
+
+
+class InterruptedRunError(MemfitError):
+    """A run that was interrupted at once, without a checkpoint."""
+
+    exit_code = 130
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint that names the nearest known name, or lists them all when none is near.
+
+    >>> nearest("SCHEDULER_TYPE", ["SCHEDULER", "OPTIMIZER"])
+    "did you mean 'SCHEDULER'?"
+    >>> nearest("zzz", ["b", "a"])
+    'known: a, b'
+    """
+    names = sorted(known)
+    match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean '{match[0]}'?" if match else f"known: {', '.join(names)}"

@@ -1,0 +1,72 @@
+"""Bytes and durations as people write and read them: the only place where a byte count becomes text."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from memfit.errors import ConfigError
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_FACTOR = {
+    "": 1, "b": 1,
+    "k": KIB, "kib": KIB, "kb": 1000,
+    "m": MIB, "mib": MIB, "mb": 1000**2,
+    "g": GIB, "gib": GIB, "gb": 1000**3,
+    "t": TIB, "tib": TIB, "tb": 1000**4,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """The number of bytes that a size such as ``8GiB`` or ``512M`` stands for.
+
+    Single letters and ``KiB``, ``MiB``, ``GiB``, ``TiB`` are powers of 1024; ``kB``, ``MB``, ``GB``, ``TB`` are powers
+    of 1000. A bare number is bytes.
+
+    Raises:
+        ConfigError: If the text is no size.
+
+    >>> parse_bytes("1.5GiB"), parse_bytes("512M"), parse_bytes("2GB"), parse_bytes(4096)
+    (1610612736, 536870912, 2000000000, 4096)
+    """
+    match = _SIZE.fullmatch(str(text))
+    factor = _FACTOR.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(
+            f"'{text}' is not a size.",
+            rule="a size is a number with an optional unit: B, KiB, MiB, GiB, TiB (1024) or kB, MB, GB, TB (1000).",
+            remedy="write for example 8GiB, 512MiB or 2GB",
+        )
+    return int(Fraction(match.group(1)) * factor)
+
+
+def format_bytes(count: int) -> str:
+    """A byte count as people read it: GiB from 1 GiB on, MiB below, KiB below 1 MiB.
+
+    >>> format_bytes(1610612736), format_bytes(3 << 20), format_bytes(-2048), format_bytes(0)
+    ('1.50 GiB', '3.0 MiB', '-2.0 KiB', '0 B')
+    """
+    size = abs(count)
+    sign = "-" if count < 0 else ""
+    if size >= TIB:
+        return f"{sign}{size / TIB:.2f} TiB"
+    if size >= GIB:
+        return f"{sign}{size / GIB:.2f} GiB"
+    if size >= MIB:
+        return f"{sign}{size / MIB:.1f} MiB"
+    return f"{sign}{size / KIB:.1f} KiB" if size else "0 B"
+
+
+def format_duration(seconds: float) -> str:
+    """A duration as people read it.
+
+    >>> format_duration(3.21), format_duration(3512), format_duration(14397)
+    ('3.2s', '58m 32s', '3h 59m 57s')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02d}m {rest:02d}s" if hours else f"{minutes}m {rest:02d}s"
