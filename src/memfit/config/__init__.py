@@ -1,0 +1,26 @@
+"""Settings from a file, ``MEMFIT_`` variables and ``--set``, checked against a pydantic model, each with its origin.
+
+``resolve`` makes settings, ``resolve_nested`` checks a free section of them later against a model of its own, and
+``fingerprint`` names a value by its content. Models derive from ``Settings``.
+"""
+
+from memfit.config._given import INTERNAL_VARIABLES
+from memfit.config._problems import ARGUMENT, DEFAULT, OVERRIDE, variable
+from memfit.config._resolve import Resolved, resolve, resolve_nested
+from memfit.config._types import ByteSize, Settings, fingerprint, size_text, to_plain
+
+__all__ = [
+    "ARGUMENT",
+    "ByteSize",
+    "DEFAULT",
+    "INTERNAL_VARIABLES",
+    "OVERRIDE",
+    "Resolved",
+    "Settings",
+    "fingerprint",
+    "resolve",
+    "resolve_nested",
+    "size_text",
+    "to_plain",
+    "variable",
+]

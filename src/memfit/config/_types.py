@@ -1,0 +1,107 @@
+"""The base class of settings, sizes in bytes as a setting's type, and fingerprints of values."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import enum
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+
+from memfit.errors import ConfigError
+from memfit.units import GIB, KIB, MIB, TIB, parse_bytes
+
+
+class Settings(BaseModel):
+    """The base of every model of settings: frozen, and an unknown key is an error.
+
+    >>> class Model(Settings):
+    ...     width: int = 64
+    >>> Model(width=32).width
+    32
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _parse_size(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        with contextlib.suppress(ConfigError, OverflowError):
+            return parse_bytes(value)
+    raise ValueError("must be a size such as 8GiB, 512MiB or a whole number of bytes")
+
+
+def size_text(count: int) -> str | int:
+    """A size as a settings file takes it: with the largest unit that is exact, or as a number of bytes.
+
+    >>> size_text(8 << 30), size_text(1536 << 20), size_text(1000)
+    ('8GiB', '1536MiB', 1000)
+    """
+    for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if count and count % factor == 0:
+            return f"{count // factor}{unit}"
+    return count
+
+
+#: A setting in bytes: an ``int`` that may be given as ``8GiB``, and is written back in such a form.
+ByteSize = Annotated[int, BeforeValidator(_parse_size), PlainSerializer(size_text, when_used="json")]
+
+
+def to_plain(value: Any) -> Any:
+    """The value made of ``dict``, ``list``, ``str``, ``int``, ``float``, ``bool`` and ``None`` alone.
+
+    Models become what they dump as JSON, paths their POSIX text, dates their ISO text, enumerations their values,
+    sets sorted lists, and zero-dimensional arrays their item.
+
+    Raises:
+        TypeError: For any other type, and for a mapping with keys that are no text.
+    """
+    if isinstance(value, enum.Enum):
+        return to_plain(value.value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, BaseModel):
+        return to_plain(value.model_dump(mode="json"))
+    if isinstance(value, PurePath):
+        return value.as_posix()
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        if any(not isinstance(key, str) for key in value):
+            raise TypeError(f"keys must be text: {list(value)!r:.100}")
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((to_plain(item) for item in value), key=_canonical)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return to_plain(value.item())
+    raise TypeError(f"a value of type {type(value).__name__} is no setting")
+
+
+def fingerprint(value: Any) -> str:
+    """The SHA-256 of the value's canonical JSON: 64 hex digits, the same in every process and on every machine.
+
+    Keys are sorted, floats are written so that they read back exactly, and models, paths, dates, enumerations, tuples
+    and sets count as what they are in a settings file.
+
+    Raises:
+        TypeError: If the value holds something that no settings file can hold.
+
+    >>> fingerprint({"b": 1, "a": 0.1}) == fingerprint({"a": 0.1, "b": 1})
+    True
+    >>> fingerprint({"a": 1})[:8]
+    '015abd7f'
+    """
+    return hashlib.sha256(_canonical(to_plain(value)).encode()).hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,316 @@
+"""Whatever is wrong with settings is named in words, all at once, with its place, the rule and what to do."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field, field_validator, model_validator
+
+from memfit.config import ByteSize, Settings, resolve, resolve_nested
+from memfit.errors import ConfigError
+
+
+class Folds(Settings):
+    first: int = Field(1, ge=1)
+    last: int = Field(5, lt=20)
+
+    @model_validator(mode="after")
+    def _order(self) -> "Folds":
+        if self.first > self.last:
+            raise ValueError(f"first fold {self.first} is after last fold {self.last}")
+        return self
+
+
+class Cosine(Settings):
+    type: Literal["cosine"]
+    floor: float = 0.1
+
+
+class Linear(Settings):
+    type: Literal["linear"]
+    end: float = 0.0
+
+
+class Run(Settings):
+    experiment: str
+    seed: int = 0
+    rate: float = Field(0.1, gt=0, le=1)
+    scheduler: Literal["cosine", "linear", "none"] = "cosine"
+    max_parallel: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    resume: bool = True
+    reserve: ByteSize = 0
+    pair: tuple[int, int] = (1, 2)
+    steps: list[Folds] = Field(default_factory=list)
+    name: str = Field("x", pattern="[a-z]+", max_length=3)
+    decay: Annotated[Cosine | Linear, Field(discriminator="type")] = Cosine(type="cosine")
+    folds: Folds = Folds()
+    params: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("seed")
+    @classmethod
+    def _lucky(cls, seed: int) -> int:
+        if seed == 13:
+            raise ValueError("13 is not a seed")
+        return seed
+
+
+def refused(**given: Any) -> ConfigError:
+    given.setdefault("env", {})
+    if "file" not in given:
+        given.setdefault("values", {"experiment": "demo"})
+    with pytest.raises(ConfigError) as caught:
+        resolve(Run, **given)
+    assert caught.value.exit_code == 2
+    assert all((caught.value.what, caught.value.rule, caught.value.remedy))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("override", "what", "remedy"),
+    [
+        ("seed=abc", 'seed must be an integer, got "abc" (--set).', "give --set seed=<an integer>"),
+        ("seed=3.0", "seed must be an integer, got 3.0 (--set).", "give --set seed=<an integer>"),
+        ("seed=", 'seed must be an integer, got "" (--set).', "give --set seed=<an integer>"),
+        ("seed=true", "seed must be an integer, got true (--set).", "give --set seed=<an integer>"),
+        ("seed=13", "seed: 13 is not a seed, got 13 (--set).", "give --set seed=..."),
+        ("rate=fast", 'rate must be a number, got "fast" (--set).', "give --set rate=<a number>"),
+        ("rate=-1", "rate must be greater than 0.0, got -1 (--set).", "give --set rate=<greater than 0.0>"),
+        ("rate=2", "rate must be at most 1.0, got 2 (--set).", "give --set rate=<at most 1.0>"),
+        ("folds.first=0", "folds.first must be at least 1, got 0 (--set).", "give --set folds.first=<at least 1>"),
+        ("folds.last=20", "folds.last must be less than 20, got 20 (--set).", "give --set folds.last=<less than 20>"),
+        ("folds=3", "folds must be a section with keys, got 3 (--set).", "give --set folds=<a section with keys>"),
+        ("experiment=[1]", "experiment must be text, got [1] (--set).", "give --set experiment=<text>"),
+        (
+            "scheduler=cosin",
+            "scheduler must be 'cosine', 'linear' or 'none', got \"cosin\" (--set).",
+            "did you mean 'cosine'?",
+        ),
+        (
+            "scheduler=zzz",
+            "scheduler must be 'cosine', 'linear' or 'none', got \"zzz\" (--set).",
+            "give --set scheduler=cosine",
+        ),
+        ("resume=yes", 'resume must be true or false, got "yes" (--set).', "give --set resume=<true or false>"),
+        ("resume=1", "resume must be true or false, got 1 (--set).", "give --set resume=<true or false>"),
+        (
+            "max_parallel=atuo",
+            "max_parallel must be 'auto' or an integer, got \"atuo\" (--set).",
+            "did you mean 'auto'?",
+        ),
+        (
+            "max_parallel=0",
+            "max_parallel must be 'auto' or at least 1, got 0 (--set).",
+            "give --set max_parallel=<'auto' or at least 1>",
+        ),
+        (
+            "reserve=lots",
+            'reserve must be a size such as 8GiB, 512MiB or a whole number of bytes, got "lots" (--set).',
+            "give --set reserve=...",
+        ),
+        (
+            "reserve=1.5",
+            "reserve must be a size such as 8GiB, 512MiB or a whole number of bytes, got 1.5 (--set).",
+            "give --set reserve=...",
+        ),
+        ("pair=[1]", "pair has 1 entries, too few.", "add what is missing"),
+        ("pair=[1, x]", 'pair[1] must be an integer, got "x" (--set).', "give --set pair[1]=<an integer>"),
+        (
+            "name=A",
+            'name must be text that matches [a-z]+, got "A" (--set).',
+            "give --set name=<text that matches [a-z]+>",
+        ),
+        ("steps=[{frist: 1}]", "steps[0].frist is no setting (--set).", "did you mean 'steps[0].first'?"),
+        ("decay={type: linear, ned: 1}", "decay.ned is no setting (--set).", "did you mean 'decay.end'?"),
+        ("sede=1", "sede is no setting (--set).", "did you mean 'seed'?"),
+        ("frist=1", "frist is no setting (--set).", "did you mean 'folds.first'?"),
+        ("folds.frist=1", "folds.frist is no setting (--set).", "did you mean 'folds.first'?"),
+        ("folds.qqq=1", "folds.qqq is no setting (--set).", "known: folds.first, folds.last"),
+        ("seed.x=1", "seed is a single value and has no key 'x' (--set).", "give --set seed=..."),
+        ("seed={x: 1}", "seed is a single value and has no key 'x' (--set).", "give --set seed=..."),
+        ("folds.first=9", "folds: first fold 9 is after last fold 5 (--set).", "give --set folds=..."),
+        ("seed", '--set "seed" is not name=value.', "write for example --set seed=1"),
+        ("=1", '--set "=1" is not name=value.', "write for example --set seed=1"),
+        ("a..b=1", '--set "a..b=1" is not name=value.', "write for example --set seed=1"),
+        (
+            "params.x=[1,",
+            "params.x: it cannot be read as YAML: while parsing a flow node, expected the node content, but found "
+            "'<stream end>', got \"[1,\" (--set).",
+            "put quotes around a text, or close what is open",
+        ),
+        (
+            "params={a: 1, a: 2}",
+            'params: a is set twice, first in line 1, got "{a: 1, a: 2}" (--set).',
+            "keep one of the two",
+        ),
+    ],
+)
+def test_a_bad_override_is_refused_in_words(override: str, what: str, remedy: str) -> None:
+    error = refused(overrides=[override])
+    assert (error.what, error.remedy) == (what, remedy)
+
+
+@pytest.mark.parametrize(
+    ("variable", "what", "remedy"),
+    [
+        ("MEMFIT_SCHEDULER_TYPE", "names no setting", "did you mean 'MEMFIT_SCHEDULER'?"),
+        ("MEMFIT_SEDE", "names no setting", "did you mean 'MEMFIT_SEED'?"),
+        ("MEMFIT_FLODS__FIRST", "names no setting", "did you mean 'MEMFIT_FOLDS__FIRST'?"),
+        ("MEMFIT_FOLDS__FRIST", "names no setting", "did you mean 'MEMFIT_FOLDS__FIRST'?"),
+        ("memfit_sede", "names no setting", "did you mean 'MEMFIT_SEED'?"),
+        ("MEMFIT_FOLDS__QQQ", "names no setting", "known: MEMFIT_FOLDS__FIRST, MEMFIT_FOLDS__LAST"),
+    ],
+)
+def test_an_unknown_variable_is_refused_with_the_nearest(variable: str, what: str, remedy: str) -> None:
+    error = refused(env={variable: "1"})
+    assert error.what == f"{variable} in the environment {what}."
+    assert error.remedy == remedy
+
+
+def test_a_variable_of_nothing_and_a_variable_with_an_empty_part_are_refused() -> None:
+    assert "MEMFIT_ in the environment names no setting" in refused(env={"MEMFIT_": "1"}).what
+    assert "MEMFIT_FOLDS____FIRST in the environment" in refused(env={"MEMFIT_FOLDS____FIRST": "1"}).what
+
+
+def test_a_bad_variable_is_named_with_its_remedy() -> None:
+    error = refused(env={"MEMFIT_SEED": "abc"})
+    assert error.what == 'seed must be an integer, got "abc" (environment MEMFIT_SEED).'
+    assert error.remedy == "give MEMFIT_SEED=<an integer>, or take it away: unset MEMFIT_SEED"
+
+
+def test_two_variables_for_one_setting_are_refused() -> None:
+    assert refused(env={"MEMFIT_SEED": "1", "memfit_seed": "2"}).what == (
+        "MEMFIT_SEED and memfit_seed both set seed (environment)."
+    )
+
+
+def test_a_missing_setting_is_named_with_all_ways_to_give_it() -> None:
+    error = refused(values={})
+    assert error.what == "experiment is missing."
+    assert error.remedy == "write experiment: in the file, or give --set experiment=..., or MEMFIT_EXPERIMENT=..."
+
+
+def test_a_key_below_a_value_from_another_place_names_both_places(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("experiment: x\nparams:\n  lr: 1e-3\n")
+    error = refused(file=file, overrides=["params.lr.x=1"])
+    assert error.what == f"params.lr is a single value, 0.001 ({file}:3), and has no key 'x' (--set)."
+
+
+def test_every_bad_key_is_reported_at_once_with_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "experiment: x\nsheduler: linear\nseed: abc\nseed: 4\nfolds:\n  first: 2\n  frist: 2\na.b: 1\ntrain:\n  x: 1\n"
+    )
+    error = refused(file=file, env={"MEMFIT_RESUME": "maybe"}, overrides=["rate=0", "nonsense"])
+    lines = error.what.splitlines()
+    assert lines[0] == "9 settings cannot be used:"
+    assert lines[1:] == [
+        f"  - seed is set twice, first in line 3 ({file}:4): keep one of the two",
+        f"  - 'a.b' cannot be a key ({file}:8): nest it: 'a.b: 1' is written as b: 1 below a:",
+        '  - --set "nonsense" is not name=value: write for example --set seed=1',
+        f"  - sheduler is no setting ({file}:2): did you mean 'scheduler'?",
+        f"  - folds.frist is no setting ({file}:7): did you mean 'folds.first'?",
+        f"  - train is no setting ({file}:9): known: decay, experiment, folds, max_parallel, name, pair, params, rate, "
+        "reserve, resume, scheduler, seed, steps",
+        f'  - seed must be an integer, got "abc" ({file}:3): correct seed in {file}:3',
+        "  - rate must be greater than 0.0, got 0 (--set): give --set rate=<greater than 0.0>",
+        '  - resume must be true or false, got "maybe" (environment MEMFIT_RESUME): '
+        "give MEMFIT_RESUME=<true or false>, or take it away: unset MEMFIT_RESUME",
+    ]
+    assert error.remedy == "correct each at the place named in brackets"
+
+
+def test_a_rule_over_several_settings_names_where_they_came_from(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("experiment: x\nfolds:\n  last: 2\n")
+    error = refused(file=file, overrides=["folds.first=3"])
+    assert error.what == f"folds: first fold 3 is after last fold 2 ({file}:3, --set)."
+
+
+def test_a_rule_over_all_settings_is_reported_under_the_models_name() -> None:
+    class Model(Settings):
+        a: int = 1
+
+        @model_validator(mode="after")
+        def _no(self) -> "Model":
+            raise ValueError("a and b do not go together")
+
+    with pytest.raises(ConfigError) as caught:
+        resolve(Model, env={}, overrides=["a=2"])
+    assert caught.value.what == "Model: a and b do not go together (--set)."
+
+
+def test_a_message_that_is_not_known_in_advance_still_names_the_setting() -> None:
+    class Model(Settings):
+        when: Annotated[str, Field(json_schema_extra={})] | None = None
+        size: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+        kind: Annotated[Cosine | Linear, Field(discriminator="type")] = Cosine(type="cosine")
+
+    with pytest.raises(ConfigError, match=r"size must be a finite number, got Infinity \(--set\)"):
+        resolve(Model, env={}, overrides=["size=.inf"])
+    with pytest.raises(ConfigError, match=r"kind: input tag 'x' found using 'type' does not match.*\(--set\)"):
+        resolve(Model, env={}, overrides=["kind={type: x}"])
+
+
+def test_a_nested_section_is_refused_with_full_names_and_their_places() -> None:
+    class Train(Settings):
+        epochs: int = 1
+
+    class Params(Settings):
+        train: Train = Train()
+        tag: str
+
+    run = resolve(Run, values={"experiment": "x"}, env={"MEMFIT_PARAMS__TRIAN__EPOCHS": "x"})
+    with pytest.raises(ConfigError) as caught:
+        resolve_nested(run, "params", Params)
+    assert caught.value.what.splitlines()[1:] == [
+        "  - MEMFIT_PARAMS__TRIAN__EPOCHS in the environment names no setting: did you mean "
+        "'MEMFIT_PARAMS__TRAIN__EPOCHS'?",
+        "  - params.tag is missing: write tag: in the file, or give --set params.tag=..., or MEMFIT_PARAMS__TAG=...",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("- a\n", "holds a list at its top level."),
+        ("word\n", "holds a single value at its top level."),
+        ("3\n", "holds a single value at its top level."),
+        ("a: 1\n b: 2\n", ":2 cannot be read: mapping values are not allowed here."),
+        ("a: [1\n", ":2 cannot be read: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'."),
+        ("a: 1\n---\nb: 2\n", ":2 cannot be read: expected a single document in the stream, but found another"),
+        ("a: &x 1\nb: *x\n", ":1 cannot be read: anchors (&) and aliases (*) are not read: write the value out."),
+        ("a: 1\nb: !!python/name:os.system\n", ":2 cannot be read: tags (tag:yaml.org,2002:python/name:os.system)"),
+        ("a: 1\nb: \x00\n", ":2 cannot be read: the character '\\x00' is not allowed."),
+        ("[" * 5000, ":1 cannot be read: it is nested too deeply."),
+    ],
+)
+def test_a_file_that_is_no_settings_file_is_refused(tmp_path: Path, text: str, what: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    assert what in refused(file=file).what
+
+
+@pytest.mark.parametrize("key", ["[a, b]", "? {a: 1}\n", "''"])
+def test_a_key_that_is_no_name_is_refused(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"experiment: x\n{key}: 1\n")
+    assert "cannot be a key" in refused(file=file).what
+    assert f"{file}:2" in refused(file=file).what
+
+
+def test_a_file_that_cannot_be_read_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    missing = refused(file=tmp_path / "confg.yaml")
+    assert (missing.what, missing.remedy) == (f"{tmp_path}/confg.yaml is not there.", "did you mean 'config.yaml'?")
+    assert refused(file=tmp_path / "none" / "x.yaml").remedy == "name a YAML file that is there"
+    assert refused(file=tmp_path).what == f"{tmp_path} cannot be read: Is a directory."
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
+    assert refused(file=tmp_path / "latin.yaml").what.endswith("is not UTF-8 text: byte 3 is 0xe9.")
+
+
+def test_values_that_no_file_can_hold_are_refused() -> None:
+    assert "a value of type object is no setting" in refused(values={"experiment": object()}).what
+    assert "keys must be text" in refused(values={"params": {1: 2}}).what
+    assert refused(values={"experiment": "x", "params": {"a.b": 1}}).what.endswith("'a.b' cannot be a key.")
+    assert refused(values={"experiment": None}).remedy.startswith("set experiment to another value")
