@@ -1,0 +1,310 @@
+"""The run directory: everything before a run writes into it, everything after reads from it.
+
+Two kinds of file live there. *Append-only* event files have one writer each; a process that dies in the middle of a
+line leaves a torn last record, which every reader passes over. All other files are *written aside and renamed*, so
+that a reader sees the old content or the new one and never a part.
+
+Layout::
+
+    runs/<experiment>/run_<YYYYmmdd_HHMMSS>_<8 hex>/
+      run.json                          schema version, fingerprint, who and where
+      config.yaml  plan.json  outcome.json
+      events/<host>-<pid>-<start>.jsonl
+      jobs/<job id>/{out.log, err.log, outcome.json, memory.arrows, ...}
+      checkpoints/fold_<i>/...
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import DamagedError, UsageError
+
+SCHEMA_VERSION = 1
+
+#: The two variables by which a job's process finds its run directory and its own name.
+RUN_DIR_VARIABLE = "MEMFIT_RUN_DIR"
+JOB_ID_VARIABLE = "MEMFIT_JOB_ID"
+
+_RUN_NAME = re.compile(r"run_\d{8}_\d{6}_[0-9a-f]{8}")
+
+
+def write_atomic(path: Path, content: bytes | str, *, durable: bool = True) -> None:
+    """Replace a file's content so that no reader ever sees a part of it.
+
+    Args:
+        path: The file; its folder must exist.
+        content: The new content; text is written as UTF-8.
+        durable: Also force it to disk, so that it survives a power cut. Leave it off for live status files.
+
+    Raises:
+        OSError: For example on a full disk; the old content is then still there.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(aside, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's entries to disk, so that a rename in it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    """Replace a JSON file atomically."""
+    write_atomic(path, json.dumps(value, indent=2, sort_keys=False) + "\n", durable=durable)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON file's object, or None when the file is not there.
+
+    Raises:
+        DamagedError: If the file is there and holds no JSON object: files here are renamed into place whole, so a
+            broken one was changed from outside.
+    """
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        value = error
+    if not isinstance(value, dict):
+        raise DamagedError(
+            f"{path} is not a JSON object ({len(text)} bytes).",
+            rule="memfit writes this file aside and renames it, so a broken one was changed from outside.",
+            remedy=f"restore it from a backup, or move it away: mv {path} {path}.broken",
+        )
+    return value
+
+
+class EventWriter:
+    """Appends one process's events to a file of its own, a line each.
+
+    Every line reaches the kernel in one write before ``write`` returns, so it survives SIGKILL of the writer.
+    """
+
+    def __init__(self, events_dir: Path, job_id: str | None = None) -> None:
+        self.job_id = job_id
+        self.pid = os.getpid()
+        start = time.time_ns() // 1_000_000
+        events_dir.mkdir(parents=True, exist_ok=True)
+        self.path = events_dir / f"{socket.gethostname()}-{self.pid}-{start}.jsonl"
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one event: ``time`` in Unix seconds, ``job``, ``kind`` and the fields given."""
+        record = {"time": time.time(), "job": self.job_id, "kind": kind, **fields}
+        os.write(self._descriptor, (json.dumps(record, separators=(",", ":")) + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class EventTail:
+    """Reads one event file on from where the last call stopped; a torn last line waits for its rest."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The whole records that came since the last call."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                chunk = file.read()
+        except FileNotFoundError:
+            return []
+        whole = chunk[: chunk.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return list(_records(whole))
+
+
+def _records(lines: bytes) -> Iterator[dict[str, Any]]:
+    for line in lines.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def read_events(events_dir: Path) -> list[dict[str, Any]]:
+    """All whole records of all writers in a folder, in order of time; torn records are passed over."""
+    records = [record for path in sorted(events_dir.glob("*.jsonl")) for record in EventTail(path).read()]
+    return sorted(records, key=lambda record: float(record.get("time", 0.0)))
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's directory; holds no open files.
+
+    Example:
+        >>> import tempfile
+        >>> run = RunDir.create(Path(tempfile.mkdtemp()), "demo", "0123abcd" * 8)
+        >>> run.job_dir("fold_1").relative_to(run.path).as_posix()
+        'jobs/fold_1'
+        >>> RunDir.all(run.path.parent.parent, "demo") == [run]
+        True
+    """
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path, experiment: str, fingerprint: str, facts: Mapping[str, Any] | None = None) -> RunDir:
+        """Make a new run directory below ``root/experiment``.
+
+        Args:
+            root: The folder of all runs, for example ``runs``.
+            experiment: The experiment's name; one path component.
+            fingerprint: The hex fingerprint of config, code and data; its first 8 digits end the folder's name.
+            facts: More for ``run.json``, beside schema version, fingerprint, user, host, command and time.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", experiment):
+            raise UsageError(
+                f"'{experiment}' cannot name an experiment.",
+                rule="the name becomes a folder: letters, digits, '.', '_' and '-', beginning with a letter or digit.",
+                remedy="set experiment: to such a name, for example stock-ranker",
+            )
+        parent = root / experiment
+        parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            now = time.time()
+            path = parent / f"run_{time.strftime('%Y%m%d_%H%M%S', time.localtime(now))}_{fingerprint[:8]}"
+            try:
+                path.mkdir()
+                break
+            except FileExistsError:
+                time.sleep(0.05)
+        for name in ("events", "jobs", "checkpoints"):
+            (path / name).mkdir()
+        header = {
+            "schema_version": SCHEMA_VERSION,
+            "experiment": experiment,
+            "fingerprint": fingerprint,
+            "created": now,
+            "host": socket.gethostname(),
+            "user": _user(),
+            "pid": os.getpid(),
+            "command": sys.argv,
+            "python": sys.version.split()[0],
+        }
+        write_json(path / "run.json", {**header, **(facts or {})})
+        return cls(path.resolve())
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """An existing run directory.
+
+        Raises:
+            UsageError: If it is none, or if a newer memfit wrote it.
+        """
+        header = read_json(path / "run.json")
+        if header is None:
+            raise UsageError(
+                f"{path} is no run directory.",
+                rule="a run directory holds a run.json.",
+                remedy="name a folder such as runs/<experiment>/run_<time>_<id>",
+            )
+        if header.get("schema_version") != SCHEMA_VERSION:
+            raise UsageError(
+                f"{path} has schema version {header.get('schema_version')}.",
+                rule=f"this memfit reads schema version {SCHEMA_VERSION}.",
+                remedy="use the version of memfit that wrote it, or start over with --new",
+            )
+        return cls(path.resolve())
+
+    @classmethod
+    def all(cls, root: Path, experiment: str) -> list[RunDir]:
+        """The experiment's runs, newest first. A folder without ``run.json`` (killed at birth) is not one."""
+        parent = root / experiment
+        names = [path for path in parent.glob("run_*") if _RUN_NAME.fullmatch(path.name)]
+        return [cls.open(path) for path in sorted(names, reverse=True) if (path / "run.json").exists()]
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """``run.json``."""
+        return read_json(self.path / "run.json") or {}
+
+    @property
+    def state(self) -> str:
+        """The state in ``outcome.json``, or ``running`` when there is none yet."""
+        outcome = read_json(self.path / "outcome.json")
+        return str(outcome["state"]) if outcome else "running"
+
+    @property
+    def events_dir(self) -> Path:
+        return self.path / "events"
+
+    def job_dir(self, job_id: str) -> Path:
+        return self.path / "jobs" / job_id
+
+    def checkpoint_dir(self, job_id: str) -> Path:
+        return self.path / "checkpoints" / job_id
+
+    def events(self) -> list[dict[str, Any]]:
+        return read_events(self.events_dir)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+class _Current:
+    """This process's event file, opened at the first event; a forked child opens its own."""
+
+    writer: EventWriter | None = None
+
+
+def current_run() -> tuple[RunDir, str] | None:
+    """The run directory and job id that this process belongs to, or None outside a run."""
+    path, job_id = os.environ.get(RUN_DIR_VARIABLE), os.environ.get(JOB_ID_VARIABLE)
+    return (RunDir(Path(path)), job_id) if path and job_id else None
+
+
+def record(kind: str, **fields: Any) -> None:
+    """Append an event of this job's to the run directory; does nothing outside a run."""
+    current = current_run()
+    if current is None:
+        return
+    if _Current.writer is None or _Current.writer.pid != os.getpid():
+        _Current.writer = EventWriter(current[0].events_dir, current[1])
+    _Current.writer.write(kind, **fields)
+
+
+def mark_phase(name: str) -> None:
+    """Say which phase this job enters: ``load``, ``build``, ``train``, ``validate``, ``checkpoint`` or a name of yours.
+
+    Peaks of memory are recorded by phase. Does nothing outside a run.
+    """
+    record("phase", phase=name)

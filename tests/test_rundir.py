@@ -1,0 +1,163 @@
+"""The run directory survives kills, torn records and second starts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.errors import DamagedError, UsageError
+from memfit.rundir import EventTail, EventWriter, RunDir, mark_phase, read_events, read_json, write_atomic, write_json
+
+
+def test_a_replaced_file_has_the_old_content_or_the_new(tmp_path):
+    path = tmp_path / "state.json"
+    write_json(path, {"n": 1})
+    write_json(path, {"n": 2}, durable=False)
+    assert read_json(path) == {"n": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "state.json"
+    write_json(path, {"n": 1})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, "x" * 100)
+    assert read_json(path) == {"n": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
+    path = tmp_path / "state.json"
+    write_json(path, {"n": -1})
+    code = (
+        "import pathlib, sys; from memfit.rundir import write_json\n"
+        f"p = pathlib.Path({str(path)!r}); n = 0\n"
+        "print('go', flush=True)\n"
+        "while True: n += 1; write_json(p, {'n': n, 'fill': 'x' * 20000}, durable=False)\n"
+    )
+    for _ in range(5):
+        writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        for _ in range(50):
+            assert "n" in (read_json(path) or {})
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        assert "n" in (read_json(path) or {})
+
+
+def test_a_json_file_that_was_changed_from_outside_is_refused_by_name(tmp_path):
+    path = tmp_path / "outcome.json"
+    path.write_text('{"state": "comp')
+    with pytest.raises(DamagedError, match=r"outcome\.json is not a JSON object"):
+        read_json(path)
+
+
+def test_a_missing_file_is_none(tmp_path):
+    assert read_json(tmp_path / "absent.json") is None
+
+
+@given(cut=st.integers(min_value=0))
+def test_a_torn_last_record_is_passed_over_wherever_it_was_cut(tmp_path_factory, cut):
+    folder = tmp_path_factory.mktemp("events")
+    writer = EventWriter(folder, "fold_1")
+    for epoch in range(3):
+        writer.write("epoch", epoch=epoch, note="grüße")
+    writer.close()
+    whole = writer.path.read_bytes()
+    cut %= len(whole) + 1
+    writer.path.write_bytes(whole[:cut])
+    epochs = [event["epoch"] for event in read_events(folder)]
+    assert epochs == list(range(whole[:cut].count(b"\n")))
+
+
+def test_a_tail_reads_each_record_once_and_waits_for_the_rest_of_a_torn_one(tmp_path):
+    path = tmp_path / "e.jsonl"
+    tail = EventTail(path)
+    assert tail.read() == []
+    path.write_bytes(b'{"n": 1}\n{"n":')
+    assert tail.read() == [{"n": 1}]
+    with open(path, "ab") as file:
+        file.write(b' 2}\n{"n": 3}\n')
+    assert tail.read() == [{"n": 2}, {"n": 3}]
+    assert tail.read() == []
+
+
+def test_a_record_written_before_a_kill_is_there(tmp_path):
+    code = (
+        "import os, pathlib, signal; from memfit.rundir import EventWriter\n"
+        f"EventWriter(pathlib.Path({str(tmp_path)!r}), 'j').write('phase', phase='train')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert [(e["kind"], e["phase"], e["job"]) for e in read_events(tmp_path)] == [("phase", "train", "j")]
+
+
+def test_marks_go_to_the_run_that_the_environment_names_and_nowhere_outside_one(tmp_path):
+    run = RunDir.create(tmp_path, "x", "ab" * 32)
+    code = "from memfit.rundir import mark_phase; mark_phase('train')"
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("MEMFIT_")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=bare)
+    assert run.events() == []
+    env = bare | {"MEMFIT_RUN_DIR": str(run.path), "MEMFIT_JOB_ID": "fold_2"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+    assert [(e["job"], e["phase"]) for e in run.events()] == [("fold_2", "train")]
+    mark_phase("ignored")
+    assert len(run.events()) == 1
+
+
+def test_a_forked_child_writes_a_file_of_its_own(tmp_path):
+    run = RunDir.create(tmp_path, "x", "ab" * 32)
+    code = (
+        "import os; from memfit.rundir import mark_phase\n"
+        "mark_phase('parent')\n"
+        "pid = os.fork()\n"
+        "if pid == 0: mark_phase('child'); os._exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+    )
+    env = os.environ | {"MEMFIT_RUN_DIR": str(run.path), "MEMFIT_JOB_ID": "fold_2"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+    assert len(list(run.events_dir.iterdir())) == 2
+    assert {e["phase"] for e in run.events()} == {"parent", "child"}
+
+
+def test_two_runs_in_one_second_get_two_folders(tmp_path):
+    first = RunDir.create(tmp_path, "x", "ab" * 32)
+    second = RunDir.create(tmp_path, "x", "ab" * 32)
+    assert first.path != second.path
+    assert RunDir.all(tmp_path, "x") == [second, first]
+
+
+def test_a_run_that_was_killed_at_birth_is_not_one(tmp_path):
+    (tmp_path / "x" / "run_20260101_000000_abababab").mkdir(parents=True)
+    assert RunDir.all(tmp_path, "x") == []
+
+
+def test_a_run_of_a_newer_version_is_refused(tmp_path):
+    run = RunDir.create(tmp_path, "x", "ab" * 32)
+    header = json.loads((run.path / "run.json").read_text())
+    write_json(run.path / "run.json", header | {"schema_version": 99})
+    with pytest.raises(UsageError, match="schema version 99"):
+        RunDir.open(run.path)
+
+
+@pytest.mark.parametrize("name", ["../up", "", "a b", ".x"])
+def test_an_experiment_name_that_is_no_folder_name_is_refused(tmp_path, name):
+    with pytest.raises(UsageError, match="cannot name an experiment"):
+        RunDir.create(tmp_path, name, "ab" * 32)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="no run directory"):
+        RunDir.open(tmp_path)
