@@ -1,0 +1,302 @@
+"""Memory limits of control groups, v1 and v2, up through every ancestor that can be seen, and of those that cannot.
+
+The group of this process is found from /proc/self/cgroup (its path as its namespace names it) and
+/proc/self/mountinfo (which part of the hierarchy is mounted where). A container may see only a part: then the path is
+translated by the mount's root; where that does not do it, the group is the one whose cgroup.procs lists this process.
+
+Source: Linux Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; cgroup_namespaces(7).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from memfit.memory._host import REAL_ROOT, Mount, parse_mountinfo, parse_pairs, parse_status, read_text
+from memfit.memory._limit import Limit, limit
+
+# The largest page counter, rounded down to a page of 4, 16 or 64 KiB, and the 2**64 - 1 of older kernels: all of them
+# stand for "no limit". No machine has 2**62 bytes.
+_UNLIMITED = 1 << 62
+_MOST_GROUPS_SEARCHED = 4096
+
+_V2_KERNEL = ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "vmalloc", "slab_unreclaimable", "zswap")
+
+_OWNERS = (
+    (r"job_(\d+)", "Slurm job {}"),
+    (r"(?:docker-|docker/)([0-9a-f]{12})[0-9a-f]*(?:\.scope)?$", "Docker container {}"),
+    (r"libpod-([0-9a-f]{12})[0-9a-f]*(?:\.scope)?(?:/container)?$", "Podman container {}"),
+    (r"(?:cri-containerd|crio)-([0-9a-f]{12})[0-9a-f]*\.scope$", "Kubernetes container {}"),
+    (r"kubepods.*pod([0-9a-f][0-9a-f_-]{35})/([0-9a-f]{12})[0-9a-f]*$", "Kubernetes container {1}"),
+    (r"kubepods.*[-/]pod([0-9a-f][0-9a-f_-]{35})(?:\.slice)?$", "Kubernetes pod {}"),
+    (r"/lxc(?:\.payload)?[./]([^/]+)$", "LXC container {}"),
+    (r"([^/]+\.(?:service|scope|slice))$", "systemd unit {}"),
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group: its path as the kernel names it here, and its directory."""
+
+    path: str
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this process is in one hierarchy.
+
+    Attributes:
+        version: 1 or 2.
+        groups: Its group first, then each visible ancestor.
+        hidden: Whether groups above the last one exist and cannot be seen.
+        read_only: Whether the hierarchy is mounted read-only.
+    """
+
+    version: int
+    groups: tuple[Group, ...]
+    hidden: bool
+    read_only: bool
+
+
+def parse_cgroup(text: str | None) -> dict[str, str]:
+    """The path of this process by controller, from /proc/self/cgroup; the unified hierarchy is the controller ``""``.
+
+    >>> parse_cgroup("4:memory:/slurm/uid_7/job_42\\n3:cpu,cpuacct:/\\n1:name=systemd:/\\n0::/init.scope\\n")
+    {'memory': '/slurm/uid_7/job_42', 'cpu': '/', 'cpuacct': '/', 'name=systemd': '/', '': '/init.scope'}
+    """
+    paths = {}
+    for line in (text or "").splitlines():
+        fields = line.split(":", 2)
+        if len(fields) == 3:
+            paths.update(dict.fromkeys(fields[1].split(","), fields[2].removesuffix(" (deleted)")))
+    return paths
+
+
+def parse_limit(text: str | None) -> int | None:
+    """The limit that a file holds, or None when it says unlimited or there is no file.
+
+    >>> parse_limit("2147483648\\n"), parse_limit("max\\n"), parse_limit("9223372036854771712\\n")
+    (2147483648, None, None)
+    """
+    value = (text or "").strip()
+    return int(value) if value.isdigit() and int(value) < _UNLIMITED else None
+
+
+def owner_of(path: str) -> str:
+    """Who made a group, by the names that schedulers and container engines give; empty when nothing tells.
+
+    >>> owner_of("/slurm/uid_1000/job_42/step_0"), owner_of("/user.slice"), owner_of("/x")
+    ('Slurm job 42', 'systemd unit user.slice', '')
+    """
+    for pattern, text in _OWNERS:
+        if match := re.search(pattern, path):
+            return text.format(*match.groups())
+    return ""
+
+
+def non_reclaimable_v2(stat: Mapping[str, int]) -> int:
+    """Anonymous, shared and kernel bytes of a v2 memory.stat: what reclaim cannot give back without swap.
+
+    Clean page cache is not in it. ``kernel`` (Linux 5.18) covers the single kernel figures; its reclaimable slab is
+    taken out.
+
+    >>> non_reclaimable_v2({"anon": 100, "file": 70, "shmem": 20, "kernel": 9, "slab_reclaimable": 4, "sock": 1})
+    126
+    >>> non_reclaimable_v2({"anon": 100, "kernel_stack": 2, "slab_unreclaimable": 3, "slab": 9})
+    105
+    """
+    kernel = sum(stat.get(name, 0) for name in _V2_KERNEL)
+    if "kernel" in stat:
+        kernel = stat["kernel"] - stat.get("slab_reclaimable", 0)
+    return sum(stat.get(name, 0) for name in ("anon", "shmem", "sock", "hugetlb")) + kernel
+
+
+def non_reclaimable_v1(stat: Mapping[str, int], kernel_bytes: int) -> int:
+    """Anonymous, shared and kernel bytes of a v1 memory.stat, of the group and all below it.
+
+    Before ``shmem`` was shown, shared memory is what the anonymous LRU lists hold above ``rss``.
+
+    >>> non_reclaimable_v1({"total_rss": 100, "total_cache": 70, "total_shmem": 20}, kernel_bytes=9)
+    129
+    >>> non_reclaimable_v1({"total_rss": 100, "total_active_anon": 80, "total_inactive_anon": 50}, kernel_bytes=0)
+    130
+    """
+    rss = stat.get("total_rss", 0)
+    lists = stat.get("total_active_anon", 0) + stat.get("total_inactive_anon", 0)
+    return rss + stat.get("total_shmem", max(0, lists - rss)) + kernel_bytes
+
+
+def locate(root: Path, controller: str) -> Placement | None:
+    """Where this process is in the hierarchy that has ``controller``; v1 wins where a hybrid layout has it there."""
+    paths = parse_cgroup(read_text(root / "proc/self/cgroup"))
+    mounts = parse_mountinfo(read_text(root / "proc/self/mountinfo"))
+    first = [mount for mount in mounts if mount.kind == "cgroup" and controller in mount.options]
+    second = [mount for mount in mounts if mount.kind == "cgroup2"]
+    if controller in paths and first:
+        return _place(root, 1, paths[controller], first)
+    return _place(root, 2, paths[""], second) if "" in paths and second else None
+
+
+def _place(root: Path, version: int, path: str, mounts: list[Mount]) -> Placement:
+    # A later mount hides an earlier one at its point; of several points the one with the higher root shows more.
+    on_top = {mount.point: mount for mount in mounts}
+    ordered = sorted(on_top.values(), key=lambda mount: len(_parts(mount.root)))
+    pid = parse_status(read_text(root / "proc/self/status")).get("Pid", "")
+    found = ((mount, _find(_top(root, mount), mount, path, pid)) for mount in ordered)
+    mount, inner = next(((mount, inner) for mount, inner in found if inner is not None), (ordered[0], ()))
+    top = _top(root, mount)
+    hidden = _is_below_another(version, top)
+    base = _parts(mount.root) if hidden else ()  # Seen from a namespace the root group is called "/../..".
+    groups = tuple(
+        Group("/" + "/".join((*base, *inner[:depth])), top.joinpath(*inner[:depth]))
+        for depth in range(len(inner), -1, -1)
+    )
+    return Placement(version, groups, hidden, "ro" in mount.options)
+
+
+def _top(root: Path, mount: Mount) -> Path:
+    return root / mount.point.lstrip("/")
+
+
+def _parts(path: str) -> tuple[str, ...]:
+    return tuple(part for part in path.split("/") if part)
+
+
+def _find(top: Path, mount: Mount, path: str, pid: str) -> tuple[str, ...] | None:
+    """The names that lead from the mount's top to the group of this process, or None when it is not below."""
+    wanted, base = _parts(path), _parts(mount.root)
+    inner = wanted[len(base) :]
+    if wanted[: len(base)] == base and ".." not in inner and top.joinpath(*inner).is_dir():
+        return inner
+    # "/" below a mount whose root is "/../..", or a path of another namespace: only the list of members tells.
+    for number, (folder, _, files) in enumerate(os.walk(top)):
+        if number >= _MOST_GROUPS_SEARCHED:
+            break
+        if "cgroup.procs" in files and pid in (read_text(Path(folder, "cgroup.procs")) or "").split():
+            return Path(folder).relative_to(top).parts
+    return None
+
+
+def _is_below_another(version: int, top: Path) -> bool:
+    # Only the root group has no cgroup.type in v2, and only it has a release_agent in v1.
+    return (top / "cgroup.type").exists() if version == 2 else not (top / "release_agent").exists()
+
+
+def read_group_limits(placement: Placement) -> tuple[Limit, ...]:
+    """Every memory limit of the group of this process and of its ancestors."""
+    return tuple(_limits_v2(placement) if placement.version == 2 else _limits_v1(placement))
+
+
+def group_used(placement: Placement, group: Group) -> int:
+    """The non-reclaimable bytes of a group and all below it; its whole usage where it has no memory.stat."""
+    stat = parse_pairs(read_text(group.directory / "memory.stat"))
+    usage = read_text(group.directory / ("memory.current" if placement.version == 2 else "memory.usage_in_bytes"))
+    usage_bytes = int(usage) if usage else 0
+    if not stat:
+        return usage_bytes
+    if placement.version == 2:
+        return non_reclaimable_v2(stat)
+    kernel = read_text(group.directory / "memory.kmem.usage_in_bytes")
+    return non_reclaimable_v1(stat, int(kernel) if kernel else 0)
+
+
+def _source(placement: Placement, group: Group) -> str:
+    owner = owner_of(group.path)
+    return f"cgroup v{placement.version} {group.path}" + (f" ({owner})" if owner else "")
+
+
+def _limits_v2(placement: Placement) -> Iterator[Limit]:
+    throttle = "above it the kernel throttles and reclaims, it does not kill"
+    for group in placement.groups:
+        for name, note in (("memory.max", ""), ("memory.high", throttle)):
+            value = parse_limit(read_text(group.directory / name))
+            if value is not None:
+                yield limit(name, _source(placement, group), value, group_used(placement, group), "group", note=note)
+
+
+def _chained_v1(placement: Placement) -> tuple[Group, ...]:
+    """The groups that a charge of this process reaches: up to the first ancestor without hierarchy (old kernels)."""
+
+    def charged(group: Group) -> bool:
+        return (read_text(group.directory / "memory.use_hierarchy") or "1").strip() != "0"
+
+    return (placement.groups[0], *takewhile(charged, placement.groups[1:]))
+
+
+def _limits_v1(placement: Placement) -> Iterator[Limit]:
+    groups = _chained_v1(placement)
+    visible: dict[str, int] = {}
+    for group in groups:
+        used = group_used(placement, group)
+        swapped = parse_pairs(read_text(group.directory / "memory.stat")).get("total_swap", 0)
+        for name, taken in (("memory.limit_in_bytes", used), ("memory.memsw.limit_in_bytes", used + swapped)):
+            value = parse_limit(read_text(group.directory / name))
+            if value is None:
+                continue
+            visible[name] = min(value, visible.get(name, value))
+            note = "memory and swap together" if "memsw" in name else ""
+            yield limit(name, _source(placement, group), value, taken, "group", note=note)
+    # What the kernel enforces on this group from wherever in the tree: smaller than all that is seen means that a
+    # namespace or a bind mount hides the group that says so.
+    stat = parse_pairs(read_text(groups[0].directory / "memory.stat"))
+    for name, seen in (
+        ("hierarchical_memory_limit", "memory.limit_in_bytes"),
+        ("hierarchical_memsw_limit", "memory.memsw.limit_in_bytes"),
+    ):
+        value = stat.get(name, _UNLIMITED)
+        if value < min(visible.get(seen, _UNLIMITED), _UNLIMITED):
+            used = group_used(placement, groups[-1]) + (stat.get("total_swap", 0) if "memsw" in name else 0)
+            note = "set above the groups that are visible here; what others below it use is not known"
+            source = f"cgroup v1, a group hidden above {groups[-1].path}"
+            yield limit(name, source, value, used, "group", note=note)
+
+
+def swap_rooms(placement: Placement) -> Iterator[tuple[int, str]]:
+    """What of swap each group with a swap limit may use still, and who says so."""
+    for group in placement.groups if placement.version == 2 else _chained_v1(placement):
+        source = _source(placement, group)
+        if placement.version == 2:
+            allowed = parse_limit(read_text(group.directory / "memory.swap.max"))
+            if allowed is not None:
+                used = int(read_text(group.directory / "memory.swap.current") or 0)
+                yield max(0, allowed - used), f"memory.swap.max of {source}"
+            continue
+        both = parse_limit(read_text(group.directory / "memory.memsw.limit_in_bytes"))
+        if both is not None:
+            memory = parse_limit(read_text(group.directory / "memory.limit_in_bytes"))
+            used = parse_pairs(read_text(group.directory / "memory.stat")).get("total_swap", 0)
+            yield max(0, both - (memory or both) - used), f"memory.memsw.limit_in_bytes of {source}"
+
+
+def cpu_quota(root: Path) -> tuple[float, str] | None:
+    """The smallest CPU quota of this process's groups, in CPUs, and who says so; None without one."""
+    placement = locate(root, "cpu")
+    quotas = []
+    for group in placement.groups if placement else ():
+        if placement and placement.version == 2:
+            words = (read_text(group.directory / "cpu.max") or "").split()
+        else:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            words = [(read_text(group.directory / name) or "").strip() for name in names]
+        if placement and len(words) == 2 and words[0].isdigit() and words[1].isdigit():
+            quotas.append((int(words[0]) / int(words[1]), _source(placement, group)))
+    return min(quotas, default=None)
+
+
+def is_writable(root: Path, placement: Placement) -> bool:
+    """Whether groups can be made below this process's own; nothing is made to find out.
+
+    In a recorded tree the mount's options and the recorded user decide, since its folders are the reader's own.
+    """
+    directory = placement.groups[0].directory
+    if placement.version == 2 and "memory" not in (read_text(directory / "cgroup.controllers") or "").split():
+        return False
+    if root == REAL_ROOT:
+        return os.access(directory, os.W_OK | os.X_OK) and os.access(directory / "cgroup.procs", os.W_OK)
+    uids = parse_status(read_text(root / "proc/self/status")).get("Uid", "").split()
+    return not placement.read_only and uids[1:2] == ["0"]

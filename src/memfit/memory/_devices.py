@@ -1,0 +1,220 @@
+"""GPUs as NVML shows them: their memory, and the processes of others on them, by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.memory._host import parse_status, read_text
+
+
+@dataclass(frozen=True)
+class DeviceProcess:
+    """A process on a GPU that does not belong to this process's tree.
+
+    Attributes:
+        pid: Its id, as the driver gives it.
+        name: Its command, or that it is not visible from here.
+        used_bytes: Its device memory; None where the driver does not say.
+        user: The user it runs as; empty when it is not visible from here.
+    """
+
+    pid: int
+    name: str
+    used_bytes: int | None
+    user: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU or MIG instance. Its memory is never added to the host's.
+
+    Attributes:
+        index: The GPU's index in NVML (PCI bus order); a MIG instance has its GPU's.
+        uuid: What CUDA_VISIBLE_DEVICES takes.
+        name: The product.
+        total_bytes: Its memory.
+        free_bytes: What is free of it now.
+        foreign_bytes: What is in use outside of this process's tree, the driver's own share included.
+        processes: Who else is on it.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+    foreign_bytes: int
+    processes: tuple[DeviceProcess, ...]
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """A device that CUDA could see, with what can select it."""
+
+    index: int
+    uuid: str
+    alias: str
+    handle: Any
+
+
+def read_devices(nvml: Any, *, root: Path, env: Mapping[str, str]) -> tuple[tuple[Device, ...], str]:
+    """The GPUs that this process may use by CUDA_VISIBLE_DEVICES, and a note on what is missing.
+
+    Args:
+        nvml: A module with nvidia-ml-py's names.
+        root: Where /proc lies: names and users of processes are read there.
+        env: The environment.
+    """
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return (), f"no GPUs: {error}"
+    try:
+        handles = list(_handles(nvml))
+        chosen = select_visible([(h.index, h.uuid, h.alias) for h in handles], env.get("CUDA_VISIBLE_DEVICES"))
+        devices = tuple(_device(nvml, handles[number], root) for number in chosen)
+        return devices, _order_note(nvml, handles, env)
+    except nvml.NVMLError as error:
+        return (), f"the GPUs could not be read: {error}"
+    finally:
+        nvml.nvmlShutdown()
+
+
+def select_visible(devices: list[tuple[int, str, str]], visible: str | None) -> list[int]:
+    """The positions in ``devices`` (index, UUID, old MIG name) that CUDA_VISIBLE_DEVICES leaves visible, in its order.
+
+    As CUDA reads it: the list ends at the first entry that names no device; a UUID may be shortened; naming a device
+    twice hides all. The number of a GPU that is split into MIG instances stands for its first instance.
+
+    Source: CUDA C++ Programming Guide, CUDA environment variables; NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES.
+
+    >>> gpus = [(0, "GPU-8932f937-d72c", ""), (1, "MIG-41c8e4a7-0d6f", "MIG-GPU-77aa/3/0"), (1, "MIG-9f1b", "")]
+    >>> select_visible(gpus, None), select_visible(gpus, ""), select_visible(gpus, "1,0")
+    ([0, 1, 2], [], [1, 0])
+    >>> select_visible(gpus, "0,-1,1")
+    [0]
+    >>> select_visible(gpus, "GPU-8932"), select_visible(gpus, "MIG-9f1b,MIG-GPU-77aa/3/0"), select_visible(gpus, "0,0")
+    ([0], [2, 1], [])
+    """
+    if visible is None:
+        return list(range(len(devices)))
+    chosen: list[int] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry.isdigit():
+            matches = [number for number, device in enumerate(devices) if device[0] == int(entry)][:1]
+        else:
+            named = entry.startswith(("GPU-", "MIG-"))
+            matches = [n for n, (_, *names) in enumerate(devices) if named and any(x.startswith(entry) for x in names)]
+        if len(matches) != 1:
+            break
+        if matches[0] in chosen:
+            return []
+        chosen += matches
+    return chosen
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _handles(nvml: Any) -> Iterator[_Handle]:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+        instances = list(_instances(nvml, index, uuid, handle))
+        yield from instances or [_Handle(index, uuid, "", handle)]
+
+
+def _instances(nvml: Any, index: int, uuid: str, handle: Any) -> Iterator[_Handle]:
+    """The MIG instances of a GPU; none where it is not split or cannot be."""
+    try:
+        current, _ = nvml.nvmlDeviceGetMigMode(handle)
+        count = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if current else 0
+    except nvml.NVMLError:
+        return
+    for number in range(count):
+        try:
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+            ids = nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part)
+            yield _Handle(index, _text(nvml.nvmlDeviceGetUUID(part)), f"MIG-{uuid}/{ids[0]}/{ids[1]}", part)
+        except nvml.NVMLError:
+            continue  # A slot without an instance.
+
+
+def _device(nvml: Any, device: _Handle, root: Path) -> Device:
+    memory = nvml.nvmlDeviceGetMemoryInfo(device.handle)
+    own_pid = int(parse_status(read_text(root / "proc/self/status")).get("Pid", "0"))
+    own_bytes, foreign = 0, []
+    for pid, used in sorted(_processes(nvml, device.handle).items()):
+        if own_pid and _descends(root, pid, own_pid):
+            own_bytes += used or 0
+        else:
+            foreign.append(DeviceProcess(pid, *_name_and_user(nvml, root, pid, used)))
+    return Device(
+        index=device.index,
+        uuid=device.uuid,
+        name=_text(nvml.nvmlDeviceGetName(device.handle)),
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        foreign_bytes=max(0, int(memory.total) - int(memory.free) - own_bytes),
+        processes=tuple(foreign),
+    )
+
+
+def _processes(nvml: Any, handle: Any) -> dict[int, int | None]:
+    """Device memory by process, compute and graphics; None where the driver does not say (WSL, some MIG setups)."""
+    found: dict[int, int | None] = {}
+    for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
+        try:
+            # A process of both kinds is listed twice with the same bytes.
+            found.update({int(process.pid): process.usedGpuMemory for process in ask(handle)})
+        except nvml.NVMLError:
+            continue
+    return found
+
+
+def _descends(root: Path, pid: int, ancestor: int) -> bool:
+    for _ in range(1024):
+        if pid == ancestor:
+            return True
+        parent = parse_status(read_text(root / f"proc/{pid}/status")).get("PPid", "0")
+        pid = int(parent)
+        if pid <= 1 and pid != ancestor:
+            return False
+    return False
+
+
+def _name_and_user(nvml: Any, root: Path, pid: int, used: int | None) -> tuple[str, int | None, str]:
+    status = parse_status(read_text(root / f"proc/{pid}/status"))
+    if "Name" in status:
+        return status["Name"], used, _user(status.get("Uid", "").split()[:1])
+    try:
+        return _text(nvml.nvmlSystemGetProcessName(pid)), used, ""
+    except nvml.NVMLError:
+        return "not visible from here (another container or user)", used, ""
+
+
+def _user(uids: list[str]) -> str:
+    if not uids or sys.platform == "win32":
+        return ""
+    import pwd
+
+    try:
+        return pwd.getpwuid(int(uids[0])).pw_name
+    except KeyError:
+        return f"uid {uids[0]}"
+
+
+def _order_note(nvml: Any, handles: list[_Handle], env: Mapping[str, str]) -> str:
+    """A warning where the numbers of CUDA_VISIBLE_DEVICES may mean other GPUs to CUDA than to NVML."""
+    names = {_text(nvml.nvmlDeviceGetName(device.handle)) for device in handles}
+    by_number = any(part.strip().isdigit() for part in env.get("CUDA_VISIBLE_DEVICES", "").split(","))
+    if len(names) > 1 and by_number and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        return (
+            "GPUs of several kinds: CUDA numbers the fastest first; set CUDA_DEVICE_ORDER=PCI_BUS_ID to number as here"
+        )
+    return ""

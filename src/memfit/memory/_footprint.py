@@ -1,0 +1,105 @@
+"""What a job will take or took: by part, by phase and by place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from memfit.errors import UsageError
+from memfit.units import parse_bytes
+
+Method = Literal["declared", "measured"]
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """The peaks of one phase.
+
+    Attributes:
+        private_bytes: Non-reclaimable memory (anonymous + shared memory + kernel) of the job's process tree; this is
+            what admission counts. An upper bound that includes high-water marks between two samples.
+        shared_bytes: Mapped file pages that other processes map too or that the kernel can drop, such as a panel.
+        pss_bytes: Proportional set size, from sweeps; 0 when no sweep fell into the phase.
+        device_bytes: Device memory by device UUID; never added to host memory.
+        seconds: Time spent in the phase.
+    """
+
+    private_bytes: int
+    shared_bytes: int = 0
+    pss_bytes: int = 0
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A job's memory: private and shared host bytes apart, device bytes by device, peaks by phase.
+
+    ``private_bytes`` is *non-reclaimable* memory (anonymous + shared memory + kernel). Host and device are never added.
+
+    Example:
+        >>> Footprint.declared("2GiB").private_bytes
+        2147483648
+    """
+
+    private_bytes: int
+    shared_bytes: int = 0
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+    parts: Mapping[str, int] = field(default_factory=dict)
+    phases: Mapping[str, PhasePeak] = field(default_factory=dict)
+    method: Method = "measured"
+
+    def __post_init__(self) -> None:
+        if self.private_bytes < 0 or self.shared_bytes < 0:
+            raise UsageError(
+                f"a footprint of {self.private_bytes} private and {self.shared_bytes} shared bytes is not possible.",
+                rule="bytes are counted from 0.",
+                remedy="declare a size such as 8GiB",
+            )
+
+    @classmethod
+    def declared(cls, host: str | int) -> Footprint:
+        """A footprint as a user declares it: a hint until the job has been measured."""
+        return cls(private_bytes=parse_bytes(host), method="declared")
+
+    @property
+    def peak_phase(self) -> str | None:
+        """The phase with the highest private peak, or None when no phase was marked."""
+        return max(self.phases, key=lambda name: self.phases[name].private_bytes) if self.phases else None
+
+    def merge(self, other: Footprint) -> Footprint:
+        """The larger of two measurements of jobs of the same kind, part by part and phase by phase."""
+        names = [*self.phases, *(name for name in other.phases if name not in self.phases)]
+        zero = PhasePeak(0)
+        return Footprint(
+            private_bytes=max(self.private_bytes, other.private_bytes),
+            shared_bytes=max(self.shared_bytes, other.shared_bytes),
+            device_bytes=_larger(self.device_bytes, other.device_bytes),
+            parts=_larger(self.parts, other.parts),
+            phases={n: _larger_phase(self.phases.get(n, zero), other.phases.get(n, zero)) for n in names},
+            method=self.method if self.method == other.method else "measured",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready form; ``from_dict`` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Footprint:
+        phases = {name: PhasePeak(**peak) for name, peak in value.get("phases", {}).items()}
+        return cls(**{**value, "phases": phases})
+
+
+def _larger(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+    return {name: max(a.get(name, 0), b.get(name, 0)) for name in [*a, *(key for key in b if key not in a)]}
+
+
+def _larger_phase(a: PhasePeak, b: PhasePeak) -> PhasePeak:
+    return PhasePeak(
+        private_bytes=max(a.private_bytes, b.private_bytes),
+        shared_bytes=max(a.shared_bytes, b.shared_bytes),
+        pss_bytes=max(a.pss_bytes, b.pss_bytes),
+        device_bytes=_larger(a.device_bytes, b.device_bytes),
+        seconds=max(a.seconds, b.seconds),
+    )

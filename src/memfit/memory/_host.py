@@ -1,0 +1,237 @@
+"""What the kernel says of the host and of this process: meminfo, mountinfo, limits and status, as pure parsers."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from memfit.errors import UsageError
+from memfit.memory._limit import Limit, limit
+
+REAL_ROOT = Path("/")
+
+_SIZE_FACTOR = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Mount:
+    """One line of /proc/self/mountinfo: what part of which file system is seen where."""
+
+    root: str
+    point: str
+    kind: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Swap space. It is shown and never lent: a job that swaps has stopped to work.
+
+    Attributes:
+        total_bytes: The host's swap space.
+        free_bytes: What is free of it.
+        usable_bytes: What of it this process's groups may use still.
+        source: Who says so.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    usable_bytes: int
+    source: str
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """The file system at /dev/shm. What lies there is charged to the group that wrote it, beside its other memory.
+
+    Attributes:
+        total_bytes: Its size.
+        free_bytes: What is free; None in a recorded tree, where nothing says it.
+        source: Who says so.
+    """
+
+    total_bytes: int
+    free_bytes: int | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Host:
+    """The host's memory, as its own files give it."""
+
+    limits: tuple[Limit, ...]
+    total_bytes: int
+    swap: Swap
+    shm: SharedMemory | None
+
+
+def read_text(path: Path) -> str | None:
+    """The text of a file of the kernel's, or None where there is none or it may not be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def parse_pairs(text: str | None) -> dict[str, int]:
+    """Names and numbers, one pair a line, as memory.stat and /proc/meminfo hold them. Units ``kB`` become bytes.
+
+    >>> parse_pairs("MemTotal:       24684092 kB\\nHugePages_Total:       0\\n")
+    {'MemTotal': 25276510208, 'HugePages_Total': 0}
+    >>> parse_pairs("anon 4096\\nfile 8192\\n")
+    {'anon': 4096, 'file': 8192}
+    """
+    pairs = {}
+    for line in (text or "").splitlines():
+        words = line.replace(":", " ", 1).split()
+        if len(words) >= 2 and words[1].isdigit():
+            pairs[words[0]] = int(words[1]) * (1024 if words[2:] == ["kB"] else 1)
+    return pairs
+
+
+def parse_status(text: str | None) -> dict[str, str]:
+    """The fields of /proc/<pid>/status as text.
+
+    >>> parse_status("Name:\\tpython3\\nPPid:\\t17\\nVmSize:\\t   12052 kB\\n")
+    {'Name': 'python3', 'PPid': '17', 'VmSize': '12052 kB'}
+    """
+    pairs = (line.partition(":") for line in (text or "").splitlines())
+    return {name: value.strip() for name, colon, value in pairs if colon}
+
+
+def parse_mountinfo(text: str | None) -> tuple[Mount, ...]:
+    r"""The mounts of /proc/self/mountinfo, in its order; a later one hides an earlier one at the same point.
+
+    >>> parse_mountinfo(
+    ...     "35 31 0:32 /docker/4f /sys/fs/cgroup/memory ro,nosuid master:17 - cgroup cgroup rw,memory\n"
+    ...     "30 25 0:27 / /mnt/a\\040b rw,relatime - tmpfs tmpfs rw,size=65536k\n"
+    ... )  # doctest: +NORMALIZE_WHITESPACE
+    (Mount(root='/docker/4f', point='/sys/fs/cgroup/memory', kind='cgroup',
+           options=('ro', 'nosuid', 'rw', 'memory')),
+     Mount(root='/', point='/mnt/a b', kind='tmpfs', options=('rw', 'relatime', 'rw', 'size=65536k')))
+    """
+    mounts = []
+    for line in (text or "").splitlines():
+        left, dash, right = line.partition(" - ")
+        fields, tail = left.split(" "), right.split(" ")
+        if dash and len(fields) >= 6 and len(tail) >= 3:
+            options = (*fields[5].split(","), *tail[2].split(","))
+            mounts.append(Mount(_unescape(fields[3]), _unescape(fields[4]), tail[0], options))
+    return tuple(mounts)
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), text)
+
+
+def parse_limits(text: str | None) -> dict[str, int]:
+    """The soft limits of /proc/<pid>/limits that are set; ``unlimited`` ones are left out.
+
+    >>> parse_limits(
+    ...     "Limit                     Soft Limit           Hard Limit           Units     \\n"
+    ...     "Max data size             unlimited            unlimited            bytes     \\n"
+    ...     "Max address space         4294967296           unlimited            bytes     \\n"
+    ...     "Max nice priority         0                    0                              \\n"
+    ... )
+    {'Max address space': 4294967296, 'Max nice priority': 0}
+    """
+    rows = (re.match(r"(Max .+?)\s{2,}(\d+)\s", line) for line in (text or "").splitlines())
+    return {row.group(1): int(row.group(2)) for row in rows if row}
+
+
+def parse_cpu_list(text: str) -> int:
+    """The number of CPUs in a list such as the status field Cpus_allowed_list.
+
+    >>> parse_cpu_list("0-3,8"), parse_cpu_list("")
+    (5, 0)
+    """
+    spans = (span.partition("-") for span in text.split(",") if span.strip())
+    return sum(int(last or first) - int(first) + 1 for first, _, last in spans)
+
+
+def parse_tmpfs_size(options: tuple[str, ...], total_bytes: int) -> int:
+    """The size of a tmpfs by its mount options; without one, half of the memory, as the kernel takes it.
+
+    >>> parse_tmpfs_size(("rw", "size=65536k"), 0), parse_tmpfs_size(("size=25%",), 4096), parse_tmpfs_size((), 4096)
+    (67108864, 1024, 2048)
+    """
+    for option in options:
+        if match := re.fullmatch(r"size=(\d+)([kmgtKMGT%]?)", option):
+            count, unit = int(match.group(1)), match.group(2).lower()
+            return total_bytes * count // 100 if unit == "%" else count * _SIZE_FACTOR[unit]
+    return total_bytes // 2
+
+
+def read_host(root: Path) -> Host:
+    """The host's memory, swap and /dev/shm.
+
+    Raises:
+        UsageError: If ``root`` is not the machine's own and holds no proc/meminfo.
+    """
+    text = read_text(root / "proc/meminfo")
+    if text is None:
+        if root != REAL_ROOT:
+            raise UsageError(
+                f"{root} has no proc/meminfo.",
+                rule="a recorded tree holds at least proc/meminfo.",
+                remedy="pass the folder above proc and sys",
+            )
+        return host_by_psutil()
+    memory = parse_pairs(text)
+    mounts = parse_mountinfo(read_text(root / "proc/self/mountinfo"))
+    virtual = any(mount.point == "/proc/meminfo" and "lxcfs" in mount.kind for mount in mounts)
+    source = "/proc/meminfo (lxcfs: the container's)" if virtual else "/proc/meminfo"
+    # MemAvailable is missing before Linux 3.14: what `free` used then.
+    spare = memory.get("MemFree", 0) + memory.get("Buffers", 0) + memory.get("Cached", 0) - memory.get("Shmem", 0)
+    total, available = memory["MemTotal"], memory.get("MemAvailable", spare)
+    limits = [limit("MemAvailable", source, total, total - available, "host", metric="MemTotal - MemAvailable")]
+    if (read_text(root / "proc/sys/vm/overcommit_memory") or "").strip() == "2":
+        note = "the host allows no overcommit: address space counts, touched or not"
+        commit = memory["CommitLimit"], memory["Committed_AS"]
+        limits.append(limit("CommitLimit", source, *commit, "host", note=note, metric="Committed_AS"))
+    free = memory.get("SwapFree", 0)
+    swap = Swap(memory.get("SwapTotal", 0), free, free, source)
+    return Host(tuple(limits), total, swap, _read_shm(root, mounts, total))
+
+
+def host_by_psutil() -> Host:
+    """The host's memory where there is no /proc: macOS and Windows, through psutil."""
+    import psutil
+
+    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    source = f"psutil on {sys.platform}"
+    used = memory.total - memory.available
+    only = limit("available", source, memory.total, used, "host", metric="total - available")
+    return Host((only,), memory.total, Swap(swap.total, swap.free, swap.free, source), None)
+
+
+def _read_shm(root: Path, mounts: tuple[Mount, ...], total_bytes: int) -> SharedMemory | None:
+    mount = next((mount for mount in reversed(mounts) if mount.point == "/dev/shm"), None)
+    if mount is None:
+        return None
+    if root == REAL_ROOT:
+        facts = os.statvfs(mount.point)
+        return SharedMemory(facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize, "statvfs /dev/shm")
+    return SharedMemory(parse_tmpfs_size(mount.options, total_bytes), None, "mountinfo /dev/shm")
+
+
+def read_rlimits(root: Path, status: dict[str, str]) -> tuple[Limit, ...]:
+    """The limits on address space and data of this process.
+
+    They bound one process at a time and not a tree. They are still taken as limits of the budget, because a job may be
+    one process and would die of them: the cautious reading.
+
+    Source: getrlimit(2), RLIMIT_AS and RLIMIT_DATA.
+    """
+    limits = parse_limits(read_text(root / "proc/self/limits"))
+    fields = parse_pairs("\n".join(f"{name} {value}" for name, value in status.items()))
+    note = "bounds each process by itself and not their sum; counted because a job of one process cannot pass it"
+    kinds = (("RLIMIT_AS", "Max address space", "VmSize"), ("RLIMIT_DATA", "Max data size", "VmData"))
+    return tuple(
+        limit(name, "/proc/self/limits (ulimit)", limits[row], fields.get(used, 0), "process", note=note, metric=used)
+        for name, row, used in kinds
+        if row in limits
+    )

@@ -1,0 +1,398 @@
+"""Measuring a process tree by cheap counters often and by proportional sizes seldom; only stdlib imports on Linux."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from memfit.errors import UsageError
+from memfit.memory._footprint import Footprint, PhasePeak
+from memfit.memory._process import (
+    DeviceReader,
+    ProcReader,
+    PsutilReader,
+    Reader,
+    Rollup,
+    Sharing,
+    Stat,
+    Status,
+    Tree,
+    nvml_reader,
+)
+
+#: At most these shares of one core go into sweeps (of PSS; of devices), and into looking through all processes.
+SWEEP_SHARE, SCAN_SHARE = 0.01, 0.0025
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A process tree at one moment, in bytes.
+
+    Attributes:
+        time: Unix seconds.
+        num_processes: How many processes live.
+        private_bytes: Non-reclaimable memory now; pages shared within the tree count once as far as a sweep told.
+        shared_bytes: Mapped file pages, each once (at least this much).
+        rss_bytes: The sum of the resident sizes; counts shared pages once per process.
+        pss_bytes: The sum of the proportional sizes at the last sweep; 0 before the first.
+        phase: The phase's name, empty before the first mark.
+        device_bytes: By device UUID.
+        peak_bytes: The private peak since the sample before, high-water marks included.
+    """
+
+    time: float
+    num_processes: int
+    private_bytes: int
+    shared_bytes: int
+    rss_bytes: int
+    pss_bytes: int
+    phase: str
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+    peak_bytes: int = 0
+
+
+@dataclass
+class _Peak:
+    """The peaks so far, of one phase or of all."""
+
+    private: int = 0
+    shared: int = 0
+    pss: int = 0
+    devices: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def take(self, sample: Sample, parts: Mapping[str, int], swept_pss: int) -> None:
+        if sample.peak_bytes >= self.private:
+            self.private, self.parts = sample.peak_bytes, dict(parts)
+        self.shared = max(self.shared, sample.shared_bytes)
+        self.pss = max(self.pss, swept_pss)
+        self.devices |= {name: max(size, self.devices.get(name, 0)) for name, size in sample.device_bytes.items()}
+
+
+class _Paced:
+    """Lets an action run as often as a share of one core pays for it, by the CPU time that each run took itself."""
+
+    def __init__(self, share: float, clock: Callable[[], float], cpu: Callable[[], float]) -> None:
+        self._wait_per_cost = 1 / share - 1
+        self._clock, self._cpu = clock, cpu
+        self._next = float("-inf")
+
+    @property
+    def due(self) -> bool:
+        return self._clock() >= self._next
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        begin = self._cpu()
+        yield
+        self._next = self._clock() + (self._cpu() - begin) * self._wait_per_cost
+
+
+class TreeMeter:
+    """Measures a process tree each time that ``sample`` is called; ten times a second is meant.
+
+    **Private bytes** are non-reclaimable: anonymous (swapped included), mapped shared memory, page tables. A page that
+    forked or sharing processes map together counts once, as the last sweep told (see ``Sharing``); a new child counts
+    with what it can have written since its fork. Before the first sweep of a process the figure is an upper bound.
+
+    **High-water marks**: where a process's ``VmHWM`` rose since the sample before, the peak in between was ``VmHWM``
+    less the file pages mapped now. So a mapped panel is not taken for private memory, and an allocation of some
+    milliseconds is seen. It is understated by file pages that were mapped after it within the same interval. A spike
+    below an earlier mark of the same process is seen by samples only, and a process that lived between two samples not
+    at all; the cgroup's own peak (``cgroup``) misses neither, but counts page cache.
+
+    **Not seen**: files in ``/dev/shm`` that no process maps, and memory pinned by a device driver. ``clear_refs`` is
+    never written: the job would see it.
+
+    Args:
+        pid: The root of the tree; children count at any depth, also after their parents died.
+        root: Where ``/proc`` lies.
+        clock: Seconds for pacing and phases.
+        cgroup: The job's own memory cgroup; its peak is reported as the part ``charged_peak``.
+        devices: Gives device bytes; see ``nvml_reader``.
+        reader: Where figures of processes come from; by default ``/proc``, or psutil where there is none.
+        cpu: CPU seconds of the calling thread; they bound the cost of sweeps to 1 % of one core.
+
+    Example:
+        >>> meter = TreeMeter(os.getpid())
+        >>> meter.enter_phase("load")
+        >>> sample = meter.sample()
+        >>> sample.phase, sample.num_processes >= 1, sample.private_bytes > 0
+        ('load', True, True)
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        *,
+        root: Path = Path("/"),
+        clock: Callable[[], float] = time.monotonic,
+        cgroup: Path | None = None,
+        devices: DeviceReader | None = None,
+        reader: Reader | None = None,
+        cpu: Callable[[], float] = time.thread_time,
+    ) -> None:
+        has_proc = sys.platform.startswith("linux") or root != Path("/")
+        self._reader = reader or (ProcReader(root) if has_proc else PsutilReader())
+        self._tree = Tree(pid, self._reader)
+        self._clock, self._devices = clock, devices
+        self._unix_offset = time.time() - clock()
+        self._sweeps, self._scans = _Paced(SWEEP_SHARE, clock, cpu), _Paced(SCAN_SHARE, clock, cpu)
+        self._device_reads, self._device_bytes = _Paced(SWEEP_SHARE, clock, cpu), dict[str, int]()
+        self._cgroup, self._charged_peak = cgroup, 0
+        self._held, self._shared_memory = Sharing(), Sharing()
+        self._before: dict[int, tuple[Stat, Status]] = {}
+        self._alive: set[int] = set()
+        self._last: Sample | None = None
+        self._swept_file = self._swept_pss = 0
+        self._phase, self._can_belong_to, self._phase_since = "", {""}, clock()
+        self._at_marks: list[Sample] = []
+        self._whole, self._phases = _Peak(), dict[str, _Peak]()
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes that were alive at the last sample."""
+        return set(self._alive)
+
+    def sample(self) -> Sample | None:
+        """The tree now, or None when no process of it is left."""
+        self._at_marks.clear()
+        return self._sample()
+
+    def _sample(self) -> Sample | None:
+        now = self._read()
+        self._alive = set(now)
+        self._add_seconds()
+        if not now:
+            return None
+        self._note_forks(now)
+        sweep = self._sweep(now) if self._sweeps.due else {}
+        parts = self._parts(now)
+        level = parts["anonymous"] + parts["shared_memory"] + parts["page_tables"]
+        spikes = sum(self._spike(pid, *reading) for pid, reading in now.items())
+        peak = max(level, self._last.private_bytes if self._last else 0) + spikes
+        parts["anonymous"] += peak - level
+        self._last = Sample(
+            time=self._unix_offset + self._clock(),
+            num_processes=len(now),
+            private_bytes=level,
+            shared_bytes=parts["file"],
+            rss_bytes=sum(status.rss for _, status in now.values()),
+            pss_bytes=self._swept_pss,
+            phase=self._phase,
+            device_bytes=self._read_devices(),
+            peak_bytes=peak,
+        )
+        self._before = now
+        self._charged_peak = max(self._charged_peak, _charged_peak(self._cgroup))
+        for peaks in (self._whole, *(self._phases[name] for name in self._can_belong_to if name)):
+            peaks.take(self._last, parts, sum(rollup.pss for rollup in sweep.values()))
+        self._can_belong_to = {self._phase}
+        return self._last
+
+    def enter_phase(self, name: str, *, exact: bool = False) -> None:
+        """Begin a phase; a name may come again, its peaks merge and its seconds add up.
+
+        Args:
+            name: For example ``train``.
+            exact: This is the moment of the change. Otherwise the mark was read some time after the job wrote it, so
+                what happened since the last sample can belong to both phases, and counts for both.
+        """
+        peaks = self._phases.setdefault(name, _Peak())
+        if not exact:
+            self._can_belong_to.add(name)
+            for sample in self._at_marks:  # marks read together: all of them lay in the interval that the first closed
+                peaks.take(sample, {}, swept_pss=0)
+        taken = self._sample()
+        if taken and not exact:
+            self._at_marks.append(taken)
+        self._add_seconds()
+        self._phase, self._can_belong_to = name, {name}
+        if self._last:  # the level where the new phase begins is its own too; the spikes before it are not
+            peaks.take(replace(self._last, peak_bytes=self._last.private_bytes), {}, swept_pss=0)
+
+    def footprint(self) -> Footprint:
+        """The peaks so far, whole and by phase.
+
+        Parts at the whole peak: ``anonymous`` (swapped and high-water marks included), ``shared_memory`` and
+        ``page_tables`` make up the private bytes; beside them ``file`` (the shared bytes then) and, given a cgroup,
+        ``charged_peak``.
+        """
+        charged = {"charged_peak": self._charged_peak} if self._charged_peak else {}
+        return Footprint(
+            private_bytes=self._whole.private,
+            shared_bytes=self._whole.shared,
+            device_bytes=dict(self._whole.devices),
+            parts={**self._whole.parts, **charged},
+            phases={
+                name: PhasePeak(peak.private, peak.shared, peak.pss, dict(peak.devices), peak.seconds)
+                for name, peak in self._phases.items()
+            },
+        )
+
+    def _read(self) -> dict[int, tuple[Stat, Status]]:
+        scan = self._scans.due
+        with self._scans.run() if scan else nullcontext():
+            stats = self._tree.refresh(scan=scan)
+        return {pid: (stat, status) for pid, stat in stats.items() if (status := self._reader.status(pid))}
+
+    def _read_devices(self) -> Mapping[str, int]:
+        if self._devices and self._device_reads.due:
+            with self._device_reads.run():
+                self._device_bytes = dict(self._devices(self.pids))
+        return self._device_bytes
+
+    def _add_seconds(self) -> None:
+        now = self._clock()
+        if self._phase:
+            self._phases[self._phase].seconds += now - self._phase_since
+        self._phase_since = now
+
+    def _note_forks(self, now: Mapping[int, tuple[Stat, Status]]) -> None:
+        """Count a child that was forked since the last sample with what it can have written, not with all it maps."""
+        sizes = {pid: status.held for pid, (_, status) in now.items()}
+        families = {stat.image: pid for pid, (stat, _) in self._before.items() if stat.image}
+        for pid, (stat, status) in now.items():
+            before = self._before.get(pid)
+            if before and before[0].image != stat.image:
+                self._held.leave(pid)
+                self._shared_memory.leave(pid)
+            elif not before and stat.image in families:
+                parent = self._before.get(stat.parent)
+                relative = stat.parent if parent and parent[0].image == stat.image else families[stat.image]
+                inherited = min(status.held, self._before[relative][1].held)
+                self._held.fork(relative, pid, max(0, inherited - stat.faults * mmap.PAGESIZE), sizes)
+
+    def _sweep(self, now: Mapping[int, tuple[Stat, Status]]) -> dict[int, Rollup]:
+        with self._sweeps.run():
+            rollups = {pid: rollup for pid in now if (rollup := self._reader.rollup(pid))}
+        self._held.sweep({p: s.held for p, (_, s) in now.items()}, {p: r.held for p, r in rollups.items()})
+        self._shared_memory.sweep(
+            {p: s.shared_memory for p, (_, s) in now.items()}, {p: r.shared_memory for p, r in rollups.items()}
+        )
+        self._swept_pss = sum(rollup.pss for rollup in rollups.values())
+        self._swept_file = sum(rollup.file for rollup in rollups.values())
+        return rollups
+
+    def _parts(self, now: Mapping[int, tuple[Stat, Status]]) -> dict[str, int]:
+        files = [status.file for _, status in now.values()]
+        return {
+            "anonymous": self._held.unique({pid: status.held for pid, (_, status) in now.items()}),
+            "shared_memory": self._shared_memory.unique({pid: s.shared_memory for pid, (_, s) in now.items()}),
+            "page_tables": sum(status.page_tables for _, status in now.values()),
+            # Two lower bounds; one is exact where all processes map the same files, the other where each maps its own.
+            "file": min(sum(files), max(max(files), self._swept_file)),
+        }
+
+    def _spike(self, pid: int, stat: Stat, status: Status) -> int:
+        """How far the process rose, between two samples, above both of them."""
+        if not self._before:
+            return 0  # what was before the measurement is not part of it
+        earlier, level = self._before.get(pid), status.private
+        if earlier and (earlier[0].start, earlier[0].image) == (stat.start, stat.image):
+            if status.high_water <= earlier[1].high_water:
+                return 0
+            level = max(level, earlier[1].private)
+        elif any(stat.image and stat.image == other.image for other, _ in self._before.values()):
+            return 0  # just forked: until an exec the mark may be the parent's
+        return max(0, status.high_water - status.file + status.swapped + status.page_tables - level)
+
+
+def _charged_peak(cgroup: Path | None) -> int:
+    for path in (cgroup / "memory.peak", cgroup / "memory.max_usage_in_bytes") if cgroup else ():
+        with suppress(OSError, ValueError):  # another version, or removed with its last process
+            return int(path.read_text())
+    return 0
+
+
+class Meter:
+    """What ``measure`` gives: marks phases, and tells the footprint so far."""
+
+    def __init__(self, tree: TreeMeter) -> None:
+        self._tree = tree
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def phase(self, name: str) -> None:
+        """Begin a phase, for example ``train``; peaks are told by phase."""
+        with self._lock:
+            self._tree.enter_phase(name, exact=True)
+
+    @property
+    def footprint(self) -> Footprint:
+        """The peaks so far; after the block, the final ones."""
+        with self._lock:
+            return self._tree.footprint()
+
+    def _sample(self) -> bool:
+        with self._lock:
+            return self._tree.sample() is not None
+
+    def _watch(self, stop: threading.Event, interval_seconds: float) -> None:
+        try:
+            last = False
+            while not last:
+                last = stop.wait(interval_seconds)
+                if not self._sample():
+                    return
+        except BaseException as error:
+            self._error = error
+
+
+@contextmanager
+def measure(pid: int | None = None, *, interval_seconds: float = 0.1) -> Iterator[Meter]:
+    """Measure this process and its children, or another tree, while a block runs.
+
+    Args:
+        pid: The root of the tree; by default this process.
+        interval_seconds: Time between samples; memory that came and went in between is told by high-water marks.
+
+    Yields:
+        A meter: ``phase(name)`` marks a phase, ``footprint`` gives the peaks, also after the block.
+
+    Raises:
+        UsageError: If there is no such process, or the interval is not above 0. What fails in the sampling thread is
+            raised at the end of the block.
+
+    Example:
+        >>> with measure() as meter:
+        ...     meter.phase("load")
+        ...     table = bytearray(32 << 20)
+        ...     meter.phase("train")
+        >>> sorted(meter.footprint.phases)
+        ['load', 'train']
+        >>> meter.footprint.phases["load"].private_bytes >= 32 << 20
+        True
+    """
+    if interval_seconds <= 0:
+        raise UsageError(
+            f"{interval_seconds} seconds cannot lie between two samples.",
+            rule="interval_seconds is above 0.",
+            remedy="leave it out for 0.1",
+        )
+    pid = os.getpid() if pid is None else pid
+    meter = Meter(TreeMeter(pid, devices=nvml_reader()))
+    if not meter._sample():
+        raise UsageError(
+            f"there is no process {pid} to measure.",
+            rule="a tree is measured from a living process that this user may read.",
+            remedy="start it first, or leave pid out for this process",
+        )
+    stop = threading.Event()
+    thread = threading.Thread(target=meter._watch, args=(stop, interval_seconds), name="memfit-measure", daemon=True)
+    thread.start()
+    try:
+        yield meter
+    finally:
+        stop.set()
+        thread.join()
+    if meter._error:
+        raise meter._error

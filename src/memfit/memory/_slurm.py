@@ -1,0 +1,100 @@
+"""What Slurm granted, read from the variables that it sets in a job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from memfit.errors import ConfigError
+from memfit.memory._limit import Limit, limit
+from memfit.units import MIB
+
+
+def expand_counts(text: str) -> tuple[int, ...]:
+    """One count per node, from the form that Slurm abbreviates.
+
+    >>> expand_counts("16(x2),8")
+    (16, 16, 8)
+
+    Raises:
+        ConfigError: If the text is not of this form.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            raise ConfigError(
+                f"'{text}' is not a list of counts per node.",
+                rule="Slurm writes SLURM_JOB_CPUS_PER_NODE as for example 16(x2),8.",
+                remedy="unset SLURM_JOB_CPUS_PER_NODE where no Slurm job runs",
+            )
+        counts += [int(match.group(1))] * int(match.group(2) or 1)
+    return tuple(counts)
+
+
+def cpus_on_node(env: Mapping[str, str]) -> int | None:
+    """The CPUs that the job has on this node, or None outside of Slurm.
+
+    >>> cpus_on_node({"SLURM_JOB_CPUS_PER_NODE": "16(x2),8", "SLURM_NODEID": "2"})
+    8
+    """
+    if (text := env.get("SLURM_CPUS_ON_NODE", "")).isdigit():
+        return int(text)
+    if not (text := env.get("SLURM_JOB_CPUS_PER_NODE", "")):
+        return None
+    counts = expand_counts(text)
+    node = int(env.get("SLURM_NODEID") or 0)
+    # A list shorter than the node's number belongs to another step: its smallest entry is the safe one.
+    return counts[node] if node < len(counts) else min(counts)
+
+
+def gpus_on_node(env: Mapping[str, str]) -> int | None:
+    """The GPUs that the job has on this node, or None where no variable says so.
+
+    >>> gpus_on_node({"SLURM_GPUS_PER_NODE": "a100:4"}), gpus_on_node({"SLURM_STEP_GPUS": "0,2"})
+    (4, 2)
+    """
+    if (text := env.get("SLURM_GPUS_ON_NODE", "")).isdigit():
+        return int(text)
+    for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
+        if text := env.get(name, ""):
+            return len(text.split(","))
+    if text := env.get("SLURM_GPUS_PER_NODE", ""):
+        tails = (part.rpartition(":")[2] for part in text.split(","))
+        return sum(int(tail) if tail.isdigit() else 1 for tail in tails)
+    return None
+
+
+def read_slurm(env: Mapping[str, str], used_bytes: int, used_note: str) -> tuple[Limit, ...]:
+    """The memory that Slurm granted on this node; Slurm's MB are MiB, and 0 stands for all of the node.
+
+    Args:
+        env: The environment.
+        used_bytes: Non-reclaimable bytes that the job uses already.
+        used_note: What ``used_bytes`` covers.
+
+    Source: sbatch(1), OUTPUT ENVIRONMENT VARIABLES; ``--mem``, ``--mem-per-cpu``, ``--mem-per-gpu``.
+
+    >>> [one] = read_slurm({"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "2000", "SLURM_CPUS_ON_NODE": "4"}, 0, "")
+    >>> one.limit_bytes == 8000 << 20, one.note
+    (True, '2000 MiB x 4 CPUs on this node')
+    """
+    grants = (
+        ("SLURM_MEM_PER_NODE", 1, ""),
+        ("SLURM_MEM_PER_CPU", cpus_on_node(env), "CPUs"),
+        ("SLURM_MEM_PER_GPU", gpus_on_node(env), "GPUs"),
+    )
+    source = f"Slurm job {env.get('SLURM_JOB_ID', '?')}"
+    limits = []
+    for name, count, unit in grants:
+        mebibytes = int(env[name]) if env.get(name, "").isdigit() else 0
+        if not mebibytes:
+            continue
+        notes = [used_note] if used_note else []
+        if unit:
+            shown = f"{count} {unit}" if count else f"1: no variable says how many {unit} are on this node"
+            notes.insert(0, f"{mebibytes} MiB x {shown}" + (" on this node" if count else ""))
+        if "SLURMD_NODENAME" not in env and "SLURM_PROCID" not in env and "SLURM_CPUS_ON_NODE" not in env:
+            notes.append("the variables may come from salloc on another machine")
+        limits.append(limit(name, source, mebibytes * (count or 1) * MIB, used_bytes, "job", note="; ".join(notes)))
+    return tuple(limits)

@@ -1,0 +1,311 @@
+"""Budgets: in every recorded tree, and for real in a nested group and in a container."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from memfit.errors import UsageError
+from memfit.memory._budget import Budget, default_reserve_of
+from memfit.memory._host import Swap, host_by_psutil
+from memfit.memory._limit import limit
+
+RECORDED = Path(__file__).parents[1] / "recorded"
+GIB, MIB = 1 << 30, 1 << 20
+DOCKER = "4f66ad9a3c1b0e7d5a8b7c6d2e1f00998877665544332211ffeeddccbbaa0099"
+POD_SLICE = (
+    "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod0b5c7f2e_91d4_4c3a_8d27_6a1f3e5b9c04.slice"
+    " (Kubernetes pod 0b5c7f2e_91d4_4c3a_8d27_6a1f3e5b9c04)"
+)
+SCOPE = "/user.slice/user-1000.slice/user@1000.service/app.slice/run-r7e1.scope (systemd unit run-r7e1.scope)"
+
+# Tree, binding limit's name, its source, limit in bytes, headroom in bytes. The headroom was worked out by hand from
+# the tree's memory.stat (v1: total_rss + total_shmem + memory.kmem.usage_in_bytes; v2: anon + shmem + sock + kernel
+# without slab_reclaimable) or, for the host, is MemAvailable.
+BINDING = [
+    ("bare_host_v2", "MemAvailable", "/proc/meminfo", 3060563968, 2806358016),
+    (
+        "docker_v1",
+        "memory.limit_in_bytes",
+        f"cgroup v1 /docker/{DOCKER} (Docker container 4f66ad9a3c1b)",
+        400 * MIB,
+        348684288,
+    ),
+    (
+        "docker_v1_hidden_ancestor",
+        "hierarchical_memory_limit",
+        f"cgroup v1, a group hidden above /docker/{DOCKER}",
+        350 * MIB,
+        296222720,
+    ),
+    ("docker_v2", "memory.max", "cgroup v2 /", 512 * MIB, 508303280),
+    (
+        "docker_v2_host_namespace",
+        "memory.max",
+        f"cgroup v2 /system.slice/docker-{DOCKER}.scope (Docker container 4f66ad9a3c1b)",
+        512 * MIB,
+        508309648,
+    ),
+    ("hybrid_v1_nested", "memory.limit_in_bytes", "cgroup v1 /memfit-recorded", GIB, 1002954752),
+    ("kubernetes_v2", "memory.max", f"cgroup v2 {POD_SLICE}", 768 * MIB, 776719976),
+    ("lxc_v2", "MemAvailable", "/proc/meminfo (lxcfs: the container's)", 512 * MIB, 507875328),
+    ("namespace_above_mount_v2", "memory.max", "cgroup v2 /outer", 640 * MIB, 642509880),
+    ("slurm_v1", "memory.limit_in_bytes", "cgroup v1 /slurm_n1/uid_0/job_1 (Slurm job 1)", 500 * MIB, 470106112),
+    (
+        "slurm_v2",
+        "memory.max",
+        "cgroup v2 /system.slice/slurmstepd.scope/job_42 (Slurm job 42)",
+        1000 * MIB,
+        1019988136,
+    ),
+    ("systemd_user_scope_v2", "memory.high", f"cgroup v2 {SCOPE}", 600 * MIB, 600591616),
+    ("v2_limit_above_host", "MemAvailable", "/proc/meminfo", 3060563968, 2818080768),
+]
+
+
+def read(tree, **options):
+    return Budget.read(root=RECORDED / tree, **{"env": {}, **options})
+
+
+@pytest.mark.parametrize(
+    ("tree", "name", "source", "limit_bytes", "headroom_bytes"), BINDING, ids=lambda value: str(value)[:28]
+)
+def test_in_each_recorded_tree_the_limit_that_leaves_least_binds(tree, name, source, limit_bytes, headroom_bytes):
+    budget = read(tree)
+    found = (budget.binding.name, budget.binding.source, budget.limit_bytes, budget.headroom_bytes)
+    assert found == (name, source, limit_bytes, headroom_bytes)
+    assert budget.headroom_bytes == min(one.headroom_bytes for one in budget.limits if one.binds)
+
+
+def test_every_recorded_tree_has_its_line_in_the_table():
+    trees = {path.name for path in RECORDED.iterdir() if (path / "proc/meminfo").exists()}
+    assert trees == {row[0] for row in BINDING}
+
+
+def test_a_limit_in_an_ancestor_is_seen_where_the_host_total_misleads():
+    budget = read("hybrid_v1_nested")
+    [host] = [one for one in budget.limits if one.scope == "host"]
+    assert budget.limit_bytes == GIB < host.limit_bytes
+    # The group of the process itself has no limit, a group between has a larger one: all of them are shown.
+    assert [(one.source, one.limit_bytes) for one in budget.limits if one.scope == "group"] == [
+        ("cgroup v1 /memfit-recorded", GIB),
+        ("cgroup v1 /memfit-recorded/folds", 3 * GIB),
+    ]
+
+
+def test_a_limit_larger_than_the_host_is_shown_and_never_binds():
+    last = read("v2_limit_above_host").limits[-1]
+    assert (last.name, last.limit_bytes, last.binds) == ("memory.max", 64 * GIB, False)
+    assert "larger than the host's memory" in last.note
+
+
+def test_clean_page_cache_does_not_count_as_used():
+    usage = int((RECORDED / "docker_v2/sys/fs/cgroup/memory.current").read_text())
+    assert usage - read("docker_v2").binding.used_bytes > 40_000_000  # The recorded process had read 40 MiB of a file.
+
+
+def test_all_limits_of_every_level_are_shown_in_a_pod():
+    limits = [one.limit_bytes // MIB for one in read("kubernetes_v2").limits if one.scope == "group"]
+    assert limits == [768, 1024, 2500]
+
+
+@pytest.mark.parametrize("sentinel", ["9223372036854771712", "9223372036854710272", "18446744073709551615"])
+def test_the_page_rounded_forms_of_unlimited_are_no_limit(sentinel, tmp_path):
+    tree = shutil.copytree(RECORDED / "hybrid_v1_nested", tmp_path / "tree")
+    for path in (tree / "sys/fs/cgroup/memory").rglob("memory.*limit_in_bytes"):
+        path.write_text(f"{sentinel}\n")
+    for path in (tree / "sys/fs/cgroup/memory").rglob("memory.stat"):
+        path.write_text(path.read_text().replace("limit 1073741824", f"limit {sentinel}"))
+    assert [one.name for one in Budget.read(root=tree, env={}).limits] == ["MemAvailable"]
+
+
+def test_a_parent_without_hierarchy_does_not_bind_its_children(tmp_path):
+    tree = shutil.copytree(RECORDED / "hybrid_v1_nested", tmp_path / "tree")
+    group = tree / "sys/fs/cgroup/memory/memfit-recorded"
+    (group / "memory.use_hierarchy").write_text("0\n")
+    for path in group.rglob("memory.stat"):
+        path.write_text(
+            path.read_text().replace("hierarchical_memory_limit 1073741824", "hierarchical_memory_limit 3221225472")
+        )
+    assert Budget.read(root=tree, env={}).limit_bytes == 3 * GIB
+
+
+def test_memory_and_swap_together_bind_once_swap_is_used(tmp_path):
+    tree = shutil.copytree(RECORDED / "docker_v1", tmp_path / "tree")
+    stat = tree / "sys/fs/cgroup/memory/memory.stat"
+    stat.write_text(stat.read_text().replace("total_swap 0", f"total_swap {300 * MIB}"))
+    binding = Budget.read(root=tree, env={}).binding
+    assert (binding.name, binding.limit_bytes) == ("memory.memsw.limit_in_bytes", 600 * MIB)
+
+
+def test_swap_is_what_the_groups_allow_and_is_never_part_of_the_headroom():
+    scope, container = read("systemd_user_scope_v2"), read("docker_v2")
+    assert (scope.swap.total_bytes, scope.swap.usable_bytes) == (536866816, 64 * MIB)
+    assert container.swap.usable_bytes == 0
+    assert container.swap.source == "memory.swap.max of cgroup v2 /"
+
+
+def test_the_size_of_shared_memory_is_the_mounts():
+    assert read("docker_v1").shm.total_bytes == 64 * MIB
+    assert read("docker_v2").shm.total_bytes == 3060563968 // 2  # No size= option: half of the memory.
+
+
+def test_a_cpu_quota_and_slurm_bound_the_cores():
+    assert (read("docker_v2").num_cpus, read("bare_host_v2").num_cpus) == (1, 2)
+    assert read("docker_v2").cpus_source == "CPU quota 1.5 of cgroup v2 /"
+    budget = read("bare_host_v2", env={"SLURM_CPUS_ON_NODE": "1"})
+    assert (budget.num_cpus, budget.cpus_source) == (1, "Slurm")
+
+
+def test_slurms_variable_is_shown_beside_the_group_that_enforces_it():
+    env = {"SLURM_JOB_ID": "1", "SLURM_MEM_PER_NODE": "500", "SLURM_CPUS_ON_NODE": "2", "SLURMD_NODENAME": "n1"}
+    budget = read("slurm_v1", env=env)
+    [slurm] = [one for one in budget.limits if one.name == "SLURM_MEM_PER_NODE"]
+    assert (slurm.limit_bytes, slurm.headroom_bytes, slurm.note) == (500 * MIB, budget.headroom_bytes, "")
+
+
+def test_slurm_binds_where_no_group_enforces_it():
+    env = {"SLURM_JOB_ID": "9", "SLURM_MEM_PER_CPU": "100", "SLURM_JOB_CPUS_PER_NODE": "2(x3),4", "SLURM_NODEID": "3"}
+    binding = read("bare_host_v2", env=env).binding
+    assert (binding.name, binding.source, binding.limit_bytes) == ("SLURM_MEM_PER_CPU", "Slurm job 9", 400 * MIB)
+    assert binding.note.startswith("100 MiB x 4 CPUs on this node; used counts this process only")
+    assert binding.used_bytes == 27624 * 1024
+
+
+def test_memory_per_gpu_counts_the_gpus_of_this_node_and_zero_stands_for_the_whole_node():
+    env = {"SLURM_MEM_PER_GPU": "300", "SLURM_GPUS_ON_NODE": "4", "SLURM_MEM_PER_NODE": "0"}
+    assert [one.limit_bytes for one in read("bare_host_v2", env=env).limits if one.scope == "job"] == [1200 * MIB]
+
+
+def test_an_rlimit_is_shown_as_bounding_one_process(tmp_path):
+    tree = shutil.copytree(RECORDED / "bare_host_v2", tmp_path / "tree")
+    path = tree / "proc/self/limits"
+    unlimited = "Max address space         unlimited "
+    assert unlimited in path.read_text()
+    path.write_text(path.read_text().replace(unlimited, "Max address space         536870912 "))
+    binding = Budget.read(root=tree, env={}).binding
+    assert (binding.name, binding.scope, binding.limit_bytes) == ("RLIMIT_AS", "process", 512 * MIB)
+    assert binding.headroom_bytes == 512 * MIB - 37320 * 1024  # VmSize
+    assert "bounds each process by itself" in binding.note
+
+
+def test_strict_overcommit_is_a_limit_of_the_host(tmp_path):
+    tree = shutil.copytree(RECORDED / "bare_host_v2", tmp_path / "tree")
+    (tree / "proc/sys/vm/overcommit_memory").write_text("2\n")
+    names = {one.name for one in Budget.read(root=tree, env={}).limits}
+    assert names == {"MemAvailable", "CommitLimit"}
+
+
+def test_a_users_cap_binds_when_it_is_the_smallest():
+    budget = read("bare_host_v2", cap_bytes=GIB)
+    assert (budget.binding.source, budget.limit_bytes, budget.headroom_bytes) == ("the user", GIB, GIB)
+    assert budget.lendable_bytes == GIB - budget.reserve_bytes
+
+
+@pytest.mark.parametrize("sizes", [{"cap_bytes": 0}, {"reserve_bytes": -1}])
+def test_an_impossible_size_is_refused(sizes):
+    with pytest.raises(UsageError, match="bytes"):
+        read("bare_host_v2", **sizes)
+
+
+def test_a_folder_without_meminfo_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="no proc/meminfo"):
+        Budget.read(root=tmp_path, env={})
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "swap_bytes", "reserve_bytes"),
+    [
+        (16 * GIB, GIB, 16 * GIB * 2 // 100),
+        (16 * GIB, 0, 16 * GIB * 4 // 100),
+        (4 * GIB, GIB, 256 * MIB),
+        (2048 * GIB, 0, 4 * GIB),
+        (200 * MIB, 0, 25 * MIB),
+    ],
+)
+def test_the_default_reserve_is_a_share_within_bounds_and_leaves_small_limits_usable(
+    limit_bytes, swap_bytes, reserve_bytes
+):
+    found, arithmetic = default_reserve_of(limit("x", "y", limit_bytes, 0, "host"), Swap(0, 0, swap_bytes, ""))
+    assert found == reserve_bytes
+    assert arithmetic.startswith("2 %" if swap_bytes else "4 %")
+
+
+def test_the_promise_names_the_permission_that_holds():
+    by_tree = {tree: read(tree) for tree in ("hybrid_v1_nested", "slurm_v2", "docker_v1", "docker_v2")}
+    permissions = {tree: budget.permission for tree, budget in by_tree.items()}
+    assert permissions == {
+        "hybrid_v1_nested": "cgroup v1",
+        "slurm_v2": "cgroup v2",
+        "docker_v1": "none",
+        "docker_v2": "none",
+    }
+    assert "writable at /memfit-recorded/folds/fold_3" in by_tree["hybrid_v1_nested"].promise
+    assert "mounted read-only" in by_tree["docker_v2"].promise
+
+
+def test_an_ordinary_user_is_promised_no_groups(tmp_path):
+    tree = shutil.copytree(RECORDED / "slurm_v2", tmp_path / "tree")
+    status = tree / "proc/self/status"
+    status.write_text(status.read_text().replace("Uid:\t0\t0\t0\t0", "Uid:\t1000\t1000\t1000\t1000"))
+    assert Budget.read(root=tree, env={}).permission == "none"
+
+
+def test_groups_that_a_namespace_hides_are_said_to_be_hidden():
+    assert "hidden here" in read("docker_v2").notes[0]
+    assert read("slurm_v2").notes == ()
+    assert read("docker_v1_hidden_ancestor").notes == ()  # Version 1 shows what they enforce.
+
+
+def test_the_json_form_holds_every_limit_and_the_binding_one():
+    found = json.loads(json.dumps(read("kubernetes_v2").to_dict()))
+    assert found["binding"] == found["limits"][0]
+    assert found["headroom_bytes"] == found["binding"]["headroom_bytes"] == 776719976
+    assert len(found["limits"]) == 4
+
+
+def test_without_proc_the_total_is_the_machines():
+    host = host_by_psutil()
+    assert host.total_bytes == psutil.virtual_memory().total
+    assert [one.scope for one in host.limits] == ["host"]
+
+
+def test_on_this_machine_the_headroom_is_no_more_than_the_host_has():
+    budget = Budget.read()
+    assert 0 < budget.headroom_bytes <= psutil.virtual_memory().total
+    assert 1 <= budget.num_cpus <= os.cpu_count()
+
+
+@pytest.mark.root
+def test_a_child_without_a_limit_sees_the_limit_of_its_real_parent_group(memory_group):
+    parent = memory_group(700 * MIB)
+    child = memory_group(-1, parent)
+    code = (
+        "import json; from memfit.memory._budget import Budget; kept = bytearray(b'x') * (50 << 20);"
+        "print(json.dumps(Budget.read().to_dict()))"
+    )
+    enter = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs; exec "$@"', str(child), sys.executable, "-c", code]
+    done = subprocess.run(enter, capture_output=True, text=True, timeout=60, check=True)
+    found = json.loads(done.stdout)
+    relative = parent.relative_to("/sys/fs/cgroup/memory")
+    assert found["binding"]["name"] == "memory.limit_in_bytes"
+    assert found["binding"]["source"] == f"cgroup v1 /{relative}"
+    assert found["limit_bytes"] == 700 * MIB
+    assert 550 * MIB < found["headroom_bytes"] < 650 * MIB  # 50 MiB of its own and an interpreter.
+    assert found["permission"] == "cgroup v1"
+
+
+@pytest.mark.container
+def test_a_real_container_sees_its_own_limit(podman):
+    code = "import json; from memfit.memory._budget import Budget; print(json.dumps(Budget.read().to_dict()))"
+    found = json.loads(podman("--memory=200m", "--shm-size=32m", command=[sys.executable, "-c", code]))
+    assert found["limit_bytes"] == 200 * MIB
+    assert found["binding"]["scope"] == "group"
+    assert 100 * MIB < found["headroom_bytes"] < 200 * MIB
+    assert found["shm"]["total_bytes"] == 32 * MIB
+    assert found["permission"] == "none"

@@ -1,0 +1,152 @@
+"""GPUs, through a stand-in for NVML: what CUDA sees, and who else is there."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from memfit.memory._budget import Budget
+from memfit.memory._devices import read_devices, select_visible
+
+RECORDED = Path(__file__).parents[1] / "recorded"
+GIB = 1 << 30
+
+
+class FakeNvml:
+    """As many of nvidia-ml-py's names as memfit uses, over plain records."""
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_LibraryNotFound(NVMLError):
+        pass
+
+    def __init__(self, gpus, *, library=True):
+        self.gpus, self.library, self.open = gpus, library, 0
+
+    def nvmlInit(self):
+        if not self.library:
+            raise self.NVMLError_LibraryNotFound("NVML Shared Library Not Found")
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self):
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return self.gpus[index]
+
+    def nvmlDeviceGetUUID(self, gpu):
+        return gpu["uuid"]
+
+    def nvmlDeviceGetName(self, gpu):
+        return gpu.get("name", b"NVIDIA H200")
+
+    def nvmlDeviceGetMemoryInfo(self, gpu):
+        return SimpleNamespace(total=80 * GIB, free=80 * GIB - gpu.get("used", 0), used=gpu.get("used", 0))
+
+    def nvmlDeviceGetMigMode(self, gpu):
+        if "parts" not in gpu:
+            raise self.NVMLError("Not Supported")
+        return 1, 1
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, gpu):
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu, number):
+        if number >= len(gpu["parts"]):
+            raise self.NVMLError("Not Found")
+        return gpu["parts"][number]
+
+    def nvmlDeviceGetGpuInstanceId(self, part):
+        return part["ids"][0]
+
+    def nvmlDeviceGetComputeInstanceId(self, part):
+        return part["ids"][1]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu):
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.get("processes", [])]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, gpu):
+        raise self.NVMLError("Not Supported")
+
+    def nvmlSystemGetProcessName(self, pid):
+        raise self.NVMLError("Not Found")
+
+
+@pytest.fixture
+def proc(tmp_path):
+    """A /proc with this process (100), its child (101) and another user's process (300)."""
+    for pid, parent, name, uid in ((100, 1, "memfit", 0), (101, 100, "fold", 0), (300, 1, "jupyter", 4242)):
+        folder = tmp_path / f"proc/{pid}"
+        folder.mkdir(parents=True)
+        (folder / "status").write_text(
+            f"Name:\t{name}\nPid:\t{pid}\nPPid:\t{parent}\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n"
+        )
+    (tmp_path / "proc/self").symlink_to("100")
+    return tmp_path
+
+
+def test_foreign_processes_are_named_and_the_own_tree_is_not_foreign(proc):
+    gpu = {"uuid": "GPU-a", "used": 15 * GIB, "processes": [(101, 4 * GIB), (300, 9 * GIB), (999, None)]}
+    [device], note = read_devices(FakeNvml([gpu]), root=proc, env={})
+    assert (device.total_bytes, device.free_bytes, device.foreign_bytes) == (80 * GIB, 65 * GIB, 11 * GIB)
+    assert [(one.pid, one.name, one.used_bytes, one.user) for one in device.processes] == [
+        (300, "jupyter", 9 * GIB, "uid 4242"),
+        (999, "not visible from here (another container or user)", None, ""),
+    ]
+    assert (device.name, note) == ("NVIDIA H200", "")
+
+
+def test_without_the_drivers_library_there_are_no_devices_and_a_reason():
+    budget = Budget.read(root=RECORDED / "bare_host_v2", env={}, nvml=FakeNvml([], library=False))
+    assert budget.devices == ()
+    assert budget.notes == ("no GPUs: NVML Shared Library Not Found",)
+
+
+def test_the_library_is_closed_after_a_reading(proc):
+    nvml = FakeNvml([{"uuid": "GPU-a"}])
+    read_devices(nvml, root=proc, env={})
+    assert nvml.open == 0
+
+
+def test_the_budget_holds_the_devices_that_cuda_may_see():
+    nvml = FakeNvml([{"uuid": "GPU-a"}, {"uuid": "GPU-b"}])
+    budget = Budget.read(root=RECORDED / "bare_host_v2", env={"CUDA_VISIBLE_DEVICES": "GPU-b"}, nvml=nvml)
+    assert [(device.index, device.uuid) for device in budget.devices] == [(1, "GPU-b")]
+
+
+def test_a_gpu_in_instances_is_shown_by_them_and_chosen_by_either_name(proc):
+    parts = [{"uuid": "MIG-1", "ids": (3, 0)}, {"uuid": "MIG-2", "ids": (5, 0)}]
+    nvml = FakeNvml([{"uuid": "GPU-a", "parts": parts}, {"uuid": "GPU-b"}])
+    found = {
+        visible: [device.uuid for device in read_devices(nvml, root=proc, env={"CUDA_VISIBLE_DEVICES": visible})[0]]
+        for visible in ("MIG-2", "MIG-GPU-a/3/0", "0,1", "")
+    }
+    assert found == {"MIG-2": ["MIG-2"], "MIG-GPU-a/3/0": ["MIG-1"], "0,1": ["MIG-1", "GPU-b"], "": []}
+    assert [device.uuid for device in read_devices(nvml, root=proc, env={})[0]] == ["MIG-1", "MIG-2", "GPU-b"]
+
+
+def test_numbers_are_doubted_where_cuda_may_count_otherwise(proc):
+    nvml = FakeNvml([{"uuid": "GPU-a", "name": "NVIDIA T4"}, {"uuid": "GPU-b", "name": "NVIDIA H200"}])
+    env = {"CUDA_VISIBLE_DEVICES": "0"}
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in read_devices(nvml, root=proc, env=env)[1]
+    assert read_devices(nvml, root=proc, env={**env, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("visible", "chosen"),
+    [
+        ("2", []),
+        ("1,7,0", [1]),
+        ("GPU-", []),
+        ("GPU-b,GPU-a", [1, 0]),
+        ("1,GPU-b", []),
+        ("-1", []),
+        (" 0 , 1 ", [0, 1]),
+    ],
+)
+def test_cudas_list_ends_at_its_first_entry_that_names_no_single_device(visible, chosen):
+    assert select_visible([(0, "GPU-a", ""), (1, "GPU-b", "")], visible) == chosen
