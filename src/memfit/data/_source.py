@@ -1,0 +1,330 @@
+"""The rows a panel is built from: Parquet and Arrow files and in-memory tables, read a few thousand rows at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from memfit.errors import DataError, nearest
+
+#: Files are hashed in pieces of this size, so that damage is named to within one.
+CHUNK_BYTES = 64 << 20
+_SLICE_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 18
+_DECODED_BYTES = 4 << 20
+_SUFFIXES = (".parquet", ".feather", ".arrow", ".arrows", ".ipc")
+
+SourceLike: TypeAlias = "Path | str | Sequence[Path | str] | pa.Table"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files or one table, not read yet.
+
+    Attributes:
+        paths: Parquet files, Arrow IPC files or Arrow IPC streams, told apart by their first bytes.
+        table: An in-memory table instead of files.
+    """
+
+    paths: tuple[Path, ...] = ()
+    table: pa.Table | None = None
+
+    @classmethod
+    def of(cls, source: SourceLike) -> Source:
+        """The source that a path, a folder (all its Parquet and Arrow files), a list of them or a table stands for.
+
+        Raises:
+            DataError: If a file or folder is not there, or holds no such data.
+        """
+        if isinstance(source, pa.Table):
+            return cls(table=source)
+        named = [source] if isinstance(source, str | Path) else list(source)
+        paths = tuple(path for name in named for path in _expand(Path(name)))
+        if not paths:
+            raise DataError(
+                "the source names no file.", rule="a panel is built from at least one.", remedy="name a Parquet file"
+            )
+        for path in paths:
+            file_format(path)
+        return cls(paths=paths)
+
+    def schemas(self) -> Iterator[tuple[str, pa.Schema]]:
+        """Each part's name and schema, from the files' headers alone."""
+        if self.table is not None:
+            yield "the table", self.table.schema
+        for path in self.paths:
+            with reading(path):
+                if file_format(path) == "parquet":
+                    with pq.ParquetFile(path) as file:
+                        schema = file.schema_arrow
+                else:
+                    with pa.memory_map(str(path)) as mapped:
+                        schema = open_ipc(mapped).schema
+            yield str(path), schema
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The rows of the columns named, in the source's order, about 4 MiB decoded at once."""
+        wanted = list(dict.fromkeys(columns))
+        num_rows = int(np.clip(_DECODED_BYTES // (8 * len(wanted)), 1024, 65536))
+        if self.table is not None:
+            yield from self.table.select(wanted).to_batches(max_chunksize=num_rows)
+        for path in self.paths:
+            with reading(path):
+                for batch in _file_batches(path, wanted, num_rows):
+                    for start in range(0, batch.num_rows, num_rows):
+                        yield batch.slice(start, num_rows)
+
+    def stamp(self) -> tuple[tuple[int, int, int], ...]:
+        """Inode, size and time of change of each file: the same before and after a read that saw one state."""
+        facts = [path.stat() for path in self.paths]
+        return tuple((fact.st_ino, fact.st_size, fact.st_mtime_ns) for fact in facts)
+
+    def content_digest(self, *, date: str, asset: str, numbers: Sequence[str]) -> str:
+        """A hash of what the source holds.
+
+        Of files it is a hash of their bytes, whatever their names and order: a file that was encoded anew with equal
+        values has another one. Of a table it is a hash of the decoded values of the columns used, whatever its chunks.
+        """
+        if self.table is None:
+            files = sorted(f"{path.stat().st_size}:{''.join(chunk_digests(path))}" for path in self.paths)
+            return blake2b("\n".join(files).encode(), digest_size=32).hexdigest()
+        hashes = [blake2b(digest_size=32) for _ in range(len(numbers) + 3)]
+        for batch in self.batches([date, asset, *numbers]):
+            codes = decode_assets(batch.column(asset), asset)
+            ends = np.frombuffer(codes.buffers()[1], np.int64)[codes.offset : codes.offset + len(codes) + 1]
+            text = memoryview(codes.buffers()[2] or b"")[int(ends[0]) : int(ends[-1])]
+            values = [decode_numbers(batch.column(name)).astype("<f8") for name in numbers]
+            for number in values:
+                number[np.isnan(number)] = np.nan
+            days = decode_dates(batch.column(date), date).astype("<i8")
+            parts: list[Any] = [days, np.diff(ends), text, *values]
+            for digest, part in zip(hashes, parts, strict=True):
+                digest.update(part)
+        return blake2b(b"".join(digest.digest() for digest in hashes), digest_size=32).hexdigest()
+
+
+def _expand(path: Path) -> list[Path]:
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+        if found:
+            return found
+    elif path.is_file():
+        return [path]
+    what = "holds no Parquet or Arrow file" if path.is_dir() else "is not there"
+    raise DataError(
+        f"{path} {what}.",
+        rule=f"a panel is built from files, or from a folder of {', '.join(_SUFFIXES)} files.",
+        remedy="name an existing file or folder",
+    )
+
+
+def file_format(path: Path) -> str:
+    """``parquet``, ``file`` or ``stream`` (Arrow IPC), by the file's first bytes."""
+    with open(path, "rb") as file:
+        head = file.read(6)
+    kind = {b"PAR1": "parquet", b"ARRO": "file", b"\xff\xff\xff\xff": "stream"}.get(head[:4])
+    if kind is None:
+        raise DataError(
+            f"{path} is neither a Parquet nor an Arrow file: it begins with {head!r}.",
+            rule="Parquet begins with PAR1, an Arrow IPC file with ARROW1, an Arrow IPC stream with four bytes 0xff.",
+            remedy="convert it, for example with pyarrow.csv.read_csv and pyarrow.parquet.write_table",
+        )
+    return kind
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns what pyarrow raises over a file into a DataError that names it; running out of memory stays what it is."""
+    try:
+        yield
+    except pa.ArrowMemoryError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}",
+            rule="the file must be whole; no other process may still be writing it.",
+            remedy=f"check or restore it: ls -l {path}",
+        ) from error
+
+
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """A Parquet file that is read through small buffers: pyarrow's default keeps every byte read until it is closed."""
+    return pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES)
+
+
+def open_ipc(mapped: pa.MemoryMappedFile, included: list[int] | None = None) -> Any:
+    """A reader of an Arrow IPC file or stream, whose uncompressed batches lie in the map."""
+    options = pa.ipc.IpcReadOptions(included_fields=included)
+    is_file = mapped.read(6) == b"ARROW1"
+    mapped.seek(0)
+    return pa.ipc.open_file(mapped, options=options) if is_file else pa.ipc.open_stream(mapped, options=options)
+
+
+def _file_batches(path: Path, columns: list[str], num_rows: int) -> Iterator[pa.RecordBatch]:
+    if file_format(path) == "parquet":
+        with open_parquet(path) as file:
+            yield from file.iter_batches(batch_size=num_rows, columns=columns)
+        return
+    with pa.memory_map(str(path)) as mapped:
+        schema = open_ipc(mapped).schema
+        mapped.seek(0)
+        yield from ipc_batches(open_ipc(mapped, sorted(schema.get_field_index(name) for name in columns)))
+
+
+def ipc_batches(reader: Any) -> Iterator[pa.RecordBatch]:
+    """All batches of an IPC reader, one at a time."""
+    if isinstance(reader, pa.ipc.RecordBatchFileReader):
+        yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+    else:
+        yield from reader
+
+
+def chunk_digests(path: Path) -> list[str]:
+    """A BLAKE2b hash (128 bits, hex) of each 64 MiB of a file, by up to four threads, a MiB each in memory."""
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    offsets = range(0, path.stat().st_size, CHUNK_BYTES)
+    with ThreadPoolExecutor(max_workers=min(4, num_cpus)) as pool:
+        return list(pool.map(lambda offset: _digest_chunk(path, offset), offsets))
+
+
+def _digest_chunk(path: Path, offset: int) -> str:
+    digest, left = blake2b(digest_size=16), CHUNK_BYTES
+    with open(path, "rb", buffering=0) as file:
+        file.seek(offset)
+        while left and (piece := file.read(min(left, _SLICE_BYTES))):
+            digest.update(piece)
+            left -= len(piece)
+    return digest.hexdigest()
+
+
+def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[str]) -> dict[str, list[str]]:
+    """The Arrow types of the columns used, by column; a column may have several over several files.
+
+    Raises:
+        DataError: If a part lacks a column, has it twice, or has it in a type that its role does not take.
+    """
+    types: dict[str, set[str]] = {}
+    for part, schema in source.schemas():
+        for name in dict.fromkeys([date, asset, *numbers]):
+            count = schema.names.count(name)
+            if count != 1:
+                raise DataError(
+                    f"{part} has {count} columns named '{name}'.",
+                    rule="every part of a source holds each column used, once.",
+                    remedy=nearest(name, set(schema.names)) if count == 0 else "rename or drop one of them",
+                )
+            types.setdefault(name, set()).add(str(schema.field(name).type))
+        _check_type(part, date, schema.field(date).type, _is_date, "dates are date32, timestamps or ISO 8601 text.")
+        _check_type(part, asset, schema.field(asset).type, _is_code, "asset codes are text or integers.")
+        for name in numbers:
+            _check_type(part, name, schema.field(name).type, _is_number, "features and targets are numbers.")
+    return {name: sorted(found) for name, found in types.items()}
+
+
+def _check_type(part: str, name: str, kind: pa.DataType, fits: Callable[[pa.DataType], bool], rule: str) -> None:
+    value = kind.value_type if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind) else kind
+    if not fits(value):
+        raise DataError(
+            f"column '{name}' of {part} has type {kind}.",
+            rule=rule,
+            remedy=f"convert the column, or leave '{name}' out",
+        )
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _is_date(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_date(kind) or pa.types.is_timestamp(kind) or _is_text(kind))
+
+
+def _is_code(kind: pa.DataType) -> bool:
+    return bool(_is_text(kind) or pa.types.is_integer(kind))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind))
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    if pa.types.is_dictionary(column.type):
+        return column.dictionary_decode()
+    return pc.run_end_decode(column) if pa.types.is_run_end_encoded(column.type) else column
+
+
+def _refuse_nulls(column: pa.Array, name: str) -> None:
+    if column.null_count:
+        raise DataError(
+            f"column '{name}' has no value in {column.null_count} of {len(column)} rows read together.",
+            rule="every row names its date and its asset.",
+            remedy="drop those rows from the source",
+        )
+
+
+def decode_dates(column: pa.Array, name: str) -> npt.NDArray[np.datetime64]:
+    """A column's dates as ``datetime64[D]``; a timestamp with a time zone counts in that zone.
+
+    Raises:
+        DataError: If one is missing, is no date, or has a time of day.
+    """
+    column = _plain(column)
+    _refuse_nulls(column, name)
+    if _is_text(column.type):
+        try:
+            column = column.cast(pa.string()).cast(pa.timestamp("us"))
+        except pa.ArrowInvalid as error:
+            raise DataError(
+                f"column '{name}' holds text that is no date: {error}",
+                rule="text dates are ISO 8601 without a zone, for example 2024-01-31.",
+                remedy="write them so, or convert the column to date32",
+            ) from error
+    if pa.types.is_timestamp(column.type) and column.type.tz is not None:
+        column = pc.local_timestamp(column)
+    if pa.types.is_date32(column.type):
+        return np.asarray(column.cast(pa.int32()).to_numpy(zero_copy_only=False), np.int64).astype("datetime64[D]")
+    unit: Any = "ms" if pa.types.is_date64(column.type) else column.type.unit
+    per_day = 86400 * {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
+    ticks = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    days, rest = np.divmod(ticks, per_day)
+    if rest.any():
+        first = np.datetime64(int(ticks[np.flatnonzero(rest)[0]]), unit)
+        raise DataError(
+            f"column '{name}' has a time of day in {np.count_nonzero(rest)} of {len(rest)} rows read together, "
+            f"first {first}.",
+            rule="a panel has one row per date and asset; timestamps lie on midnight.",
+            remedy="aggregate to days, or cut the time off before building",
+        )
+    return np.asarray(days, "datetime64[D]")
+
+
+def decode_assets(column: pa.Array, name: str) -> pa.Array:
+    """A column's asset codes as text (Arrow ``large_string``).
+
+    Raises:
+        DataError: If one is missing.
+    """
+    column = _plain(column)
+    _refuse_nulls(column, name)
+    return column.cast(pa.large_string())
+
+
+def decode_numbers(column: pa.Array) -> npt.NDArray[Any]:
+    """A column's numbers as floats, or as integers when none is missing; missing ones are NaN."""
+    column = _plain(column)
+    if pa.types.is_boolean(column.type) or pa.types.is_decimal(column.type):
+        column = column.cast(pa.float64())
+    return np.asarray(column.to_numpy(zero_copy_only=False))
