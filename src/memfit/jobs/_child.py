@@ -1,0 +1,135 @@
+"""What runs inside a function job's own interpreter: call the function, leave its result or its error as a file."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memfit import errors
+from memfit.errors import MemfitError, StoppedError, UsageError
+from memfit.rundir import read_json, write_json
+
+REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
+
+
+def load_target(target: str) -> Any:
+    """The object that ``module:name`` names.
+
+    Raises:
+        UsageError: If there is no such module or no such name in it.
+
+    >>> load_target("math:sqrt")(9)
+    3.0
+    """
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise UsageError(
+            f"target '{target}' names no code.",
+            rule="a target is written module:name.",
+            remedy="write for example target: my_package.job:WORKLOAD",
+        )
+    try:
+        value: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise UsageError(
+            f"target '{target}': there is no module '{error.name}'.",
+            rule="a target's module is imported from the installed packages, the config's folder and this folder.",
+            remedy="correct the name, or start memfit in the folder that holds the module",
+        ) from error
+    for part in name.split("."):
+        if not hasattr(value, part):
+            raise UsageError(
+                f"target '{target}': module '{module_name}' has no '{name}'.",
+                rule="a target names something at the top level of its module.",
+                remedy=errors.nearest(part, [known for known in dir(value) if not known.startswith("_")]),
+            )
+        value = getattr(value, part)
+    return value
+
+
+def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Any:
+    """A function's result, computed in a new interpreter whose memory is gone afterwards.
+
+    Args:
+        target: The function as ``module:name``.
+        arguments: JSON values, passed as keywords.
+        env: The child's whole environment; this process's when None.
+
+    Raises:
+        MemfitError: The one that the function raised, rebuilt; or one that quotes the child's last words.
+    """
+    with tempfile.TemporaryDirectory(prefix="memfit-") as name:
+        folder = Path(name)
+        write_json(folder / REQUEST, {"target": target, "arguments": dict(arguments)}, durable=False)
+        command = [sys.executable, "-m", "memfit.jobs", "child", str(folder)]
+        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        result = read_json(folder / RESULT)
+        if result is not None and done.returncode == 0:
+            return result["result"]
+        error = read_json(folder / ERROR)
+    if error is not None and error["memfit"]:
+        raise _rebuilt(error)
+    raise MemfitError(
+        f"{target} ended with exit code {done.returncode}: {(error or {}).get('text') or 'no message'}",
+        rule="it runs in an interpreter of its own and must end with 0.",
+        remedy=f"read its last words:\n{done.stderr[-2000:].rstrip()}",
+    )
+
+
+def _rebuilt(error: Mapping[str, Any]) -> MemfitError:
+    kind = getattr(errors, error["type"], MemfitError)
+    return kind(error["what"], rule=error["rule"], remedy=error["remedy"])
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """An error as JSON: its type, its last line and, for memfit's own, the three parts."""
+    found = {"type": type(error).__name__, "memfit": isinstance(error, MemfitError)}
+    if isinstance(error, MemfitError):
+        return {**found, "text": error.what, "what": error.what, "rule": error.rule, "remedy": error.remedy}
+    lines = traceback.format_exception_only(error)
+    return {**found, "text": lines[-1].strip()[:2000], "memory": _is_memory_error(error)}
+
+
+def _is_memory_error(error: BaseException) -> bool:
+    """By type alone: Python's own, or torch's for a device; other texts are for the diagnosis to read."""
+    names = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
+    return isinstance(error, MemoryError) or bool(names & {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"})
+
+
+def main(folder: Path) -> int:
+    """Call the function that ``request.json`` names; the exit code is the job's."""
+    request = read_json(folder / REQUEST)
+    if request is None:
+        print(f"{folder / REQUEST} is missing", file=sys.stderr)
+        return 1
+    try:
+        result = load_target(request["target"])(**request["arguments"])
+        write_json(folder / RESULT, {"result": json.loads(json.dumps(result))})
+    except StoppedError as stopped:
+        print(stopped, file=sys.stderr)
+        write_json(folder / ERROR, describe_error(stopped))
+        return stopped.exit_code
+    except Exception as error:
+        if isinstance(error, MemfitError):
+            print(error, file=sys.stderr)
+        else:
+            traceback.print_exc()
+        write_json(folder / ERROR, describe_error(error))
+        return error.exit_code if isinstance(error, MemfitError) else 1
+    return 0
+
+
+def raise_error_of(job_dir: Path) -> None:
+    """Raise again the error of memfit's own that a job's interpreter left in its folder, if it left one."""
+    error = read_json(job_dir / ERROR)
+    if error is not None and error["memfit"]:
+        raise _rebuilt(error)

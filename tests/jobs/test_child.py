@@ -1,0 +1,59 @@
+"""Functions in interpreters of their own."""
+
+import pytest
+
+from memfit.errors import ConfigError, MemfitError, UsageError
+from memfit.jobs import Job, call_in_child, load_target
+
+
+def test_a_result_comes_back():
+    assert call_in_child("memfit.units:format_bytes", {"count": 1 << 30}) == "1.00 GiB"
+
+
+def test_memfits_own_error_comes_back_whole():
+    with pytest.raises(ConfigError) as caught:
+        call_in_child("memfit.units:parse_bytes", {"text": "much"})
+    assert "'much' is not a size" in caught.value.what
+    assert caught.value.remedy
+
+
+def test_another_error_is_quoted():
+    with pytest.raises(MemfitError, match="JSONDecodeError: Expecting"):
+        call_in_child("json:loads", {"s": "no"})
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("math", "names no code"),
+        ("no_such_module:x", "no module 'no_such_module'"),
+        ("math:sqroot", "did you mean 'sqrt'"),
+    ],
+)
+def test_a_target_that_names_nothing_is_refused_with_a_hint(target, words):
+    with pytest.raises(UsageError, match=words):
+        load_target(target)
+
+
+def test_a_module_that_misses_another_module_is_not_called_absent(tmp_path, monkeypatch):
+    (tmp_path / "needy.py").write_text("import absent_dependency\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="absent_dependency"):
+        load_target("needy:x")
+
+
+@pytest.mark.parametrize("options", [{"command": ()}, {"command": ("a",), "target": "b:c"}])
+def test_a_job_is_either_a_function_or_a_command(options):
+    with pytest.raises(UsageError, match="function"):
+        Job("x", **options)
+
+
+def test_a_local_function_cannot_be_a_job():
+    with pytest.raises(UsageError, match="cannot be imported"):
+        Job.of("x", lambda: None)
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden"])
+def test_a_job_id_that_cannot_be_a_folder_is_refused(name):
+    with pytest.raises(UsageError, match="cannot name a job"):
+        Job(name, command=("true",))
