@@ -1,0 +1,40 @@
+"""Training that fits: plan, run, recover and explain the memory of PyTorch jobs.
+
+The public names load their modules when they are first used, so ``import memfit`` is light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memfit.data import Panel
+    from memfit.jobs import Job
+    from memfit.memory import Budget, Footprint, measure
+    from memfit.pipeline import run
+    from memfit.planning import plan
+    from memfit.training import Trainer
+
+_HOMES = {
+    "Budget": "memory",
+    "Footprint": "memory",
+    "Job": "jobs",
+    "Panel": "data",
+    "Trainer": "training",
+    "measure": "memory",
+    "plan": "planning",
+    "run": "pipeline",
+}
+
+__all__ = ["Budget", "Footprint", "Job", "Panel", "Trainer", "measure", "plan", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"memfit.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'memfit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

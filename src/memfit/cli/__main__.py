@@ -1,0 +1,5 @@
+"""``python -m memfit.cli``."""
+
+from memfit.cli import main
+
+main()

@@ -1,0 +1,66 @@
+"""``memfit run``: train a workload's folds in parallel under one budget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from memfit.errors import ConfigError
+from memfit.pipeline import run as run_config
+from memfit.reports import LiveRun, print_summary, summarize
+from memfit.rundir import RunDir
+
+
+def run(  # noqa: PLR0913 - one flag each
+    config: Annotated[Path, typer.Argument(help="The run's config, a YAML file.", show_default=False)],
+    max_parallel: Annotated[
+        str | None, typer.Option(help="The most folds at once, or 'auto' for as many as fit.", metavar="auto|N")
+    ] = None,
+    folds: Annotated[str | None, typer.Option(help="Which folds, for example 2-5 or 1,3.", metavar="RANGE")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="A setting, for example params.train.num_epochs=3. Repeatable.", metavar="KEY=VALUE"
+        ),
+    ] = None,
+    on_failure: Annotated[
+        str | None,
+        typer.Option(help="When a fold fails: go on with the others, or stop them.", metavar="stop|continue"),
+    ] = None,
+    new: Annotated[bool, typer.Option("--new", help="Start over instead of going on with the newest run.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Run also what does not fit the budget.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; the log goes to stderr.")] = False,
+) -> None:
+    """Train a workload's folds in parallel under one memory budget.
+
+    The first fold runs alone until it has passed each phase once; what it took admits the others, as many at once as
+    fit. The same command goes on where the last one stood. Ctrl-C once stops the folds at a checkpoint (exit code 75),
+    twice ends them now (130).
+
+    Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 a fold failed, 75 stopped and can go on.
+    """
+    flags = {"max_parallel": max_parallel, "folds": folds, "on_failure": on_failure}
+    for given in set_ or []:
+        name = given.partition("=")[0]
+        if flags.get(name) is not None:
+            raise ConfigError(
+                f"{name} is given twice: --{name.replace('_', '-')} {flags[name]} and --set {given}.",
+                rule="a setting has one value on the command line.",
+                remedy=f"leave out --set {given}",
+            )
+    overrides = [*(f"{name}={value}" for name, value in flags.items() if value is not None), *(set_ or [])]
+    live = LiveRun(Console(stderr=as_json))
+    try:
+        result = run_config(config, overrides=overrides, new=new, force=force, view=live.show)
+    finally:
+        live.close()
+    run_dir = RunDir(result.path)
+    if as_json:
+        typer.echo(json.dumps(summarize(run_dir), indent=2))
+    else:
+        print_summary(run_dir, Console())
+    raise typer.Exit(result.exit_code)

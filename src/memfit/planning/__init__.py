@@ -1,0 +1,5 @@
+"""Decisions from budgets and footprints, before anything runs."""
+
+from memfit.planning._plan import Plan, plan
+
+__all__ = ["Plan", "plan"]

@@ -1,0 +1,89 @@
+"""A budget as people read it: which limit binds, who says so, and what else was found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from memfit.memory import Budget, Device
+from memfit.units import format_bytes
+
+
+def print_budget(budget: Budget, console: Console) -> None:
+    """Print the binding limit and who says so, all limits as a table, and what else may be used here."""
+    binding, left = budget.binding, budget.headroom_bytes
+    verdict = f"{format_bytes(left)} may be used" if left >= 0 else f"{format_bytes(-left)} too much is in use"
+    console.print(
+        f"[bold]{verdict}[/bold] of {format_bytes(binding.limit_bytes)}: {escape(binding.name)} binds, "
+        f"set by {escape(_short(binding.source))}.",
+        soft_wrap=True,
+    )
+    console.print(
+        f"{format_bytes(budget.lendable_bytes)} can be lent to jobs; {format_bytes(budget.reserve_bytes)} is kept "
+        f"back: {escape(budget.reserve_note)}.",
+        soft_wrap=True,
+    )
+    console.print(_limit_table(budget))
+    for name, text in _facts(budget):
+        console.print(f"[bold]{name:<9}[/bold] {escape(text)}", soft_wrap=True)
+
+
+def _limit_table(budget: Budget) -> Table:
+    table = Table(
+        "limit", "bounds", "of", "used", "left", "who says so", title_justify="left", box=None, pad_edge=False
+    )
+    for column in table.columns[2:5]:
+        column.justify, column.no_wrap = "right", True
+    for column in (table.columns[0], table.columns[5]):
+        column.overflow = "fold"
+    for number, one in enumerate(budget.limits):
+        says = _short(one.source) + (f": {one.note}" if one.note else "")
+        sizes = map(format_bytes, (one.limit_bytes, one.used_bytes, one.headroom_bytes))
+        row = (one.name, one.scope, *sizes, says)
+        table.add_row(*map(escape, row), style="bold" if number == 0 else "" if one.binds else "dim")
+    return table
+
+
+def _short(path: str) -> str:
+    """Text with the long ids of containers cut to the twelve digits that people use."""
+    return re.sub(r"([0-9a-f]{12})[0-9a-f]{20,}", r"\1…", path)
+
+
+def _facts(budget: Budget) -> Iterator[tuple[str, str]]:
+    yield "counted", "; ".join(dict.fromkeys(f"{one.name}: {one.metric}" for one in budget.limits))
+    swap = budget.swap
+    yield (
+        "swap",
+        f"{format_bytes(swap.usable_bytes)} usable ({swap.source}), {format_bytes(swap.free_bytes)} free of "
+        f"{format_bytes(swap.total_bytes)}; never lent",
+    )
+    if budget.shm is None:
+        yield "/dev/shm", "none"
+    else:
+        free = "" if budget.shm.free_bytes is None else f"{format_bytes(budget.shm.free_bytes)} free of "
+        yield "/dev/shm", f"{free}{format_bytes(budget.shm.total_bytes)}; what lies there counts as used memory too"
+    yield "cores", f"{budget.num_cpus} ({budget.cpus_source})"
+    for device in budget.devices:
+        yield f"GPU {device.index}", _device(device)
+    if budget.cgroup:
+        yield "group", _short(budget.cgroup)
+    yield "promise", _short(budget.promise)
+    for note in budget.notes:
+        yield "note", note
+
+
+def _device(device: Device) -> str:
+    text = (
+        f"{device.name} {device.uuid}: {format_bytes(device.free_bytes)} free of {format_bytes(device.total_bytes)}, "
+        f"{format_bytes(device.foreign_bytes)} taken by others and the driver"
+    )
+    names = []
+    for process in device.processes:
+        used = "unknown bytes" if process.used_bytes is None else format_bytes(process.used_bytes)
+        user = f" of {process.user}" if process.user else ""
+        names.append(f"{process.name} (pid {process.pid}{user}) {used}")
+    return f"{text}: {', '.join(names)}" if names else text

@@ -1,0 +1,227 @@
+"""``memfit.run`` from end to end on a workload without torch: real children, real panel, real splits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pyarrow as pa
+import pytest
+from pyarrow import feather
+
+import memfit
+from memfit.errors import ConfigError, DoesNotFitError, SplitError, UsageError
+from memfit.pipeline import parse_folds
+from memfit.rundir import RunDir
+from memfit.testing import is_alive, wait_until
+
+
+def fold_table(result):
+    return feather.read_table(result.path / "kfold_results.feather")
+
+
+def events_of(result, kind):
+    return [event for event in RunDir(result.path).events() if event["kind"] == kind]
+
+
+def test_five_folds_are_trained_measured_tabled_and_kept(tiny):
+    config = tiny(hold_mib=20, n_splits=5, epoch_seconds=0.3)
+    result = memfit.run(config)
+    assert (result.state, result.exit_code) == ("completed", 0)
+    table = fold_table(result)
+    assert table.schema.names[:4] == ["fold", "state", "seconds", "peak_private_bytes"]
+    assert table.schema.field("fold").type == pa.int32()
+    assert table["fold"].to_pylist() == [1, 2, 3, 4, 5]
+    assert table["state"].to_pylist() == ["completed"] * 5
+    assert min(table["peak_private_bytes"].to_pylist()) > 20 << 20
+    assert len(set(table["draw"].to_pylist())) == 5
+    decided = json.loads((result.path / "plan.json").read_text())
+    assert decided["num_parallel"] == 5
+    assert decided["footprint"]["phases"].keys() >= {"load", "train", "checkpoint", "validate"}
+
+    # The first fold ran alone until it was measured, then all others beside each other.
+    admitted = {event["job"]: event for event in events_of(result, "admit")}
+    measured = min(event["time"] for event in events_of(result, "footprint") if event["job"] == "fold_1")
+    assert all(admitted[f"fold_{i}"]["time"] >= measured for i in (2, 3, 4, 5))
+    assert max(event["num_running"] for event in admitted.values()) >= 4
+    assert "may be lent" in admitted["fold_2"]["why"]
+
+    # The same command shows the finished run, and opens the panel that is there.
+    again = memfit.run(config)
+    assert (again.path, again.metrics) == (result.path, result.metrics)
+    assert json.loads((again.path / "checkpoints/stage_prepare.json").read_text())["panel_reused"] is True
+    assert {status.attempt for status in again.statuses.values()} == {1}
+
+    # One at a time gives the same numbers and tables.
+    sequential = memfit.run(config, overrides=["max_parallel=1"], new=True)
+    assert sequential.path != result.path
+    assert sequential.metrics == result.metrics
+    for fold in range(1, 6):
+        a, b = (feather.read_table(r.path / f"jobs/fold_{fold}/scores.feather") for r in (result, sequential))
+        assert a.equals(b)
+    assert {event["num_running"] for event in events_of(sequential, "admit")} == {1}
+
+
+def test_changed_params_and_changed_code_start_a_run_of_their_own(tiny, tmp_path):
+    first = memfit.run(tiny(num_epochs=1))
+    second = memfit.run(tiny(num_epochs=2))
+    code = tmp_path / "tiny.py"
+    code.write_text(code.read_text() + "\n# changed\n")
+    third = memfit.run(tiny(num_epochs=2))
+    assert len({first.path, second.path, third.path}) == 3
+
+
+def test_how_folds_are_admitted_does_not_make_another_run(tiny):
+    first = memfit.run(tiny(), overrides=["folds=1"])
+    second = memfit.run(tiny(), overrides=["folds=all", "max_parallel=2", "on_failure=stop"])
+    assert second.path == first.path
+    assert sorted(first.metrics) == ["fold_1"]
+    assert second.statuses["fold_1"].attempt == 1
+    assert len(second.metrics) == 3
+
+
+def test_the_resolved_config_is_itself_a_valid_input(tiny):
+    first = memfit.run(tiny(), overrides=["params.num_epochs=1"], env=dict(os.environ) | {"MEMFIT_SEED": "9"})
+    again = memfit.run(first.path / "config.yaml")
+    assert again.path == first.path
+    origins = json.loads((first.path / "run.json").read_text())["origins"]
+    assert origins["seed"] == "environment MEMFIT_SEED"
+    assert origins["params.num_epochs"].startswith("--set")
+    assert origins["on_failure"] == "default"
+    assert "config.yaml" in origins["experiment"]
+
+
+def test_a_failed_fold_gives_exit_code_4_and_the_others_go_on(tiny):
+    result = memfit.run(tiny(fail_fold=3))
+    assert (result.state, result.exit_code) == ("failed", 4)
+    assert result.statuses["fold_3"].state == "failed"
+    assert "a planted bug" in result.statuses["fold_3"].cause
+    assert sorted(result.metrics) == ["fold_1", "fold_2"]
+    assert "a planted bug" in (result.path / "jobs/fold_3/err.log").read_text()
+
+
+def test_stop_on_failure_starts_no_later_fold(tiny):
+    result = memfit.run(tiny(fail_fold=2), overrides=["on_failure=stop", "max_parallel=1"])
+    assert result.exit_code == 4
+    assert {job: status.state for job, status in result.statuses.items()} == {
+        "fold_1": "completed", "fold_2": "failed", "fold_3": "pending",
+    }  # fmt: skip
+
+
+def test_a_fold_killed_by_a_stranger_is_told_and_only_it_runs_again(tiny):
+    config = tiny(die_fold=3)
+    result = memfit.run(config)
+    assert result.exit_code == 4
+    assert "SIGKILL" in result.statuses["fold_3"].cause
+    again = memfit.run(config)
+    assert again.path == result.path
+    assert {job: status.attempt for job, status in again.statuses.items()} == {
+        "fold_1": 1, "fold_2": 1, "fold_3": 2,
+    }  # fmt: skip
+
+
+def test_an_unknown_parameter_of_the_workload_is_refused_before_anything_is_made(tiny, tmp_path):
+    with pytest.raises(ConfigError, match="num_epoch"):
+        memfit.run(tiny(num_epoch=3))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_variable_is_refused(tiny):
+    with pytest.raises(ConfigError, match="MEMFIT_MAX_PARALEL"):
+        memfit.run(tiny(), env={"MEMFIT_MAX_PARALEL": "2"})
+
+
+def test_a_split_without_training_dates_is_refused_with_the_error_of_the_splitter(tiny):
+    with pytest.raises(SplitError):
+        memfit.run(tiny(num_dates=3))
+
+
+def test_a_declared_size_that_cannot_fit_is_refused(tiny):
+    with pytest.raises(DoesNotFitError, match="fold_1 needs 900"):
+        memfit.run(tiny("memory: {job: 900TiB}"))
+
+
+def test_a_users_limit_bounds_how_many_run_at_once(tiny):
+    config = tiny("memory: {limit: 500MiB, reserve: 50MiB}", hold_mib=120, epoch_seconds=0.8)
+    result = memfit.run(config)
+    assert result.exit_code == 0
+    decided = json.loads((result.path / "plan.json").read_text())
+    assert decided["limited_by"] == "memory"
+    assert decided["num_parallel"] in (1, 2)
+    assert max(e["num_running"] for e in RunDir(result.path).events() if e["kind"] == "admit") < 3
+
+
+@pytest.mark.parametrize("text", ["0", "6", "3-2", "a", "2-9", "1-", ""])
+def test_a_choice_that_names_no_fold_is_refused(text):
+    with pytest.raises(ConfigError, match="names no fold"):
+        parse_folds(text, 5)
+
+
+def test_a_second_supervisor_is_refused_while_the_first_runs(tiny):
+    config = tiny(epoch_seconds=2.0)
+    first = subprocess.Popen([sys.executable, "-m", "memfit", "run", str(config)], stdout=subprocess.DEVNULL)
+    try:
+        runs = config.parent / "runs" / "tiny"
+        wait_until(lambda: runs.exists() and any(runs.glob("run_*/jobs/fold_1/status.json")))
+        with pytest.raises(UsageError, match="run by another process"):
+            memfit.run(config)
+    finally:
+        first.send_signal(signal.SIGINT)
+        assert first.wait(60) == 75
+
+
+def test_ctrl_c_stops_at_a_checkpoint_and_the_same_command_goes_on(tiny):
+    config = tiny(num_epochs=6, epoch_seconds=0.5)
+    command = [sys.executable, "-m", "memfit", "run", str(config), "--max-parallel", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    runs = config.parent / "runs" / "tiny"
+    wait_until(lambda: any(runs.glob("run_*/checkpoints/fold_1/state.json")))
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, out
+    run_dir = next(runs.iterdir())
+    assert json.loads((run_dir / "outcome.json").read_text())["state"] == "preempted"
+    result = memfit.run(config)
+    assert (result.path, result.exit_code) == (run_dir, 0)
+    epochs = [e["epoch"] for e in RunDir(run_dir).events() if e["kind"] == "epoch" and e["job"] == "fold_1"]
+    assert epochs == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process(tiny):
+    config = tiny(epoch_seconds=300)
+    process = subprocess.Popen([sys.executable, "-m", "memfit", "run", str(config)], stdout=subprocess.DEVNULL)
+    runs = config.parent / "runs" / "tiny"
+    wait_until(lambda: any(runs.glob("run_*/jobs/fold_1/status.json")))
+    status = next(runs.glob("run_*/jobs/fold_1/status.json"))
+    child = json.loads(status.read_text())["pid"]
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: any(e["kind"] == "admit" for e in RunDir(status.parents[2]).events()))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 130
+    wait_until(lambda: not is_alive(child))
+
+
+def test_a_killed_supervisor_loses_no_finished_work_and_runs_nothing_twice(tiny):
+    config = tiny(num_epochs=4, epoch_seconds=0.4)
+    process = subprocess.Popen([sys.executable, "-m", "memfit", "run", str(config)], stdout=subprocess.DEVNULL)
+    runs = config.parent / "runs" / "tiny"
+    wait_until(lambda: any(runs.glob("run_*/checkpoints/fold_2/state.json")))
+    process.kill()
+    process.wait()
+    result = memfit.run(config)
+    assert result.exit_code == 0
+    assert {status.attempt for status in result.statuses.values()} == {1}
+    epochs = [(e["job"], e["epoch"]) for e in RunDir(result.path).events() if e["kind"] == "epoch"]
+    assert len(epochs) == len(set(epochs)) == 12
+
+
+def test_the_supervisor_loads_no_heavy_module(tiny):
+    config = tiny()
+    code = (
+        "import sys, memfit; from pathlib import Path\n"
+        f"result = memfit.run(Path({str(config)!r}), overrides=['folds=1'])\n"
+        "print([m for m in ('torch', 'pandas', 'numpy', 'pyarrow', 'tiny') if m in sys.modules])\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,72 @@
+"""What is light stays light: a login node needs no torch, and nothing heavy is loaded before it is used."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "pandas", "optuna", "ray", "transformers", "matplotlib", "scipy", "sklearn", "skfolio", "plotly")
+
+_REPORT = """
+import json, sys
+modules = {name.partition(".")[0] for name in sys.modules}
+print("\\nLOADED " + json.dumps(sorted(modules)))
+"""
+_COMMAND = """
+import sys
+from memfit.cli import main
+sys.argv = ["memfit", *{arguments!r}]
+try:
+    main()
+except SystemExit as exit:
+    assert exit.code in (0, None), exit.code
+"""
+
+
+def loaded(code: str) -> set[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MEMFIT_", "PYTHON", "COV"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code + _REPORT], env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return set(json.loads(done.stdout.rpartition("LOADED ")[2]))
+
+
+def test_the_report_of_loaded_modules_sees_a_heavy_one() -> None:
+    assert "pandas" in loaded("import pandas")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import memfit",
+        "import memfit; memfit.Budget, memfit.Footprint, memfit.Job, memfit.measure, memfit.plan, memfit.run",
+        "import memfit; memfit.Panel",
+        "import memfit.config, memfit.rundir, memfit.data, memfit.splits, memfit.evaluation, memfit.jobs",
+        "import memfit.pipeline, memfit.reports, memfit.cli",
+        _COMMAND.format(arguments=["--help"]),
+        _COMMAND.format(arguments=["--version"]),
+        _COMMAND.format(arguments=["budget"]),
+        _COMMAND.format(arguments=["budget", "--json"]),
+        _COMMAND.format(arguments=["run", "--help"]),
+    ],
+    ids=["memfit", "names", "panel", "packages", "upper", "help", "version", "budget", "budget-json", "run-help"],
+)
+def test_memfit_loads_nothing_heavy(code: str) -> None:
+    assert loaded(code).isdisjoint(HEAVY)
+
+
+def test_every_public_name_is_there() -> None:
+    import memfit
+
+    for name in memfit.__all__:
+        assert getattr(memfit, name).__name__ == name
+
+
+def test_torchvision_is_not_installed() -> None:
+    names = {(distribution.metadata["Name"] or "").lower() for distribution in importlib.metadata.distributions()}
+    assert {"torch", "memfit"} <= names
+    assert names.isdisjoint({"torchvision", "timm", "torchcodec", "composer", "mosaicml-streaming"})
