@@ -104,6 +104,16 @@ def test_a_limit_larger_than_the_host_is_shown_and_never_binds():
     assert "larger than the host's memory" in last.note
 
 
+def test_a_limit_larger_than_the_host_does_not_bind_even_where_its_group_counts_more_than_the_host_does(tmp_path):
+    tree = shutil.copytree(RECORDED / "v2_limit_above_host", tmp_path / "tree")
+    group = tree / "sys/fs/cgroup/big"
+    (group / "memory.max").write_text(f"{3060563968 + 4096}\n")
+    (group / "memory.stat").write_text(f"anon {2 * GIB}\n")
+    budget = Budget.read(root=tree, env={})
+    assert budget.limits[-1].headroom_bytes < budget.headroom_bytes
+    assert budget.binding.name == "MemAvailable"
+
+
 def test_clean_page_cache_does_not_count_as_used():
     usage = int((RECORDED / "docker_v2/sys/fs/cgroup/memory.current").read_text())
     assert usage - read("docker_v2").binding.used_bytes > 40_000_000  # The recorded process had read 40 MiB of a file.
