@@ -1,0 +1,351 @@
+"""Purged k-fold for rows that carry a date, any number of rows (assets) per date.
+
+Everything is done on *date numbers*: the position of a row's date among the sorted distinct dates. A label that ends
+between two dates is moved back to the earlier one. That is exact, because a label interval can only begin on a date:
+nothing begins between the label's true end and the date before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from memfit.errors import SplitError
+
+Indices = NDArray[np.int64]
+
+_MISSING = {
+    "groups": ("rows have no date", "a row without a date lies in no test block."),
+    "label_end": ("labels are not resolved", "an open label has no end to purge by, and no value to learn."),
+}
+# What a row is in one fold; the first rule that applies gives the row its name.
+_TRAIN, _TEST, _PURGED_BEFORE, _PURGED_AFTER, _EMBARGOED, _LOOKBACK = range(6)
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """What one fold keeps and what it drops: each row is counted exactly once.
+
+    Attributes:
+        fold: Number of the fold, from 1.
+        num_train_rows: Rows to train on.
+        num_train_dates: Distinct dates of those rows.
+        num_test_rows: Rows to test on.
+        num_test_dates: Distinct dates of those rows; they are neighbours.
+        num_purged_before: Rows dated before the test block whose label reaches into it.
+        num_purged_after: Rows dated after the test block while one of its labels is still open.
+        num_embargoed: Rows dropped by the embargo.
+        num_lookback: Rows dropped only because feature windows overlap.
+    """
+
+    fold: int
+    num_train_rows: int
+    num_train_dates: int
+    num_test_rows: int
+    num_test_dates: int
+    num_purged_before: int
+    num_purged_after: int
+    num_embargoed: int
+    num_lookback: int
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The date number of each row and of the end of its label; the number of distinct dates."""
+
+    date: Indices
+    label_end: Indices
+    num_dates: int
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PurgedKFold:
+    """K-fold over dates that trains on no row whose label overlaps a label of the test block in time.
+
+    The distinct dates are cut into ``n_splits`` contiguous blocks whose sizes differ by at most one, and each block is
+    tested once. The label of a row is open from its date to its ``label_end``, both included. From the other rows these
+    are dropped, in this order:
+
+    * *purged*: the label's interval meets the interval of any test row, on either side. The test block's interval runs
+      from its first date to the *latest* end of its labels, which need not be the end of the last row.
+    * *embargoed*: the row lies on one of the ``embargo_size`` dates that follow the end of the test block's labels.
+    * *look-back*, only with ``lookback_size``: the row's date lies in a feature window of the test block, or the row's
+      own feature window reaches a test date. Overlapping features are no leak of the label: at prediction time the past
+      features of a test row are known. This rule is for features that were fitted over their window, and it is costly
+      (in 484 dates and 5 folds a look-back of 200 leaves 0 training dates in the middle fold).
+
+    Args:
+        n_splits: Number of folds.
+        label_end: For each row, in the order of the rows, the date on which its label is known. It may lie between two
+            dates or past the last one. Give this or ``purged_size``.
+        purged_size: Number of dates that each label reaches ahead: the label of the i-th distinct date is open on the
+            dates i to i + ``purged_size``. For a forward return over h days this is h (h - 1 leaks one day per fold).
+        embargo_size: Number of distinct dates dropped after the test block's labels have ended.
+        lookback_size: Number of dates that a feature window reaches back before its row: n - 1 for windows of n dates.
+
+    Raises:
+        SplitError: If a size is no whole number or negative, or not exactly one of ``label_end`` and ``purged_size``
+            is given.
+
+    Source:
+        M. López de Prado, Advances in Financial Machine Learning (2018), chapter 7: purging, and an embargo that starts
+        where the labels of the test block end.
+
+    Example:
+        >>> import numpy as np
+        >>> days = np.arange("2024-01-01", "2024-01-11", dtype="datetime64[D]")
+        >>> rows = np.repeat(days, 2)  # two assets a day
+        >>> splitter = PurgedKFold(2, label_end=rows + np.tile([1, 3], 10))
+        >>> [(len(train), len(test)) for train, test in splitter.split(rows)]
+        [(4, 10), (6, 10)]
+    """
+
+    n_splits: int = 5
+    label_end: ArrayLike | None = field(default=None, kw_only=True)
+    purged_size: int | None = field(default=None, kw_only=True)
+    embargo_size: int = field(default=0, kw_only=True)
+    lookback_size: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_size("n_splits", self.n_splits, 2)
+        _check_size("embargo_size", self.embargo_size, 0)
+        _check_size("lookback_size", self.lookback_size, 0)
+        if (self.label_end is None) == (self.purged_size is None):
+            raise SplitError(
+                f"{'neither' if self.label_end is None else 'both'} of label_end and purged_size given.",
+                rule="how long a label stays open decides what is purged; without it nothing would be.",
+                remedy="pass purged_size=h when every label looks h dates ahead, or label_end=<one date per row>",
+            )
+        if self.purged_size is not None:
+            _check_size("purged_size", self.purged_size, 0)
+
+    def get_n_splits(self, X: Any = None, y: Any = None, groups: Any = None) -> int:
+        """The number of folds; the arguments are ignored, as in scikit-learn."""
+        return self.n_splits
+
+    def split(self, X: Any, y: Any = None, groups: ArrayLike | None = None) -> Iterator[tuple[Indices, Indices]]:
+        """The row numbers to train and to test on, fold by fold in the order of the test blocks.
+
+        All folds are checked at the call, before the first is handed out.
+
+        Args:
+            X: Gives the number of rows. A 1-D ``datetime64`` array is taken as the dates when ``groups`` is None.
+            y: Ignored.
+            groups: The date of each row, in any order and any number of rows per date: ``datetime64``, numbers, or
+                anything that sorts. None: each row is a date of its own, in order, numbered from 0.
+
+        Returns:
+            An iterator of pairs (train, test) of ascending int64 row numbers. Memory: a few arrays of one number per
+            row; time: one sort.
+
+        Raises:
+            SplitError: If a fold has nothing to train on, there are fewer dates than folds, or dates and label ends
+                cannot be used (missing, before the row's date, of another kind or length).
+        """
+        rows = self._rows(X, groups)
+        summaries = self._describe(rows)
+        empty = [summary.fold for summary in summaries if summary.num_train_rows == 0]
+        if empty:
+            raise SplitError(
+                f"nothing is left to train on in {len(empty)} of {self.n_splits} folds (fold "
+                f"{', '.join(map(str, empty))}):\n{sizes_table(summaries)}",
+                rule=f"purged by {self._purge_rule()}, embargo_size={self.embargo_size}, "
+                f"lookback_size={self.lookback_size}, over {rows.num_dates} dates.",
+                remedy="give more dates, or shorten the labels, embargo_size or lookback_size",
+            )
+        return self._folds(rows)
+
+    def describe(self, X: Any, y: Any = None, groups: ArrayLike | None = None) -> list[SplitSummary]:
+        """What each fold keeps and drops, also when a fold would be empty; the arguments are those of `split`."""
+        return self._describe(self._rows(X, groups))
+
+    def _purge_rule(self) -> str:
+        return "label_end" if self.purged_size is None else f"purged_size={self.purged_size}"
+
+    def _rows(self, X: Any, groups: ArrayLike | None) -> _Rows:
+        num_rows = int(X.shape[0]) if hasattr(X, "shape") else len(X)
+        if groups is None and isinstance(X, np.ndarray) and X.ndim == 1 and X.dtype.kind == "M":
+            groups = X
+        dates = np.arange(num_rows) if groups is None else _column("groups", groups, num_rows)
+        _refuse_missing("groups", dates)
+        distinct, number = _distinct(dates)
+        if len(distinct) < self.n_splits:
+            raise SplitError(
+                f"{len(distinct)} distinct dates cannot be cut into {self.n_splits} test blocks.",
+                rule="each test block needs at least one date.",
+                remedy=f"give more dates or n_splits <= {max(len(distinct), 2)}",
+            )
+        if self.purged_size is not None:
+            return _Rows(number, number + self.purged_size, len(distinct))
+        ends = _column("label_end", self.label_end, num_rows)
+        _refuse_missing("label_end", ends)
+        return _Rows(number, _end_numbers(dates, distinct, ends), len(distinct))
+
+    def _blocks(self, rows: _Rows) -> Iterator[tuple[int, int]]:
+        """First and last date number of each test block; a remainder goes one by one to the first blocks."""
+        size, remainder = divmod(rows.num_dates, self.n_splits)
+        first = 0
+        for fold in range(self.n_splits):
+            last = first + size + (fold < remainder) - 1
+            yield first, last
+            first = last + 1
+
+    def _roles(self, rows: _Rows, first: int, last: int) -> NDArray[np.int8]:
+        """What each row is when the dates ``first`` to ``last`` are tested; shape (num_rows,)."""
+        date, end = rows.date, rows.label_end
+        test = (date >= first) & (date <= last)
+        latest_end = int(end[test].max())
+        embargo_end = latest_end + self.embargo_size
+        window = (date >= first - self.lookback_size) & (date <= last + self.lookback_size)
+        # From the weakest rule to the strongest: each overwrites what the ones before it named.
+        roles = np.full(len(date), _TRAIN, np.int8)
+        roles[window] = _LOOKBACK
+        roles[(date > latest_end) & (date <= embargo_end)] = _EMBARGOED
+        roles[(date > last) & (date <= latest_end)] = _PURGED_AFTER
+        roles[(date < first) & (end >= first)] = _PURGED_BEFORE
+        roles[test] = _TEST
+        return roles
+
+    def _folds(self, rows: _Rows) -> Iterator[tuple[Indices, Indices]]:
+        for first, last in self._blocks(rows):
+            roles = self._roles(rows, first, last)
+            yield np.flatnonzero(roles == _TRAIN), np.flatnonzero(roles == _TEST)
+
+    def _describe(self, rows: _Rows) -> list[SplitSummary]:
+        summaries = []
+        for fold, (first, last) in enumerate(self._blocks(rows), start=1):
+            roles = self._roles(rows, first, last)
+            count = np.bincount(roles, minlength=6).tolist()
+            train_dates = np.zeros(rows.num_dates, bool)
+            train_dates[rows.date[roles == _TRAIN]] = True
+            summaries.append(
+                SplitSummary(
+                    fold=fold,
+                    num_train_rows=count[_TRAIN],
+                    num_train_dates=int(train_dates.sum()),
+                    num_test_rows=count[_TEST],
+                    num_test_dates=last - first + 1,
+                    num_purged_before=count[_PURGED_BEFORE],
+                    num_purged_after=count[_PURGED_AFTER],
+                    num_embargoed=count[_EMBARGOED],
+                    num_lookback=count[_LOOKBACK],
+                )
+            )
+        return summaries
+
+
+def sizes_table(summaries: Sequence[SplitSummary]) -> str:
+    """The folds as a plain table of row counts, one line a fold.
+
+    Example:
+        >>> print(sizes_table(PurgedKFold(2, purged_size=1).describe(range(6))))
+        fold  train rows  train dates  test rows  test dates  purged before  purged after  embargoed  look-back
+           1           2            2          3           3              0             1          0          0
+           2           2            2          3           3              1             0          0          0
+    """
+    heads = ["fold", "train rows", "train dates", "test rows", "test dates", "purged before", "purged after"]
+    heads += ["embargoed", "look-back"]
+    lines = [heads] + [[str(count) for count in vars(summary).values()] for summary in summaries]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def _check_size(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise SplitError(
+            f"{name}={value!r} is not a whole number of at least {least}.",
+            rule=f"{name} counts {'folds' if name == 'n_splits' else 'distinct dates'}.",
+            remedy=f"pass {name}={least} or more",
+        )
+
+
+def _column(name: str, values: ArrayLike | None, num_rows: int) -> NDArray[Any]:
+    column = np.asarray(values)
+    if column.shape != (num_rows,):
+        raise SplitError(
+            f"{name} has the shape {column.shape}, but there are {num_rows} rows.",
+            rule=f"{name} holds one date per row, in the order of the rows.",
+            remedy=f"pass {name} as a 1-D array of {num_rows} dates",
+        )
+    return column
+
+
+def _refuse_missing(name: str, column: NDArray[Any]) -> None:
+    """Refuse NaT, NaN, infinite and None entries: a row without a date or a label's end can be in no fold."""
+    if column.dtype.kind == "M":
+        missing = np.isnat(column)
+    elif column.dtype.kind == "f":
+        missing = ~np.isfinite(column)
+    elif column.dtype.kind == "O":
+        missing = np.fromiter((value is None or value != value for value in column), bool, len(column))
+    else:
+        return
+    if missing.any():
+        what, rule = _MISSING[name]
+        raise SplitError(
+            f"{int(missing.sum())} of {len(column)} {what} in {name} (first: row {int(missing.argmax())}).",
+            rule=rule,
+            remedy=f"drop those rows first, from X, groups and label_end alike: the rows where {name} is missing",
+        )
+
+
+def _distinct(dates: NDArray[Any]) -> tuple[NDArray[Any], Indices]:
+    """The sorted distinct dates and the number of each row's date among them."""
+    try:
+        distinct, number = np.unique(dates, return_inverse=True)
+    except TypeError as error:
+        raise SplitError(
+            f"the dates in groups cannot be sorted: {error}.",
+            rule="test blocks are contiguous in time, so dates must have an order.",
+            remedy="pass groups as datetime64 or as numbers",
+        ) from error
+    return distinct, number.astype(np.int64, copy=False)
+
+
+def _end_numbers(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any]) -> Indices:
+    """The number of the last date that is not after each label's end."""
+    dates, distinct, ends = _comparable(dates, distinct, ends)
+    try:
+        early = ends < dates
+    except TypeError as error:
+        raise _unlike(dates, ends) from error
+    if early.any():
+        row = int(early.argmax())
+        raise SplitError(
+            f"{int(early.sum())} of {len(ends)} labels end before their row's date "
+            f"(row {row}: date {dates[row]}, label_end {ends[row]}).",
+            rule="a label is known on its row's date at the earliest.",
+            remedy="check that label_end is in the order of the rows and holds the date on which a label is known",
+        )
+    return np.searchsorted(distinct, ends, side="right").astype(np.int64, copy=False) - 1
+
+
+def _comparable(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], ...]:
+    """The three arrays in one type in which they compare exactly."""
+    kinds = {"number" if column.dtype.kind in "iuf" else column.dtype.kind for column in (dates, ends)}
+    if len(kinds) > 1:
+        raise _unlike(dates, ends)
+    common = np.result_type(dates, ends)
+    columns = tuple(column.astype(common, copy=False) for column in (dates, distinct, ends))
+    for given, column in zip((dates, distinct, ends), columns, strict=True):
+        # numpy wraps datetime64 around in silence: 9999-12-31 in nanoseconds is a day of 1816.
+        if given.dtype != common and (column.astype(given.dtype) != given).any():
+            raise SplitError(
+                f"dates are {dates.dtype} and label_end is {ends.dtype}, and not every value fits {common}.",
+                rule=f"dates and label ends are compared as {common}, numpy's common type of the two.",
+                remedy="pass both as datetime64[D], or drop rows whose label_end is a placeholder such as 9999-12-31",
+            )
+    return columns
+
+
+def _unlike(dates: NDArray[Any], ends: NDArray[Any]) -> SplitError:
+    return SplitError(
+        f"dates of the type {dates.dtype} do not compare with label_end of the type {ends.dtype}.",
+        rule="label_end is compared with the dates; where groups is None, the dates are the row numbers.",
+        remedy="pass groups=<date of each row> and label_end as the same kind, best as datetime64",
+    )

@@ -1,0 +1,134 @@
+"""Rank IC against scipy, date by date."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import memfit.evaluation._rank_ic as module
+from memfit.errors import DataError
+from memfit.evaluation import rank_ic, rank_ic_by_date, summarize_ic
+
+
+def spearman_by_date(scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """scipy's answer on the assets that both have; NaN where scipy warns that it is undefined."""
+    result = []
+    for score, target in zip(scores, targets, strict=True):
+        both = ~(np.isnan(score) | np.isnan(target))
+        if both.sum() < 2:
+            result.append(math.nan)
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", scipy.stats.ConstantInputWarning)
+            result.append(scipy.stats.spearmanr(score[both], target[both]).statistic)
+    return np.array(result)
+
+
+@st.composite
+def score_and_target_pairs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    shape = (draw(st.integers(1, 6)), draw(st.integers(1, 12)))
+    # Few distinct values make ties; NaN makes absent assets; infinities are values like others.
+    values = st.sampled_from([-math.inf, -1.5, 0.0, -0.0, 1e-30, 0.25, 2.0, 3.0, math.inf, math.nan])
+    arrays = hnp.arrays(draw(st.sampled_from([np.float32, np.float64])), shape, elements=values)
+    return draw(arrays), draw(arrays)
+
+
+@settings(max_examples=200, deadline=None)
+@given(score_and_target_pairs())
+def test_it_equals_scipys_spearman_with_ties_and_absent_assets(pair: tuple[np.ndarray, np.ndarray]) -> None:
+    np.testing.assert_allclose(rank_ic(*pair), spearman_by_date(*pair), atol=1e-12)
+
+
+def test_it_equals_scipys_spearman_on_many_dates_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.standard_normal((60, 50)).astype(np.float32)
+    targets = rng.standard_normal((60, 50)).round(1)
+    scores[rng.random(scores.shape) < 0.2] = np.nan
+    whole = rank_ic(scores, targets)
+    np.testing.assert_allclose(whole, spearman_by_date(scores, targets), atol=1e-12)
+    monkeypatch.setattr(module, "_BLOCK_CELLS", 350)  # 7 dates a block, and a remainder
+    assert rank_ic(scores, targets).tolist() == whole.tolist()
+
+
+def test_fewer_than_two_common_assets_or_no_spread_is_undefined() -> None:
+    scores = [[1.0, math.nan, 2.0], [1.0, 1.0, 1.0], [0.1, 0.2, 0.3], [math.nan] * 3]
+    targets = [[1.0, 2.0, math.nan], [1.0, 2.0, 3.0], [5.0, 5.0, 5.0], [1.0, 2.0, 3.0]]
+    assert np.isnan(rank_ic(scores, targets)).all()
+
+
+def test_a_spread_in_assets_that_are_not_common_does_not_count() -> None:
+    assert np.isnan(rank_ic([[1.0, 1.0, 9.0]], [[1.0, 2.0, math.nan]])).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32))
+def test_only_the_order_within_a_date_counts(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores, targets = rng.standard_normal((2, 5, 20))
+    shifted = targets - targets.mean(axis=1, keepdims=True)
+    assert rank_ic(np.exp(scores), shifted).tolist() == rank_ic(scores, targets).tolist()
+    np.testing.assert_allclose(rank_ic(-scores, targets), -rank_ic(scores, targets), atol=1e-15)
+
+
+@settings(max_examples=100, deadline=None)
+@given(score_and_target_pairs(), st.integers(0, 2**32))
+def test_a_long_table_in_any_order_gives_what_the_arrays_give(pair: tuple[np.ndarray, np.ndarray], seed: int) -> None:
+    scores, targets = pair
+    dates = np.repeat(np.arange("2024-01-01", len(scores), dtype="datetime64[D]"), scores.shape[1])
+    keep = np.random.default_rng(seed).permutation(scores.size)
+    # Rows without a score may also be missing altogether, as long as the date keeps one row.
+    present = ~np.isnan(scores.ravel()) | (np.arange(scores.size) % scores.shape[1] == 0)
+    keep = keep[present[keep]]
+    distinct, ic = rank_ic_by_date(dates[keep], scores.ravel()[keep], targets.ravel()[keep])
+    assert distinct.tolist() == np.unique(dates).tolist()
+    np.testing.assert_allclose(ic, rank_ic(scores, targets), atol=1e-12)
+
+
+def test_no_dates_give_no_figures() -> None:
+    assert rank_ic(np.empty((0, 5)), np.empty((0, 5))).shape == (0,)
+    assert np.isnan(rank_ic(np.empty((3, 0)), np.empty((3, 0)))).tolist() == [True] * 3
+    dates, ic = rank_ic_by_date([], [], [])
+    assert len(dates) == len(ic) == 0
+    summary = summarize_ic(ic)
+    assert summary.num_dates == summary.num_undefined == 0
+    assert math.isnan(summary.mean)
+
+
+def test_shapes_that_do_not_match_are_refused() -> None:
+    with pytest.raises(DataError, match=r"\(2, 3\) and targets \(3, 2\)"):
+        rank_ic(np.zeros((2, 3)), np.zeros((3, 2)))
+    with pytest.raises(DataError, match="one shape"):
+        rank_ic(np.zeros(3), np.zeros(3))
+    with pytest.raises(DataError, match="three columns of one length"):
+        rank_ic_by_date([1, 2], [0.0, 1.0, 2.0], [0.0, 1.0])
+
+
+def test_the_summary_counts_the_dates_that_are_undefined_and_leaves_them_out() -> None:
+    ic = [0.5, math.nan, -0.1, 0.2, math.nan]
+    summary = summarize_ic(ic)
+    defined = [0.5, -0.1, 0.2]
+    assert (summary.num_dates, summary.num_undefined) == (3, 2)
+    assert summary.mean == pytest.approx(0.2)
+    assert summary.sd == pytest.approx(scipy.stats.tstd(defined))
+    assert summary.icir == pytest.approx(0.2 / scipy.stats.tstd(defined))
+
+
+def test_a_standard_error_is_given_only_for_labels_of_one_date() -> None:
+    ic = [0.5, -0.1, 0.2]
+    assert summarize_ic(ic, horizon=1).standard_error == pytest.approx(scipy.stats.sem(ic))
+    assert math.isnan(summarize_ic(ic, horizon=5).standard_error)
+    assert math.isnan(summarize_ic(ic).standard_error)
+
+
+def test_a_summary_of_one_date_or_of_equal_dates_has_no_icir() -> None:
+    assert math.isnan(summarize_ic([0.3]).sd)
+    assert math.isnan(summarize_ic([0.3]).icir)
+    assert math.isnan(summarize_ic([0.1, 0.1, 0.1]).icir)
+    assert summarize_ic([0.1, 0.1, 0.1]).sd == 0

@@ -1,0 +1,334 @@
+"""PurgedKFold against a brute-force reading of its rule, and each error that public code is known to make."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.errors import SplitError
+from memfit.splits import PurgedKFold, SplitSummary, sizes_table
+
+DAY = np.timedelta64(1, "D")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows in any order, with dates that skip days and labels of any length that may end between two dates."""
+
+    dates: np.ndarray
+    ends: np.ndarray
+    n_splits: int
+    embargo_size: int
+    lookback_size: int
+
+    @property
+    def splitter(self) -> PurgedKFold:
+        return PurgedKFold(
+            self.n_splits,
+            label_end=self.ends,
+            embargo_size=self.embargo_size,
+            lookback_size=self.lookback_size,
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    distinct = draw(st.lists(st.integers(0, 60), min_size=4, max_size=25, unique=True))
+    extra = draw(st.lists(st.sampled_from(distinct), max_size=25))
+    days = draw(st.permutations(distinct + extra))
+    lengths = draw(st.lists(st.integers(0, 9), min_size=len(days), max_size=len(days)))
+    dates = np.datetime64("2024-01-01") + np.array(days) * DAY
+    return Case(
+        dates,
+        dates + np.array(lengths) * DAY,
+        draw(st.integers(2, min(6, len(distinct)))),
+        draw(st.integers(0, 3)),
+        draw(st.sampled_from([0, 0, 1, 4])),
+    )
+
+
+def folds_or_none(case: Case) -> list[tuple[np.ndarray, np.ndarray]] | None:
+    try:
+        return list(case.splitter.split(np.zeros(len(case.dates)), groups=case.dates))
+    except SplitError:
+        return None
+
+
+def allowed_by_brute_force(case: Case, test: np.ndarray) -> list[int]:
+    """Row by row: the rows whose label meets no test label, past the embargo, with windows that do not meet."""
+    distinct = sorted(set(case.dates.tolist()))
+    tested = {case.dates[row].item() for row in test}
+    labels_end = max(case.ends[row].item() for row in test)
+    embargoed = [day for day in distinct if day > labels_end][: case.embargo_size]
+    number = {day: position for position, day in enumerate(distinct)}
+    allowed = []
+    for row in range(len(case.dates)):
+        day, end = case.dates[row].item(), case.ends[row].item()
+        meets = any(day <= case.ends[other].item() and case.dates[other].item() <= end for other in test)
+        near = any(abs(number[day] - number[other]) <= case.lookback_size for other in tested)
+        if not (meets or day in tested or day in embargoed or (case.lookback_size and near)):
+            allowed.append(row)
+    return allowed
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_the_training_rows_are_exactly_those_that_a_row_by_row_check_allows(case: Case) -> None:
+    folds = folds_or_none(case)
+    if folds is None:
+        summaries = case.splitter.describe(case.dates)
+        assert any(summary.num_train_rows == 0 for summary in summaries)
+        return
+    for train, test in folds:
+        assert train.tolist() == allowed_by_brute_force(case, test)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_no_training_label_meets_a_test_label_and_each_row_is_tested_once(case: Case) -> None:
+    folds = folds_or_none(case) or []
+    for train, test in folds:
+        starts, ends = case.dates[train][:, None], case.ends[train][:, None]
+        assert not ((starts <= case.ends[test]) & (case.dates[test] <= ends)).any()
+        assert not set(train) & set(test)
+        assert train.dtype == test.dtype == np.int64
+    if folds:
+        assert sorted(np.concatenate([test for _, test in folds])) == list(range(len(case.dates)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_every_row_of_every_fold_is_accounted_for(case: Case) -> None:
+    summaries = case.splitter.describe(case.dates)
+    for summary in summaries:
+        dropped = summary.num_purged_before + summary.num_purged_after + summary.num_embargoed + summary.num_lookback
+        assert summary.num_train_rows + dropped + summary.num_test_rows == len(case.dates)
+    for summary, (train, test) in zip(summaries, folds_or_none(case) or [], strict=False):
+        assert (summary.num_train_rows, summary.num_test_rows) == (len(train), len(test))
+        assert summary.num_train_dates == len(set(case.dates[train].tolist()))
+        assert summary.num_test_dates == len(set(case.dates[test].tolist()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(10, 80), st.integers(2, 10), st.integers(0, 5))
+def test_a_fixed_reach_purges_what_the_same_label_ends_purge(num_dates: int, n_splits: int, reach: int) -> None:
+    dates = np.arange(num_dates)
+    by_size = PurgedKFold(n_splits, purged_size=reach).describe(dates)
+    assert by_size == PurgedKFold(n_splits, label_end=dates + reach).describe(dates)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 120), st.integers(2, 12))
+def test_test_blocks_are_neighbouring_dates_of_nearly_one_size_and_lose_no_remainder(num: int, n_splits: int) -> None:
+    if num < n_splits:
+        return
+    sizes = [summary.num_test_dates for summary in PurgedKFold(n_splits, purged_size=0).describe(range(num))]
+    assert sum(sizes) == num
+    assert max(sizes) - min(sizes) <= 1
+
+
+# The errors of public splitters, one test each.
+
+
+def test_the_test_interval_starts_at_the_first_test_date_not_at_the_end_of_its_label() -> None:
+    folds = list(PurgedKFold(2, purged_size=5).split(range(40)))
+    assert folds[1][0].tolist() == list(range(15))  # 15..19 are open on day 20; starting at day 25 would keep them
+
+
+def test_the_test_interval_ends_at_the_latest_label_end_not_at_that_of_the_last_row() -> None:
+    ends = np.arange(20)
+    ends[3] = 14  # an early test row whose label is the last to be known
+    train, test = next(PurgedKFold(2, label_end=ends).split(range(20)))
+    assert test.tolist() == list(range(10))
+    assert train.tolist() == list(range(15, 20))
+
+
+def test_the_embargo_counts_from_the_end_of_the_test_labels() -> None:
+    train, _ = next(PurgedKFold(2, purged_size=3, embargo_size=2).split(range(20)))
+    assert train.tolist() == [15, 16, 17, 18, 19]  # tested 0..9, labels end on 12, embargoed 13 and 14
+
+
+def test_the_embargo_does_not_touch_rows_before_the_test_block() -> None:
+    *_, (train, _) = PurgedKFold(2, purged_size=0, embargo_size=7).split(range(20))
+    assert train.tolist() == list(range(10))
+
+
+def test_a_splitter_that_was_told_no_label_length_is_refused() -> None:
+    with pytest.raises(SplitError, match="neither of label_end and purged_size"):
+        PurgedKFold(5)
+    with pytest.raises(SplitError, match="both of label_end and purged_size"):
+        PurgedKFold(5, label_end=[1], purged_size=1)
+
+
+def test_a_label_that_ends_between_two_dates_is_not_moved_to_the_later_one() -> None:
+    dates = np.array([0, 10, 20, 30])
+    train, _ = list(PurgedKFold(2, label_end=[0, 19, 20, 30]).split(range(4), groups=dates))[1]
+    assert train.tolist() == [0, 1]  # 19 lies before the first test date, 20
+    train, _ = list(PurgedKFold(2, label_end=[0, 20, 20, 30]).split(range(4), groups=dates))[1]
+    assert train.tolist() == [0]  # closed intervals: an end on the test date itself meets it
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        np.array(["2024-01-02", "NaT", "2024-01-04", "NaT"], "datetime64[D]"),
+        [datetime.date(2024, 1, 2), None, datetime.date(2024, 1, 4), None],
+    ],
+)
+def test_unresolved_labels_are_refused_and_counted(ends: object) -> None:
+    days = np.arange("2024-01-01", "2024-01-05", dtype="datetime64[D]")
+    with pytest.raises(SplitError, match=r"2 of 4 labels are not resolved in label_end \(first: row 1\)") as caught:
+        PurgedKFold(2, label_end=ends).split(days)  # type: ignore[arg-type]
+    assert "drop those rows" in caught.value.remedy
+
+
+def test_a_label_end_of_nan_or_infinity_counts_as_unresolved() -> None:
+    with pytest.raises(SplitError, match="2 of 4 labels"):
+        PurgedKFold(2, label_end=[1.0, np.nan, np.inf, 3.0]).split(range(4))
+
+
+@pytest.mark.parametrize("horizon", [1, 6])
+def test_a_purge_of_the_horizon_leaks_nothing_and_one_less_leaks(horizon: int) -> None:
+    def num_leaks(purged_size: int) -> int:
+        return sum(
+            int((np.abs(train[:, None] - test) <= horizon).any(axis=1).sum())
+            for train, test in PurgedKFold(5, purged_size=purged_size).split(range(200))
+        )
+
+    assert num_leaks(horizon) == 0
+    assert num_leaks(horizon - 1) == 8  # one row on each of the 8 inner borders
+
+
+# Sizes that a user can expect.
+
+
+@pytest.mark.parametrize(("num_dates", "middle"), [(242, 183), (484, 376), (700, 549)])
+def test_a_purge_by_label_overlap_leaves_most_dates_to_train_on(num_dates: int, middle: int) -> None:
+    summaries = PurgedKFold(5, purged_size=5, embargo_size=1).describe(range(num_dates))
+    third = summaries[2]
+    assert third.num_train_rows == num_dates - third.num_test_rows - 5 - 5 - 1 == middle
+    assert [summary.num_purged_before for summary in summaries] == [0, 5, 5, 5, 5]
+    assert [summary.num_purged_after for summary in summaries] == [5, 5, 5, 5, 0]
+
+
+def test_a_long_look_back_purge_is_refused_before_the_first_fold_with_the_sizes() -> None:
+    splitter = PurgedKFold(5, purged_size=5, embargo_size=5, lookback_size=200)
+    with pytest.raises(SplitError, match=r"1 of 5 folds \(fold 3\)") as caught:
+        splitter.split(range(484))  # not iterated: the call itself refuses
+    assert sizes_table(splitter.describe(range(484))) in str(caught.value)
+    assert "over 484 dates" in caught.value.rule
+    list(PurgedKFold(5, purged_size=5, embargo_size=5).split(range(484)))
+
+
+def test_the_look_back_drops_rows_on_both_sides_of_the_test_block() -> None:
+    train, test = list(PurgedKFold(3, purged_size=0, lookback_size=2).split(range(30)))[1]
+    assert test.tolist() == list(range(10, 20))
+    assert train.tolist() == [*range(8), *range(22, 30)]
+
+
+def test_the_table_of_sizes_has_one_line_a_fold() -> None:
+    heads, line = sizes_table([SplitSummary(1, 10, 5, 4, 2, 0, 1, 2, 3)]).splitlines()
+    assert len(heads) == len(line)
+    assert line.split() == ["1", "10", "5", "4", "2", "0", "1", "2", "3"]
+
+
+# What a row's date may be.
+
+
+def test_the_order_of_the_rows_does_not_matter() -> None:
+    rng = np.random.default_rng(0)
+    dates = np.repeat(np.arange(30), 4)
+    ends = dates + rng.integers(0, 4, len(dates))
+    shuffle = rng.permutation(len(dates))
+    plain = list(PurgedKFold(3, label_end=ends).split(dates, groups=dates))
+    moved = PurgedKFold(3, label_end=ends[shuffle]).split(dates, groups=dates[shuffle])
+    for (train, test), (moved_train, moved_test) in zip(plain, moved, strict=True):
+        assert set(shuffle[moved_train]) == set(train)
+        assert set(shuffle[moved_test]) == set(test)
+
+
+def test_a_date_array_given_as_x_is_taken_as_the_dates_and_other_arrays_only_by_their_length() -> None:
+    days = np.repeat(np.arange("2024-01-01", "2024-01-09", dtype="datetime64[D]"), 3)
+    splitter = PurgedKFold(2, purged_size=1)
+    assert splitter.describe(days) == splitter.describe(np.zeros((24, 2)), groups=days)
+    assert splitter.describe(np.zeros(24, int)) == splitter.describe(range(24))
+
+
+@pytest.mark.parametrize("unit", ["D", "ns"])
+def test_dates_may_be_days_strings_or_date_objects(unit: str) -> None:
+    days = np.arange("2024-01-01", "2024-01-21", dtype="datetime64[D]")
+    expected = PurgedKFold(4, purged_size=2).describe(range(20))
+    ends = (days + 2).astype(f"datetime64[{unit}]")
+    assert PurgedKFold(4, label_end=ends).describe(days) == expected
+    assert PurgedKFold(4, label_end=(days + 2).astype(str)).describe(range(20), groups=days.astype(str)) == expected
+    assert PurgedKFold(4, label_end=(days + 2).astype(object)).describe(range(20), groups=days.astype(object)) == (
+        expected
+    )
+
+
+def test_a_placeholder_date_that_would_wrap_around_in_nanoseconds_is_refused() -> None:
+    days = np.arange("2024-01-01", "2024-01-05", dtype="datetime64[D]").astype("datetime64[ns]")
+    ends = np.full(4, "9999-12-31", "datetime64[D]")
+    with pytest.raises(SplitError, match="not every value fits"):
+        PurgedKFold(2, label_end=ends).split(days)
+
+
+def test_a_label_that_ends_before_its_date_is_refused_with_the_row() -> None:
+    with pytest.raises(SplitError, match=r"1 of 4 labels end before their row's date \(row 2: date 2, label_end 1\)"):
+        PurgedKFold(2, label_end=[0, 1, 1, 3]).split(range(4))
+
+
+def test_label_ends_of_another_kind_than_the_dates_are_refused() -> None:
+    days = np.arange("2024-01-01", "2024-01-05", dtype="datetime64[D]")
+    with pytest.raises(SplitError, match="do not compare"):
+        PurgedKFold(2, label_end=range(4)).split(days)
+    with pytest.raises(SplitError, match="do not compare"):
+        PurgedKFold(2, label_end=np.array(["x", 1, 2, 3], object)).split(days, groups=days.astype(object))
+
+
+def test_rows_without_a_date_or_dates_without_an_order_are_refused() -> None:
+    with pytest.raises(SplitError, match="1 of 3 rows have no date in groups"):
+        PurgedKFold(2, purged_size=0).split(range(3), groups=np.array(["2024-01-01", "NaT", "2024-01-03"], "M8[D]"))
+    with pytest.raises(SplitError, match="cannot be sorted"):
+        PurgedKFold(2, purged_size=0).split(range(3), groups=np.array(["a", 1, 2], object))
+
+
+def test_columns_of_another_length_than_the_rows_are_refused() -> None:
+    with pytest.raises(SplitError, match=r"label_end has the shape \(3,\), but there are 4 rows"):
+        PurgedKFold(2, label_end=[0, 1, 2]).split(range(4))
+    with pytest.raises(SplitError, match=r"groups has the shape \(5,\)"):
+        PurgedKFold(2, purged_size=1).split(range(4), groups=range(5))
+
+
+def test_more_folds_than_dates_are_refused() -> None:
+    with pytest.raises(SplitError, match="3 distinct dates cannot be cut into 5 test blocks"):
+        PurgedKFold(5, purged_size=0).split(range(6), groups=[0, 0, 1, 1, 2, 2])
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"n_splits": 1}, {"n_splits": 2.5}, {"purged_size": -1}, {"embargo_size": True}, {"lookback_size": -1}],
+)
+def test_sizes_that_are_no_counts_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(SplitError, match="is not a whole number of at least"):
+        PurgedKFold(**{"n_splits": 3, "purged_size": 1} | sizes)  # type: ignore[arg-type]
+
+
+def test_scikit_learn_takes_it_as_a_splitter() -> None:
+    selection = pytest.importorskip("sklearn.model_selection", reason="scikit-learn comes with the ranker extra")
+    dummy = pytest.importorskip("sklearn.dummy")
+    splitter = PurgedKFold(4, purged_size=1)
+    scores = selection.cross_val_score(dummy.DummyRegressor(), np.zeros((20, 1)), np.arange(20.0), cv=splitter)
+    assert len(scores) == splitter.get_n_splits() == 4
+
+
+def test_a_million_rows_need_a_few_arrays_and_no_square_matrix() -> None:
+    dates = np.tile(np.arange(1000), 1000)
+    folds = list(PurgedKFold(5, label_end=dates + 5, embargo_size=1).split(dates, groups=dates))
+    assert [len(test) for _, test in folds] == [200_000] * 5
+    assert [len(train) for train, _ in folds] == [794_000, 789_000, 789_000, 789_000, 795_000]
