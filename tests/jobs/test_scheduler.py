@@ -22,7 +22,8 @@ class FakeMachine:
         self._budget = Budget.read(root=tmp_path, env={}, reserve_bytes=reserve)
         self._backend, self.limit, self.neighbour = backend, limit, 0
 
-    def read(self) -> Budget:
+    def read(self, in_use_bytes: int) -> Budget:
+        self.in_use_seen = in_use_bytes
         free = self.limit - self._backend.used_bytes - self.neighbour
         binding = replace(self._budget.binding, limit_bytes=self.limit, headroom_bytes=free)
         return replace(self._budget, limits=(binding,))
@@ -92,6 +93,14 @@ def test_the_reserve_is_never_lent(tmp_path):
     scheduler.known = Footprint(100)
     scheduler.run()
     assert backend.most_at_once == 2
+
+
+def test_a_users_cap_is_told_what_the_running_jobs_use(tmp_path):
+    scripts = {f"fold_{i}": FakeJob((100,) * 6) for i in range(1, 4)}
+    scheduler, _, machine, _ = make(tmp_path, scripts, limit=250, slack=0.0)
+    scheduler.known = Footprint(100)
+    scheduler.run()
+    assert machine.in_use_seen == 100
 
 
 def test_a_neighbour_that_takes_memory_holds_jobs_back(tmp_path):

@@ -348,6 +348,13 @@ def test_pages_of_a_file_that_were_mapped_between_two_samples_are_no_spike():
     assert meter.sample().peak_bytes == 50 * MIB
 
 
+def test_a_large_file_that_was_unmapped_between_two_samples_is_no_spike():
+    meter, reader, _ = made_up(anonymous=50, file=1100)
+    meter.sample()
+    reader.set(10, anonymous=50, file=20, mark=1160)
+    assert meter.sample().peak_bytes == 60 * MIB, "1160 less the 1100 that were mapped"
+
+
 def test_a_spike_adds_to_what_the_other_processes_hold():
     meter, reader, _ = made_up(anonymous=100)
     reader.set(11, parent=10, anonymous=40)

@@ -53,7 +53,8 @@ def run(  # noqa: PLR0913 - one flag each
                 remedy=f"leave out --set {given}",
             )
     overrides = [*(f"{name}={value}" for name, value in flags.items() if value is not None), *(set_ or [])]
-    live = LiveRun(Console(stderr=as_json))
+    console = _console(stderr=as_json)
+    live = LiveRun(console)
     try:
         result = run_config(config, overrides=overrides, new=new, force=force, view=live.show)
     finally:
@@ -62,5 +63,13 @@ def run(  # noqa: PLR0913 - one flag each
     if as_json:
         typer.echo(json.dumps(summarize(run_dir), indent=2))
     else:
-        print_summary(run_dir, Console())
+        print_summary(run_dir, console)
     raise typer.Exit(result.exit_code)
+
+
+def _console(*, stderr: bool) -> Console:
+    """A console that does not fold tables at 80 columns where the output goes to a file."""
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
+    return console

@@ -3,7 +3,7 @@
 from memfit.jobs._child import call_in_child, load_target, raise_error_of
 from memfit.jobs._job import ENDED, STATES, Backend, Job, JobStatus, State
 from memfit.jobs._local import LocalBackend, read_status
-from memfit.jobs._scheduler import OnFailure, Policy, Scheduler, StopRequest
+from memfit.jobs._scheduler import OnFailure, Policy, ReadBudget, Scheduler, StopRequest
 
 __all__ = [
     "ENDED",
@@ -14,6 +14,7 @@ __all__ = [
     "LocalBackend",
     "OnFailure",
     "Policy",
+    "ReadBudget",
     "Scheduler",
     "State",
     "StopRequest",

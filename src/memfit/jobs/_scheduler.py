@@ -18,6 +18,8 @@ from memfit.memory import DEFAULT_SLACK, Budget, Claim, Footprint, Lendable, res
 from memfit.units import format_bytes
 
 OnFailure = Literal["stop", "continue"]
+#: The budget as it is now, given the private bytes that running jobs use now (a cap of the user's counts those).
+ReadBudget = Callable[[int], Budget]
 
 #: The kernel brings a group's counters up to date within two seconds: so long must a lack of memory last to be one.
 _PATIENCE_TICKS = 30
@@ -74,7 +76,7 @@ class Scheduler:
         self,
         jobs: Sequence[Job],
         backend: Backend,
-        read_budget: Callable[[], Budget],
+        read_budget: ReadBudget,
         *,
         policy: Policy | None = None,
         known: Footprint | None = None,
@@ -119,6 +121,9 @@ class Scheduler:
     def _running(self) -> list[JobStatus]:
         return [status for status in self.statuses.values() if status.state not in ENDED]
 
+    def _in_use_bytes(self) -> int:
+        return sum(status.used_bytes for status in self._running())
+
     def _poll(self) -> None:
         before = dict(self.statuses)
         self.statuses |= {job_id: status for job_id, status in self.backend.poll().items() if job_id in before}
@@ -144,7 +149,7 @@ class Scheduler:
         needed = reservation_bytes(self.known, self.policy.slack)
         self._reserved = {id: max(needed, reserved or 0) for id, reserved in self._reserved.items()}
         if grown:
-            in_use = sum(status.used_bytes for status in self._running())
+            in_use = self._in_use_bytes()
             self.say(
                 "footprint", job=job_id, footprint=self.known.to_dict(), reservation_bytes=needed, in_use_bytes=in_use
             )
@@ -187,7 +192,7 @@ class Scheduler:
         return reservation_bytes(job.footprint) if job.footprint else None
 
     def _lendable(self, running: Sequence[JobStatus]) -> Lendable:
-        budget = self.read_budget()
+        budget = self.read_budget(self._in_use_bytes())
         claims = {s.job_id: Claim(self._reserved.get(s.job_id) or 0, s.used_bytes) for s in running}
         return Lendable.now(budget.headroom_bytes, budget.reserve_bytes, claims)
 
@@ -205,7 +210,7 @@ class Scheduler:
             self.say("wait", job=job.id, num_running=len(self._running()), reason=reason, arithmetic=arithmetic)
 
     def _refusal(self, job: Job, needed: int, lendable: Lendable) -> DoesNotFitError:
-        binding = self.read_budget().binding
+        binding = self.read_budget(self._in_use_bytes()).binding
         source = "measured on a job like it" if self.known else "as declared" if job.footprint else "to start at all"
         return DoesNotFitError(
             f"{job.id} needs {format_bytes(needed)} of host memory ({source}); {lendable.explain()}.",

@@ -74,6 +74,7 @@ class Budget:
         root: Path = REAL_ROOT,
         env: Mapping[str, str] | None = None,
         cap_bytes: int | None = None,
+        cap_used_bytes: int = 0,
         reserve_bytes: int | None = None,
         nvml: Any = None,
     ) -> Budget:
@@ -83,6 +84,7 @@ class Budget:
             root: The folder above proc and sys; another one than ``/`` is a recorded tree.
             env: The environment; this process's own when None.
             cap_bytes: The user's own cap on what memfit starts from here on.
+            cap_used_bytes: What that takes already.
             reserve_bytes: What to keep back of the headroom; worked out when None.
             nvml: A module with nvidia-ml-py's names. When None, that package is asked for the real root, and no device
                 is read for a recorded tree.
@@ -93,7 +95,11 @@ class Budget:
         _check_sizes(cap_bytes, reserve_bytes)
         env = os.environ if env is None else env
         host, placement = read_host(root), _cgroup.locate(root, "memory")
-        limits = _collect(root, env, host, placement, cap_bytes)
+        found = _collect(root, env, host, placement)
+        if cap_bytes is not None:
+            note = "counts what memfit starts from here on"
+            found.append(limit("cap", "the user", cap_bytes, cap_used_bytes, "job", note=note))
+        limits = _in_order(found, host)
         swap = _usable_swap(host.swap, placement)
         default_reserve, reserve_note = default_reserve_of(limits[0], swap)
         nvml = _real_nvml() if nvml is None and root == REAL_ROOT else nvml
@@ -180,17 +186,17 @@ def _check_sizes(cap_bytes: int | None, reserve_bytes: int | None) -> None:
         )
 
 
-def _collect(
-    root: Path, env: Mapping[str, str], host: Host, placement: _cgroup.Placement | None, cap_bytes: int | None
-) -> tuple[Limit, ...]:
-    """All limits in their order: by headroom, and at equal headroom the kernel's before the others."""
+def _collect(root: Path, env: Mapping[str, str], host: Host, placement: _cgroup.Placement | None) -> list[Limit]:
+    """All limits that the machine sets."""
     status = parse_status(read_text(root / "proc/self/status"))
     found = [*(_cgroup.read_group_limits(placement) if placement else ()), *host.limits]
     found += read_slurm(env, *_job_used(placement, env.get("SLURM_JOB_ID", ""), status))
     found += read_rlimits(root, status)
-    if cap_bytes is not None:
-        note = "counts what memfit starts from here on"
-        found.append(limit("cap", "the user", cap_bytes, 0, "job", note=note))
+    return found
+
+
+def _in_order(found: list[Limit], host: Host) -> tuple[Limit, ...]:
+    """By headroom, those that never bind last; at equal headroom the kernel's before the others."""
     return tuple(sorted((_judge(one, host) for one in found), key=lambda one: (not one.binds, one.headroom_bytes)))
 
 

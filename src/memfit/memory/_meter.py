@@ -104,10 +104,11 @@ class TreeMeter:
     with what it can have written since its fork. Before the first sweep of a process the figure is an upper bound.
 
     **High-water marks**: where a process's ``VmHWM`` rose since the sample before, the peak in between was ``VmHWM``
-    less the file pages mapped now. So a mapped panel is not taken for private memory, and an allocation of some
-    milliseconds is seen. It is understated by file pages that were mapped after it within the same interval. A spike
-    below an earlier mark of the same process is seen by samples only, and a process that lived between two samples not
-    at all; the cgroup's own peak (``cgroup``) misses neither, but counts page cache.
+    less the file pages mapped then or now, whichever are more. So a panel that is mapped or unmapped is not taken for
+    private memory, and an allocation of some milliseconds is seen. It is understated by file pages of that interval
+    that were not mapped while it lasted. A spike below an earlier mark of the same process is seen by samples only,
+    and a process that lived between two samples not at all; the cgroup's own peak (``cgroup``) misses neither, but
+    counts page cache.
 
     **Not seen**: files in ``/dev/shm`` that no process maps, and memory pinned by a device driver. ``clear_refs`` is
     never written: the job would see it.
@@ -296,14 +297,14 @@ class TreeMeter:
         """How far the process rose, between two samples, above both of them."""
         if not self._before:
             return 0  # what was before the measurement is not part of it
-        earlier, level = self._before.get(pid), status.private
+        earlier, level, file = self._before.get(pid), status.private, status.file
         if earlier and (earlier[0].start, earlier[0].image) == (stat.start, stat.image):
             if status.high_water <= earlier[1].high_water:
                 return 0
-            level = max(level, earlier[1].private)
+            level, file = max(level, earlier[1].private), max(file, earlier[1].file)
         elif any(stat.image and stat.image == other.image for other, _ in self._before.values()):
             return 0  # just forked: until an exec the mark may be the parent's
-        return max(0, status.high_water - status.file + status.swapped + status.page_tables - level)
+        return max(0, status.high_water - file + status.swapped + status.page_tables - level)
 
 
 def _charged_peak(cgroup: Path | None) -> int:

@@ -20,6 +20,7 @@ from memfit.jobs import (
     JobStatus,
     LocalBackend,
     Policy,
+    ReadBudget,
     Scheduler,
     StopRequest,
     call_in_child,
@@ -204,11 +205,10 @@ def _run_stages(
 ) -> RunResult:
     memory = order.settings.memory
 
-    def read_budget() -> Budget:
-        return Budget.read(cap_bytes=memory.limit, reserve_bytes=memory.reserve)
+    def read_budget(in_use_bytes: int) -> Budget:
+        return Budget.read(cap_bytes=memory.limit, cap_used_bytes=in_use_bytes, reserve_bytes=memory.reserve)
 
-    budget = read_budget()
-    events.write("budget", **budget.to_dict())
+    events.write("budget", **read_budget(0).to_dict())
     backend = LocalBackend(run_dir, grace_seconds=order.settings.grace_seconds)
     try:
         stage = _prepare(order, run_dir, backend, read_budget, events, stop, tick)
@@ -238,7 +238,7 @@ def _prepare(
     order: _Order,
     run_dir: RunDir,
     backend: LocalBackend,
-    read_budget: Callable[[], Budget],
+    read_budget: ReadBudget,
     events: EventWriter,
     stop: StopRequest,
     tick: Callable[[], None],
@@ -313,7 +313,7 @@ class _Listener:
         events: EventWriter,
         settings: RunConfig,
         num_jobs: int,
-        read_budget: Callable[[], Budget],
+        read_budget: ReadBudget,
     ) -> None:
         self.run_dir = run_dir
         self.events = events
@@ -332,7 +332,7 @@ class _Listener:
             decided = plan(
                 footprint,
                 self.num_jobs,
-                budget=self.read_budget(),
+                budget=self.read_budget(in_use_bytes),
                 max_parallel=most,
                 slack=self.settings.memory.slack,
                 in_use_bytes=in_use_bytes,

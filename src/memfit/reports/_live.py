@@ -29,6 +29,7 @@ class LiveRun:
     def show(self, run: RunDir) -> Callable[[], None]:
         """Begin to show a run."""
         view = RunView(run)
+        view.read()  # what an earlier command did is not shown again
         self.console.print(f"Run {run.path}", soft_wrap=True)
         if not self.console.is_terminal:
             return lambda: _print_new_lines(self.console, view)

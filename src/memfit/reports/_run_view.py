@@ -126,12 +126,8 @@ class RunView:
         return max(0.0, left * rate - (time.time() - float(last["time"])))
 
     def most_at_once(self) -> int:
-        """The most folds that ran at the same time under the last command."""
-        spans = [
-            (row.status.started, row.status.ended or time.time())
-            for row in self.rows()
-            if row.status.started is not None and row.status.started >= (self.started or 0)
-        ]
+        """The most folds that ran at the same time."""
+        spans = [(row.status.started, row.status.ended or time.time()) for row in self.rows() if row.status.started]
         return max((sum(a <= start < b for a, b in spans) for start, _ in spans), default=0)
 
 
