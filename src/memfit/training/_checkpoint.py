@@ -1,0 +1,272 @@
+"""Checkpoint files that are whole or refused, and the folder that keeps the last good ones.
+
+A checkpoint is an ordinary file of ``torch.save``. Its SHA-256 stands at its own end, as the comment of the zip archive
+that such a file is: ``torch.load`` and ``unzip`` read it as ever, and no kill between two renames can leave a file and
+its checksum that belong to different epochs, as it could with a manifest beside it. torch itself checks nothing on
+reading (its CRC check is compiled out), so flipped bits would otherwise load silently.
+
+A folder holds one file per kept epoch, and two more names for them::
+
+    checkpoint_epoch_<n>.pt     the last few epochs and the best one
+    latest_checkpoint.pt        the newest: what a resume goes on from
+    best_model.pt               the best by the metric of validation
+
+The two names are hard links where the file system has them, so an epoch costs its bytes once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from memfit.errors import DamagedError, UsageError
+from memfit.rundir import record, sync_folder
+
+LATEST, BEST = "latest_checkpoint.pt", "best_model.pt"
+
+_EPOCH_FILE = re.compile(r"checkpoint_epoch_(\d+)\.pt")
+_ASIDE_FILE = re.compile(r"\.(checkpoint_epoch_\d+|latest_checkpoint|best_model)\.pt\.\d+\.tmp")
+_SEAL = re.compile(rb"memfit checkpoint sha256 ([0-9a-f]{64})\n")
+_SEAL_BYTES = len(b"memfit checkpoint sha256 ") + 64 + 1
+_COMMENT_LENGTH_BYTES = 2  # the last field of a zip archive: how long the comment behind it is
+_END_RECORD_BYTES = 22  # the archive's end record, comment length included
+_CHUNK_BYTES = 1 << 20
+
+
+class CheckpointWarning(UserWarning):
+    """A damaged checkpoint was passed over, or a resume cannot be bit-exact."""
+
+
+class _HashingFile:
+    """A file for ``torch.save`` that hashes what goes through it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def save_checkpoint(path: Path, state: dict[str, Any], *, prove: bool) -> None:
+    """Write a checkpoint aside, force it to disk and rename it into place.
+
+    Memory: no copy of the state; tensors go to the file one after the other.
+
+    Args:
+        path: The file; its folder must exist.
+        state: Tensors and plain values.
+        prove: Also load it back (mapped, so without its bytes) before it gets its name: what a safe load refuses
+            should be known in the first epoch and not at the resume.
+
+    Raises:
+        OSError: For example on a full disk; what stood at ``path`` before is still there.
+        UsageError: If it could not be loaded back.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(aside, "w+b") as file:
+            hashing = _HashingFile(file)
+            torch.save(state, cast(BinaryIO, hashing))  # it needs write and flush alone
+            _seal(file, hashing.digest.hexdigest())
+            file.flush()
+            os.fsync(file.fileno())
+        if prove:
+            _load(aside, mmap=True)
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def _seal(file: BinaryIO, digest: str) -> None:
+    """Append the checksum as the archive's comment; the digest covers the archive as it was without one."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(end - _END_RECORD_BYTES)
+    end_record = file.read(_END_RECORD_BYTES)
+    if not (end_record.startswith(b"PK\x05\x06") and end_record.endswith(b"\0\0")):
+        raise RuntimeError(f"torch {torch.__version__} ends its files otherwise than memfit knows: {end_record!r}")
+    file.seek(end - _COMMENT_LENGTH_BYTES)
+    file.write(_SEAL_BYTES.to_bytes(_COMMENT_LENGTH_BYTES, "little"))
+    file.write(b"memfit checkpoint sha256 " + digest.encode() + b"\n")
+
+
+def load_checkpoint(path: Path | str) -> dict[str, Any]:
+    """A checkpoint's content, on the CPU, after every byte of it was checked.
+
+    Args:
+        path: A file that a ``Trainer`` wrote.
+
+    Returns:
+        ``model`` and ``optimizer`` (state dicts), ``rng``, ``epoch`` (the epochs that it has behind it), ``history``,
+        and what it was made with.
+
+    Raises:
+        DamagedError: If the file is cut short or differs from its checksum.
+        UsageError: If it holds objects that a safe load refuses.
+
+    Source:
+        ``torch.load(weights_only=True)``: tensors and plain values only, never code.
+
+    Example:
+        >>> import tempfile
+        >>> from memfit.training import Trainer
+        >>> model, folder = torch.nn.Linear(2, 1), Path(tempfile.mkdtemp())
+        >>> trainer = Trainer(model, loss=lambda model, x: (model(x).sum(), len(x)), checkpoint_dir=folder)
+        >>> _ = trainer.fit([torch.ones(3, 2)], num_epochs=1)
+        >>> other = torch.nn.Linear(2, 1)
+        >>> other.load_state_dict(load_checkpoint(folder / "latest_checkpoint.pt")["model"])
+        <All keys matched successfully>
+    """
+    with open(path, "rb") as file:
+        _verify(file, Path(path))
+        file.seek(0)  # the same open file: no rename in between can change what is loaded
+        return _load(file)
+
+
+def _load(source: Path | BinaryIO, *, mmap: bool = False) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"This state cannot be loaded from a checkpoint: {str(error).splitlines()[0]}",
+            rule="checkpoints are loaded with weights_only=True: tensors and plain values, never code.",
+            remedy="make the model's extra state and the optimizer's state tensors, numbers, strings, lists or dicts",
+        ) from error
+    return state
+
+
+def _verify(file: BinaryIO, path: Path) -> None:
+    size = os.fstat(file.fileno()).st_size
+    body_bytes = size - _SEAL_BYTES - _COMMENT_LENGTH_BYTES
+    file.seek(max(0, size - _SEAL_BYTES))
+    seal = _SEAL.fullmatch(file.read())
+    if seal is None or body_bytes <= 0:
+        raise _damaged(path, f"{path} ({size} bytes) has no checksum at its end: it is cut short, or not memfit's.")
+    file.seek(0)
+    digest = hashlib.sha256()
+    left = body_bytes
+    while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+        digest.update(chunk)
+        left -= len(chunk)
+    comment_length = file.read(_COMMENT_LENGTH_BYTES)
+    digest.update(bytes(_COMMENT_LENGTH_BYTES))
+    found, expected = digest.hexdigest(), seal.group(1).decode()
+    if found != expected or int.from_bytes(comment_length, "little") != _SEAL_BYTES:
+        raise _damaged(path, f"{path} ({size} bytes) is damaged: SHA-256 {found[:12]}…, not {expected[:12]}….")
+
+
+def _damaged(path: Path, what: str) -> DamagedError:
+    return DamagedError(
+        what,
+        rule="memfit writes a checkpoint aside and renames it, so a broken one was changed from outside.",
+        remedy=f"use an older checkpoint_epoch_*.pt of {path.parent}, or remove the folder to start over",
+    )
+
+
+class CheckpointFolder:
+    """One fit's checkpoints. It has one writer: the process of the fit.
+
+    Args:
+        path: The folder; it is made if need be, and half-written files of a killed writer are removed.
+        keep_epochs: How many of the newest epochs stay, beside the best. While an epoch is being saved one more is
+            there, so the disk must hold ``keep_epochs + 2`` checkpoints, and without hard links two more.
+    """
+
+    def __init__(self, path: Path, keep_epochs: int) -> None:
+        self.path = path
+        self.keep_epochs = keep_epochs
+        self._proven = False
+        path.mkdir(parents=True, exist_ok=True)
+        for entry in path.iterdir():
+            if _ASIDE_FILE.fullmatch(entry.name):
+                entry.unlink()
+
+    def _epochs(self) -> dict[int, Path]:
+        """The files of epochs, newest first."""
+        found = [
+            (int(match.group(1)), path) for path in self.path.iterdir() if (match := _EPOCH_FILE.fullmatch(path.name))
+        ]
+        return dict(sorted(found, reverse=True))
+
+    def save(self, epoch: int, state: dict[str, Any]) -> Path:
+        """Write an epoch's checkpoint and make it the latest."""
+        path = self.path / f"checkpoint_epoch_{epoch}.pt"
+        save_checkpoint(path, state, prove=not self._proven)
+        self._proven = True
+        self._name(path, LATEST)
+        return path
+
+    def mark_best(self) -> None:
+        """Make the latest checkpoint the best model."""
+        self._name(self.path / LATEST, BEST)
+
+    def prune(self, best_epoch: int | None) -> None:
+        """Remove the epochs that are neither among the newest nor the best."""
+        for epoch, path in list(self._epochs().items())[self.keep_epochs :]:
+            if epoch != best_epoch:
+                path.unlink()
+
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest whole checkpoint, or None in a folder without any; it becomes the latest.
+
+        Every damaged file on the way is named by a ``CheckpointWarning`` and a ``checkpoint_damaged`` event.
+
+        Raises:
+            DamagedError: If there are checkpoints and none is whole: starting over silently would hide the loss.
+        """
+        damaged: list[DamagedError] = []
+        taken = self._try(self.path / LATEST, damaged)
+        for epoch, path in self._epochs().items():
+            if taken is not None and epoch <= taken[1]["epoch"]:
+                break
+            taken = self._try(path, damaged) or taken
+        if taken is None:
+            if damaged:
+                raise damaged[0]
+            return None
+        for error in damaged:
+            text = f"{error.what} Taken instead: {taken[0].name}, after epoch {taken[1]['epoch']}."
+            record("checkpoint_damaged", what=error.what, taken=str(taken[0]))
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
+        for name in (LATEST, f"checkpoint_epoch_{taken[1]['epoch']}.pt"):
+            other = self.path / name
+            if not (other.exists() and other.samefile(taken[0])):
+                self._name(taken[0], name)
+        return taken
+
+    def _try(self, path: Path, damaged: list[DamagedError]) -> tuple[Path, dict[str, Any]] | None:
+        try:
+            return path, load_checkpoint(path)
+        except FileNotFoundError:
+            return None
+        except DamagedError as error:
+            damaged.append(error)
+            return None
+
+    def _name(self, source: Path, name: str) -> None:
+        """Give a checkpoint one more name, in place of what had it."""
+        aside = self.path / f".{name}.{os.getpid()}.tmp"
+        aside.unlink(missing_ok=True)
+        try:
+            os.link(source, aside)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(source, aside)
+            with open(aside, "rb") as file:
+                os.fsync(file.fileno())
+        os.replace(aside, self.path / name)
+        aside.unlink(missing_ok=True)  # a rename between two names of one file leaves both
+        sync_folder(self.path)

@@ -1,0 +1,100 @@
+"""What a fit shares with its process: the global random state, and the signals that ask it to stop."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch (every device).
+
+    Call it before a model is built, so that its first weights are the same in every run.
+
+    Args:
+        seed: Any whole number from 0 up to 2**32 - 1, the largest that NumPy takes.
+
+    Example:
+        >>> seed_everything(7)
+        >>> first = torch.rand(2)
+        >>> seed_everything(7)
+        >>> torch.equal(first, torch.rand(2))
+        True
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of the global generators, as tensors and plain values that ``weights_only`` loading accepts."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (
+            str(name),
+            torch.from_numpy(np.asarray(keys, np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ),
+        "torch": torch.get_rng_state(),
+        # asking a GPU that nothing has touched yet would cost this process a CUDA context
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put the global generators back to what ``rng_state`` gave."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Whatever draws inside, the generators go on afterwards as if nothing had."""
+    before = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(before)
+
+
+class StopSignals:
+    """Notes SIGTERM and SIGUSR1 while it is entered, in place of what they did before.
+
+    Only the main thread can receive signals; entered elsewhere it notes nothing.
+    """
+
+    def __init__(self) -> None:
+        self.noted: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.noted = signal.Signals(number).name
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+            self._previous = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            if handler is not None:  # None: it was not installed from Python, and cannot be put back from here
+                signal.signal(number, handler)

@@ -1,0 +1,201 @@
+"""Checkpoint files that are whole or refused, and the folder that keeps the last good ones."""
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from memfit.errors import DamagedError, UsageError
+from memfit.training import CheckpointWarning, Trainer, load_checkpoint
+from memfit.training._checkpoint import CheckpointFolder, save_checkpoint
+
+STATE = {"epoch": 3, "model": {"weight": torch.arange(6.0)}, "note": (1, None, "x")}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three epochs of a tiny fit, all kept, the second one best."""
+    train_to(tmp_path, 3, values=[2.0, 1.0, 3.0])
+    return tmp_path
+
+
+def train_to(path, num_epochs, *, values, keep_epochs=3):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    trainer = Trainer(model, loss=squared, checkpoint_dir=path, keep_epochs=keep_epochs)
+    left = iter(values)
+    result = trainer.fit(
+        [torch.ones(3, 2), torch.eye(2)], [None], num_epochs=num_epochs, evaluate=lambda *_: {"valid_loss": next(left)}
+    )
+    return model, result
+
+
+def squared(model, x):
+    return model(x).square().sum(), len(x)
+
+
+def flip(path, position):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0x10
+    path.write_bytes(content)
+
+
+def test_a_checkpoint_gives_back_what_was_saved(tmp_path):
+    save_checkpoint(tmp_path / "a.pt", STATE, prove=True)
+    loaded = load_checkpoint(tmp_path / "a.pt")
+    assert torch.equal(loaded["model"]["weight"], STATE["model"]["weight"])
+    assert (loaded["epoch"], loaded["note"]) == (3, (1, None, "x"))
+    assert names(tmp_path) == ["a.pt"]
+
+
+def test_a_checkpoint_is_an_ordinary_torch_file_and_a_valid_zip_archive(tmp_path):
+    save_checkpoint(tmp_path / "a.pt", STATE, prove=False)
+    assert torch.load(tmp_path / "a.pt", weights_only=True)["epoch"] == 3
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        assert archive.testzip() is None
+        assert archive.comment.startswith(b"memfit checkpoint sha256 ")
+
+
+def test_a_flipped_bit_in_any_byte_is_refused_by_name(tmp_path):
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, STATE, prove=False)
+    whole = path.read_bytes()
+    assert len(whole) < 5000
+    for position in range(len(whole)):
+        content = bytearray(whole)
+        content[position] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(DamagedError, match=r"a\.pt"):
+            load_checkpoint(path)
+
+
+def test_a_file_cut_short_anywhere_is_refused(tmp_path):
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, STATE, prove=False)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 3):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DamagedError, match="cut short"):
+            load_checkpoint(path)
+
+
+def test_a_plain_torch_file_is_refused_because_nothing_vouches_for_it(tmp_path):
+    torch.save(STATE, tmp_path / "plain.pt")
+    with pytest.raises(DamagedError, match="no checksum"):
+        load_checkpoint(tmp_path / "plain.pt")
+
+
+def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_beside_it(tmp_path, monkeypatch):
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, STATE, prove=False)
+    before = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(path, {"epoch": 4}, prove=False)
+    assert path.read_bytes() == before
+    assert names(tmp_path) == ["a.pt"]
+
+
+def test_state_that_a_safe_load_refuses_fails_in_the_first_epoch_and_not_at_the_resume(tmp_path):
+    class Odd(torch.nn.Linear):
+        def get_extra_state(self):
+            return Path("/tmp")
+
+        def set_extra_state(self, state):
+            pass
+
+    trainer = Trainer(Odd(2, 1), loss=squared, checkpoint_dir=tmp_path)
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        trainer.fit([torch.ones(3, 2)], num_epochs=1)
+    assert names(tmp_path) == []
+
+
+def test_the_newest_epochs_and_the_best_one_are_kept(tmp_path):
+    _, result = train_to(tmp_path, 6, values=[3.0, 1.0, 2.0, 2.0, 2.0, 2.0], keep_epochs=2)
+    assert result.best_epoch == 2
+    epochs = [f"checkpoint_epoch_{epoch}.pt" for epoch in (2, 5, 6)]
+    assert names(tmp_path) == ["best_model.pt", *epochs, "latest_checkpoint.pt"]
+    assert load_checkpoint(tmp_path / "best_model.pt")["epoch"] == 2
+    assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["epoch"] == 6
+
+
+def test_an_epoch_costs_its_bytes_once_however_many_names_it_has(folder):
+    assert (folder / "latest_checkpoint.pt").samefile(folder / "checkpoint_epoch_3.pt")
+    assert (folder / "best_model.pt").samefile(folder / "checkpoint_epoch_2.pt")
+
+
+def test_without_hard_links_the_names_are_copies(tmp_path, monkeypatch):
+    def refused(source, target):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refused)
+    train_to(tmp_path, 2, values=[1.0, 2.0])
+    assert not (tmp_path / "latest_checkpoint.pt").samefile(tmp_path / "checkpoint_epoch_2.pt")
+    assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["epoch"] == 2
+    flip(tmp_path / "latest_checkpoint.pt", 100)
+    with pytest.warns(CheckpointWarning, match=r"latest_checkpoint\.pt .* damaged.*checkpoint_epoch_2\.pt"):
+        CheckpointFolder(tmp_path, 2).newest()
+    assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["epoch"] == 2
+
+
+def test_of_damaged_checkpoints_the_last_good_one_is_taken_and_the_damaged_are_named(folder):
+    flip(folder / "checkpoint_epoch_3.pt", 200)  # the latest is the same file
+    with pytest.warns(CheckpointWarning) as caught:
+        path, state = CheckpointFolder(folder, 3).newest()
+    assert state["epoch"] == 2
+    text = " ".join(str(warning.message) for warning in caught)
+    assert "latest_checkpoint.pt" in text
+    assert "checkpoint_epoch_3.pt" in text
+    assert "Taken instead: checkpoint_epoch_2.pt, after epoch 2" in text
+    assert path.name == "checkpoint_epoch_2.pt"
+
+
+def test_a_fit_that_lost_its_last_checkpoint_ends_with_the_same_bytes(folder):
+    expected = load_checkpoint(folder / "latest_checkpoint.pt")
+    os.truncate(folder / "latest_checkpoint.pt", 500)
+    with pytest.warns(CheckpointWarning, match="cut short"):
+        _, result = train_to(folder, 3, values=[1.0, 3.0])
+    again = load_checkpoint(folder / "latest_checkpoint.pt")
+    assert (result.resumed_from, result.epochs_run, result.best_epoch) == (2, 1, 2)
+    assert torch.equal(again["model"]["weight"], expected["model"]["weight"])
+    assert torch.equal(again["rng"]["torch"], expected["rng"]["torch"])
+
+
+def test_when_no_checkpoint_is_whole_the_fit_does_not_start_over_silently(folder):
+    for path in folder.iterdir():
+        os.truncate(path, 40)
+    with pytest.raises(DamagedError, match="cut short") as error:
+        train_to(folder, 3, values=[1.0])
+    assert "remove the folder to start over" in str(error.value)
+
+
+def test_a_kill_between_an_epoch_and_its_latest_name_loses_nothing(folder):
+    os.replace(folder / "checkpoint_epoch_2.pt", folder / "latest_checkpoint.pt")
+    path, state = CheckpointFolder(folder, 3).newest()
+    assert (path.name, state["epoch"]) == ("checkpoint_epoch_3.pt", 3)
+    assert load_checkpoint(folder / "latest_checkpoint.pt")["epoch"] == 3
+
+
+def test_the_latest_is_enough_when_the_epochs_were_deleted(folder):
+    for path in folder.glob("checkpoint_epoch_*.pt"):
+        path.unlink()
+    assert CheckpointFolder(folder, 3).newest()[1]["epoch"] == 3
+
+
+def test_half_files_of_a_killed_writer_are_removed_and_nothing_else(folder):
+    before = names(folder)
+    (folder / ".checkpoint_epoch_4.pt.4711.tmp").write_bytes(b"half")
+    (folder / ".best_model.pt.4711.tmp").write_bytes(b"half")
+    (folder / "mine.tmp").write_bytes(b"kept")
+    assert CheckpointFolder(folder, 3).newest()[1]["epoch"] == 3
+    assert names(folder) == sorted([*before, "mine.tmp"])

@@ -1,0 +1,315 @@
+"""The trainer: exact resumes, stops, refusals, and the order of an epoch."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from memfit import rundir
+from memfit.errors import DataError, JobFailedError, StoppedError, UsageError
+from memfit.training import CheckpointWarning, Trainer, load_checkpoint, seed_everything
+
+
+class Shuffled:
+    """Three batches whose order is keyed by the epoch."""
+
+    epochs: list
+
+    def __init__(self):
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        for index in np.random.default_rng(self.epochs[-1]).permutation(3):
+            yield torch.randn(5, 4, generator=torch.Generator().manual_seed(int(index)))
+
+
+def squared(model, x):
+    return (model(x) - x.sum(dim=1, keepdim=True)).square().sum(), len(x)
+
+
+def make(path=None, *, loss=squared, dropout=0.2, learning_rate=0.01, seed=1, **settings):
+    seed_everything(2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(dropout), torch.nn.Linear(6, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    return Trainer(model, loss=loss, optimizer=optimizer, checkpoint_dir=path, seed=seed, **settings)
+
+
+def same_tensors(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture(scope="module")
+def crashes(tmp_path_factory):
+    driver = Path(__file__).with_name("crash_driver.py")
+    done = subprocess.run(
+        [sys.executable, driver, tmp_path_factory.mktemp("crashes")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_fit_killed_at_any_moment_resumes_to_identical_bytes(crashes):
+    assert crashes["num_moments"] > 40
+    assert crashes["died"] == crashes["num_moments"]
+    assert crashes["different"] == []
+
+
+def test_a_fit_killed_again_and_again_ends_with_identical_bytes(crashes):
+    assert crashes["chain"] >= 2
+    assert crashes["chained"] == crashes["expected"]
+
+
+def test_epochs_are_counted_from_one_and_the_history_is_whole_after_a_resume(tmp_path):
+    make(tmp_path).fit(Shuffled(), num_epochs=2)
+    data = Shuffled()
+    result = make(tmp_path).fit(data, num_epochs=4)
+    assert data.epochs == [3, 4]
+    assert [entry.epoch for entry in result.history] == [1, 2, 3, 4]
+    assert (result.epochs_run, result.resumed_from, result.best_epoch) == (2, 2, None)
+    assert result.history == make().fit(Shuffled(), num_epochs=4).history
+
+
+def test_a_finished_fit_run_again_trains_nothing_and_restores_the_model(tmp_path):
+    first = make(tmp_path)
+    expected = first.fit(Shuffled(), [torch.ones(2, 4)], num_epochs=2)
+    second = make(tmp_path)
+    again = second.fit(Shuffled(), [torch.ones(2, 4)], num_epochs=2)
+    assert (again.epochs_run, again.history) == (0, expected.history)
+    assert same_tensors(first.model.state_dict(), second.model.state_dict())
+
+
+def test_the_train_loss_is_the_sum_of_losses_over_the_sum_of_weights():
+    batches = [torch.full((1, 1), 3.0), torch.full((9, 1), 1.0)]
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(1.0)
+    trainer = Trainer(
+        model, loss=lambda m, x: (m(x).sum(), len(x)), optimizer=torch.optim.SGD(model.parameters(), lr=0.0)
+    )
+    result = trainer.fit(batches, batches, num_epochs=1)
+    assert result.history[0].train_loss == pytest.approx((3 + 9) / 10)
+    assert result.history[0].metrics == {"valid_loss": pytest.approx((3 + 9) / 10)}
+
+
+def test_validation_may_draw_random_numbers_without_changing_the_training():
+    def draw(model, valid):
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        return {"noise": float(torch.rand(())) + np.random.rand()}
+
+    plain, measured = make(), make()
+    plain.fit(Shuffled(), num_epochs=3)
+    measured.fit(Shuffled(), [None], num_epochs=3, evaluate=draw, best_metric="noise")
+    assert same_tensors(plain.model.state_dict(), measured.model.state_dict())
+
+
+def test_the_best_epoch_follows_the_named_metric_and_its_direction_and_is_never_nan(tmp_path):
+    values = {"ic": [math.nan, 0.3, 0.1, 0.3]}
+    result = make(tmp_path).fit(
+        Shuffled(), [None], num_epochs=4, best_metric="ic", direction="maximize",
+        evaluate=lambda *_: {"ic": values["ic"].pop(0)},
+    )  # fmt: skip
+    assert result.best_epoch == 2
+    assert load_checkpoint(tmp_path / "best_model.pt")["epoch"] == 2
+
+
+def test_gradients_are_cut_to_the_largest_norm():
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = Trainer(model, loss=lambda m, x: (-100 * m(x).sum(), 1), optimizer=optimizer, max_grad_norm=0.5)
+    trainer.fit([torch.ones(1, 1)], num_epochs=1)
+    assert model.weight.item() == pytest.approx(0.5, rel=1e-4)
+
+
+def stop_at(epoch, step, number, data):
+    """A loss that sends this process a signal at one step."""
+    seen = []
+
+    def loss(model, x):
+        seen.append(1)
+        if (data.epochs[-1], len(seen)) == (epoch, 3 * (epoch - 1) + step):
+            os.kill(os.getpid(), number)
+        return squared(model, x)
+
+    return loss
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_stops_after_the_step_and_says_what_will_be_repeated(tmp_path, number):
+    data, before = Shuffled(), signal.getsignal(number)
+    with pytest.raises(StoppedError) as error:
+        make(tmp_path, loss=stop_at(2, 2, number, data)).fit(data, num_epochs=3)
+    assert error.value.exit_code == 75
+    assert f"Stopped by {signal.Signals(number).name} in epoch 2, after its step 2." in str(error.value)
+    assert "holds the end of epoch 1: the 2 steps since will be repeated" in str(error.value)
+    assert signal.getsignal(number) is before
+    resumed, whole = make(tmp_path), make()
+    assert resumed.fit(Shuffled(), num_epochs=3).resumed_from == 1
+    whole.fit(Shuffled(), num_epochs=3)
+    assert same_tensors(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_a_signal_in_an_epochs_last_step_loses_nothing(tmp_path):
+    data = Shuffled()
+    with pytest.raises(StoppedError, match="after epoch 2") as error:
+        make(tmp_path, loss=stop_at(2, 3, signal.SIGTERM, data)).fit(data, num_epochs=3)
+    assert "nothing will be repeated" in str(error.value)
+    assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["epoch"] == 2
+
+
+def test_a_signal_before_the_first_checkpoint_or_without_a_folder_says_so(tmp_path):
+    for path, text in [
+        (tmp_path, "none has ended: the 1 steps since"),
+        (None, "without checkpoint_dir nothing is saved"),
+    ]:
+        data = Shuffled()
+        with pytest.raises(StoppedError, match=text):
+            make(path, loss=stop_at(1, 1, signal.SIGTERM, data)).fit(data, num_epochs=3)
+
+
+def test_in_another_thread_a_fit_leaves_signals_alone():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(make().fit(Shuffled(), num_epochs=1)))
+    thread.start()
+    thread.join()
+    assert results[0].epochs_run == 1
+
+
+def test_a_loss_that_is_not_finite_ends_the_fit_and_names_epoch_and_step(tmp_path):
+    data = Shuffled()
+
+    def loss(model, x):
+        total, weight = squared(model, x)
+        return (total * math.nan if data.epochs[-1] == 2 else total), weight
+
+    trainer = make(tmp_path, loss=loss)
+    with pytest.raises(JobFailedError, match="In epoch 2, step 1 of 3 the loss is nan over a weight of 5"):
+        trainer.fit(data, num_epochs=3)
+    saved = load_checkpoint(tmp_path / "latest_checkpoint.pt")
+    assert saved["epoch"] == 1
+    assert same_tensors(saved["model"], trainer.model.state_dict())
+
+
+def test_a_weight_of_zero_and_an_infinite_gradient_are_not_stepped_on():
+    with pytest.raises(JobFailedError, match="over a weight of 0"):
+        make(loss=lambda model, x: (model(x).sum(), 0)).fit(Shuffled(), num_epochs=1)
+    trainer = make(loss=lambda model, x: ((0 * model(x)).square().sum().sqrt(), 1))
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    with pytest.raises(JobFailedError, match="In epoch 1, step 1 of 3 the gradient's norm is nan"):
+        trainer.fit(Shuffled(), num_epochs=1)
+    assert same_tensors(before, trainer.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"learning_rate": 0.5}, r"optimizer group 0, lr: 0\.01 then, 0\.5 now"),
+        ({"seed": 9}, "seed: 1 then, 9 now"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm: None then, 1.0 now"),
+    ],
+)
+def test_a_resume_with_a_changed_setting_is_refused_by_name(tmp_path, change, text):
+    make(tmp_path).fit(Shuffled(), num_epochs=1)
+    with pytest.raises(UsageError, match=text):
+        make(tmp_path, **change).fit(Shuffled(), num_epochs=2)
+
+
+def test_a_resume_with_another_model_or_other_data_is_refused(tmp_path):
+    make(tmp_path).fit(Shuffled(), num_epochs=1)
+    with pytest.raises(UsageError, match="steps per epoch: 3 then, 1 now"):
+        make(tmp_path).fit([torch.ones(2, 4)], num_epochs=2)
+    wider = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Dropout(0.2), torch.nn.Linear(7, 1))
+    optimizer = torch.optim.AdamW(wider.parameters(), lr=0.01)
+    with pytest.raises(UsageError, match="holds another model"):
+        Trainer(wider, loss=squared, optimizer=optimizer, checkpoint_dir=tmp_path, seed=1).fit(Shuffled(), num_epochs=2)
+
+
+def test_a_fit_cannot_go_back_to_fewer_epochs(tmp_path):
+    make(tmp_path).fit(Shuffled(), num_epochs=3)
+    with pytest.raises(UsageError, match="has 3 epochs behind it, and num_epochs is 2"):
+        make(tmp_path).fit(Shuffled(), num_epochs=2)
+
+
+def test_a_resume_with_other_threads_warns_that_it_is_not_bit_exact(tmp_path):
+    make(tmp_path).fit(Shuffled(), num_epochs=1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.warns(CheckpointWarning, match="not bit-exact"):
+            make(tmp_path).fit(Shuffled(), num_epochs=2)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_an_epoch_is_train_then_checkpoint_then_validate_and_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(rundir.JOB_ID_VARIABLE, "fold_1")
+    monkeypatch.setattr(rundir._Current, "writer", None)
+    monkeypatch.setattr(time, "monotonic", iter(float(n // 2) / 5 for n in range(99)).__next__)
+    make(tmp_path / "checkpoints").fit(Shuffled(), [torch.ones(2, 4)], num_epochs=2)
+    events = rundir.read_events(tmp_path / "events")
+    rundir._Current.writer.close()
+    phases = [event["phase"] for event in events if event["kind"] == "phase"]
+    assert phases == ["train", "checkpoint", "validate"] * 2
+    steps = [(event["epoch"], event["step"], event["num_steps"]) for event in events if event["kind"] == "step"]
+    assert steps == [(1, 1, 3)]  # the clock moved 0.4 s; the next event is due after 0.5
+    epochs = [event for event in events if event["kind"] == "epoch"]
+    assert [(event["epoch"], event["num_epochs"]) for event in epochs] == [(1, 2), (2, 2)]
+    assert all({"train_loss", "valid_loss"} <= event.keys() for event in epochs)
+    saved = [event for event in events if event["kind"] == "checkpoint"]
+    assert [(event["epoch"], Path(event["path"]).name) for event in saved] == [
+        (1, "checkpoint_epoch_1.pt"), (2, "checkpoint_epoch_2.pt"),
+    ]  # fmt: skip
+    assert all(event["bytes"] > 1000 for event in saved)
+
+
+def test_bad_arguments_are_refused_before_anything_is_trained():
+    with pytest.raises(UsageError, match="evaluate was given without validation"):
+        make().fit(Shuffled(), num_epochs=1, evaluate=lambda *_: {})
+    with pytest.raises(UsageError, match="num_epochs is 0"):
+        make().fit(Shuffled(), num_epochs=0)
+    with pytest.raises(UsageError, match="has 0 batches"):
+        make().fit([], num_epochs=1)
+    with pytest.raises(UsageError, match="keep_epochs is 0"):
+        make(keep_epochs=0)
+
+
+def test_a_metric_that_validation_does_not_give_is_named():
+    with pytest.raises(UsageError, match=r"Validation gave \['ic'\], and the best epoch is chosen by 'rank_ic'"):
+        make().fit(Shuffled(), [None], num_epochs=1, evaluate=lambda *_: {"ic": 1.0}, best_metric="rank_ic")
+
+
+def test_data_that_can_be_read_once_only_are_found_out():
+    class Once:
+        left = iter([torch.ones(1, 4)])
+
+        def __len__(self):
+            return 1
+
+        def __iter__(self):
+            return self.left
+
+    with pytest.raises(DataError, match="Epoch 2 gave no batch"):
+        make().fit(Once(), num_epochs=2)
+
+
+def test_without_torch_the_extra_is_named():
+    code = "import sys; sys.modules['torch'] = None\ntry:\n import memfit.training\nexcept Exception as e: print(e)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert "pip install 'memfit[torch]'" in done.stdout
