@@ -1,0 +1,317 @@
+"""Five folds in the space of one panel: naive copies are killed, memfit's folds all run at once.
+
+    python benchmarks/folds.py [--gib 1] [--work DIR] [--json FILE]
+
+What it does, in one run, on a generated market whose panel takes at least ``--gib``:
+
+1. Measures one fold alone, without a limit: its private memory P. From it follows one real limit for steps 2 and 3:
+   L = one panel + 5 x P + 5 %. The kernel kills what exceeds it.
+2. *Naive*: five processes side by side that each build their own copy of the panel and train a fold.
+3. *memfit*: the same five folds under the same limit, panel built anew under it too.
+4. *Sequential*: the same folds one at a time, to compare every tensor and table bit for bit.
+
+Needs root and a writable cgroup v1 memory hierarchy (v2: a delegated group named by ``--cgroup``). It makes one group
+and removes it; it allocates at most the limit that it prints, about 3 GiB at the default size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, cast
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+import yaml
+from pyarrow import feather
+
+from memfit.data import Panel
+from memfit.pipeline import FoldContext
+from memfit.rundir import read_json
+from memfit.training import load_checkpoint
+from memfit.units import format_bytes, format_duration
+from memfit_workloads.ranker.job import RANKER, RankerParams
+
+NUM_FOLDS = 5
+NUM_ASSETS, NUM_FEATURES = 2048, 128
+#: No step may allocate more than this.
+MOST_BYTES = 12 << 30
+
+
+class Group:
+    """One real memory cgroup with a limit."""
+
+    def __init__(self, parent: Path, limit_bytes: int) -> None:
+        self.path = parent / f"memfit-bench-{uuid.uuid4().hex[:8]}"
+        self.path.mkdir()
+        self.v1 = (self.path / "memory.limit_in_bytes").exists()
+        (self.path / ("memory.limit_in_bytes" if self.v1 else "memory.max")).write_text(str(limit_bytes))
+
+    def run(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Start a command inside the group."""
+        enter = ["sh", "-c", f'echo $$ > {self.path}/cgroup.procs; exec "$@"', "sh", *command]
+        return subprocess.Popen(enter, text=True, **options)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The charged peak, page cache included."""
+        return int((self.path / ("memory.max_usage_in_bytes" if self.v1 else "memory.peak")).read_text())
+
+    @property
+    def num_oom_kills(self) -> int:
+        text = (self.path / ("memory.oom_control" if self.v1 else "memory.events")).read_text()
+        return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill "))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _attempt in range(100):
+            try:
+                self.path.rmdir()
+                return
+            except OSError:
+                time.sleep(0.1)
+        raise RuntimeError(f"{self.path} still holds {(self.path / 'cgroup.procs').read_text().split()}")
+
+
+def write_config(work: Path, gib: float) -> Path:
+    """The config of a ranker on a generated market of at least ``gib``."""
+    row_bytes = NUM_ASSETS * (NUM_FEATURES + 1) * 4
+    num_dates = int(gib * 2**30 / row_bytes) + 1
+    config = {
+        "schema_version": 1,
+        "experiment": "bench-folds",
+        "target": "memfit_workloads.ranker.job:RANKER",
+        "seed": 7,
+        "runs_dir": str(work / "runs"),
+        "panels_dir": str(work / "panels"),
+        "params": {
+            "data": {
+                "source": "generated",
+                "num_dates": num_dates,
+                "num_assets": NUM_ASSETS,
+                "num_features": NUM_FEATURES,
+                "information_coefficient": 0.1,
+                "horizon": 5,
+                "lookback": 8,
+            },
+            "splits": {"n_splits": NUM_FOLDS, "embargo_size": 5},
+            "model": {"patch_size": 4, "width": 16, "num_heads": 2, "num_layers": 1},
+            "train": {"num_epochs": 1},
+        },
+    }
+    path = work / "config.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return path
+
+
+def memfit(config: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "memfit", "run", str(config), "--json", *options]
+
+
+def drop_panels(work: Path) -> None:
+    """Forget panels, so that the next run builds them again; the generated source stays."""
+    for path in (work / "panels").glob("*/manifest.json"):
+        shutil.rmtree(path.parent)
+
+
+class OwnCopy:
+    """A panel in this process's own memory, as every fold of the naive way builds it."""
+
+    def __init__(self, source: Path, like: Panel) -> None:
+        table = pq.read_table(source)
+        dates = np.searchsorted(like.dates, table["date"].to_numpy().astype("datetime64[D]"))
+        assets = np.searchsorted(np.array(like.assets), table["code"].to_numpy(zero_copy_only=False).astype(str))
+        self.values = np.full(like.shape, np.nan, np.float32)
+        self.targets = np.full((*like.shape[:2], 1), np.nan, np.float32)
+        for number, name in enumerate(like.feature_names):
+            self.values[dates, assets, number] = table[name].to_numpy()
+        self.targets[dates, assets, 0] = table[like.target_names[0]].to_numpy()
+        self.history, self.dates, self.assets, self.shape = like.history, like.dates, like.assets, like.shape
+        self.feature_names, self.target_names = like.feature_names, like.target_names
+
+    def target(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return self.targets[:, :, self.target_names.index(name)]
+
+
+def naive_fold(config: Path, run: Path, fold: int) -> None:
+    """What people do: every process builds its own copy of the panel, then trains its fold."""
+    stage = read_json(run / "checkpoints" / "stage_prepare.json") or {}
+    splits = np.load(run / "checkpoints" / "stage_prepare.npz")
+    source = next((config.parent / "panels" / "markets").glob("*.parquet"))
+    panel = OwnCopy(source, Panel.open(Path(stage["panel"])))
+    work = config.parent / "naive" / f"fold_{fold}"
+    work.mkdir(parents=True, exist_ok=True)
+    context = FoldContext(
+        fold=fold,
+        panel=cast(Panel, panel),
+        train_dates=splits[f"train_{fold}"],
+        test_dates=splits[f"test_{fold}"],
+        checkpoint_dir=work,
+        seed=fold,
+        job_dir=work,
+    )
+    RANKER.train_fold(context, RankerParams.model_validate(yaml.safe_load(config.read_text())["params"]))
+
+
+def run_memfit(command: Sequence[str], group: Group | None = None) -> dict[str, Any]:
+    """Run ``memfit run --json`` to its end, inside a group or without a limit; its summary."""
+    started = time.monotonic()
+    if group is None:
+        process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE)
+    else:
+        process = group.run(command, stdout=subprocess.PIPE)
+    out, _ = process.communicate()
+    summary: dict[str, Any] = json.loads(out) if out.strip() else {}
+    return summary | {"exit_code": process.returncode, "seconds": time.monotonic() - started}
+
+
+def run_naive(config: Path, run: Path, group: Group) -> list[int]:
+    """Five processes side by side, each with its own copy, under one limit; their exit codes."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    processes = [
+        group.run([sys.executable, __file__, "--naive", str(config), str(run), str(fold)], env=env)
+        for fold in range(1, NUM_FOLDS + 1)
+    ]
+    return [process.wait() for process in processes]
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """What differs between two runs' folds: tensors and tables, not files."""
+    found = []
+    for fold in range(1, NUM_FOLDS + 1):
+        name = f"fold_{fold}"
+        a, b = (feather.read_table(run / "jobs" / name / "scores.feather") for run in (first, second))
+        if not a.equals(b):
+            found.append(f"{name}/scores.feather")
+        before, after = (
+            dict(_tensors(load_checkpoint(run / "checkpoints" / name / "latest_checkpoint.pt")))
+            for run in (first, second)
+        )
+        found += [f"{name}: {key}" for key in before.keys() ^ after.keys()]
+        found += [f"{name}: {key}" for key in before.keys() & after.keys() if not torch.equal(before[key], after[key])]
+    return found
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _tensors(item, f"{name}.{number}")
+
+
+def compare(work: Path, gib: float, parent: Path) -> dict[str, Any]:
+    """All four steps; the figures."""
+    config = write_config(work, gib)
+    print("1. one fold alone, without a limit ...", flush=True)
+    alone = run_memfit(memfit(config, "--folds", "1"))
+    private = max(fold["peak_bytes"] for fold in alone["folds"])
+    panel = int(alone["panel"]["panel_bytes"])
+    limit = int((panel + NUM_FOLDS * private) * 1.05)
+    if limit > MOST_BYTES:
+        raise SystemExit(f"the limit would be {format_bytes(limit)}, more than {format_bytes(MOST_BYTES)}: lower --gib")
+    figures: dict[str, Any] = {"panel_bytes": panel, "private_bytes": private, "limit_bytes": limit}
+    print(f"   panel {format_bytes(panel)}, one fold's private memory {format_bytes(private)}", flush=True)
+    print(f"   limit for all that follows: {format_bytes(limit)} = (panel + 5 folds) + 5 %", flush=True)
+
+    print("2. naive: five processes, each with its own copy, under that limit ...", flush=True)
+    with Group(parent, limit) as group:
+        codes = run_naive(config, Path(alone["run"]), group)
+        figures |= {"naive_exit_codes": codes, "naive_oom_kills": group.num_oom_kills}
+
+    print("3. memfit: five folds, panel built anew, under that limit ...", flush=True)
+    drop_panels(work)
+    with Group(parent, limit) as group:
+        parallel = run_memfit(memfit(config, "--new"), group)
+        figures |= {
+            "memfit_exit_code": parallel["exit_code"],
+            "memfit_oom_kills": group.num_oom_kills,
+            "memfit_charged_peak_bytes": group.peak_bytes,
+            "memfit_at_once": parallel.get("most_at_once"),
+            "memfit_seconds": parallel["seconds"],
+            "memfit_budget": parallel.get("budget", {}).get("binding"),
+        }
+
+    print("4. one fold after the other, without a limit ...", flush=True)
+    sequential = run_memfit(memfit(config, "--new", "--max-parallel", "1"))
+    figures |= {"sequential_seconds": sequential["seconds"]}
+    figures["differences"] = differences(Path(parallel["run"]), Path(sequential["run"]))
+    return figures
+
+
+def report(figures: Mapping[str, Any]) -> bool:
+    """Print the comparison; whether everything promised held."""
+    limit, peak = figures["limit_bytes"], figures["memfit_charged_peak_bytes"]
+    killed = sum(code in (-signal.SIGKILL, 128 + signal.SIGKILL) for code in figures["naive_exit_codes"])
+    sequential, parallel = figures["sequential_seconds"], figures["memfit_seconds"]
+    bound = figures["panel_bytes"] + NUM_FOLDS * figures["private_bytes"]
+    print()
+    print(f"panel                     {format_bytes(figures['panel_bytes'])}")
+    print(f"one fold's private peak   {format_bytes(figures['private_bytes'])}")
+    print(f"one real cgroup limit     {format_bytes(limit)} = (panel + 5 folds' private) + 5 %")
+    print(f"naive, 5 copies           {killed} of 5 processes killed, oom_kill counter {figures['naive_oom_kills']}")
+    print(
+        f"memfit                    {figures['memfit_at_once']} of 5 at once, exit {figures['memfit_exit_code']}, "
+        f"oom_kill counter {figures['memfit_oom_kills']}"
+    )
+    print(f"  budget set by           {figures['memfit_budget']['name']}, {figures['memfit_budget']['source']}")
+    print(f"  charged peak            {format_bytes(peak)}, {peak / bound:.3f} of (panel + 5 folds' private)")
+    print(f"against one at a time     {parallel / sequential:.2f} of its wall clock on {os.cpu_count()} cores")
+    print(f"                          {format_duration(parallel)} to {format_duration(sequential)}")
+    print(f"differing tensors, tables {len(figures['differences'])} {figures['differences'][:3] or ''}")
+    return (
+        killed > 0
+        and figures["naive_oom_kills"] > 0
+        and figures["memfit_exit_code"] == 0
+        and figures["memfit_oom_kills"] == 0
+        and figures["memfit_at_once"] == NUM_FOLDS
+        and peak <= limit
+        and not figures["differences"]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gib", type=float, default=1.0, help="the panel's size at least (default: 1)")
+    parser.add_argument("--work", type=Path, help="where to work; kept afterwards (default: a temporary folder)")
+    parser.add_argument("--cgroup", type=Path, default=Path("/sys/fs/cgroup/memory"), help="where to make the group")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--naive", nargs=3, metavar=("CONFIG", "RUN", "FOLD"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.naive:
+        return naive_fold(Path(options.naive[0]), Path(options.naive[1]), int(options.naive[2]))
+    if not os.access(options.cgroup, os.W_OK):
+        raise SystemExit(f"{options.cgroup} cannot be written: this needs root and cgroup v1, or --cgroup for v2")
+    work = options.work or Path(tempfile.mkdtemp(prefix="memfit-bench-"))
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        figures = compare(work.resolve(), options.gib, options.cgroup)
+    finally:
+        if options.work is None:
+            shutil.rmtree(work)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if not report(figures):
+        raise SystemExit("NOT as promised")
+    print("as promised: the naive way is killed, memfit runs all five at once within the limit, bit for bit the same")
+    return None
+
+
+if __name__ == "__main__":
+    main()

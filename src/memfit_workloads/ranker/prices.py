@@ -1,0 +1,165 @@
+"""Real daily prices for the ranker: the closing prices of 20 large US stocks, 1990-01-02 to 2022-12-28.
+
+They come with the package skfolio (BSD-3-Clause) as one CSV file. The file is read as it lies on disk; skfolio itself
+is never imported, since that would load pandas, scikit-learn and an optimizer.
+
+The 20 are companies that were still large in 2022, so returns on them say nothing about a strategy (survivorship).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from memfit.errors import DataError, MissingExtraError
+
+FEATURES: Final = ("return_1", "return_5", "return_20", "volatility_20", "distance_high_60")
+HISTORY_DATES: Final = 60
+"""Dates, the current one included, that a row's features look at: the first row is on the 60th date of the file."""
+
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Closing prices, adjusted for splits and dividends as the file has them.
+
+    Attributes:
+        dates: Trading days in ascending order, ``datetime64[D]``, shape (D,).
+        codes: Ticker symbols, one per asset (A).
+        closes: Closing prices in dollars, all above 0, shape (D, A).
+    """
+
+    dates: NDArray[np.datetime64]
+    codes: tuple[str, ...]
+    closes: _Floats
+
+
+def read_prices() -> Prices:
+    """All prices of the file.
+
+    Raises:
+        MissingExtraError: If skfolio is not installed.
+        DataError: If the file has a gap, a price that is not above 0, or dates out of order.
+
+    Example:
+        >>> prices = read_prices()
+        >>> prices.closes.shape, prices.codes[:3], str(prices.dates[0]), float(prices.closes[0, 0])
+        ((8313, 20), ('AAPL', 'AMD', 'BAC'), '1990-01-02', 0.264)
+    """
+    path = _prices_path()
+    table = pa.csv.read_csv(path)
+    dates = table.column(0).to_numpy().astype("datetime64[D]")
+    closes = np.column_stack([column.to_numpy() for column in table.columns[1:]]).astype(np.float64)
+    if not (np.isfinite(closes).all() and (closes > 0).all() and (np.diff(dates) > np.timedelta64(0, "D")).all()):
+        raise DataError(
+            f"{path.name} of skfolio has gaps, prices that are not above 0, or dates out of order.",
+            rule="returns are taken between neighbouring rows, so prices must be complete and in order.",
+            remedy="pip install --force-reinstall --no-deps skfolio",
+        )
+    return Prices(dates, tuple(table.column_names[1:]), closes)
+
+
+def prices_fingerprint() -> str:
+    """The SHA-256 of the price file's bytes, in hex: what a panel built from it depends on.
+
+    Raises:
+        MissingExtraError: If skfolio is not installed.
+    """
+    return hashlib.sha256(_prices_path().read_bytes()).hexdigest()
+
+
+def daily_features(start: date | str, end: date | str, horizon: int) -> pa.Table:
+    """One row per date and asset: the features known at the close, and the return from there over ``horizon`` dates.
+
+    Nothing after ``end`` is used: a label that would be known later is null, as on the last ``horizon`` dates. Features
+    of the first rows look back before ``start``. The target is the plain return: within a date, rank IC and ranking
+    losses do not change when the mean of the date is taken off.
+
+    Args:
+        start: First date, included.
+        end: Last date, included.
+        horizon: Number of trading days that the target looks ahead.
+
+    Returns:
+        Columns ``date`` (date32), ``code`` (string), `FEATURES` (float32, see `features_of`) and ``target`` (float32,
+        null where not resolved), ordered by date and code.
+
+    Raises:
+        MissingExtraError: If skfolio is not installed.
+        DataError: If ``horizon`` is below 1, or no row between the two dates has a target.
+
+    Example:
+        >>> table = daily_features("2015-01-01", "2015-12-31", horizon=5)
+        >>> table.num_rows, table.column("target").null_count  # 252 days, 20 assets, 5 days without a label
+        (5040, 100)
+    """
+    prices = read_prices()
+    first, stop = np.searchsorted(prices.dates, [np.datetime64(start, "D"), np.datetime64(end, "D") + 1]).tolist()
+    first = max(first, HISTORY_DATES - 1)
+    if horizon < 1 or stop - first <= horizon:
+        raise DataError(
+            f"{max(stop - first, 0)} dates with features lie from {start} to {end}, at a horizon of {horizon}.",
+            rule=f"the prices run from {prices.dates[0]} to {prices.dates[-1]}; the first {HISTORY_DATES - 1} dates "
+            "are history for the features, and the last `horizon` dates before the end have no target.",
+            remedy=f"choose start and end within {prices.dates[HISTORY_DATES - 1]} to {prices.dates[-1]}, more than "
+            "`horizon` trading days apart, and a horizon of at least 1",
+        )
+    known = prices.closes[:stop]
+    features = features_of(known)[first:]
+    targets = np.full((stop - first, len(prices.codes)), np.nan)
+    targets[:-horizon] = known[first + horizon :] / known[first:-horizon] - 1
+    columns = {
+        "date": pa.array(np.repeat(prices.dates[first:stop], len(prices.codes))),
+        "code": pa.array(list(prices.codes) * (stop - first)),
+        **{name: pa.array(features[:, :, i].ravel().astype(np.float32)) for i, name in enumerate(FEATURES)},
+        "target": pa.array(targets.ravel().astype(np.float32), from_pandas=True),
+    }
+    return pa.table(columns)
+
+
+def features_of(closes: _Floats) -> _Floats:
+    """The features of each date and asset, from closes up to that date only.
+
+    ``return_1``, ``return_5``, ``return_20``: return over that many dates. ``volatility_20``: standard deviation of the
+    last 20 daily returns. ``distance_high_60``: close over the highest of the last 60 closes, minus 1. Each is then
+    standardised across the assets of its date (mean 0, standard deviation 1; all 0 where the assets do not differ), so
+    that no feature's scale drifts over the years.
+
+    Shapes: (D, A) in, (D, A, 5) out, in the order of `FEATURES`; NaN on the first `HISTORY_DATES` - 1 dates.
+    """
+    features = np.full((*closes.shape, len(FEATURES)), np.nan)
+    num_dates = len(closes)
+    if num_dates < HISTORY_DATES:
+        return features
+    begin = HISTORY_DATES - 1
+    for number, span in enumerate((1, 5, 20)):
+        features[begin:, :, number] = closes[begin:] / closes[begin - span : num_dates - span] - 1
+    # Windows, not running sums: a rounding error of the past would leak from date to date.
+    daily = closes[begin - 19 :] / closes[begin - 20 : -1] - 1
+    features[begin:, :, 3] = sliding_window_view(daily, 20, axis=0).std(axis=-1)
+    features[begin:, :, 4] = closes[begin:] / sliding_window_view(closes, HISTORY_DATES, axis=0).max(axis=-1) - 1
+    known = features[begin:]
+    known -= known.mean(axis=1, keepdims=True)
+    spread = known.std(axis=1, keepdims=True)
+    # Equal values leave a spread of rounding errors, which would be blown up to 1.
+    np.divide(known, spread, out=known, where=spread > 1e-12)
+    known[np.broadcast_to(spread <= 1e-12, known.shape)] = 0.0
+    return features
+
+
+def _prices_path() -> Path:
+    spec = importlib.util.find_spec("skfolio")
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingExtraError.of("skfolio", "ranker", "the ranker's price data")
+    return Path(spec.submodule_search_locations[0], "datasets", "data", "sp500_dataset.csv.gz")

@@ -1,0 +1,163 @@
+"""Generated markets: the planted rank IC is there, they are the same each time, and they say what they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from memfit.errors import UsageError
+from memfit.evaluation import rank_ic
+from memfit_workloads.ranker.market import SIGNAL_DATES, Market, planted_signal, read_market, write_market
+
+SMALL = Market(num_dates=60, num_assets=40, num_features=3, turnover=0.5, seed=3)
+
+
+def written(path: Path, market: Market, **options: int) -> pa.Table:
+    write_market(path / "market.parquet", market, **options)
+    return pq.read_table(path / "market.parquet")
+
+
+def dense(table: pa.Table, market: Market, column: str) -> np.ndarray:
+    return table.column(column).to_numpy().reshape(market.num_dates, market.num_assets)
+
+
+@pytest.mark.parametrize("planted", [-0.3, 0.0, 0.05, 0.6])
+def test_the_measured_rank_ic_of_the_signal_is_the_planted_one(tmp_path: Path, planted: float) -> None:
+    market = Market(400, 500, 1, information_coefficient=planted, horizon=1, turnover=0.0, seed=1)
+    table = written(tmp_path, market)
+    signal = planted_signal(dense(table, market, "f00"))
+    measured = rank_ic(signal, dense(table, market, "target")[SIGNAL_DATES - 1 :])
+    # Each date's rank IC has a standard deviation of at most 1 / sqrt(assets - 1); take four of the mean's.
+    assert np.nanmean(measured) == pytest.approx(planted, abs=4 / np.sqrt(499 * 395))
+    assert np.isnan(measured).tolist() == [False] * 395 + [True]
+
+
+def test_one_date_of_the_feature_finds_only_a_part_of_the_signal(tmp_path: Path) -> None:
+    market = Market(400, 500, 1, information_coefficient=0.4, horizon=1, turnover=0.0, seed=1)
+    table = written(tmp_path, market)
+    measured = np.nanmean(rank_ic(dense(table, market, "f00"), dense(table, market, "target")))
+    assert measured == pytest.approx(0.4 / np.sqrt(SIGNAL_DATES), abs=0.02)
+
+
+def test_shuffled_targets_have_no_rank_ic(tmp_path: Path) -> None:
+    market = Market(400, 500, 1, information_coefficient=0.6, horizon=1, turnover=0.0, seed=1)
+    table = written(tmp_path, market)
+    signal = planted_signal(dense(table, market, "f00"))[:-1]
+    targets = np.random.default_rng(0).permuted(dense(table, market, "target")[SIGNAL_DATES - 1 : -1], axis=1)
+    assert abs(rank_ic(signal, targets).mean()) < 4 / np.sqrt(499 * 395)
+
+
+def test_features_without_the_signal_have_no_rank_ic(tmp_path: Path) -> None:
+    market = Market(400, 500, 2, information_coefficient=0.6, horizon=1, turnover=0.0, seed=1)
+    table = written(tmp_path, market)
+    measured = rank_ic(dense(table, market, "f01"), dense(table, market, "target"))[:-1]
+    assert abs(measured.mean()) < 4 / np.sqrt(499 * 399)
+
+
+def test_labels_overlap_over_the_horizon_and_not_beyond(tmp_path: Path) -> None:
+    market = Market(300, 500, 1, information_coefficient=0.0, horizon=4, turnover=0.0, seed=2)
+    targets = dense(written(tmp_path, market), market, "target")[:-4]
+    assert np.isfinite(targets).all()
+    assert targets.std() == pytest.approx(1, abs=0.01)
+    for lag in range(1, 7):
+        measured = np.corrcoef(targets[lag:].ravel(), targets[:-lag].ravel())[0, 1]
+        assert measured == pytest.approx(max(0, 1 - lag / 4), abs=0.02)
+
+
+def test_the_last_dates_have_no_target_and_all_others_have_one(tmp_path: Path) -> None:
+    table = written(tmp_path, SMALL)
+    dates = np.unique(table.column("date").to_numpy())
+    open_dates = np.unique(table.filter(table.column("target").is_null()).column("date").to_numpy())
+    assert open_dates.tolist() == dates[-SMALL.horizon :].tolist()
+
+
+def test_the_numbers_do_not_depend_on_the_row_groups(tmp_path: Path) -> None:
+    whole = written(tmp_path, SMALL)
+    for rows_per_group in (1, 7 * SMALL.num_assets + 1):
+        assert written(tmp_path, SMALL, rows_per_group=rows_per_group) == whole
+    assert pq.ParquetFile(tmp_path / "market.parquet").num_row_groups == 9  # 8 of 7 dates, and 4 left over
+
+
+def test_the_seed_alone_changes_the_numbers(tmp_path: Path) -> None:
+    first = written(tmp_path, SMALL)
+    assert written(tmp_path, SMALL) == first
+    other = written(tmp_path, replace(SMALL, seed=4))
+    assert other.column("f00").to_pylist()[:50] != first.column("f00").to_pylist()[:50]
+
+
+def test_no_two_dates_and_no_two_features_hold_the_same_numbers(tmp_path: Path) -> None:
+    market = replace(SMALL, turnover=0.0)
+    table = written(tmp_path, market)
+    columns = [dense(table, market, name) for name in (*market.feature_names, "target")]
+    rows = np.concatenate(columns)[: -market.horizon]  # the last dates have no target
+    assert len(np.unique(rows, axis=0)) == len(rows) == 4 * 60 - market.horizon
+
+
+def test_a_file_says_that_it_is_generated_and_from_what(tmp_path: Path) -> None:
+    path = tmp_path / "market.parquet"
+    write_market(path, SMALL)
+    assert pq.read_schema(path).metadata[b"memfit.generated"] == b"true"
+    assert read_market(path) == SMALL
+    pq.write_table(pa.table({"date": [1]}), path)
+    assert read_market(path) is None
+
+
+def test_assets_that_are_listed_late_or_delisted_have_no_rows_outside_their_time(tmp_path: Path) -> None:
+    table = written(tmp_path, SMALL)
+    assert len(table) == SMALL.num_rows < SMALL.num_dates * SMALL.num_assets
+    dates, day = np.unique(table.column("date").to_numpy(), return_inverse=True)
+    code = table.column("code").to_numpy(zero_copy_only=False)
+    rows = list(zip(day.tolist(), code.tolist(), strict=True))
+    assert rows == sorted(set(rows))  # by date and code, none twice
+    late = early = 0
+    for name in np.unique(code):
+        listed = day[code == name]
+        assert (np.diff(listed) == 1).all()  # one stretch, in order
+        late += listed[0] > 0
+        early += listed[-1] < len(dates) - 1
+    assert (late, early) == (10, 10)  # half of the assets, half of those at each end
+
+
+def test_a_market_without_turnover_has_every_row(tmp_path: Path) -> None:
+    market = replace(SMALL, turnover=0.0)
+    assert len(written(tmp_path, market)) == market.num_rows == 60 * 40
+
+
+def test_the_forecast_of_the_panel_is_the_size_of_its_arrays() -> None:
+    market = Market(num_dates=50, num_assets=30, num_features=7)
+    values, targets = np.empty((50, 30, 7), np.float32), np.empty((50, 30, 1), np.float32)
+    assert market.panel_bytes == values.nbytes + targets.nbytes
+
+
+def test_a_resized_market_has_at_least_the_bytes_asked_for_and_less_than_one_date_more() -> None:
+    market = Market(num_dates=10, num_assets=1000, num_features=64).resized(1 << 30)
+    assert 0 <= market.panel_bytes - (1 << 30) < 1000 * 65 * 4
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = written(tmp_path, SMALL)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_market(tmp_path / "market.parquet", replace(SMALL, seed=9))
+    monkeypatch.undo()
+    assert pq.read_table(tmp_path / "market.parquet") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["market.parquet"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"num_dates": 5}, {"num_assets": 1}, {"num_features": 0}, {"information_coefficient": 1.0}, {"horizon": 0},
+     {"turnover": 1.5}, {"seed": -1}],
+)  # fmt: skip
+def test_a_market_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(wrong))}="):
+        replace(SMALL, **wrong)
