@@ -44,7 +44,7 @@ from memfit.units import format_bytes, format_duration
 from memfit_workloads.ranker.job import RANKER, RankerParams
 
 NUM_FOLDS = 5
-NUM_ASSETS, NUM_FEATURES = 2048, 128
+NUM_ASSETS, NUM_FEATURES = 2048, 512
 #: No step may allocate more than this.
 MOST_BYTES = 12 << 30
 
@@ -105,11 +105,11 @@ def write_config(work: Path, gib: float) -> Path:
                 "num_features": NUM_FEATURES,
                 "information_coefficient": 0.1,
                 "horizon": 5,
-                "lookback": 8,
+                "lookback": 4,
             },
             "splits": {"n_splits": NUM_FOLDS, "embargo_size": 5},
-            "model": {"patch_size": 4, "width": 16, "num_heads": 2, "num_layers": 1},
-            "train": {"num_epochs": 1},
+            "model": {"patch_size": 2, "width": 16, "num_heads": 2, "num_layers": 1},
+            "train": {"num_epochs": 3},
         },
     }
     path = work / "config.yaml"
@@ -173,7 +173,14 @@ def run_memfit(command: Sequence[str], group: Group | None = None) -> dict[str, 
         process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE)
     else:
         process = group.run(command, stdout=subprocess.PIPE)
-    out, _ = process.communicate()
+    try:
+        out, _ = process.communicate()
+    except BaseException:
+        for number in (signal.SIGTERM, signal.SIGTERM):  # ask, then now: it leaves no job behind
+            process.send_signal(number)
+            time.sleep(1)
+        process.wait()
+        raise
     summary: dict[str, Any] = json.loads(out) if out.strip() else {}
     return summary | {"exit_code": process.returncode, "seconds": time.monotonic() - started}
 
@@ -185,7 +192,12 @@ def run_naive(config: Path, run: Path, group: Group) -> list[int]:
         group.run([sys.executable, __file__, "--naive", str(config), str(run), str(fold)], env=env)
         for fold in range(1, NUM_FOLDS + 1)
     ]
-    return [process.wait() for process in processes]
+    try:
+        return [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def differences(first: Path, second: Path) -> list[str]:
@@ -296,6 +308,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.naive:
         return naive_fold(Path(options.naive[0]), Path(options.naive[1]), int(options.naive[2]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if not os.access(options.cgroup, os.W_OK):
         raise SystemExit(f"{options.cgroup} cannot be written: this needs root and cgroup v1, or --cgroup for v2")
     work = options.work or Path(tempfile.mkdtemp(prefix="memfit-bench-"))

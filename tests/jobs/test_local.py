@@ -54,6 +54,24 @@ def test_the_allocator_can_be_left_alone(run_dir):
     assert wait_for_end(backend, "env").exit_code == 0
 
 
+def test_freed_memory_goes_back_to_the_kernel_unless_the_allocator_is_left_alone(run_dir):
+    code = (
+        "blocks, kept = [], []\n"
+        "for _ in range(3):\n"
+        "    for _ in range(600): blocks.append(bytearray(100_000)); kept.append(bytearray(2000))\n"
+        "    del blocks[:]\n"
+        "print([int(l.split()[1]) >> 10 for l in open('/proc/self/status') if l.startswith('RssAnon')][0])\n"
+    )
+    backend = LocalBackend(run_dir)
+    resident = {}
+    for name, tight in (("tight", True), ("loose", False)):
+        backend.submit(Job(name, command=(sys.executable, "-c", code), tight_malloc=tight))
+        assert wait_for_end(backend, name).state == "completed"
+        resident[name] = int((run_dir.job_dir(name) / "out.log").read_text())
+    assert resident["loose"] > 55
+    assert resident["tight"] < 25
+
+
 def test_peaks_are_told_by_the_phase_that_the_job_marked(run_dir):
     code = (
         "import time; from memfit.rundir import mark_phase\n"
