@@ -29,14 +29,14 @@ demo: install ## train the stock ranker's five folds side by side in one budget 
 	$(BIN)/memfit run src/memfit_workloads/ranker/config.yaml $(ARGS)
 
 test: install ## run the test suite; names what was skipped and why (ARGS are handed to pytest)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
-check: install ## check format, lint, types and import layers, and run the commands in README.md
+check: install ## check format, lint, types and import layers, and run the commands in the docs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/run_docs.py README.md
+	$(BIN)/python tools/run_docs.py README.md docs/workload.md
 
 format: install ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix

@@ -109,7 +109,7 @@ def write_config(work: Path, gib: float) -> Path:
             },
             "splits": {"n_splits": NUM_FOLDS, "embargo_size": 5},
             "model": {"patch_size": 2, "width": 16, "num_heads": 2, "num_layers": 1},
-            "train": {"num_epochs": 3},
+            "train": {"num_epochs": 2},
         },
     }
     path = work / "config.yaml"

@@ -284,6 +284,7 @@ class _Current:
     """This process's event file, opened at the first event; a forked child opens its own."""
 
     writer: EventWriter | None = None
+    said = False
 
 
 def current_run() -> tuple[RunDir, str] | None:
@@ -293,13 +294,21 @@ def current_run() -> tuple[RunDir, str] | None:
 
 
 def record(kind: str, **fields: Any) -> None:
-    """Append an event of this job's to the run directory; does nothing outside a run."""
+    """Append an event of this job's to the run directory; does nothing outside a run.
+
+    An event that cannot be written, on a full disk for example, is lost and said so once: it never fails the job.
+    """
     current = current_run()
     if current is None:
         return
-    if _Current.writer is None or _Current.writer.pid != os.getpid():
-        _Current.writer = EventWriter(current[0].events_dir, current[1])
-    _Current.writer.write(kind, **fields)
+    try:
+        if _Current.writer is None or _Current.writer.pid != os.getpid():
+            _Current.writer = EventWriter(current[0].events_dir, current[1])
+        _Current.writer.write(kind, **fields)
+    except OSError as error:
+        if not _Current.said:
+            _Current.said = True
+            print(f"memfit: events of this job are not recorded from here on: {error}", file=sys.stderr, flush=True)
 
 
 def mark_phase(name: str) -> None:

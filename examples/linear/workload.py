@@ -1,0 +1,78 @@
+"""A workload in one file: a linear model that predicts tomorrow from the last five days of eight random series."""
+
+import numpy as np
+import pyarrow as pa
+
+from memfit import config
+from memfit.data import DateBatches, Panel
+from memfit.evaluation import rank_ic_by_date, summarize_ic
+from memfit.pipeline import FoldContext, FoldWorkload, PrepareContext, Prepared
+from memfit.rundir import mark_phase
+from memfit.splits import PurgedKFold
+
+LOOKBACK = 5
+
+
+class Params(config.Settings):
+    num_dates: int = 200
+    num_epochs: int = 3
+    learning_rate: float = 0.05
+
+
+def make_table(params: Params) -> pa.Table:
+    """One row per date and series: what is known on the date (value), and what is known a day later (tomorrow)."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(params.num_dates + 1, 8)).cumsum(axis=0) * 0.1
+    dates = np.arange(params.num_dates).astype("datetime64[D]")
+    return pa.table({
+        "date": np.repeat(dates, 8),
+        "code": np.tile([f"series_{i}" for i in range(8)], params.num_dates),
+        "value": values[:-1].ravel(),
+        "tomorrow": (values[1:] - values[:-1]).ravel(),
+    })  # fmt: skip
+
+
+def prepare(context: PrepareContext, params: Params) -> Prepared:
+    """Build the panel once, and split its dates. The label of a date is known one date later: purge by 1."""
+    mark_phase("build")
+    panel = Panel.build(make_table(params), context.panels_dir, features=["value"], targets=["tomorrow"])
+    dates = np.arange(LOOKBACK - 1, len(panel.dates))  # those with a whole window
+    folds = PurgedKFold(n_splits=4, purged_size=1, embargo_size=2).split(panel.dates[dates])
+    return Prepared(panel, [(dates[train], dates[test]) for train, test in folds])
+
+
+def train_fold(context: FoldContext, params: Params) -> dict[str, float]:
+    """Runs in the fold's own process: only here is torch imported."""
+    import torch
+
+    from memfit import Trainer
+
+    def loss(model: torch.nn.Module, batch):  # a sum, and the weight that it is the sum of
+        error = model(torch.from_numpy(batch.windows)[:, :, 0]).squeeze(-1) - torch.from_numpy(batch.targets)
+        return (error**2).sum(), len(error)
+
+    train = DateBatches(context.panel, context.train_dates, lookback=LOOKBACK, target="tomorrow", shuffle_seed=1)
+    test = DateBatches(context.panel, context.test_dates, lookback=LOOKBACK, target="tomorrow")
+    torch.manual_seed(context.seed)
+    model = torch.nn.Linear(LOOKBACK, 1)
+    trainer = Trainer(
+        model,
+        loss=loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=params.learning_rate),
+        checkpoint_dir=context.checkpoint_dir,
+        seed=context.seed,
+    )
+    trainer.fit(train, test, num_epochs=params.num_epochs)
+    with torch.no_grad():
+        scores = [model(torch.from_numpy(batch.windows)[:, :, 0]).squeeze(-1).numpy() for batch in test]
+    dates = np.concatenate([np.full(len(batch.targets), batch.date_index) for batch in test])
+    _, ic = rank_ic_by_date(dates, np.concatenate(scores), np.concatenate([batch.targets for batch in test]))
+    return {"rank_ic": summarize_ic(ic).mean}
+
+
+LINEAR = FoldWorkload(
+    params=Params,
+    fingerprint=lambda params: config.fingerprint(params.num_dates),
+    prepare=prepare,
+    train_fold=train_fold,
+)
