@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from memfit.cli._budget import budget
 from memfit.cli._run import run
-from memfit.errors import MemfitError
+from memfit.errors import MemfitError, UsageError
 
 app = typer.Typer(
     help="Training that fits: plan, run, recover and explain the memory of PyTorch jobs.",
@@ -43,5 +44,24 @@ def main() -> None:
     try:
         app()
     except MemfitError as error:
-        print(f"memfit: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _end(error)
+    except OSError as error:
+        if error.errno is None or (error.filename is None and error.errno != errno.ENOSPC):
+            raise
+        _end(_refused(error))
+
+
+def _end(error: MemfitError) -> NoReturn:
+    print(f"memfit: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+def _refused(error: OSError) -> UsageError:
+    """What the operating system refused to do with a file, as an error of three parts."""
+    what = f"{error.filename or 'a file'}: {error.strerror}."
+    rule = f"the operating system refused it ({errno.errorcode.get(error.errno or 0, error.errno)})."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free space there, then run the same command again: it goes on where it stood"
+    else:
+        remedy = "make that path usable, or name another with --set runs_dir=... or --set panels_dir=..."
+    return UsageError(what, rule=rule, remedy=remedy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -65,7 +66,8 @@ def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, s
         env: The child's whole environment; this process's when None.
 
     Raises:
-        MemfitError: The one that the function raised, rebuilt; or one that quotes the child's last words.
+        MemfitError: The one that the function raised, rebuilt.
+        UsageError: For any other failure, with the place and the child's last words.
     """
     with tempfile.TemporaryDirectory(prefix="memfit-") as name:
         folder = Path(name)
@@ -78,11 +80,21 @@ def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, s
         error = read_json(folder / ERROR)
     if error is not None and error["memfit"]:
         raise _rebuilt(error)
-    raise MemfitError(
-        f"{target} ended with exit code {done.returncode}: {(error or {}).get('text') or 'no message'}",
-        rule="it runs in an interpreter of its own and must end with 0.",
-        remedy=f"read its last words:\n{done.stderr[-2000:].rstrip()}",
+    raise UsageError(
+        f"{_place(done.stderr) or target} failed: {(error or {}).get('text') or f'exit code {done.returncode}'}",
+        rule=f"{target} runs in an interpreter of its own and must end with 0.",
+        remedy=f"correct that code; its last words were:\n{done.stderr[-2000:].rstrip()}",
     )
+
+
+def _place(stderr: str) -> str:
+    """Where the last frame of a traceback lies, as ``file:line``; empty without one.
+
+    >>> _place('Traceback (most recent call last):\\n  File "/a/job.py", line 3, in f\\nValueError: x\\n')
+    '/a/job.py:3'
+    """
+    found = re.findall(r'^  File "(.+)", line (\d+)', stderr, re.MULTILINE)
+    return ":".join(found[-1]) if found else ""
 
 
 def _rebuilt(error: Mapping[str, Any]) -> MemfitError:

@@ -205,7 +205,14 @@ def run_fold(target: str, params: Mapping[str, Any], run_dir: str, fold: int, se
     )
     context.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     metrics = workload.train_fold(context, _read_params(workload, params))
-    return {name: float(value) for name, value in metrics.items()}
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"train_fold of {target} returned {metrics!r:.200}: {error}.",
+            rule="a fold returns its metrics: a mapping of names to numbers.",
+            remedy="return for example {'rank_ic': 0.03}",
+        ) from error
 
 
 def _fold_seed(seed: int, fold: int) -> int:
