@@ -43,30 +43,30 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """A byte count as people read it: GiB from 1 GiB on, MiB below, KiB below 1 MiB.
+    """A byte count as people read it, in the largest unit of which there is at least one.
 
-    >>> format_bytes(1610612736), format_bytes(3 << 20), format_bytes(-2048), format_bytes(0)
-    ('1.50 GiB', '3.0 MiB', '-2.0 KiB', '0 B')
+    >>> format_bytes(1610612736), format_bytes(3 << 20), format_bytes(-2048), format_bytes(17)
+    ('1.50 GiB', '3.0 MiB', '-2.0 KiB', '17 B')
     """
-    size = abs(count)
-    sign = "-" if count < 0 else ""
-    if size >= TIB:
-        return f"{sign}{size / TIB:.2f} TiB"
-    if size >= GIB:
-        return f"{sign}{size / GIB:.2f} GiB"
-    if size >= MIB:
-        return f"{sign}{size / MIB:.1f} MiB"
-    return f"{sign}{size / KIB:.1f} KiB" if size else "0 B"
+    size, sign = abs(count), "-" if count < 0 else ""
+    if size < KIB:
+        return f"{sign}{size} B"
+    for factor, unit, digits in ((KIB, "KiB", 1), (MIB, "MiB", 1), (GIB, "GiB", 2)):
+        if round(size / factor, digits) < 1024:
+            return f"{sign}{size / factor:.{digits}f} {unit}"
+    return f"{sign}{size / TIB:.2f} TiB"
 
 
-def format_duration(seconds: float) -> str:
-    """A duration as people read it.
+def format_duration(seconds: float, *, short: bool = False) -> str:
+    """A duration as people read it; ``short`` leaves the seconds out from one hour on.
 
-    >>> format_duration(3.21), format_duration(3512), format_duration(14397)
-    ('3.2s', '58m 32s', '3h 59m 57s')
+    >>> format_duration(3.21), format_duration(3512), format_duration(14397), format_duration(14397, short=True)
+    ('3.2s', '58m 32s', '3h 59m 57s', '3h 59m')
     """
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes:02d}m {rest:02d}s" if hours else f"{minutes}m {rest:02d}s"
+    if hours:
+        return f"{hours}h {minutes:02d}m" if short else f"{hours}h {minutes:02d}m {rest:02d}s"
+    return f"{minutes}m {rest:02d}s"

@@ -1,76 +1,16 @@
-"""A real container for the tests of budgets: podman with runc, and the host's Python mounted read-only."""
-
-import os
-import shutil
-import subprocess
-import sys
-import tarfile
-import uuid
-from pathlib import Path
+"""Real containers for the tests of budgets."""
 
 import pytest
 
-import memfit
-
-# crun refuses hybrid layouts, and the default ulimits need a capability that test machines lack.
-_CONTAINERS_CONF = """\
-[containers]
-default_ulimits = ["nofile=20000:20000", "nproc=20000:20000"]
-[engine]
-runtime = "runc"
-cgroup_manager = "cgroupfs"
-events_logger = "file"
-"""
-_BUSYBOX = Path("/bin/busybox")
-
-
-def _base_image(folder: Path) -> Path:
-    """A root file system of busybox and of the empty folders that the host's are mounted at, as a tar file."""
-    tree = folder / "rootfs"
-    for name in ("bin", "proc", "sys", "dev", "etc", "tmp", "usr"):
-        (tree / name).mkdir(parents=True)
-    shutil.copy2(_BUSYBOX, tree / "bin/busybox")
-    for name in ("lib", "lib64"):
-        host = Path("/", name)
-        (tree / name).symlink_to(host.readlink()) if host.is_symlink() else (tree / name).mkdir()
-    path = folder / "base.tar"
-    with tarfile.open(path, "w") as archive:
-        for entry in sorted(tree.iterdir()):
-            archive.add(entry, arcname=entry.name)
-    return path
-
-
-def _mounts() -> list[str]:
-    """The folders of the host that its Python needs: libraries, its own prefixes, the packages and this one."""
-    packages = Path(memfit.__file__).resolve().parents[1]
-    system = [Path("/", name) for name in ("usr", "lib", "lib64") if not Path("/", name).is_symlink()]
-    wanted = dict.fromkeys([*system, Path(sys.base_prefix), Path(sys.prefix), packages])
-    outer = [path for path in wanted if not any(path.is_relative_to(other) for other in wanted if other != path)]
-    return [option for path in outer if path.exists() for option in ("-v", f"{path}:{path}:ro")]
+from memory.containers import NoContainersError
+from memory.containers import podman as run_podman
 
 
 @pytest.fixture(scope="session")
 def podman(tmp_path_factory):
     """Runs a command in a container by podman, as ``podman(*options, command=[...])``; gives its standard output."""
-    for tool in ("podman", "runc"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"needs {tool}: apt-get install --no-install-recommends podman runc busybox-static")
-    if os.geteuid() != 0 or not _BUSYBOX.exists():
-        pytest.skip("needs root and /bin/busybox (busybox-static)")
-    folder = tmp_path_factory.mktemp("podman")
-    (folder / "containers.conf").write_text(_CONTAINERS_CONF)
-    env = {**os.environ, "CONTAINERS_CONF": str(folder / "containers.conf")}
-    image = f"memfit-test-{uuid.uuid4().hex[:8]}:1"
-
-    def call(*words: str) -> str:
-        done = subprocess.run(["podman", *words], env=env, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def run(*options: str, command: list[str]) -> str:
-        python_path = f"PYTHONPATH={Path(memfit.__file__).resolve().parents[1]}"
-        return call("run", "--rm", "--network=none", "-e", python_path, *_mounts(), *options, image, *command)
-
-    call("import", str(_base_image(folder)), image)
-    yield run
-    call("rmi", "--force", image)
+    try:
+        with run_podman(tmp_path_factory.mktemp("podman")) as run:
+            yield run
+    except NoContainersError as reason:
+        pytest.skip(str(reason))

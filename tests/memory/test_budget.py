@@ -16,75 +16,39 @@ from memfit.memory._host import Swap, host_by_psutil
 from memfit.memory._limit import limit
 
 RECORDED = Path(__file__).parents[1] / "recorded"
+#: Per tree the binding limit, as ``tests/recorded/README.md`` says; ``benchmarks/budgets.py`` reads it too.
+EXPECTED = json.loads((RECORDED / "expected.json").read_text())
 GIB, MIB = 1 << 30, 1 << 20
-DOCKER = "4f66ad9a3c1b0e7d5a8b7c6d2e1f00998877665544332211ffeeddccbbaa0099"
-POD_SLICE = (
-    "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod0b5c7f2e_91d4_4c3a_8d27_6a1f3e5b9c04.slice"
-    " (Kubernetes pod 0b5c7f2e_91d4_4c3a_8d27_6a1f3e5b9c04)"
-)
-SCOPE = "/user.slice/user-1000.slice/user@1000.service/app.slice/run-r7e1.scope (systemd unit run-r7e1.scope)"
-
-# Tree, binding limit's name, its source, limit in bytes, headroom in bytes. The headroom was worked out by hand from
-# the tree's memory.stat (v1: total_rss + total_shmem + memory.kmem.usage_in_bytes; v2: anon + shmem + sock + kernel
-# without slab_reclaimable) or, for the host, is MemAvailable.
-BINDING = [
-    ("bare_host_v2", "MemAvailable", "/proc/meminfo", 3060563968, 2806358016),
-    (
-        "docker_v1",
-        "memory.limit_in_bytes",
-        f"cgroup v1 /docker/{DOCKER} (Docker container 4f66ad9a3c1b)",
-        400 * MIB,
-        348684288,
-    ),
-    (
-        "docker_v1_hidden_ancestor",
-        "hierarchical_memory_limit",
-        f"cgroup v1, a group hidden above /docker/{DOCKER}",
-        350 * MIB,
-        296222720,
-    ),
-    ("docker_v2", "memory.max", "cgroup v2 /", 512 * MIB, 508303280),
-    (
-        "docker_v2_host_namespace",
-        "memory.max",
-        f"cgroup v2 /system.slice/docker-{DOCKER}.scope (Docker container 4f66ad9a3c1b)",
-        512 * MIB,
-        508309648,
-    ),
-    ("hybrid_v1_nested", "memory.limit_in_bytes", "cgroup v1 /memfit-recorded", GIB, 1002954752),
-    ("kubernetes_v2", "memory.max", f"cgroup v2 {POD_SLICE}", 768 * MIB, 776719976),
-    ("lxc_v2", "MemAvailable", "/proc/meminfo (lxcfs: the container's)", 512 * MIB, 507875328),
-    ("namespace_above_mount_v2", "memory.max", "cgroup v2 /outer", 640 * MIB, 642509880),
-    ("slurm_v1", "memory.limit_in_bytes", "cgroup v1 /slurm_n1/uid_0/job_1 (Slurm job 1)", 500 * MIB, 470106112),
-    (
-        "slurm_v2",
-        "memory.max",
-        "cgroup v2 /system.slice/slurmstepd.scope/job_42 (Slurm job 42)",
-        1000 * MIB,
-        1019988136,
-    ),
-    ("systemd_user_scope_v2", "memory.high", f"cgroup v2 {SCOPE}", 600 * MIB, 600591616),
-    ("v2_limit_above_host", "MemAvailable", "/proc/meminfo", 3060563968, 2818080768),
-]
 
 
 def read(tree, **options):
     return Budget.read(root=RECORDED / tree, **{"env": {}, **options})
 
 
-@pytest.mark.parametrize(
-    ("tree", "name", "source", "limit_bytes", "headroom_bytes"), BINDING, ids=lambda value: str(value)[:28]
-)
-def test_in_each_recorded_tree_the_limit_that_leaves_least_binds(tree, name, source, limit_bytes, headroom_bytes):
-    budget = read(tree)
-    found = (budget.binding.name, budget.binding.source, budget.limit_bytes, budget.headroom_bytes)
-    assert found == (name, source, limit_bytes, headroom_bytes)
+@pytest.mark.parametrize("tree", EXPECTED)
+def test_in_each_recorded_tree_the_limit_that_leaves_least_binds(tree):
+    budget, fields = read(tree), ("name", "source", "limit_bytes", "headroom_bytes")
+    assert {name: getattr(budget.binding, name) for name in fields} == EXPECTED[tree]
+    assert (budget.limit_bytes, budget.headroom_bytes) == (budget.binding.limit_bytes, budget.binding.headroom_bytes)
     assert budget.headroom_bytes == min(one.headroom_bytes for one in budget.limits if one.binds)
 
 
 def test_every_recorded_tree_has_its_line_in_the_table():
     trees = {path.name for path in RECORDED.iterdir() if (path / "proc/meminfo").exists()}
-    assert trees == {row[0] for row in BINDING}
+    assert trees == set(EXPECTED)
+
+
+@pytest.mark.parametrize(("limit_bytes", "exit_code", "verdict"), [(512 * MIB, 0, "13 of 13"), (GIB, 1, "12 of 13")])
+def test_the_comparison_with_other_tools_finds_memfit_right_and_would_say_when_it_is_wrong(
+    tmp_path, limit_bytes, exit_code, verdict
+):
+    told = {**EXPECTED, "docker_v2": {**EXPECTED["docker_v2"], "limit_bytes": limit_bytes}}
+    (tmp_path / "expected.json").write_text(json.dumps(told))
+    program = Path(__file__).parents[2] / "benchmarks" / "budgets.py"
+    words = [sys.executable, str(program), "--recorded-only", "--expected", str(tmp_path / "expected.json")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == exit_code, done.stderr
+    assert f"memfit is right in {verdict} places" in done.stdout
 
 
 def test_a_limit_in_an_ancestor_is_seen_where_the_host_total_misleads():

@@ -61,7 +61,7 @@ def run(  # noqa: PLR0913 - one flag each
         live.close()
     run_dir = RunDir(result.path)
     if as_json:
-        typer.echo(json.dumps(summarize(run_dir), indent=2))
+        typer.echo(json.dumps(summarize(run_dir), indent=2, allow_nan=False))
     else:
         print_summary(run_dir, console)
     raise typer.Exit(result.exit_code)

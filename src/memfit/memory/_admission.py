@@ -24,7 +24,11 @@ def reservation_bytes(footprint: Footprint, slack: float = DEFAULT_SLACK) -> int
 
 @dataclass(frozen=True)
 class Claim:
-    """A running job's part of the budget: what it reserved and what it uses now, both private bytes."""
+    """A running job's part of the budget: what it reserved and what it uses now, both private bytes.
+
+    >>> Claim(100, 30).unused_bytes, Claim(100, 130).unused_bytes
+    (70, 0)
+    """
 
     reserved_bytes: int
     used_bytes: int
@@ -51,10 +55,12 @@ class Lendable:
 
     @classmethod
     def now(cls, headroom_bytes: int, reserve_bytes: int, claims: Mapping[str, Claim]) -> Lendable:
+        """The sum for a headroom and a reserve in bytes, and the claims of the jobs that run, by id."""
         return cls(headroom_bytes, reserve_bytes, sum(claim.unused_bytes for claim in claims.values()))
 
     @property
     def bytes(self) -> int:
+        """What may be lent; below 0 when more is promised than there is."""
         return self.headroom_bytes - self.reserve_bytes - self.unused_bytes
 
     def explain(self) -> str:

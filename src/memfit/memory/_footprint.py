@@ -36,7 +36,16 @@ class PhasePeak:
 class Footprint:
     """A job's memory: private and shared host bytes apart, device bytes by device, peaks by phase.
 
-    ``private_bytes`` is *non-reclaimable* memory (anonymous + shared memory + kernel). Host and device are never added.
+    Host and device are never added.
+
+    Attributes:
+        private_bytes: The peak of *non-reclaimable* memory (anonymous + shared memory + kernel) of the process tree.
+        shared_bytes: The peak of mapped file pages, each once.
+        device_bytes: Peaks of device memory by device UUID.
+        parts: What the private peak was made of, by name; beside it ``file`` and ``charged_peak``, which are no parts
+            of it.
+        phases: The peaks by phase, in order of appearance.
+        method: ``declared`` by a user or ``measured``.
 
     Example:
         >>> Footprint.declared("2GiB").private_bytes
@@ -69,7 +78,17 @@ class Footprint:
         return max(self.phases, key=lambda name: self.phases[name].private_bytes) if self.phases else None
 
     def merge(self, other: Footprint) -> Footprint:
-        """The larger of two measurements of jobs of the same kind, part by part and phase by phase."""
+        """The larger of two footprints of jobs of the same kind, part by part and phase by phase.
+
+        A measured one stands in for a declared one, which is only a hint.
+
+        >>> Footprint(100, shared_bytes=7).merge(Footprint(90, shared_bytes=8)).shared_bytes
+        8
+        >>> Footprint.declared("1GiB").merge(Footprint(100)).private_bytes
+        100
+        """
+        if self.method != other.method:
+            return self if self.method == "measured" else other
         names = [*self.phases, *(name for name in other.phases if name not in self.phases)]
         zero = PhasePeak(0)
         return Footprint(
@@ -78,7 +97,7 @@ class Footprint:
             device_bytes=_larger(self.device_bytes, other.device_bytes),
             parts=_larger(self.parts, other.parts),
             phases={n: _larger_phase(self.phases.get(n, zero), other.phases.get(n, zero)) for n in names},
-            method=self.method if self.method == other.method else "measured",
+            method=self.method,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,6 +106,11 @@ class Footprint:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Footprint:
+        """The footprint that ``to_dict`` gave.
+
+        >>> Footprint.from_dict(Footprint(100, phases={"train": PhasePeak(100)}).to_dict()).peak_phase
+        'train'
+        """
         phases = {name: PhasePeak(**peak) for name, peak in value.get("phases", {}).items()}
         return cls(**{**value, "phases": phases})
 

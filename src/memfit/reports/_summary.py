@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from memfit.reports._numbers import format_column
 from memfit.reports._run_view import JobRow, RunView, summarize_metrics
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
@@ -18,8 +21,24 @@ from memfit.units import format_bytes, format_duration
 _BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
 
 
+@dataclass(frozen=True)
+class _Column:
+    name: str
+    cells: list[str]
+    right: bool = True
+
+
 def summarize(run: RunDir) -> dict[str, Any]:
-    """The summary as JSON: budget, plan, panel, folds, metrics, durations, where everything lies."""
+    """The summary as JSON: budget, plan, panel, folds, metrics, durations, where everything lies.
+
+    Sizes are in bytes, durations in seconds; a metric that is not finite is null, as JSON has no word for it.
+
+    Example:
+        >>> import tempfile
+        >>> found = summarize(RunDir.create(Path(tempfile.mkdtemp()), "demo", "0" * 64))
+        >>> found["state"], found["folds"], found["wall_seconds"]
+        ('running', [], 0.0)
+    """
     view = RunView(run)
     view.read()
     rows = view.rows()
@@ -29,8 +48,8 @@ def summarize(run: RunDir) -> dict[str, Any]:
         "budget": dict(view.last("budget") or {}),
         "plan": view.plan,
         "panel": view.stage,
-        "most_at_once": view.most_at_once(),
-        "wall_seconds": _wall_seconds(view),
+        "most_at_once": view.most_at_once,
+        "wall_seconds": view.wall_seconds,
         "folds": [
             {
                 "job": row.status.job_id,
@@ -42,12 +61,19 @@ def summarize(run: RunDir) -> dict[str, Any]:
                 "cause": row.status.cause,
                 "attempt": row.status.attempt,
                 "log": str(run.job_dir(row.status.job_id) / "err.log"),
-                "metrics": dict(row.metrics),
+                "metrics": {name: _finite(value) for name, value in row.metrics.items()},
             }
             for row in rows
         ],
-        "metrics": {n: {"mean": m, "sd": sd, "n": k} for n, (m, sd, k) in summarize_metrics(rows).items()},
+        "metrics": {
+            name: {"mean": _finite(mean), "sd": _finite(sd), "n": num}
+            for name, (mean, sd, num) in summarize_metrics(rows).items()
+        },
     }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def print_summary(run: RunDir, console: Console) -> None:
@@ -58,8 +84,9 @@ def print_summary(run: RunDir, console: Console) -> None:
     console.print()
     for name, text in _facts(view):
         console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=True)
-    console.print()
-    console.print(_folds(rows))
+    for table in _tables(rows, console):
+        console.print()
+        console.print(table)
     for row in rows:
         if row.status.state in _BAD:
             log = _short(run.job_dir(row.status.job_id) / "err.log")
@@ -92,7 +119,7 @@ def _facts(view: RunView) -> list[tuple[str, str]]:
             f"{format_bytes(footprint['private_bytes'])} private at its peak, in phase {top} (measured on "
             f"{plan['measured_on']}); {format_bytes(footprint['shared_bytes'])} of mapped files beside it",
         ))  # fmt: skip
-        facts.append(("at once", f"{plan['why']}. {view.most_at_once()} ran at once"))
+        facts.append(("at once", f"{plan['why']}. {view.most_at_once} ran at once"))
     return facts
 
 
@@ -108,12 +135,13 @@ def _panel(stage: Mapping[str, Any]) -> str:
 
 def _places(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
     seconds = [row.seconds for row in rows if row.seconds is not None and row.status.ended]
-    took = f"{format_duration(_wall_seconds(view))} wall clock; the folds' own times add up to "
+    last = " of the last command" if view.num_commands > 1 else ""
+    took = f"{format_duration(view.wall_seconds)} wall clock{last}; the folds' own times add up to "
     places = [("time", took + format_duration(sum(seconds)))]
     if view.stage is not None:
         places.append(("panel", _short(Path(view.stage["panel"]))))
     places.append(("run", f"{_short(view.run.path)} ({view.run.state})"))
-    for name, what in (("kfold_results.feather", "the table above"), ("checkpoints", ""), ("jobs", "logs, memory")):
+    for name, what in (("kfold_results.feather", "the folds above"), ("checkpoints", ""), ("jobs", "logs, memory")):
         if (view.run.path / name).exists():
             places.append(("", f"  {name}" + (f" ({what})" if what else "")))
     return places
@@ -124,39 +152,52 @@ def _short(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _folds(rows: Sequence[JobRow]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", show_footer=False)
-    table.add_column("fold", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    for name in ("time", "peak", "reserved"):
-        table.add_column(name, justify="right", no_wrap=True)
-    summary = summarize_metrics(rows)
-    for name in summary:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        cells = [
-            row.status.job_id.removeprefix("fold_"),
-            row.status.state,
-            format_duration(row.seconds) if row.seconds is not None else "-",
-            format_bytes(row.status.peak_bytes) if row.status.peak_bytes else "-",
-            format_bytes(row.reserved_bytes) if row.reserved_bytes else "-",
-        ]
-        table.add_row(*cells, *(_number(row.metrics.get(name)) for name in summary))
-    num_done = max((n for _, _, n in summary.values()), default=0)
-    if num_done > 1:
-        table.add_row("mean", f"n = {num_done}", "", "", "", *(_number(mean) for mean, _, _ in summary.values()))
-        table.add_row("sd", "over folds", "", "", "", *(_number(sd) for _, sd, _ in summary.values()))
+def _tables(rows: Sequence[JobRow], console: Console) -> Iterator[Table]:
+    """The folds' table; where the console is too narrow for all of it, the metrics follow in tables of their own."""
+    folds = [row.status.job_id.removeprefix("fold_") for row in rows]
+    facts, metrics = _fact_columns(rows), _metric_columns(rows)
+    num = max((num for _, _, num in summarize_metrics(rows).values()), default=0)
+    labels = [f"mean of {num}", f"sd of {num}"] if num > 1 else []
+    names = _Column("fold", folds + labels, right=False)
+    padded = [replace(column, cells=column.cells + [""] * len(labels)) for column in facts]
+    if _fits([names, *padded, *metrics], console):
+        yield _table([names, *padded, *metrics])
+        return
+    yield _table([_Column("fold", folds, right=False), *facts])
+    while metrics:
+        most = next((n for n in range(len(metrics), 1, -1) if _fits([names, *metrics[:n]], console)), 1)
+        yield _table([names, *metrics[:most]])
+        metrics = metrics[most:]
+
+
+def _fits(columns: Sequence[_Column], console: Console) -> bool:
+    options = console.options.update(max_width=10_000)
+    return Measurement.get(console, options, _table(columns)).maximum <= console.width
+
+
+def _table(columns: Sequence[_Column]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column.name, justify="right" if column.right else "left", no_wrap=True)
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*cells)
     return table
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.4f}"
+def _fact_columns(rows: Sequence[JobRow]) -> list[_Column]:
+    return [
+        _Column("state", [row.status.state for row in rows], right=False),
+        _Column("time", ["-" if row.seconds is None else format_duration(row.seconds) for row in rows]),
+        _Column("peak", [format_bytes(row.status.peak_bytes) if row.status.peak_bytes else "-" for row in rows]),
+        _Column("reserved", [format_bytes(row.reserved_bytes) if row.reserved_bytes else "-" for row in rows]),
+    ]
 
 
-def _wall_seconds(view: RunView) -> float:
-    """The last command's wall clock: from its start to the end that it wrote, or to now."""
-    ends = [e for e in view.events if e["kind"] == "run" and e["state"] not in ("started", "continued")]
-    end = float(ends[-1]["time"]) if ends and ends[-1]["time"] >= (view.started or 0) else time.time()
-    return end - (view.started or end)
+def _metric_columns(rows: Sequence[JobRow]) -> list[_Column]:
+    """One column for each metric: the folds' values, then mean and standard deviation when there are several."""
+    summary = summarize_metrics(rows)
+    several = max((num for _, _, num in summary.values()), default=0) > 1
+    return [
+        _Column(name, format_column([row.metrics.get(name) for row in rows], [mean, sd] if several else []))
+        for name, (mean, sd, _) in summary.items()
+    ]

@@ -1,0 +1,34 @@
+"""Numbers of unknown meaning as text: a metric may be a count, a share or a loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+
+def format_number(value: float) -> str:
+    """A metric's value: a count without decimals, else four of them, or an exponent where those would tell nothing.
+
+    >>> [format_number(value) for value in (545, 0.03712, -0.00002, 123456.7, 0.0)]
+    ['545', '0.0371', '-2.000e-05', '1.235e+05', '0.0000']
+    """
+    if isinstance(value, int):
+        return str(value)
+    if value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.3e}"
+    return f"{value:.4f}"
+
+
+def format_column(values: Iterable[float | None], statistics: Iterable[float | None]) -> list[str]:
+    """A metric's values over folds and then their statistics; of counts the statistics get one decimal.
+
+    >>> format_column([545.0, 544.0], [544.5, 0.7071])
+    ['545', '544', '544.5', '0.7']
+    >>> format_column([0.25, None], [0.25, None])
+    ['0.2500', '-', '0.2500', '-']
+    """
+    values = list(values)
+    if all(value is None or (math.isfinite(value) and value == int(value)) for value in values):
+        cells = ["-" if value is None else str(int(value)) for value in values]
+        return cells + ["-" if value is None else f"{value:.1f}" for value in statistics]
+    return ["-" if value is None else format_number(float(value)) for value in (*values, *statistics)]

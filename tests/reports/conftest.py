@@ -1,0 +1,104 @@
+"""A run directory made by hand, at fixed times of a fixed time zone."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from memfit.memory import Footprint, PhasePeak
+from memfit.rundir import RunDir, write_json
+
+#: 2026-11-21 09:00:00 in the time zone of the tests (UTC+1).
+START = 1795248000.0
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _a_fixed_time_zone(monkeypatch):
+    monkeypatch.setenv("TZ", "XXX-1")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Writes events, outcomes and results into a run directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "runs" / "demo" / "run_20261121_090000_0123abcd"
+    for name in ("events", "jobs", "checkpoints"):
+        (path / name).mkdir(parents=True)
+    write_json(path / "run.json", {"schema_version": 1, "experiment": "demo", "fingerprint": "0123abcd" * 8})
+
+    def event(at, kind, job=None, file="host-1-1", **fields):
+        with open(path / "events" / f"{file}.jsonl", "a") as lines:
+            lines.write(json.dumps({"time": START + at, "job": job, "kind": kind, **fields}) + "\n")
+
+    def job(job_id, state="completed", at=0, seconds=60.0, name="outcome.json", **fields):
+        (path / "jobs" / job_id).mkdir(exist_ok=True)
+        ended = None if state == "running" else START + at + seconds
+        known = {
+            "state": state,
+            "started": START + at,
+            "ended": ended,
+            "peak_bytes": 270 * MIB,
+            "cause": "",
+            "attempt": 1,
+        }
+        write_json(path / "jobs" / job_id / name, known | fields)
+
+    def result(job_id, **metrics):
+        write_json(path / "jobs" / job_id / "result.json", {"result": metrics})
+
+    def admit(at, job_id, num_running, reserved=300 * MIB, **fields):
+        why = "7.00 GiB may be lent"
+        event(at, "admit", job_id, reservation_bytes=reserved, num_running=num_running, why=why, **fields)
+
+    def end(at, job_id, state="completed", cause="", **fields):
+        event(at, "end", job_id, state=state, cause=cause, exit_code=0, **fields)
+
+    return SimpleNamespace(
+        run=RunDir.open(path), path=path, event=event, job=job, result=result, admit=admit, end=end, start=START
+    )
+
+
+@pytest.fixture
+def finished(made):
+    """Three folds: the first alone for an hour, then two side by side, of which one was killed for memory."""
+    limit = {"name": "memory.max", "source": "cgroup v2 /job", "limit_bytes": 8 * GIB}
+    budget = {"binding": limit, "limits": [limit], "headroom_bytes": 7 * GIB, "reserve_bytes": GIB, "promise": "none"}
+    made.event(0, "run", state="started", fingerprint="0123abcd" * 8)
+    made.event(1, "budget", **budget)
+    made.admit(2, "prepare", 1, None)
+    made.end(9, "prepare")
+    made.job("prepare", at=2, seconds=7)
+    made.admit(10, "fold_1", 1, None)
+    made.event(1000, "epoch", "fold_1", "host-2-2", epoch=1, num_epochs=2, train_loss=2.93071, num_steps=12)
+    made.event(1001, "footprint", job="fold_1", reservation_bytes=300 * MIB)
+    made.event(1002, "plan", why="2 of 3 at once (no more fit)", num_parallel=2)
+    made.admit(1003, "fold_2", 2, limit_bytes=8 * GIB, used_bytes=GIB, pss_bytes=512 * MIB)
+    made.event(1004, "wait", "fold_3", num_running=2, reason="it needs 300.0 MiB", arithmetic="1.0 MiB may be lent")
+    made.end(3522, "fold_1", limit_bytes=8 * GIB, used_bytes=600 * MIB, pss_bytes=270 * MIB)
+    made.admit(3523, "fold_3", 2)
+    made.end(4000, "fold_2", "out_of_memory", "killed by the kernel for memory in phase train")
+    made.end(7123, "fold_3")
+    made.event(7140, "run", state="failed")
+    made.job("fold_1", at=10, seconds=3512)
+    made.job("fold_2", "out_of_memory", at=1003, seconds=2997, cause="killed by the kernel for memory in phase train")
+    made.job("fold_3", at=3523, seconds=3600, peak_bytes=290 * MIB)
+    made.result("fold_1", rank_ic=0.0081, rank_ic_sd=0.326, icir=0.0249, num_dates=545.0, train_loss=2.9307)
+    made.result("fold_3", rank_ic=0.0333, rank_ic_sd=0.296, icir=0.1124, num_dates=544.0, train_loss=2.9434)
+    footprint = Footprint(270 * MIB, 140 * MIB, phases={"load": PhasePeak(200 * MIB), "train": PhasePeak(270 * MIB)})
+    write_json(made.path / "plan.json", {
+        "footprint": footprint.to_dict(), "measured_on": "fold_1", "why": "2 of 3 at once (no more fit)",
+        "reservation_bytes": 300 * MIB,
+    })  # fmt: skip
+    write_json(made.path / "checkpoints" / "stage_prepare.json", {
+        "panel": str(made.path.parents[2] / "panels" / "a5d5239e"), "panel_reused": False, "panel_changed": ["values"],
+        "panel_bytes": 3 * MIB, "num_dates": 2766, "num_assets": 20, "num_features": 5,
+        "first_date": "2012-01-03", "last_date": "2022-12-28", "folds": [{}, {}, {}],
+    })  # fmt: skip
+    write_json(made.path / "outcome.json", {"state": "failed", "exit_code": 4})
+    return made

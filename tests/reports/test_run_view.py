@@ -1,0 +1,205 @@
+"""A run read from its directory: in mid-run, continued, torn and with files missing."""
+
+import pytest
+
+from memfit.errors import DamagedError
+from memfit.reports import RunView
+from memfit.reports._run_view import summarize_metrics
+
+MIB = 1 << 20
+
+
+def view_of(made, at=0.0):
+    view = RunView(made.run, now=lambda: made.start + at)
+    view.read()
+    return view
+
+
+def step(made, at, epoch, step, num_steps=100, job="fold_1", **fields):
+    made.event(at, "step", job, "host-7-7", epoch=epoch, step=step, num_steps=num_steps, **fields)
+
+
+@pytest.fixture
+def training(made):
+    made.event(0, "run", state="started")
+    made.admit(0, "fold_1", 1)
+    made.job("fold_1", "running", name="status.json", used_bytes=200 * MIB, phase="train")
+    return made
+
+
+def test_the_time_left_is_the_epochs_left_at_the_mean_rate_so_far(training):
+    step(training, 100, 1, 1, num_epochs=4)
+    step(training, 199, 1, 100, num_epochs=4)
+    assert view_of(training, 199).row("fold_1").eta_seconds == pytest.approx(300)
+    # Validation between the epochs is part of the rate: 50 seconds of it for each epoch from here on.
+    step(training, 250, 2, 1, num_epochs=4)
+    eta = view_of(training, 250).row("fold_1").eta_seconds
+    assert eta == pytest.approx(2.99 * 150)
+    assert view_of(training, 260).row("fold_1").eta_seconds == pytest.approx(eta - 10)
+
+
+def test_epochs_alone_give_a_time_left_too(training):
+    training.event(10, "epoch", "fold_1", epoch=1, num_epochs=5)
+    assert view_of(training, 10).row("fold_1").eta_seconds is None
+    training.event(20, "epoch", "fold_1", epoch=2, num_epochs=5)
+    row = view_of(training, 25).row("fold_1")
+    assert (row.eta_seconds, row.epochs_done, row.num_epochs) == (25, 2, 5)
+
+
+def test_no_time_left_is_said_while_the_number_of_epochs_is_unknown(training):
+    step(training, 100, 1, 1)
+    step(training, 199, 1, 100)
+    assert view_of(training, 199).row("fold_1").eta_seconds is None
+
+
+def test_a_clock_that_jumps_gives_no_negative_time(training):
+    step(training, 100, 1, 1, num_epochs=2)
+    step(training, 50, 1, 50, num_epochs=2)
+    row = view_of(training, -100).row("fold_1")
+    assert row.seconds == 0
+    assert row.eta_seconds is None
+    step(training, 200, 1, 90, num_epochs=2)
+    assert view_of(training, 1e6).row("fold_1").eta_seconds == 0
+
+
+def test_after_a_resume_the_time_between_the_attempts_does_not_count(training):
+    step(training, 0, 1, 1, num_epochs=2)
+    step(training, 99, 1, 100, num_epochs=2)
+    training.event(5000, "run", state="continued")
+    training.admit(5001, "fold_1", 1)
+    step(training, 5100, 2, 1, num_epochs=2)
+    step(training, 5110, 2, 11, num_epochs=2)
+    assert view_of(training, 5110).row("fold_1").eta_seconds == pytest.approx(89)
+
+
+def test_steps_that_are_done_again_start_the_rate_anew(training):
+    step(training, 0, 2, 1, num_epochs=2)
+    step(training, 10, 2, 50, num_epochs=2)
+    step(training, 1000, 1, 1, num_epochs=2)
+    step(training, 1010, 1, 51, num_epochs=2)
+    row = view_of(training, 1010).row("fold_1")
+    assert row.epochs_done == pytest.approx(0.51)
+    assert row.eta_seconds == pytest.approx(29.8)
+
+
+def test_an_ended_fold_has_no_time_left(training):
+    step(training, 0, 1, 1, num_epochs=2)
+    step(training, 10, 1, 50, num_epochs=2)
+    training.job("fold_1", "failed", seconds=10)
+    assert view_of(training, 20).row("fold_1").eta_seconds is None
+
+
+def test_a_reader_that_looks_in_between_sees_what_a_reader_at_the_end_sees(training):
+    early = RunView(training.run, now=lambda: training.start + 20)
+    for at, number in ((1, 10), (2, 20), (3, 30)):
+        step(training, at, 1, number, num_epochs=2)
+        early.read()
+    assert early.row("fold_1") == view_of(training, 20).row("fold_1")
+
+
+def test_many_steps_are_not_kept(training):
+    for number in range(1, 101):
+        step(training, number, 1, number, num_epochs=2)
+    view = RunView(training.run, now=lambda: training.start)
+    assert len(view.read()) == 102
+    assert len(view._of_kind) == 3 and len(view._progress) == 1
+
+
+def test_a_fold_counts_for_what_its_like_took_while_it_ran_and_not_after(made):
+    made.admit(0, "fold_1", 1, None)
+    made.admit(1, "fold_2", 1, 100)
+    made.event(10, "footprint", job="fold_2", reservation_bytes=300)
+    made.job("fold_1", seconds=20)
+    made.event(30, "footprint", job="fold_2", reservation_bytes=500)
+    made.admit(40, "fold_3", 1, 500)
+    made.job("fold_2", "running", name="status.json")
+    made.job("fold_3", "running", name="status.json")
+    assert [row.reserved_bytes for row in view_of(made).rows()] == [300, 500, 500]
+
+
+def test_a_first_fold_of_unknown_size_has_reserved_nothing(made):
+    made.admit(0, "fold_1", 1, None)
+    made.job("fold_1", "running", name="status.json")
+    assert view_of(made).row("fold_1").reserved_bytes is None
+
+
+def test_the_most_at_once_counts_folds_of_the_last_command_that_admitted_any(made):
+    made.event(0, "run", state="started")
+    made.admit(1, "prepare", 9, None)
+    for number in (1, 2, 3):
+        made.admit(2, f"fold_{number}", number)
+    assert view_of(made).most_at_once == 3
+    made.event(3, "run", state="preempted")
+    made.event(4, "run", state="continued")
+    assert view_of(made).most_at_once == 3
+    made.admit(5, "fold_2", 1)
+    assert view_of(made).most_at_once == 1
+
+
+def test_the_wall_clock_is_the_last_commands(made):
+    assert view_of(made, 50).wall_seconds == 0
+    made.event(0, "run", state="started")
+    made.event(60, "run", state="preempted")
+    assert view_of(made, 1000).wall_seconds == 60
+    made.event(100, "run", state="continued")
+    assert view_of(made, 130).wall_seconds == 30
+    made.event(200, "run", state="completed")
+    view = view_of(made, 1000)
+    assert (view.wall_seconds, view.num_commands) == (100, 2)
+
+
+def test_a_command_that_was_refused_ended_with_its_last_event(made):
+    made.event(0, "run", state="started")
+    made.event(7, "wait", "fold_1", reason="x", arithmetic="")
+    (made.path / "outcome.json").write_text('{"state": "failed", "cause": "fold_1 needs 900 TiB"}')
+    assert view_of(made, 1000).wall_seconds == 7
+
+
+def test_folds_are_in_order_of_their_numbers_and_strange_folders_are_none(made):
+    for name in ("fold_10", "fold_2", "fold_1"):
+        made.job(name)
+    for name in ("fold_2.bak", "fold_", "fold_x", "prepare"):
+        (made.path / "jobs" / name).mkdir()
+    assert [row.status.job_id for row in view_of(made).rows()] == ["fold_1", "fold_2", "fold_10"]
+
+
+def test_a_torn_last_record_and_broken_lines_are_passed_over(made):
+    made.event(0, "run", state="started")
+    path = made.path / "events" / "host-1-1.jsonl"
+    path.write_text(path.read_text() + 'nonsense\n[1]\n{"time":1,"kin')
+    view = view_of(made)
+    assert view.started == made.start
+    with open(path, "a") as lines:
+        lines.write('d":"plan","job":null,"why":"late"}\n')
+    assert [event["why"] for event in view.read()] == ["late"]
+
+
+@pytest.mark.parametrize("name", ["plan.json", "checkpoints/stage_prepare.json", "jobs/fold_1/outcome.json",
+                                  "jobs/fold_1/result.json", "outcome.json", "events"])  # fmt: skip
+def test_a_reader_copes_with_a_missing_part(finished, name):
+    path = finished.path / name
+    if path.is_dir():
+        for file in path.iterdir():
+            file.unlink()
+    else:
+        path.unlink()
+    view = view_of(finished, 9000)
+    rows = view.rows()
+    assert [row.status.job_id for row in rows] == ["fold_1", "fold_2", "fold_3"]
+    assert rows[2].metrics["num_dates"] == 544
+    assert (view.plan is None) == (name == "plan.json")
+    assert (rows[0].metrics == {}) == (name in ("jobs/fold_1/result.json", "jobs/fold_1/outcome.json"))
+
+
+def test_a_file_that_was_changed_from_outside_is_named(finished):
+    (finished.path / "plan.json").write_text('{"why"')
+    with pytest.raises(DamagedError, match=r"plan\.json"):
+        _ = view_of(finished).plan
+
+
+def test_metrics_are_summed_up_over_the_folds_that_have_them(finished):
+    summary = summarize_metrics(view_of(finished).rows())
+    assert summary["num_dates"] == (544.5, pytest.approx(0.5**0.5), 2)
+    assert list(summary) == ["rank_ic", "rank_ic_sd", "icir", "num_dates", "train_loss"]
+    finished.job("fold_3", "failed")
+    assert summarize_metrics(view_of(finished).rows())["rank_ic"] == (0.0081, None, 1)
