@@ -117,6 +117,13 @@ def test_marks_go_to_the_run_that_the_environment_names_and_nowhere_outside_one(
     assert len(run.events()) == 1
 
 
+def test_no_field_can_overwrite_an_events_own_time_job_or_kind(tmp_path):
+    EventWriter(tmp_path, "fold_1").write("epoch", time=0.0, job="fold_9", loss=1.0)
+    (event,) = read_events(tmp_path)
+    assert (event["job"], event["kind"], event["loss"]) == ("fold_1", "epoch", 1.0)
+    assert event["time"] > 0
+
+
 def test_a_forked_child_writes_a_file_of_its_own(tmp_path):
     run = RunDir.create(tmp_path, "x", "ab" * 32)
     code = (

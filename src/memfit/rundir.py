@@ -118,8 +118,12 @@ class EventWriter:
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one event: ``time`` in Unix seconds, ``job``, ``kind`` and the fields given."""
-        record = {"time": time.time(), "job": self.job_id, "kind": kind, **fields}
+        """Append one event: ``time`` in Unix seconds, ``job``, ``kind`` and the fields given.
+
+        A writer of no job of its own, the supervisor's, names the job that an event is about in the field ``job``.
+        """
+        own = {"time": time.time(), "job": self.job_id or fields.get("job"), "kind": kind}
+        record = own | fields | own  # first in the line, and not to be overwritten
         os.write(self._descriptor, (json.dumps(record, separators=(",", ":")) + "\n").encode())
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ _FACTOR = {
     "g": GIB, "gib": GIB, "gb": 1000**3,
     "t": TIB, "tib": TIB, "tb": 1000**4,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{1,19})?)\s*([a-zA-Z]*)\s*")  # 19 digits: no machine has more bytes
 
 
 def parse_bytes(text: str | int) -> int:

@@ -52,7 +52,7 @@ def test_a_size_that_cannot_be_read_is_bad_usage(command, words, kind):
 
 
 def test_the_command_exits_with_2_and_the_three_parts_of_the_error():
-    words = [sys.executable, "-m", "memfit.cli", "budget", "--limit", "lots"]
+    words = [sys.executable, "-m", "memfit", "budget", "--limit", "lots"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "'lots' is not a size" in done.stderr

@@ -136,6 +136,86 @@ def test_a_job_whose_watcher_is_killed_is_ended_and_told_apart(run_dir):
     wait_until(lambda: not is_alive(child))
 
 
+def test_a_job_whose_watcher_and_supervisor_are_both_killed_ends_and_is_told_by_the_next(run_dir):
+    # A second attempt beside a first one that lives on would write into the same checkpoints.
+    first = LocalBackend(run_dir)
+    first.submit(sleeper("left"))
+    wait_until(lambda: read_status(run_dir, "left").state == "running")
+    child = json.loads((run_dir.job_dir("left") / "status.json").read_text())["pid"]
+    os.kill(shim_of(run_dir, "left"), signal.SIGKILL)
+    wait_until(lambda: not is_alive(child))
+    second = LocalBackend(run_dir)
+    assert not second.is_running("left")
+    assert read_status(run_dir, "left") == wait_for_end(first, "left")
+    assert wait_for_end(first, "left").state == "node_fail"
+
+
+def test_a_job_that_ends_while_it_is_taken_over_does_not_run_again(run_dir):
+    first = LocalBackend(run_dir)
+    first.submit(sleeper("brief"))
+    shim_of(run_dir, "brief")
+    second = LocalBackend(run_dir)
+    assert second.is_running("brief")
+    first.cancel("brief", now=True)
+    ended = wait_for_end(first, "brief")
+    second.submit(sleeper("brief"))
+    assert second.poll()["brief"] == ended
+    assert ended.attempt == 1
+
+
+def test_a_new_attempt_has_a_number_of_its_own_when_a_supervisor_was_killed_while_it_prepared_one(run_dir):
+    backend = LocalBackend(run_dir)
+    for attempt in (1, 2):
+        backend.submit(Job("again", command=(sys.executable, "-c", "raise SystemExit(3)")))
+        assert wait_for_end(backend, "again").attempt == attempt
+    folder = run_dir.job_dir("again")
+    (folder / "outcome.json").rename(folder / "outcome_2.json")
+    (folder / "shim.json").unlink()  # killed here
+    third = LocalBackend(run_dir)
+    third.submit(Job("again", command=(sys.executable, "-c", "pass")))
+    assert wait_for_end(third, "again").attempt == 3
+    assert json.loads((folder / "outcome_1.json").read_text())["attempt"] == 1
+
+
+def test_a_request_to_stop_reaches_a_watcher_that_was_taken_over_before_it_listened(run_dir):
+    first = LocalBackend(run_dir)
+    first.submit(sleeper("early"))
+    shim = shim_of(run_dir, "early")
+    file = run_dir.job_dir("early") / "shim.json"
+    kept = file.read_text()
+    file.unlink()  # as if it had not come so far
+    second = LocalBackend(run_dir)
+    second.submit(sleeper("early"))
+    second.cancel("early", now=True)
+    assert is_alive(shim) and second.poll()["early"].state != "cancelled"
+    file.write_text(kept)
+    assert wait_for_end(second, "early").state == "cancelled"
+    assert wait_for_end(first, "early").state == "cancelled"
+
+
+def test_a_series_that_cannot_be_written_costs_the_series_and_not_the_job(run_dir):
+    folder = run_dir.job_dir("full")
+    (folder / "memory.arrows").mkdir(parents=True)
+    backend = LocalBackend(run_dir)
+    backend.submit(Job("full", command=(sys.executable, "-c", "pass")))
+    assert wait_for_end(backend, "full").state == "completed"
+    assert "memory.arrows" in (folder / "shim.log").read_text()
+
+
+def test_phase_marks_are_followed_whatever_the_clock_and_strange_files_do(run_dir):
+    (run_dir.events_dir / "strange.jsonl").write_text("x\n")
+    (run_dir.events_dir / "a-b-c.jsonl").write_text("x\n")
+    code = (
+        "import time; time.time_ns = lambda: 10**18\n"  # an hour of the past, as after a clock that was set back
+        "from memfit.rundir import mark_phase\n"
+        "mark_phase('load'); time.sleep(0.8); mark_phase('train'); time.sleep(0.8)\n"
+    )
+    backend = LocalBackend(run_dir)
+    backend.submit(Job("phased", command=(sys.executable, "-c", code), phases=("load", "train")))
+    status = wait_for_end(backend, "phased")
+    assert (status.state, list(status.footprint.phases)) == ("completed", ["load", "train"])
+
+
 def test_a_job_that_is_asked_to_stop_and_does_not_is_ended_after_the_grace(run_dir, tmp_path):
     ready = tmp_path / "ready"
     code = f"import pathlib, signal, time; signal.signal(15, signal.SIG_IGN); pathlib.Path({str(ready)!r}).touch(); time.sleep(300)"

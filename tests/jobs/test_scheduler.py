@@ -21,9 +21,10 @@ class FakeMachine:
         (tmp_path / "proc/meminfo").write_text("MemTotal: 1048576 kB\nMemAvailable: 1048576 kB\n")
         self._budget = Budget.read(root=tmp_path, env={}, reserve_bytes=reserve)
         self._backend, self.limit, self.neighbour = backend, limit, 0
+        self.in_use_seen = 0
 
     def read(self, in_use_bytes: int) -> Budget:
-        self.in_use_seen = in_use_bytes
+        self.in_use_seen = max(self.in_use_seen, in_use_bytes)
         free = self.limit - self._backend.used_bytes - self.neighbour
         binding = replace(self._budget.binding, limit_bytes=self.limit, headroom_bytes=free)
         return replace(self._budget, limits=(binding,))
@@ -100,7 +101,7 @@ def test_a_users_cap_is_told_what_the_running_jobs_use(tmp_path):
     scheduler, _, machine, _ = make(tmp_path, scripts, limit=250, slack=0.0)
     scheduler.known = Footprint(100)
     scheduler.run()
-    assert machine.in_use_seen == 100
+    assert machine.in_use_seen == 200
 
 
 def test_a_neighbour_that_takes_memory_holds_jobs_back(tmp_path):
@@ -204,3 +205,25 @@ def test_a_request_to_stop_reaches_the_running_jobs_once_and_a_second_ends_them_
     statuses = scheduler.run(stop=stop, on_tick=tick)
     assert backend.cancelled == [("fold_1", False)]
     assert {name: status.state for name, status in statuses.items()} == {"fold_1": "preempted"}
+
+
+def test_jobs_that_still_run_are_taken_over_whatever_is_free(tmp_path):
+    # What they use is taken already: asking whether it fits once more would refuse a run that goes on.
+    scripts = {f"fold_{i}": FakeJob((100,) * 5) for i in range(1, 4)}
+    scheduler, backend, machine, events = make(tmp_path, scripts, limit=220, slack=0.0)
+    scheduler.known = Footprint(100)
+    machine.neighbour = 30
+    statuses = scheduler.run(still_running=["fold_2", "fold_3"])
+    assert backend.submitted == ["fold_2", "fold_3", "fold_1"]
+    assert backend.most_at_once == 2
+    assert {status.state for status in statuses.values()} == {"completed"}
+    assert [f["why"] for kind, f in events if kind == "admit"][:2] == ["it still runs and is taken over"] * 2
+
+
+def test_what_is_used_is_told_before_each_job_and_after_it(tmp_path):
+    scheduler, _, machine, events = make(tmp_path, {"a": FakeJob((100, 100))}, limit=1000)
+    machine.neighbour = 300
+    scheduler.run()
+    told = {kind: (f["limit_bytes"], f["pss_bytes"]) for kind, f in events if kind in ("admit", "end")}
+    assert told == {"admit": (1000, 0), "end": (1000, 0)}
+    assert all(f["used_bytes"] >= 0 for kind, f in events if kind in told)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -79,6 +80,22 @@ def test_how_folds_are_admitted_does_not_make_another_run(tiny):
     assert sorted(first.metrics) == ["fold_1"]
     assert second.statuses["fold_1"].attempt == 1
     assert len(second.metrics) == 3
+
+
+def test_the_table_holds_the_folds_of_all_commands(tiny):
+    config = tiny()
+    memfit.run(config, overrides=["folds=1"])
+    result = memfit.run(config, overrides=["folds=3"])
+    assert fold_table(result)["fold"].to_pylist() == [1, 3]
+    assert sorted(result.metrics) == ["fold_1", "fold_3"]
+
+
+def test_a_command_that_ends_by_an_error_says_so_in_its_events(tiny):
+    with pytest.raises(DoesNotFitError):
+        memfit.run(tiny("memory: {job: 900TiB}"))
+    [run_dir] = RunDir.all(Path("runs"), "tiny")
+    assert [e["state"] for e in run_dir.events() if e["kind"] == "run"] == ["started", "failed"]
+    assert run_dir.state == "failed"
 
 
 def test_the_resolved_config_is_itself_a_valid_input(tiny):

@@ -71,7 +71,8 @@ def explain(death: Death) -> tuple[State, str]:
         return ("completed", "") if death.has_result else ("failed", "ended with 0 but left no result")
     if death.returncode == StoppedError.exit_code:
         return "preempted", f"stopped after a checkpoint{where}; it goes on from there"
-    if death.stopped_by is not None:
+    # A SIGKILL while memfit waited for the end that it had asked for with SIGTERM is somebody else's.
+    if death.stopped_by == "SIGKILL" or (death.stopped_by and death.returncode != -signal.SIGKILL):
         return "cancelled", f"ended by memfit with {death.stopped_by}{where}, as asked"
     if death.returncode < 0:
         return _explain_signal(death, where)

@@ -95,6 +95,7 @@ class JobStatus:
         num_phases_passed: How many of the job's ``phases`` it has entered and left.
         used_bytes: Its non-reclaimable memory now.
         peak_bytes: The peak of that.
+        pss_bytes: The proportional sizes of its processes at the last sweep; 0 before the first and after its end.
         footprint: The measured footprint so far, or None before the first sample.
         started, ended: Unix seconds, or None.
         exit_code: The child's exit code; negative for a signal, as in ``subprocess``.
@@ -114,6 +115,7 @@ class JobStatus:
     exit_code: int | None = None
     cause: str = ""
     attempt: int = 1
+    pss_bytes: int = 0
 
 
 class Backend(Protocol):

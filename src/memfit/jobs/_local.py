@@ -66,6 +66,19 @@ class LocalBackend:
         self.run = run
         self.grace_seconds = grace_seconds
         self._submitted: dict[str, _Submitted] = {}
+        self._found_running: set[str] = set()
+        for status in (run.path / "jobs").glob(f"*/{STATUS}"):
+            # What died with its watcher while nobody looked is told so, and not as running for ever. Its processes
+            # ended with the watcher, and its process id may be another's by now.
+            if not (status.parent / OUTCOME).exists() and not self.is_running(status.parent.name):
+                self._settle(status.parent, f"its watcher died without a word (see {status.parent / 'shim.log'})")
+
+    def is_running(self, job_id: str) -> bool:
+        """Whether a job of this run's that anybody started runs now; ``submit`` then takes it over, ended or not."""
+        held = is_held(self.run.job_dir(job_id))
+        if held:
+            self._found_running.add(job_id)
+        return held
 
     def submit(self, job: Job) -> None:
         """Start a job's shim; a job of that id that still runs is taken over instead.
@@ -81,7 +94,8 @@ class LocalBackend:
             )
         folder = self.run.job_dir(job.id)
         folder.mkdir(parents=True, exist_ok=True)
-        if is_held(folder):
+        if job.id in self._found_running or is_held(folder):
+            self._found_running.discard(job.id)
             self._submitted[job.id] = _Submitted(int((read_json(folder / SHIM) or {"attempt": 1})["attempt"]), None)
             return
         attempt = _next_attempt(folder)
@@ -117,14 +131,14 @@ class LocalBackend:
             )
         number = signal.SIGQUIT if now else signal.SIGTERM
         folder = self.run.job_dir(job_id)
-        if submitted.shim is not None:
-            # Its handlers stand once it has written its file; before that a signal would end it without an outcome.
-            submitted.to_send = None if (folder / SHIM).exists() else number
-            if submitted.to_send is None:
-                submitted.shim.send_signal(number)
-            return
         shim = read_json(folder / SHIM)
-        if shim is not None and is_held(folder):
+        # Its handlers stand once it has written its file; before that a signal would end it without an outcome.
+        submitted.to_send = number if shim is None else None
+        if shim is None:
+            return
+        if submitted.shim is not None:
+            submitted.shim.send_signal(number)
+        elif is_held(folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(shim["pid"]), number)
 
@@ -152,9 +166,13 @@ class LocalBackend:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(int(last["pid"]), signal.SIGKILL)
         cause = f"its watcher died without a word (see {folder / 'shim.log'}); its processes were ended"
-        outcome = last | {"state": "node_fail", "cause": cause, "used_bytes": 0}
+        return to_status(job_id, self._settle(folder, cause))
+
+    def _settle(self, folder: Path, cause: str) -> dict[str, Any]:
+        last = read_json(folder / STATUS) or {}
+        outcome = last | {"state": "node_fail", "cause": cause, "used_bytes": 0, "pss_bytes": 0}
         write_json(folder / OUTCOME, outcome)
-        return to_status(job_id, outcome)
+        return outcome
 
 
 def is_held(folder: Path) -> bool:
@@ -171,8 +189,8 @@ def is_held(folder: Path) -> bool:
 
 def _next_attempt(folder: Path) -> int:
     """The next attempt's number; the last attempt's outcome is kept under its number."""
-    old = read_json(folder / OUTCOME)
-    last = int((old or read_json(folder / SHIM) or {"attempt": 0}).get("attempt", 0))
+    # What was ordered last counts: it stays whole when a supervisor is killed between the steps below.
+    old, last = read_json(folder / OUTCOME), int((read_json(folder / JOB) or {"attempt": 0})["attempt"])
     if old is not None:
         os.replace(folder / OUTCOME, folder / f"outcome_{last}.json")
     (folder / STATUS).unlink(missing_ok=True)
@@ -196,6 +214,7 @@ def to_status(job_id: str, found: Mapping[str, Any]) -> JobStatus:
         exit_code=found.get("exit_code"),
         cause=str(found.get("cause", "")),
         attempt=int(found.get("attempt", 1)),
+        pss_bytes=int(found.get("pss_bytes", 0)),
     )
 
 

@@ -8,7 +8,7 @@ lent is measured anew at every step, so a neighbour outside memfit that grows is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,7 +68,8 @@ class Scheduler:
         read_budget: Gives the budget as it is now.
         policy: How jobs are admitted.
         known: A footprint measured on an earlier job of this kind, or None.
-        say: Called with the kind and the fields of each event: ``admit``, ``wait``, ``footprint``, ``end``.
+        say: Called with the kind and the fields of each event: ``admit``, ``wait``, ``footprint``, ``end``. Around each
+            job (``admit``, ``end``) they hold what is used under the binding limit, in bytes.
         sleep: How to wait between two steps; a test passes a function that moves a fake backend on.
     """
 
@@ -98,17 +99,25 @@ class Scheduler:
         self._ticks_without_room = 0
 
     def run(
-        self, *, stop: StopRequest | None = None, on_tick: Callable[[], None] = lambda: None
+        self,
+        *,
+        stop: StopRequest | None = None,
+        on_tick: Callable[[], None] = lambda: None,
+        still_running: Collection[str] = (),
     ) -> dict[str, JobStatus]:
         """Run all jobs to their ends; the last status of every job that was started, by id.
 
         Args:
             stop: Lets the caller stop the run from a signal handler.
             on_tick: Called ten times a second, for a live view.
+            still_running: The ids of jobs that an earlier supervisor started and that run now: they are taken over
+                first, whatever is free, for what they use is taken already.
 
         Raises:
             DoesNotFitError: If the next job does not fit although no other runs, unless the policy forces it.
         """
+        for job in [job for job in self._waiting if job.id in still_running]:
+            self._start(job, self._needed(job, alone=False), "it still runs and is taken over")
         while True:
             self._poll()
             self._obey(stop.level if stop else 0)
@@ -131,7 +140,8 @@ class Scheduler:
             if status.footprint is not None and (self._has_passed(status) or self._outgrew(status)):
                 self._learn(job_id, status.footprint)
             if status.state in ENDED and before[job_id].state not in ENDED:
-                self.say("end", job=job_id, state=status.state, cause=status.cause, exit_code=status.exit_code)
+                ended = {"state": status.state, "cause": status.cause, "exit_code": status.exit_code}
+                self.say("end", job=job_id, **ended, **self._memory())
                 if status.state not in ("completed", "preempted", "cancelled") and self.policy.on_failure == "stop":
                     self._obey(1)
 
@@ -197,12 +207,20 @@ class Scheduler:
         return Lendable.now(budget.headroom_bytes, budget.reserve_bytes, claims)
 
     def _start(self, job: Job, reserved: int | None, why: str) -> None:
-        self._waiting.pop(0)
+        self._waiting.remove(job)
+        before = self._memory()
         self._why_waiting, self._ticks_without_room = "", 0
         self._reserved[job.id] = reserved
         self.backend.submit(job)
         self.statuses[job.id] = JobStatus(job.id, "pending")
-        self.say("admit", job=job.id, reservation_bytes=reserved, num_running=len(self._running()), why=why)
+        num_running = len(self._running())
+        self.say("admit", job=job.id, reservation_bytes=reserved, num_running=num_running, why=why, **before)
+
+    def _memory(self) -> dict[str, int]:
+        """What is used under the limit that binds now, and what the running jobs map (PSS), in bytes."""
+        running, binding = self._running(), self.read_budget(self._in_use_bytes()).binding
+        used = {"limit_bytes": binding.limit_bytes, "used_bytes": binding.used_bytes}
+        return used | {"pss_bytes": sum(status.pss_bytes for status in running)}
 
     def _wait(self, job: Job, reason: str, arithmetic: str = "") -> None:
         if reason != self._why_waiting:

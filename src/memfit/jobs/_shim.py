@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+from memfit.errors import DamagedError
 from memfit.jobs._child import ERROR, REQUEST, RESULT
 from memfit.jobs._death import Counters, Death, explain
 from memfit.memory import Sample, SeriesWriter, TreeMeter, nvml_reader
@@ -36,7 +37,7 @@ LOCK, STATUS, OUTCOME, SHIM, JOB = "lock", "status.json", "outcome.json", "shim.
 #: The shim's own exit code when another shim holds the job.
 BUSY = 4
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _OOM_SCORE_ADJ = 500
 
 
@@ -52,6 +53,7 @@ class _Watch:
     series: SeriesWriter | None
     attempt: int
     started: float
+    older: frozenset[Path]
     sample: Sample | None = None
     phase: str | None = None
     passed: list[str] = field(default_factory=list)
@@ -94,9 +96,8 @@ class _Watch:
     def _find_event_files(self) -> None:
         pids = {str(pid) for pid in self.meter.pids}
         for path in self.run.events_dir.glob("*.jsonl"):
-            writer, started = path.stem.split("-")[-2:]
-            # Event files bear their start in milliseconds; an older one belongs to a process id used before.
-            if path not in self.tails and writer in pids and int(started) / 1000 >= self.started - 1:
+            # A file that was there before the job belongs to a process id used before.
+            if path not in self.tails and path not in self.older and pids.intersection(path.stem.split("-")[-2:-1]):
                 self.tails[path] = EventTail(path)
 
     def _enter(self, phase: str) -> None:
@@ -113,6 +114,7 @@ class _Watch:
             "num_phases_passed": sum(phase in self.passed for phase in self.phases),
             "used_bytes": self.sample.private_bytes if self.sample else 0,
             "peak_bytes": footprint.private_bytes,
+            "pss_bytes": self.sample.pss_bytes if self.sample else 0,
             "footprint": footprint.to_dict(),
             "started": self.started,
             "ended": None,
@@ -163,15 +165,17 @@ def main(job_dir: Path) -> int:
 def _run(job: dict[str, Any], job_dir: Path, stop: _Stop) -> dict[str, Any]:
     """Start the job, watch it to its end, and explain that end."""
     attempt, started, before = int(job["attempt"]), time.time(), Counters.read()
+    run = RunDir(job_dir.parent.parent)
+    older = frozenset(run.events_dir.glob("*.jsonl"))
+    series = _open_series(job_dir / f"memory{'' if attempt == 1 else f'_{attempt}'}.arrows")
     with open(job_dir / "out.log", "ab") as out, open(job_dir / "err.log", "ab") as err:
         try:
             child = _start(job, job_dir, out, err)
         except OSError as error:
             cause = f"could not be started: {error.strerror or error} ({error.filename})"
             return {"state": "failed", "started": started, "ended": time.time(), "cause": cause, "attempt": attempt}
-    series = SeriesWriter(job_dir / f"memory{'' if attempt == 1 else f'_{attempt}'}.arrows")
     watch = _Watch(
-        run=RunDir(job_dir.parent.parent),
+        run=run,
         job_id=str(job["id"]),
         phases=tuple(job["phases"]),
         child=child,
@@ -179,13 +183,15 @@ def _run(job: dict[str, Any], job_dir: Path, stop: _Stop) -> dict[str, Any]:
         series=series,
         attempt=attempt,
         started=started,
+        older=older,
     )
     stopped_by = _follow(watch, job_dir, stop, float(job["grace_seconds"]))
     watch.observe()
     watch.write_series()
     num_left = _end_tree(watch)
-    with contextlib.suppress(OSError):
-        series.close()
+    if series is not None:
+        with contextlib.suppress(OSError):
+            series.close()
     death = Death(
         returncode=child.returncode,
         stopped_by=stopped_by,
@@ -199,8 +205,17 @@ def _run(job: dict[str, Any], job_dir: Path, stop: _Stop) -> dict[str, Any]:
     state, cause = explain(death)
     if num_left:
         cause = "; ".join(filter(None, (cause, f"{num_left} process(es) that it left running were ended")))
-    ended = {"state": state, "ended": time.time(), "exit_code": child.returncode, "used_bytes": 0, "cause": cause}
-    return watch.status() | ended
+    ended = {"state": state, "ended": time.time(), "exit_code": child.returncode, "cause": cause}
+    return watch.status() | ended | {"used_bytes": 0, "pss_bytes": 0}
+
+
+def _open_series(path: Path) -> SeriesWriter | None:
+    """The series of the job's memory, or None when it cannot be written: the job runs all the same."""
+    try:
+        return SeriesWriter(path)
+    except (OSError, DamagedError) as error:
+        print(f"no {path.name}: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def _start(job: dict[str, Any], job_dir: Path, out: IO[bytes], err: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -211,7 +226,13 @@ def _start(job: dict[str, Any], job_dir: Path, out: IO[bytes], err: IO[bytes]) -
         write_json(job_dir / REQUEST, {"target": job["target"], "arguments": job["arguments"]}, durable=False)
         command = [sys.executable, "-m", "memfit.jobs", "child", str(job_dir)]
     child = subprocess.Popen(
-        command, env=os.environ | job["env"], stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        command,
+        env=os.environ | job["env"],
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        start_new_session=True,
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
     )
     # When memory does run out, let the kernel take a job and never the shim, the supervisor or a stranger.
     with contextlib.suppress(OSError):
@@ -263,6 +284,11 @@ def _waiter(child: subprocess.Popen[bytes]) -> Callable[[float], bool]:
         return False
 
     return wait
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end the job when its watcher dies, so that no later attempt runs beside it (Linux only)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def _become_subreaper() -> None:

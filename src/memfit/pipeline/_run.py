@@ -98,18 +98,37 @@ def run(
         UsageError: If the config, the data or the split is bad, or another process runs this run.
         DoesNotFitError: If a fold does not fit the budget even alone.
         JobFailedError: If the panel could not be prepared.
+
+    Example:
+        A config names its workload; ``docs/workload.md`` writes one::
+
+            result = memfit.run("examples/linear/config.yaml", overrides=["folds=1-2"])
+            result.metrics["fold_1"]
+
+        What it cannot mean is refused before anything is made:
+
+        >>> from memfit.errors import ConfigError
+        >>> try:
+        ...     run({"experiment": "demo", "target": "workload:LINEAR", "fold": "1-2"})
+        ... except ConfigError as error:
+        ...     print(error.remedy)
+        did you mean 'folds'?
     """
     order = _resolve(source, overrides, os.environ if env is None else env, force)
     run_dir = None if new else _find(order)
     continued = run_dir is not None
     run_dir = run_dir or _create(order)
     with _alone(run_dir), _stoppable() as stop:
-        events = EventWriter(run_dir.events_dir)
+        (run_dir.path / "outcome.json").unlink(missing_ok=True)  # it runs again
+        if not (run_dir.path / "config.yaml").exists():  # new, or killed at birth
+            write_atomic(run_dir.path / "config.yaml", order.yaml)
+        events, state = EventWriter(run_dir.events_dir), "failed"
         try:
             events.write("run", state="continued" if continued else "started", fingerprint=order.fingerprint)
             result = _run_stages(order, run_dir, events, stop, view(run_dir) if view else lambda: None)
-            events.write("run", state=result.state)
+            state = result.state
         finally:
+            events.write("run", state=state)
             events.close()
     return result
 
@@ -155,9 +174,7 @@ def _find(order: _Order) -> RunDir | None:
 
 def _create(order: _Order) -> RunDir:
     facts = {"origins": dict(order.origins), "target": order.settings.target}
-    run_dir = RunDir.create(order.settings.runs_dir, order.settings.experiment, order.fingerprint, facts)
-    write_atomic(run_dir.path / "config.yaml", order.yaml)
-    return run_dir
+    return RunDir.create(order.settings.runs_dir, order.settings.experiment, order.fingerprint, facts)
 
 
 @contextmanager
@@ -216,22 +233,25 @@ def _run_stages(
             return _finish(run_dir, {}, stop)
         folds = parse_folds(order.settings.folds, len(stage["folds"]))
         jobs = [_fold_job(order, run_dir, fold) for fold in folds]
-        done = {job.id: status for job in jobs if (status := read_status(run_dir, job.id)).state == "completed"}
+        still_running = [job.id for job in jobs if backend.is_running(job.id)]  # asked first: one may end meanwhile
+        every = [f"fold_{fold}" for fold in range(1, len(stage["folds"]) + 1)]
+        done = {job_id: status for job_id in every if (status := read_status(run_dir, job_id)).state == "completed"}
         listener = _Listener(run_dir, events, order.settings, len(jobs), read_budget)
         scheduler = Scheduler(
             [job for job in jobs if job.id not in done],
             backend,
             read_budget,
             policy=_policy(order),
-            known=_known_footprint(run_dir),
+            known=_known_footprint(run_dir, order.settings),
             say=listener,
         )
-        statuses = scheduler.run(stop=stop, on_tick=tick)
+        statuses = done | scheduler.run(stop=stop, on_tick=tick, still_running=still_running)
     except MemfitError as error:
         write_json(run_dir.path / "outcome.json", {"state": "failed", "cause": error.what})
         raise
-    everything = {job.id: done.get(job.id) or statuses.get(job.id) or JobStatus(job.id, "pending") for job in jobs}
-    return _finish(run_dir, everything, stop)
+    # Folds of earlier commands count too: the table is the run's, not the command's.
+    statuses = {job.id: JobStatus(job.id, "pending") for job in jobs} | statuses
+    return _finish(run_dir, {job_id: statuses[job_id] for job_id in every if job_id in statuses}, stop)
 
 
 def _prepare(
@@ -255,7 +275,7 @@ def _prepare(
         "prepare", target=f"{_WORKLOAD}:run_prepare", arguments=arguments, env=order.env, phases=("load", "build")
     )
     statuses = Scheduler([job], backend, read_budget, policy=Policy(force=order.force), say=events.write).run(
-        stop=stop, on_tick=tick
+        stop=stop, on_tick=tick, still_running=["prepare"] if backend.is_running("prepare") else []
     )
     status = statuses.get("prepare")
     if status is None or status.state in ("cancelled", "preempted"):
@@ -298,10 +318,12 @@ def _policy(order: _Order) -> Policy:
     return Policy(most, settings.on_failure, settings.memory.slack, order.force)
 
 
-def _known_footprint(run_dir: RunDir) -> Footprint | None:
-    """What a fold of this run was measured to take before it was interrupted."""
+def _known_footprint(run_dir: RunDir, settings: RunConfig) -> Footprint | None:
+    """What a fold of this run was measured to take under an earlier command, with the same allocator."""
     decided = read_json(run_dir.path / "plan.json")
-    return Footprint.from_dict(decided["footprint"]) if decided else None
+    if decided is None or decided["tight_malloc"] != settings.memory.tight_malloc:
+        return None
+    return Footprint.from_dict(decided["footprint"])
 
 
 class _Listener:
@@ -341,7 +363,8 @@ class _Listener:
             # The measured job runs all the same; the scheduler holds the others back.
             self.events.write("plan", why=error.what)
             return
-        write_json(self.run_dir.path / "plan.json", decided.to_dict() | {"measured_on": job_id})
+        measured = {"measured_on": job_id, "tight_malloc": self.settings.memory.tight_malloc}
+        write_json(self.run_dir.path / "plan.json", decided.to_dict() | measured)
         self.events.write("plan", why=decided.explain(), num_parallel=decided.num_parallel)
 
 

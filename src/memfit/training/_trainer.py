@@ -171,7 +171,9 @@ class Trainer:
             loss_sum, weight = self._step(batch, f"epoch {epoch}, step {step} of {num_steps}")
             total += loss_sum
             weight_total += weight
-            self._record_step(step=step, num_steps=num_steps, epoch=epoch, loss=loss_sum / weight)
+            self._record_step(
+                step=step, num_steps=num_steps, epoch=epoch, num_epochs=plan.num_epochs, loss=loss_sum / weight
+            )
             if stop.noted and step < num_steps:
                 raise self._stopped(stop.noted, epoch=epoch - 1, step=step)
         if step == 0:

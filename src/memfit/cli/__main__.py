@@ -1,5 +1,0 @@
-"""``python -m memfit.cli``."""
-
-from memfit.cli import main
-
-main()
