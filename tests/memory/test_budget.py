@@ -219,7 +219,7 @@ def test_the_promise_names_the_permission_that_holds():
         "docker_v1": "none",
         "docker_v2": "none",
     }
-    assert "writable at /memfit-recorded/folds/fold_3" in by_tree["hybrid_v1_nested"].promise
+    assert "cgroup v1 /memfit-recorded/folds/fold_3 is writable" in by_tree["hybrid_v1_nested"].promise
     assert "mounted read-only" in by_tree["docker_v2"].promise
 
 

@@ -236,25 +236,21 @@ def _cpus(root: Path, env: Mapping[str, str]) -> tuple[int, str]:
 
 
 def _permission(root: Path, placement: _cgroup.Placement | None) -> tuple[Permission, str]:
-    """Which groups can be made here, and what holds with them."""
-    if placement and _cgroup.is_writable(root, placement):
-        version: Permission = "cgroup v2" if placement.version == 2 else "cgroup v1"
-        path = placement.groups[0].path
-        soft = (
-            "memory.high slows a job down before memory.max ends it" if placement.version == 2 else "hard limits only"
-        )
-        return version, (
-            f"{version}, writable at {path}: a job can get a group of its own, in which the kernel keeps its limit and "
-            f"counts its peak ({soft}). Admission by measured non-reclaimable bytes holds as well."
-        )
-    reason = "no control group with a memory controller is visible"
+    """Which groups can be made here, and what holds for jobs, in words."""
+    version: Permission = "none"
+    where = "no control group with a memory controller is visible"
     if placement:
-        reason = f"cgroup v{placement.version} {placement.groups[0].path} cannot be written by this user"
-        if placement.read_only:
-            reason = f"cgroup v{placement.version} is mounted read-only"
-    return "none", (
-        f"{reason}: no job can get a limit of its own from the kernel. Jobs are admitted by measured non-reclaimable "
-        "bytes and watched by sampling; growth between two samples can still meet the limits above."
+        where = f"cgroup v{placement.version} {placement.groups[0].path}"
+        if _cgroup.is_writable(root, placement):
+            version = "cgroup v2" if placement.version == 2 else "cgroup v1"
+            where = f"{where} is writable, but no walls are set up in it"
+        elif placement.read_only:
+            where = f"cgroup v{placement.version} is mounted read-only"
+        else:
+            where = f"{where} cannot be written by this user"
+    return version, (
+        "jobs are admitted by measured non-reclaimable bytes and watched by sampling; one that outgrows its like "
+        f"between two samples can still meet the limits above ({where})"
     )
 
 
