@@ -22,10 +22,10 @@ class FakeNvml:
         pass
 
     def __init__(self, gpus, *, library=True):
-        self.gpus, self.library, self.open = gpus, library, 0
+        self.gpus, self.has_library, self.open = gpus, library, 0
 
     def nvmlInit(self):
-        if not self.library:
+        if not self.has_library:
             raise self.NVMLError_LibraryNotFound("NVML Shared Library Not Found")
         self.open += 1
 

@@ -179,6 +179,15 @@ def test_while_the_panel_is_prepared_the_table_shows_that(made, budget):
     ]
 
 
+def test_the_table_shows_how_much_of_the_panel_is_built(made, budget):
+    made.admit(0, "prepare", 1, None)
+    made.job("prepare", "running", name="status.json", phase="build", used_bytes=50 * MIB)
+    made.event(3, "progress", "prepare", phase="build", done=459, total=1000)
+    view = RunView(made.run, now=lambda: made.start + 5)
+    view.read()
+    assert table_lines(view, budget, 80)[1].split()[:4] == ["prepare", "build", "45", "%"]
+
+
 def test_the_line_below_the_table_knows_the_cap_of_the_runs_config(made):
     made.event(0, "budget", binding={}, limits=[{"name": "MemAvailable"}, {"name": "cap", "limit_bytes": 64 * MIB}])
     made.job("fold_1", "running", name="status.json", used_bytes=24 * MIB)

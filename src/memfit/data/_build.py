@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -39,7 +40,7 @@ from memfit.data._source import (
     decode_numbers,
 )
 from memfit.errors import DataError
-from memfit.rundir import sync_folder
+from memfit.rundir import record, sync_folder
 from memfit.units import format_bytes
 
 #: Raise it whenever the same source and parameters would give other values: panels built before are then a miss.
@@ -132,7 +133,7 @@ def build_panel(
         _check_space(aside.parent, axes, spec, free_bytes(aside.parent))
         with _writing(aside, axes.num_bytes(spec)):
             aside.mkdir()
-            arrays = _write_arrays(aside, source, spec, axes, progress)
+            arrays = _write_arrays(aside, source, spec, axes, progress or _progress_events())
             if source.stamp() != stamp:
                 raise _source_changed()
             manifest = Manifest(fingerprint, key, axes.num_rows, arrays, _seal(aside))
@@ -247,7 +248,7 @@ def _check_space(directory: Path, axes: _Axes, spec: PanelSpec, free: int) -> No
 
 
 def _write_arrays(
-    aside: Path, source: Source, spec: PanelSpec, axes: _Axes, progress: Progress | None
+    aside: Path, source: Source, spec: PanelSpec, axes: _Axes, progress: Progress
 ) -> dict[str, dict[str, Any]]:
     layout = axes.layout(spec)
     arrays = {name: _create(aside / f"{name}.npy", dtype, shape) for name, (dtype, shape) in layout.items()}
@@ -274,16 +275,26 @@ def _create(path: Path, dtype: str, shape: tuple[int, ...]) -> np.memmap[Any, An
     return array
 
 
-def _scatter(
-    source: Source, spec: PanelSpec, axes: _Axes, arrays: Mapping[str, Array], progress: Progress | None
-) -> None:
+def _progress_events() -> Progress:
+    """Progress for whoever watches the run: an event at most twice a second; nothing outside a run."""
+    due = 0.0
+
+    def say(done: int, total: int) -> None:
+        nonlocal due
+        if time.monotonic() >= due or done == total:
+            due = time.monotonic() + 0.5
+            record("progress", phase="build", done=done, total=total)
+
+    return say
+
+
+def _scatter(source: Source, spec: PanelSpec, axes: _Axes, arrays: Mapping[str, Array], progress: Progress) -> None:
     """The second pass: each row into its cell."""
     num_cells = len(axes.dates) * len(axes.assets)
     cells = {name: array.reshape(num_cells, *array.shape[2:]) for name, array in arrays.items()}
     done = 0
     for batch in source.batches([spec.date, spec.asset, *spec.numbers]):
-        if progress is not None:
-            progress(done, axes.num_rows)
+        progress(done, axes.num_rows)
         cell = _cells_of(batch, spec, axes)
         _refuse_duplicates(cell, cells["present"], axes)
         cells["present"][cell] = True
@@ -293,8 +304,7 @@ def _scatter(
         done += batch.num_rows
     if done != axes.num_rows:
         raise _source_changed()
-    if progress is not None:
-        progress(done, axes.num_rows)
+    progress(done, axes.num_rows)
 
 
 def _cells_of(batch: pa.RecordBatch, spec: PanelSpec, axes: _Axes) -> npt.NDArray[np.int64]:

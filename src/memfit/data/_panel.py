@@ -98,7 +98,8 @@ class Panel:
             targets: Columns of numbers, kept apart from the features.
             dtype: ``float32``, ``float64`` or ``float16``.
             parameters: Whatever else the values depend on, as plain values; part of the fingerprint.
-            progress: Called by the process that builds with (rows done, rows in all) in the second pass.
+            progress: Called by the process that builds with (rows done, rows in all) in the second pass; in a job of
+                a run these are its events when None.
 
         Raises:
             DataError: If a column is not there, has the wrong type or a value that cannot be held, if a date and

@@ -141,6 +141,8 @@ def render(view: RunView, budget: Budget) -> RenderableType:
     rows = view.rows()
     preparing = not rows and view.last("admit", "prepare") is not None
     lines = [_cells(row) for row in ([view.row("prepare")] if preparing else rows)]
+    if preparing and (share := _share_done(view, lines[0][1])):
+        lines[0][1] = Text(share, style=_STYLE["running"])
     widths = [max(map(len, column)) for column in zip(_HEADINGS, *lines, strict=True)]
     gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= _COLUMNS else 1
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
@@ -170,6 +172,14 @@ def _cells(row: JobRow) -> list[str | Text]:
         format_duration(row.seconds, short=True) if row.seconds is not None else "-",
         format_duration(row.eta_seconds, short=True) if row.eta_seconds is not None else "-",
     ]
+
+
+def _share_done(view: RunView, phase: str | Text) -> str:
+    """The phase that the prepare job is in with the share of it that is done, such as ``build 45 %``."""
+    event = view.last("progress", "prepare")
+    if event is None or event["phase"] != str(phase) or not event["total"]:
+        return ""
+    return f"{event['phase'][:7]} {100 * event['done'] // event['total']} %"
 
 
 def _epochs(row: JobRow) -> str:

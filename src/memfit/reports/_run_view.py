@@ -29,6 +29,7 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "epoch": {"job": str, "epoch": int, "num_epochs": int},
     "step": {"job": str, "epoch": int, "step": int, "num_steps": int},
     "resume": {"job": str, "epoch": int},
+    "progress": {"job": str, "phase": str, "done": int, "total": int},
 }
 
 
