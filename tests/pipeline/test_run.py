@@ -48,6 +48,10 @@ def test_five_folds_are_trained_measured_tabled_and_kept(tiny):
     assert max(event["num_running"] for event in admitted.values()) >= 4
     assert "may be lent" in admitted["fold_2"]["why"]
 
+    # What was forecast from the first fold is what the others took.
+    peaks = [status.peak_bytes for status in result.statuses.values()]
+    assert all(0.8 * decided["footprint"]["private_bytes"] <= peak <= decided["reservation_bytes"] for peak in peaks)
+
     # The same command shows the finished run, and opens the panel that is there.
     again = memfit.run(config)
     assert (again.path, again.metrics) == (result.path, result.metrics)
