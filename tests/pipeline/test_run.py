@@ -246,3 +246,20 @@ def test_the_supervisor_loads_no_heavy_module(tiny):
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_a_fold_that_does_not_exist_leaves_the_finished_run_as_it_is(tiny):
+    config = tiny()
+    result = memfit.run(config)
+    with pytest.raises(ConfigError, match="names no fold"):
+        memfit.run(config, overrides=["folds=9"])
+    assert RunDir(result.path).state == "completed"
+
+
+def test_a_finished_fold_whose_result_is_gone_is_trained_again(tiny):
+    config = tiny()
+    result = memfit.run(config)
+    (result.path / "jobs/fold_2/result.json").unlink()
+    again = memfit.run(config)
+    assert again.metrics == result.metrics
+    assert again.statuses["fold_2"].attempt == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -55,6 +57,7 @@ def run(  # noqa: PLR0913 - one flag each
     overrides = [*(f"{name}={value}" for name, value in flags.items() if value is not None), *(set_ or [])]
     console = _console(stderr=as_json)
     live = LiveRun(console)
+    _survive_hangup()
     try:
         result = run_config(config, overrides=overrides, new=new, force=force, view=live.show)
     finally:
@@ -67,9 +70,31 @@ def run(  # noqa: PLR0913 - one flag each
     raise typer.Exit(result.exit_code)
 
 
+class _Console(Console):
+    """A console whose reader may go: ``| head``, and a Ctrl-C that also ends ``| tee``, leave the run as it is."""
+
+    def on_broken_pipe(self) -> None:
+        _to_nowhere(2 if self.stderr else 1)
+
+
+def _to_nowhere(*descriptors: int) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor)
+    os.close(null)
+
+
+def _survive_hangup() -> None:
+    """Go on unseen when the terminal is closed; ``nohup`` stays as it is."""
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_DFL:
+        return
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+    signal.signal(signal.SIGHUP, lambda *_: _to_nowhere(*terminals))
+
+
 def _console(*, stderr: bool) -> Console:
     """A console that does not fold tables at 80 columns where the output goes to a file."""
-    console = Console(stderr=stderr, highlight=False)
+    console = _Console(stderr=stderr, highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, 120)
     return console

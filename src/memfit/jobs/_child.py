@@ -73,7 +73,15 @@ def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, s
         folder = Path(name)
         write_json(folder / REQUEST, {"target": target, "arguments": dict(arguments)}, durable=False)
         command = [sys.executable, "-m", "memfit.jobs", "child", str(folder)]
-        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            start_new_session=True,  # a second Ctrl-C is for the run, not for what writes its table
+        )
         result = read_json(folder / RESULT)
         if result is not None and done.returncode == 0:
             return result["result"]
@@ -130,7 +138,7 @@ def main(folder: Path) -> int:
         print(stopped, file=sys.stderr)
         write_json(folder / ERROR, describe_error(stopped))
         return stopped.exit_code
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, MemfitError):
             print(error, file=sys.stderr)
         else:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -170,7 +171,7 @@ class LocalBackend:
 
     def _settle(self, folder: Path, cause: str) -> dict[str, Any]:
         last = read_json(folder / STATUS) or {}
-        outcome = last | {"state": "node_fail", "cause": cause, "used_bytes": 0, "pss_bytes": 0}
+        outcome = last | {"state": "node_fail", "cause": cause, "used_bytes": 0, "pss_bytes": 0, "ended": time.time()}
         write_json(folder / OUTCOME, outcome)
         return outcome
 

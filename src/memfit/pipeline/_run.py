@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import filelock
 
 from memfit import config
-from memfit.errors import DoesNotFitError, JobFailedError, MemfitError, UsageError
+from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, MemfitError, UsageError
 from memfit.jobs import (
     Job,
     JobStatus,
@@ -119,6 +120,7 @@ def run(
     continued = run_dir is not None
     run_dir = run_dir or _create(order)
     with _alone(run_dir), _stoppable() as stop:
+        _check_folds(order, run_dir)
         (run_dir.path / "outcome.json").unlink(missing_ok=True)  # it runs again
         if not (run_dir.path / "config.yaml").exists():  # new, or killed at birth
             write_atomic(run_dir.path / "config.yaml", order.yaml)
@@ -131,6 +133,13 @@ def run(
             events.write("run", state=state)
             events.close()
     return result
+
+
+def _check_folds(order: _Order, run_dir: RunDir) -> None:
+    """Refuse a fold that there is not while what the run came to before still stands."""
+    with contextlib.suppress(DamagedError):  # prepare writes a damaged stage anew
+        if stage := read_json(run_dir.path / "checkpoints" / "stage_prepare.json"):
+            parse_folds(order.settings.folds, len(stage["folds"]))
 
 
 def _resolve(
@@ -235,7 +244,7 @@ def _run_stages(
         jobs = [_fold_job(order, run_dir, fold) for fold in folds]
         still_running = [job.id for job in jobs if backend.is_running(job.id)]  # asked first: one may end meanwhile
         every = [f"fold_{fold}" for fold in range(1, len(stage["folds"]) + 1)]
-        done = {job_id: status for job_id in every if (status := read_status(run_dir, job_id)).state == "completed"}
+        done = {job_id: status for job_id in every if (status := _finished(run_dir, job_id)) is not None}
         listener = _Listener(run_dir, events, order.settings, len(jobs), read_budget)
         scheduler = Scheduler(
             [job for job in jobs if job.id not in done],
@@ -252,6 +261,13 @@ def _run_stages(
     # Folds of earlier commands count too: the table is the run's, not the command's.
     statuses = {job.id: JobStatus(job.id, "pending") for job in jobs} | statuses
     return _finish(run_dir, {job_id: statuses[job_id] for job_id in every if job_id in statuses}, stop)
+
+
+def _finished(run_dir: RunDir, job_id: str) -> JobStatus | None:
+    """The status of a fold that is done: completed, and its result is there; one without it is trained again."""
+    status = read_status(run_dir, job_id)
+    has_result = status.state == "completed" and (run_dir.job_dir(job_id) / "result.json").exists()
+    return status if has_result else None
 
 
 def _prepare(
@@ -321,7 +337,7 @@ def _policy(order: _Order) -> Policy:
 def _known_footprint(run_dir: RunDir, settings: RunConfig) -> Footprint | None:
     """What a fold of this run was measured to take under an earlier command, with the same allocator."""
     decided = read_json(run_dir.path / "plan.json")
-    if decided is None or decided["tight_malloc"] != settings.memory.tight_malloc:
+    if decided is None or decided.get("tight_malloc") != settings.memory.tight_malloc:
         return None
     return Footprint.from_dict(decided["footprint"])
 
