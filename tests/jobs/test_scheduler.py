@@ -194,7 +194,7 @@ def test_when_the_first_job_fails_before_it_was_measured_the_next_one_is_measure
 
 def test_a_request_to_stop_reaches_the_running_jobs_once_and_a_second_ends_them_now(tmp_path):
     scripts = {f"fold_{i}": FakeJob((1,) * 100) for i in range(1, 4)}
-    scheduler, backend, _, _ = make(tmp_path, scripts, limit=100, max_parallel=1)
+    scheduler, backend, _, events = make(tmp_path, scripts, limit=100, max_parallel=1)
     stop, ticks = StopRequest(), []
 
     def tick() -> None:
@@ -204,6 +204,7 @@ def test_a_request_to_stop_reaches_the_running_jobs_once_and_a_second_ends_them_
 
     statuses = scheduler.run(stop=stop, on_tick=tick)
     assert backend.cancelled == [("fold_1", False)]
+    assert [(f["level"], f["num_running"]) for kind, f in events if kind == "stop"] == [(1, 1)]
     assert {name: status.state for name, status in statuses.items()} == {"fold_1": "preempted"}
 
 

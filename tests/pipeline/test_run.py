@@ -12,7 +12,7 @@ import pytest
 from pyarrow import feather
 
 import memfit
-from memfit.errors import ConfigError, DoesNotFitError, SplitError, UsageError
+from memfit.errors import ConfigError, DataError, DoesNotFitError, SplitError, UsageError
 from memfit.pipeline import parse_folds
 from memfit.rundir import RunDir
 from memfit.testing import is_alive, wait_until
@@ -57,6 +57,7 @@ def test_five_folds_are_trained_measured_tabled_and_kept(tiny):
     assert (again.path, again.metrics) == (result.path, result.metrics)
     assert json.loads((again.path / "checkpoints/stage_prepare.json").read_text())["panel_reused"] is True
     assert {status.attempt for status in again.statuses.values()} == {1}
+    assert [event["num_done"] for event in events_of(again, "done")] == [5]
 
     # One at a time gives the same numbers and tables.
     sequential = memfit.run(config, overrides=["max_parallel=1"], new=True)
@@ -82,6 +83,7 @@ def test_how_folds_are_admitted_does_not_make_another_run(tiny):
     second = memfit.run(tiny(), overrides=["folds=all", "max_parallel=2", "on_failure=stop"])
     assert second.path == first.path
     assert sorted(first.metrics) == ["fold_1"]
+    assert json.loads((second.path / "plan.json").read_text())["num_jobs"] == 3
     assert second.statuses["fold_1"].attempt == 1
     assert len(second.metrics) == 3
 
@@ -156,6 +158,12 @@ def test_an_unknown_variable_is_refused(tiny):
 def test_a_split_without_training_dates_is_refused_with_the_error_of_the_splitter(tiny):
     with pytest.raises(SplitError):
         memfit.run(tiny(num_dates=3))
+
+
+def test_a_panels_folder_that_is_none_is_refused_as_bad_input(tiny, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(DataError, match="the panel cannot be kept in"):
+        memfit.run(tiny("panels_dir: taken"))
 
 
 def test_a_declared_size_that_cannot_fit_is_refused(tiny):

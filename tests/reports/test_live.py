@@ -7,7 +7,7 @@ from rich.console import Console
 
 from memfit.memory import Budget
 from memfit.reports import LiveRun, RunView
-from memfit.reports._live import _read_budget, render
+from memfit.reports._live import _read_budget, describe, render
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -177,6 +177,15 @@ def test_while_the_panel_is_prepared_the_table_shows_that(made, budget):
         "5.0s",
         "-",
     ]
+
+
+def test_a_stop_says_what_happens_and_a_finished_run_that_nothing_is_left(made):
+    view = RunView(made.run)
+    asked, now = ({"time": 0.0, "kind": "stop", "level": level, "num_running": n} for level, n in ((1, 2), (2, 1)))
+    assert describe(asked, view) == "asking 2 running jobs to stop at a checkpoint; a second Ctrl-C ends them now"
+    assert describe(now, view) == "ending 1 running job now"
+    done = {"time": 0.0, "kind": "done", "num_done": 5}
+    assert describe(done, view) == "all 5 folds were done already; --new starts over"
 
 
 def test_the_table_shows_how_much_of_the_panel_is_built(made, budget):

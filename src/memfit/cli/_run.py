@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from memfit.errors import ConfigError
+from memfit.errors import ConfigError, StoppedError
 from memfit.pipeline import run as run_config
 from memfit.reports import LiveRun, print_summary, summarize
 from memfit.rundir import RunDir
@@ -67,6 +67,8 @@ def run(  # noqa: PLR0913 - one flag each
         typer.echo(json.dumps(summarize(run_dir), indent=2, allow_nan=False))
     else:
         print_summary(run_dir, console)
+        if result.exit_code == StoppedError.exit_code:
+            console.print("\nstopped; the same command goes on from here")
     raise typer.Exit(result.exit_code)
 
 

@@ -68,8 +68,8 @@ class Scheduler:
         read_budget: Gives the budget as it is now.
         policy: How jobs are admitted.
         known: A footprint measured on an earlier job of this kind, or None.
-        say: Called with the kind and the fields of each event: ``admit``, ``wait``, ``footprint``, ``end``. Around each
-            job (``admit``, ``end``) they hold what is used under the binding limit, in bytes.
+        say: Called with the kind and the fields of each event: ``admit``, ``wait``, ``footprint``, ``stop``, ``end``.
+            Around each job (``admit``, ``end``) they hold what is used under the binding limit, in bytes.
         sleep: How to wait between two steps; a test passes a function that moves a fake backend on.
     """
 
@@ -169,6 +169,7 @@ class Scheduler:
             return
         self._stop_level = level
         self._waiting.clear()
+        self.say("stop", level=level, num_running=len(self._running()))
         for status in self._running():
             self.backend.cancel(status.job_id, now=level > 1)
 

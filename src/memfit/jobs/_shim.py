@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -232,7 +233,7 @@ def _start(job: dict[str, Any], job_dir: Path, out: IO[bytes], err: IO[bytes]) -
         stdout=out,
         stderr=err,
         start_new_session=True,
-        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        preexec_fn=partial(_die_with, os.getpid()) if sys.platform == "linux" else None,
     )
     # When memory does run out, let the kernel take a job and never the shim, the supervisor or a stranger.
     with contextlib.suppress(OSError):
@@ -286,9 +287,11 @@ def _waiter(child: subprocess.Popen[bytes]) -> Callable[[float], bool]:
     return wait
 
 
-def _die_with_parent() -> None:
+def _die_with(watcher: int) -> None:
     """Have the kernel end the job when its watcher dies, so that no later attempt runs beside it (Linux only)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != watcher:  # it died before that held
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _become_subreaper() -> None:

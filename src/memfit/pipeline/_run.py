@@ -254,6 +254,10 @@ def _run_stages(
             known=_known_footprint(run_dir, order.settings),
             say=listener,
         )
+        if all(job.id in done for job in jobs):
+            events.write("done", num_done=len(jobs))
+        elif scheduler.known is not None:
+            listener.decide(scheduler.known, "an earlier command", 0)
         statuses = done | scheduler.run(stop=stop, on_tick=tick, still_running=still_running)
     except MemfitError as error:
         write_json(run_dir.path / "outcome.json", {"state": "failed", "cause": error.what})
@@ -358,13 +362,15 @@ class _Listener:
         self.settings = settings
         self.num_jobs = num_jobs
         self.read_budget = read_budget
+        self.num_parallel = 0
 
     def __call__(self, kind: str, **fields: Any) -> None:
         self.events.write(kind, **fields)
         if kind == "footprint":
-            self._decide(Footprint.from_dict(fields["footprint"]), str(fields["job"]), int(fields["in_use_bytes"]))
+            self.decide(Footprint.from_dict(fields["footprint"]), str(fields["job"]), int(fields["in_use_bytes"]))
 
-    def _decide(self, footprint: Footprint, job_id: str, in_use_bytes: int) -> None:
+    def decide(self, footprint: Footprint, measured_on: str, in_use_bytes: int) -> None:
+        """Write the plan that follows from a footprint; say so when it is another one than before."""
         most = None if self.settings.max_parallel == "auto" else self.settings.max_parallel
         try:
             decided = plan(
@@ -379,9 +385,11 @@ class _Listener:
             # The measured job runs all the same; the scheduler holds the others back.
             self.events.write("plan", why=error.what)
             return
-        measured = {"measured_on": job_id, "tight_malloc": self.settings.memory.tight_malloc}
+        measured = {"measured_on": measured_on, "tight_malloc": self.settings.memory.tight_malloc}
         write_json(self.run_dir.path / "plan.json", decided.to_dict() | measured)
-        self.events.write("plan", why=decided.explain(), num_parallel=decided.num_parallel)
+        if decided.num_parallel != self.num_parallel:
+            self.num_parallel = decided.num_parallel
+            self.events.write("plan", why=decided.explain(), num_parallel=decided.num_parallel)
 
 
 def _finish(run_dir: RunDir, statuses: Mapping[str, JobStatus], stop: StopRequest) -> RunResult:

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 
 from memfit import config
 from memfit.data import Panel
-from memfit.errors import SplitError, UsageError
+from memfit.errors import DataError, SplitError, UsageError
 from memfit.jobs import load_target
 from memfit.pipeline._config import RunConfig
 from memfit.rundir import RunDir, mark_phase, read_json, write_json
@@ -140,7 +140,16 @@ def run_prepare(target: str, params: Mapping[str, Any], run_dir: str, panels_dir
     """Build or open the panel, verify it, split its dates, and leave both for the folds as a stage."""
     mark_phase("load")
     workload, run = load_workload(target), RunDir(Path(run_dir))
-    done = workload.prepare(PrepareContext(Path(panels_dir)), _read_params(workload, params))
+    try:
+        done = workload.prepare(PrepareContext(Path(panels_dir)), _read_params(workload, params))
+    except OSError as error:
+        if error.filename is None or not Path(error.filename).is_relative_to(panels_dir):
+            raise
+        raise DataError(
+            f"the panel cannot be kept in {error.filename}: {error.strerror}.",
+            rule=f"panels are built below panels_dir ({panels_dir}), which must be a folder that can be written.",
+            remedy="make it writable, or name another: --set panels_dir=<folder>",
+        ) from error
     if not done.splits:
         raise SplitError(
             f"prepare of {target} gave no fold.",

@@ -101,6 +101,10 @@ def describe(event: Event, view: RunView) -> str:
         return f"{job} waits: {event['reason']}" + (f"; {event['arithmetic']}" if event["arithmetic"] else "")
     if kind == "plan":
         return str(event["why"])
+    if kind == "stop":
+        return _describe_stop(event)
+    if kind == "done":
+        return f"all {event['num_done']} folds were done already; --new starts over"
     if kind == "resume":
         return f"{job} goes on after epoch {event['epoch']}"
     if kind == "epoch":
@@ -113,6 +117,13 @@ def describe(event: Event, view: RunView) -> str:
         cause = f": {event['cause']}" if event["cause"] else ""
         return f"{job} {event['state']}{took}, peak {format_bytes(row.status.peak_bytes)}{_memory(event)}{cause}"
     return ""
+
+
+def _describe_stop(event: Event) -> str:
+    jobs = f"{event['num_running']} running job{'' if event['num_running'] == 1 else 's'}"
+    if event["level"] > 1:
+        return f"ending {jobs} now"
+    return f"asking {jobs} to stop at a checkpoint; a second Ctrl-C ends them now"
 
 
 def _memory(event: Event) -> str:

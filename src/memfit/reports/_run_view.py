@@ -29,6 +29,8 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "epoch": {"job": str, "epoch": int, "num_epochs": int},
     "step": {"job": str, "epoch": int, "step": int, "num_steps": int},
     "resume": {"job": str, "epoch": int},
+    "stop": {"num_running": int, "level": int},
+    "done": {"num_done": int},
     "progress": {"job": str, "phase": str, "done": int, "total": int},
 }
 
