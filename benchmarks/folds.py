@@ -10,8 +10,8 @@ What it does, in one run, on a generated market whose panel takes at least ``--g
 3. *memfit*: the same five folds under the same limit, panel built anew under it too.
 4. *Sequential*: the same folds one at a time, to compare every tensor and table bit for bit.
 
-Needs root and a writable cgroup v1 memory hierarchy (v2: a delegated group named by ``--cgroup``). It makes one group
-and removes it; it allocates at most the limit that it prints, about 3 GiB at the default size.
+Needs root and a writable cgroup v1 memory hierarchy (or, not tried yet, a v2 group named by ``--cgroup``). It makes a
+group and removes it; it allocates at most the limit that it prints, about 3 GiB at the default size.
 """
 
 from __future__ import annotations
