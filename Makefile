@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench-folds clean
+.PHONY: help install demo test test-vm check format bench-folds bench-stress bench-throughput clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,9 @@ demo: install ## train the stock ranker's five folds side by side in one budget 
 test: install ## run the test suite; names what was skipped and why (ARGS are handed to pytest)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
+test-vm: install ## run the tests that need cgroup v2 in a small virtual machine (needs root and QEMU; ARGS as above)
+	$(BIN)/python tests/vm/run.py $(ARGS)
+
 check: install ## check format, lint, types and import layers, and run the commands in the docs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -44,6 +47,12 @@ format: install ## format the code and fix what the linter can fix
 
 bench-folds: install ## naive folds against memfit's under one real memory limit (needs root and cgroup v1)
 	$(BIN)/python benchmarks/folds.py $(ARGS)
+
+bench-stress: install ## 300 jobs that burst, leak, lie and fork under one real limit (needs root and cgroup v1)
+	$(BIN)/python benchmarks/stress.py $(ARGS)
+
+bench-throughput: install ## 1,000 tiny commands by memfit map against xargs -P
+	$(BIN)/python benchmarks/throughput.py $(ARGS)
 
 clean: ## remove build outputs and caches; keeps .venv, runs and panels
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

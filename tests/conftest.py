@@ -1,6 +1,7 @@
 """Fixtures that several packages' tests share."""
 
 import os
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -34,6 +35,14 @@ def memory_group():
                 time.sleep(0.05)
         else:
             pytest.fail(f"{group} still holds processes: {(group / 'cgroup.procs').read_text().split()}")
+
+
+@pytest.fixture(autouse=True)
+def _alone_on_the_host(tmp_path_factory, monkeypatch):
+    """Each test has a folder for temporary files, and so a host-wide list of runs, of its own."""
+    folder = tmp_path_factory.mktemp("tmp")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
 
 @pytest.fixture(autouse=True)

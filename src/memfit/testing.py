@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import UsageError
-from memfit.jobs import ENDED, Backend, Job, JobStatus, State
+from memfit.jobs import ENDED, Backend, Grant, Job, JobStatus, State, Verdict
 from memfit.memory import Footprint
 from memfit.rundir import RunDir
 
@@ -26,90 +26,129 @@ class FakeJob:
 
     Attributes:
         bytes_by_step: Its private bytes at each step; it ends after the last.
-        passes_phases_at: The step from which it has passed all its phases.
+        settles_at: The step from which its footprint speaks for its like.
         state: How it ends.
+        ends: How its first attempts end; after these comes ``state``.
+        checkpoint_bytes: The size of the checkpoint that it reports at its first step.
     """
 
     bytes_by_step: tuple[int, ...] = (100,)
-    passes_phases_at: int = 0
+    settles_at: int = 0
     state: State = "completed"
+    ends: tuple[State, ...] = ()
+    checkpoint_bytes: int = 0
 
 
 class FakeBackend:
-    """A backend without processes: ``step`` moves all jobs on by one step.
+    """A backend without processes: ``wait`` moves all jobs on by one step, and its clock by a tenth of a second.
+
+    A job whose next step needs more than its wall, or than all may take together, stands still as in the kernel.
 
     Attributes:
         most_at_once: The most jobs that ran at the same time.
         peak_bytes: The most private bytes that they had together.
+        grants: The last grant of each job.
+        total_bytes: What all may take together, as it was said last.
 
     Example:
         >>> backend = FakeBackend({"a": FakeJob((10, 20))})
         >>> backend.submit(Job("a", command=("true",)))
-        >>> backend.step(); backend.poll()["a"].state
+        >>> backend.wait(0.1); backend.wait(0.1); backend.poll()["a"].state
         'running'
-        >>> backend.step(); backend.poll()["a"].state
+        >>> backend.wait(0.1); backend.poll()["a"].state
         'completed'
     """
 
     def __init__(self, scripts: Mapping[str, FakeJob]) -> None:
         self.scripts = dict(scripts)
         self.submitted: list[str] = []
+        self.jobs: dict[str, Job] = {}
         self.cancelled: list[tuple[str, bool]] = []
+        self.grants: dict[str, Grant | None] = {}
+        self.total_bytes: int | None = None
         self.most_at_once = 0
         self.peak_bytes = 0
-        self._jobs: dict[str, Job] = {}
+        self.now = 0.0
         self._at: dict[str, int] = {}
         self._status: dict[str, JobStatus] = {}
+
+    def clock(self) -> float:
+        """Seconds since the beginning; stands in for ``time.monotonic``."""
+        return self.now
 
     @property
     def used_bytes(self) -> int:
         """The private bytes of all that run."""
         return sum(status.used_bytes for status in self._status.values() if status.state not in ENDED)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, grant: Grant | None = None) -> None:
         """Start a scripted job."""
         status = self._status.get(job.id)
         if status is not None and status.state not in ENDED:
             raise UsageError(f"job {job.id} runs.", rule="a job never runs twice at once.", remedy="wait for its end")
         self.submitted.append(job.id)
-        self._jobs[job.id], self._at[job.id] = job, 0
+        self.jobs[job.id], self._at[job.id], self.grants[job.id] = job, -1, grant
         self._status[job.id] = self._at_step(job.id)
         self._count()
+
+    def resize(self, job_id: str, grant: Grant) -> None:
+        """Take note of a job's grant."""
+        self.grants[job_id] = grant
+
+    def cap(self, total_bytes: int) -> None:
+        """Take note of what all may take together."""
+        self.total_bytes = total_bytes
 
     def poll(self) -> dict[str, JobStatus]:
         """All statuses."""
         return dict(self._status)
 
-    def cancel(self, job_id: str, *, now: bool = False) -> None:
-        """End a job at once, as preempted or cancelled."""
+    def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
+        """End a job at once, as preempted or cancelled, or with the verdict."""
         if job_id not in self._status:
             raise UsageError(f"there is no job {job_id}.", rule="only a submitted job ends.", remedy="submit it first")
         self.cancelled.append((job_id, now))
         if self._status[job_id].state not in ENDED:
-            ended: State = "cancelled" if now else "preempted"
-            self._status[job_id] = replace(self._status[job_id], state=ended, used_bytes=0, ended=time.time())
+            verdict = verdict or Verdict("cancelled" if now else "preempted", "as asked")
+            ended = {"state": verdict.state, "cause": verdict.cause, "ended": self.now, "asked": True}
+            self._status[job_id] = replace(self._status[job_id], used_bytes=0, stalled=False, **ended)  # type: ignore[arg-type]
 
-    def step(self, seconds: float = 0.0) -> None:
-        """Move every running job on; stands in for a scheduler's ``sleep``."""
+    def wait(self, seconds: float) -> None:
+        """Move every running job on by one step."""
+        self.now += 0.1
         for job_id, status in self._status.items():
             if status.state not in ENDED:
-                self._at[job_id] += 1
-                self._status[job_id] = self._at_step(job_id)
+                grant, steps = self.grants[job_id], self.scripts[job_id].bytes_by_step
+                at = self._at[job_id] + 1
+                room = [grant.wall_bytes] if grant is not None else []
+                if self.total_bytes is not None and grant is not None:
+                    room.append(self.total_bytes - self.used_bytes + status.used_bytes)
+                if room and at < len(steps) and steps[at] > min(room):
+                    used = max(status.used_bytes, min(room))
+                    self._status[job_id] = replace(status, used_bytes=used, stalled=True)
+                else:
+                    self._at[job_id] = at
+                    self._status[job_id] = self._at_step(job_id)
         self._count()
 
     def _at_step(self, job_id: str) -> JobStatus:
-        script, job, at = self.scripts[job_id], self._jobs[job_id], self._at[job_id]
+        script, at, attempt = self.scripts[job_id], self._at[job_id], self.submitted.count(job_id)
+        if at < 0:
+            return JobStatus(job_id, "running", started=0.0, attempt=attempt)
         peak = max(script.bytes_by_step[: at + 1])
         over = at >= len(script.bytes_by_step)
+        state = script.ends[attempt - 1] if attempt <= len(script.ends) else script.state
         return JobStatus(
             job_id,
-            script.state if over else "running",
-            num_phases_passed=len(job.phases) if at >= script.passes_phases_at else 0,
+            state if over else "running",
+            settled=at >= script.settles_at,
             used_bytes=0 if over else script.bytes_by_step[at],
             peak_bytes=peak,
             footprint=Footprint(peak),
             started=0.0,
             ended=float(at) if over else None,
+            attempt=attempt,
+            checkpoint_bytes=script.checkpoint_bytes,
         )
 
     def _count(self) -> None:

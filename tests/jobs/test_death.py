@@ -4,9 +4,12 @@ import signal
 
 import pytest
 
-from memfit.jobs._death import Counters, Death, explain
+from memfit.jobs._death import Counters, Death, explain, place_of, read_kernel_line
 
-CALM = Counters(group=3, group_name="/jobs", host=9)
+CALM = Counters(above={"/jobs": 3}, host=9)
+OWN = Counters(own=0, own_name="job-a")
+OWN_ROSE = Counters(own=1, own_name="job-a")
+OWN_CALM = {"counters_before": OWN, "counters_after": OWN}
 
 
 def death(returncode, **changes):
@@ -32,12 +35,26 @@ def death(returncode, **changes):
         (death(-15, stopped_by="SIGTERM"), "cancelled", "SIGTERM in phase validate, as asked"),
         (death(-9, stopped_by="SIGKILL"), "cancelled", "SIGKILL"),
         (death(3, stopped_by="SIGTERM"), "cancelled", "SIGTERM"),
-        (death(-9, stopped_by="SIGTERM", counters_after=Counters(4, "/jobs", 10)), "out_of_memory", "from 3 to 4"),
+        (death(-9, stopped_by="SIGTERM", counters_after=Counters(above={"/jobs": 4}, host=10)), "out_of_memory", "from 3 to 4"),
         (death(-9, stopped_by="SIGTERM"), "failed", "killed with SIGKILL by somebody else"),
-        (death(-9, counters_after=Counters(4, "/jobs", 10)), "out_of_memory", "oom_kill counter of /jobs rose from 3 to 4"),
-        (death(-9, counters_after=Counters(3, "/jobs", 10)), "out_of_memory", "probably"),
+        (death(-9, counters_after=Counters(above={"/jobs": 4}, host=10)), "out_of_memory", "oom_kill counter of /jobs rose from 3 to 4"),
+        (death(-9, counters_after=Counters(above={"/jobs": 3}, host=10)), "out_of_memory", "probably"),
+        (death(-9, counters_before=OWN, counters_after=OWN_ROSE), "out_of_memory", "oom_kill counter of job-a rose from 0 to 1"),
+        (death(-9, **OWN_CALM), "failed", "the oom_kill counter of its own group stayed at 0"),
+        (death(1, counters_before=OWN, counters_after=OWN_ROSE), "out_of_memory", "the kernel killed a process of it"),
+        (death(0, counters_before=OWN, counters_after=OWN_ROSE), "completed", ""),
+        (death(-9, kernel_line="Killed process 7 (python)", counters_before=Counters(), counters_after=Counters(host=10)), "out_of_memory", "the kernel's log says: Killed process 7"),
+        (death(1, last_words="Traceback:\n  x\nMemoryError\n"), "out_of_memory", "it said: MemoryError"),
+        (death(1, last_words="no MemoryError here\n"), "failed", "exit code 1"),
+        (death(1, last_words="OSError: [Errno 12] Cannot allocate memory\n"), "failed", "exit code 1"),
+        (death(1, last_words="OSError: [Errno 12] Cannot allocate memory\n", refused="its wall"), "out_of_memory", "refused memory at its wall"),
+        (death(-6, last_words="what():  std::bad_alloc\n", refused="its wall"), "out_of_memory", "SIGABRT"),
+        (death(-7, refused="its wall"), "out_of_memory", "SIGBUS"),
+        (death(-7), "failed", "SIGBUS"),
+        (death(-9, stopped_by="SIGKILL", verdict={"state": "out_of_memory", "cause": "too large"}), "out_of_memory", "too large"),
+        (death(0, stopped_by="SIGTERM", verdict={"state": "out_of_memory", "cause": "too large"}), "completed", ""),
         (death(-9), "failed", "killed with SIGKILL by somebody else in phase validate at a peak of 5.00 GiB"),
-        (death(-9, counters_before=Counters(None, "", None), counters_after=Counters(None, "", None)), "failed", "not readable"),
+        (death(-9, counters_before=Counters(), counters_after=Counters()), "failed", "not readable"),
         (death(-signal.SIGSEGV), "failed", "SIGSEGV"),
         (death(-250), "failed", "signal 250"),
         (death(3), "failed", "exit code 3 in phase validate"),
@@ -56,4 +73,26 @@ def test_an_exit_code_of_137_alone_is_no_proof_of_the_kernel():
 
 
 def test_a_counter_that_rose_is_no_proof_for_a_job_that_was_not_killed():
-    assert explain(death(1, counters_after=Counters(4, "/jobs", 10)))[0] == "failed"
+    assert explain(death(1, counters_after=Counters(above={"/jobs": 4}, host=10)))[0] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"last_words": "torch.OutOfMemoryError: CUDA out of memory.\n"}, "device"),
+        ({"error": {"type": "OutOfMemoryError", "memfit": False, "text": "x", "memory": True}}, "device"),
+        ({"error": {"type": "MemoryError", "memfit": False, "text": "x", "memory": True}}, "host"),
+        ({"last_words": "MemoryError\n"}, "host"),
+    ],
+)
+def test_a_device_that_was_full_is_told_from_a_host_that_was(changes, place):
+    assert place_of(death(1, **changes)) == place
+
+
+def test_the_kernels_log_is_asked_for_the_process_itself_and_for_its_time(tmp_path):
+    log = tmp_path / "kmsg"
+    log.write_text("4,100,9000000,-;Memory cgroup out of memory: Killed process 7 (python) total-vm:1kB\n")
+    assert "Killed process 7 (python)" in read_kernel_line(7, since=8.5, path=log)
+    assert read_kernel_line(7, since=9.5, path=log) == ""
+    assert read_kernel_line(77, since=8.5, path=log) == ""
+    assert read_kernel_line(7, since=8.5, path=tmp_path / "absent") == ""

@@ -1,24 +1,62 @@
 """The local backend: the contract, and what only it promises."""
 
+import ast
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from memfit.jobs import Job, LocalBackend, read_status
-from memfit.memory import read_series
+from memfit.jobs import Grant, Job, LocalBackend, Verdict, read_status
+from memfit.jobs._lock import read_holder
+from memfit.memory import Walls, read_series
 from memfit.rundir import RunDir
 from memfit.testing import BackendContract, is_alive, wait_for_end, wait_until
+
+MIB = 1 << 20
 
 
 class TestLocalBackend(BackendContract):
     @pytest.fixture
     def backend(self, run_dir):
         return LocalBackend(run_dir, grace_seconds=5)
+
+
+@pytest.mark.root
+class TestLocalBackendWithWalls(BackendContract):
+    @pytest.fixture
+    def backend(self, run_dir, walls):
+        return WithGrants(run_dir, grace_seconds=5, walls=walls(run_dir, 4096 * MIB))
+
+
+class WithGrants(LocalBackend):
+    """Gives every job a grant, as the scheduler does."""
+
+    def submit(self, job, grant=None):
+        super().submit(job, grant or Grant(1024 * MIB, 2048 * MIB))
+
+
+@pytest.fixture
+def walls(memory_group):
+    """Makes real walls below this process's group and removes them; needs what ``memory_group`` needs."""
+    made = []
+
+    def make(run_dir, capacity_bytes):
+        built = Walls.build(f"test-{os.getpid()}-{len(made)}", capacity_bytes)
+        assert built is not None
+        made.append(built)
+        return built
+
+    yield make
+    for built in made:
+        for group in built.existing().values():
+            group.kill()
+        built.close()
+        assert not built.parent.path.exists()
 
 
 @pytest.fixture
@@ -31,9 +69,10 @@ def sleeper(job_id="long", seconds=300):
 
 
 def shim_of(run_dir, job_id):
-    path = run_dir.job_dir(job_id) / "shim.json"
-    wait_until(path.exists)
-    return int(json.loads(path.read_text())["pid"])
+    """The watcher's process id, once the job itself runs."""
+    folder = run_dir.job_dir(job_id)
+    wait_until(lambda: (holder := read_holder(folder)) is not None and holder.job_pid is not None)
+    return read_holder(folder).pid
 
 
 def test_threads_and_allocator_are_set_before_the_first_import(run_dir):
@@ -84,7 +123,7 @@ def test_peaks_are_told_by_the_phase_that_the_job_marked(run_dir):
     backend.submit(Job("phased", command=(sys.executable, "-c", code), phases=("load", "train", "validate")))
     status = wait_for_end(backend, "phased")
     peaks = {name: peak.private_bytes >> 20 for name, peak in status.footprint.phases.items()}
-    assert status.num_phases_passed == 3
+    assert status.settled
     assert status.footprint.peak_phase == "validate"
     assert peaks["train"] >= 60
     assert peaks["validate"] >= 160
@@ -128,7 +167,7 @@ def test_a_job_whose_watcher_is_killed_is_ended_and_told_apart(run_dir):
     backend = LocalBackend(run_dir)
     backend.submit(sleeper("watched"))
     wait_until(lambda: backend.poll()["watched"].state == "running")
-    child = json.loads((run_dir.job_dir("watched") / "status.json").read_text())["pid"]
+    child = backend.poll()["watched"].pid
     os.kill(shim_of(run_dir, "watched"), signal.SIGKILL)
     status = wait_for_end(backend, "watched")
     assert status.state == "node_fail"
@@ -140,8 +179,8 @@ def test_a_job_whose_watcher_and_supervisor_are_both_killed_ends_and_is_told_by_
     # A second attempt beside a first one that lives on would write into the same checkpoints.
     first = LocalBackend(run_dir)
     first.submit(sleeper("left"))
-    wait_until(lambda: read_status(run_dir, "left").state == "running")
-    child = json.loads((run_dir.job_dir("left") / "status.json").read_text())["pid"]
+    shim_of(run_dir, "left")
+    child = read_holder(run_dir.job_dir("left")).job_pid
     os.kill(shim_of(run_dir, "left"), signal.SIGKILL)
     wait_until(lambda: not is_alive(child))
     second = LocalBackend(run_dir)
@@ -169,21 +208,20 @@ def test_a_new_attempt_has_a_number_of_its_own_when_a_supervisor_was_killed_whil
         backend.submit(Job("again", command=(sys.executable, "-c", "raise SystemExit(3)")))
         assert wait_for_end(backend, "again").attempt == attempt
     folder = run_dir.job_dir("again")
-    (folder / "outcome.json").rename(folder / "outcome_2.json")
-    (folder / "shim.json").unlink()  # killed here
+    (folder / "outcome.json").rename(folder / "outcome_2.json")  # killed here
     third = LocalBackend(run_dir)
     third.submit(Job("again", command=(sys.executable, "-c", "pass")))
     assert wait_for_end(third, "again").attempt == 3
-    assert json.loads((folder / "outcome_1.json").read_text())["attempt"] == 1
+    assert [json.loads((folder / f"outcome_{n}.json").read_text())["state"] for n in (1, 2)] == ["failed"] * 2
 
 
 def test_a_request_to_stop_reaches_a_watcher_that_was_taken_over_before_it_listened(run_dir):
     first = LocalBackend(run_dir)
     first.submit(sleeper("early"))
     shim = shim_of(run_dir, "early")
-    file = run_dir.job_dir("early") / "shim.json"
+    file = run_dir.job_dir("early") / "lock"
     kept = file.read_text()
-    file.unlink()  # as if it had not come so far
+    file.write_text("")  # as if it had not come so far
     second = LocalBackend(run_dir)
     second.submit(sleeper("early"))
     second.cancel("early", now=True)
@@ -197,7 +235,7 @@ def test_a_series_that_cannot_be_written_costs_the_series_and_not_the_job(run_di
     folder = run_dir.job_dir("full")
     (folder / "memory.arrows").mkdir(parents=True)
     backend = LocalBackend(run_dir)
-    backend.submit(Job("full", command=(sys.executable, "-c", "pass")))
+    backend.submit(sleeper("full", seconds=0.8))
     assert wait_for_end(backend, "full").state == "completed"
     assert "memory.arrows" in (folder / "shim.log").read_text()
 
@@ -235,10 +273,10 @@ def test_a_job_cancelled_before_its_watcher_listens_is_cancelled_all_the_same(ru
 
 def test_the_first_attempts_outcome_and_log_are_kept(run_dir, tmp_path):
     mark = tmp_path / "mark"
-    code = f"import pathlib; m = pathlib.Path({str(mark)!r}); s = m.exists(); m.touch(); print('second' if s else 'first'); raise SystemExit(not s)"
+    code = f"import pathlib; m = pathlib.Path({str(mark)!r}); s = m.exists(); m.touch(); print('second' if s else 'first'); import time; time.sleep(0.8)"
     backend = LocalBackend(run_dir)
     for _ in range(2):
-        backend.submit(Job("again", command=(sys.executable, "-c", code)))
+        backend.submit(Job("again", command=(sys.executable, "-c", code + "; raise SystemExit(not s)")))
         wait_for_end(backend, "again")
     folder = run_dir.job_dir("again")
     assert (folder / "out.log").read_text() == "first\nsecond\n"
@@ -248,7 +286,7 @@ def test_the_first_attempts_outcome_and_log_are_kept(run_dir, tmp_path):
 
 
 def test_the_watcher_loads_the_standard_library_alone():
-    code = "import sys, memfit.jobs._shim; print([m for m in ('numpy', 'pyarrow', 'pydantic', 'psutil', 'torch') if m in sys.modules])"
+    code = "import sys, memfit.jobs._keeper; print([m for m in ('numpy', 'pyarrow', 'pydantic', 'psutil', 'torch') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
@@ -271,3 +309,285 @@ def test_a_job_killed_by_the_kernel_is_told_by_the_groups_counter(run_dir, memor
     assert done.stdout.split() == ["out_of_memory"], done.stderr
     assert status.exit_code == -signal.SIGKILL
     assert Path(group).name in status.cause and "rose from 0 to 1" in status.cause
+
+
+def python(job_id, code, **options):
+    return Job(job_id, command=(sys.executable, "-c", code), **options)
+
+
+def test_two_hundred_brief_jobs_all_complete_with_outcomes(run_dir):
+    backend, names = LocalBackend(run_dir), [f"job_{number}" for number in range(200)]
+    waiting = list(names)
+    while waiting or backend.running():
+        while waiting and len(backend.running()) < 4:
+            backend.submit(Job(waiting.pop(), command=("true",)))
+        backend.wait(1.0)
+    assert {name: status.state for name, status in backend.poll().items()} == dict.fromkeys(names, "completed")
+    outcomes = [json.loads((run_dir.job_dir(name) / "outcome.json").read_text()) for name in names]
+    assert all(outcome["exit_code"] == 0 and outcome["footprint"]["private_bytes"] > 0 for outcome in outcomes)
+
+
+def test_a_wait_ends_when_a_job_ends(run_dir):
+    backend = LocalBackend(run_dir)
+    backend.submit(sleeper("brief", seconds=0.3))
+    began = time.monotonic()
+    while backend.running():
+        backend.wait(50.0)
+    assert time.monotonic() - began < 40
+
+
+def test_a_job_starts_in_its_folder_with_its_variables_last(run_dir, tmp_path):
+    code = "import os; print(os.getcwd(), os.environ['OMP_NUM_THREADS'], os.environ['PYTHONUNBUFFERED'])"
+    backend = LocalBackend(run_dir)
+    backend.submit(python("where", code, cwd=str(tmp_path), env={"OMP_NUM_THREADS": "7"}, params={"lr": "1e-3"}))
+    assert wait_for_end(backend, "where").state == "completed"
+    folder = run_dir.job_dir("where")
+    assert (folder / "out.log").read_text().split() == [str(tmp_path), "7", "1"]
+    assert json.loads((folder / "job.json").read_text())["params"] == {"lr": "1e-3"}
+
+
+@pytest.mark.parametrize("command", ["absent-program-of-no-path", "/etc/passwd", "/nonexistent/program"])
+def test_a_program_that_cannot_run_is_told_by_its_name(run_dir, command):
+    backend = LocalBackend(run_dir)
+    backend.submit(Job("odd", command=(command,)))
+    status = wait_for_end(backend, "odd")
+    assert (status.state, status.exit_code) == ("failed", None)
+    assert f"({command})" in status.cause and "could not be started" in status.cause
+
+
+def test_a_folder_that_is_not_there_is_told_by_its_name(run_dir):
+    backend = LocalBackend(run_dir)
+    backend.submit(Job("odd", command=("true",), cwd="/nonexistent/folder"))
+    assert "(/nonexistent/folder)" in wait_for_end(backend, "odd").cause
+
+
+def test_a_job_holds_no_file_and_ignores_no_signal_of_memfits(run_dir):
+    code = (
+        "import os\n"
+        "print(sorted(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if int(n) > 2 and os.path.exists(f'/proc/self/fd/{n}')))\n"
+        "print([line.split()[1] for line in open('/proc/self/status') if line.startswith(('SigIgn', 'SigBlk'))])\n"
+    )
+    backend = LocalBackend(run_dir)
+    backend.submit(Job("clean", command=(sys.executable, "-I", "-c", code)))
+    assert wait_for_end(backend, "clean").state == "completed"
+    files, masks = (run_dir.job_dir("clean") / "out.log").read_text().splitlines()
+    python_ignores = 1 << (signal.SIGPIPE - 1) | 1 << (signal.SIGXFSZ - 1)
+    assert files == "[]"
+    assert [int(mask, 16) for mask in ast.literal_eval(masks)] == [0, python_ignores]
+
+
+def test_a_marker_file_asks_a_job_to_stop_and_a_retry_is_not_stopped_by_it(run_dir):
+    backend = LocalBackend(run_dir)
+    backend.submit(sleeper("marked"))
+    shim_of(run_dir, "marked")
+    (run_dir.job_dir("marked") / "stop_requested").touch()
+    status = wait_for_end(backend, "marked")
+    assert (status.state, status.asked) == ("cancelled", True)
+    backend.submit(sleeper("marked", seconds=1))
+    status = wait_for_end(backend, "marked")
+    assert (status.state, status.asked, status.attempt) == ("completed", False, 2)
+
+
+def test_a_marker_file_that_says_now_ends_a_job_that_would_not_listen(run_dir, tmp_path):
+    ready = tmp_path / "ready"
+    code = f"import pathlib, signal, time; signal.signal(15, signal.SIG_IGN); pathlib.Path({str(ready)!r}).touch(); time.sleep(300)"
+    backend = LocalBackend(run_dir)
+    backend.submit(python("deaf", code))
+    wait_until(ready.exists)
+    (run_dir.job_dir("deaf") / "stop_requested").write_text("now\n")
+    assert wait_for_end(backend, "deaf").exit_code == -signal.SIGKILL
+
+
+def test_a_job_that_is_ended_with_a_verdict_is_recorded_with_it(run_dir):
+    backend = LocalBackend(run_dir)
+    backend.submit(sleeper("large"))
+    shim_of(run_dir, "large")
+    backend.cancel("large", now=True, verdict=Verdict("out_of_memory", "it needs more than there is"))
+    status = wait_for_end(backend, "large")
+    assert (status.state, status.cause) == ("out_of_memory", "it needs more than there is")
+    backend.submit(python("large", "raise SystemExit(3)"))
+    assert wait_for_end(backend, "large").state == "failed"
+
+
+def test_the_variables_of_a_job_are_recorded_as_it_really_has_them(run_dir):
+    backend = LocalBackend(run_dir)
+    wrapper = "import os, sys, time; os.environ['OMP_NUM_THREADS'] = '64'; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(1.5)'])"
+    backend.submit(python("changed", wrapper, threads=2))
+    status = wait_for_end(backend, "changed")
+    folder = run_dir.job_dir("changed")
+    assert json.loads((folder / "environ.json").read_text())["OMP_NUM_THREADS"] == "64"
+    assert status.evidence["env_differs"] == {"OMP_NUM_THREADS": "64"}
+    assert "OMP_NUM_THREADS is '64' in the job, not '2'" in (folder / "shim.log").read_text()
+
+
+def test_checkpoints_that_a_job_reports_are_told(run_dir):
+    code = (
+        "import time; from memfit.rundir import record\n"
+        "record('checkpoint', bytes=300); record('checkpoint', bytes=200); time.sleep(1.5)\n"
+    )
+    backend = LocalBackend(run_dir)
+    backend.submit(python("saver", code))
+    status = wait_for_end(backend, "saver")
+    assert status.checkpoint_bytes == 300
+    assert status.started <= status.checkpointed <= status.ended
+
+
+def test_the_phase_of_a_job_that_marks_none_is_guessed_from_its_log(run_dir):
+    backend = LocalBackend(run_dir)
+    backend.submit(python("talker", "import time; print('Epoch 1/3'); time.sleep(1.5)"))
+    wait_until(lambda: backend.poll()["talker"].phase == "train")
+    assert wait_for_end(backend, "talker").phase == "train"
+    assert json.loads((run_dir.job_dir("talker") / "outcome.json").read_text())["phase_source"] == "log"
+
+
+def test_a_job_without_phases_is_settled_when_it_has_stopped_growing(run_dir):
+    backend = LocalBackend(run_dir)
+    backend.submit(sleeper("flat"))
+    backend.submit(
+        python("growing", "import time; kept = []\nwhile True: kept.append(bytearray(4 << 20)); time.sleep(0.2)")
+    )
+    wait_until(lambda: backend.poll()["flat"].settled)
+    assert not backend.poll()["growing"].settled
+    for name in ("flat", "growing"):
+        backend.cancel(name, now=True)
+        wait_for_end(backend, name)
+
+
+def test_without_walls_a_grant_limits_what_a_job_can_allocate(run_dir):
+    backend = LocalBackend(run_dir)
+    backend.submit(python("large", "block = bytearray(400 << 20)"), Grant(200 * MIB, 256 * MIB))
+    status = wait_for_end(backend, "large")
+    assert (status.state, status.exit_code) == ("out_of_memory", 1)
+    assert "MemoryError" in status.cause and "256.0 MiB" in status.cause
+    assert status.evidence["place"] == "host"
+
+
+def test_a_job_that_needs_a_device_has_no_limit_on_its_data(run_dir):
+    backend = LocalBackend(run_dir)
+    code = "import resource, sys; sys.exit(resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY)"
+    backend.submit(python("device", code, device_bytes=100), Grant(MIB, MIB))
+    assert wait_for_end(backend, "device").exit_code == 0
+
+
+def test_segments_named_after_a_process_of_the_job_are_removed_and_others_are_not(run_dir):
+    stranger = Path(f"/dev/shm/torch_{os.getpid()}_memfit_test")
+    other = Path(f"/dev/shm/memfit-test-{os.getpid()}")
+    code = f"import os, pathlib; pathlib.Path(f'/dev/shm/torch_{{os.getpid()}}_1_2').touch(); pathlib.Path({str(other)!r}).touch(); print(os.getpid())"
+    backend = LocalBackend(run_dir)
+    stranger.touch()
+    try:
+        backend.submit(python("leaver", code))
+        assert wait_for_end(backend, "leaver").state == "completed"
+        pid = (run_dir.job_dir("leaver") / "out.log").read_text().strip()
+        assert not Path(f"/dev/shm/torch_{pid}_1_2").exists()
+        assert stranger.exists() and other.exists()
+    finally:
+        stranger.unlink()
+        other.unlink(missing_ok=True)
+
+
+@pytest.mark.root
+def test_shared_memory_that_a_job_leaves_is_told_and_kept(run_dir, walls):
+    left = Path(f"/dev/shm/memfit-test-{os.getpid()}")
+    code = f"import pathlib; pathlib.Path({str(left)!r}).write_bytes(bytes(8 << 20))"
+    backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
+    try:
+        backend.submit(python("leaver", code), Grant(256 * MIB, 512 * MIB))
+        status = wait_for_end(backend, "leaver")
+        assert left.exists()
+        assert status.state == "completed" and "8.0 MiB in /dev/shm" in status.cause
+    finally:
+        left.unlink(missing_ok=True)
+
+
+@pytest.mark.root
+def test_a_file_in_shared_memory_that_no_process_maps_counts_as_used(run_dir, walls):
+    left = Path(f"/dev/shm/memfit-test-{os.getpid()}")
+    code = f"import pathlib, time; p = pathlib.Path({str(left)!r}); p.write_bytes(bytes(64 << 20)); time.sleep(1); p.unlink()"
+    backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
+    try:
+        backend.submit(python("writer", code), Grant(256 * MIB, 512 * MIB))
+        status = wait_for_end(backend, "writer")
+        assert status.peak_bytes >= 64 * MIB and status.footprint.parts["other"] >= 40 * MIB
+    finally:
+        left.unlink(missing_ok=True)
+
+
+@pytest.mark.root
+def test_a_job_waits_at_its_wall_and_goes_on_when_the_wall_is_raised(run_dir, walls):
+    backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
+    backend.submit(
+        python("grower", "import time; time.sleep(0.2); block = bytearray(200 << 20)"), Grant(50 * MIB, 100 * MIB)
+    )
+    wait_until(lambda: backend.poll()["grower"].stalled)
+    status = backend.poll()["grower"]
+    assert status.wants_more and 80 * MIB < status.used_bytes <= 100 * MIB
+    backend.resize("grower", Grant(300 * MIB, 400 * MIB))
+    status = wait_for_end(backend, "grower")
+    assert (status.state, status.wants_more) == ("completed", True)
+    assert status.peak_bytes > 200 * MIB
+    assert not (walls_of(backend) / "job-grower").exists()
+
+
+def walls_of(backend):
+    return backend.walls.parent.path
+
+
+@pytest.mark.root
+def test_a_group_that_is_to_be_kept_outlives_its_job(run_dir, walls):
+    backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
+    backend.submit(python("panel", "pass", keeps_group=True), Grant(256 * MIB, 512 * MIB))
+    assert wait_for_end(backend, "panel").state == "completed"
+    assert (walls_of(backend) / "job-panel").exists()
+
+
+@pytest.mark.root
+def test_a_job_that_cannot_be_started_leaves_no_group(run_dir, walls):
+    backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
+    backend.submit(Job("absent", command=("/nonexistent/program",)), Grant(256 * MIB, 512 * MIB))
+    assert wait_for_end(backend, "absent").state == "failed"
+    assert not (walls_of(backend) / "job-absent").exists()
+
+
+@pytest.mark.root
+def test_a_job_killed_by_the_kernel_in_its_own_group_is_told_by_that_groups_counter(run_dir, walls):
+    backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
+    backend.submit(
+        python("hog", "import time; time.sleep(1); block = bytearray(200 << 20)"), Grant(50 * MIB, 100 * MIB)
+    )
+    (walls_of(backend) / "job-hog" / "memory.oom_control").write_text("0")  # let the kernel kill here
+    status = wait_for_end(backend, "hog")
+    assert (status.state, status.exit_code) == ("out_of_memory", -signal.SIGKILL)
+    assert "oom_kill counter of job-hog rose from 0 to 1" in status.cause
+    counters = status.evidence["oom_kills"]
+    assert (counters["before"]["own"], counters["after"]["own"], status.evidence["wall_bytes"]) == (0, 1, 100 * MIB)
+    assert status.evidence["charged_peak_bytes"] == 100 * MIB
+
+
+@pytest.mark.root
+def test_an_outcome_that_meets_a_full_disk_is_written_when_there_is_room(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        run_dir = RunDir.create(disk, "full", "0" * 64)
+        backend, go = LocalBackend(run_dir), tmp_path / "go"
+        backend.submit(
+            python("late", f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)")
+        )
+        wait_until(lambda: (run_dir.job_dir("late") / "status.json").exists())
+        filler = disk / "filler"
+        with pytest.raises(OSError), open(filler, "wb", buffering=0) as file:
+            while True:
+                if not file.write(bytes(1024)):
+                    raise OSError
+        go.touch()
+        wait_until(lambda: "disk is full" in backend.poll()["late"].cause)
+        assert backend.poll()["late"].state == "running"
+        filler.unlink()
+        status = wait_for_end(backend, "late")
+        assert (status.state, status.cause, status.exit_code) == ("completed", "", 0)
+        backend.close()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -1,16 +1,27 @@
 """The scheduler against a fake backend: no process, no clock."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from memfit.errors import DoesNotFitError
 from memfit.jobs import Job, Policy, Scheduler, StopRequest
-from memfit.memory import Budget, Footprint
+from memfit.memory import Budget, Device, Footprint
 from memfit.testing import FakeBackend, FakeJob
 
 GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _fake_clock(monkeypatch):
+    """The scheduler's clock is the fake backend's, which ``make`` puts here."""
+    clock = {}
+    monkeypatch.setattr("memfit.jobs._scheduler.monotonic", lambda: clock["backend"].now)
+    monkeypatch.setattr(FakeMachine, "clock", clock, raising=False)
 
 
 class FakeMachine:
@@ -20,14 +31,20 @@ class FakeMachine:
         (tmp_path / "proc").mkdir()
         (tmp_path / "proc/meminfo").write_text("MemTotal: 1048576 kB\nMemAvailable: 1048576 kB\n")
         self._budget = Budget.read(root=tmp_path, env={}, reserve_bytes=reserve)
-        self._backend, self.limit, self.neighbour = backend, limit, 0
+        self._backend, self.limit, self.neighbour, self.num_cpus = backend, limit, 0, 64
+        self.clock["backend"] = backend
         self.in_use_seen = 0
 
     def read(self, in_use_bytes: int) -> Budget:
         self.in_use_seen = max(self.in_use_seen, in_use_bytes)
         free = self.limit - self._backend.used_bytes - self.neighbour
         binding = replace(self._budget.binding, limit_bytes=self.limit, headroom_bytes=free)
-        return replace(self._budget, limits=(binding,))
+        return replace(self._budget, limits=(binding,), num_cpus=self.num_cpus)
+
+
+def like(params):
+    """A job that shares these parameters."""
+    return Job("known", command=("true",), params=params)
 
 
 def make(tmp_path, scripts, limit, **options):
@@ -35,21 +52,24 @@ def make(tmp_path, scripts, limit, **options):
     machine = FakeMachine(tmp_path, backend, limit, options.pop("reserve", 0))
     events = []
     phases = options.pop("phases", ())
-    declared = options.pop("declared", None)
-    jobs = [Job(name, command=("true",), phases=phases, footprint=declared) for name in scripts]
+    declared, params = options.pop("declared", None), options.pop("params", {})
+    claims = options.pop("claims", None)
+    jobs = [
+        Job(name, command=("true",), phases=phases, footprint=declared, params=params.get(name, {})) for name in scripts
+    ]
     scheduler = Scheduler(
         jobs,
         backend,
         machine.read,
         policy=Policy(**options),
         say=lambda kind, **fields: events.append((kind, fields)),
-        sleep=backend.step,
+        claims=claims,
     )
     return scheduler, backend, machine, events
 
 
 def test_the_first_job_runs_alone_until_it_has_passed_its_phases(tmp_path):
-    scripts = {f"fold_{i}": FakeJob((100,) * 10, passes_phases_at=4) for i in range(1, 6)}
+    scripts = {f"fold_{i}": FakeJob((100,) * 10, settles_at=4) for i in range(1, 6)}
     scheduler, backend, _, events = make(tmp_path, scripts, limit=10_000, phases=("load", "train"))
     seen = []
     scheduler.run(on_tick=lambda: seen.append(len(backend.submitted)))
@@ -61,7 +81,7 @@ def test_the_first_job_runs_alone_until_it_has_passed_its_phases(tmp_path):
 
 
 def test_as_many_run_at_once_as_the_measured_footprint_allows(tmp_path):
-    scripts = {f"fold_{i}": FakeJob((50, 100, 100, 100)) for i in range(1, 6)}
+    scripts = {f"fold_{i}": FakeJob((50, 100, 100, 100), settles_at=1) for i in range(1, 6)}
     scheduler, backend, _, _ = make(tmp_path, scripts, limit=340, slack=0.1, phases=("load",))
     statuses = scheduler.run()
     assert {status.state for status in statuses.values()} == {"completed"}
@@ -71,7 +91,7 @@ def test_as_many_run_at_once_as_the_measured_footprint_allows(tmp_path):
 
 def test_what_running_jobs_have_reserved_and_not_used_yet_is_not_lent(tmp_path):
     # Each is small for long and large at the end: admission by free memory alone would start all five.
-    scripts = {f"fold_{i}": FakeJob((1,) * 8 + (100,) * 2, passes_phases_at=9) for i in range(1, 6)}
+    scripts = {f"fold_{i}": FakeJob((1,) * 8 + (100,) * 2, settles_at=9) for i in range(1, 6)}
     scheduler, backend, _, _ = make(tmp_path, scripts, limit=230, slack=0.0, phases=("load",))
     scheduler.run()
     assert backend.most_at_once == 2
@@ -82,7 +102,7 @@ def test_a_job_is_admitted_as_soon_as_there_is_room_and_not_when_a_batch_ends(tm
     scripts = {"a": FakeJob((100,) * 30), "b": FakeJob((100,) * 3), "c": FakeJob((100,) * 3), "d": FakeJob((100,) * 3)}
     scheduler, backend, _, events = make(tmp_path, scripts, limit=220, slack=0.0)
     backend.scripts["a"] = FakeJob((100,) * 30)
-    scheduler.known = Footprint(100)
+    scheduler.forecast.learn(like({}), Footprint(100))
     scheduler.run()
     ends = [fields["job"] for kind, fields in events if kind == "end"]
     assert ends == ["b", "c", "d", "a"]
@@ -91,7 +111,7 @@ def test_a_job_is_admitted_as_soon_as_there_is_room_and_not_when_a_batch_ends(tm
 def test_the_reserve_is_never_lent(tmp_path):
     scripts = {f"fold_{i}": FakeJob((100,) * 5) for i in range(1, 4)}
     scheduler, backend, _, _ = make(tmp_path, scripts, limit=320, reserve=100, slack=0.0)
-    scheduler.known = Footprint(100)
+    scheduler.forecast.learn(like({}), Footprint(100))
     scheduler.run()
     assert backend.most_at_once == 2
 
@@ -99,7 +119,7 @@ def test_the_reserve_is_never_lent(tmp_path):
 def test_a_users_cap_is_told_what_the_running_jobs_use(tmp_path):
     scripts = {f"fold_{i}": FakeJob((100,) * 6) for i in range(1, 4)}
     scheduler, _, machine, _ = make(tmp_path, scripts, limit=250, slack=0.0)
-    scheduler.known = Footprint(100)
+    scheduler.forecast.learn(like({}), Footprint(100))
     scheduler.run()
     assert machine.in_use_seen == 200
 
@@ -107,7 +127,7 @@ def test_a_users_cap_is_told_what_the_running_jobs_use(tmp_path):
 def test_a_neighbour_that_takes_memory_holds_jobs_back(tmp_path):
     scripts = {f"fold_{i}": FakeJob((100,) * 6) for i in range(1, 5)}
     scheduler, backend, machine, events = make(tmp_path, scripts, limit=500, slack=0.0)
-    scheduler.known = Footprint(100)
+    scheduler.forecast.learn(like({}), Footprint(100))
     machine.neighbour = 250
     scheduler.run()
     assert backend.most_at_once == 2
@@ -117,7 +137,7 @@ def test_a_neighbour_that_takes_memory_holds_jobs_back(tmp_path):
 def test_a_job_that_grows_past_its_likes_raises_the_reservation_of_those_to_come(tmp_path):
     scripts = {"a": FakeJob((100,) * 9), "b": FakeJob((100, 100, 300, 300)), "c": FakeJob((100,) * 3)}
     scheduler, _, _, events = make(tmp_path, scripts, limit=450, slack=0.0, max_parallel=2)
-    scheduler.known = Footprint(100)
+    scheduler.forecast.learn(like({}), Footprint(100))
     scheduler.run()
     assert [f["reservation_bytes"] for kind, f in events if kind == "footprint"] == [300]
     assert [f["reservation_bytes"] for kind, f in events if kind == "admit"] == [100, 100, 300]
@@ -166,7 +186,7 @@ def test_one_at_a_time_keeps_the_order(tmp_path):
 def test_stop_on_failure_starts_no_more_and_asks_the_others_to_stop(tmp_path):
     scripts = {"a": FakeJob((1,) * 3, state="failed"), "b": FakeJob((1,) * 50), "c": FakeJob()}
     scheduler, backend, _, _ = make(tmp_path, scripts, limit=100, on_failure="stop", max_parallel=2)
-    scheduler.known = Footprint(1)
+    scheduler.forecast.learn(like({}), Footprint(1))
     statuses = scheduler.run()
     assert statuses["a"].state == "failed"
     assert statuses["b"].state == "preempted"
@@ -175,7 +195,7 @@ def test_stop_on_failure_starts_no_more_and_asks_the_others_to_stop(tmp_path):
 
 def test_continue_on_failure_runs_the_others_and_reports_all(tmp_path):
     scripts = {"a": FakeJob(state="failed"), "b": FakeJob(state="out_of_memory"), "c": FakeJob()}
-    scheduler, _, _, events = make(tmp_path, scripts, limit=1000)
+    scheduler, _, _, events = make(tmp_path, scripts, limit=1000, retries=0)
     statuses = scheduler.run()
     assert {name: status.state for name, status in statuses.items()} == {
         "a": "failed", "b": "out_of_memory", "c": "completed",
@@ -184,12 +204,12 @@ def test_continue_on_failure_runs_the_others_and_reports_all(tmp_path):
 
 
 def test_when_the_first_job_fails_before_it_was_measured_the_next_one_is_measured(tmp_path):
-    scripts = {"a": FakeJob((5, 5), passes_phases_at=99, state="failed"), "b": FakeJob((7,) * 4), "c": FakeJob((7,))}
+    scripts = {"a": FakeJob((5, 5), settles_at=99, state="failed"), "b": FakeJob((7,) * 4), "c": FakeJob((7,))}
     scheduler, backend, _, _ = make(tmp_path, scripts, limit=1000, phases=("load",))
     alone = []
     scheduler.run(on_tick=lambda: alone.append(tuple(backend.submitted)))
     assert ("a", "b") in alone
-    assert scheduler.known == Footprint(7)
+    assert scheduler.forecast.predict(Job("d", command=("true",))) == Footprint(7)
 
 
 def test_a_request_to_stop_reaches_the_running_jobs_once_and_a_second_ends_them_now(tmp_path):
@@ -212,7 +232,7 @@ def test_jobs_that_still_run_are_taken_over_whatever_is_free(tmp_path):
     # What they use is taken already: asking whether it fits once more would refuse a run that goes on.
     scripts = {f"fold_{i}": FakeJob((100,) * 5) for i in range(1, 4)}
     scheduler, backend, machine, events = make(tmp_path, scripts, limit=220, slack=0.0)
-    scheduler.known = Footprint(100)
+    scheduler.forecast.learn(like({}), Footprint(100))
     machine.neighbour = 30
     statuses = scheduler.run(still_running=["fold_2", "fold_3"])
     assert backend.submitted == ["fold_2", "fold_3", "fold_1"]
@@ -228,3 +248,254 @@ def test_what_is_used_is_told_before_each_job_and_after_it(tmp_path):
     told = {kind: (f["limit_bytes"], f["pss_bytes"]) for kind, f in events if kind in ("admit", "end")}
     assert told == {"admit": (1000, 0), "end": (1000, 0)}
     assert all(f["used_bytes"] >= 0 for kind, f in events if kind in told)
+
+
+def of_kind(events, kind):
+    return [fields for name, fields in events if name == kind]
+
+
+def test_a_job_that_outgrows_its_reservation_gets_more_from_what_is_free(tmp_path):
+    scripts = {"a": FakeJob((100,) * 3), "b": FakeJob((100, 150, 250, 400, 400))}
+    scheduler, backend, _, events = make(tmp_path, scripts, limit=1000, slack=0.0)
+    scheduler.forecast.learn(like({}), Footprint(100))
+    statuses = scheduler.run()
+    assert statuses["b"].state == "completed"
+    assert backend.submitted == ["a", "b"]
+    grown = [fields["to_bytes"] for fields in of_kind(events, "grow") if fields["job"] == "b"]
+    assert grown and grown == sorted(grown) and grown[-1] >= 400
+
+
+def test_every_grant_stays_within_the_capacity_and_leaves_room_for_a_burst(tmp_path):
+    scripts = {name: FakeJob((100,) * 4) for name in "ab"}
+    scheduler, backend, _, _ = make(tmp_path, scripts, limit=1000, slack=0.0)
+    scheduler.forecast.learn(like({}), Footprint(100))
+    seen = []
+    scheduler.run(on_tick=lambda: seen.append(dict(backend.grants)))
+    assert all(grant.wall_bytes <= 1000 for grants in seen for grant in grants.values())
+    # 800 are free beside the two reservations, and each may burst into them.
+    assert seen[2]["a"].soft_bytes == 100
+    assert seen[2]["a"].wall_bytes == 900
+    assert backend.total_bytes == 1000
+
+
+def test_while_a_job_wants_more_than_is_free_no_other_is_admitted_and_a_neighbours_end_lets_it_go_on(tmp_path):
+    scripts = {"a": FakeJob((100,) * 12), "b": FakeJob((100, 100, 260, 260, 260)), "c": FakeJob((100,) * 3)}
+    scheduler, backend, _, events = make(tmp_path, scripts, limit=320, slack=0.0)
+    scheduler.forecast.learn(like({}), Footprint(100))
+    backend.scripts["c"] = FakeJob((100,) * 2)
+    statuses = scheduler.run()
+    assert {status.state for status in statuses.values()} == {"completed"}
+    assert backend.cancelled == []
+    assert backend.submitted.count("b") == 1
+    assert backend.peak_bytes <= 320
+    assert of_kind(events, "grow")
+
+
+def test_when_all_that_run_wait_at_their_walls_the_cheapest_steps_aside_and_comes_again_with_more(tmp_path):
+    scripts = {"a": FakeJob((100, 150, 200, 300, 300)), "b": FakeJob((100, 150, 200, 300, 300))}
+    scheduler, backend, _, events = make(tmp_path, scripts, limit=400, slack=0.0)
+    scheduler.forecast.learn(like({}), Footprint(100))
+    statuses = scheduler.run()
+    assert {status.state for status in statuses.values()} == {"completed"}
+    assert len(of_kind(events, "aside")) == 1
+    assert backend.peak_bytes <= 400
+    again = of_kind(events, "retry")
+    assert [fields["reason"] for fields in again] == ["it stepped aside for others"]
+    assert len(backend.submitted) == 3
+
+
+def test_a_job_that_wants_more_than_the_whole_budget_is_ended_with_the_arithmetic(tmp_path):
+    scripts = {"big": FakeJob((100, 2000)), "small": FakeJob((100, 100))}
+    scheduler, backend, _, events = make(tmp_path, scripts, limit=1000, slack=0.0)
+    statuses = scheduler.run()
+    assert statuses["big"].state == "out_of_memory"
+    assert "needs more than the" in statuses["big"].cause
+    assert statuses["small"].state == "completed"
+    assert all("stepped aside" in fields["reason"] for fields in of_kind(events, "retry"))
+    assert backend.peak_bytes <= 1000
+
+
+def test_out_of_memory_is_tried_again_with_more_and_only_so_often(tmp_path):
+    scripts = {"once": FakeJob((100,), ends=("out_of_memory",)), "always": FakeJob((100,), state="out_of_memory")}
+    scheduler, backend, _, events = make(tmp_path, scripts, limit=10_000, slack=0.0, retries=2)
+    scheduler.forecast.learn(like({}), Footprint(100))
+    statuses = scheduler.run()
+    assert statuses["once"].state == "completed"
+    assert statuses["always"].state == "out_of_memory"
+    assert backend.submitted.count("once") == 2
+    assert backend.submitted.count("always") == 3
+    mine = [fields for fields in of_kind(events, "retry") if fields["job"] == "always"]
+    assert mine[0]["reservation_bytes"] < mine[1]["reservation_bytes"]
+    assert "ran out of memory" in mine[0]["reason"]
+
+
+@pytest.mark.parametrize(("state", "num_starts"), [("failed", 1), ("timeout", 1), ("node_fail", 3), ("preempted", 3)])
+def test_what_was_not_a_lack_of_memory_is_tried_again_only_when_the_job_was_not_at_fault(tmp_path, state, num_starts):
+    scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob((100,), state=state)}, limit=1000)
+    assert scheduler.run()["a"].state == state
+    assert backend.submitted.count("a") == num_starts
+
+
+def test_jobs_that_share_more_parameters_speak_for_each_other(tmp_path):
+    scripts = {"s1": FakeJob((10,) * 3), "l1": FakeJob((500,) * 3), "s2": FakeJob((10,) * 3), "l2": FakeJob((500,) * 3)}
+    params = {name: {"size": name[0], "seed": name[1]} for name in scripts}
+    scheduler, _, _, events = make(tmp_path, scripts, limit=1100, slack=0.0, params=params, max_parallel=1)
+    statuses = scheduler.run()
+    assert {status.state for status in statuses.values()} == {"completed"}
+    reserved = {fields["job"]: fields["reservation_bytes"] for fields in of_kind(events, "admit")}
+    assert reserved["s2"] == 10
+    assert reserved["l2"] == 500
+
+
+def test_a_smaller_job_may_pass_one_that_does_not_fit_yet_but_not_for_ever(tmp_path):
+    scripts = {"a": FakeJob((100,) * 20), "large": FakeJob((950,) * 2)} | {f"s{i}": FakeJob((10,)) for i in range(200)}
+    params = {name: {"kind": name.rstrip("0123456789")} for name in scripts}
+    scheduler, backend, _, _ = make(tmp_path, scripts, limit=1000, slack=0.0, params=params, max_parallel=3)
+    for kind, size in (("a", 100), ("large", 950), ("s", 10)):
+        scheduler.forecast.learn(like({"kind": kind}), Footprint(size))
+    statuses = scheduler.run()
+    assert {status.state for status in statuses.values()} == {"completed"}
+    place = backend.submitted.index("large")
+    assert 1 < place < 150
+    assert backend.peak_bytes <= 1000
+
+
+def test_starts_are_paced_by_the_cores(tmp_path):
+    scripts = {f"j{i}": FakeJob((1,) * 100) for i in range(8)}
+    scheduler, backend, machine, events = make(tmp_path, scripts, limit=10_000)
+    machine.num_cpus = 1
+    scheduler.forecast.learn(like({}), Footprint(1))
+    started = []
+    scheduler.run(on_tick=lambda: started.append((round(backend.now, 1), len(backend.submitted))))
+    by_time = dict(started)
+    assert by_time[0.2] == 2
+    assert by_time[0.5] == 4
+    assert any(fields["reason"] == "others are starting" for fields in of_kind(events, "wait"))
+
+
+def test_a_neighbour_may_grow_into_the_reserve_without_holding_jobs_back(tmp_path):
+    scripts = {f"j{i}": FakeJob((100,) * 8) for i in range(6)}
+    scheduler, backend, machine, _ = make(tmp_path, scripts, limit=700, slack=0.0, reserve=400)
+    scheduler.forecast.learn(like({}), Footprint(100))
+
+    def grow() -> None:
+        machine.neighbour = min(300, machine.neighbour + 100)
+
+    scheduler.run(on_tick=grow)
+    assert backend.most_at_once == 3
+    assert backend.peak_bytes <= 300
+
+
+def test_when_a_neighbour_takes_the_whole_reserve_the_cheapest_gives_way_before_the_kernel_ends_one(tmp_path):
+    scripts = {f"j{i}": FakeJob((100,) * 12, checkpoint_bytes=7) for i in range(3)}
+    scheduler, backend, machine, events = make(tmp_path, scripts, limit=400, slack=0.0, reserve=80)
+    scheduler.forecast.learn(like({}), Footprint(100))
+    resized, resize = [], backend.resize
+
+    def grow() -> None:
+        machine.neighbour = 100 if 0.5 < backend.now < 1.0 else 0
+
+    def note(job_id, grant) -> None:
+        resized.append((job_id, grant.wall_bytes - backend.grants[job_id].wall_bytes))
+        resize(job_id, grant)
+
+    backend.resize = note
+
+    statuses = scheduler.run(on_tick=grow)
+    assert {status.state for status in statuses.values()} == {"completed"}
+    aside = of_kind(events, "aside")
+    assert len(aside) == 1 and "is left of" in aside[0]["reason"]
+    assert (aside[0]["job"], 7) in resized  # the room to write its checkpoint
+    assert len(backend.submitted) == 4
+
+
+def test_the_room_for_the_largest_checkpoint_is_never_lent(tmp_path):
+    scripts = {"a": FakeJob((100, 150, 200, 300, 300), checkpoint_bytes=50), "b": FakeJob((100, 150, 200, 300, 300))}
+    scheduler, backend, _, events = make(tmp_path, scripts, limit=450, slack=0.0)
+    scheduler.forecast.learn(like({}), Footprint(100))
+    statuses = scheduler.run()
+    assert {status.state for status in statuses.values()} == {"completed"}
+    assert backend.peak_bytes <= 450
+    assert "50 B reserve" in of_kind(events, "admit")[-1]["why"]
+
+
+class FakeClaims:
+    def __init__(self, others: int) -> None:
+        self.others, self.written = others, []
+
+    def deciding(self):
+        return nullcontext(self.others)
+
+    def write(self, *, reserved_bytes: int, unused_bytes: int) -> None:
+        self.written.append((reserved_bytes, unused_bytes))
+
+
+def test_what_other_supervisors_have_lent_is_not_lent_again_and_they_are_told(tmp_path):
+    scripts = {f"j{i}": FakeJob((100,) * 4) for i in range(4)}
+    claims = FakeClaims(others=750)
+    scheduler, backend, _, _ = make(tmp_path, scripts, limit=1000, slack=0.0, claims=claims)
+    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.run()
+    assert backend.most_at_once == 2
+    assert max(claims.written)[0] == 200
+    assert claims.written[-1] == (0, 0)
+
+
+def test_a_full_disk_or_whatever_else_holds_a_run_starts_nothing(tmp_path):
+    scheduler, backend, _, events = make(tmp_path, {"a": FakeJob()}, limit=1000)
+    scheduler.run(hold=lambda: "the disk is full" if backend.now < 1 else "")
+    assert backend.now > 1
+    assert of_kind(events, "wait")[0]["reason"] == "the disk is full"
+    assert backend.submitted == ["a"]
+
+
+def device(index: int, free: int, total: int = 80 * GIB) -> Device:
+    return Device(index, f"GPU-{index}", "stand-in", total, free, total - free, ())
+
+
+def with_devices(machine, devices):
+    read = machine.read
+    return lambda in_use: replace(read(in_use), devices=devices)
+
+
+def test_jobs_share_a_gpu_while_their_footprints_fit_and_foreign_use_counts(tmp_path):
+    scripts = {f"j{i}": FakeJob((1,) * 30) for i in range(6)}
+    scheduler, backend, machine, events = make(tmp_path, scripts, limit=1000)
+    scheduler._waiting = [replace(slot, job=replace(slot.job, device_bytes=10 * GIB)) for slot in scheduler._waiting]
+    scheduler._budget.read_budget = with_devices(machine, (device(0, 25 * GIB), device(1, 11 * GIB)))
+    scheduler.forecast.learn(like({}), Footprint(1))
+    scheduler.run()
+    places = [fields["device"] for fields in of_kind(events, "admit")][:3]
+    assert sorted(places) == ["GPU-0", "GPU-0", "GPU-1"]
+    assert backend.most_at_once == 3
+    assert backend.jobs["j0"].env["CUDA_VISIBLE_DEVICES"] == "GPU-0"
+    assert backend.jobs["j0"].env["MEMFIT_DEVICE_BYTES"] == str(10 * GIB)
+
+
+def test_a_job_that_needs_a_gpu_where_there_is_none_is_refused(tmp_path):
+    scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob()}, limit=1000)
+    scheduler._waiting[0].job = replace(scheduler._waiting[0].job, device_bytes=GIB)
+    with pytest.raises(DoesNotFitError, match=r"1\.00 GiB on a GPU and there is none here"):
+        scheduler.run()
+    assert backend.submitted == []
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(0, 2)), min_size=1, max_size=12
+    ),
+    st.integers(100, 300),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_jobs_do_the_budget_holds_and_every_job_that_fits_completes(tmp_path_factory, jobs, limit, hinted):
+    scripts = {f"j{i}": FakeJob(tuple(sizes)) for i, (sizes, _) in enumerate(jobs)}
+    params = {f"j{i}": {"kind": str(kind)} for i, (_, kind) in enumerate(jobs)}
+    declared = Footprint.declared(20) if hinted else None
+    scheduler, backend, _, _ = make(
+        tmp_path_factory.mktemp("machine"), scripts, limit=limit, params=params, declared=declared, slack=0.1
+    )
+    statuses = scheduler.run()
+    assert {status.state for status in statuses.values()} == {"completed"}
+    assert backend.now < 2000
+    assert backend.peak_bytes <= limit

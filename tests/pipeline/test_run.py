@@ -13,7 +13,7 @@ from pyarrow import feather
 
 import memfit
 from memfit.errors import ConfigError, DataError, DoesNotFitError, SplitError, UsageError
-from memfit.pipeline import parse_folds
+from memfit.pipeline import parse_folds, resume
 from memfit.rundir import RunDir
 from memfit.testing import is_alive, wait_until
 
@@ -167,7 +167,7 @@ def test_a_panels_folder_that_is_none_is_refused_as_bad_input(tiny, tmp_path):
 
 
 def test_a_declared_size_that_cannot_fit_is_refused(tiny):
-    with pytest.raises(DoesNotFitError, match="fold_1 needs 900"):
+    with pytest.raises(DoesNotFitError, match=r"fold_\d needs 900"):
         memfit.run(tiny("memory: {job: 900TiB}"))
 
 
@@ -271,3 +271,19 @@ def test_a_finished_fold_whose_result_is_gone_is_trained_again(tiny):
     again = memfit.run(config)
     assert again.metrics == result.metrics
     assert again.statuses["fold_2"].attempt == 2
+
+
+def test_resume_goes_on_from_anywhere_with_the_code_and_settings_of_the_run(tiny, tmp_path, monkeypatch):
+    result = memfit.run(tiny(), overrides=["max_parallel=2"])
+    (result.path / "jobs/fold_2/result.json").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("MEMFIT_MAX_PARALLEL", "1")
+    again = resume(result.path)
+    assert (again.path, again.metrics) == (result.path, result.metrics)
+    assert {job: status.attempt for job, status in again.statuses.items()} == {"fold_1": 1, "fold_2": 2, "fold_3": 1}
+    assert not list((tmp_path / "elsewhere").iterdir())
+    code = tmp_path / "tiny.py"
+    code.write_text(code.read_text() + "\n# changed\n")
+    with pytest.raises(UsageError, match=r"the code or the data of .* changed"):
+        resume(result.path)

@@ -65,6 +65,19 @@ def made(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def commands(made):
+    """Makes the run one of so many commands, which differ in ``fold``."""
+
+    def make(number):
+        combinations = [{"fold": str(fold), "lr": "1e-3"} for fold in range(1, number + 1)]
+        header = {"schema_version": 1, "experiment": "demo", "kind": "commands", "combinations": combinations}
+        write_json(made.path / "run.json", header | {"template": ["python", "train.py", "{fold}"]})
+        return made
+
+    return make
+
+
+@pytest.fixture
 def finished(made):
     """Three folds: the first alone for an hour, then two side by side, of which one was killed for memory."""
     limit = {"name": "memory.max", "source": "cgroup v2 /job", "limit_bytes": 8 * GIB}

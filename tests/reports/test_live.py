@@ -5,9 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from memfit.memory import Budget
 from memfit.reports import LiveRun, RunView
-from memfit.reports._live import _read_budget, describe, render
+from memfit.reports._live import Room, describe, read_pressure, read_room, render
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -21,9 +20,15 @@ LINES = """\
 2026-11-21 09:16:44  fold_3 waits: it needs 300.0 MiB; 1.0 MiB may be lent
 2026-11-21 09:58:42  fold_1 completed (58m 32s), peak 270.0 MiB; 600.0 MiB of 8.00 GiB used, jobs 270.0 MiB (PSS)
 2026-11-21 09:58:43  fold_3 starts and reserves 300.0 MiB (2 running): 7.00 GiB may be lent
-2026-11-21 10:06:40  fold_2 out_of_memory (49m 57s), peak 270.0 MiB: killed by the kernel for memory in phase train
-2026-11-21 10:58:43  fold_3 completed (1h 00m 00s), peak 290.0 MiB
+2026-11-21 10:06:40  fold_2 out_of_memory (49m 57s), peak 270.0 MiB of 300.0 MiB reserved: killed by the kernel for memory in phase train
+2026-11-21 10:58:43  fold_3 completed (1h 00m 00s), peak 290.0 MiB of 300.0 MiB reserved
 """
+
+
+def view_of(made, at=0.0):
+    view = RunView(made.run, now=lambda: made.start + at)
+    view.read()
+    return view
 
 
 class Shown:
@@ -39,17 +44,11 @@ class Shown:
         return self.file.getvalue().splitlines()
 
 
-def table_lines(view, budget, width):
+def table_lines(view, width, room=None, pressure=None):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, record=True)
-    console.print(render(view, budget))
+    room = room or Room(64 * GIB, 14 * GIB, "MemAvailable")
+    console.print(render(view, room, width, pressure))
     return [line.rstrip() for line in console.export_text().splitlines()]
-
-
-@pytest.fixture
-def budget(tmp_path):
-    (tmp_path / "tree" / "proc").mkdir(parents=True)
-    (tmp_path / "tree/proc/meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {50 << 20} kB\n")
-    return Budget.read(root=tmp_path / "tree", env={})
 
 
 def test_each_event_is_one_stamped_line_where_there_is_no_terminal(finished):
@@ -115,7 +114,7 @@ def test_a_line_that_is_still_being_written_waits_for_its_rest(made):
     ],
     ids=lambda fields: "-".join(map(str, fields.values()))[:30],
 )
-def test_what_a_job_records_under_a_known_name_cannot_make_its_readers_fail(made, budget, fields):
+def test_what_a_job_records_under_a_known_name_cannot_make_its_readers_fail(made, fields):
     shown = Shown()
     shown.live.show(made.run)
     made.job("fold_1", "running", name="status.json")
@@ -127,7 +126,7 @@ def test_what_a_job_records_under_a_known_name_cannot_make_its_readers_fail(made
     view = RunView(made.run, now=lambda: made.start + 5)
     view.read()
     assert (view.started, view.row("fold_1").epochs_done) == (None, 0)
-    assert table_lines(view, budget, 80)
+    assert table_lines(view, 80)
 
 
 @pytest.fixture
@@ -146,26 +145,28 @@ def running(made):
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_the_table_is_whole_at_this_width(running, budget, width):
+def test_the_table_is_whole_at_this_width(running, width):
     view = RunView(running.run, now=lambda: running.start + 7200)
     view.read()
-    lines = table_lines(view, budget, width)
+    lines = table_lines(view, width)
     assert lines[0].split() == ["fold", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA"]
     sizes = ["1023.9", "MiB"]
     assert lines[1].split() == ["8", "completed", "11.5/100", "-", *sizes * 2, "25h", "00m", "-"]
     assert lines[3].split() == ["10", "checkpoint", "11.5/100", *sizes * 3, "2h", "00m", "7h", "45m"]
     assert lines[2].split()[:2] == ["9", "out_of_memory"]
     assert "…" not in "".join(lines)
-    assert len(lines) == 7 and max(map(len, lines)) <= width
-    assert lines[6] == "folds use 2.00 GiB; 50.00 GiB free of 64.00 GiB (MemAvailable)"
+    assert len(lines) == 9 and max(map(len, lines)) <= width
+    assert lines[6] == "completed 1, running 2, node_fail 1, out_of_memory 1; about 7h 45m left"
+    assert lines[7] == f"[{'o' * 7}#{'.' * 32}] # jobs = reserved o others . free"
+    assert lines[8] == "jobs use 2.00 GiB of 2.00 GiB; 50.00 GiB free of 64.00 GiB (MemAvailable)"
 
 
-def test_while_the_panel_is_prepared_the_table_shows_that(made, budget):
+def test_while_the_panel_is_prepared_the_table_shows_that(made):
     made.admit(0, "prepare", 1, None)
     made.job("prepare", "running", name="status.json", phase="build", used_bytes=50 * MIB)
     view = RunView(made.run, now=lambda: made.start + 5)
     view.read()
-    assert table_lines(view, budget, 80)[1].split() == [
+    assert table_lines(view, 80)[1].split() == [
         "prepare",
         "build",
         "-",
@@ -182,19 +183,22 @@ def test_while_the_panel_is_prepared_the_table_shows_that(made, budget):
 def test_a_stop_says_what_happens_and_a_finished_run_that_nothing_is_left(made):
     view = RunView(made.run)
     asked, now = ({"time": 0.0, "kind": "stop", "level": level, "num_running": n} for level, n in ((1, 2), (2, 1)))
-    assert describe(asked, view) == "asking 2 running jobs to stop at a checkpoint; a second Ctrl-C ends them now"
+    assert (
+        describe(asked, view)
+        == "asking 2 running jobs to stop at a checkpoint; a second Ctrl-C, or memfit stop --now, ends them now"
+    )
     assert describe(now, view) == "ending 1 running job now"
     done = {"time": 0.0, "kind": "done", "num_done": 5}
     assert describe(done, view) == "all 5 folds were done already; --new starts over"
 
 
-def test_the_table_shows_how_much_of_the_panel_is_built(made, budget):
+def test_the_table_shows_how_much_of_the_panel_is_built(made):
     made.admit(0, "prepare", 1, None)
     made.job("prepare", "running", name="status.json", phase="build", used_bytes=50 * MIB)
     made.event(3, "progress", "prepare", phase="build", done=459, total=1000)
     view = RunView(made.run, now=lambda: made.start + 5)
     view.read()
-    assert table_lines(view, budget, 80)[1].split()[:4] == ["prepare", "build", "45", "%"]
+    assert table_lines(view, 80)[1].split()[:4] == ["prepare", "build", "45", "%"]
 
 
 def test_the_line_below_the_table_knows_the_cap_of_the_runs_config(made):
@@ -202,8 +206,118 @@ def test_the_line_below_the_table_knows_the_cap_of_the_runs_config(made):
     made.job("fold_1", "running", name="status.json", used_bytes=24 * MIB)
     view = RunView(made.run)
     view.read()
-    found = _read_budget(view)
-    assert (found.binding.name, found.headroom_bytes) == ("cap", 40 * MIB)
+    assert read_room(view) == Room(64 * MIB, 24 * MIB, "cap")
+
+
+def test_a_watcher_from_elsewhere_goes_by_what_the_run_said(made):
+    made.event(0, "budget", binding={"name": "memory.max", "limit_bytes": 8 * GIB, "used_bytes": GIB}, limits=[])
+    made.job("fold_1", "running", name="status.json", used_bytes=24 * MIB)
+    view = RunView(made.run)
+    view.read()
+    assert read_room(view, here=False) == Room(8 * GIB, GIB, "memory.max")
+    made.admit(5, "fold_1", 1, limit_bytes=8 * GIB, used_bytes=3 * GIB, pss_bytes=0)
+    view.read()
+    assert read_room(view, here=False).used_bytes == 3 * GIB
+
+
+def test_what_happens_to_reservations_is_told_in_lines(commands):
+    tell = {
+        "grow": {"job": "cmd_0003", "from_bytes": GIB, "to_bytes": 2 * GIB, "why": "1.00 GiB is left to lend"},
+        "short": {"job": None, "reason": "cmd_0003 outgrows its 2.00 GiB and nothing is free"},
+        "aside": {"job": "cmd_0003", "reason": "cmd_0001 waits at its wall and nothing is free", "now": False},
+        "retry": {
+            "job": "cmd_0003",
+            "attempt": 2,
+            "reservation_bytes": 3 * GIB,
+            "reason": "it stepped aside for others",
+        },
+    }
+    view = RunView(commands(3).run)
+    told = [describe({"time": 0.0, "kind": kind, **fields}, view) for kind, fields in tell.items()]
+    assert told == [
+        "cmd_0003 grows: its reservation is raised from 1.00 GiB to 2.00 GiB; 1.00 GiB is left to lend",
+        "memory is short: cmd_0003 outgrows its 2.00 GiB and nothing is free; no job starts until there is more",
+        "cmd_0003 is asked to checkpoint and step aside: cmd_0001 waits at its wall and nothing is free",
+        "cmd_0003 is queued again as attempt 2 and will reserve 3.00 GiB: it stepped aside for others",
+    ]
+    now = {"time": 0.0, "kind": "aside", "job": "cmd_0001", "reason": "x", "now": True}
+    assert describe(now, view) == "cmd_0001 is ended now and comes again later: x"
+
+
+def test_a_commands_start_and_end_name_its_parameters(commands):
+    made = commands(2)
+    made.admit(0, "cmd_0002", 1)
+    made.job("cmd_0002", "out_of_memory", seconds=3512.0)
+    made.end(3512, "cmd_0002", "out_of_memory", "it met its wall")
+    view = RunView(made.run)
+    start, end = (describe(event, view) for event in view.read())
+    assert start == "cmd_0002 fold=2 lr=1e-3 starts and reserves 300.0 MiB (1 running): 7.00 GiB may be lent"
+    assert end == (
+        "cmd_0002 fold=2 lr=1e-3 out_of_memory (58m 32s), peak 270.0 MiB of 300.0 MiB reserved: it met its wall"
+    )
+
+
+def test_a_stalled_job_and_a_guessed_phase_are_told_as_such(commands):
+    made = commands(3)
+    made.job("cmd_0001", "running", name="status.json", phase="train", phase_source="marks")
+    made.job("cmd_0002", "running", name="status.json", phase="checkpoint", phase_source="log")
+    made.job("cmd_0003", "running", name="status.json", phase="train", phase_source="shape", stalled=True)
+    lines = table_lines(view_of(made, 5), 80, pressure=1.25)
+    assert [line.split()[3] for line in lines[1:4]] == ["train", "checkpoint", "stalled"]
+    assert "checkpoint ~log" in lines[2] and "~" not in lines[1]
+    assert lines[0].split() == ["job", "parameters", "phase", "memory", "peak", "reserved", "time", "ETA"]
+    assert lines[4] == "running 3; 1 waiting for memory"
+    assert lines[7] == "memory pressure 1.2 % of the last ten seconds"
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_wide_table_shows_parameters_cut_to_what_there_is_room_for(commands):
+    made = commands(1)
+    made.job("cmd_0001", "running", name="status.json", phase="train")
+    assert "cmd_0001  fold=1 lr=1e-3  train" in table_lines(view_of(made), 80)[1]
+    assert "cmd_0001  fold=1 lr=1…  train" in table_lines(view_of(made), 69)[1]
+    assert "cmd_0001  train" in table_lines(view_of(made), 60)[1]
+
+
+def test_of_a_thousand_jobs_the_table_shows_those_that_run_and_counts_the_others(commands):
+    made = commands(1000)
+    for number in range(1, 416):
+        made.admit(number, f"cmd_{number:04d}", 8, limit_bytes=8 * GIB, used_bytes=GIB, pss_bytes=0)
+        made.job(f"cmd_{number:04d}", "failed" if number in (7, 9) else "completed", at=number, seconds=10.0)
+    for number in range(416, 424):
+        made.job(f"cmd_{number:04d}", "running", name="status.json", at=420, used_bytes=MIB)
+    lines = table_lines(view_of(made, 425), 80)
+    assert [line.split()[0] for line in lines[1:12]] == [f"cmd_0{number}" for number in range(413, 424)]
+    assert lines[12] == "completed 413, running 8, waiting 577, failed 2; about 12m 06s left"
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_bar_shows_others_jobs_reserved_and_free_as_shares_of_the_limit(commands):
+    made = commands(2)
+    made.admit(0, "cmd_0001", 1, 2 * GIB)
+    made.job("cmd_0001", "running", name="status.json", used_bytes=GIB)
+    bar = table_lines(view_of(made), 80, Room(4 * GIB, 2 * GIB, "cap"))[-2]
+    assert bar == f"[{'o' * 10}{'#' * 10}{'=' * 10}{'.' * 10}] # jobs = reserved o others . free"
+    full = table_lines(view_of(made), 80, Room(GIB, 3 * GIB, "cap"))[-2]
+    assert full.partition("]")[0] == "[" + "o" * 40
+
+
+def test_pressure_is_read_where_the_kernel_tells_it(tmp_path):
+    (tmp_path / "proc/pressure").mkdir(parents=True)
+    (tmp_path / "proc/pressure/memory").write_text("some avg10=1.53 avg60=0.87 avg300=0.29 total=18209\nfull avg10=0\n")
+    assert read_pressure(tmp_path) == 1.53
+    (tmp_path / "proc/pressure/memory").write_text("")
+    assert read_pressure(tmp_path) is None
+    assert read_pressure(tmp_path / "nowhere") is None
+
+
+def test_a_cause_of_several_lines_is_shown_in_one(made):
+    shown = Shown()
+    shown.live.show(made.run)
+    made.job("fold_1", "failed", seconds=1)
+    made.end(1, "fold_1", "failed", "it needs more.\n  rule: the cap.\n  do: raise it")
+    shown.live.close()
+    assert [line.partition(": ")[2] for line in shown.lines[1:]] == ["it needs more.; rule: the cap.; do: raise it"]
 
 
 def test_a_terminal_is_given_back_when_nothing_was_shown():

@@ -105,16 +105,103 @@ def test_many_steps_are_not_kept(training):
     assert len(view._of_kind) == 3 and len(view._progress) == 1
 
 
-def test_a_fold_counts_for_what_its_like_took_while_it_ran_and_not_after(made):
-    made.admit(0, "fold_1", 1, None)
+def test_a_job_has_reserved_what_it_was_admitted_with_or_grew_to_in_this_attempt(made):
+    made.admit(0, "fold_1", 1, 100)
+    made.event(1, "grow", "fold_1", from_bytes=100, to_bytes=300, why="free")
     made.admit(1, "fold_2", 1, 100)
-    made.event(10, "footprint", job="fold_2", reservation_bytes=300)
-    made.job("fold_1", seconds=20)
-    made.event(30, "footprint", job="fold_2", reservation_bytes=500)
-    made.admit(40, "fold_3", 1, 500)
-    made.job("fold_2", "running", name="status.json")
-    made.job("fold_3", "running", name="status.json")
-    assert [row.reserved_bytes for row in view_of(made).rows()] == [300, 500, 500]
+    made.event(2, "grow", "fold_2", from_bytes=100, to_bytes=400, why="free")
+    made.event(3, "retry", "fold_2", attempt=2, reservation_bytes=500, reason="it stepped aside")
+    made.admit(4, "fold_2", 1, 500)
+    for name in ("fold_1", "fold_2"):
+        made.job(name, "running", name="status.json")
+    assert [row.reserved_bytes for row in view_of(made).rows()] == [300, 500]
+
+
+def test_a_job_that_is_queued_again_waits_and_is_read_anew_when_it_runs(commands):
+    made = commands(3)
+    made.admit(0, "cmd_0001", 1)
+    made.job("cmd_0001", "out_of_memory", seconds=10)
+    view = view_of(made, 12)
+    assert view.counts(view.rows()) == {"waiting": 2, "out_of_memory": 1}
+    made.event(11, "retry", "cmd_0001", attempt=2, reservation_bytes=1, reason="more")
+    view.read()
+    assert view.counts(view.rows()) == {"waiting": 3}
+    (made.path / "jobs/cmd_0001/outcome.json").unlink()
+    made.job("cmd_0001", "running", name="status.json", at=12, attempt=2)
+    made.admit(12, "cmd_0001", 1)
+    view.read()
+    assert (view.counts(view.rows()), view.row("cmd_0001").status.attempt) == ({"running": 1, "waiting": 2}, 2)
+
+
+def test_a_retry_that_a_stop_forestalled_leaves_the_job_as_it_ended(commands):
+    made = commands(1)
+    made.job("cmd_0001", "out_of_memory", seconds=10)
+    made.event(11, "retry", "cmd_0001", attempt=2, reservation_bytes=1, reason="more")
+    made.event(12, "stop", level=1, num_running=0)
+    view = view_of(made)
+    assert view.counts(view.rows()) == {"out_of_memory": 1}
+
+
+def test_a_job_that_was_just_admitted_runs_before_its_watcher_says_so(commands):
+    made = commands(2)
+    (made.path / "jobs" / "cmd_0001").mkdir()
+    made.admit(10, "cmd_0001", 1)
+    view = view_of(made, 10.3)
+    assert view.counts(view.rows()) == {"running": 1, "waiting": 1}
+    assert view.row("cmd_0001").seconds == pytest.approx(0.3)
+    made.event(20, "run", state="continued")
+    view.read()
+    assert view.counts(view.rows()) == {"waiting": 2}
+
+
+def test_the_files_of_a_job_that_ended_are_read_once(commands):
+    made = commands(4)
+    for number in (1, 2, 3):
+        made.job(f"cmd_000{number}", seconds=10)
+        made.event(10, "end", f"cmd_000{number}", state="completed", cause="")
+    made.job("cmd_0004", "running", name="status.json")
+    view = view_of(made, 20)
+    before = view.rows()
+    for number in (1, 2, 3):
+        (made.path / f"jobs/cmd_000{number}/outcome.json").write_text("damaged meanwhile")
+    made.job("cmd_0004", seconds=30)
+    view.read()
+    assert view.rows()[:3] == before[:3]
+    assert view.row("cmd_0004").status.state == "completed"
+    made.event(50, "run", state="continued")
+    view.read()
+    with pytest.raises(DamagedError):
+        view.rows()
+
+
+def test_an_event_file_that_did_not_grow_is_not_opened_again(made, monkeypatch):
+    made.event(0, "run", state="started")
+    made.event(0, "phase", "fold_1", "host-2-2", phase="load")
+    view = view_of(made)
+    opened = []
+    monkeypatch.setattr("memfit.rundir.EventTail.read", lambda tail: opened.append(tail.path.name) or [])
+    made.event(1, "phase", "fold_1", "host-2-2", phase="train")
+    view.read()
+    assert opened == ["host-2-2.jsonl"]
+
+
+def test_a_runs_time_left_is_what_is_waiting_at_the_mean_time_shared_by_those_that_run(commands):
+    made = commands(10)
+    for number, state in ((1, "completed"), (2, "completed"), (3, "running"), (4, "running")):
+        made.job(f"cmd_{number:04d}", state, at=0 if number < 3 else 10, seconds=10.0,
+                 name="status.json" if state == "running" else "outcome.json")  # fmt: skip
+    view = view_of(made, 14)
+    assert view.eta_seconds(view.rows()) == (6 * 10 + 2 * 6) / 2
+    assert view.eta_seconds(view.rows()[:2]) is None
+
+
+def test_commands_are_in_order_of_their_numbers_and_the_prepare_job_is_none_of_them(commands):
+    made = commands(12)
+    for name in ("cmd_0010", "cmd_0002", "prepare", ".hidden", "cmd_10000"):
+        (made.path / "jobs" / name).mkdir()
+    view = view_of(made)
+    assert view.ids == ["cmd_0002", "cmd_0010", "cmd_10000"]
+    assert next(row.name for row in view.rows()) == "cmd_0002 fold=2 lr=1e-3"
 
 
 def test_a_first_fold_of_unknown_size_has_reserved_nothing(made):

@@ -6,8 +6,10 @@ import json
 import pytest
 from rich.console import Console
 
+from memfit.memory import Footprint, PhasePeak
 from memfit.reports import print_summary, summarize
 from memfit.reports._numbers import format_column, format_number
+from memfit.rundir import write_json
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -19,7 +21,7 @@ one fold  270.0 MiB private at its peak, in phase train (measured on fold_1); 14
 at once   2 of 3 at once (no more fit). 2 ran at once
 
 fold       state                time       peak   reserved  rank_ic  rank_ic_sd    icir  num_dates  train_loss
-1          completed         58m 32s  270.0 MiB  300.0 MiB   0.0081      0.3260  0.0249        545      2.9307
+1          completed         58m 32s  270.0 MiB          -   0.0081      0.3260  0.0249        545      2.9307
 2          out_of_memory     49m 57s  270.0 MiB  300.0 MiB        -           -       -          -           -
 3          completed      1h 00m 00s  290.0 MiB  300.0 MiB   0.0333      0.2960  0.1124        544      2.9434
 mean of 2                                                    0.0207      0.3110  0.0687      544.5      2.9371
@@ -29,6 +31,7 @@ fold_2 out_of_memory: killed by the kernel for memory in phase train
   log: runs/demo/run_20261121_090000_0123abcd/jobs/fold_2/err.log
 
 time      1h 59m 00s wall clock; the folds' own times add up to 2h 48m 29s
+forecast  reservations were 3 % above the peaks (median; 3 to 3 % over 1 job), 0 of them too small
 panel     panels/a5d5239e
 run       runs/demo/run_20261121_090000_0123abcd (failed)
             checkpoints
@@ -37,7 +40,7 @@ run       runs/demo/run_20261121_090000_0123abcd (failed)
 
 NARROW = """
 fold  state                time       peak   reserved
-1     completed         58m 32s  270.0 MiB  300.0 MiB
+1     completed         58m 32s  270.0 MiB          -
 2     out_of_memory     49m 57s  270.0 MiB  300.0 MiB
 3     completed      1h 00m 00s  290.0 MiB  300.0 MiB
 
@@ -101,6 +104,7 @@ def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
     assert found["panel"]["num_assets"] == 20
     assert found["folds"][1] == {
         "job": "fold_2",
+        "params": {},
         "state": "out_of_memory",
         "seconds": 2997,
         "peak_bytes": 270 * MIB,
@@ -109,9 +113,19 @@ def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
         "cause": "killed by the kernel for memory in phase train",
         "attempt": 1,
         "log": str(finished.path / "jobs/fold_2/err.log"),
+        "heap": None,
         "metrics": {},
     }
     assert found["metrics"]["num_dates"] == {"mean": 544.5, "sd": pytest.approx(0.5**0.5), "n": 2}
+
+
+def test_the_widest_gap_between_live_and_resident_heap_is_told(made):
+    for fold, live in ((1, 100), (2, 40)):
+        made.job(f"fold_{fold}")
+        made.event(5, "phase", f"fold_{fold}", phase="train", live_bytes=live * MIB, resident_bytes=110 * MIB)
+    assert "40.0 MiB live of 110.0 MiB held by the C allocator of fold_2" in printed(made.run, 120)
+    found = summarize(made.run)["folds"]
+    assert found[0]["heap"] == {"live_bytes": 100 * MIB, "resident_bytes": 110 * MIB}
 
 
 def test_a_metric_that_is_not_finite_is_null_in_json_and_shown_in_the_text(made):
@@ -143,6 +157,96 @@ def test_a_run_in_mid_run_is_summed_up(made):
 def test_an_empty_run_directory_is_summed_up(made):
     assert summarize(made.run)["folds"] == []
     assert printed(made.run, 80).splitlines()[-1].strip() == "jobs (logs, memory)"
+
+
+@pytest.fixture
+def swept(commands):
+    """Four commands, two at once: one failed, one was put aside after 10 s and went on."""
+    made = commands(5)
+    made.event(0, "run", state="started")
+    for number, at in ((1, 0), (2, 0), (3, 60), (4, 60)):
+        made.admit(at, f"cmd_000{number}", 2)
+    made.event(70, "aside", "cmd_0004", reason="cmd_0003 waits at its wall", now=False)
+    made.event(71, "retry", "cmd_0004", attempt=2, reservation_bytes=300 * MIB, reason="it stepped aside for others")
+    made.admit(80, "cmd_0004", 2)
+    made.job("cmd_0001", at=0, seconds=60)
+    made.job("cmd_0002", "failed", at=0, seconds=3.2, cause="exit code 7 in phase train", exit_code=7)
+    made.job("cmd_0003", at=60, seconds=10)
+    made.job("cmd_0004", "preempted", at=60, seconds=10, name="outcome_1.json")
+    made.job("cmd_0004", at=80, seconds=20, attempt=2, peak_bytes=290 * MIB)
+    (made.path / "jobs/cmd_0002/err.log").write_text("")
+    (made.path / "jobs/cmd_0002/out.log").write_text("no more\n")
+    made.event(105, "run", state="failed")
+    write_json(made.path / "outcome.json", {"state": "failed", "exit_code": 4})
+    return made
+
+
+SWEPT = """
+
+2026-11-21 09:00:03  cmd_0002 fold=2 lr=1e-3 failed (3.2s), peak 270.0 MiB of 300.0 MiB reserved
+2026-11-21 09:01:00  cmd_0001 fold=1 lr=1e-3 completed (1m 00s), peak 270.0 MiB of 300.0 MiB reserved
+2026-11-21 09:01:10  cmd_0003 fold=3 lr=1e-3 completed (10.0s), peak 270.0 MiB of 300.0 MiB reserved
+2026-11-21 09:01:40  cmd_0004 fold=4 lr=1e-3 completed (20.0s), peak 290.0 MiB of 300.0 MiB reserved, attempt 2
+
+cmd_0002 fold=2 lr=1e-3 failed: exit code 7 in phase train
+  log: runs/demo/run_20261121_090000_0123abcd/jobs/cmd_0002/out.log
+
+jobs      completed 3, waiting 1, failed 1
+restarts  memfit started jobs again 1 time; those attempts were 9.7 % of all run time
+Total:    1m 45s wall clock, 2 at once; their own times add up to 1m 33s
+forecast  reservations were 11 % above the peaks (median; 3 to 11 % over 3 jobs), 0 of them too small
+run       runs/demo/run_20261121_090000_0123abcd (failed)
+            jobs (logs, memory)
+"""
+
+
+def test_the_summary_of_commands_is_a_stamped_line_for_each_and_the_wall_clock(swept):
+    assert printed(swept.run, 120) == SWEPT
+
+
+def test_the_json_form_of_commands_has_parameters_restarts_and_counts(swept):
+    found = json.loads(json.dumps(summarize(swept.run), allow_nan=False))
+    assert (found["kind"], found["counts"]) == ("commands", {"completed": 3, "waiting": 1, "failed": 1})
+    assert (found["num_restarts"], found["job_seconds"], found["restarted_seconds"]) == (1, pytest.approx(103.2), 10)
+    assert [job["params"]["fold"] for job in found["jobs"]] == ["1", "2", "3", "4"]
+    assert [job["attempt"] for job in found["jobs"]] == [1, 1, 1, 2]
+    assert found["jobs"][1]["log"].endswith("cmd_0002/out.log")
+
+
+def test_an_attempt_that_the_user_stopped_is_no_restart_of_memfits(commands):
+    made = commands(1)
+    made.job("cmd_0001", "preempted", at=0, seconds=10, name="outcome_1.json")
+    made.job("cmd_0001", at=100, seconds=10, attempt=2)
+    found = summarize(made.run)
+    assert (found["num_restarts"], found["job_seconds"], found["restarted_seconds"]) == (0, 20, 0)
+    assert "restarts" not in printed(made.run, 120)
+
+
+def test_one_command_gets_a_short_summary(commands):
+    made = commands(1)
+    made.admit(0, "cmd_0001", 1, None)
+    footprint = Footprint(270 * MIB, phases={"load": PhasePeak(200 * MIB), "train": PhasePeak(270 * MIB)})
+    made.job("cmd_0001", seconds=12, footprint=footprint.to_dict(), phase="train", phase_source="log")
+    write_json(made.path / "outcome.json", {"state": "completed"})
+    assert printed(made.run, 120).splitlines() == [
+        "",
+        "",
+        "2026-11-21 09:00:12  cmd_0001 fold=1 lr=1e-3 completed (12.0s), peak 270.0 MiB",
+        "",
+        "phases    load 200.0 MiB, train 270.0 MiB (guessed from its log)",
+        "run       runs/demo/run_20261121_090000_0123abcd (completed)",
+    ]
+
+
+def test_of_very_many_commands_only_those_of_note_have_a_line(commands):
+    made = commands(200)
+    for number in range(1, 201):
+        made.job(f"cmd_{number:04d}", "failed" if number == 77 else "completed", at=number, seconds=1)
+    text = printed(made.run, 120)
+    assert [line for line in text.splitlines() if line.startswith("2026")] == [
+        "2026-11-21 09:01:18  cmd_0077 fold=77 lr=1e-3 failed (1.0s), peak 270.0 MiB"
+    ]
+    assert "and 199 more; --json lists all" in text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from memfit.cli._budget import budget
+from memfit.cli._map import map_
+from memfit.cli._ps import ps
+from memfit.cli._resume import resume
 from memfit.cli._run import run
+from memfit.cli._stop import stop
+from memfit.cli._watch import watch
 from memfit.errors import MemfitError, UsageError
 
 app = typer.Typer(
@@ -20,8 +25,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(budget)
 app.command()(run)
+app.command("map")(map_)
+app.command()(watch)
+app.command()(ps)
+app.command()(stop)
+app.command()(resume)
+app.command()(budget)
 
 
 def _version(wanted: bool) -> None:
@@ -41,14 +51,23 @@ def _options(
 
 def main() -> None:
     """Run the command line; an error of memfit's own is printed in its three parts and gives the exit code."""
+    words, command = _split(sys.argv[1:])
     try:
-        app()
+        app(args=words, obj=command)
     except MemfitError as error:
         _end(error)
     except OSError as error:
         if error.errno is None or (error.filename is None and error.errno != errno.ENOSPC):
             raise
         _end(_refused(error))
+
+
+def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
+    """memfit's own words, and the user's command: all that stands behind the first -- of a verb that runs commands."""
+    if words[:1] not in (["run"], ["map"]) or "--" not in words:
+        return words, None
+    at = words.index("--")
+    return words[:at], tuple(words[at + 1 :])
 
 
 def _end(error: MemfitError) -> NoReturn:

@@ -1,102 +1,188 @@
-"""``memfit run``: train a workload's folds in parallel under one budget."""
+"""``memfit run``: train a workload's folds, or run any command, under one budget."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from memfit.errors import ConfigError, StoppedError
+from memfit.cli._settings import (
+    AsJson,
+    Force,
+    GpuMemory,
+    Grace,
+    Limit,
+    MaxParallel,
+    Memory,
+    Name,
+    New,
+    NoTightMalloc,
+    OnFailure,
+    Reserve,
+    Retries,
+    RunsDir,
+    Set,
+    Threads,
+    overrides_of,
+)
+from memfit.cli._terminal import console, survive_hangup
+from memfit.errors import StoppedError, UsageError
+from memfit.pipeline import RunResult, resolve_settings, run_commands
 from memfit.pipeline import run as run_config
 from memfit.reports import LiveRun, print_summary, summarize
 from memfit.rundir import RunDir
 
+_JOB = "cmd_0001"
+_PIECE_BYTES = 1 << 20
+
 
 def run(  # noqa: PLR0913 - one flag each
-    config: Annotated[Path, typer.Argument(help="The run's config, a YAML file.", show_default=False)],
-    max_parallel: Annotated[
-        str | None, typer.Option(help="The most folds at once, or 'auto' for as many as fit.", metavar="auto|N")
-    ] = None,
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Argument(help="A config of folds, a YAML file.", show_default=False)] = None,
+    max_parallel: MaxParallel = None,
     folds: Annotated[str | None, typer.Option(help="Which folds, for example 2-5 or 1,3.", metavar="RANGE")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="A setting, for example params.train.num_epochs=3. Repeatable.", metavar="KEY=VALUE"
-        ),
-    ] = None,
-    on_failure: Annotated[
-        str | None,
-        typer.Option(help="When a fold fails: go on with the others, or stop them.", metavar="stop|continue"),
-    ] = None,
-    new: Annotated[bool, typer.Option("--new", help="Start over instead of going on with the newest run.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Run also what does not fit the budget.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; the log goes to stderr.")] = False,
+    memory: Memory = None,
+    gpu_memory: GpuMemory = None,
+    limit: Limit = None,
+    reserve: Reserve = None,
+    retries: Retries = None,
+    on_failure: OnFailure = None,
+    name: Name = None,
+    runs_dir: RunsDir = None,
+    threads: Threads = None,
+    grace: Grace = None,
+    no_tight_malloc: NoTightMalloc = False,
+    set_: Set = None,
+    new: New = False,
+    force: Force = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Train a workload's folds in parallel under one memory budget.
+    """Run what CONFIG says, or the command behind --, under one memory budget.
 
-    The first fold runs alone until it has passed each phase once; what it took admits the others, as many at once as
-    fit. The same command goes on where the last one stood. Ctrl-C once stops the folds at a checkpoint (exit code 75),
+    memfit run config.yaml trains a workload's folds in parallel. The first fold runs alone until it has passed each
+    phase once; what it took admits the others, as many at once as fit.
+
+    memfit run -- python train.py --fold 3 runs any command. Its output is shown as it comes, and kept.
+
+    The same command goes on where the last one stood. Ctrl-C once stops the jobs at a checkpoint (exit code 75),
     twice ends them now (130).
 
-    Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 a fold failed, 75 stopped and can go on.
+    Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 a job failed, 75 stopped and can go on.
     """
-    flags = {"max_parallel": max_parallel, "folds": folds, "on_failure": on_failure}
-    for given in set_ or []:
-        name = given.partition("=")[0]
-        if flags.get(name) is not None:
-            raise ConfigError(
-                f"{name} is given twice: --{name.replace('_', '-')} {flags[name]} and --set {given}.",
-                rule="a setting has one value on the command line.",
-                remedy=f"leave out --set {given}",
-            )
-    overrides = [*(f"{name}={value}" for name, value in flags.items() if value is not None), *(set_ or [])]
-    console = _console(stderr=as_json)
-    live = LiveRun(console)
-    _survive_hangup()
+    command, overrides = context.obj, overrides_of(context.params)
+    _check_what_to_run(config, command, folds)
+    log = console(stderr=as_json or not config)
+    survive_hangup()
+    if config is not None:
+        live = LiveRun(log)
+        try:
+            result = run_config(config, overrides=overrides, new=new, force=force, view=live.show)
+        finally:
+            live.close()
+    else:
+        result = _run_command(command, log, overrides, new=new, force=force, as_json=as_json)
+    close(result, log, as_json=as_json)
+
+
+def _check_what_to_run(config: Path | None, command: tuple[str, ...] | None, folds: str | None) -> None:
+    rule = "it runs either a config of folds, or the command behind --."
+    if config is not None and command is not None:
+        raise UsageError(
+            f"memfit run was given both a config ({config}) and a command.",
+            rule=rule,
+            remedy="leave one out: memfit run config.yaml, or memfit run -- python train.py",
+        )
+    if config is None and not command:
+        raise UsageError(
+            "memfit run was given nothing to run.",
+            rule=rule,
+            remedy="name one: memfit run config.yaml, or memfit run -- python train.py",
+        )
+    if command is not None and folds is not None:
+        raise UsageError(
+            "a command has no folds to choose (--folds).",
+            rule="--folds chooses among the folds of a config.",
+            remedy=f"run the command for each: memfit map --param fold={folds.replace('-', '..')} -- ...",
+        )
+
+
+def _run_command(
+    command: tuple[str, ...], log: Console, overrides: list[str], *, new: bool, force: bool, as_json: bool
+) -> RunResult:
+    """Run one command, its output passed on: standard output stays the command's alone, unless JSON comes there."""
+    settings = resolve_settings(overrides)
+    log._force_terminal = False  # lines alone: a table that is drawn anew would mix with the command's own output
+    live, echo = LiveRun(log), _Echo(to_stderr=as_json)
+
+    def view(run_dir: RunDir) -> Callable[[], None]:
+        tick = live.show(run_dir)
+        echo.begin(run_dir.job_dir(_JOB))
+
+        def both() -> None:
+            tick()
+            echo.pass_on()
+
+        return both
+
     try:
-        result = run_config(config, overrides=overrides, new=new, force=force, view=live.show)
+        result = run_commands(command, settings=settings, new=new, force=force, view=view)
     finally:
+        echo.pass_on()
         live.close()
+    status = result.statuses.get(_JOB)
+    if status is not None and status.exit_code is not None:
+        log.print(f"the command ended with exit code {status.exit_code}")
+    return result
+
+
+def close(result: RunResult, log: Console, *, as_json: bool) -> None:
+    """Print what a run came to, and exit with its code."""
     run_dir = RunDir(result.path)
     if as_json:
         typer.echo(json.dumps(summarize(run_dir), indent=2, allow_nan=False))
     else:
-        print_summary(run_dir, console)
+        print_summary(run_dir, log)
         if result.exit_code == StoppedError.exit_code:
-            console.print("\nstopped; the same command goes on from here")
+            log.print("\nstopped; the same command goes on from here")
     raise typer.Exit(result.exit_code)
 
 
-class _Console(Console):
-    """A console whose reader may go: ``| head``, and a Ctrl-C that also ends ``| tee``, leave the run as it is."""
+class _Echo:
+    """Passes on what a job writes to its logs, from when it begins."""
 
-    def on_broken_pipe(self) -> None:
-        _to_nowhere(2 if self.stderr else 1)
+    def __init__(self, *, to_stderr: bool) -> None:
+        self._to_stderr = {"out.log": to_stderr, "err.log": True}
+        self._shown: dict[Path, int] = {}
 
+    def begin(self, folder: Path) -> None:
+        for name in self._to_stderr:
+            path = folder / name
+            self._shown[path] = path.stat().st_size if path.exists() else 0  # an earlier attempt's
 
-def _to_nowhere(*descriptors: int) -> None:
-    null = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in descriptors:
-        os.dup2(null, descriptor)
-    os.close(null)
+    def pass_on(self) -> None:
+        for path in self._shown:
+            try:
+                with open(path, "rb") as file:
+                    file.seek(self._shown[path])
+                    left = path.stat().st_size - self._shown[path]  # a fast writer must not hold this process here
+                    while left > 0 and (new := file.read(min(left, _PIECE_BYTES))):
+                        left -= len(new)
+                        self._shown[path] += len(new)
+                        self._write(new, to_stderr=self._to_stderr[path.name])
+            except FileNotFoundError:
+                continue
 
-
-def _survive_hangup() -> None:
-    """Go on unseen when the terminal is closed; ``nohup`` stays as it is."""
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_DFL:
-        return
-    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
-    signal.signal(signal.SIGHUP, lambda *_: _to_nowhere(*terminals))
-
-
-def _console(*, stderr: bool) -> Console:
-    """A console that does not fold tables at 80 columns where the output goes to a file."""
-    console = _Console(stderr=stderr, highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 120)
-    return console
+    @staticmethod
+    def _write(content: bytes, *, to_stderr: bool) -> None:
+        stream = sys.stderr if to_stderr else sys.stdout
+        try:
+            stream.flush()
+            stream.buffer.write(content)
+            stream.buffer.flush()
+        except BrokenPipeError:
+            console(stderr=to_stderr).on_broken_pipe()

@@ -26,7 +26,7 @@ from memfit.config._yaml import Document, Fault, Tree, YamlError, is_null, key_f
 from memfit.errors import ConfigError, nearest
 
 #: Variables that memfit hands to its own jobs; they are no settings.
-INTERNAL_VARIABLES = frozenset({"MEMFIT_RUN_DIR", "MEMFIT_JOB_ID"})
+INTERNAL_VARIABLES = frozenset({"MEMFIT_RUN_DIR", "MEMFIT_JOB_ID", "MEMFIT_DEVICE_BYTES"})
 
 
 @dataclass

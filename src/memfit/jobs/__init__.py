@@ -1,14 +1,19 @@
 """Jobs, the backends that run them, and the scheduler that admits them under a budget."""
 
+from memfit.jobs._budget_watch import ReadBudget
 from memfit.jobs._child import call_in_child, load_target, raise_error_of
-from memfit.jobs._job import ENDED, STATES, Backend, Job, JobStatus, State
+from memfit.jobs._job import ENDED, STATES, Backend, Grant, Job, JobStatus, State, Verdict
 from memfit.jobs._local import LocalBackend, read_status
-from memfit.jobs._scheduler import OnFailure, Policy, ReadBudget, Scheduler, StopRequest
+from memfit.jobs._policy import HostClaims, OnFailure, Policy, StopRequest
+from memfit.jobs._scheduler import Scheduler
+from memfit.jobs._stop import find_supervisor, running_jobs, stop
 
 __all__ = [
     "ENDED",
     "STATES",
     "Backend",
+    "Grant",
+    "HostClaims",
     "Job",
     "JobStatus",
     "LocalBackend",
@@ -18,8 +23,12 @@ __all__ = [
     "Scheduler",
     "State",
     "StopRequest",
+    "Verdict",
     "call_in_child",
+    "find_supervisor",
     "load_target",
     "raise_error_of",
     "read_status",
+    "running_jobs",
+    "stop",
 ]

@@ -1,14 +1,14 @@
-"""The two interpreters that a local job consists of: ``python -m memfit.jobs shim|child FOLDER``."""
+"""The interpreters beside a supervisor: ``python -m memfit.jobs keeper RUN_DIR`` and ``... child FOLDER``."""
 
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     role, folder = sys.argv[1], Path(sys.argv[2])
-    if role == "shim":
-        from memfit.jobs import _shim
+    if role == "keeper":
+        from memfit.jobs import _keeper
 
-        sys.exit(_shim.main(folder))
+        sys.exit(_keeper.main(folder))
     from memfit.jobs import _child
 
     sys.exit(_child.main(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from memfit.errors import MemfitError, StoppedError, UsageError
 from memfit.rundir import read_json, write_json
 
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
+#: How many bytes of its first visible device a job may allocate.
+DEVICE_BYTES_VARIABLE = "MEMFIT_DEVICE_BYTES"
 
 
 def load_target(target: str) -> Any:
@@ -125,6 +128,26 @@ def _is_memory_error(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or bool(names & {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"})
 
 
+def cap_device(env: Mapping[str, str], modules: Mapping[str, Any] = sys.modules) -> float | None:
+    """Have torch refuse allocations beyond the job's part of its device; the part that was set, or None.
+
+    Nothing is set where the job's modules have not loaded torch, or where there is no device. What other processes
+    and the driver take of the device does not count against it.
+
+    Args:
+        env: Holds ``MEMFIT_DEVICE_BYTES`` where there is a cap.
+        modules: The modules that are loaded.
+
+    Source: torch/cuda/memory.py, set_per_process_memory_fraction (torch 2.6).
+    """
+    text, torch = env.get(DEVICE_BYTES_VARIABLE), modules.get("torch")
+    if not text or torch is None or not torch.cuda.is_available():
+        return None
+    part = min(1.0, int(text) / int(torch.cuda.get_device_properties(0).total_memory))
+    torch.cuda.set_per_process_memory_fraction(part, 0)
+    return part
+
+
 def main(folder: Path) -> int:
     """Call the function that ``request.json`` names; the exit code is the job's."""
     request = read_json(folder / REQUEST)
@@ -132,7 +155,9 @@ def main(folder: Path) -> int:
         print(f"{folder / REQUEST} is missing", file=sys.stderr)
         return 1
     try:
-        result = load_target(request["target"])(**request["arguments"])
+        function = load_target(request["target"])
+        cap_device(os.environ)
+        result = function(**request["arguments"])
         write_json(folder / RESULT, {"result": json.loads(json.dumps(result))})
     except StoppedError as stopped:
         print(stopped, file=sys.stderr)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import StoppedError
 from memfit.jobs._job import State
-from memfit.memory import count_oom_kills
+from memfit.memory import JobGroup, memory_group, oom_kills_above
 from memfit.units import format_bytes
+
+#: What a program says last when it got no memory: by the type of the error alone, and by texts that others say too.
+_ERROR_TYPES = re.compile(r"^(?:[\w.]+\.)?(?:_Array)?MemoryError\b|^(?P<device>torch\.(?:cuda\.)?OutOfMemoryError)\b")
+_ERROR_TEXTS = re.compile(
+    r"can(?:'t|not) allocate memory|\bbad_alloc\b|out of memory|unable to allocate", re.IGNORECASE
+)
+_LAST_LINES = 8
 
 
 @dataclass(frozen=True)
@@ -19,25 +30,43 @@ class Counters:
     """The kernel's counts of processes that it has killed for memory.
 
     Attributes:
-        group: Kills in the memory cgroup that the job runs in, or None when that is not readable.
-        group_name: That cgroup.
+        own: Kills in the job's own control group, or None when it has none or it cannot be read.
+        own_name: That group.
+        above: Kills by group, in the groups above it; without a group of its own, in the one that the job runs in.
         host: Kills on the whole host (``oom_kill`` in /proc/vmstat), or None.
     """
 
-    group: int | None
-    group_name: str
-    host: int | None
+    own: int | None = None
+    own_name: str = ""
+    above: Mapping[str, int] = field(default_factory=dict)
+    host: int | None = None
 
     @classmethod
-    def read(cls, root: Path = Path("/")) -> Counters:
-        """The counts for the cgroup of this process."""
-        group = count_oom_kills(root=root)
+    def read(cls, group: JobGroup | None = None, root: Path = Path("/")) -> Counters:
+        """The counts for a job in this group, or in the group of this process.
+
+        The count of a group of its own is proof enough, both ways; then no other is read.
+        """
+        if group is not None and (own := oom_kills_above(group.path).get(group.path)) is not None:
+            return cls(own, group.path.name)
+        directory = _group_of_this_process(root)
+        above = {str(path): count for path, count in oom_kills_above(directory).items()} if directory else {}
         try:
             lines = (root / "proc/vmstat").read_text().splitlines()
         except OSError:
             lines = []
         host = next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
-        return cls(group[1] if group else None, group[0] if group else "", host)
+        return cls(above=above, host=host)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready form."""
+        return {"own": self.own, "above": dict(self.above), "host": self.host}
+
+
+@cache
+def _group_of_this_process(root: Path) -> Path | None:
+    """Its memory group's directory; a watcher stays where it began."""
+    return memory_group(root=root)
 
 
 @dataclass(frozen=True)
@@ -52,6 +81,10 @@ class Death:
         has_result: Whether a function job left its result.
         peak_bytes: Its non-reclaimable peak.
         phase: The phase that it was in.
+        refused: How it was held back: an allocation met this wall; empty when none did.
+        last_words: The end of what it wrote to standard error.
+        kernel_line: The line in which the kernel tells that it killed the process, where the log can be read.
+        verdict: The state and cause that whoever had it ended gave, or None.
     """
 
     returncode: int
@@ -62,6 +95,10 @@ class Death:
     has_result: bool
     peak_bytes: int
     phase: str | None
+    refused: str = ""
+    last_words: str = ""
+    kernel_line: str = ""
+    verdict: Mapping[str, Any] | None = None
 
 
 def explain(death: Death) -> tuple[State, str]:
@@ -73,37 +110,83 @@ def explain(death: Death) -> tuple[State, str]:
         return "preempted", f"stopped after a checkpoint{where}; it goes on from there"
     # A SIGKILL while memfit waited for the end that it had asked for with SIGTERM is somebody else's.
     if death.stopped_by == "SIGKILL" or (death.stopped_by and death.returncode != -signal.SIGKILL):
+        if death.verdict is not None:
+            return death.verdict["state"], death.verdict["cause"]
         return "cancelled", f"ended by memfit with {death.stopped_by}{where}, as asked"
+    if death.returncode == -signal.SIGKILL:
+        return _explain_kill(death, where)
+    how = f"exit code {death.returncode}{where}"
     if death.returncode < 0:
-        return _explain_signal(death, where)
+        how = f"ended by signal {_signal_name(-death.returncode)}{where}"
     error = death.error
-    if error is None:
-        return "failed", f"exit code {death.returncode}{where}"
-    state: State = "out_of_memory" if error.get("memory") else "failed"
-    name = "" if error["memfit"] or error["text"].startswith(error["type"]) else f"{error['type']}: "
-    return state, f"exit code {death.returncode}{where}: {name}{error['text']}"
+    if error is not None:
+        name = "" if error["memfit"] or error["text"].startswith(error["type"]) else f"{error['type']}: "
+        how = f"{how}: {name}{error['text']}"
+    if error is not None and error.get("memory"):
+        return "out_of_memory", how
+    if shortage := _shortage(death):
+        return "out_of_memory", f"{how}; {shortage}"
+    return "failed", how
 
 
-def _explain_signal(death: Death, where: str) -> tuple[State, str]:
-    name = _signal_name(-death.returncode)
-    peak = format_bytes(death.peak_bytes)
-    if -death.returncode != signal.SIGKILL:
-        return "failed", f"ended by signal {name}{where}"
+def place_of(death: Death) -> str:
+    """Where the memory ran out of a job that ran out of memory: ``host`` or ``device``."""
+    lines = [str((death.error or {}).get("type", "")), *_last_lines(death)]
+    told = (_ERROR_TYPES.match(line) for line in lines)
+    in_error = (death.error or {}).get("memory") and lines[0] == "OutOfMemoryError"
+    return "device" if in_error or any(found and found["device"] for found in told) else "host"
+
+
+def _shortage(death: Death) -> str:
+    """What shows that a job which ended by itself got no memory; empty when nothing does."""
     before, after = death.counters_before, death.counters_after
-    if _rose(before.group, after.group):
-        return "out_of_memory", (
-            f"killed by the kernel for memory{where} at a peak of {peak}: the oom_kill counter of "
-            f"{after.group_name} rose from {before.group} to {after.group} while it ran"
-        )
-    if _rose(before.host, after.host):
-        return "out_of_memory", (
-            f"probably killed by the kernel for memory{where} at a peak of {peak}: the host's oom_kill counter rose "
-            f"from {before.host} to {after.host} while it ran, that of its own group did not"
-        )
-    counted = (
-        "no oom_kill counter rose" if after.host is not None else "the kernel's oom_kill counters are not readable"
-    )
-    return "failed", f"killed with SIGKILL by somebody else{where} at a peak of {peak}: {counted}"
+    if _rose(before.own, after.own):
+        return f"{_counted(after.own_name, before.own, after.own)}; the kernel killed a process of it"
+    said = [line for line in _last_lines(death) if _ERROR_TYPES.match(line)]
+    if not said and death.refused:
+        said = [line for line in _last_lines(death) if _ERROR_TEXTS.search(line)]
+    at_wall = f"it was refused memory at {death.refused}" if death.refused else ""
+    if said and death.error is None:
+        return "; ".join(filter(None, (f"it said: {said[-1][:300]}", at_wall)))
+    if death.refused and (
+        death.returncode == -signal.SIGBUS or (death.error and _ERROR_TEXTS.search(death.error["text"]))
+    ):
+        return at_wall
+    return ""
+
+
+def _explain_kill(death: Death, where: str) -> tuple[State, str]:
+    """Who sent a SIGKILL that was not memfit's."""
+    before, after = death.counters_before, death.counters_after
+    peak = f"at a peak of {format_bytes(death.peak_bytes)}"
+    killed = f"killed by the kernel for memory{where} {peak}"
+    if _rose(before.own, after.own):
+        return "out_of_memory", f"{killed}: {_counted(after.own_name, before.own, after.own)} while it ran"
+    if before.own is None or after.own is None:
+        # The count of a group of its own is proof both ways; those of others are not.
+        for name, count in after.above.items():
+            if _rose(before.above.get(name), count):
+                return "out_of_memory", f"{killed}: {_counted(name, before.above[name], count)} while it ran"
+        if death.kernel_line:
+            return "out_of_memory", f"{killed}: the kernel's log says: {death.kernel_line}"
+        if _rose(before.host, after.host):
+            return "out_of_memory", (
+                f"probably {killed}: the host's oom_kill counter rose from {before.host} to {after.host} while it ran, "
+                "that of its own group did not"
+            )
+    is_known = after.host is not None or after.own is not None
+    counted = "no oom_kill counter rose" if is_known else "the kernel's oom_kill counters are not readable"
+    if before.own is not None and after.own is not None:
+        counted = f"the oom_kill counter of its own group stayed at {after.own}"
+    return "failed", f"killed with SIGKILL by somebody else{where} {peak}: {counted}"
+
+
+def _counted(name: str, before: int | None, after: int | None) -> str:
+    return f"the oom_kill counter of {name} rose from {before} to {after}"
+
+
+def _last_lines(death: Death) -> list[str]:
+    return [line.strip() for line in death.last_words.splitlines() if line.strip()][-_LAST_LINES:]
 
 
 def _rose(before: int | None, after: int | None) -> bool:
@@ -115,3 +198,37 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return str(number)
+
+
+def read_kernel_line(pid: int, since: float, *, path: Path = Path("/dev/kmsg")) -> str:
+    """The line in which the kernel tells that it killed this process for memory; empty without one, or unreadable.
+
+    Args:
+        pid: The process, as the kernel's first namespace numbers it.
+        since: Seconds of the monotonic clock before which lines are another process's.
+        path: The kernel's log.
+
+    Source: Linux Documentation/ABI/testing/dev-kmsg; mm/oom_kill.c, __oom_kill_process().
+    """
+    killed, found = re.compile(rf"Killed process {pid} \("), ""
+    with suppress(OSError):
+        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            while record := _read_record(log):
+                head, _, text = record.partition(";")
+                fields = head.split(",")
+                if killed.search(text) and len(fields) > 2 and int(fields[2]) >= since * 1e6:
+                    found = text.splitlines()[0]
+        finally:
+            os.close(log)
+    return found
+
+
+def _read_record(log: int) -> str:
+    while True:
+        try:
+            return os.read(log, 8192).decode(errors="replace")
+        except BrokenPipeError:  # overwritten while it was read: the next is there
+            continue
+        except BlockingIOError:
+            return ""

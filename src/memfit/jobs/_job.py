@@ -32,6 +32,12 @@ class Job:
         threads: Threads for its numerical libraries; fixed, however many jobs run beside it.
         tight_malloc: Make glibc give freed memory back at once, so that resident memory follows live memory.
         env: Further variables for the child.
+        params: What tells it from its like, as ``{"fold": "3", "lr": "1e-3"}``: the footprints of those that share the
+            most of them speak for it.
+        cwd: The folder that its process starts in; the supervisor's when None.
+        device_bytes: What it is declared to take on one device, or None when it needs no device.
+        keeps_group: Its control group outlives it until the run ends, so that the page cache which it filled (a
+            shared panel) is charged there and not to the jobs that read it.
 
     Example:
         >>> Job("hello", command=("echo", "hello")).command
@@ -50,6 +56,10 @@ class Job:
     threads: int = 1
     tight_malloc: bool = True
     env: Mapping[str, str] = field(default_factory=dict)
+    params: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    device_bytes: int | None = None
+    keeps_group: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.id):
@@ -91,9 +101,10 @@ class JobStatus:
     Attributes:
         job_id: The job's id.
         state: One of Slurm's states in lower case.
-        phase: The phase that it marked last, or None.
-        num_phases_passed: How many of the job's ``phases`` it has entered and left.
-        used_bytes: Its non-reclaimable memory now.
+        phase: The phase that it marked last or, without marks, the one that its log and memory suggest; or None.
+        settled: Its measured footprint speaks for its like: it has entered and left each of the job's ``phases`` or,
+            when it names none, has stopped growing.
+        used_bytes: Its non-reclaimable memory now, of its whole control group where it has one.
         peak_bytes: The peak of that.
         pss_bytes: The proportional sizes of its processes at the last sweep; 0 before the first and after its end.
         footprint: The measured footprint so far, or None before the first sample.
@@ -101,12 +112,19 @@ class JobStatus:
         exit_code: The child's exit code; negative for a signal, as in ``subprocess``.
         cause: Why it ended as it did, in words.
         attempt: How many times it was started.
+        pid: The process id of the job itself, or None before its start.
+        stalled: It waits at its wall: the kernel lets it allocate no more until the wall is raised.
+        wants_more: An allocation of it was refused or delayed at its wall in this attempt.
+        checkpointed: When it last reported a checkpoint, in Unix seconds; None when it never did.
+        checkpoint_bytes: The largest checkpoint that it reported.
+        asked: Its end was asked for by ``cancel`` or ``memfit stop``.
+        evidence: What proves the cause: limits, peaks and counters of its group at the end.
     """
 
     job_id: str
     state: State
     phase: str | None = None
-    num_phases_passed: int = 0
+    settled: bool = False
     used_bytes: int = 0
     peak_bytes: int = 0
     footprint: Footprint | None = None
@@ -116,16 +134,59 @@ class JobStatus:
     cause: str = ""
     attempt: int = 1
     pss_bytes: int = 0
+    pid: int | None = None
+    stalled: bool = False
+    wants_more: bool = False
+    checkpointed: float | None = None
+    checkpoint_bytes: int = 0
+    asked: bool = False
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a running job may take, in non-reclaimable bytes.
+
+    Attributes:
+        soft_bytes: Its reservation; the supervisor wants to hear at once when the job passes it.
+        wall_bytes: Where the kernel holds it back (it waits, it is not killed); never below ``soft_bytes``.
+    """
+
+    soft_bytes: int
+    wall_bytes: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The state and the cause that a job's end is to be recorded with, by whoever ends it and knows why."""
+
+    state: State
+    cause: str
 
 
 class Backend(Protocol):
-    """The seam: whatever runs jobs implements these three. ``memfit.testing.BackendContract`` is what it must pass."""
+    """The seam: whatever runs jobs implements these six. ``memfit.testing.BackendContract`` is what it must pass."""
 
-    def submit(self, job: Job) -> None:
-        """Start a job, or take over the one of that id that still runs. Returns before the job ends."""
+    def submit(self, job: Job, grant: Grant | None = None) -> None:
+        """Start a job, or take over the one of that id that still runs. Returns before the job ends.
+
+        Without a grant, or where no walls can be set up, nothing holds the job back.
+        """
+
+    def resize(self, job_id: str, grant: Grant) -> None:
+        """Give a running job another grant; does nothing for one that has ended or where there are no walls."""
+
+    def cap(self, total_bytes: int) -> None:
+        """Say what all jobs together may take now; does nothing where there are no walls."""
 
     def poll(self) -> dict[str, JobStatus]:
-        """The status of every job submitted here, by id. Cheap and without side effects that a caller could see."""
+        """The status of every job submitted here, by id."""
 
-    def cancel(self, job_id: str, *, now: bool = False) -> None:
-        """Ask a job to checkpoint and end (SIGTERM); with ``now``, end it and all its processes at once."""
+    def wait(self, seconds: float) -> None:
+        """Wait until something of note happened (a job ended, passed its soft bytes, met its wall), or so long."""
+
+    def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
+        """Ask a job to checkpoint and end (SIGTERM); with ``now``, end it and all its processes at once.
+
+        A job that then ends by this, and not by itself, is recorded with the verdict where there is one.
+        """

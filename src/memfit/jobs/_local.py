@@ -1,24 +1,35 @@
-"""The local backend: each job in a new interpreter beside a shim that owns its outcome."""
+"""The local backend: each job in a process of its own beside a shim that owns its outcome."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import json
 import os
+import re
+import select
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import UsageError
-from memfit.jobs._job import Job, JobStatus
-from memfit.jobs._shim import BUSY, JOB, LOCK, OUTCOME, SHIM, STATUS
-from memfit.memory import Footprint
-from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, read_json, write_json
+from memfit.errors import DamagedError, UsageError
+from memfit.jobs._job import Grant, Job, JobStatus, Verdict
+from memfit.jobs._link import KeeperLink, no_keeper, open_pidfd
+from memfit.jobs._lock import (
+    JOB,
+    LOCK,
+    OUTCOME,
+    STATUS,
+    STOP_REQUESTED,
+    VERDICT,
+    is_held,
+    read_holder,
+)
+from memfit.jobs._shim import BUSY
+from memfit.memory import Footprint, JobGroup, Walls
+from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, read_json, write_atomic
 
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -31,6 +42,11 @@ _THREAD_VARIABLES = (
 )
 #: glibc: freed memory goes back to the kernel at once, so that resident follows live memory.
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
+#: A status read so recently is still good.
+_FRESH_SECONDS = 0.1
+#: Without a descriptor that tells of its end, a job's lock is looked at so often.
+_LOOK_SECONDS = 0.2
+_MOST_KEEPERS = 3
 
 
 def child_env(job: Job, run: RunDir) -> dict[str, str]:
@@ -42,14 +58,36 @@ def child_env(job: Job, run: RunDir) -> dict[str, str]:
     env = dict.fromkeys(_THREAD_VARIABLES, str(job.threads))
     if job.tight_malloc:
         env |= _TIGHT_MALLOC
+    if job.command:
+        env["PYTHONUNBUFFERED"] = "1"  # its log is read while it runs
     return env | {RUN_DIR_VARIABLE: str(run.path), JOB_ID_VARIABLE: job.id} | dict(job.env)
 
 
 @dataclass
 class _Submitted:
+    """A job that this backend follows.
+
+    Attributes:
+        folder: Its folder.
+        attempt: The attempt that is followed; 0 for one taken over before its watcher had told.
+        group: Its control group, or None.
+        by_lock: It is followed by its lock: another keeper forked its shim.
+        has_ended: Its keeper said that its shim has ended.
+        pidfd: Can be read when the shim of a job followed by its lock has ended.
+        to_send: The signal that waits until the shim listens.
+        status, read_at, changed: The last status, when it was read by the monotonic clock, and the file's time then.
+    """
+
+    folder: Path
     attempt: int
-    shim: subprocess.Popen[bytes] | None
+    group: JobGroup | None = None
+    by_lock: bool = False
+    has_ended: bool = False
+    pidfd: int | None = None
     to_send: signal.Signals | None = None
+    status: JobStatus | None = None
+    read_at: float = 0.0
+    changed: int = 0
 
 
 class LocalBackend:
@@ -61,18 +99,37 @@ class LocalBackend:
     Args:
         run: The run directory.
         grace_seconds: How long a job that was asked to stop may take to checkpoint.
+        walls: Makes a control group for each job that has a grant; without it such a job's data segment is limited.
+        keeper_prefix: The words before the keeper's command, for example to start it in a scope of its own.
     """
 
-    def __init__(self, run: RunDir, *, grace_seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        grace_seconds: float = 60.0,
+        walls: Walls | None = None,
+        keeper_prefix: Sequence[str] = (),
+    ) -> None:
         self.run = run
         self.grace_seconds = grace_seconds
-        self._submitted: dict[str, _Submitted] = {}
+        self.walls = walls
+        self._prefix = tuple(keeper_prefix)
+        self._keeper: KeeperLink | None = None
+        self._num_lost = 0
+        self._live: dict[str, _Submitted] = {}
+        self._ended: dict[str, JobStatus] = {}
         self._found_running: set[str] = set()
-        for status in (run.path / "jobs").glob(f"*/{STATUS}"):
-            # What died with its watcher while nobody looked is told so, and not as running for ever. Its processes
-            # ended with the watcher, and its process id may be another's by now.
-            if not (status.parent / OUTCOME).exists() and not self.is_running(status.parent.name):
-                self._settle(status.parent, f"its watcher died without a word (see {status.parent / 'shim.log'})")
+        for lock in (run.path / "jobs").glob(f"*/{LOCK}"):
+            # What died with its watcher while nobody looked is told so, and not as running for ever. Its first process
+            # ended with the watcher, and its number may be another's by now.
+            folder = lock.parent
+            if _has_no_end(folder) and not self.is_running(folder.name):
+                _settle(folder, f"its watcher died without a word (see {folder / 'shim.log'})")
+
+    def keeper_pid(self) -> int:
+        """The process id of the keeper, which is started if there is none: walls can be built below its group."""
+        return self._get_keeper().wait_for_pid()
 
     def is_running(self, job_id: str) -> bool:
         """Whether a job of this run's that anybody started runs now; ``submit`` then takes it over, ended or not."""
@@ -81,13 +138,20 @@ class LocalBackend:
             self._found_running.add(job_id)
         return held
 
-    def submit(self, job: Job) -> None:
+    def running(self) -> list[str]:
+        """The jobs submitted here that have not ended."""
+        self.poll()
+        return list(self._live)
+
+    def submit(self, job: Job, grant: Grant | None = None) -> None:
         """Start a job's shim; a job of that id that still runs is taken over instead.
 
         Raises:
             UsageError: If this backend runs a job of that id already.
+            OSError: For example on a full disk.
         """
-        if job.id in self._submitted and self._status(job.id).state in ("pending", "running"):
+        self._hear()
+        if job.id in self._live and self._read(job.id, self._live[job.id]) is not None:
             raise UsageError(
                 f"job {job.id} is running already.",
                 rule="a job never runs twice at once.",
@@ -97,130 +161,333 @@ class LocalBackend:
         folder.mkdir(parents=True, exist_ok=True)
         if job.id in self._found_running or is_held(folder):
             self._found_running.discard(job.id)
-            self._submitted[job.id] = _Submitted(int((read_json(folder / SHIM) or {"attempt": 1})["attempt"]), None)
+            self._follow(job.id, self._taken_over(folder))
+            if grant is not None:
+                self.resize(job.id, grant)
             return
         attempt = _next_attempt(folder)
+        group = self._make_group(job.id, grant)
+        has_limit = grant is not None and group is None and job.device_bytes is None
         described = asdict(job) | {
             "attempt": attempt,
             "env": child_env(job, self.run),
             "grace_seconds": self.grace_seconds,
             "footprint": job.footprint.to_dict() if job.footprint else None,
+            "cwd": job.cwd or os.getcwd(),
+            "group": str(group.path) if group else None,
+            "data_limit_bytes": grant.wall_bytes if grant and has_limit else None,
         }
-        write_json(folder / JOB, described)
-        with open(folder / "shim.log", "ab") as log:
-            shim = subprocess.Popen(
-                [sys.executable, "-m", "memfit.jobs", "shim", str(folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self._submitted[job.id] = _Submitted(attempt, shim)
+        # Not forced to disk: what a power cut takes is run again.
+        write_atomic(folder / JOB, json.dumps(described) + "\n", durable=False)
+        self._follow(job.id, _Submitted(folder, attempt, group, read_at=time.monotonic()))
+        self._order_shim(job.id)
+
+    def resize(self, job_id: str, grant: Grant) -> None:
+        """Move a running job's wall; does nothing for one that has ended or has no group."""
+        submitted = self._live.get(job_id)
+        if self.walls is not None and submitted is not None and submitted.group is not None:
+            with contextlib.suppress(OSError):  # gone with its job
+                self.walls.resize(job_id, grant.soft_bytes, grant.wall_bytes)
+            submitted.read_at = 0.0
+
+    def cap(self, total_bytes: int) -> None:
+        """Move the wall of all jobs together."""
+        if self.walls is not None:
+            self.walls.set_capacity(total_bytes)
 
     def poll(self) -> dict[str, JobStatus]:
         """The status of every job submitted here, by id."""
-        return {job_id: self._status(job_id) for job_id in self._submitted}
+        self._hear()
+        for job_id, submitted in list(self._live.items()):
+            self._read(job_id, submitted)
+        return self._ended | {job_id: self._status(job_id) for job_id in self._live}
 
-    def cancel(self, job_id: str, *, now: bool = False) -> None:
+    def wait(self, seconds: float) -> None:
+        """Wait until a job ended, passed its soft bytes or met its wall, or so long."""
+        deadline = time.monotonic() + seconds
+        handles = [self._keeper.fileno()] if self._keeper is not None else []
+        for submitted in self._live.values():
+            if submitted.by_lock and submitted.pidfd is not None:
+                handles.append(submitted.pidfd)
+            elif submitted.by_lock:
+                seconds = min(seconds, _LOOK_SECONDS)
+        if self.walls is None:
+            poll = select.poll()
+            for handle in handles:
+                poll.register(handle, select.POLLIN)
+            poll.poll(max(0.0, seconds) * 1000)
+        elif not self.walls.wait(seconds, *handles) and time.monotonic() < deadline:
+            for submitted in self._live.values():
+                submitted.read_at = 0.0  # there is news of one of them
+
+    def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
         """Ask a job to checkpoint and end; with ``now``, end it and all its processes at once."""
-        submitted = self._submitted.get(job_id)
-        if submitted is None:
+        if job_id not in self._live and job_id not in self._ended:
             raise UsageError(
                 f"there is no job {job_id} here.",
                 rule="only a job that was submitted can be cancelled.",
-                remedy=f"name one of: {', '.join(self._submitted) or 'none was submitted'}",
+                remedy=f"name one of: {', '.join([*self._live, *self._ended]) or 'none was submitted'}",
             )
-        number = signal.SIGQUIT if now else signal.SIGTERM
-        folder = self.run.job_dir(job_id)
-        shim = read_json(folder / SHIM)
-        # Its handlers stand once it has written its file; before that a signal would end it without an outcome.
-        submitted.to_send = number if shim is None else None
-        if shim is None:
+        submitted = self._live.get(job_id)
+        if submitted is None:
             return
-        if submitted.shim is not None:
-            submitted.shim.send_signal(number)
-        elif is_held(folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(shim["pid"]), number)
+        if verdict is not None:
+            with contextlib.suppress(OSError):  # on a full disk it is told as cancelled
+                write_atomic(submitted.folder / VERDICT, json.dumps(asdict(verdict)) + "\n", durable=False)
+        submitted.to_send = signal.SIGQUIT if now else signal.SIGTERM
+        _send(submitted)
+
+    def close(self) -> None:
+        """Have the keeper leave; jobs that run go on."""
+        for submitted in self._live.values():
+            _forget(submitted)
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
+            for submitted in self._live.values():
+                submitted.by_lock = True
+
+    # The keeper
+
+    def _get_keeper(self) -> KeeperLink:
+        if self._keeper is None:
+            self._keeper = KeeperLink(self.run.path, self._prefix)
+        return self._keeper
+
+    def _order_shim(self, job_id: str) -> None:
+        while True:
+            try:
+                self._get_keeper().order(job_id)
+                return
+            except ConnectionError:
+                self._lose_keeper(besides=job_id)
+
+    def _hear(self) -> None:
+        """Take note of the shims that ended, and of the keeper's own end."""
+        while self._keeper is not None:
+            ends = self._keeper.ends()
+            if ends is None:
+                self._lose_keeper()
+                return
+            if not ends:
+                return
+            for job_id, code in ends:
+                submitted = self._live.get(job_id)
+                if submitted is None or submitted.by_lock:
+                    continue
+                if code == BUSY:
+                    self._follow_by_lock(submitted)
+                else:
+                    submitted.has_ended = True
+
+    def _lose_keeper(self, besides: str = "") -> None:
+        """Follow the shims of a keeper that died by their locks; those that it had not forked are ordered again."""
+        if self._keeper is None:
+            return
+        started, log = self._keeper.pid is not None, self._keeper.log
+        self._keeper.close()
+        self._keeper = None
+        self._num_lost = 0 if started else self._num_lost + 1
+        if self._num_lost >= _MOST_KEEPERS:
+            raise no_keeper(log)
+        for job_id, submitted in list(self._live.items()):
+            if submitted.by_lock or submitted.has_ended or job_id == besides:
+                continue
+            holder = read_holder(submitted.folder)
+            if holder is not None and holder.attempt == submitted.attempt:
+                self._follow_by_lock(submitted)
+            elif _read_outcome(submitted.folder) is not None:
+                submitted.has_ended = True
+            else:  # a shim that is just being forked finds the lock held or the outcome written, or the other one does
+                self._order_shim(job_id)
+
+    # Following jobs
+
+    def _follow(self, job_id: str, submitted: _Submitted) -> None:
+        self._ended.pop(job_id, None)
+        self._live[job_id] = submitted
+
+    def _taken_over(self, folder: Path) -> _Submitted:
+        holder, described = read_holder(folder), read_json(folder / JOB) or {}
+        group = JobGroup.at(Path(described["group"])) if described.get("group") else None
+        submitted = _Submitted(folder, holder.attempt if holder else 0, group)
+        self._follow_by_lock(submitted)
+        return submitted
+
+    def _follow_by_lock(self, submitted: _Submitted) -> None:
+        submitted.by_lock = True
+        holder = read_holder(submitted.folder)
+        if holder is not None:
+            submitted.pidfd = open_pidfd(holder.pid)
+            if submitted.pidfd is not None and not is_held(submitted.folder):  # the number may be another's by now
+                _forget(submitted)
+
+    def _make_group(self, job_id: str, grant: Grant | None) -> JobGroup | None:
+        if self.walls is None or grant is None:
+            return None
+        try:
+            return self.walls.make(job_id, grant.soft_bytes, grant.wall_bytes)
+        except OSError:
+            return None  # its data segment is limited instead
 
     def _status(self, job_id: str) -> JobStatus:
-        submitted, folder = self._submitted[job_id], self.run.job_dir(job_id)
-        alive = submitted.shim.poll() is None if submitted.shim else is_held(folder)
+        submitted = self._live[job_id]
+        return submitted.status or JobStatus(job_id, "pending", attempt=submitted.attempt)
+
+    def _read(self, job_id: str, submitted: _Submitted) -> JobStatus | None:
+        """Bring a job's status up to date; None when it has ended."""
+        alive = is_held(submitted.folder) if submitted.by_lock else not submitted.has_ended
         if alive:
             # Also for the moment between its outcome and its end: an ended job has no process left.
             if submitted.to_send is not None:
-                self.cancel(job_id, now=submitted.to_send == signal.SIGQUIT)
-            status = read_json(folder / STATUS)
-            return to_status(job_id, status) if status else JobStatus(job_id, "pending", attempt=submitted.attempt)
-        outcome = read_json(folder / OUTCOME)
-        if outcome is not None:
-            return to_status(job_id, outcome)
-        if submitted.shim is not None and submitted.shim.returncode == BUSY:
-            submitted.shim = None
-            return JobStatus(job_id, "pending", attempt=submitted.attempt)
-        return self._bury(job_id, folder)
-
-    def _bury(self, job_id: str, folder: Path) -> JobStatus:
-        """Settle a job whose shim died without an outcome: end what it left, and write that down."""
-        last = read_json(folder / STATUS) or {}
-        if "pid" in last:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(int(last["pid"]), signal.SIGKILL)
-        cause = f"its watcher died without a word (see {folder / 'shim.log'}); its processes were ended"
-        return to_status(job_id, self._settle(folder, cause))
-
-    def _settle(self, folder: Path, cause: str) -> dict[str, Any]:
-        last = read_json(folder / STATUS) or {}
-        outcome = last | {"state": "node_fail", "cause": cause, "used_bytes": 0, "pss_bytes": 0, "ended": time.time()}
-        write_json(folder / OUTCOME, outcome)
-        return outcome
+                _send(submitted)
+            if time.monotonic() - submitted.read_at >= _FRESH_SECONDS:
+                submitted.read_at = time.monotonic()
+                submitted.status = _read_running(job_id, submitted)
+            return self._status(job_id)
+        outcome = _read_outcome(submitted.folder) or _bury(submitted)
+        self._ended[job_id] = to_status(job_id, outcome)
+        del self._live[job_id]
+        _forget(submitted)
+        if self.walls is not None:
+            self.walls.forget(job_id)
+        return None
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a shim holds this job's lock: the sure sign that it runs."""
+def _send(submitted: _Submitted) -> None:
+    """Send the signal that waits, as soon as the shim listens: before that it would end it without an outcome."""
+    holder = read_holder(submitted.folder)
+    if holder is None or holder.attempt != (submitted.attempt or holder.attempt) or submitted.to_send is None:
+        return
+    if is_held(submitted.folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(holder.pid, submitted.to_send)
+        submitted.to_send = None
+
+
+def _forget(submitted: _Submitted) -> None:
+    if submitted.pidfd is not None:
+        os.close(submitted.pidfd)
+        submitted.pidfd = None
+
+
+def _read_running(job_id: str, submitted: _Submitted) -> JobStatus:
+    """A running job's status: from its file, its lock while it is young, and its group."""
+    folder, known = submitted.folder, submitted.status
     try:
-        with open(folder / LOCK) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
+        changed = (folder / STATUS).stat().st_mtime_ns
+    except OSError:
+        changed = 0
+    if known is None or changed != submitted.changed or time.time_ns() - changed > 2_000_000_000:
+        found = read_json(folder / STATUS) if changed else None
+        holder = read_holder(folder)
+        if holder is not None and submitted.attempt not in (0, holder.attempt):
+            holder = None
+        if found is not None:
+            known = to_status(job_id, found)
+        elif holder is not None and holder.job_pid is not None:
+            about = {"attempt": holder.attempt, "pid": holder.job_pid, "started": holder.started}
+            known = JobStatus(job_id, "running", **about)  # type: ignore[arg-type]
+        else:
+            known = JobStatus(job_id, "pending", attempt=submitted.attempt or 1)
+        if holder is not None and holder.note:
+            known = replace(known, cause=holder.note)
+        submitted.changed = changed if found is not None else 0
+    state = submitted.group.state() if submitted.group is not None else None
+    if state is None:
+        return known
+    return replace(
+        known,
+        used_bytes=state.used_bytes,
+        peak_bytes=max(known.peak_bytes, state.used_bytes),
+        stalled=state.stalled,
+        wants_more=known.wants_more or state.stalled,
+    )
+
+
+def _has_no_end(folder: Path) -> bool:
+    """Whether the attempt that was ordered last was begun and no outcome of it is there."""
+    if _read_outcome(folder) is not None or (holder := read_holder(folder)) is None:
         return False
-    except BlockingIOError:
-        return True
-    return False
+    described = _read_json_or_none(folder / JOB) or {}
+    return described.get("attempt") == holder.attempt and not (folder / f"outcome_{holder.attempt}.json").exists()
+
+
+def _read_outcome(folder: Path) -> dict[str, Any] | None:
+    """``outcome.json``; None also for an empty one, which is what a power cut leaves of one not forced to disk."""
+    try:
+        if (folder / OUTCOME).stat().st_size == 0:
+            return None
+    except OSError:
+        return None
+    return read_json(folder / OUTCOME)
+
+
+def _bury(submitted: _Submitted) -> dict[str, Any]:
+    """Settle a job whose shim died without an outcome: end what it left, and write that down."""
+    folder, holder = submitted.folder, read_holder(submitted.folder)
+    if holder is not None and holder.job_pid is not None and submitted.attempt in (0, holder.attempt):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(holder.job_pid, signal.SIGKILL)
+    return _settle(folder, f"its watcher died without a word (see {folder / 'shim.log'}); its processes were ended")
+
+
+def _settle(folder: Path, cause: str) -> dict[str, Any]:
+    described = _read_json_or_none(folder / JOB) or {}
+    if described.get("group"):
+        group = JobGroup.at(Path(described["group"]))
+        group.kill()
+        if not described.get("keeps_group"):
+            group.remove()
+    holder, last = read_holder(folder), _read_json_or_none(folder / STATUS) or {}
+    first = {"attempt": holder.attempt, "started": holder.started} if holder else {}
+    ended = {"state": "node_fail", "cause": cause, "ended": time.time()}
+    outcome = first | last | ended | {"used_bytes": 0, "pss_bytes": 0, "stalled": False}
+    with contextlib.suppress(OSError):  # on a full disk it is settled again by the next supervisor
+        write_atomic(folder / OUTCOME, json.dumps(outcome) + "\n")
+        (folder / STATUS).unlink(missing_ok=True)
+    return outcome
+
+
+def _read_json_or_none(path: Path) -> dict[str, Any] | None:
+    try:
+        return read_json(path)
+    except DamagedError:
+        return None
 
 
 def _next_attempt(folder: Path) -> int:
     """The next attempt's number; the last attempt's outcome is kept under its number."""
     # What was ordered last counts: it stays whole when a supervisor is killed between the steps below.
-    old, last = read_json(folder / OUTCOME), int((read_json(folder / JOB) or {"attempt": 0})["attempt"])
-    if old is not None:
+    described = _read_json_or_none(folder / JOB)
+    last = int(described["attempt"]) if described else _last_kept(folder)
+    if (folder / OUTCOME).exists():
         os.replace(folder / OUTCOME, folder / f"outcome_{last}.json")
-    (folder / STATUS).unlink(missing_ok=True)
-    (folder / SHIM).unlink(missing_ok=True)
+    if last:
+        for name in (STATUS, VERDICT, STOP_REQUESTED):
+            (folder / name).unlink(missing_ok=True)
     return last + 1
+
+
+def _last_kept(folder: Path) -> int:
+    numbers = [int(found[1]) for path in folder.iterdir() if (found := re.fullmatch(r"outcome_(\d+)\.json", path.name))]
+    return max(numbers, default=0) + (folder / OUTCOME).exists()
+
+
+_PLAIN = frozenset(field.name for field in fields(JobStatus)) - {"job_id", "footprint"}
 
 
 def to_status(job_id: str, found: Mapping[str, Any]) -> JobStatus:
     """A ``status.json`` or ``outcome.json`` as a status."""
     footprint = found.get("footprint")
-    return JobStatus(
-        job_id=job_id,
-        state=found["state"],
-        phase=found.get("phase"),
-        num_phases_passed=int(found.get("num_phases_passed", 0)),
-        used_bytes=int(found.get("used_bytes", 0)),
-        peak_bytes=int(found.get("peak_bytes", 0)),
-        footprint=Footprint.from_dict(footprint) if footprint else None,
-        started=found.get("started"),
-        ended=found.get("ended"),
-        exit_code=found.get("exit_code"),
-        cause=str(found.get("cause", "")),
-        attempt=int(found.get("attempt", 1)),
-        pss_bytes=int(found.get("pss_bytes", 0)),
-    )
+    plain = {name: value for name, value in found.items() if name in _PLAIN}
+    return JobStatus(job_id, footprint=Footprint.from_dict(footprint) if footprint else None, **plain)
 
 
 def read_status(run: RunDir, job_id: str) -> JobStatus:
     """A job's status from its files alone, for readers that did not submit it."""
     folder = run.job_dir(job_id)
-    found = read_json(folder / OUTCOME) or read_json(folder / STATUS)
-    return to_status(job_id, found) if found else JobStatus(job_id, "pending")
+    found = _read_outcome(folder) or read_json(folder / STATUS)
+    if found is not None:
+        return to_status(job_id, found)
+    return JobStatus(job_id, "pending")

@@ -1,76 +1,60 @@
 """Runs jobs side by side under one budget.
 
-The first job runs alone until it has passed each of its phases once; its measured footprint then speaks for its like.
-From then on a job is admitted as soon as what may be lent covers what it reserves: no batches, no pauses. What may be
-lent is measured anew at every step, so a neighbour outside memfit that grows is noticed.
+A job of which nothing is known runs alone until it has passed each of its phases once, or stopped growing; its measured
+footprint then speaks for its like. From then on a job is admitted as soon as what may be lent covers what it reserves:
+no batches, no pauses. What may be lent is measured anew at every step, so a neighbour outside memfit that grows is
+noticed.
+
+A job that passes its reservation gets more from what is free. When nothing is free, no job is admitted until
+neighbours have ended; a job that reaches its wall waits there. Only when that lasts, the job whose end loses the least
+work is asked to checkpoint and step aside, and comes again later with what it needs.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from contextlib import nullcontext
+from dataclasses import replace
+from time import monotonic
 
 from memfit.errors import DoesNotFitError
-from memfit.jobs._job import ENDED, Backend, Job, JobStatus
-from memfit.memory import DEFAULT_SLACK, Budget, Claim, Footprint, Lendable, reservation_bytes
+from memfit.jobs._budget_watch import BudgetWatch, ReadBudget
+from memfit.jobs._forecast import Forecast
+from memfit.jobs._job import ENDED, Backend, Job, JobStatus, Verdict
+from memfit.jobs._placement import place
+from memfit.jobs._policy import HostClaims, Policy, StopRequest, say_nothing
+from memfit.jobs._retry import Retry, decide
+from memfit.jobs._slot import Slot, cheapest
+from memfit.memory import Budget, Claim, Footprint, Lendable, reservation_bytes
 from memfit.units import format_bytes
 
-OnFailure = Literal["stop", "continue"]
-#: The budget as it is now, given the private bytes that running jobs use now (a cap of the user's counts those).
-ReadBudget = Callable[[int], Budget]
-
-#: The kernel brings a group's counters up to date within two seconds: so long must a lack of memory last to be one.
-_PATIENCE_TICKS = 30
 _TICK_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How jobs are admitted.
-
-    Attributes:
-        max_parallel: The most jobs at once; None for as many as fit.
-        on_failure: ``stop`` asks the running jobs to stop and starts no more when one fails; ``continue`` goes on.
-        slack: The share that is reserved on top of a measured footprint.
-        force: Admit without asking whether it fits, and without measuring one job first.
-    """
-
-    max_parallel: int | None = None
-    on_failure: OnFailure = "continue"
-    slack: float = DEFAULT_SLACK
-    force: bool = False
-
-
-class StopRequest:
-    """How a run is stopped from a signal handler: ``ask`` for a checkpoint and an end, or end it ``now``."""
-
-    level = 0
-
-    def ask(self) -> None:
-        self.level = max(self.level, 1)
-
-    def now(self) -> None:
-        self.level = 2
-
-
-def say_nothing(kind: str, **fields: object) -> None:
-    """The listener of a scheduler that nobody listens to."""
+#: The kernel brings a group's counters up to date within two seconds: so long must a lack of memory last to be one.
+_LACK_SECONDS = 3.0
+#: How long a job may wait at its wall for neighbours to end, and how long when all that run wait there.
+_STALL_SECONDS, _DEADLOCK_SECONDS = 10.0, 0.5
+#: A job counts as starting so long; so many may start at once on each core, and start-up is what keeps cores busy.
+_STARTING_SECONDS, _STARTS_PER_CPU = 0.25, 2
+#: How many waiting jobs are looked at when the first does not fit, and how many may pass it by.
+_BACKFILL, _MOST_PASSED = 32, 64
+_MOST_ASIDES = 3
+#: A reservation grows by at least this factor: smaller steps are not worth a word.
+_LEAST_GROWTH = 1.02
 
 
 class Scheduler:
-    """Admits jobs of one kind to a backend while they fit.
+    """Admits jobs to a backend while they fit, and keeps those that run within the budget.
 
     Args:
-        jobs: The jobs, in the order in which they are to start; one's measured footprint speaks for the others.
+        jobs: The jobs, in the order in which they are to start.
         backend: Where they run.
         read_budget: Gives the budget as it is now.
         policy: How jobs are admitted.
-        known: A footprint measured on an earlier job of this kind, or None.
-        say: Called with the kind and the fields of each event: ``admit``, ``wait``, ``footprint``, ``stop``, ``end``.
-            Around each job (``admit``, ``end``) they hold what is used under the binding limit, in bytes.
-        sleep: How to wait between two steps; a test passes a function that moves a fake backend on.
+        known: Footprints measured earlier, each with the parameters of its job.
+        say: Called with the kind and the fields of each event: ``admit``, ``wait``, ``footprint``, ``grow``,
+            ``short``, ``aside``, ``retry``, ``stop``, ``end``. Around each job (``admit``, ``end``) they hold what is
+            used under the binding limit, in bytes.
+        claims: What other supervisors on this host have lent; None when there is none to ask.
     """
 
     def __init__(
@@ -80,23 +64,27 @@ class Scheduler:
         read_budget: ReadBudget,
         *,
         policy: Policy | None = None,
-        known: Footprint | None = None,
+        known: Sequence[tuple[dict[str, str], Footprint]] = (),
         say: Callable[..., None] = say_nothing,
-        sleep: Callable[[float], None] = time.sleep,
+        claims: HostClaims | None = None,
     ) -> None:
         self.backend = backend
-        self.read_budget = read_budget
         self.policy = policy or Policy()
-        self.known = known
+        self.forecast = Forecast()
+        for params, footprint in known:
+            self.forecast.learn(Job("known", command=("-",), params=params), footprint)
         self.say = say
-        self.sleep = sleep
+        self.claims = claims
         self.statuses: dict[str, JobStatus] = {}
-        self._jobs = {job.id: job for job in jobs}
-        self._waiting = list(jobs)
-        self._reserved: dict[str, int | None] = {}
+        self._waiting = [Slot(job, JobStatus(job.id, "pending")) for job in jobs]
+        self._running: dict[str, Slot] = {}
         self._stop_level = 0
         self._why_waiting = ""
-        self._ticks_without_room = 0
+        self._lacking_since: float | None = None
+        self._num_passed = 0
+        self._short = ""
+        self._favoured: str | None = None
+        self._budget = BudgetWatch(read_budget, lambda: monotonic())
 
     def run(
         self,
@@ -104,135 +92,397 @@ class Scheduler:
         stop: StopRequest | None = None,
         on_tick: Callable[[], None] = lambda: None,
         still_running: Collection[str] = (),
+        hold: Callable[[], str] = lambda: "",
     ) -> dict[str, JobStatus]:
         """Run all jobs to their ends; the last status of every job that was started, by id.
 
         Args:
             stop: Lets the caller stop the run from a signal handler.
-            on_tick: Called ten times a second, for a live view.
+            on_tick: Called at least ten times a second, for a live view.
             still_running: The ids of jobs that an earlier supervisor started and that run now: they are taken over
                 first, whatever is free, for what they use is taken already.
+            hold: A reason to start no job now, such as a full disk; empty when there is none.
 
         Raises:
-            DoesNotFitError: If the next job does not fit although no other runs, unless the policy forces it.
+            DoesNotFitError: If no job was started, because none fits although no other runs.
         """
-        for job in [job for job in self._waiting if job.id in still_running]:
-            self._start(job, self._needed(job, alone=False), "it still runs and is taken over")
+        refused: DoesNotFitError | None = None
+        for slot in [slot for slot in self._waiting if slot.job.id in still_running]:
+            self._start(slot, self._needed(slot, alone=False), "it still runs and is taken over")
         while True:
             self._poll()
             self._obey(stop.level if stop else 0)
-            self._admit()
+            self._relieve()
+            latest = self._admit(hold())
+            refused = refused or latest
             on_tick()
-            if not self._waiting and not self._running():
+            if not self._waiting and not self._running:
+                if refused is not None and all(status.started is None for status in self.statuses.values()):
+                    raise refused
                 return self.statuses
-            self.sleep(_TICK_SECONDS)
-
-    def _running(self) -> list[JobStatus]:
-        return [status for status in self.statuses.values() if status.state not in ENDED]
+            self.backend.wait(_TICK_SECONDS)
 
     def _in_use_bytes(self) -> int:
-        return sum(status.used_bytes for status in self._running())
+        return sum(slot.status.used_bytes for slot in self._running.values())
+
+    def _read_budget(self) -> Budget:
+        if self._budget.is_due:
+            self._budget.read(self._in_use_bytes())
+            self.backend.cap(max(1, self._budget.capacity_bytes))
+        return self._budget.now
+
+    def _room(self, claim_of: Callable[[Slot], Claim] = Slot.expectation) -> Lendable:
+        """What may be lent now, beside what running jobs are expected to take."""
+        self._read_budget()
+        claims = {job_id: claim_of(slot) for job_id, slot in self._running.items()}
+        return self._budget.lendable(self._in_use_bytes(), claims)
+
+    # What became of the jobs
 
     def _poll(self) -> None:
-        before = dict(self.statuses)
-        self.statuses |= {job_id: status for job_id, status in self.backend.poll().items() if job_id in before}
-        for job_id, status in self.statuses.items():
-            if status.footprint is not None and (self._has_passed(status) or self._outgrew(status)):
-                self._learn(job_id, status.footprint)
-            if status.state in ENDED and before[job_id].state not in ENDED:
-                ended = {"state": status.state, "cause": status.cause, "exit_code": status.exit_code}
-                self.say("end", job=job_id, **ended, **self._memory())
-                if status.state not in ("completed", "preempted", "cancelled") and self.policy.on_failure == "stop":
-                    self._obey(1)
+        found = self.backend.poll()
+        for job_id, slot in self._running.items():
+            slot.status = self.statuses[job_id] = found[job_id]
+            self._budget.checkpoint_bytes = max(self._budget.checkpoint_bytes, slot.status.checkpoint_bytes)
+        for job_id, slot in list(self._running.items()):
+            self._learn(slot)
+            if slot.status.state in ENDED:
+                del self._running[job_id]
+                self._settle(slot)
 
-    def _has_passed(self, status: JobStatus) -> bool:
-        return status.state == "completed" or status.num_phases_passed >= max(1, len(self._jobs[status.job_id].phases))
-
-    def _outgrew(self, status: JobStatus) -> bool:
-        return self.known is not None and status.peak_bytes > self.known.private_bytes
-
-    def _learn(self, job_id: str, footprint: Footprint) -> None:
-        if self.known is not None and footprint.private_bytes <= self.known.private_bytes:
+    def _learn(self, slot: Slot) -> None:
+        status, footprint = slot.status, slot.status.footprint
+        if footprint is None or footprint.private_bytes <= slot.learned_bytes:
             return
-        grown = self.known is None or footprint.private_bytes > 1.01 * self.known.private_bytes
-        self.known = footprint if self.known is None else self.known.merge(footprint)
-        needed = reservation_bytes(self.known, self.policy.slack)
-        self._reserved = {id: max(needed, reserved or 0) for id, reserved in self._reserved.items()}
-        if grown:
-            in_use = self._in_use_bytes()
-            self.say(
-                "footprint", job=job_id, footprint=self.known.to_dict(), reservation_bytes=needed, in_use_bytes=in_use
+        expected = self.forecast.predict(slot.job)
+        is_measured = expected is not None and expected.method == "measured"
+        outgrew = expected is not None and is_measured and status.peak_bytes > expected.private_bytes
+        if not (status.state == "completed" or status.settled or outgrew):
+            return
+        slot.learned_bytes = footprint.private_bytes
+        self.forecast.learn(slot.job, footprint)
+        self._revise()
+        if not is_measured or (expected and footprint.private_bytes > 1.01 * expected.private_bytes):
+            needed = reservation_bytes(footprint, self.policy.slack)
+            told = {"footprint": footprint.to_dict(), "reservation_bytes": needed, "in_use_bytes": self._in_use_bytes()}
+            self.say("footprint", job=slot.job.id, **told)
+
+    def _revise(self) -> None:
+        """Reservations of running jobs follow what was measured on their like; a hint may also turn out too large."""
+        for slot in self._running.values():
+            expected = self.forecast.predict(slot.job)
+            if expected is None or expected.method != "measured" or slot.needed_bytes is not None:
+                continue
+            slot.expected_bytes = reservation_bytes(expected, self.policy.slack)
+            if slot.by_hint:
+                slot.reserved_bytes, slot.by_hint = min(slot.reserved_bytes, slot.expected_bytes), False
+
+    def _settle(self, slot: Slot) -> None:
+        """Decide what follows from a job's end: it comes again, or it is done."""
+        status = slot.status
+        had = slot.grant.wall_bytes if slot.grant and status.wants_more else slot.reserved_bytes
+        again: Retry | str = "it completed"
+        if slot.set_aside and status.state in ("preempted", "cancelled") and not self._stop_level:
+            self._read_budget()
+            grown = round(1.25 * status.peak_bytes) if slot.stalled_since is not None else 0
+            needed = min(max(slot.reserved_bytes, slot.expected_bytes, grown), self._budget.capacity_bytes)
+            again = Retry("it stepped aside for others", needed if needed > 0 else None)
+            slot.num_asides += 1
+        elif status.state != "completed" and not self._stop_level:
+            self._read_budget()
+            again = decide(
+                status, had_bytes=had, capacity_bytes=self._budget.capacity_bytes, had_device_bytes=slot.device_bytes
             )
+            if isinstance(again, Retry) and slot.num_retries >= self.policy.retries:
+                again = f"it was started again {slot.num_retries} times already (retries)"
+            slot.num_retries += isinstance(again, Retry)
+        if isinstance(again, str):
+            ended = {"state": status.state, "cause": status.cause, "exit_code": status.exit_code, "why_final": again}
+            self.say("end", job=slot.job.id, **ended, **self._memory())
+            if status.state not in ("completed", "preempted", "cancelled") and self.policy.on_failure == "stop":
+                self._obey(1)
+            return
+        told = {"state": status.state, "cause": status.cause, "reservation_bytes": again.needed_bytes}
+        self.say("retry", job=slot.job.id, attempt=status.attempt + 1, reason=again.reason, **told)
+        slot.needed_bytes = again.needed_bytes or slot.needed_bytes
+        slot.needed_device_bytes = again.device_bytes or slot.needed_device_bytes
+        slot.set_aside, slot.stalled_since, slot.grant, slot.reserved_bytes = False, None, None, 0
+        self._waiting.insert(0, slot)
 
     def _obey(self, level: int) -> None:
         if level <= self._stop_level:
             return
         self._stop_level = level
         self._waiting.clear()
-        self.say("stop", level=level, num_running=len(self._running()))
-        for status in self._running():
-            self.backend.cancel(status.job_id, now=level > 1)
+        self.say("stop", level=level, num_running=len(self._running))
+        for job_id in self._running:
+            self.backend.cancel(job_id, now=level > 1)
 
-    def _admit(self) -> None:
-        while self._waiting:
-            job, running = self._waiting[0], self._running()
-            if self.policy.max_parallel is not None and len(running) >= self.policy.max_parallel:
-                return self._wait(job, f"at most {self.policy.max_parallel} at once (max_parallel)")
-            if self.policy.force:
-                self._start(job, None, "forced: not checked against the budget")
+    # Keeping those that run within the budget
+
+    def _relieve(self) -> None:
+        """Grow what outgrows its reservation, hand out grants, and see to those that wait at their wall."""
+        if self._favoured not in self._running:
+            self._favoured = None
+        if not self._running:
+            self._short = ""
+            return
+        free, short = max(0, self._room(Slot.claim).bytes), ""
+        for slot in sorted(self._running.values(), key=Slot.lost_seconds, reverse=True):
+            before, wanted = slot.reserved_bytes, slot.wanted_bytes(free)
+            if self.policy.force or not before or wanted <= before:
                 continue
-            if self.known is None and running:
-                return self._wait(job, f"{running[0].job_id} is being measured until it has passed each phase once")
-            lendable = self._lendable(running)
-            needed = self._needed(job, alone=not running)
-            if (needed or 1) > lendable.bytes:
-                if running:
-                    return self._wait(job, f"it needs {format_bytes(needed or 1)}", lendable.explain())
-                self._ticks_without_room += 1
-                if self._ticks_without_room < _PATIENCE_TICKS:
-                    return None
-                raise self._refusal(job, needed or 1, lendable)
-            self._start(job, needed, lendable.explain())
+            held = max(before, slot.status.used_bytes)  # what it has taken already is not free any more
+            more = min(wanted - held, self._free_for(slot, free))
+            if more < wanted - held and slot.wants_more:
+                short = short or f"{slot.job.id} outgrows its {format_bytes(before)} and nothing is free"
+            if held + more > _LEAST_GROWTH * before:
+                slot.reserved_bytes, free = held + more, free - more
+                told = {"from_bytes": before, "to_bytes": slot.reserved_bytes}
+                self.say("grow", job=slot.job.id, why=f"{format_bytes(free)} is left to lend", **told)
+        if short and not self._short:
+            self.say("short", job=None, reason=short)
+        self._short = short
+        self._hand_out(free)
+        if any(slot.set_aside for slot in self._running.values()) or self.policy.force:
+            return  # one that was asked to step aside gives its memory back first
+        self._see_to_stalled()
+        self._see_to_headroom()
+
+    def _free_for(self, slot: Slot, free_bytes: int) -> int:
+        """What of the free bytes this job may take: while one goes first, the others get none."""
+        return free_bytes if self._favoured in (None, slot.job.id) else 0
+
+    def _hand_out(self, free_bytes: int) -> None:
+        if self.policy.force:
+            return
+        for job_id, slot in self._running.items():
+            free = self._free_for(slot, free_bytes)
+            grant, old = slot.grant_of(free, self._budget.capacity_bytes), slot.grant
+            is_pressed = slot.status.stalled or slot.status.used_bytes > 0.8 * (old.wall_bytes if old else 0)
+            least = 0 if is_pressed else grant.wall_bytes // 16
+            changed = old is None or abs(grant.wall_bytes - old.wall_bytes) > least
+            if changed or (old is not None and grant.soft_bytes != old.soft_bytes):
+                if old is not None and grant.wall_bytes > old.wall_bytes:
+                    slot.stalled_since = None  # it has yet to show whether that is enough
+                slot.grant = grant
+                self.backend.resize(job_id, grant)
+
+    def _see_to_stalled(self) -> None:
+        now = monotonic()
+        for slot in self._running.values():
+            slot.stalled_since = (slot.stalled_since or now) if slot.status.stalled else None
+        stalled = [slot for slot in self._running.values() if slot.stalled_since is not None]
+        if not stalled or self._running.get(self._favoured or "") not in (None, *stalled):
+            return  # the one that goes first does go on
+        waited = now - min(slot.stalled_since or now for slot in stalled)
+        is_deadlock = len(stalled) == len(self._running)
+        if waited < (_DEADLOCK_SECONDS if is_deadlock else _STALL_SECONDS):
+            return
+        if len(self._running) == 1:
+            if not self._budget.others_bytes:
+                self._give_up(stalled[0])
+            return
+        first = self._running.get(self._favoured or "") or max(stalled, key=Slot.lost_seconds)
+        others = [slot for slot in self._running.values() if slot is not first]
+        self._favoured = first.job.id
+        self._set_aside(cheapest(others), f"{first.job.id} waits at its wall and nothing is free")
+
+    def _see_to_headroom(self) -> None:
+        """Have a job give way before the kernel ends one: without walls, or when a neighbour took all the reserve."""
+        headroom = self._room().headroom_bytes
+        if headroom >= self._read_budget().reserve_bytes // 8:
+            return
+        first = cheapest(self._running.values())
+        if len(self._running) == 1 and self._budget.outsiders_bytes < self._read_budget().reserve_bytes // 2:
+            self._give_up(first)
+        else:
+            left = f"only {format_bytes(max(0, headroom))} is left of {self._read_budget().binding.name}"
+            self._set_aside(first, left)
+
+    def _set_aside(self, slot: Slot, reason: str) -> None:
+        # What waits in the kernel cannot run a handler, so there is no use in asking it.
+        now = slot.status.stalled
+        slot.set_aside = True
+        if slot.grant and not now:
+            more = self._budget.checkpoint_bytes
+            self.backend.resize(slot.job.id, replace(slot.grant, wall_bytes=slot.grant.wall_bytes + more))
+        self.say("aside", job=slot.job.id, reason=reason, now=now)
+        self.backend.cancel(slot.job.id, now=now)
+
+    def _give_up(self, slot: Slot) -> None:
+        """End a job that had the whole budget to itself and wants more."""
+        capacity, binding = self._budget.capacity_bytes, self._read_budget().binding
+        cause = (
+            f"it needs more than the {format_bytes(capacity)} that it had alone, all that may be lent under "
+            f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}): ended by memfit at its wall, "
+            "before the kernel would; raise that limit or make the job smaller"
+        )
+        slot.set_aside = True
+        slot.needed_bytes = capacity
+        self.backend.cancel(slot.job.id, now=True, verdict=Verdict("out_of_memory", cause))
+
+    # Admission
+
+    def _admit(self, hold: str) -> DoesNotFitError | None:
+        if not self._waiting:
+            self._write_claims()
+            return None
+        if reason := hold or self._short:
+            self._wait(self._waiting[0], reason)
+            return None
+        with self.claims.deciding() if self.claims else nullcontext(0) as others:
+            self._budget.others_bytes = others
+            refused = self._admit_all()
+            self._write_claims()
+        return refused
+
+    def _write_claims(self) -> None:
+        if self.claims is not None:
+            claims = [slot.expectation() for slot in self._running.values()]
+            self.claims.write(
+                reserved_bytes=sum(claim.reserved_bytes for claim in claims),
+                unused_bytes=sum(claim.unused_bytes for claim in claims),
+            )
+
+    def _admit_all(self) -> DoesNotFitError | None:
+        """Start every job that fits now; those behind the first may pass it by while it waits for room."""
+        while self._waiting:
+            head = self._waiting[0]
+            if reason := self._no_start_reason():
+                self._wait(head, reason)
+                return None
+            if self.policy.force:
+                self._start(head, None, "forced: not checked against the budget")
+                continue
+            num_tried = _BACKFILL if self._num_passed < _MOST_PASSED else 1
+            why = ""
+            for slot in self._waiting[:num_tried]:
+                blocked = self._try_start(slot)
+                if not blocked:
+                    self._num_passed = 0 if slot is head else self._num_passed + 1
+                    break
+                why = why or blocked
+            else:
+                if not self._running:
+                    return self._refuse(head)
+                self._wait(head, why)
+                return None
         return None
 
-    def _needed(self, job: Job, *, alone: bool) -> int | None:
-        """What the job reserves; None for a first job of unknown size, which runs alone."""
-        if self.known is not None:
-            # A job that runs alone may use all there is, so its like's peak is enough without the slack.
-            return self.known.private_bytes if alone else reservation_bytes(self.known, self.policy.slack)
-        return reservation_bytes(job.footprint) if job.footprint else None
+    def _no_start_reason(self) -> str:
+        """Why no job at all may start now; empty when one may."""
+        most = self.policy.max_parallel
+        if most is not None and len(self._running) >= most:
+            return f"at most {most} at once (max_parallel)"
+        if self.policy.force:
+            return ""
+        if self._favoured is not None:
+            return f"{self._favoured} goes first, for which another job stepped aside"
+        for slot in self._running.values():
+            if not slot.is_measured:
+                passed = "passed each phase once" if slot.job.phases else "stopped growing"
+                return f"{slot.job.id} is being measured until it has {passed}"
+        starting = sum(monotonic() - slot.admitted < _STARTING_SECONDS for slot in self._running.values())
+        if starting >= _STARTS_PER_CPU * max(1, self._read_budget().num_cpus):
+            return "others are starting"
+        return ""
 
-    def _lendable(self, running: Sequence[JobStatus]) -> Lendable:
-        budget = self.read_budget(self._in_use_bytes())
-        claims = {s.job_id: Claim(self._reserved.get(s.job_id) or 0, s.used_bytes) for s in running}
-        return Lendable.now(budget.headroom_bytes, budget.reserve_bytes, claims)
+    def _try_start(self, slot: Slot) -> str:
+        """Start a job if it fits; else why it does not."""
+        alone, room = not self._running, self._room()
+        needed = self._needed(slot, alone=alone)
+        if needed is None and not alone:
+            return "its size is unknown, so it runs alone first"
+        if slot.num_asides >= _MOST_ASIDES and not alone:
+            return f"it stepped aside {slot.num_asides} times, so it runs alone next"
+        if (needed or 1) > room.bytes:
+            return f"it needs {format_bytes(needed or 1)}; {room.explain()}"
+        why = room.explain()
+        if slot.job.device_bytes is not None:
+            expected = self.forecast.predict(slot.job)
+            measured = max(expected.device_bytes.values(), default=0) if expected else 0
+            on_device = slot.needed_device_bytes or round(measured * (1 + self.policy.slack)) or slot.job.device_bytes
+            claims: dict[str, list[Claim]] = {}
+            for other in self._running.values():
+                claims.setdefault(other.device or "", []).append(other.device_claim())
+            device, text = place(self._read_budget().devices, claims, on_device)
+            if device is None:
+                return text
+            slot.device, slot.device_bytes, why = device.uuid, on_device, f"{why}; {text}"
+        self._start(slot, needed, why)
+        return ""
 
-    def _start(self, job: Job, reserved: int | None, why: str) -> None:
-        self._waiting.remove(job)
-        before = self._memory()
-        self._why_waiting, self._ticks_without_room = "", 0
-        self._reserved[job.id] = reserved
-        self.backend.submit(job)
-        self.statuses[job.id] = JobStatus(job.id, "pending")
-        num_running = len(self._running())
-        self.say("admit", job=job.id, reservation_bytes=reserved, num_running=num_running, why=why, **before)
+    def _needed(self, slot: Slot, *, alone: bool) -> int | None:
+        """What the job reserves; None for one of unknown size, which runs alone."""
+        if slot.needed_bytes is not None:
+            return slot.needed_bytes
+        expected = self.forecast.predict(slot.job)
+        if expected is None:
+            return None
+        # A job that runs alone may use all there is, so its like's peak is enough without the slack.
+        return expected.private_bytes if alone else reservation_bytes(expected, self.policy.slack)
+
+    def _start(self, slot: Slot, reserved: int | None, why: str) -> None:
+        self._waiting.remove(slot)
+        self._why_waiting, self._lacking_since = "", None
+        before, job = self._memory(), slot.job
+        expected = self.forecast.predict(job)
+        slot.reserved_bytes = max(1, reserved) if reserved is not None else 0
+        slot.expected_bytes = slot.reserved_bytes
+        slot.by_hint = expected is not None and expected.method == "declared" and slot.needed_bytes is None
+        slot.status, slot.admitted = JobStatus(job.id, "pending"), monotonic()
+        self._running[job.id], self.statuses[job.id] = slot, slot.status
+        if not self.policy.force:
+            slot.grant = slot.grant_of(max(0, self._room().bytes), self._budget.capacity_bytes)
+        if slot.device is not None:
+            env = {"CUDA_VISIBLE_DEVICES": slot.device, "MEMFIT_DEVICE_BYTES": str(slot.device_bytes)}
+            job = replace(job, env=dict(job.env) | env)
+        self.backend.submit(job, slot.grant)
+        told = {"reservation_bytes": reserved, "num_running": len(self._running), "why": why, "device": slot.device}
+        self.say("admit", job=job.id, **told, **before)
 
     def _memory(self) -> dict[str, int]:
         """What is used under the limit that binds now, and what the running jobs map (PSS), in bytes."""
-        running, binding = self._running(), self.read_budget(self._in_use_bytes()).binding
+        binding = self._read_budget().binding
         used = {"limit_bytes": binding.limit_bytes, "used_bytes": binding.used_bytes}
-        return used | {"pss_bytes": sum(status.pss_bytes for status in running)}
+        return used | {"pss_bytes": sum(slot.status.pss_bytes for slot in self._running.values())}
 
-    def _wait(self, job: Job, reason: str, arithmetic: str = "") -> None:
-        if reason != self._why_waiting:
-            self._why_waiting = reason
-            self.say("wait", job=job.id, num_running=len(self._running()), reason=reason, arithmetic=arithmetic)
+    def _wait(self, slot: Slot, reason: str) -> None:
+        short, _, arithmetic = reason.partition("; ")
+        if short != self._why_waiting:
+            self._why_waiting = short
+            self.say("wait", job=slot.job.id, num_running=len(self._running), reason=short, arithmetic=arithmetic)
 
-    def _refusal(self, job: Job, needed: int, lendable: Lendable) -> DoesNotFitError:
-        binding = self.read_budget(self._in_use_bytes()).binding
-        source = "measured on a job like it" if self.known else "as declared" if job.footprint else "to start at all"
+    def _refuse(self, slot: Slot) -> DoesNotFitError | None:
+        """Drop a job that does not fit although no other runs, when that has lasted; the others may fit."""
+        self._lacking_since = self._lacking_since or monotonic()
+        # One that has given way before came in when there was room, so there will be some again.
+        if monotonic() - self._lacking_since < _LACK_SECONDS * (1 + 20 * slot.num_asides):
+            return None
+        error = self._refusal(slot)
+        self._waiting.remove(slot)
+        slot.status = JobStatus(slot.job.id, "failed", cause=error.what, attempt=0)
+        self.statuses[slot.job.id] = slot.status
+        self.say("end", job=slot.job.id, state="failed", cause=error.what, exit_code=None, **self._memory())
+        if self.policy.on_failure == "stop":
+            self._obey(1)
+        return error
+
+    def _refusal(self, slot: Slot) -> DoesNotFitError:
+        needed, room, binding = self._needed(slot, alone=True) or 1, self._room(), self._read_budget().binding
+        expected = self.forecast.predict(slot.job)
+        method = expected.method if expected else ""
+        source = {"measured": "measured on a job like it", "declared": "as declared"}.get(method, "to start at all")
+        if needed <= room.bytes and slot.job.device_bytes is not None:
+            _, what = place(self._read_budget().devices, {}, slot.needed_device_bytes or slot.job.device_bytes)
+            return DoesNotFitError(
+                f"{slot.job.id}: {what}.",
+                rule="a job that declares device memory runs on one GPU that has it free.",
+                remedy="declare less with --gpu-memory, free a GPU, or leave the option out",
+            )
         return DoesNotFitError(
-            f"{job.id} needs {format_bytes(needed)} of host memory ({source}); {lendable.explain()}.",
+            f"{slot.job.id} needs {format_bytes(needed)} of host memory ({source}); {room.explain()}.",
             rule=f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}).",
             remedy="free memory or raise that limit, make the job smaller, or run it all the same with --force",
         )

@@ -1,319 +1,350 @@
 """The small process beside each local job: it owns the job's watch and its outcome.
 
-It starts the job's process, samples the memory of its whole tree ten times a second, follows its phase marks, passes
-a request to stop on to it, ends what it leaves behind, and writes ``outcome.json``. It holds ``lock`` in the job's
-folder as long as it lives, so that a supervisor that starts anew knows a running job from a dead one by the lock, not
-by a process id. It imports the standard library only: about 15 MB.
+The keeper forks it. It starts the job's process in the job's control group, samples the memory of the whole tree ten
+times a second, follows its events, passes a request to stop on to it, ends what it leaves behind, and writes
+``outcome.json``. It holds ``lock`` in the job's folder as long as it lives, so that a supervisor that starts anew knows
+a running job from a dead one by the lock, not by a process id. It imports the standard library only.
 
-Signals: SIGTERM asks the job to checkpoint and end, and ends it after a grace; SIGQUIT ends it now.
+Signals: SIGTERM asks the job to checkpoint and end, and ends it after a grace; SIGQUIT ends it now. The file
+``stop_requested`` in the job's folder does the same, at once when it says ``now``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
+import json
 import os
+import resource
 import select
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from memfit.errors import DamagedError
-from memfit.jobs._child import ERROR, REQUEST, RESULT
-from memfit.jobs._death import Counters, Death, explain
-from memfit.memory import Sample, SeriesWriter, TreeMeter, nvml_reader
-from memfit.rundir import EventTail, RunDir, read_json, write_json
+from memfit.jobs._child import ERROR, RESULT
+from memfit.jobs._death import Counters, Death, explain, place_of, read_kernel_line
+from memfit.jobs._leftovers import end_children, remove_segments
+from memfit.jobs._lock import JOB, OUTCOME, STATUS, STOP_REQUESTED, VERDICT, JobLock
+from memfit.jobs._orphan import OrphanWatch
+from memfit.jobs._start import become_subreaper, start
+from memfit.jobs._watch import STATUS_SECONDS, Watch
+from memfit.memory import JobGroup
+from memfit.rundir import RunDir, read_json, write_atomic
+from memfit.units import MIB, format_bytes
 
-SAMPLE_SECONDS = 0.1
-STATUS_SECONDS = 0.5
-SERIES_SECONDS = 1.0
-LOCK, STATUS, OUTCOME, SHIM, JOB = "lock", "status.json", "outcome.json", "shim.json", "job.json"
+#: A job is sampled so often, from a certain age on: to look at one costs as much as a brief one itself.
+SAMPLE_SECONDS, _FIRST_SAMPLE_SECONDS = 0.1, 0.25
+#: A job that lived less leaves no series and no status.
+_BRIEF_SECONDS = 0.5
+#: The outcome of a job that ran less is not forced to disk: it is run again sooner than that takes.
+_DURABLE_SECONDS = 2.0
+#: Less shared memory than that may be the kernel's lag in counting.
+_LEFT_BYTES = MIB
 #: The shim's own exit code when another shim holds the job.
 BUSY = 4
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_OOM_SCORE_ADJ = 500
 
-
-@dataclass
-class _Watch:
-    """What the shim knows of its job while it runs."""
-
-    run: RunDir
-    job_id: str
-    phases: tuple[str, ...]
-    child: subprocess.Popen[bytes]
-    meter: TreeMeter
-    series: SeriesWriter | None
-    attempt: int
-    started: float
-    older: frozenset[Path]
-    sample: Sample | None = None
-    phase: str | None = None
-    passed: list[str] = field(default_factory=list)
-    tails: dict[Path, EventTail] = field(default_factory=dict)
-    looked: float = 0.0
-    unwritten_peak: int = 0
-    written: float = 0.0
-
-    def observe(self) -> None:
-        """Follow the phase marks, then take a sample."""
-        self._follow_marks()
-        sample = self.meter.sample()
-        if sample is not None:
-            changed = self.sample is None or self.sample.phase != sample.phase
-            self.sample = sample
-            self.unwritten_peak = max(self.unwritten_peak, sample.peak_bytes)
-            if changed or time.monotonic() - self.written >= SERIES_SECONDS:
-                self.write_series()
-
-    def write_series(self) -> None:
-        """Append the last sample to the series, with the peak since the one before it there."""
-        if self.series is None or self.sample is None:
-            return
-        try:
-            self.series.append(replace(self.sample, peak_bytes=self.unwritten_peak))
-        except OSError as error:  # a full disk ends the series, not the job
-            print(f"memory.arrows ends here: {error}", file=sys.stderr, flush=True)
-            self.series = None
-        self.unwritten_peak, self.written = 0, time.monotonic()
-
-    def _follow_marks(self) -> None:
-        if not self.tails or time.monotonic() - self.looked >= STATUS_SECONDS:
-            self.looked = time.monotonic()
-            self._find_event_files()
-        for tail in self.tails.values():
-            for record in tail.read():
-                if record.get("kind") == "phase" and record.get("job") == self.job_id:
-                    self._enter(str(record.get("phase")))
-
-    def _find_event_files(self) -> None:
-        pids = {str(pid) for pid in self.meter.pids}
-        for path in self.run.events_dir.glob("*.jsonl"):
-            # A file that was there before the job belongs to a process id used before.
-            if path not in self.tails and path not in self.older and pids.intersection(path.stem.split("-")[-2:-1]):
-                self.tails[path] = EventTail(path)
-
-    def _enter(self, phase: str) -> None:
-        if self.phase is not None and self.phase != phase and self.phase not in self.passed:
-            self.passed.append(self.phase)
-        self.phase = phase
-        self.meter.enter_phase(phase)
-
-    def status(self) -> dict[str, Any]:
-        footprint = self.meter.footprint()
-        return {
-            "state": "running",
-            "phase": self.phase,
-            "num_phases_passed": sum(phase in self.passed for phase in self.phases),
-            "used_bytes": self.sample.private_bytes if self.sample else 0,
-            "peak_bytes": footprint.private_bytes,
-            "pss_bytes": self.sample.pss_bytes if self.sample else 0,
-            "footprint": footprint.to_dict(),
-            "started": self.started,
-            "ended": None,
-            "exit_code": None,
-            "cause": "",
-            "attempt": self.attempt,
-            "pid": self.child.pid,
-        }
+def prepare() -> None:
+    """Do once, before the first fork, what every shim would do again."""
+    Counters.read()
 
 
 class _Stop:
-    """Set by signals: ask (SIGTERM) or now (SIGQUIT)."""
+    """Set by signals and by the watch itself: ask (SIGTERM) or now (SIGQUIT)."""
 
     def __init__(self) -> None:
         self.asked_at: float | None = None
         self.now = False
-        signal.signal(signal.SIGTERM, self._ask)
-        signal.signal(signal.SIGQUIT, self._at_once)
+        #: Why the watcher itself ends the job; nobody asked for that.
+        self.reason = ""
+        signal.signal(signal.SIGTERM, self.ask)
+        signal.signal(signal.SIGQUIT, self.at_once)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-    def _ask(self, *_: object) -> None:
+    def ask(self, *_: object) -> None:
         self.asked_at = self.asked_at or time.monotonic()
 
-    def _at_once(self, *_: object) -> None:
+    def at_once(self, *_: object) -> None:
         self.asked_at, self.now = self.asked_at or time.monotonic(), True
+
+    def read_request(self, job_dir: Path) -> None:
+        """Obey the file that asks for a stop."""
+        with contextlib.suppress(OSError):
+            text = (job_dir / STOP_REQUESTED).read_text()
+            (self.at_once if text.strip() == "now" else self.ask)()
 
 
 def main(job_dir: Path) -> int:
-    """Run the job whose folder this is; 0 when its outcome was written, whatever that outcome is."""
-    with open(job_dir / LOCK, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return BUSY
-        job = read_json(job_dir / JOB)
-        if job is None:
-            print(f"{job_dir / JOB} is missing", file=sys.stderr)
-            return 1
-        stop = _Stop()
-        _become_subreaper()
-        write_json(job_dir / SHIM, {"pid": os.getpid(), "attempt": job["attempt"]}, durable=False)
-        write_json(job_dir / OUTCOME, _run(job, job_dir, stop))
-        (job_dir / STATUS).unlink(missing_ok=True)
+    """Run the job whose folder this is; 0 when its outcome is written, whatever that outcome is."""
+    lock = JobLock.take(job_dir)
+    if lock is None:
+        return BUSY
+    try:
+        return _main(job_dir, lock)
+    finally:
+        lock.release()
+
+
+def _main(job_dir: Path, lock: JobLock) -> int:
+    if (job_dir / OUTCOME).exists():  # ordered twice, when a keeper died, and over already
+        return 0
+    job = read_json(job_dir / JOB)
+    if job is None:
+        print(f"{job_dir / JOB} is missing", file=sys.stderr)
+        return 1
+    stop = _Stop()
+    become_subreaper()
+    lock.patiently(lambda: lock.tell(attempt=int(job["attempt"])))
+    shim = _Shim(job, job_dir, lock, stop)
+    outcome = shim.run()
+    is_durable = time.time() - outcome["started"] > _DURABLE_SECONDS
+    lock.patiently(lambda: write_atomic(job_dir / OUTCOME, json.dumps(outcome) + "\n", durable=is_durable))
+    (job_dir / STATUS).unlink(missing_ok=True)
     return 0
 
 
-def _run(job: dict[str, Any], job_dir: Path, stop: _Stop) -> dict[str, Any]:
-    """Start the job, watch it to its end, and explain that end."""
-    attempt, started, before = int(job["attempt"]), time.time(), Counters.read()
-    run = RunDir(job_dir.parent.parent)
-    older = frozenset(run.events_dir.glob("*.jsonl"))
-    series = _open_series(job_dir / f"memory{'' if attempt == 1 else f'_{attempt}'}.arrows")
-    with open(job_dir / "out.log", "ab") as out, open(job_dir / "err.log", "ab") as err:
+class _Shim:
+    """One job from its start to its outcome."""
+
+    def __init__(self, job: Mapping[str, Any], job_dir: Path, lock: JobLock, stop: _Stop) -> None:
+        self.job, self.job_dir, self.lock, self.stop = job, job_dir, lock, stop
+        self.run_dir = RunDir(job_dir.parent.parent)
+        self.group = JobGroup.at(Path(job["group"])) if job["group"] else None
+        self.orphan = OrphanWatch(self.run_dir.path, self.group) if self.group else None
+        self.attempt = int(job["attempt"])
+        self.env_differs: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Start the job, watch it to its end, and explain that end."""
+        started, is_first = time.time(), self.attempt == 1
+        # A group that was never used has met nothing; the first attempt's files are all its own.
+        before = Counters(0, self.group.path.name) if self.group and is_first else Counters.read(self.group)
+        state = self.group.state() if self.group and not is_first else None
+        older = frozenset[Path]() if is_first else frozenset(self.run_dir.events_dir.glob("*.jsonl"))
         try:
-            child = _start(job, job_dir, out, err)
+            pid = self.lock.patiently(
+                lambda: start(self.job, self.job_dir, self.group, lambda: self.stop.now),
+                gives_up=lambda: self.stop.asked_at is not None,
+            )
         except OSError as error:
+            self._remove_group()
             cause = f"could not be started: {error.strerror or error} ({error.filename})"
-            return {"state": "failed", "started": started, "ended": time.time(), "cause": cause, "attempt": attempt}
-    watch = _Watch(
-        run=run,
-        job_id=str(job["id"]),
-        phases=tuple(job["phases"]),
-        child=child,
-        meter=TreeMeter(child.pid, devices=nvml_reader()),
-        series=series,
-        attempt=attempt,
-        started=started,
-        older=older,
-    )
-    stopped_by = _follow(watch, job_dir, stop, float(job["grace_seconds"]))
-    watch.observe()
-    watch.write_series()
-    num_left = _end_tree(watch)
-    if series is not None:
+            ended = {"started": started, "ended": time.time(), "attempt": self.attempt}
+            return {"state": "failed", "cause": cause, **ended, "asked": self.stop.asked_at is not None}
         with contextlib.suppress(OSError):
-            series.close()
-    death = Death(
-        returncode=child.returncode,
-        stopped_by=stopped_by,
-        counters_before=before,
-        counters_after=Counters.read(),
-        error=read_json(job_dir / ERROR),
-        has_result=job["target"] is None or (job_dir / RESULT).exists(),
-        peak_bytes=watch.meter.footprint().private_bytes,
-        phase=watch.phase,
-    )
-    state, cause = explain(death)
-    if num_left:
-        cause = "; ".join(filter(None, (cause, f"{num_left} process(es) that it left running were ended")))
-    ended = {"state": state, "ended": time.time(), "exit_code": child.returncode, "cause": cause}
-    return watch.status() | ended | {"used_bytes": 0, "pss_bytes": 0}
+            self.lock.tell(job_pid=pid, started=started)
+        watch = Watch(
+            run=self.run_dir,
+            job_id=str(self.job["id"]),
+            phases=tuple(self.job["phases"]),
+            pid=pid,
+            group=self.group,
+            attempt=self.attempt,
+            started=started,
+            met_before=state.met_wall if state else 0,
+            older=older,
+        )
+        returncode, stopped_by = self._follow(watch)
+        return self._close(watch, before, returncode, stopped_by)
+
+    def _follow(self, watch: Watch) -> tuple[int, str | None]:
+        """Watch until the job's process has ended; its exit code, and the signal that memfit ended it with."""
+        waiter = _Waiter(watch)
+        stopped_by = self._obey(watch, None)
+        status_at = first_at = watch.born + _BRIEF_SECONDS
+        seconds = _FIRST_SAMPLE_SECONDS
+        while (returncode := waiter.wait(seconds)) is None:
+            seconds = SAMPLE_SECONDS
+            watch.observe()
+            now = time.monotonic()
+            if now >= status_at:
+                self._tick(watch, is_first=status_at == first_at)
+                status_at = now + STATUS_SECONDS
+            self._see_to_orphan(watch, now)
+            stopped_by = self._obey(watch, stopped_by)
+        return returncode, stopped_by
+
+    def _obey(self, watch: Watch, sent: str | None) -> str | None:
+        """Pass a request to stop on; the strongest signal that was sent so far."""
+        stop = self.stop
+        if stop.asked_at is None:
+            return None
+        watch.asked = not stop.reason
+        # It is reaped by this process alone, so that its number is still its own.
+        if stop.now or time.monotonic() - stop.asked_at > float(self.job["grace_seconds"]):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(watch.pid, signal.SIGKILL)
+            return "SIGKILL"
+        if sent is None:
+            os.kill(watch.pid, signal.SIGTERM)
+        return "SIGTERM"
+
+    def _tick(self, watch: Watch, *, is_first: bool) -> None:
+        """What is due twice a second once the job has lived a while."""
+        if is_first:
+            watch.open_series(self.job_dir / f"memory{'' if self.attempt == 1 else f'_{self.attempt}'}.arrows")
+            self._check_env(watch.pid)
+        self.stop.read_request(self.job_dir)
+        watch.guess_phase()
+        try:
+            write_atomic(self.job_dir / STATUS, json.dumps(watch.status()) + "\n", durable=False)
+        except OSError as error:
+            if not self.lock.holder.note:
+                with contextlib.suppress(OSError):
+                    self.lock.tell(note=f"its status cannot be written: {error.strerror}")
+            return
+        if self.lock.holder.note:
+            with contextlib.suppress(OSError):
+                self.lock.tell(note="")
+
+    def _see_to_orphan(self, watch: Watch, now: float) -> None:
+        if self.orphan is None or self.stop.now:
+            return
+        if reason := self.orphan.look(watch.state, now):
+            self.stop.reason = "" if self.stop.asked_at is not None else reason
+            self.stop.at_once()
+
+    def _check_env(self, pid: int) -> None:
+        """Record the variables that memfit set as the job's process really has them."""
+        try:
+            content = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return
+        real = dict(line.split("=", 1) for line in os.fsdecode(content).split("\0") if "=" in line)
+        wanted = self.job["env"]
+        self.env_differs = {name: real.get(name) for name, value in wanted.items() if real.get(name) != value}
+        for name, value in self.env_differs.items():
+            print(f"{name} is {value!r} in the job, not {wanted[name]!r} as set", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            found = {name: real.get(name) for name in wanted}
+            write_atomic(self.job_dir / "environ.json", json.dumps(found, indent=2) + "\n", durable=False)
+
+    def _close(self, watch: Watch, before: Counters, returncode: int, stopped_by: str | None) -> dict[str, Any]:
+        """End what is left, gather the evidence, and say why the job ended."""
+        if watch.meter is not None:
+            watch.observe()
+            watch.write_series()
+        left = end_children(lambda: (watch.meter.pids if watch.meter else set()) - {os.getpid(), watch.pid})
+        if self.group is not None and self.group.pids():
+            self.group.kill()
+        remove_segments(watch.pids | left, since=watch.started)
+        if watch.series is not None:
+            with contextlib.suppress(OSError):
+                watch.series.close()
+        evidence, left_bytes = self._group_evidence(watch, returncode)
+        status = watch.status()
+        if returncode == 0 and self.job["target"] is None and not left and left_bytes < _LEFT_BYTES:
+            state, cause = "completed", ""
+        else:
+            death = self._death(watch, before, returncode, stopped_by)
+            state, cause = explain(death)
+            counters = {"before": death.counters_before.to_dict(), "after": death.counters_after.to_dict()}
+            evidence |= {"oom_kills": counters, "place": place_of(death)}
+            notes = [
+                f"{len(left)} process(es) that it left running were ended" if left else "",
+                f"it left {format_bytes(left_bytes)} in /dev/shm" if left_bytes >= _LEFT_BYTES else "",
+            ]
+            cause = "; ".join(filter(None, (cause, *notes)))
+        self._remove_group()
+        ended = {"state": state, "ended": time.time(), "exit_code": returncode, "cause": cause, "evidence": evidence}
+        now_nothing = {"used_bytes": 0, "pss_bytes": 0, "stalled": False}
+        asked = self.stop.asked_at is not None and not self.stop.reason
+        return status | ended | now_nothing | {"asked": asked}
+
+    def _group_evidence(self, watch: Watch, returncode: int) -> tuple[dict[str, Any], int]:
+        """What the job's group tells at the end, and the shared memory that is still charged to it."""
+        evidence: dict[str, Any] = {"env_differs": self.env_differs} if self.env_differs else {}
+        if self.job["data_limit_bytes"] is not None:
+            evidence["data_limit_bytes"] = self.job["data_limit_bytes"]
+        # What is charged to it still is memory that outlives its processes, or page cache.
+        is_plain = returncode == 0 and watch.meter is None
+        if self.group is None:
+            return evidence, 0
+        charged_peak = self.group.charged_peak()
+        if is_plain and self.group.charged_bytes() < _LEFT_BYTES:
+            watch.bound_peak(charged_peak, cache_bytes=0)
+            return evidence | {"charged_peak_bytes": charged_peak}, 0
+        if (state := self.group.state()) is None:
+            return evidence, 0
+        cache = state.charged_bytes - state.used_bytes
+        watch.bound_peak(charged_peak, cache)
+        # A burst between two samples shows here alone; what is cache still was so all the time, or was no burst.
+        watch.note_refusals(state, max(watch.peak_bytes, charged_peak - cache))
+        evidence |= {
+            "group": self.group.name,
+            "wall_bytes": state.wall_bytes,
+            "charged_peak_bytes": charged_peak,
+            "met_wall": state.met_wall - watch.met_before,
+            "left_shared_memory_bytes": state.shared_memory_bytes,
+        }
+        return evidence, state.shared_memory_bytes
+
+    def _death(self, watch: Watch, before: Counters, returncode: int, stopped_by: str | None) -> Death:
+        refused = "its wall" if watch.wants_more else ""
+        if self.job["data_limit_bytes"] is not None:
+            refused = f"its limit of {format_bytes(self.job['data_limit_bytes'])} of data"
+        after = Counters.read(self.group)
+        needs_log = returncode == -signal.SIGKILL and stopped_by != "SIGKILL" and after.own is None
+        reason = {"state": "out_of_memory", "cause": self.stop.reason} if self.stop.reason else None
+        return Death(
+            returncode=returncode,
+            stopped_by=stopped_by,
+            counters_before=before,
+            counters_after=after,
+            error=_read_left(self.job_dir / ERROR),
+            has_result=self.job["target"] is None or (self.job_dir / RESULT).exists(),
+            peak_bytes=watch.peak_bytes,
+            phase=watch.phase,
+            refused=refused,
+            last_words=_read_end(self.job_dir / "err.log") if returncode else "",
+            kernel_line=read_kernel_line(watch.pid, watch.born) if needs_log else "",
+            verdict=reason or _read_left(self.job_dir / VERDICT),
+        )
+
+    def _remove_group(self) -> None:
+        if self.group is not None and not self.job["keeps_group"]:
+            self.group.remove()
 
 
-def _open_series(path: Path) -> SeriesWriter | None:
-    """The series of the job's memory, or None when it cannot be written: the job runs all the same."""
+def _read_left(path: Path) -> dict[str, Any] | None:
     try:
-        return SeriesWriter(path)
-    except (OSError, DamagedError) as error:
-        print(f"no {path.name}: {error}", file=sys.stderr, flush=True)
+        return read_json(path)
+    except DamagedError as error:  # torn by a full disk
+        print(error, file=sys.stderr)
         return None
 
 
-def _start(job: dict[str, Any], job_dir: Path, out: IO[bytes], err: IO[bytes]) -> subprocess.Popen[bytes]:
-    for name in (RESULT, ERROR):
-        (job_dir / name).unlink(missing_ok=True)
-    command = job["command"]
-    if job["target"] is not None:
-        write_json(job_dir / REQUEST, {"target": job["target"], "arguments": job["arguments"]}, durable=False)
-        command = [sys.executable, "-m", "memfit.jobs", "child", str(job_dir)]
-    child = subprocess.Popen(
-        command,
-        env=os.environ | job["env"],
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=err,
-        start_new_session=True,
-        preexec_fn=partial(_die_with, os.getpid()) if sys.platform == "linux" else None,
-    )
-    # When memory does run out, let the kernel take a job and never the shim, the supervisor or a stranger.
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{child.pid}/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))
-    return child
+def _read_end(path: Path) -> str:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+        return file.read().decode(errors="replace")
+    return ""
 
 
-def _follow(watch: _Watch, job_dir: Path, stop: _Stop, grace_seconds: float) -> str | None:
-    """Watch until the job's process has ended; the signal that memfit ended it with, or None."""
-    wait = _waiter(watch.child)
-    asked, status_at = False, 0.0
-    stopped_by: str | None = None
-    while True:
-        watch.observe()
-        if time.monotonic() - status_at >= STATUS_SECONDS:
-            status_at = time.monotonic()
-            with contextlib.suppress(OSError):
-                write_json(job_dir / STATUS, watch.status(), durable=False)
-        if stop.asked_at is not None:
-            overdue = time.monotonic() - stop.asked_at > grace_seconds
-            if stop.now or overdue:
-                stopped_by = "SIGKILL"
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(watch.child.pid, signal.SIGKILL)
-            elif not asked:
-                asked, stopped_by = True, "SIGTERM"
-                watch.child.send_signal(signal.SIGTERM)
-        if wait(SAMPLE_SECONDS):
-            return stopped_by
+class _Waiter:
+    """Waits for the end of a job's process."""
 
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._poll = watch, select.poll()
+        self._pidfd = os.pidfd_open(watch.pid) if hasattr(os, "pidfd_open") else None
+        if self._pidfd is not None:
+            self._poll.register(self._pidfd, select.POLLIN)
 
-def _waiter(child: subprocess.Popen[bytes]) -> Callable[[float], bool]:
-    """A function that waits some seconds for the child's end and tells whether it came."""
-    if not hasattr(os, "pidfd_open"):
-
-        def wait_by_sleep(seconds: float) -> bool:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(seconds)
-            return child.returncode is not None
-
-        return wait_by_sleep
-    ended = select.poll()
-    ended.register(os.pidfd_open(child.pid), select.POLLIN)
-
-    def wait(seconds: float) -> bool:
-        if ended.poll(seconds * 1000):
-            child.wait()
-            return True
-        return False
-
-    return wait
-
-
-def _die_with(watcher: int) -> None:
-    """Have the kernel end the job when its watcher dies, so that no later attempt runs beside it (Linux only)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != watcher:  # it died before that held
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _become_subreaper() -> None:
-    """Have orphaned grandchildren handed to this process, so that none escapes the watch (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _end_tree(watch: _Watch) -> int:
-    """End what the job left running, and tell how many processes that were."""
-    left: set[int] = set()
-    for _ in range(50):
-        watch.meter.sample()
-        alive = {pid for pid in watch.meter.pids if pid not in (os.getpid(), watch.child.pid)}
-        left |= alive
-        for pid in alive:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if not alive:
-            break
-        time.sleep(0.02)
-    return len(left)
+    def wait(self, seconds: float) -> int | None:
+        """The exit code when the end came in so many seconds; without pidfds it is seen one sample late."""
+        self._poll.poll(seconds * 1000)
+        pid, status, used = os.wait4(self._watch.pid, os.WNOHANG)
+        if pid == 0:
+            return None
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+        unit = 1024 if sys.platform == "linux" else 1
+        self._watch.resident_peak_bytes = used.ru_maxrss * unit
+        # What it inherited by fork counts as its peak too, so that a lower one than this process's own tells nothing.
+        if used.ru_maxrss > resource.getrusage(resource.RUSAGE_SELF).ru_maxrss:
+            self._watch.own_peak_bytes = used.ru_maxrss * unit
+        return os.waitstatus_to_exitcode(status)

@@ -2,22 +2,29 @@
 
 from memfit.memory._admission import DEFAULT_SLACK, Claim, Lendable, reservation_bytes
 from memfit.memory._budget import Budget
+from memfit.memory._claims import Claims, Entry, list_entries, sweep_entries
 from memfit.memory._devices import Device, DeviceProcess
 from memfit.memory._footprint import Footprint, PhasePeak
 from memfit.memory._host import SharedMemory, Swap
+from memfit.memory._jobgroup import GroupState, JobGroup, sweep_groups
 from memfit.memory._limit import Limit
 from memfit.memory._meter import Meter, Sample, TreeMeter, measure
-from memfit.memory._oom import count_oom_kills
+from memfit.memory._oom import count_oom_kills, memory_group, oom_kills_above
 from memfit.memory._process import nvml_reader
 from memfit.memory._series import SeriesWriter, read_series
+from memfit.memory._walls import Walls, systemd_scope_command, why_no_walls
 
 __all__ = [
     "DEFAULT_SLACK",
     "Budget",
     "Claim",
+    "Claims",
     "Device",
     "DeviceProcess",
+    "Entry",
     "Footprint",
+    "GroupState",
+    "JobGroup",
     "Lendable",
     "Limit",
     "Meter",
@@ -27,9 +34,17 @@ __all__ = [
     "SharedMemory",
     "Swap",
     "TreeMeter",
+    "Walls",
     "count_oom_kills",
+    "list_entries",
     "measure",
+    "memory_group",
     "nvml_reader",
+    "oom_kills_above",
     "read_series",
     "reservation_bytes",
+    "sweep_entries",
+    "sweep_groups",
+    "systemd_scope_command",
+    "why_no_walls",
 ]

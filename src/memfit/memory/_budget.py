@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from memfit.errors import UsageError
 from memfit.memory import _cgroup
+from memfit.memory._base import find_base
 from memfit.memory._devices import Device, read_devices
 from memfit.memory._host import (
     REAL_ROOT,
@@ -237,20 +238,22 @@ def _cpus(root: Path, env: Mapping[str, str]) -> tuple[int, str]:
 
 def _permission(root: Path, placement: _cgroup.Placement | None) -> tuple[Permission, str]:
     """Which groups can be made here, and what holds for jobs, in words."""
-    version: Permission = "none"
-    where = "no control group with a memory controller is visible"
-    if placement:
-        where = f"cgroup v{placement.version} {placement.groups[0].path}"
-        if _cgroup.is_writable(root, placement):
-            version = "cgroup v2" if placement.version == 2 else "cgroup v1"
-            where = f"{where} is writable, but no walls are set up in it"
-        elif placement.read_only:
-            where = f"cgroup v{placement.version} is mounted read-only"
-        else:
-            where = f"{where} cannot be written by this user"
-    return version, (
-        "jobs are admitted by measured non-reclaimable bytes and watched by sampling; one that outgrows its like "
-        f"between two samples can still meet the limits above ({where})"
+    base = find_base(root, placement)
+    if isinstance(base, str):
+        return "none", (
+            "jobs are admitted by measured non-reclaimable bytes and watched by sampling; each process that needs no "
+            "device has a soft wall (RLIMIT_DATA), and oom_score_adj makes the kernel end a job before a stranger; "
+            f"one that outgrows its like between two samples can still meet the limits above ({base})"
+        )
+    where = f"each job runs in a group of its own with a wall, below cgroup v{base.version} {base.group.path}; "
+    if base.version == 1:
+        return "cgroup v1", where + (
+            "at the wall the kernel makes it wait (it is not killed) until there is memory for it; a fork or a write "
+            "to /dev/shm fails there"
+        )
+    return "cgroup v2", where + (
+        "at the wall the kernel slows it down until it all but stands (it is not killed) until there is memory for it; "
+        "a burst beyond the wall by half of it, and by 256 MiB, is killed"
     )
 
 

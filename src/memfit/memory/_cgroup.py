@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from memfit.memory._host import REAL_ROOT, Mount, parse_mountinfo, parse_pairs, parse_status, read_text
+from memfit.memory._host import Mount, parse_mountinfo, parse_pairs, parse_status, read_text
 from memfit.memory._limit import Limit, limit
 
 # The largest page counter, rounded down to a page of 4, 16 or 64 KiB, and the 2**64 - 1 of older kernels: all of them
@@ -27,6 +27,7 @@ _MOST_GROUPS_SEARCHED = 4096
 _V2_KERNEL = ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "vmalloc", "slab_unreclaimable", "zswap")
 
 _OWNERS = (
+    (r"/memfit-[^/]+/job-([^/]+)$", "memfit job {}"),
     (r"job_(\d+)", "Slurm job {}"),
     (r"(?:docker-|docker/)([0-9a-f]{12})[0-9a-f]*(?:\.scope)?$", "Docker container {}"),
     (r"libpod-([0-9a-f]{12})[0-9a-f]*(?:\.scope)?(?:/container)?$", "Podman container {}"),
@@ -55,12 +56,14 @@ class Placement:
         groups: Its group first, then each visible ancestor.
         hidden: Whether groups above the last one exist and cannot be seen.
         read_only: Whether the hierarchy is mounted read-only.
+        pid: The process, as its own namespace numbers it; 0 when nothing tells.
     """
 
     version: int
     groups: tuple[Group, ...]
     hidden: bool
     read_only: bool
+    pid: int = 0
 
 
 def parse_cgroup(text: str | None) -> dict[str, str]:
@@ -92,6 +95,8 @@ def owner_of(path: str) -> str:
 
     >>> owner_of("/slurm/uid_1000/job_42/step_0"), owner_of("/user.slice"), owner_of("/x")
     ('Slurm job 42', 'systemd unit user.slice', '')
+    >>> owner_of("/memfit-run_1/job-job_7")
+    'memfit job job_7'
     """
     for pattern, text in _OWNERS:
         if match := re.search(pattern, path):
@@ -131,22 +136,26 @@ def non_reclaimable_v1(stat: Mapping[str, int], kernel_bytes: int) -> int:
     return rss + stat.get("total_shmem", max(0, lists - rss)) + kernel_bytes
 
 
-def locate(root: Path, controller: str) -> Placement | None:
-    """Where this process is in the hierarchy that has ``controller``; v1 wins where a hybrid layout has it there."""
-    paths = parse_cgroup(read_text(root / "proc/self/cgroup"))
+def locate(root: Path, controller: str, pid: int | None = None) -> Placement | None:
+    """Where this process (or ``pid``) is in the hierarchy that has ``controller``.
+
+    v1 wins where a hybrid layout has it there.
+    """
+    who = root / "proc" / str(pid or "self")
+    paths = parse_cgroup(read_text(who / "cgroup"))
     mounts = parse_mountinfo(read_text(root / "proc/self/mountinfo"))
     first = [mount for mount in mounts if mount.kind == "cgroup" and controller in mount.options]
     second = [mount for mount in mounts if mount.kind == "cgroup2"]
     if controller in paths and first:
-        return _place(root, 1, paths[controller], first)
-    return _place(root, 2, paths[""], second) if "" in paths and second else None
+        return _place(who, 1, paths[controller], first)
+    return _place(who, 2, paths[""], second) if "" in paths and second else None
 
 
-def _place(root: Path, version: int, path: str, mounts: list[Mount]) -> Placement:
+def _place(who: Path, version: int, path: str, mounts: list[Mount]) -> Placement:
     # A later mount hides an earlier one at its point; of several points the one with the higher root shows more.
     on_top = {mount.point: mount for mount in mounts}
     ordered = sorted(on_top.values(), key=lambda mount: len(_parts(mount.root)))
-    pid = parse_status(read_text(root / "proc/self/status")).get("Pid", "")
+    root, pid = who.parents[1], parse_status(read_text(who / "status")).get("Pid", "")
     found = ((mount, _find(_top(root, mount), mount, path, pid)) for mount in ordered)
     mount, inner = next(((mount, inner) for mount, inner in found if inner is not None), (ordered[0], ()))
     top = _top(root, mount)
@@ -156,7 +165,7 @@ def _place(root: Path, version: int, path: str, mounts: list[Mount]) -> Placemen
         Group("/" + "/".join((*base, *inner[:depth])), top.joinpath(*inner[:depth]))
         for depth in range(len(inner), -1, -1)
     )
-    return Placement(version, groups, hidden, "ro" in mount.options)
+    return Placement(version, groups, hidden, "ro" in mount.options, int(pid or 0))
 
 
 def _top(root: Path, mount: Mount) -> Path:
@@ -286,17 +295,3 @@ def cpu_quota(root: Path) -> tuple[float, str] | None:
         if placement and len(words) == 2 and words[0].isdigit() and words[1].isdigit():
             quotas.append((int(words[0]) / int(words[1]), _source(placement, group)))
     return min(quotas, default=None)
-
-
-def is_writable(root: Path, placement: Placement) -> bool:
-    """Whether groups can be made below this process's own; nothing is made to find out.
-
-    In a recorded tree the mount's options and the recorded user decide, since its folders are the reader's own.
-    """
-    directory = placement.groups[0].directory
-    if placement.version == 2 and "memory" not in (read_text(directory / "cgroup.controllers") or "").split():
-        return False
-    if root == REAL_ROOT:
-        return os.access(directory, os.W_OK | os.X_OK) and os.access(directory / "cgroup.procs", os.W_OK)
-    uids = parse_status(read_text(root / "proc/self/status")).get("Uid", "").split()
-    return not placement.read_only and uids[1:2] == ["0"]

@@ -70,7 +70,7 @@ class _Peak:
     seconds: float = 0.0
 
     def take(self, sample: Sample, parts: Mapping[str, int], swept_pss: int) -> None:
-        if sample.peak_bytes >= self.private:
+        if sample.peak_bytes > self.private:
             self.private, self.parts = sample.peak_bytes, dict(parts)
         self.shared = max(self.shared, sample.shared_bytes)
         self.pss = max(self.pss, swept_pss)
@@ -110,8 +110,8 @@ class TreeMeter:
     and a process that lived between two samples not at all; the cgroup's own peak (``cgroup``) misses neither, but
     counts page cache.
 
-    **Not seen**: files in ``/dev/shm`` that no process maps, and memory pinned by a device driver. ``clear_refs`` is
-    never written: the job would see it.
+    **Not seen**: files in ``/dev/shm`` that no process maps, and memory pinned by a device driver, unless whoever knows
+    the job's own control group sets ``floor_bytes``. ``clear_refs`` is never written: the job would see it.
 
     Args:
         pid: The root of the tree; children count at any depth, also after their parents died.
@@ -121,6 +121,10 @@ class TreeMeter:
         devices: Gives device bytes; see ``nvml_reader``.
         reader: Where figures of processes come from; by default ``/proc``, or psutil where there is none.
         cpu: CPU seconds of the calling thread; they bound the cost of sweeps to 1 % of one core.
+
+    Attributes:
+        floor_bytes: What the tree's own control group holds in non-reclaimable memory; samples tell at least that much.
+        counts_from_birth: What the tree did before the first sample is part of the measurement.
 
     Example:
         >>> meter = TreeMeter(os.getpid())
@@ -149,9 +153,10 @@ class TreeMeter:
         self._sweeps, self._scans = _Paced(SWEEP_SHARE, clock, cpu), _Paced(SCAN_SHARE, clock, cpu)
         self._device_reads, self._device_bytes = _Paced(SWEEP_SHARE, clock, cpu), dict[str, int]()
         self._cgroup, self._charged_peak = cgroup, 0
+        self.floor_bytes, self.counts_from_birth = 0, False
         self._held, self._shared_memory = Sharing(), Sharing()
         self._before: dict[int, tuple[Stat, Status]] = {}
-        self._alive: set[int] = set()
+        self._root, self._alive, self._ever = pid, set[int](), {pid}
         self._last: Sample | None = None
         self._swept_file = self._swept_pss = 0
         self._phase, self._can_belong_to, self._phase_since = "", {""}, clock()
@@ -163,6 +168,11 @@ class TreeMeter:
         """The processes that were alive at the last sample."""
         return set(self._alive)
 
+    @property
+    def pids_seen(self) -> set[int]:
+        """All processes of the tree that were ever seen."""
+        return set(self._ever)
+
     def sample(self) -> Sample | None:
         """The tree now, or None when no process of it is left."""
         self._at_marks.clear()
@@ -171,6 +181,7 @@ class TreeMeter:
     def _sample(self) -> Sample | None:
         now = self._read()
         self._alive = set(now)
+        self._ever |= self._alive
         self._add_seconds()
         if not now:
             return None
@@ -178,6 +189,9 @@ class TreeMeter:
         sweep = self._sweep(now) if self._sweeps.due else {}
         parts = self._parts(now)
         level = parts["anonymous"] + parts["shared_memory"] + parts["page_tables"]
+        if self.floor_bytes > level:
+            parts["other"] = self.floor_bytes - level
+            level = self.floor_bytes
         spikes = sum(self._spike(pid, *reading) for pid, reading in now.items())
         peak = max(level, self._last.private_bytes if self._last else 0) + spikes
         parts["anonymous"] += peak - level
@@ -224,8 +238,8 @@ class TreeMeter:
         """The peaks so far, whole and by phase.
 
         Parts at the whole peak: ``anonymous`` (swapped and high-water marks included), ``shared_memory`` and
-        ``page_tables`` make up the private bytes; beside them ``file`` (the shared bytes then) and, given a cgroup,
-        ``charged_peak``.
+        ``page_tables`` and, given a floor, ``other`` (kernel memory, files that no process maps) make up the private
+        bytes; beside them ``file`` (the shared bytes then) and, given a cgroup, ``charged_peak``.
         """
         charged = {"charged_peak": self._charged_peak} if self._charged_peak else {}
         return Footprint(
@@ -295,7 +309,7 @@ class TreeMeter:
 
     def _spike(self, pid: int, stat: Stat, status: Status) -> int:
         """How far the process rose, between two samples, above both of them."""
-        if not self._before:
+        if not self._before and not (self.counts_from_birth and pid == self._root):
             return 0  # what was before the measurement is not part of it
         earlier, level, file = self._before.get(pid), status.private, status.file
         if earlier and (earlier[0].start, earlier[0].image) == (stat.start, stat.image):

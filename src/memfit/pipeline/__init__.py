@@ -1,11 +1,14 @@
-"""Runs a workload's stages and folds."""
+"""Runs a workload's stages and folds, and any command, under one budget."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memfit.pipeline._config import MemorySettings, RunConfig, parse_folds
-from memfit.pipeline._run import RunResult, run
+from memfit.pipeline._commands import resolve_settings, resume, run_commands
+from memfit.pipeline._config import CommandSettings, MemorySettings, RunConfig, parse_folds
+from memfit.pipeline._grid import expand, fill
+from memfit.pipeline._run import run
+from memfit.pipeline._supervise import RunResult, read_budget
 
 if TYPE_CHECKING:
     from memfit.pipeline._workload import FoldContext, FoldWorkload, PrepareContext, Prepared
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
 _OF_WORKLOADS = ("FoldContext", "FoldWorkload", "PrepareContext", "Prepared")
 
 __all__ = [
+    "CommandSettings",
     "FoldContext",
     "FoldWorkload",
     "MemorySettings",
@@ -20,8 +24,14 @@ __all__ = [
     "Prepared",
     "RunConfig",
     "RunResult",
+    "expand",
+    "fill",
     "parse_folds",
+    "read_budget",
+    "resolve_settings",
+    "resume",
     "run",
+    "run_commands",
 ]
 
 

@@ -1,13 +1,15 @@
-"""The config of ``memfit run``, and which folds it names."""
+"""The settings of a run of commands and of a run of folds, and which folds a choice names."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from memfit import config
 from memfit.config import ByteSize, Settings
 from memfit.errors import ConfigError
 from memfit.memory import DEFAULT_SLACK
@@ -25,6 +27,8 @@ class MemorySettings(Settings):
         slack: What each job reserves on top of the measured peak of its like, as a share of it.
         job: What one job is declared to take: a hint that is checked before the first starts; the measured figure
             counts from then on.
+        job_of: The same for each command of a sweep on its own, in terms of its parameters: ``"{memory}"``.
+        gpu_job: What one job is declared to take on one GPU; jobs that name it are placed on a GPU with that much room.
         tight_malloc: Have glibc give freed memory back at once, so that resident memory follows live memory.
     """
 
@@ -32,41 +36,65 @@ class MemorySettings(Settings):
     reserve: ByteSize | None = None
     slack: Annotated[float, Field(ge=0.0, le=10.0)] = DEFAULT_SLACK
     job: ByteSize | None = None
+    job_of: str | None = None
+    gpu_job: ByteSize | None = None
     tight_malloc: bool = True
 
 
-class RunConfig(Settings):
-    """The config of a run.
+class CommandSettings(Settings):
+    """How jobs are run side by side: all the settings of a run of commands, and a part of a config's.
 
     Attributes:
         schema_version: The version of this format.
         experiment: Names the folder below ``runs_dir``.
-        target: The workload as ``module:NAME``.
-        seed: All random numbers follow from it.
-        folds: ``all``, or numbers and ranges such as ``2-5`` or ``1,3``.
-        max_parallel: ``auto`` for as many folds at once as fit, or the most.
-        on_failure: When a fold fails, ``continue`` with the others or ``stop`` them at their next checkpoint.
-        threads_per_job: Threads of each fold's numerical libraries, however many folds run at once.
-        grace_seconds: How long a fold that is asked to stop may take to do so.
+        max_parallel: ``auto`` for as many jobs at once as fit, or the most.
+        on_failure: When a job fails, ``continue`` with the others or ``stop`` them at their next checkpoint.
+        retries: How often a job that ran out of memory, or was ended from outside, is started again.
+        threads_per_job: Threads of each job's numerical libraries, however many jobs run at once.
+        grace_seconds: How long a job that is asked to stop may take to do so.
         runs_dir: The folder of all runs, from where memfit is started.
-        panels_dir: The cache of panels, shared by all runs.
         memory: What of the machine's memory the run may use.
-        params: The workload's own parameters.
     """
 
     schema_version: Literal[1] = 1
+    experiment: str = ""
+    max_parallel: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    on_failure: Literal["stop", "continue"] = "continue"
+    retries: Annotated[int, Field(ge=0)] = 2
+    threads_per_job: Annotated[int, Field(ge=1)] = 1
+    grace_seconds: Annotated[float, Field(gt=0)] = 60.0
+    runs_dir: Path = Path("runs")
+    memory: MemorySettings = MemorySettings()
+
+
+class RunConfig(CommandSettings):
+    """The config of a run of folds.
+
+    Attributes:
+        target: The workload as ``module:NAME``.
+        seed: All random numbers follow from it.
+        folds: ``all``, or numbers and ranges such as ``2-5`` or ``1,3``.
+        panels_dir: The cache of panels, shared by all runs.
+        params: The workload's own parameters.
+    """
+
     experiment: str
     target: str
     seed: Annotated[int, Field(ge=0)] = 0
     folds: str = "all"
-    max_parallel: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    on_failure: Literal["stop", "continue"] = "continue"
-    threads_per_job: Annotated[int, Field(ge=1)] = 1
-    grace_seconds: Annotated[float, Field(gt=0)] = 60.0
-    runs_dir: Path = Path("runs")
     panels_dir: Path = Path("panels")
-    memory: MemorySettings = MemorySettings()
     params: dict[str, Any] = Field(default_factory=dict)
+
+
+def of_commands(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the variables that set only what a run of folds has.
+
+    >>> of_commands({"MEMFIT_PANELS_DIR": "/big", "MEMFIT_RETRIES": "0"})
+    {'MEMFIT_RETRIES': '0'}
+    """
+    others = RunConfig.model_fields.keys() - CommandSettings.model_fields.keys()
+    names = {config.variable(name) for name in others}
+    return {name: value for name, value in env.items() if name.upper().partition("__")[0] not in names}
 
 
 def parse_folds(text: str, num_folds: int) -> list[int]:

@@ -4,56 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from memfit import config
-from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, MemfitError, UsageError
-from memfit.jobs import (
-    Job,
-    JobStatus,
-    LocalBackend,
-    Policy,
-    ReadBudget,
-    Scheduler,
-    StopRequest,
-    call_in_child,
-    raise_error_of,
-    read_status,
-)
-from memfit.memory import Budget, Footprint
+from memfit.errors import DamagedError, JobFailedError, UsageError
+from memfit.jobs import Job, JobStatus, call_in_child, raise_error_of, read_status
+from memfit.memory import Footprint
 from memfit.pipeline._config import FOLD_PHASES, RunConfig, parse_folds
-from memfit.planning import plan
-from memfit.rundir import EventWriter, RunDir, read_json, write_atomic, write_json
+from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
+from memfit.rundir import RunDir, read_json, write_atomic
 
 _WORKLOAD = "memfit.pipeline._workload"
-View = Callable[[RunDir], Callable[[], None]]
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a run came to.
-
-    Attributes:
-        path: The run directory.
-        state: ``completed``, ``failed``, ``preempted`` (asked to stop, goes on when started again) or ``cancelled``.
-        exit_code: What the process should exit with.
-        statuses: The folds' last statuses, by job id.
-        metrics: The numbers of the folds that were trained, by job id.
-    """
-
-    path: Path
-    state: str
-    exit_code: int
-    statuses: Mapping[str, JobStatus]
-    metrics: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -66,6 +30,7 @@ class _Order:
     origins: Mapping[str, str]
     fingerprint: str
     env: Mapping[str, str]
+    folders: Sequence[str]
     force: bool
 
 
@@ -116,23 +81,41 @@ def run(
         did you mean 'folds'?
     """
     order = _resolve(source, overrides, os.environ if env is None else env, force)
-    run_dir = None if new else _find(order)
-    continued = run_dir is not None
-    run_dir = run_dir or _create(order)
-    with _alone(run_dir), _stoppable() as stop:
-        _check_folds(order, run_dir)
-        (run_dir.path / "outcome.json").unlink(missing_ok=True)  # it runs again
+    return _go_on(order, None if new else _find(order), view)
+
+
+def resume_folds(run_dir: RunDir, view: View | None = None) -> RunResult:
+    """Go on with a run of folds as its ``config.yaml`` says; the current folder is that in which it was started.
+
+    Raises:
+        UsageError: If its config was never written, or code or data are others now.
+    """
+    path = run_dir.path / "config.yaml"
+    if not path.exists():
+        raise UsageError(
+            f"{run_dir.path} holds no config.yaml.",
+            rule="a run goes on with the settings that it was started with; this one ended before they were written.",
+            remedy="start it by its config: memfit run <config>",
+        )
+    others = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
+    order = _resolve(path, (), others, False, folders=run_dir.header.get("folders", ()))
+    if order.fingerprint != run_dir.header.get("fingerprint"):
+        raise UsageError(
+            f"the code or the data of {run_dir.path} changed since it was started.",
+            rule="all folds of a run are trained by one code on one data set (the fingerprint in run.json).",
+            remedy="start a run of its own by its config: memfit run <config>",
+        )
+    return _go_on(order, run_dir, view)
+
+
+def _go_on(order: _Order, found: RunDir | None, view: View | None) -> RunResult:
+    run_dir = found or _create(order)
+    _check_folds(order, run_dir)
+    told = {"state": "continued" if found else "started", "fingerprint": order.fingerprint}
+    with supervised(run_dir, order.settings, force=order.force, view=view, told=told) as supervisor:
         if not (run_dir.path / "config.yaml").exists():  # new, or killed at birth
             write_atomic(run_dir.path / "config.yaml", order.yaml)
-        events, state = EventWriter(run_dir.events_dir), "failed"
-        try:
-            events.write("run", state="continued" if continued else "started", fingerprint=order.fingerprint)
-            result = _run_stages(order, run_dir, events, stop, view(run_dir) if view else lambda: None)
-            state = result.state
-        finally:
-            events.write("run", state=state)
-            events.close()
-    return result
+        return _run_stages(order, supervisor)
 
 
 def _check_folds(order: _Order, run_dir: RunDir) -> None:
@@ -143,13 +126,17 @@ def _check_folds(order: _Order, run_dir: RunDir) -> None:
 
 
 def _resolve(
-    source: Path | str | Mapping[str, Any], overrides: Sequence[str], env: Mapping[str, str], force: bool
+    source: Path | str | Mapping[str, Any],
+    overrides: Sequence[str],
+    env: Mapping[str, str],
+    force: bool,
+    folders: Sequence[str] = (),
 ) -> _Order:
     file = Path(source) if isinstance(source, str | Path) else None
     values = None if isinstance(source, str | Path) else source
     resolved = config.resolve(RunConfig, file=file, values=values, env=env, overrides=overrides)
     settings = resolved.value
-    folders = [str(file.resolve().parent)] if file else []
+    folders = folders or ([str(file.resolve().parent)] if file else [])
     child_env = {"PYTHONPATH": os.pathsep.join([*folders, str(Path.cwd()), *filter(None, [env.get("PYTHONPATH")])])}
     described = call_in_child(
         f"{_WORKLOAD}:describe",
@@ -171,6 +158,7 @@ def _resolve(
         origins=described["origins"],
         fingerprint=config.fingerprint(content),
         env=child_env,
+        folders=folders,
         force=force,
     )
 
@@ -182,89 +170,35 @@ def _find(order: _Order) -> RunDir | None:
 
 
 def _create(order: _Order) -> RunDir:
-    facts = {"origins": dict(order.origins), "target": order.settings.target}
+    facts = {
+        "kind": "folds",
+        "target": order.settings.target,
+        "cwd": str(Path.cwd()),
+        "folders": list(order.folders),
+        "origins": dict(order.origins),
+    }
     return RunDir.create(order.settings.runs_dir, order.settings.experiment, order.fingerprint, facts)
 
 
-@contextmanager
-def _alone(run_dir: RunDir) -> Iterator[None]:
-    """Hold the run's lock, so that no second supervisor admits the same jobs."""
-    lock = filelock.FileLock(run_dir.path / "supervisor.lock")
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise UsageError(
-            f"{run_dir.path} is being run by another process.",
-            rule="one supervisor at a time admits a run's jobs (supervisor.lock).",
-            remedy="wait for it, or start a separate run with --new",
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _stoppable() -> Iterator[StopRequest]:
-    """Turn the first SIGINT or SIGTERM into a request to stop, and the next into an end at once."""
-    stop = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def handle(*_: object) -> None:
-        if stop.level:
-            stop.now()
-        else:
-            stop.ask()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _run_stages(
-    order: _Order, run_dir: RunDir, events: EventWriter, stop: StopRequest, tick: Callable[[], None]
-) -> RunResult:
-    memory = order.settings.memory
-
-    def read_budget(in_use_bytes: int) -> Budget:
-        return Budget.read(cap_bytes=memory.limit, cap_used_bytes=in_use_bytes, reserve_bytes=memory.reserve)
-
-    events.write("budget", **read_budget(0).to_dict())
-    backend = LocalBackend(run_dir, grace_seconds=order.settings.grace_seconds)
-    try:
-        stage = _prepare(order, run_dir, backend, read_budget, events, stop, tick)
-        if stage is None:
-            return _finish(run_dir, {}, stop)
-        folds = parse_folds(order.settings.folds, len(stage["folds"]))
-        jobs = [_fold_job(order, run_dir, fold) for fold in folds]
-        still_running = [job.id for job in jobs if backend.is_running(job.id)]  # asked first: one may end meanwhile
-        every = [f"fold_{fold}" for fold in range(1, len(stage["folds"]) + 1)]
-        done = {job_id: status for job_id in every if (status := _finished(run_dir, job_id)) is not None}
-        listener = _Listener(run_dir, events, order.settings, len(jobs), read_budget)
-        scheduler = Scheduler(
-            [job for job in jobs if job.id not in done],
-            backend,
-            read_budget,
-            policy=_policy(order),
-            known=_known_footprint(run_dir, order.settings),
-            say=listener,
-        )
-        if all(job.id in done for job in jobs):
-            events.write("done", num_done=len(jobs))
-        elif scheduler.known is not None:
-            listener.decide(scheduler.known, "an earlier command", 0)
-        statuses = done | scheduler.run(stop=stop, on_tick=tick, still_running=still_running)
-    except MemfitError as error:
-        write_json(run_dir.path / "outcome.json", {"state": "failed", "cause": error.what})
-        raise
+def _run_stages(order: _Order, supervisor: Supervisor) -> RunResult:
+    run_dir = supervisor.run
+    stage = _prepare(order, supervisor)
+    if stage is None:
+        return _finish(supervisor, {})
+    jobs = [_fold_job(order, run_dir, fold) for fold in parse_folds(order.settings.folds, len(stage["folds"]))]
+    every = [f"fold_{fold}" for fold in range(1, len(stage["folds"]) + 1)]
+    done = {
+        job_id: status
+        for job_id in every
+        if not supervisor.backend.is_running(job_id) and (status := _finished(run_dir, job_id)) is not None
+    }
+    left = [job for job in jobs if job.id not in done]
+    if not left:
+        supervisor.journal.write("done", num_done=len(jobs))
+    ended = supervisor.schedule(left, known=_known(run_dir, order.settings), num_planned=len(jobs))
     # Folds of earlier commands count too: the table is the run's, not the command's.
-    statuses = {job.id: JobStatus(job.id, "pending") for job in jobs} | statuses
-    return _finish(run_dir, {job_id: statuses[job_id] for job_id in every if job_id in statuses}, stop)
+    statuses = {job.id: JobStatus(job.id, "pending") for job in jobs} | done | ended
+    return _finish(supervisor, {job_id: statuses[job_id] for job_id in every if job_id in statuses})
 
 
 def _finished(run_dir: RunDir, job_id: str) -> JobStatus | None:
@@ -274,16 +208,9 @@ def _finished(run_dir: RunDir, job_id: str) -> JobStatus | None:
     return status if has_result else None
 
 
-def _prepare(
-    order: _Order,
-    run_dir: RunDir,
-    backend: LocalBackend,
-    read_budget: ReadBudget,
-    events: EventWriter,
-    stop: StopRequest,
-    tick: Callable[[], None],
-) -> dict[str, Any] | None:
+def _prepare(order: _Order, supervisor: Supervisor) -> dict[str, Any] | None:
     """Have the panel built or opened by a job of its own; the stage that it left, or None when it was stopped."""
+    run_dir = supervisor.run
     settings = order.settings
     arguments = {
         "target": settings.target,
@@ -292,12 +219,14 @@ def _prepare(
         "panels_dir": str(settings.panels_dir.absolute()),
     }
     job = Job(
-        "prepare", target=f"{_WORKLOAD}:run_prepare", arguments=arguments, env=order.env, phases=("load", "build")
+        "prepare",
+        target=f"{_WORKLOAD}:run_prepare",
+        arguments=arguments,
+        env=order.env,
+        phases=("load", "build"),
+        keeps_group=True,  # the panel's page cache stays charged to it
     )
-    statuses = Scheduler([job], backend, read_budget, policy=Policy(force=order.force), say=events.write).run(
-        stop=stop, on_tick=tick, still_running=["prepare"] if backend.is_running("prepare") else []
-    )
-    status = statuses.get("prepare")
+    status = supervisor.schedule([job]).get("prepare")
     if status is None or status.state in ("cancelled", "preempted"):
         return None
     if status.state != "completed":
@@ -329,102 +258,28 @@ def _fold_job(order: _Order, run_dir: RunDir, fold: int) -> Job:
         threads=settings.threads_per_job,
         tight_malloc=settings.memory.tight_malloc,
         env=order.env,
+        device_bytes=settings.memory.gpu_job,
     )
 
 
-def _policy(order: _Order) -> Policy:
-    settings = order.settings
-    most = None if settings.max_parallel == "auto" else settings.max_parallel
-    return Policy(most, settings.on_failure, settings.memory.slack, order.force)
-
-
-def _known_footprint(run_dir: RunDir, settings: RunConfig) -> Footprint | None:
+def _known(run_dir: RunDir, settings: RunConfig) -> Known:
     """What a fold of this run was measured to take under an earlier command, with the same allocator."""
     decided = read_json(run_dir.path / "plan.json")
     if decided is None or decided.get("tight_malloc") != settings.memory.tight_malloc:
-        return None
-    return Footprint.from_dict(decided["footprint"])
+        return ()
+    return [({}, Footprint.from_dict(decided["footprint"]))]
 
 
-class _Listener:
-    """Writes the scheduler's events, and the plan as soon as a fold's footprint is known."""
-
-    def __init__(
-        self,
-        run_dir: RunDir,
-        events: EventWriter,
-        settings: RunConfig,
-        num_jobs: int,
-        read_budget: ReadBudget,
-    ) -> None:
-        self.run_dir = run_dir
-        self.events = events
-        self.settings = settings
-        self.num_jobs = num_jobs
-        self.read_budget = read_budget
-        self.num_parallel = 0
-
-    def __call__(self, kind: str, **fields: Any) -> None:
-        self.events.write(kind, **fields)
-        if kind == "footprint":
-            self.decide(Footprint.from_dict(fields["footprint"]), str(fields["job"]), int(fields["in_use_bytes"]))
-
-    def decide(self, footprint: Footprint, measured_on: str, in_use_bytes: int) -> None:
-        """Write the plan that follows from a footprint; say so when it is another one than before."""
-        most = None if self.settings.max_parallel == "auto" else self.settings.max_parallel
-        try:
-            decided = plan(
-                footprint,
-                self.num_jobs,
-                budget=self.read_budget(in_use_bytes),
-                max_parallel=most,
-                slack=self.settings.memory.slack,
-                in_use_bytes=in_use_bytes,
-            )
-        except DoesNotFitError as error:
-            # The measured job runs all the same; the scheduler holds the others back.
-            self.events.write("plan", why=error.what)
-            return
-        measured = {"measured_on": measured_on, "tight_malloc": self.settings.memory.tight_malloc}
-        write_json(self.run_dir.path / "plan.json", decided.to_dict() | measured)
-        if decided.num_parallel != self.num_parallel:
-            self.num_parallel = decided.num_parallel
-            self.events.write("plan", why=decided.explain(), num_parallel=decided.num_parallel)
-
-
-def _finish(run_dir: RunDir, statuses: Mapping[str, JobStatus], stop: StopRequest) -> RunResult:
-    """Settle the run's state, and write the table of results and the outcome."""
-    metrics = {
-        job_id: result["result"]
-        for job_id, status in statuses.items()
-        if status.state == "completed" and (result := read_json(run_dir.job_dir(job_id) / "result.json"))
-    }
-    state, exit_code = _state(statuses, stop)
-    if metrics:
+def _finish(supervisor: Supervisor, statuses: Mapping[str, JobStatus]) -> RunResult:
+    """Settle the run's state, and write the table of results."""
+    result = supervisor.settle(statuses)
+    if result.metrics:
         # In a process of its own: Arrow would stay in this one's memory.
         rows = [
             {"job": job_id, "state": s.state, "started": s.started, "ended": s.ended, "peak_bytes": s.peak_bytes}
             for job_id, s in statuses.items()
         ]
-        call_in_child(
-            "memfit.pipeline._results:write_kfold_results",
-            {"path": str(run_dir.path / "kfold_results.feather"), "rows": rows, "metrics": metrics},
-        )
-    write_json(
-        run_dir.path / "outcome.json",
-        {
-            "state": state,
-            "exit_code": exit_code,
-            "jobs": {job_id: {"state": s.state, "cause": s.cause} for job_id, s in statuses.items()},
-        },
-    )
-    return RunResult(run_dir.path, state, exit_code, statuses, metrics)
-
-
-def _state(statuses: Mapping[str, JobStatus], stop: StopRequest) -> tuple[str, int]:
-    states = {status.state for status in statuses.values()}
-    if statuses and states == {"completed"}:
-        return "completed", 0
-    if states - {"completed", "preempted", "cancelled", "pending"}:
-        return "failed", 4
-    return ("cancelled", 130) if stop.level > 1 else ("preempted", 75)
+        supervisor.journal.drain(supervisor.stop)
+        table = {"path": str(result.path / "kfold_results.feather"), "rows": rows, "metrics": result.metrics}
+        call_in_child("memfit.pipeline._results:write_kfold_results", table)
+    return result

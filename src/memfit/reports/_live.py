@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -12,7 +15,7 @@ from rich.text import Text
 
 from memfit.memory import Budget
 from memfit.reports._numbers import format_number
-from memfit.reports._run_view import Event, JobRow, RunView
+from memfit.reports._run_view import PREPARE, Event, JobRow, RunView
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
 
@@ -23,17 +26,34 @@ _STYLE = {
     "out_of_memory": "red",
     "node_fail": "red",
     "timeout": "red",
+    "stalled": "yellow",
 }
 _REFRESH_SECONDS = 0.5
-_HEADINGS = ("fold", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
+_HEADINGS = ("job", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
 #: The width that the table keeps within, and for that of its longest phase: out_of_memory is a state of that width.
 _COLUMNS, _PHASE_COLUMNS = 80, 13
+#: A run of so many jobs is shown whole; of a larger one those that run, so many at most, and the last that ended.
+_WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
+_BAR_COLUMNS = 40
+
+
+@dataclass(frozen=True)
+class Room:
+    """The limit that binds a run now: how much it is, how much of it is used by all, and its name."""
+
+    limit_bytes: int
+    used_bytes: int
+    name: str
 
 
 class LiveRun:
     """Shows a run until it is closed; ``show(run)`` gives the function that is to be called at each tick.
 
-    Each event is printed once as a line. On a terminal a table of the folds stands below the lines and goes at the end.
+    Each event is printed once as a line. On a terminal a table of the jobs stands below the lines and goes at the end.
+
+    Args:
+        console: Where to show it.
+        here: Whether this process runs the jobs; a watcher from elsewhere may be under other limits.
 
     Example:
         >>> import tempfile; from pathlib import Path
@@ -44,8 +64,9 @@ class LiveRun:
         >>> tick(); live.close()
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, here: bool = True) -> None:
         self.console = console
+        self.here = here
         self._view: RunView | None = None
         self._live: Live | None = None
         self._next = 0.0
@@ -66,7 +87,8 @@ class LiveRun:
         self._next = time.monotonic() + _REFRESH_SECONDS
         self._print_new_lines()
         if self._live is not None and self._view is not None:
-            self._live.update(render(self._view, _read_budget(self._view)), refresh=True)
+            table = render(self._view, read_room(self._view, here=self.here), self.console.width, read_pressure())
+            self._live.update(table, refresh=True)
 
     def close(self) -> None:
         """Print what happened since the last tick, and give the terminal back."""
@@ -78,11 +100,14 @@ class LiveRun:
     def _print_new_lines(self) -> None:
         if self._view is None:
             return
-        for event in self._view.read():
-            text = describe(event, self._view)
-            if text:
-                stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(event["time"])))
-                self.console.print(f"{stamp}  {text}", soft_wrap=True, highlight=False, markup=False)
+        lines = [
+            f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(float(event['time'])))}  "
+            + re.sub(r"\s*\n\s*", "; ", text)
+            for event in self._view.read()
+            if (text := describe(event, self._view))
+        ]
+        if lines:  # at once: on a terminal each printing draws the table anew
+            self.console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
 
 
 def describe(event: Event, view: RunView) -> str:
@@ -93,37 +118,74 @@ def describe(event: Event, view: RunView) -> str:
     'fold_2 waits: fold_1 is being measured'
     """
     kind, job = event["kind"], event.get("job")
-    if kind == "admit":
-        size = event["reservation_bytes"]
-        reserved = f"reserves {format_bytes(size)}" if size else "is of unknown size"
-        return f"{job} starts and {reserved} ({event['num_running']} running): {event['why']}{_memory(event)}"
     if kind == "wait":
         return f"{job} waits: {event['reason']}" + (f"; {event['arithmetic']}" if event["arithmetic"] else "")
     if kind == "plan":
         return str(event["why"])
-    if kind == "stop":
-        return _describe_stop(event)
     if kind == "done":
-        return f"all {event['num_done']} folds were done already; --new starts over"
+        return f"all {event['num_done']} {view.kind} were done already; --new starts over"
     if kind == "resume":
         return f"{job} goes on after epoch {event['epoch']}"
-    if kind == "epoch":
-        known = ("time", "job", "kind", "epoch", "num_epochs")
-        numbers = [f"{name} {format_number(v)}" for name, v in event.items() if name not in known and _is_number(v)]
-        return f"{job} epoch {event['epoch']}/{event['num_epochs']}  {'  '.join(numbers)}".rstrip()
-    if kind == "end":
-        row = view.row(str(job))
-        took = f" ({format_duration(row.seconds)})" if row.seconds is not None else ""
-        cause = f": {event['cause']}" if event["cause"] else ""
-        return f"{job} {event['state']}{took}, peak {format_bytes(row.status.peak_bytes)}{_memory(event)}{cause}"
-    return ""
+    if kind == "short":
+        return f"memory is short: {event['reason']}; no job starts until there is more"
+    other = _OF_JOBS.get(kind)
+    return other(event, view) if other else ""
 
 
-def _describe_stop(event: Event) -> str:
+def _describe_admit(event: Event, view: RunView) -> str:
+    size, name = event["reservation_bytes"], view.name(str(event["job"]))
+    reserved = f"reserves {format_bytes(size)}" if size else "is of unknown size"
+    return f"{name} starts and {reserved} ({event['num_running']} running): {event['why']}{_memory(event)}"
+
+
+def _describe_epoch(event: Event, view: RunView) -> str:
+    known = ("time", "job", "kind", "epoch", "num_epochs")
+    numbers = [f"{name} {format_number(v)}" for name, v in event.items() if name not in known and _is_number(v)]
+    return f"{event['job']} epoch {event['epoch']}/{event['num_epochs']}  {'  '.join(numbers)}".rstrip()
+
+
+def _describe_end(event: Event, view: RunView) -> str:
+    row = view.row(str(event["job"]))
+    took = f" ({format_duration(row.seconds)})" if row.seconds is not None else ""
+    peak = f", peak {format_bytes(row.status.peak_bytes)}"
+    reserved = f" of {format_bytes(row.reserved_bytes)} reserved" if row.reserved_bytes else ""
+    cause = f": {event['cause']}" if event["cause"] else ""
+    return f"{row.name} {event['state']}{took}{peak}{reserved}{_memory(event)}{cause}"
+
+
+def _describe_grow(event: Event, view: RunView) -> str:
+    sizes = f"from {format_bytes(event['from_bytes'])} to {format_bytes(event['to_bytes'])}"
+    return f"{event['job']} grows: its reservation is raised {sizes}; {event['why']}"
+
+
+def _describe_aside(event: Event, view: RunView) -> str:
+    how = "is ended now and comes again later" if event["now"] else "is asked to checkpoint and step aside"
+    return f"{event['job']} {how}: {event['reason']}"
+
+
+def _describe_retry(event: Event, view: RunView) -> str:
+    size = event["reservation_bytes"]
+    reserved = f" and will reserve {format_bytes(size)}" if size else ""
+    state = f" {event['state']}," if isinstance(event.get("state"), str) else ""
+    return f"{event['job']}{state} is queued again as attempt {event['attempt']}{reserved}: {event['reason']}"
+
+
+def _describe_stop(event: Event, view: RunView) -> str:
     jobs = f"{event['num_running']} running job{'' if event['num_running'] == 1 else 's'}"
     if event["level"] > 1:
         return f"ending {jobs} now"
-    return f"asking {jobs} to stop at a checkpoint; a second Ctrl-C ends them now"
+    return f"asking {jobs} to stop at a checkpoint; a second Ctrl-C, or memfit stop --now, ends them now"
+
+
+_OF_JOBS: Mapping[str, Callable[[Event, RunView], str]] = {
+    "admit": _describe_admit,
+    "epoch": _describe_epoch,
+    "end": _describe_end,
+    "grow": _describe_grow,
+    "aside": _describe_aside,
+    "retry": _describe_retry,
+    "stop": _describe_stop,
+}
 
 
 def _memory(event: Event) -> str:
@@ -139,43 +201,108 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read_budget(view: RunView) -> Budget:
-    """The budget now, under the cap of the run's own config."""
-    limits = (view.last("budget") or {"limits": []})["limits"]
-    cap = next((int(one["limit_bytes"]) for one in limits if one["name"] == "cap"), None)
+def read_room(view: RunView, *, here: bool = True) -> Room:
+    """The limit that binds the run now, under the cap of its own settings.
+
+    Args:
+        view: The run.
+        here: Whether this process runs under the run's own limits; else what the run itself said last counts.
+    """
+    told = view.last("budget") or {"limits": [], "binding": {}}
     used = sum(row.status.used_bytes for row in view.rows())
-    return Budget.read(cap_bytes=cap, cap_used_bytes=used)
+    if not here and _is_number(told["binding"].get("limit_bytes")):
+        events = [event for kind in ("admit", "end") for job in view.ids if (event := view.last(kind, job))]
+        last = max(events, key=lambda event: float(event["time"]), default=told["binding"])
+        used = max(used, int(last.get("used_bytes", 0)))
+        return Room(int(told["binding"]["limit_bytes"]), used, str(told["binding"].get("name", "")))
+    cap = next((int(one["limit_bytes"]) for one in told["limits"] if one["name"] == "cap"), None)
+    budget = Budget.read(cap_bytes=cap, cap_used_bytes=used)
+    return Room(budget.limit_bytes, budget.limit_bytes - budget.headroom_bytes, budget.binding.name)
 
 
-def render(view: RunView, budget: Budget) -> RenderableType:
-    """The table of folds, which needs 80 columns at most, and the budget's line."""
+def read_pressure(root: Path = Path("/")) -> float | None:
+    """The share of the last ten seconds, in percent, in which some task waited for memory; None where none is told.
+
+    Source: Documentation/accounting/psi.rst. The first line of ``/proc/pressure/memory`` is
+    ``some avg10=1.53 avg60=0.87 avg300=0.29 total=18209``.
+    """
+    try:
+        found = re.match(r"some avg10=([0-9.]+)", (root / "proc/pressure/memory").read_text())
+    except OSError:
+        return None
+    return float(found.group(1)) if found else None
+
+
+def render(view: RunView, room: Room, width: int = _COLUMNS, pressure: float | None = None) -> RenderableType:
+    """The table of jobs, which needs 80 columns at most, the counts of all of them, and the budget."""
     rows = view.rows()
-    preparing = not rows and view.last("admit", "prepare") is not None
-    lines = [_cells(row) for row in ([view.row("prepare")] if preparing else rows)]
+    preparing = not rows and view.last("admit", PREPARE) is not None
+    shown = [view.row(PREPARE)] if preparing else _shown(rows)
+    lines = [_cells(row, view.kind) for row in shown]
     if preparing and (share := _share_done(view, lines[0][1])):
         lines[0][1] = Text(share, style=_STYLE["running"])
-    widths = [max(map(len, column)) for column in zip(_HEADINGS, *lines, strict=True)]
+    headings = ["fold" if view.kind == "folds" else "job", *_HEADINGS[1:]]
+    if view.kind != "folds" and not any(row.epochs_done for row in shown):
+        headings, lines = headings[:2] + headings[3:], [cells[:2] + cells[3:] for cells in lines]
+    widths = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
+    left = width - sum(widths) - 2 * len(widths)
+    if any(row.params for row in shown) and left >= 10:
+        headings.insert(1, "parameters")
+        for row, cells in zip(shown, lines, strict=True):
+            text = row.name.partition(" ")[2]
+            cells.insert(1, text if len(text) <= left else text[: left - 1] + "…")
     gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= _COLUMNS else 1
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    for number, name in enumerate(_HEADINGS):
-        table.add_column(name, no_wrap=True, justify="right" if number > 1 else "left")
+    for name in headings:
+        is_text = name in ("fold", "job", "parameters", "phase")
+        table.add_column(name, no_wrap=True, justify="left" if is_text else "right")
     for cells in lines:
         table.add_row(*cells)
+    return Group(table, *_footer(view, rows, room, pressure))
+
+
+def _shown(rows: Sequence[JobRow]) -> Sequence[JobRow]:
+    if len(rows) <= _WHOLE_ROWS:
+        return rows
+    running = [row for row in rows if row.status.state == "running"][:_RUNNING_ROWS]
+    ended = sorted((row for row in rows if row.status.ended), key=lambda row: row.status.ended or 0.0)
+    return [*ended[-_ENDED_ROWS:], *running]
+
+
+def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float | None) -> Iterator[Text]:
+    counts, eta = view.counts(rows), view.eta_seconds(rows)
+    if counts:
+        text = ", ".join(f"{name} {number}" for name, number in counts.items())
+        num_stalled = sum(row.status.stalled for row in rows)
+        text += f"; {num_stalled} waiting for memory" if num_stalled else ""
+        text += f"; about {format_duration(eta, short=True)} left" if eta is not None else ""
+        yield Text(text)
     used = sum(row.status.used_bytes for row in rows)
-    line = Text(
-        f"folds use {format_bytes(used)}; {format_bytes(budget.headroom_bytes)} free of "
-        f"{format_bytes(budget.limit_bytes)} ({budget.binding.name})",
+    reserved = sum(max(row.reserved_bytes or 0, row.status.used_bytes) for row in rows if row.status.state == "running")
+    free = max(0, room.limit_bytes - room.used_bytes)
+    others = max(0, room.used_bytes - used)
+    columns = [_BAR_COLUMNS * size // max(1, room.limit_bytes) for size in (others, used, min(reserved - used, free))]
+    bar = "".join(sign * number for sign, number in zip("o#=", columns, strict=True))[:_BAR_COLUMNS]
+    yield Text(f"[{bar:.<{_BAR_COLUMNS}}] # jobs = reserved o others . free", style="dim")
+    yield Text(
+        f"jobs use {format_bytes(used)} of {format_bytes(reserved)}; {format_bytes(free)} free of "
+        f"{format_bytes(room.limit_bytes)} ({room.name})",
         style="dim",
     )
-    return Group(table, line)
+    if pressure is not None:
+        yield Text(f"memory pressure {pressure:.1f} % of the last ten seconds", style="dim")
 
 
-def _cells(row: JobRow) -> list[str | Text]:
+def _cells(row: JobRow, kind: str) -> list[str | Text]:
     status = row.status
-    text = (status.phase or "starts") if status.state == "running" else status.state
+    state = "stalled" if status.stalled else "waiting" if status.state == "pending" else str(status.state)
+    text = state
+    if state == "running":
+        text = (status.phase or "starts")[:_PHASE_COLUMNS]
+        text += f" ~{row.phase_source}" if row.phase_source in ("log", "shape") else ""
     return [
-        status.job_id.removeprefix("fold_"),
-        Text(text[:_PHASE_COLUMNS], style=_STYLE.get(status.state, "")),
+        status.job_id.removeprefix("fold_") if kind == "folds" else status.job_id,
+        Text(text, style=_STYLE.get(state, "")),
         f"{_epochs(row)}/{row.num_epochs or '?'}" if row.epochs_done else "-",
         format_bytes(status.used_bytes) if status.used_bytes else "-",
         format_bytes(status.peak_bytes) if status.peak_bytes else "-",
@@ -187,7 +314,7 @@ def _cells(row: JobRow) -> list[str | Text]:
 
 def _share_done(view: RunView, phase: str | Text) -> str:
     """The phase that the prepare job is in with the share of it that is done, such as ``build 45 %``."""
-    event = view.last("progress", "prepare")
+    event = view.last("progress", PREPARE)
     if event is None or event["phase"] != str(phase) or not event["total"]:
         return ""
     return f"{event['phase'][:7]} {100 * event['done'] // event['total']} %"

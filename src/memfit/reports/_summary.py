@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +14,14 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from memfit.reports import _record
 from memfit.reports._numbers import format_column
 from memfit.reports._run_view import JobRow, RunView, summarize_metrics
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
 
+#: So many commands have a line each in the closing summary; of more, those that did not go smoothly.
+_MOST_LINES = 60
 _BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
 
 
@@ -29,9 +33,10 @@ class _Column:
 
 
 def summarize(run: RunDir) -> dict[str, Any]:
-    """The summary as JSON: budget, plan, panel, folds, metrics, durations, where everything lies.
+    """The summary as JSON: budget, plan, panel, jobs, metrics, durations, where everything lies.
 
-    Sizes are in bytes, durations in seconds; a metric that is not finite is null, as JSON has no word for it.
+    The jobs are called ``folds`` in a run of folds and ``jobs`` in one of commands. Sizes are in bytes, durations in
+    seconds; a metric that is not finite is null, as JSON has no word for it.
 
     Example:
         >>> import tempfile
@@ -42,29 +47,22 @@ def summarize(run: RunDir) -> dict[str, Any]:
     view = RunView(run)
     view.read()
     rows = view.rows()
+    total, lost = view.work(rows)
     return {
         "run": str(run.path),
+        "kind": view.kind,
         "state": run.state,
         "budget": dict(view.last("budget") or {}),
         "plan": view.plan,
         "panel": view.stage,
         "most_at_once": view.most_at_once,
         "wall_seconds": view.wall_seconds,
-        "folds": [
-            {
-                "job": row.status.job_id,
-                "state": row.status.state,
-                "seconds": row.seconds,
-                "peak_bytes": row.status.peak_bytes,
-                "reservation_bytes": row.reserved_bytes,
-                "exit_code": row.status.exit_code,
-                "cause": row.status.cause,
-                "attempt": row.status.attempt,
-                "log": str(run.job_dir(row.status.job_id) / "err.log"),
-                "metrics": {name: _finite(value) for name, value in row.metrics.items()},
-            }
-            for row in rows
-        ],
+        "counts": view.counts(rows),
+        "num_restarts": sum(map(len, view.retries.values())),
+        "job_seconds": total,
+        "restarted_seconds": lost,
+        "folds" if view.kind == "folds" else "jobs": [_job(view, row) for row in rows],
+        **_record.to_dict(run, rows),
         "metrics": {
             name: {"mean": _finite(mean), "sd": _finite(sd), "n": num}
             for name, (mean, sd, num) in summarize_metrics(rows).items()
@@ -72,29 +70,113 @@ def summarize(run: RunDir) -> dict[str, Any]:
     }
 
 
+def _job(view: RunView, row: JobRow) -> dict[str, Any]:
+    status = row.status
+    return {
+        "job": status.job_id,
+        "params": dict(row.params),
+        "state": status.state,
+        "seconds": row.seconds,
+        "peak_bytes": status.peak_bytes,
+        "reservation_bytes": row.reserved_bytes,
+        "exit_code": status.exit_code,
+        "cause": status.cause,
+        "attempt": status.attempt,
+        "log": str(_log(view, row)),
+        "heap": _heap(view, status.job_id),
+        "metrics": {name: _finite(value) for name, value in row.metrics.items()},
+    }
+
+
+def _heap(view: RunView, job_id: str) -> dict[str, int] | None:
+    """What the job's C allocator had given out and held of the kernel at its last phase mark, in bytes."""
+    mark = view.last("phase", job_id) or {}
+    found = {name: mark.get(name) for name in ("live_bytes", "resident_bytes")}
+    return {name: size for name, size in found.items() if isinstance(size, int)} if all(found.values()) else None
+
+
+def _log(view: RunView, row: JobRow) -> Path:
+    """Where the job's last words are: its standard error or, when that is empty, its standard output."""
+    folder = view.run.job_dir(row.status.job_id)
+    out, err = folder / "out.log", folder / "err.log"
+    is_silent = err.exists() and not err.stat().st_size
+    return out if is_silent and out.exists() and out.stat().st_size else err
+
+
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
 def print_summary(run: RunDir, console: Console) -> None:
-    """Print the summary as people read it: what was decided and why, the folds, then where everything lies."""
+    """Print the summary as people read it: what was decided and why, the jobs, then where everything lies."""
     view = RunView(run)
     view.read()
     rows = view.rows()
+    is_one = view.kind == "commands" and len(view.params) == 1
     console.print()
-    for name, text in _facts(view):
+    for name, text in [] if is_one else _facts(view):
         console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=True)
-    for table in _tables(rows, console):
-        console.print()
-        console.print(table)
+    if view.kind == "folds":
+        for table in _tables(rows, console):
+            console.print()
+            console.print(table)
+    else:
+        _print_jobs(view, rows, console)
     for row in rows:
         if row.status.state in _BAD:
-            log = _short(run.job_dir(row.status.job_id) / "err.log")
-            text = f"{row.status.job_id} {row.status.state}: {row.status.cause}\n  log: {log}"
+            text = f"{row.name} {row.status.state}: {row.status.cause}\n  log: {_short(_log(view, row))}"
             console.print(Text(f"\n{text}", style="red"), soft_wrap=True)
     console.print()
-    for name, text in _places(view, rows):
+    for name, text in _of_one(view, rows) if is_one else _places(view, rows):
         console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=True)
+
+
+def _print_jobs(view: RunView, rows: Sequence[JobRow], console: Console) -> None:
+    """One line for each command that has ended, in the order of their ends; of very many only those of note."""
+    ended = sorted((row for row in rows if row.status.ended), key=lambda row: row.status.ended or 0.0)
+    of_note = [row for row in ended if row.status.state != "completed" or row.status.attempt > 1]
+    shown = ended if len(ended) <= _MOST_LINES else of_note[:_MOST_LINES]
+    if ended:
+        console.print()
+    for row in shown:
+        console.print(_ended_line(row), soft_wrap=True, markup=False, highlight=False)
+    if len(shown) < len(ended):
+        console.print(f"and {len(ended) - len(shown)} more; --json lists all", soft_wrap=True)
+
+
+def _ended_line(row: JobRow) -> str:
+    status = row.status
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.ended or 0.0))
+    took = f" ({format_duration(row.seconds)})" if row.seconds is not None else ""
+    tries = f", attempt {status.attempt}" if status.attempt > 1 else ""
+    return f"{stamp}  {row.name} {status.state}{took}{_peak(row)}{tries}"
+
+
+def _peak(row: JobRow) -> str:
+    peak = f", peak {format_bytes(row.status.peak_bytes)}" if row.status.peak_bytes else ""
+    return f"{peak} of {format_bytes(row.reserved_bytes)} reserved" if peak and row.reserved_bytes else peak
+
+
+def _of_one(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
+    """What there is to say of a run of one command that its line has not said."""
+    facts, footprint = [], rows[0].status.footprint if rows else None
+    if footprint is not None and footprint.phases:
+        guessed = {"log": " (guessed from its log)", "shape": " (guessed from the shape of its memory)"}
+        peaks = [f"{name} {format_bytes(peak.private_bytes)}" for name, peak in footprint.phases.items()]
+        facts.append(("phases", ", ".join(peaks) + guessed.get(rows[0].phase_source, "")))
+    facts += _restarts(view, rows)
+    return [*facts, ("run", f"{_short(view.run.path)} ({view.run.state})")]
+
+
+def _restarts(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
+    """How often memfit itself started jobs again, and the share of the work that was done for nothing or late."""
+    num = sum(map(len, view.retries.values()))
+    total, lost = view.work(rows)
+    if not num:
+        return []
+    share = f"{100 * lost / total:.1f} %" if total else "0 %"
+    times = "time" if num == 1 else "times"
+    return [("restarts", f"memfit started jobs again {num} {times}; those attempts were {share} of all run time")]
 
 
 def _facts(view: RunView) -> list[tuple[str, str]]:
@@ -113,10 +195,11 @@ def _facts(view: RunView) -> list[tuple[str, str]]:
     if plan is not None:
         footprint = plan["footprint"]
         phases = footprint["phases"]
-        top = max(phases, key=lambda name: phases[name]["private_bytes"]) if phases else "?"
+        top = max(phases, key=lambda name: phases[name]["private_bytes"], default="")
+        where = f", in phase {top}" if top else ""
         facts.append((
-            "one fold",
-            f"{format_bytes(footprint['private_bytes'])} private at its peak, in phase {top} (measured on "
+            "one job" if view.kind != "folds" else "one fold",
+            f"{format_bytes(footprint['private_bytes'])} private at its peak{where} (measured on "
             f"{plan['measured_on']}); {format_bytes(footprint['shared_bytes'])} of mapped files beside it",
         ))  # fmt: skip
         facts.append(("at once", f"{plan['why']}. {view.most_at_once} ran at once"))
@@ -136,13 +219,30 @@ def _panel(stage: Mapping[str, Any]) -> str:
 def _places(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
     seconds = [row.seconds for row in rows if row.seconds is not None and row.status.ended]
     last = " of the last command" if view.num_commands > 1 else ""
-    took = f"{format_duration(view.wall_seconds)} wall clock{last}; the folds' own times add up to "
-    places = [("time", took + format_duration(sum(seconds)))]
+    wall = f"{format_duration(view.wall_seconds)} wall clock{last}"
+    took = format_duration(sum(seconds))
+    if view.kind == "folds":
+        places = [("time", f"{wall}; the folds' own times add up to {took}"), *_restarts(view, rows)]
+    else:
+        counts = ", ".join(f"{name} {number}" for name, number in view.counts(rows).items())
+        places = [("jobs", counts or "none has started"), *_restarts(view, rows)]
+        # The wall clock, and not the sum of jobs that ran side by side.
+        places.append(("Total:", f"{wall}, {view.most_at_once} at once; their own times add up to {took}"))
+    error, kills = _record.forecast_error(rows), _record.count_kills(view.run)
+    heaps = [(heap, row) for row in rows if (heap := _heap(view, row.status.job_id))]
+    if heaps:
+        heap, row = max(heaps, key=lambda found: found[0]["resident_bytes"] - found[0]["live_bytes"])
+        held = f"{format_bytes(heap['live_bytes'])} live of {format_bytes(heap['resident_bytes'])} held"
+        places.append(("heap", f"{held} by the C allocator of {row.name} at its last phase mark, the widest gap"))
+    if error is not None:
+        places.append(("forecast", error.explain()))
+    if kills.num_jobs:
+        places.append(("record", kills.explain()))
     if view.stage is not None:
         places.append(("panel", _short(Path(view.stage["panel"]))))
     places.append(("run", f"{_short(view.run.path)} ({view.run.state})"))
     for name, what in (("kfold_results.feather", "the folds above"), ("checkpoints", ""), ("jobs", "logs, memory")):
-        if (view.run.path / name).exists():
+        if (view.run.path / name).exists() and (view.kind == "folds" or name == "jobs"):
             places.append(("", f"  {name}" + (f" ({what})" if what else "")))
     return places
 

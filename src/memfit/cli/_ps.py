@@ -1,0 +1,73 @@
+"""``memfit ps``: every live run on this host, and what its jobs take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.cli._terminal import console
+from memfit.reports import Overview, list_runs
+from memfit.units import format_bytes, format_duration
+
+
+def ps(
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON; every size is in bytes.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Also the runs below ./runs that do not run any more.")] = False,
+) -> None:
+    """Show every live run on this host, of all users, and its jobs: what they use, took at most and have reserved.
+
+    A run whose supervisor died is live as long as jobs of it run; memfit resume takes them over.
+
+    Exit codes: 0 done.
+    """
+    found = list_runs(root=Path("runs") if all_ else None)
+    if as_json:
+        typer.echo(json.dumps([one.to_dict() for one in found], indent=2))
+        return
+    log = console()
+    if not found:
+        log.print("no run is alive on this host" + ("" if all_ else "; memfit ps --all shows those that ended"))
+    for one in found:
+        _print(one, log)
+
+
+def _print(one: Overview, log: Console) -> None:
+    counts = ", ".join(f"{name} {number}" for name, number in one.counts.items()) or "no jobs"
+    if one.problem:
+        text = one.problem
+    elif one.is_live:
+        who = "none (its jobs go on; memfit resume)" if one.supervisor is None else str(one.supervisor)
+        sizes = f"{format_bytes(one.used_bytes)} used of {format_bytes(one.reserved_bytes)} reserved"
+        text = f"supervisor {who}; {counts}; {sizes}"
+    else:
+        text = f"{'interrupted' if one.state == 'running' else one.state}; {counts}"
+    log.print(Text(str(one.run.path), style="bold"), soft_wrap=True)
+    log.print(f"  {text}", soft_wrap=True, markup=False)
+    if one.running:
+        log.print(_table(one))
+
+
+def _table(one: Overview) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    headings = ("  job", "pid", "phase", "used", "peak", "reserved", "time")
+    for name in headings:
+        table.add_column(name, justify="left" if name in ("  job", "phase") else "right", no_wrap=True)
+    for row in one.running:
+        status = row.status
+        guessed = f" ~{row.phase_source}" if row.phase_source in ("log", "shape") else ""
+        phase = "stalled" if status.stalled else (status.phase or "starts") + guessed
+        sizes = (status.used_bytes, status.peak_bytes, row.reserved_bytes)
+        table.add_row(
+            Text(f"  {row.name}"),
+            str(status.pid or "-"),
+            phase,
+            *(format_bytes(size) if size else "-" for size in sizes),
+            format_duration(row.seconds, short=True) if row.seconds is not None else "-",
+        )
+    return table

@@ -1,0 +1,32 @@
+"""``memfit resume``: go on with a run where it stood."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from memfit.cli._run import close
+from memfit.cli._terminal import console, survive_hangup
+from memfit.pipeline import resume as resume_run
+from memfit.reports import LiveRun, find_run
+
+
+def resume(
+    run: Annotated[str, typer.Argument(help="A run's folder, name or experiment.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; the log goes to stderr.")] = False,
+) -> None:
+    """Go on with a run, of folds or of commands, in the folder and with the settings that it was started with.
+
+    Jobs that are done are kept, jobs that still run are taken over, interrupted ones go on from their checkpoints.
+
+    Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a job failed, 75 stopped and can go on.
+    """
+    log = console(stderr=as_json)
+    live = LiveRun(log)
+    survive_hangup()
+    try:
+        result = resume_run(find_run(run).path, view=live.show)
+    finally:
+        live.close()
+    close(result, log, as_json=as_json)

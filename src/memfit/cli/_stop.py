@@ -1,0 +1,58 @@
+"""``memfit stop``: have a run or one of its jobs checkpoint and end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from memfit.cli._terminal import console
+from memfit.errors import InterruptedRunError
+from memfit.jobs import stop as stop_run
+from memfit.reports import find_target
+from memfit.units import format_duration
+
+_TELL_SECONDS = 5.0
+
+
+def stop(
+    target: Annotated[
+        str,
+        typer.Argument(help="A run (folder, name or experiment) or a job (RUN/cmd_0003 or its id).", metavar="RUN|JOB"),
+    ],
+    now: Annotated[bool, typer.Option("--now", help="End it at once, without a checkpoint.")] = False,
+) -> None:
+    """Ask a run, or one of its jobs, to checkpoint and end, and wait until it has.
+
+    It works with and without a supervisor. The run goes on with memfit resume.
+
+    Exit codes: 0 it has ended, or there was nothing to stop, 2 no such run, 130 the waiting was interrupted.
+    """
+    found, log = find_target(target), console()
+    name = f"{found.run.path}/{found.job_id}" if found.job_id else str(found.run.path)
+    began = told = time.monotonic()
+
+    def say(text: str) -> None:
+        log.print(text, soft_wrap=True, markup=False)
+
+    def on_tick(left: Sequence[str]) -> None:
+        nonlocal told
+        if time.monotonic() - told < _TELL_SECONDS:
+            return
+        told = time.monotonic()
+        jobs = f"{', '.join(left[:8])}{' ...' if len(left) > 8 else ''}" if left else "its supervisor"
+        say(f"waiting for {jobs} ({format_duration(told - began)})")
+
+    try:
+        ended = stop_run(found.run, found.job_id, now=now, on_tick=on_tick)
+    except KeyboardInterrupt:
+        say(f"{name} was asked to stop all the same; memfit watch {found.run.path} shows it")
+        raise typer.Exit(InterruptedRunError.exit_code) from None
+    if not ended:
+        say(f"{name} does not run: there is nothing to stop")
+    for status in ended:
+        say(f"{status.job_id} {status.state}{f': {status.cause}' if status.cause else ''}")
+    if any(status.state != "completed" for status in ended):
+        say(f"to go on: memfit resume {found.run.path}")

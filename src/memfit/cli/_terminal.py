@@ -1,0 +1,38 @@
+"""What the verbs share of the terminal: a console whose reader may go, and a hangup that ends nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from rich.console import Console
+
+
+class _Console(Console):
+    """A console whose reader may go: ``| head``, and a Ctrl-C that also ends ``| tee``, leave the run as it is."""
+
+    def on_broken_pipe(self) -> None:
+        _to_nowhere(2 if self.stderr else 1)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that does not fold tables at 80 columns where the output goes to a file."""
+    made = _Console(stderr=stderr, highlight=False)
+    if not made.is_terminal:
+        made.width = max(made.width, 120)
+    return made
+
+
+def survive_hangup() -> None:
+    """Go on unseen when the terminal is closed; ``nohup`` stays as it is."""
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_DFL:
+        return
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+    signal.signal(signal.SIGHUP, lambda *_: _to_nowhere(*terminals))
+
+
+def _to_nowhere(*descriptors: int) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor)
+    os.close(null)

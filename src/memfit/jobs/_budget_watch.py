@@ -1,0 +1,78 @@
+"""The budget as the scheduler follows it: read again and again, and what of it may be lent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from memfit.memory import Budget, Claim, Lendable
+
+#: The budget as it is now, given the private bytes that running jobs use now (a cap of the user's counts those).
+ReadBudget = Callable[[int], Budget]
+
+#: How old a reading may be; what jobs took since is subtracted from it.
+_FRESH_SECONDS = 0.25
+#: The share of the reserve up to which neighbours outside memfit may grow before jobs must give way.
+_LENT_TO_OUTSIDERS = 0.75
+
+
+class BudgetWatch:
+    """Follows the budget.
+
+    Args:
+        read_budget: Reads it.
+        clock: Monotonic seconds.
+
+    Attributes:
+        others_bytes: What other supervisors of this host have lent and their jobs do not use yet.
+        checkpoint_bytes: The largest checkpoint that a job of this run reported: so much is never lent, so that a job
+            that is asked to step aside has the room to write one.
+    """
+
+    def __init__(self, read_budget: ReadBudget, clock: Callable[[], float]) -> None:
+        self.read_budget = read_budget
+        self.others_bytes = self.checkpoint_bytes = 0
+        self._clock = clock
+        self._budget: Budget | None = None
+        self._read_at, self._in_use_then = 0.0, 0
+        self._outside_first: dict[str, int] = {}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the last reading is too old."""
+        return self._budget is None or self._clock() - self._read_at >= _FRESH_SECONDS
+
+    @property
+    def now(self) -> Budget:
+        """The last reading."""
+        if self._budget is None:
+            raise RuntimeError("the budget was never read")
+        return self._budget
+
+    def read(self, in_use_bytes: int) -> None:
+        """Read the budget, while jobs use so many private bytes."""
+        self._budget = self.read_budget(in_use_bytes)
+        self._read_at, self._in_use_then = self._clock(), in_use_bytes
+
+    def lendable(self, in_use_bytes: int, claims: Mapping[str, Claim]) -> Lendable:
+        """What may be lent now, beside the claims of the jobs that run and of other supervisors."""
+        headroom = self.now.headroom_bytes - (in_use_bytes - self._in_use_then)
+        reserve = self._reserve_left + self.checkpoint_bytes
+        return Lendable.now(headroom, reserve, {**claims, "": Claim(self.others_bytes, 0)})
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What all jobs of this run may take together."""
+        return self.now.headroom_bytes + self._in_use_then - self._reserve_left - self.others_bytes
+
+    @property
+    def outsiders_bytes(self) -> int:
+        """By how much others than this run's jobs have grown since the first reading; at least 0."""
+        binding = self.now.binding
+        outside = binding.limit_bytes - binding.headroom_bytes - self._in_use_then
+        return max(0, outside - self._outside_first.setdefault(f"{binding.name} {binding.source}", outside))
+
+    @property
+    def _reserve_left(self) -> int:
+        """The reserve, less what others took since the first reading: it is there for them."""
+        reserve = self.now.reserve_bytes
+        return reserve - min(self.outsiders_bytes, int(reserve * _LENT_TO_OUTSIDERS))

@@ -1,0 +1,141 @@
+"""What a job will take, told by those like it that were measured."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+from memfit.jobs._job import Job
+from memfit.memory import Footprint
+
+#: Up to so many parameters every subset of them is kept; above it only the large ones, single ones and none.
+_MOST_FOR_ALL_SUBSETS = 5
+#: A line through fewer jobs than this says nothing; its error is taken from so many of the last.
+_LEAST_POINTS, _MOST_POINTS = 4, 64
+#: A line is believed when its largest error is within this share of what the jobs took.
+_GOOD = 0.25
+#: The feature that stands for a job's declared size.
+_DECLARED = "(declared)"
+
+_Key = tuple[tuple[str, str], ...]
+
+
+class Forecast:
+    """The measured footprints of a run's jobs, and what they say about the others.
+
+    Where the peaks of jobs of one kind (those that share all parameters that are no numbers) follow one of their
+    numbers, or their declared size, along a straight line, that line and its largest error speak. Otherwise jobs that
+    share the most parameter values speak for each other, the largest of them for all. A declared size is a hint for a
+    job with which no measured one shares a value.
+
+    Example:
+        >>> forecast = Forecast()
+        >>> for size in (10, 20, 30, 40):
+        ...     job = Job("j", command=("true",), params={"model": "a", "size": str(size)})
+        ...     forecast.learn(job, Footprint(100 + size))
+        >>> forecast.predict(Job("k", command=("true",), params={"model": "a", "size": "100"})).private_bytes
+        200
+    """
+
+    def __init__(self) -> None:
+        self._largest: dict[_Key, Footprint] = {}
+        self._lines: dict[_Key, dict[str, _Line]] = {}
+
+    def learn(self, job: Job, footprint: Footprint) -> None:
+        """Take in what a job took."""
+        for subset in _subsets(job.params):
+            known = self._largest.get(subset)
+            if known is None or footprint.private_bytes > known.private_bytes or footprint.device_bytes:
+                self._largest[subset] = footprint if known is None else known.merge(footprint)
+        kind, numbers = _features(job)
+        lines = self._lines.setdefault(kind, {})
+        for name, value in numbers.items():
+            lines.setdefault(name, _Line()).take(value, footprint.private_bytes)
+
+    def predict(self, job: Job) -> Footprint | None:
+        """What the job will take: measured on its like, else as declared; None when nothing is known."""
+        found: Footprint | None = None
+        num_shared = 0
+        for subset in _subsets(job.params):
+            if found is not None and len(subset) < num_shared:
+                break
+            known = self._largest.get(subset)
+            if known is not None:
+                found, num_shared = known if found is None else found.merge(known), len(subset)
+        if found is not None and num_shared < len(job.params):
+            along = self._along_a_line(job)
+            if along is not None:
+                return replace(found, private_bytes=along)
+        if job.params and num_shared == 0 and job.footprint is not None:
+            return job.footprint
+        return found or job.footprint
+
+    def _along_a_line(self, job: Job) -> int | None:
+        """What the best line of its kind says; None when there is no good one."""
+        kind, numbers = _features(job)
+        lines = self._lines.get(kind, {})
+        good = [(line.error, name) for name, line in lines.items() if name in numbers and line.is_good]
+        if not good:
+            return None
+        error, name = min(good)
+        return max(0, math.ceil(lines[name].at(numbers[name]) + error))
+
+
+@dataclass
+class _Line:
+    """A least-squares line through the last peaks of one kind of job over one of its numbers."""
+
+    points: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MOST_POINTS))
+    slope: float = 0.0
+    offset: float = 0.0
+    error: float = math.inf
+
+    def take(self, x: float, y: int) -> None:
+        """Take in a point and fit anew."""
+        self.points.append((x, y))
+        number = len(self.points)
+        mean_x, mean_y = sum(x for x, _ in self.points) / number, sum(y for _, y in self.points) / number
+        spread = sum((x - mean_x) ** 2 for x, _ in self.points)
+        self.error = math.inf
+        if number >= _LEAST_POINTS and spread > 0:
+            self.slope = sum((x - mean_x) * (y - mean_y) for x, y in self.points) / spread
+            self.offset = mean_y - self.slope * mean_x
+            self.error = max(abs(y - self.at(x)) for x, y in self.points)
+
+    @property
+    def is_good(self) -> bool:
+        return self.error <= _GOOD * max(y for _, y in self.points) if self.points else False
+
+    def at(self, x: float) -> float:
+        return self.offset + self.slope * x
+
+
+def _features(job: Job) -> tuple[_Key, dict[str, float]]:
+    """A job's kind, which are its parameters that are no numbers, and its numbers, the declared size among them."""
+    numbers = {name: number for name, value in job.params.items() if (number := _number(value)) is not None}
+    if job.footprint is not None:
+        numbers[_DECLARED] = float(job.footprint.private_bytes)
+    return tuple(sorted((name, value) for name, value in job.params.items() if name not in numbers)), numbers
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _subsets(params: Mapping[str, str]) -> Iterator[_Key]:
+    """The subsets of a job's parameters, the largest first, the empty one last."""
+    items = tuple(sorted(params.items()))
+    sizes = range(len(items), -1, -1)
+    if len(items) > _MOST_FOR_ALL_SUBSETS:
+        for size in dict.fromkeys((len(items), len(items) - 1, 1, 0)):
+            yield from combinations(items, size)
+        return
+    for size in sizes:
+        yield from combinations(items, size)

@@ -1,0 +1,85 @@
+"""What a job leaves behind: processes, and segments in /dev/shm that are named after a process of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+#: Names of torch, the standard library's users, OpenMP and joblib, each with the number of the process that made it.
+_SEGMENT = re.compile(r"(?:torch_|pym-|__KMP_REGISTERED_LIB_|joblib_memmapping_folder_)(\d+)(?:[_-]|$)")
+_PATIENCE_SECONDS = 2.0
+
+
+def end_children(others: Callable[[], Iterable[int]]) -> set[int]:
+    """End what the job left running, all of which this process has inherited; which processes these were.
+
+    Args:
+        others: Where orphans are not inherited (not on Linux): tells what of the job lives.
+    """
+    ended: set[int] = set()
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while _has_children() or sys.platform != "linux":
+        left = _children() if sys.platform == "linux" else set(others())
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        ended |= left
+        if (not left and sys.platform != "linux") or time.monotonic() > deadline:
+            break
+        time.sleep(0.005)
+    return ended
+
+
+def _has_children() -> bool:
+    """Whether any child is alive; reaps the dead."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> set[int]:
+    own = os.getpid()
+    with suppress(OSError):
+        return {int(word) for word in Path(f"/proc/{own}/task/{own}/children").read_text().split()}
+    return set()
+
+
+def remove_segments(pids: Iterable[int], *, since: float, folder: Path = Path("/dev/shm")) -> list[str]:
+    """Remove what dead processes left in /dev/shm under names that hold their numbers; the names.
+
+    Args:
+        pids: The job's processes.
+        since: Unix seconds of its start; what is older is another process's that had the same number.
+        folder: Where shared memory has its names.
+    """
+    removed: list[str] = []
+    ours = set(pids)
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError:
+        return removed
+    for name in names:
+        found = _SEGMENT.match(name)
+        if not found or int(found[1]) not in ours or Path(f"/proc/{found[1]}").exists():
+            continue
+        path = folder / name
+        with suppress(OSError):
+            stat = path.lstat()
+            if stat.st_uid != os.geteuid() or stat.st_mtime < since - 1:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+            removed.append(name)
+    return removed

@@ -1,0 +1,53 @@
+"""What a run's owner decides about admission: the policy, the request to stop, and who is told."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from memfit.memory import DEFAULT_SLACK
+
+OnFailure = Literal["stop", "continue"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How jobs are admitted.
+
+    Attributes:
+        max_parallel: The most jobs at once; None for as many as fit.
+        on_failure: ``stop`` asks the running jobs to stop and starts no more when one fails; ``continue`` goes on.
+        slack: The share that is reserved on top of a measured footprint.
+        force: Admit without asking whether it fits, and without measuring one job first.
+        retries: How often a job is started again when its memory was too small, its watcher died or it was preempted.
+    """
+
+    max_parallel: int | None = None
+    on_failure: OnFailure = "continue"
+    slack: float = DEFAULT_SLACK
+    force: bool = False
+    retries: int = 2
+
+
+class HostClaims(Protocol):
+    """What several supervisors on one host share; ``memfit.memory.Claims`` is it."""
+
+    def deciding(self) -> AbstractContextManager[int]: ...
+    def write(self, *, reserved_bytes: int, unused_bytes: int) -> None: ...
+
+
+class StopRequest:
+    """How a run is stopped from a signal handler: ``ask`` for a checkpoint and an end, or end it ``now``."""
+
+    level = 0
+
+    def ask(self) -> None:
+        self.level = max(self.level, 1)
+
+    def now(self) -> None:
+        self.level = 2
+
+
+def say_nothing(kind: str, **fields: object) -> None:
+    """The listener of a scheduler that nobody listens to."""

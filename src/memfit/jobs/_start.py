@@ -1,0 +1,139 @@
+"""Starting a job's process by hand: between fork and exec it enters its group and is bound to its watcher."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import resource
+import select
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from memfit.jobs._child import ERROR, REQUEST, RESULT
+from memfit.memory import JobGroup
+from memfit.rundir import write_json
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+#: When memory does run out, let the kernel take a job and never the shim, the supervisor or a stranger.
+_OOM_SCORE_ADJ = 500
+_libc = ctypes.CDLL(None)
+
+
+def become_subreaper() -> None:
+    """Have orphaned grandchildren handed to this process, so that none escapes the watch (Linux only)."""
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None, is_ended: Callable[[], bool]) -> int:
+    """Start the process of a job and tell its process id; its program runs when this returns.
+
+    Args:
+        job: ``job.json``.
+        job_dir: The folder of its files.
+        group: The control group that it enters before its program begins.
+        is_ended: Whether it is to be ended already; asked while it has no program yet.
+
+    Raises:
+        OSError: If its program, its folder or its group cannot be had.
+    """
+    if job["attempt"] > 1:
+        for name in (RESULT, ERROR):
+            (job_dir / name).unlink(missing_ok=True)
+    command = list(job["command"])
+    if job["target"] is not None:
+        write_json(job_dir / REQUEST, {"target": job["target"], "arguments": job["arguments"]}, durable=False)
+        command = [sys.executable, "-m", "memfit.jobs", "child", str(job_dir)]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    logs = [os.open(job_dir / name, flags, 0o644) for name in ("out.log", "err.log")]
+    env = os.environ | job["env"]
+    told, teller = os.pipe()  # closed by exec: its end tells that the program runs
+    watcher = os.getpid()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _become(job, command, env, group, watcher=watcher, logs=logs, teller=teller)
+    finally:
+        for descriptor in (*logs, teller):
+            os.close(descriptor)
+    try:
+        failure = _hear(told, pid, is_ended)
+    finally:
+        os.close(told)
+    if failure:
+        os.waitpid(pid, 0)
+        number, name = json.loads(failure)
+        raise OSError(number, os.strerror(number), name)
+    return pid
+
+
+def _hear(told: int, pid: int, is_ended: Callable[[], bool]) -> bytes:
+    """What the child says of its failure, or nothing when its program runs."""
+    poll = select.poll()
+    poll.register(told, select.POLLIN)
+    while not poll.poll(100):  # a wall below what the fork itself takes holds the child back here
+        if is_ended():
+            os.kill(pid, signal.SIGKILL)
+    return os.read(told, 4096)
+
+
+def _become(
+    job: Mapping[str, Any],
+    command: list[str],
+    env: Mapping[str, str],
+    group: JobGroup | None,
+    *,
+    watcher: int,
+    logs: list[int],
+    teller: int,
+) -> NoReturn:
+    """The child's part: bind it to its watcher, then become the program."""
+    name = command[0]
+    try:
+        os.setsid()
+        if sys.platform == "linux":
+            # So no later attempt runs beside a job whose watcher died.
+            _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() != watcher:  # it died before that held
+                os._exit(127)
+            _set_oom_score()
+        # What a process ignores, its program ignores too.
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        if group is not None:
+            name = str(group.path)
+            group.enter()
+        os.dup2(logs[0], 1)
+        os.dup2(logs[1], 2)
+        if job["cwd"] is not None:
+            name = job["cwd"]
+            os.chdir(name)
+        if job["data_limit_bytes"] is not None:
+            _limit_data(int(job["data_limit_bytes"]))
+        name = command[0]
+        os.execvpe(name, command, env)
+    except BaseException as error:
+        code = error.errno if isinstance(error, OSError) and error.errno else errno.EINVAL
+        os.write(teller, json.dumps([code, name]).encode())
+    finally:
+        os._exit(127)
+
+
+def _set_oom_score() -> None:
+    with contextlib.suppress(OSError):
+        file = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        os.write(file, str(_OOM_SCORE_ADJ).encode())
+        os.close(file)
+
+
+def _limit_data(wall_bytes: int) -> None:
+    """Have allocations beyond the wall fail in the program itself; the hard limit stays."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    soft = wall_bytes if hard == resource.RLIM_INFINITY else min(wall_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -1,0 +1,174 @@
+"""Stops a run or one of its jobs from outside: from another terminal, with or without a supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from memfit.errors import UsageError
+from memfit.jobs._job import JobStatus
+from memfit.jobs._local import read_status
+from memfit.jobs._lock import OUTCOME, STOP_REQUESTED, is_held, read_holder
+from memfit.memory import list_entries
+from memfit.rundir import EventTail, RunDir, write_atomic
+
+_LOCK = "supervisor.lock"
+_STEP_SECONDS = 0.1
+
+
+def stop(
+    run: RunDir,
+    job_id: str | None = None,
+    *,
+    now: bool = False,
+    claims: Path | None = None,
+    on_tick: Callable[[Sequence[str]], None] = lambda left: None,
+) -> list[JobStatus]:
+    """Ask a run, or one of its jobs, to checkpoint and end, and wait until it has.
+
+    A supervisor that lives is asked too, so that it starts no more jobs; asking twice never ends a job sooner.
+
+    Args:
+        run: The run.
+        job_id: The job; None for all of the run.
+        now: End them at once, without a checkpoint.
+        claims: The host's list of runs; the usual one when None.
+        on_tick: Called ten times a second with the ids of the jobs that still run.
+
+    Returns:
+        The last statuses of the jobs that ran; empty when there was nothing to stop.
+
+    Raises:
+        UsageError: If the run belongs to another user, or its supervisor is on another host.
+    """
+    asked = [one for one in running_jobs(run) if job_id in (None, one)]
+    supervisor = find_supervisor(run, claims=claims) if job_id is None else None
+    try:
+        if supervisor is not None:
+            _ask_supervisor(run, supervisor, now=now)
+        for one in asked:
+            _ask_job(run.job_dir(one), now=now)
+    except PermissionError as error:
+        raise UsageError(
+            f"{run.path} cannot be stopped by this user: {error.strerror}.",
+            rule=f"a run is stopped by the user who started it, {run.header.get('user', 'another one')}.",
+            remedy=f"as that user or as root: memfit stop {run.path}",
+        ) from None
+    left = asked
+    while left or (supervisor is not None and _holds(supervisor, run.path / _LOCK)):
+        on_tick(left)
+        time.sleep(_STEP_SECONDS)
+        # A supervisor that was about to start a job when it was asked ends that one too.
+        left = running_jobs(run) if job_id is None else [one for one in left if is_held(run.job_dir(one))]
+        asked += [one for one in left if one not in asked]
+    return [read_status(run, one) for one in asked]
+
+
+def running_jobs(run: RunDir) -> list[str]:
+    """The ids of the jobs that run now: a watcher holds their locks."""
+    folders = sorted((run.path / "jobs").glob("*/lock"))
+    return [lock.parent.name for lock in folders if not (lock.parent / OUTCOME).exists() and is_held(lock.parent)]
+
+
+def find_supervisor(run: RunDir, *, claims: Path | None = None) -> int | None:
+    """The process id of the run's supervisor, or None when it has none.
+
+    A process counts only when it holds the run's lock file open, so that a number that was used again is never taken.
+
+    Raises:
+        UsageError: If it has one that this process cannot see, on another host for example.
+    """
+    lock = run.path / _LOCK
+    entry = next((entry for entry in list_entries(claims) if entry.run == run.path and entry.alive), None)
+    for pid in ([entry.pid] if entry is not None else []) + _lock_owners(lock):
+        if _holds(pid, lock):
+            return pid
+    if not _is_locked(lock):
+        return None
+    host = entry.host if entry is not None else run.header.get("host", "another host")
+    raise UsageError(
+        f"the supervisor of {run.path} cannot be seen from here.",
+        rule=f"it holds {lock} on {host}, or in another container or as another user; this is {socket.gethostname()}.",
+        remedy=f"there: memfit stop {run.path}",
+    )
+
+
+def _ask_supervisor(run: RunDir, pid: int, *, now: bool) -> None:
+    level, wanted = _stop_level(run, pid), 2 if now else 1
+    # Two signals of one kind may become one; each of these raises the level of the request by one.
+    for number in (signal.SIGTERM, signal.SIGINT)[: max(0, wanted - level)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _stop_level(run: RunDir, pid: int) -> int:
+    """How far the supervisor has been asked to stop already, by its own events."""
+    level = 0
+    for path in sorted(run.events_dir.glob(f"*-{pid}-*.jsonl"))[-1:]:
+        for event in EventTail(path).read():
+            if event.get("kind") == "run":
+                level = 0
+            elif event.get("kind") == "stop" and isinstance(event.get("level"), int):
+                level = event["level"]
+    return level
+
+
+def _ask_job(folder: Path, *, now: bool) -> None:
+    try:
+        write_atomic(folder / STOP_REQUESTED, "now\n" if now else "stop\n", durable=False)
+    except OSError as error:
+        holder = read_holder(folder)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or holder is None:
+            raise
+        with contextlib.suppress(ProcessLookupError):  # a full disk keeps nobody from stopping
+            if is_held(folder):
+                os.kill(holder.pid, signal.SIGQUIT if now else signal.SIGTERM)
+
+
+def _holds(pid: int, lock: Path) -> bool:
+    """Whether a process has the lock file open."""
+    if sys.platform != "linux":
+        return _is_locked(lock)
+    with contextlib.suppress(OSError):
+        wanted = lock.stat()
+        for found in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.path.samestat(found.stat(), wanted):
+                    return True
+    return False
+
+
+def _lock_owners(path: Path) -> list[int]:
+    """Who holds a ``flock`` on a file, as far as the kernel tells this process.
+
+    Source: proc(5), ``/proc/locks``: ``1: FLOCK  ADVISORY  WRITE 4711 fe:01:1835033 0 EOF``.
+    """
+    try:
+        inode = path.stat().st_ino
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    fields = [line.split() for line in lines]
+    return [int(one[4]) for one in fields if one[1:2] == ["FLOCK"] and one[5].rpartition(":")[2] == str(inode)]
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

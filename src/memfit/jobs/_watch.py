@@ -1,0 +1,257 @@
+"""What a shim knows of its job while it runs: memory, wall, phases, checkpoints."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import DamagedError
+from memfit.jobs._phases import phase_of_log, phase_of_shape
+from memfit.memory import Footprint, GroupState, JobGroup, Sample, SeriesWriter, TreeMeter, nvml_reader
+from memfit.rundir import EventTail, RunDir
+
+STATUS_SECONDS = 0.5
+SERIES_SECONDS = 1.0
+_SETTLED_SECONDS, _GROWN = 3.0, 1.02
+_MOST_LOG_BYTES = 1 << 16
+#: A refusal counts from this part of the wall on; below it the kernel reclaimed page cache.
+_AT_WALL = 0.9
+
+
+@dataclass
+class Watch:
+    """A running job under observation.
+
+    Attributes:
+        pid: Its first process.
+        group: Its control group, or None.
+        attempt: Which start of the job this is.
+        started, born: When it began, in Unix seconds and by the monotonic clock.
+        met_before: How often its group had met its wall before.
+        older: Event files that were there before it.
+        wants_more: An allocation met the wall.
+    """
+
+    run: RunDir
+    job_id: str
+    phases: tuple[str, ...]
+    pid: int
+    group: JobGroup | None
+    attempt: int
+    started: float
+    met_before: int = 0
+    older: frozenset[Path] = frozenset()
+    born: float = field(default_factory=time.monotonic)
+    meter: TreeMeter | None = None
+    series: SeriesWriter | None = None
+    sample: Sample | None = None
+    state: GroupState | None = None
+    wants_more: bool = False
+    phase: str | None = None
+    phase_source: str | None = None
+    passed: list[str] = field(default_factory=list)
+    checkpointed: float | None = None
+    checkpoint_bytes: int = 0
+    asked: bool = False
+    #: The peak resident set that the kernel told at the end, for a job that ended before the first sample.
+    resident_peak_bytes: int = 0
+    #: The same, where it is surely the job's own: what it took after the last sample shows there alone.
+    own_peak_bytes: int = 0
+    _tails: dict[Path, EventTail] = field(default_factory=dict)
+    _looked: float = 0.0
+    _unwritten_peak: int = 0
+    _written: float = 0.0
+    _settled_peak: int = 0
+    _grown_at: float = 0.0
+    _levels: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=16))
+    _num_met: int = 0
+    _wall_bytes: int = sys.maxsize
+    _log_offsets: dict[Path, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._grown_at, self._num_met = self.born, self.met_before
+        for name in ("out.log", "err.log"):
+            path = self.run.job_dir(self.job_id) / name
+            self._log_offsets[path] = path.stat().st_size if self.attempt > 1 and path.exists() else 0
+
+    @property
+    def age(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self.born
+
+    @property
+    def pids(self) -> set[int]:
+        """All processes of the job that were ever seen."""
+        return {self.pid} | (self.meter.pids_seen if self.meter else set())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The non-reclaimable peak so far."""
+        return self.footprint().private_bytes
+
+    def observe(self) -> None:
+        """Look at its group, follow its events, then take a sample."""
+        if self.meter is None:
+            self.meter = TreeMeter(self.pid, cgroup=self.group.path if self.group else None, devices=nvml_reader())
+            self.meter.counts_from_birth = True
+        self.look_at_group()
+        self.meter.floor_bytes = self.state.used_bytes if self.state else 0
+        self._follow_events()
+        sample = self.meter.sample()
+        if sample is None:
+            return
+        changed = self.sample is None or self.sample.phase != sample.phase
+        self.sample = sample
+        self._unwritten_peak = max(self._unwritten_peak, sample.peak_bytes)
+        if changed or time.monotonic() - self._written >= SERIES_SECONDS:
+            self.write_series()
+        if sample.peak_bytes > _GROWN * self._settled_peak:
+            self._settled_peak, self._grown_at = sample.peak_bytes, time.monotonic()
+
+    def look_at_group(self) -> None:
+        """Note what the kernel says of its group."""
+        if self.group is None:
+            return
+        self.state = self.group.state()
+        if self.state is not None:
+            self.note_refusals(self.state, self.state.used_bytes)
+
+    def note_refusals(self, state: GroupState, used_bytes: int) -> None:
+        """Whether an allocation was refused or delayed at the wall, given the most that was used."""
+        # The wall may have been raised since it was met.
+        wall_bytes = min(state.wall_bytes, self._wall_bytes)
+        refused = state.met_wall > self._num_met and used_bytes >= _AT_WALL * wall_bytes
+        self.wants_more = self.wants_more or state.stalled or refused
+        self._num_met, self._wall_bytes = state.met_wall, state.wall_bytes
+
+    def open_series(self, path: Path) -> None:
+        """Begin to write the memory's course; when it cannot be written, the job runs all the same."""
+        try:
+            self.series = SeriesWriter(path)
+        except (OSError, DamagedError) as error:
+            print(f"no {path.name}: {error}", file=sys.stderr, flush=True)
+
+    def write_series(self) -> None:
+        """Append the last sample to the series, with the peak since the one before it there."""
+        if self.series is None or self.sample is None:
+            return
+        try:
+            self.series.append(replace(self.sample, peak_bytes=self._unwritten_peak))
+        except OSError as error:  # a full disk ends the series, not the job
+            print(f"memory.arrows ends here: {error}", file=sys.stderr, flush=True)
+            self.series = None
+        self._unwritten_peak, self._written = 0, time.monotonic()
+
+    def guess_phase(self) -> None:
+        """Guess the phase of a job that marks none."""
+        if self.phase_source == "marks":
+            return
+        if self.sample is not None:
+            self._levels.append((time.monotonic(), self.sample.private_bytes))
+        if (told := phase_of_log(self._read_logs())) is not None:
+            self.phase, self.phase_source = told, "log"
+        elif self.phase_source != "log" and (shape := phase_of_shape(self._levels)) is not None:
+            self.phase, self.phase_source = shape, "shape"
+
+    def _read_logs(self) -> str:
+        """What the logs gained since the last call, of each the last 64 KiB."""
+        chunks = []
+        for path, offset in self._log_offsets.items():
+            with suppress(OSError), open(path, "rb") as log:
+                size = os.fstat(log.fileno()).st_size
+                if size > offset:
+                    log.seek(max(offset, size - _MOST_LOG_BYTES))
+                    chunks.append(log.read(_MOST_LOG_BYTES).decode(errors="replace"))
+                self._log_offsets[path] = size
+        return "\n".join(chunks)
+
+    def _follow_events(self) -> None:
+        if not self._tails or time.monotonic() - self._looked >= STATUS_SECONDS:
+            self._looked = time.monotonic()
+            self._find_event_files()
+        for tail in self._tails.values():
+            for record in tail.read():
+                if record.get("job") != self.job_id:
+                    continue
+                if record.get("kind") == "phase":
+                    self._enter(str(record.get("phase")))
+                elif record.get("kind") == "checkpoint":
+                    self._note_checkpoint(record)
+
+    def _find_event_files(self) -> None:
+        pids = {str(pid) for pid in self.meter.pids} if self.meter else set()
+        for path in self.run.events_dir.glob("*.jsonl"):
+            # A file that was there before the job belongs to a process id used before.
+            if path not in self._tails and path not in self.older and pids.intersection(path.stem.split("-")[-2:-1]):
+                self._tails[path] = EventTail(path)
+
+    def _enter(self, phase: str) -> None:
+        marked = self.phase if self.phase_source == "marks" else None
+        if marked is not None and marked != phase and marked not in self.passed:
+            self.passed.append(marked)
+        self.phase, self.phase_source = phase, "marks"
+        if self.meter is not None:
+            self.meter.enter_phase(phase)
+
+    def _note_checkpoint(self, record: dict[str, Any]) -> None:
+        self.checkpointed = float(record.get("time", time.time()))
+        self.checkpoint_bytes = max(self.checkpoint_bytes, int(record.get("bytes") or 0))
+
+    @property
+    def settled(self) -> bool:
+        """Whether its footprint speaks for its like."""
+        if self.phases:
+            return all(phase in self.passed for phase in self.phases)
+        return time.monotonic() - self._grown_at >= max(_SETTLED_SECONDS, self.age / 2)
+
+    def bound_peak(self, charged_bytes: int, cache_bytes: int) -> None:
+        """Hold the resident peaks, which count mapped files too, to what was ever charged to its group.
+
+        Of a job that ended before the first sample, that peak less the page cache which is left tells all processes
+        together; the kernel's resident peak is that of the largest.
+        """
+        mapped = self.sample.shared_bytes if self.sample else 0
+        self.resident_peak_bytes = charged_bytes - cache_bytes
+        self.own_peak_bytes = min(self.own_peak_bytes, charged_bytes + mapped)
+
+    def footprint(self) -> Footprint:
+        """The peaks so far."""
+        if self.meter is not None:
+            found = self.meter.footprint()
+            late = self.own_peak_bytes - (self.sample.shared_bytes if self.sample else 0) - found.private_bytes
+            if late <= 0:
+                return found
+            parts = {**found.parts, "anonymous": found.parts.get("anonymous", 0) + late}
+            return replace(found, private_bytes=found.private_bytes + late, parts=parts)
+        return Footprint(self.resident_peak_bytes, parts={"anonymous": self.resident_peak_bytes})
+
+    def status(self) -> dict[str, Any]:
+        """``status.json``."""
+        footprint = self.footprint()
+        return {
+            "state": "running",
+            "phase": self.phase,
+            "phase_source": self.phase_source,
+            "settled": self.settled,
+            "used_bytes": self.sample.private_bytes if self.sample else 0,
+            "peak_bytes": footprint.private_bytes,
+            "pss_bytes": self.sample.pss_bytes if self.sample else 0,
+            "footprint": footprint.to_dict(),
+            "started": self.started,
+            "ended": None,
+            "exit_code": None,
+            "cause": "",
+            "attempt": self.attempt,
+            "pid": self.pid,
+            "stalled": self.state.stalled if self.state else False,
+            "wants_more": self.wants_more,
+            "checkpointed": self.checkpointed,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "asked": self.asked,
+        }

@@ -1,0 +1,292 @@
+"""The control group of one job: its state, its wall, its end. A handle by path, for supervisor, keeper and shim."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import time
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from memfit.memory._base import OUTSIDE, pids_in
+from memfit.memory._cgroup import non_reclaimable_v1, non_reclaimable_v2, parse_limit
+from memfit.memory._host import parse_pairs, read_text
+
+MIB = 1 << 20
+#: Stands for a wall that was never set.
+NO_WALL_BYTES = 1 << 62
+_PATIENCE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """What the kernel says of a group now, its descendants included.
+
+    Attributes:
+        used_bytes: Non-reclaimable bytes: anonymous, shared and kernel memory.
+        charged_bytes: All that is charged, page cache included.
+        shared_memory_bytes: The shared part of ``used_bytes``: tmpfs, /dev/shm, shared mappings.
+        wall_bytes: Where the kernel holds its processes back; ``NO_WALL_BYTES`` without a wall.
+        stalled: A process of it waits for memory, at its own wall or at the wall of the group above.
+        met_wall: How often a charge met the wall; the reclaim of page cache counts too.
+        oom_kills: Processes of it that the kernel killed for memory (v2: at least one per kill, sometimes more).
+        num_processes: How many processes it holds.
+    """
+
+    used_bytes: int
+    charged_bytes: int
+    shared_memory_bytes: int
+    wall_bytes: int
+    stalled: bool
+    met_wall: int
+    oom_kills: int
+    num_processes: int
+
+
+@dataclass(frozen=True)
+class JobGroup:
+    """A control group by its directory.
+
+    Attributes:
+        path: Its absolute directory.
+        version: 1 or 2.
+    """
+
+    path: Path
+    version: int
+
+    @classmethod
+    def at(cls, path: Path) -> JobGroup:
+        """The group of a directory; its version by the files there or, when it is gone, above it."""
+        marks = (one for one in (path, *path.parents) if (one / "cgroup.procs").exists())
+        return cls(path, 1 if (next(marks, path) / "memory.limit_in_bytes").exists() else 2)
+
+    @property
+    def name(self) -> str:
+        """The group as messages name it, by its path below the mount."""
+        above = takewhile(lambda one: (one / "cgroup.procs").exists(), self.path.parents)
+        top = next(iter(reversed(list(above))), Path("/"))
+        return f"cgroup v{self.version} /{self.path.relative_to(top)}"
+
+    def enter(self) -> None:
+        """Move the calling process into the group; meant for the child between fork and exec.
+
+        Raises:
+            OSError: If the group is gone, or this user may not.
+        """
+        put(self.path / "cgroup.procs", "0")
+
+    def state(self) -> GroupState | None:
+        """What the kernel says of it now, or None when it is gone."""
+        text = self._text("memory.stat")
+        if text is None:
+            return None
+        return self._state_v1(parse_pairs(text)) if self.version == 1 else self._state_v2(parse_pairs(text))
+
+    def used_bytes(self) -> int:
+        """Its non-reclaimable bytes now; 0 when it is gone."""
+        stat = parse_pairs(self._text("memory.stat"))
+        return self._used_v1(stat) if self.version == 1 else non_reclaimable_v2(stat)
+
+    def _used_v1(self, stat: dict[str, int]) -> int:
+        return non_reclaimable_v1(stat, self._number("memory.kmem.usage_in_bytes"))
+
+    def _state_v1(self, stat: dict[str, int]) -> GroupState:
+        control = parse_pairs(self._text("memory.oom_control"))
+        used = self._used_v1(stat)
+        pids = self.pids()
+        stalled = control.get("under_oom", 0) > 0
+        if stalled and parse_pairs(read_text(self.path.parent / "memory.oom_control")).get("under_oom"):
+            # The mark is set on all groups below the one whose wall was met: only some of them wait.
+            stalled = _any_sleeps(pids)
+        return GroupState(
+            used_bytes=used,
+            charged_bytes=self.charged_bytes(),
+            shared_memory_bytes=stat.get("total_shmem", 0),
+            wall_bytes=self._wall("memory.limit_in_bytes"),
+            stalled=stalled,
+            met_wall=self._number("memory.failcnt"),
+            oom_kills=control.get("oom_kill", 0),
+            num_processes=len(pids),
+        )
+
+    def _state_v2(self, stat: dict[str, int]) -> GroupState:
+        events = parse_pairs(self._text("memory.events"))
+        used, charged, wall = non_reclaimable_v2(stat), self.charged_bytes(), self._wall("memory.high")
+        pids = self.pids()
+        met_wall, above = events.get("high", 0) + events.get("max", 0), JobGroup(self.path.parent, 2)
+        # Near the wall and never held back there: on its way to it.
+        throttled = met_wall > 0 and _is_throttled(charged, used, wall)
+        return GroupState(
+            used_bytes=used,
+            charged_bytes=charged,
+            shared_memory_bytes=stat.get("shmem", 0),
+            wall_bytes=wall,
+            stalled=throttled or (above._is_full() and _any_sleeps(pids)),
+            met_wall=met_wall,
+            oom_kills=events.get("oom_kill", 0),
+            num_processes=len(pids),
+        )
+
+    def _is_full(self) -> bool:
+        wall, charged = self._wall("memory.high"), self.charged_bytes()
+        if charged < wall - MIB:
+            return False
+        return _is_throttled(charged, non_reclaimable_v2(parse_pairs(self._text("memory.stat"))), wall)
+
+    def _text(self, name: str) -> str | None:
+        # A supervisor reads some ten files of each job at each turn: a third of what Path.read_text takes.
+        try:
+            handle = os.open(f"{self.path}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            return os.read(handle, 1 << 16).decode()
+        except OSError:
+            return None
+        finally:
+            os.close(handle)
+
+    def _number(self, name: str) -> int:
+        text = (self._text(name) or "").strip()
+        return int(text) if text.isdigit() else 0
+
+    def _wall(self, name: str) -> int:
+        return parse_limit(self._text(name)) or NO_WALL_BYTES
+
+    def charged_bytes(self) -> int:
+        """All that is charged to it now, page cache included; 0 when it is gone."""
+        return self._number("memory.usage_in_bytes" if self.version == 1 else "memory.current")
+
+    def charged_peak(self) -> int:
+        """The most that was charged to it at once, page cache included; 0 where the kernel keeps none (v2 < 5.19)."""
+        return self._number("memory.max_usage_in_bytes" if self.version == 1 else "memory.peak")
+
+    def set_wall(self, wall_bytes: int) -> None:
+        """Set the wall, or as near above it as what is used allows; does nothing when the group is gone.
+
+        Lowering it reclaims page cache first, in this call. On v2 nothing is killed by it: the backstop stays above
+        what is charged.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if self.version == 1:
+                self._set_wall_v1(wall_bytes)
+            else:
+                self._set_wall_v2(wall_bytes)
+
+    def _set_wall_v1(self, wall_bytes: int) -> None:
+        file = self.path / "memory.limit_in_bytes"
+        present = self._wall(file.name)
+        for above in (None, 0, MIB, 16 * MIB, 64 * MIB, 256 * MIB):
+            wanted = wall_bytes if above is None else max(wall_bytes, self.charged_bytes() + above)
+            if above is not None and wanted >= present:
+                return
+            try:
+                put(file, str(wanted))
+                return
+            except OSError as error:  # More is charged than that, and reclaim did not help.
+                if error.errno != errno.EBUSY:
+                    raise
+
+    def _set_wall_v2(self, wall_bytes: int) -> None:
+        least = self.charged_bytes() + 256 * MIB
+        knobs = [("memory.high", wall_bytes), ("memory.max", max(backstop_bytes(wall_bytes), least))]
+        if wall_bytes > self._wall("memory.high"):
+            knobs.reverse()
+        for name, value in knobs:
+            put(self.path / name, str(value))
+
+    def pids(self) -> list[int]:
+        """The processes of the group and its descendants."""
+        try:
+            has_children = self.path.stat().st_nlink != 2
+        except OSError:
+            return []
+        folders = [Path(folder) for folder, _, _ in os.walk(self.path)] if has_children else [self.path]
+        return [pid for folder in folders for pid in pids_in(folder) if pid > 0]
+
+    def kill(self) -> int:
+        """End everything in it with SIGKILL and wait until it is empty, at most 2 s; how many there were."""
+        seen: set[int] = set()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while (pids := self.pids()) and time.monotonic() < deadline:
+            seen.update(pids)
+            try:
+                put(self.path / "cgroup.kill", "1")
+            except OSError:  # v1, and v2 before Linux 5.14
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+        return len(seen)
+
+    def freeze(self, frozen: bool) -> bool:
+        """Stop all its processes, or let them go on; False on v1, whose freezer sticks on a process that waits."""
+        if self.version == 1:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            put(self.path / "cgroup.freeze", str(int(frozen)))
+        return True
+
+    def remove(self) -> bool:
+        """Remove it and its descendants; False when processes are still in it."""
+        for _ in range(40):
+            try:
+                for folder, _, _ in os.walk(self.path, topdown=False):
+                    with contextlib.suppress(FileNotFoundError):
+                        Path(folder).rmdir()
+                return not self.path.exists()
+            except OSError:  # A process in it, or one that has left it this moment
+                if self.pids():
+                    return False
+                time.sleep(0.005)
+        return False
+
+
+def backstop_bytes(wall_bytes: int) -> int:
+    """Where a group of v2 is killed whose processes pass the wall: far enough for a burst between two slowdowns."""
+    return wall_bytes + max(256 * MIB, wall_bytes // 2)
+
+
+def put(file: Path, text: str) -> None:
+    """Write a knob in one write, so that its refusal is seen; never makes a file."""
+    handle = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(handle, text.encode())
+    finally:
+        os.close(handle)
+
+
+def _is_throttled(charged_bytes: int, used_bytes: int, wall_bytes: int) -> bool:
+    # The kernel charges in batches per CPU, so that a group at its wall may show a little less.
+    return charged_bytes >= wall_bytes - MIB and used_bytes >= wall_bytes * 9 // 10
+
+
+def _any_sleeps(pids: list[int]) -> bool:
+    """Whether a thread of these processes sleeps in the kernel beyond the reach of signals other than SIGKILL."""
+    stats = (read_text(task / "stat") for pid in pids for task in Path(f"/proc/{pid}/task").glob("*"))
+    return any((text or "").rpartition(")")[2].split()[:1] == ["D"] for text in stats)
+
+
+def sweep_groups(parent: Path, *, uid: int | None = None) -> int:
+    """End and remove what a dead run left below its parent group, and that group; how many processes were ended.
+
+    Args:
+        parent: The parent group's directory, as ``Walls.parent.path``. Another folder is left alone.
+        uid: Only when that user owns it.
+    """
+    try:
+        owner = parent.stat().st_uid
+    except OSError:
+        return 0
+    if not parent.name.startswith("memfit-") or uid not in (None, owner) or not (parent / "cgroup.procs").exists():
+        return 0
+    group = JobGroup.at(parent)
+    ended = group.kill()
+    group.remove()
+    with contextlib.suppress(OSError):  # Where the supervisor was moved on v2; other processes may be in it still.
+        Path(f"{parent}{OUTSIDE}").rmdir()
+    return ended

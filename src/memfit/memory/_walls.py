@@ -1,0 +1,296 @@
+"""Walls: a control group per job, at whose limit the kernel makes the job wait instead of killing it.
+
+All jobs of a run live below one parent group, the supervisor outside of it. A wall is
+
+- on v1 ``memory.limit_in_bytes`` with the killer off (``memory.oom_control``): a page fault beyond it sleeps until the
+  limit is raised or memory is freed; what the kernel itself allocates for the job (fork, a write to tmpfs) fails with
+  ENOMEM;
+- on v2 ``memory.high``, at which the kernel reclaims and then slows allocations down to a crawl, with ``memory.max``
+  well above it as a backstop, where it kills.
+
+Clean page cache meets a wall too and is reclaimed there: it neither stalls a job nor counts as used.
+
+Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst, sections 9 and 10; cgroup-v2.rst, "Memory".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import select
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from memfit.memory._base import OUTSIDE, Base, find_base, pids_in
+from memfit.memory._cgroup import locate
+from memfit.memory._ears import QUIET_SECONDS, Ear
+from memfit.memory._host import REAL_ROOT, read_text
+from memfit.memory._jobgroup import NO_WALL_BYTES, JobGroup, put
+
+#: Before a job's id in the name of its group, so that no id collides with a file of the kernel's there.
+_PREFIX = "job-"
+
+
+def why_no_walls(*, root: Path = REAL_ROOT, pid: int | None = None) -> str:
+    """Why ``Walls.build`` can make no groups here, in words; empty when nothing is known against it."""
+    base = find_base(root, locate(root, "memory", pid))
+    return base if isinstance(base, str) else ""
+
+
+def systemd_scope_command(*, env: Mapping[str, str] | None = None, root: Path = REAL_ROOT) -> list[str] | None:
+    """The words that start a command in a delegated group of its own, or None where no user manager answers.
+
+    An ordinary user's session lies in a group that only root may change; systemd's user manager gives a scope that the
+    user may.
+
+    Source: systemd-run(1); systemd.resource-control(5), Delegate=.
+    """
+    env = os.environ if env is None else env
+    folders = [str(root / folder.lstrip("/")) for folder in env.get("PATH", "").split(os.pathsep) if folder]
+    runtime = env.get("XDG_RUNTIME_DIR", "")
+    if not runtime or not (root / runtime.lstrip("/") / "systemd/private").exists():
+        return None
+    if shutil.which("systemd-run", path=os.pathsep.join(folders)) is None:
+        return None
+    return ["systemd-run", "--user", "--scope", "--quiet", "--property=Delegate=yes", "--"]
+
+
+class Walls:
+    """The groups of one run's jobs; one object per supervisor. Holds file descriptors until ``close``.
+
+    Attributes:
+        parent: The group above all jobs. Its wall is the run's capacity.
+        permission: Which control groups these are.
+    """
+
+    parent: JobGroup
+    permission: Literal["cgroup v1", "cgroup v2"]
+
+    def __init__(self, parent: JobGroup, base: Base) -> None:
+        self.parent = parent
+        self.permission = "cgroup v1" if parent.version == 1 else "cgroup v2"
+        self._base = base
+        self._ears: dict[str, Ear] = {}
+        self._parent_ear: Ear | None = Ear(parent, NO_WALL_BYTES, time.monotonic(), look_at=math.inf)
+
+    @classmethod
+    def build(cls, name: str, capacity_bytes: int, *, root: Path = REAL_ROOT, pid: int | None = None) -> Walls | None:
+        """Make the parent group ``memfit-<name>`` or take over the one that a dead supervisor left.
+
+        On v2 a group with processes can have no groups with memory below it. Where only this process and its
+        descendants are in the way they are moved to a leaf beside the parent group until ``close``.
+
+        Args:
+            name: What tells this run from all others on the host.
+            capacity_bytes: What all jobs may take together.
+            root: The folder above proc and sys.
+            pid: The process below whose group to build; this one when None.
+
+        Returns:
+            None where no groups can be made; ``why_no_walls`` says why.
+        """
+        base = find_base(root, locate(root, "memory", pid))
+        if isinstance(base, str):
+            return None
+        path = base.group.directory / f"memfit-{re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
+        parent = JobGroup(path, base.version)
+        try:
+            if base.enables:
+                _enable(base, _leaf(parent))
+            path.mkdir(exist_ok=True)
+            _prepare(parent)
+            parent.set_wall(capacity_bytes)
+        except OSError:
+            if parent.remove():
+                _restore(base, _leaf(parent))
+            return None
+        return cls(parent, base)
+
+    def make(self, job_id: str, soft_bytes: int, wall_bytes: int) -> JobGroup:
+        """The group of a job, made now or, for one that runs, as it is; with its wall, and listened to.
+
+        Raises:
+            OSError: If the kernel refuses it.
+        """
+        group = self._group(job_id)
+        self.forget(job_id)
+        try:
+            group.path.mkdir()
+        except FileExistsError:
+            if group.version == 1 and not group.pids():
+                put(group.path / "memory.max_usage_in_bytes", "0")
+        if group.version == 2:
+            with contextlib.suppress(FileNotFoundError):  # Linux 4.19
+                put(group.path / "memory.oom.group", "1")
+        group.set_wall(wall_bytes)
+        self._ears[job_id] = Ear(group, soft_bytes, time.monotonic())
+        return group
+
+    def existing(self) -> dict[str, JobGroup]:
+        """The groups of jobs that are there, by job id; after a crash also those of the run before."""
+        try:
+            names = sorted(entry.name for entry in os.scandir(self.parent.path) if entry.is_dir())
+        except OSError:
+            return {}
+        ids = (name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
+        return {job_id: self._group(job_id) for job_id in ids}
+
+    def set_capacity(self, capacity_bytes: int) -> None:
+        """Set the wall of all jobs together.
+
+        What jobs that ended left behind (files in /dev/shm) stays charged to the parent group, and a budget counts it
+        as in use already: the wall is higher by that, or it would count twice.
+        """
+        live = sum(self._group(job_id).used_bytes() for job_id in self._ears)
+        self.parent.set_wall(capacity_bytes + max(0, self.parent.used_bytes() - live))
+
+    def resize(self, job_id: str, soft_bytes: int, wall_bytes: int) -> None:
+        """Give a job another wall and another threshold; does nothing for one whose group is gone."""
+        group, now = self._group(job_id), time.monotonic()
+        group.set_wall(wall_bytes)
+        if (ear := self._ears.get(job_id)) is not None:
+            ear.change(soft_bytes, now)
+        elif group.path.exists():
+            self._ears[job_id] = Ear(group, soft_bytes, now)
+
+    def wait(self, seconds: float, *others: int) -> list[int]:
+        """Wait until a job passes its soft bytes, meets its wall or is gone, ``others`` can be read, or so long.
+
+        What stays so is told again every second, and at once after ``resize``. Page cache that passes the threshold or
+        meets the wall is no news: such a job is looked at ever more seldom, at last once a second. Where the kernel
+        cannot notify, and for young jobs, the usage is sampled every 50 ms.
+
+        Args:
+            seconds: How long at most.
+            others: File descriptors.
+
+        Returns:
+            Those of ``others`` that can be read.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            now = time.monotonic()
+            self._ask_for_one(now)
+            news = self._look({key: False for key, ear in self._all() if ear.look_at <= now}, now)
+            until = now if news else min([deadline, *(ear.look_at for _, ear in self._all())])
+            ready, heard = self._poll(max(0.0, until - now), others, now)
+            news = self._look(heard, time.monotonic()) or news
+            if news or ready or time.monotonic() >= deadline:
+                return ready
+
+    def forget(self, job_id: str) -> None:
+        """Listen to a job no more; its group stays."""
+        if (ear := self._ears.pop(job_id, None)) is not None:
+            ear.close()
+
+    def close(self, *, remove: bool = True) -> None:
+        """Listen no more and, with ``remove``, remove all groups that hold no process.
+
+        When nothing is left of them on v2, this process and its own go back to the group that they came from.
+        """
+        for _, ear in self._all():
+            ear.close()
+        self._ears.clear()
+        self._parent_ear = None
+        if remove and self.parent.remove():
+            _restore(self._base, _leaf(self.parent))
+
+    def _group(self, job_id: str) -> JobGroup:
+        return JobGroup(self.parent.path / f"{_PREFIX}{job_id}", self.parent.version)
+
+    def _all(self) -> list[tuple[str, Ear]]:
+        parent = [("", self._parent_ear)] if self._parent_ear is not None else []
+        return [*parent, *self._ears.items()]
+
+    def _ask_for_one(self, now: float) -> None:
+        """Have the kernel notify of one more job that has lived for a second."""
+        for ear in self._ears.values():
+            if ear.can_notify and ear.soft_fd is None and now - ear.born >= QUIET_SECONDS:
+                ear.ask_to_be_notified()
+                return
+
+    def _look(self, heard: Mapping[str, bool], now: float) -> bool:
+        news = False
+        for key, met_wall in heard.items():
+            ear = self._parent_ear if key == "" else self._ears.get(key)
+            found = ear.look(now, met_wall) if ear is not None else False
+            if found is None:
+                self.forget(key)
+                if key == "" and self._parent_ear is not None:
+                    self._parent_ear.close()
+                    self._parent_ear = None
+            news = news or found is not False
+        return news
+
+    def _poll(self, seconds: float, others: tuple[int, ...], now: float) -> tuple[list[int], dict[str, bool]]:
+        """Which of ``others`` are ready, and which jobs were heard: True for the wall."""
+        poll, keys, flag = select.poll(), {}, select.POLLIN if self.parent.version == 1 else select.POLLPRI
+        for handle in others:
+            poll.register(handle, select.POLLIN)
+        for key, ear in self._all():
+            if ear.wall_fd is not None and ear.wall_from <= now:
+                poll.register(ear.wall_fd, flag)
+                keys[ear.wall_fd] = (key, True)
+            if ear.soft_fd is not None and ear.soft_from <= now:
+                poll.register(ear.soft_fd, select.POLLIN)
+                keys[ear.soft_fd] = (key, False)
+        ready: list[int] = []
+        heard: dict[str, bool] = {}
+        for handle, _ in poll.poll(math.ceil(seconds * 1000)):
+            if handle in keys:
+                key, met_wall = keys[handle]
+                heard[key] = heard.get(key, False) or met_wall
+            else:
+                ready.append(handle)
+        return ready, heard
+
+
+def _leaf(parent: JobGroup) -> Path:
+    return parent.path.with_name(parent.path.name + OUTSIDE)
+
+
+def _prepare(parent: JobGroup) -> None:
+    """What all groups of jobs take over from their parent."""
+    if parent.version == 2:
+        put(parent.path / "cgroup.subtree_control", "+memory")
+        with contextlib.suppress(FileNotFoundError):  # No swap in this kernel
+            put(parent.path / "memory.swap.max", "0")
+        return
+    if (read_text(parent.path / "memory.use_hierarchy") or "1").strip() == "0":
+        put(parent.path / "memory.use_hierarchy", "1")  # Before Linux 5.11
+    put(parent.path / "memory.oom_control", "1")
+    with contextlib.suppress(OSError):
+        put(parent.path / "memory.swappiness", "0")
+
+
+def _enable(base: Base, leaf: Path) -> None:
+    """Give the children of the base a memory controller, after its own processes have gone to the leaf."""
+    directory = base.group.directory
+    if base.moves:
+        leaf.mkdir(exist_ok=True)
+        _move_all(directory, leaf)
+    put(directory / "cgroup.subtree_control", "+memory")
+
+
+def _restore(base: Base, leaf: Path) -> None:
+    """Undo ``_enable`` where processes were moved, unless another group needs the controller."""
+    if base.moves and leaf.is_dir():
+        with contextlib.suppress(OSError):
+            put(base.group.directory / "cgroup.subtree_control", "-memory")
+            _move_all(leaf, base.group.directory)
+            leaf.rmdir()
+
+
+def _move_all(source: Path, target: Path) -> None:
+    for _ in range(100):  # A process that forks while it is moved leaves a child behind.
+        pids = pids_in(source)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                put(target / "cgroup.procs", str(pid))
+        if not pids:
+            return

@@ -1,0 +1,234 @@
+"""``memfit.pipeline.run_commands``: any command, once or for every combination of parameters, under one budget."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from memfit import config
+from memfit.errors import UsageError
+from memfit.jobs import Job, JobStatus, read_status
+from memfit.memory import Budget, Footprint
+from memfit.pipeline._config import CommandSettings, of_commands
+from memfit.pipeline._grid import expand, fill
+from memfit.pipeline._run import resume_folds
+from memfit.pipeline._supervise import Known, RunResult, View, supervised
+from memfit.rundir import RunDir, write_json
+
+_INTERPRETER = re.compile(r"(?:python|pypy)[0-9.]*|(?:ba|da|z|k)?sh|torchrun|Rscript|julia|node|perl|ruby")
+_SCRIPT = re.compile(r".+\.(?:py|sh|R|jl|js|pl|rb)")
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A resolved order to run commands."""
+
+    template: tuple[str, ...]
+    combinations: Sequence[Mapping[str, str]]
+    cwd: str
+    settings: CommandSettings
+    origins: Mapping[str, str]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """By what is run and where; not by how many at once."""
+        content = {"template": self.template, "combinations": self.combinations, "cwd": self.cwd}
+        return config.fingerprint(content)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For ``run.json``: all that ``resume`` needs."""
+        return {
+            "kind": "commands",
+            "template": list(self.template),
+            "combinations": list(self.combinations),
+            "cwd": self.cwd,
+            "settings": self.settings.model_dump(mode="json"),
+            "origins": dict(self.origins),
+        }
+
+
+def resolve_settings(
+    overrides: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> config.Resolved[CommandSettings]:
+    """The settings of a run of commands, each with its origin: overrides before environment before defaults.
+
+    Raises:
+        ConfigError: If one is unknown or has a bad value.
+    """
+    env = of_commands(os.environ if env is None else env)
+    return config.resolve(CommandSettings, env=env, overrides=overrides)
+
+
+def run_commands(
+    command: Sequence[str],
+    *,
+    params: Sequence[str] = (),
+    param_file: Path | None = None,
+    settings: config.Resolved[CommandSettings] | None = None,
+    new: bool = False,
+    force: bool = False,
+    view: View | None = None,
+) -> RunResult:
+    """Run a command for every combination of parameters under one memory budget, or go on with the run that stands.
+
+    The newest run of the same command, parameters and folder goes on unless it is finished: what is done is kept, what
+    still runs is taken over. SIGINT and SIGTERM ask the commands to stop; a second one ends them at once.
+
+    Args:
+        command: The command; ``{name}`` stands for the value of a parameter.
+        params: Texts such as ``fold=1..5`` and ``lr=1e-3,1e-4``.
+        param_file: A CSV file with a header whose rows are combinations, crossed with ``params``.
+        settings: How they are run; from ``MEMFIT_`` variables and defaults when None.
+        new: Start over in a new run directory.
+        force: Run also what does not fit the budget.
+        view: Makes, from the run directory, a function that is called ten times a second while jobs run.
+
+    Returns:
+        The result; failed commands are told in it and not raised.
+
+    Raises:
+        UsageError: If parameters, settings or the program are bad, or another process runs this run.
+        DoesNotFitError: If no command fits the budget even alone.
+    """
+    settings = settings or resolve_settings()
+    words = [*command, *filter(None, [settings.value.memory.job_of])]
+    order = _order(command, expand(words, params, param_file), settings)
+    return _go_on(order, None if new else _find(order), force=force, view=view)
+
+
+def resume(run: Path, *, view: View | None = None) -> RunResult:
+    """Go on with a run, of folds or of commands, in the folder and with the settings that it was started with.
+
+    Raises:
+        UsageError: If there is no such run, its folder is gone, or another process runs it.
+    """
+    run_dir = RunDir.open(run)
+    header = run_dir.header
+    cwd = Path(header.get("cwd", "."))
+    if not cwd.is_dir():
+        raise UsageError(
+            f"{cwd} is not there, where {run_dir.path} was started.",
+            rule="a run goes on in the folder in which it was started, for its paths begin there.",
+            remedy=f"make that folder again: mkdir -p {cwd}",
+        )
+    with contextlib.chdir(cwd):
+        if header.get("kind") != "commands":
+            return resume_folds(run_dir, view)
+        settings = CommandSettings.model_validate(header["settings"])
+        order = _Order(
+            tuple(header["template"]), header["combinations"], header["cwd"], settings, dict(header["origins"])
+        )
+        return _go_on(order, run_dir, force=False, view=view)
+
+
+def _order(
+    command: Sequence[str], combinations: Sequence[Mapping[str, str]], resolved: config.Resolved[CommandSettings]
+) -> _Order:
+    for program in dict.fromkeys(fill(command[:1], combination) for combination in combinations):
+        if shutil.which(program[0]) is None:
+            raise UsageError(
+                f"there is no program '{program[0]}'.",
+                rule="a command begins with a program: one on the PATH, or the path of an executable file.",
+                remedy="correct the name, make the file executable (chmod +x), or name what runs it: python, sh",
+            )
+    settings, origins = resolved.value, dict(resolved.origins)
+    if not settings.experiment:
+        settings = settings.model_copy(update={"experiment": name_of(command)})
+        origins["experiment"] = "the program's name"
+    if len(combinations) == 1 and not combinations[0] and origins["threads_per_job"] == config.DEFAULT:
+        settings = settings.model_copy(update={"threads_per_job": Budget.read().num_cpus})
+        origins["threads_per_job"] = "all cores, for the only job"
+    return _Order(tuple(command), combinations, str(Path.cwd()), settings, origins)
+
+
+def name_of(command: Sequence[str]) -> str:
+    """What a command is called: its script or module, else its program.
+
+    >>> name_of(["python3", "-u", "jobs/train.py", "--fold", "3"]), name_of(["python", "-m", "a.b"]), name_of(["/b/x"])
+    ('train', 'a.b', 'x')
+    """
+    name = Path(command[0]).name
+    if _INTERPRETER.fullmatch(name):
+        pairs = zip(command[1:], [*command[2:], ""], strict=True)
+        for word, following in pairs:
+            if word == "-c":
+                break
+            if word == "-m" or _SCRIPT.fullmatch(word):
+                name = following if word == "-m" else Path(word).name
+                break
+    name = Path(name).stem if _SCRIPT.fullmatch(name) else name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:80] or "command"
+
+
+def _find(order: _Order) -> RunDir | None:
+    """The newest run of this command, when it is not finished."""
+    ending = f"_{order.fingerprint[:8]}"
+    runs = RunDir.all(order.settings.runs_dir, order.settings.experiment)
+    newest = next((run for run in runs if run.path.name.endswith(ending)), None)
+    is_same = newest is not None and newest.header.get("fingerprint") == order.fingerprint
+    return newest if newest is not None and is_same and newest.state != "completed" else None
+
+
+def _go_on(order: _Order, found: RunDir | None, *, force: bool, view: View | None) -> RunResult:
+    settings, facts = order.settings, order.facts
+    run = found or RunDir.create(settings.runs_dir, settings.experiment, order.fingerprint, facts)
+    told = {"state": "continued" if found else "started", "fingerprint": order.fingerprint}
+    with supervised(run, settings, force=force, view=view, told=told) as supervisor:
+        before = run.header
+        if before["settings"] != facts["settings"]:
+            write_json(run.path / "run.json", before | facts)
+        jobs = _jobs(order)
+        done: dict[str, JobStatus] = {}
+        if found is not None:
+            done = {
+                job.id: status
+                for job in jobs
+                if not supervisor.backend.is_running(job.id)
+                and (status := read_status(run, job.id)).state == "completed"
+            }
+        left = [job for job in jobs if job.id not in done]
+        if not left:
+            supervisor.journal.write("done", num_done=len(jobs))
+        same_malloc = before["settings"]["memory"]["tight_malloc"] == settings.memory.tight_malloc
+        known = _known(jobs, done) if same_malloc else ()
+        ended = supervisor.schedule(left, known=known, num_planned=len(jobs))
+        return supervisor.settle({job.id: JobStatus(job.id, "pending") for job in jobs} | done | ended)
+
+
+def _jobs(order: _Order) -> list[Job]:
+    settings, memory = order.settings, order.settings.memory
+
+    def declared(combination: Mapping[str, str]) -> Footprint | None:
+        size = fill([memory.job_of], combination)[0] if memory.job_of else memory.job
+        return Footprint.declared(size) if size else None
+
+    return [
+        Job(
+            f"cmd_{number:04d}",
+            command=fill(order.template, combination),
+            params=combination,
+            footprint=declared(combination),
+            threads=settings.threads_per_job,
+            tight_malloc=memory.tight_malloc,
+            cwd=order.cwd,
+            device_bytes=memory.gpu_job,
+        )
+        for number, combination in enumerate(order.combinations, start=1)
+    ]
+
+
+def _known(jobs: Sequence[Job], done: Mapping[str, JobStatus]) -> Known:
+    """What the finished commands took."""
+    return [
+        (dict(job.params), status.footprint)
+        for job in jobs
+        if (status := done.get(job.id)) is not None and status.footprint is not None
+    ]

@@ -1,0 +1,187 @@
+"""Which commands ``memfit map`` runs: every combination of its parameters, put into the command's placeholders."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from memfit.errors import UsageError
+
+#: The most commands of one run; each has a folder of its own.
+MAX_COMMANDS = 100_000
+
+Combination = Mapping[str, str]
+T = TypeVar("T")
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
+_VALUE = re.compile(r'\s*(?:"(?P<quoted>(?:[^"]|"")*)"\s*|(?P<plain>[^",][^,]*|))(?P<end>,|$)')
+_RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.(\d{1,18}))?")
+#: How alike an unknown placeholder and a parameter are when one is taken for a slip of the pen.
+_ALIKE = 0.75
+
+
+def expand(command: Sequence[str], params: Sequence[str], param_file: Path | None = None) -> list[dict[str, str]]:
+    """Every combination of the parameters, the last one changing fastest; one empty combination without parameters.
+
+    Args:
+        command: The command whose placeholders they fill: each parameter must stand in it.
+        params: Texts such as ``fold=1..5``, ``step=0..100..10`` and ``lr=1e-3,1e-4``; quotes as in CSV keep a comma or
+            two dots as they are: ``name="a,b",c``.
+        param_file: A CSV file with a header: its rows are combinations that are crossed with ``params``.
+
+    Raises:
+        UsageError: If a parameter cannot be read, is empty or unused, or there are too many combinations.
+
+    >>> expand(["train", "{fold}", "{lr}"], ["fold=1..2", "lr=1e-3,1e-4"])[1:3]
+    [{'fold': '1', 'lr': '1e-4'}, {'fold': '2', 'lr': '1e-3'}]
+    """
+    axes: list[list[dict[str, str]]] = [] if param_file is None else [_rows(param_file)]
+    for text in params:
+        name, equals, values = text.partition("=")
+        if not equals or not _NAME.fullmatch(name):
+            raise _bad(f"--param {text} is not name=values", "write for example --param fold=1..5")
+        axes.append([{name: value} for value in _values(name, values)])
+    names = [name for axis in axes for name in axis[0]]
+    if twice := _twice(names):
+        raise _bad(f"the parameter {twice} is given twice", f"give all values of {twice} in one place")
+    _check_placeholders(command, names)
+    number = math.prod(len(axis) for axis in axes)
+    if number > MAX_COMMANDS:
+        sizes = " x ".join(str(len(axis)) for axis in axes)
+        raise _too_many(f"{sizes} = {number:,}")
+    found = [{name: value for part in parts for name, value in part.items()} for parts in itertools.product(*axes)]
+    if same := _twice(tuple(combination.values()) for combination in found):
+        what = ", ".join(f"{name}={value}" for name, value in zip(names, same, strict=True))
+        raise _bad(f"the combination {what} is given twice", "take the second one away: each command runs once")
+    return found
+
+
+def fill(command: Sequence[str], combination: Combination) -> tuple[str, ...]:
+    """The command with its placeholders replaced; all other braces stay as they are.
+
+    >>> fill(["train", "--fold={fold}", '{"a": {fold}, "b": {b}}'], {"fold": "3"})
+    ('train', '--fold=3', '{"a": 3, "b": {b}}')
+    """
+    return tuple(_PLACEHOLDER.sub(lambda found: combination.get(found[1], found[0]), word) for word in command)
+
+
+def _values(name: str, text: str) -> list[str]:
+    """The values of one parameter: ``1..3``, ``1..9..2``, ``a,b`` and ``"a,b",c``, in any mixture."""
+    values: list[str] = []
+    at, more = 0, True
+    while more:
+        part = _VALUE.match(text, at)
+        if part is None:
+            raise _bad(
+                f"--param {name}={text}: a quote at character {at + 1} is not closed, or stands inside a value",
+                'write quotes as in CSV: name="a,b","say ""hi"""',
+            )
+        plain = (part["plain"] or "").strip()
+        if part["quoted"] is not None:
+            values.append(part["quoted"].replace('""', '"'))
+        elif not plain:
+            raise _bad(f"--param {name}={text} has an empty value", f'write {name}="" for an empty text')
+        else:
+            values += _range(name, plain)
+        at, more = part.end(), part["end"] == ","
+    return values
+
+
+def _range(name: str, text: str) -> Iterable[str]:
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        return [text]
+    first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
+    if last < first or step < 1:
+        raise _bad(f"--param {name}={text} is an empty range", "a range runs upward, by steps of 1 or more: 1..9..2")
+    number = (last - first) // step + 1
+    if number > MAX_COMMANDS:
+        raise _too_many(f"{name}={text} alone gives {number:,}")
+    # As in a shell: 01..10 counts 01, 02, ..., 10.
+    padded = any(re.match(r"-?0\d", end) for end in (match[1], match[2]))
+    width = max(len(match[1]), len(match[2])) if padded else 0
+    return [f"{value:0{width}d}" for value in range(first, last + 1, step)]
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file as combinations."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        rows = [(number, row) for number, row in _numbered(text) if row]
+    except OSError as error:
+        raise _bad(f"{path} cannot be read: {error.strerror}", "name a CSV file that is there") from None
+    except UnicodeDecodeError as error:
+        what = f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
+        raise _bad(what, f"convert it: iconv -t UTF-8 {path}") from None
+    except csv.Error as error:
+        raise _bad(f"{path} is not CSV: {error}", "close every quote, and double a quote inside a value") from None
+    header = [name.strip() for name in rows[0][1]] if rows else []
+    if len(rows) < 2:
+        raise _bad(f"{path} holds no combination", "give it a header with the names, and a line for each combination")
+    if bad := next((name for name in header if not _NAME.fullmatch(name)), None):
+        raise _bad(f"{path}: '{bad}' in the header cannot name a parameter", "name each column, for example fold,lr")
+    if "" in header:
+        raise _bad(f"{path}: a column of the header has no name", "name each column, for example fold,lr")
+    if twice := _twice(header):
+        raise _bad(f"{path}: the header names {twice} twice", "give each column a name of its own")
+    for number, row in rows[1:]:
+        if len(row) != len(header):
+            what = f"{path}:{number} has {len(row)} values, and the header {len(header)} names"
+            raise _bad(what, "give each line one value for each name")
+    if len(rows) - 1 > MAX_COMMANDS:
+        raise _too_many(f"{path} alone gives {len(rows) - 1:,}")
+    return [dict(zip(header, row, strict=True)) for _, row in rows[1:]]
+
+
+def _numbered(text: str) -> Iterable[tuple[int, list[str]]]:
+    if "\0" in text:
+        raise csv.Error("it holds a NUL byte")
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    return [(reader.line_num, row) for row in reader]
+
+
+def _check_placeholders(command: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse a parameter that the command does not use, and a placeholder that is nearly one."""
+    found = dict.fromkeys(name for word in command for name in _PLACEHOLDER.findall(word))
+    by_lower = {name.lower(): name for name in names}
+    for placeholder in found:
+        near = difflib.get_close_matches(placeholder.lower(), by_lower, n=1, cutoff=_ALIKE)
+        if placeholder not in names and near:
+            raise _bad(f"no parameter is named {{{placeholder}}}", f"did you mean {{{by_lower[near[0]]}}}?")
+    if unused := next((name for name in names if name not in found), None):
+        raise UsageError(
+            f"the parameter {unused} is not used by the command.",
+            rule="every parameter stands in the command, in braces: else its values would give the same command again.",
+            remedy=f"write {{{unused}}} where it belongs, for example --{unused} {{{unused}}}, or leave it out",
+        )
+
+
+def _twice(values: Iterable[T]) -> T | None:
+    seen: set[T] = set()
+    for value in values:
+        if value in seen:
+            return value
+        seen.add(value)
+    return None
+
+
+def _bad(what: str, remedy: str) -> UsageError:
+    return UsageError(
+        f"{what}.", rule="the parameters are read, and all commands are known, before any starts.", remedy=remedy
+    )
+
+
+def _too_many(what: str) -> UsageError:
+    return UsageError(
+        f"{what} commands are too many.",
+        rule=f"one run holds at most {MAX_COMMANDS:,} commands.",
+        remedy="give fewer values, or split them over several commands",
+    )

@@ -1,0 +1,397 @@
+"""What all runs share: one supervisor at a time, signals that stop it, its events, budget, claims and walls."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from memfit import config
+from memfit.errors import DoesNotFitError, MemfitError, UsageError
+from memfit.jobs import Grant, Job, JobStatus, LocalBackend, Policy, Scheduler, StopRequest
+from memfit.memory import (
+    Budget,
+    Claims,
+    Footprint,
+    Walls,
+    sweep_entries,
+    sweep_groups,
+    systemd_scope_command,
+    why_no_walls,
+)
+from memfit.pipeline._config import CommandSettings
+from memfit.planning import plan
+from memfit.rundir import EventWriter, RunDir, read_json, write_json
+from memfit.units import MIB, format_bytes
+
+View = Callable[[RunDir], Callable[[], None]]
+Known = Sequence[tuple[dict[str, str], Footprint]]
+
+#: No job is started while less than this is free on the disk of the run: what the others write needs it.
+DISK_RESERVE_BYTES = 16 * MIB
+_AGAIN_SECONDS = 1.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run came to.
+
+    Attributes:
+        path: The run directory.
+        state: ``completed``, ``failed``, ``preempted`` (asked to stop, goes on when started again) or ``cancelled``.
+        exit_code: What the process should exit with.
+        statuses: The jobs' last statuses, by job id.
+        metrics: The numbers of the folds that were trained, by job id.
+    """
+
+    path: Path
+    state: str
+    exit_code: int
+    statuses: Mapping[str, JobStatus]
+    metrics: Mapping[str, Mapping[str, float]]
+
+
+class Journal(EventWriter):
+    """The supervisor's events and files, which wait in memory while the disk is full, and are written when it is not.
+
+    Example:
+        >>> import tempfile
+        >>> run = RunDir.create(Path(tempfile.mkdtemp()), "demo", "0" * 64)
+        >>> journal = Journal(run)
+        >>> journal.write("wait", job="fold_2")
+        >>> journal.hold(), run.events()[0]["kind"]
+        ('', 'wait')
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        super().__init__(run.events_dir)
+        self.run = run
+        self.is_full = self._told = False
+        self._lines = bytearray()
+        self._files: dict[Path, Mapping[str, Any]] = {}
+        self._next = 0.0
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one event, with the time of now, as soon as there is room for it."""
+        own = {"time": time.time(), "job": fields.get("job"), "kind": kind}
+        self._lines += (json.dumps(own | fields | own, separators=(",", ":")) + "\n").encode()
+        self.flush()
+
+    def put(self, name: str, value: Mapping[str, Any]) -> None:
+        """Replace a JSON file of the run's folder, as soon as there is room for it."""
+        self._files[self.run.path / name] = value
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits; while the disk is full, look again each second."""
+        if not (self._lines or self._files) or time.monotonic() < self._next:
+            return
+        try:
+            while self._lines:  # a disk that fills up takes the first part of a line
+                del self._lines[: os.write(self._descriptor, self._lines)]
+            for path in list(self._files):
+                write_json(path, self._files[path])
+                del self._files[path]
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._next = time.monotonic() + _AGAIN_SECONDS
+            self.is_full = True
+            self._tell(full=True)
+        else:
+            self._next, self.is_full = 0.0, False
+
+    def hold(self) -> str:
+        """Why no job may start now: the disk is full, or nearly so; empty when it is not."""
+        disk = os.statvfs(self.run.path)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        is_short = self.is_full or bool(disk.f_blocks and free_bytes < DISK_RESERVE_BYTES)
+        self._tell(full=is_short)
+        if not is_short:
+            return ""
+        least = format_bytes(DISK_RESERVE_BYTES)
+        return f"the disk of {self.run.path} is full; {format_bytes(free_bytes)} of it are free, {least} are needed"
+
+    def _tell(self, *, full: bool) -> None:
+        if full != self._told:
+            self._told = full
+            text = "the disk is full: no job starts, and what cannot be written waits in memory, until there is room"
+            # Not through the view: that reads the files which cannot be written now.
+            with contextlib.suppress(OSError):
+                print(f"memfit: {self.run.path}: {text if full else 'there is room again'}", file=sys.stderr)
+
+    def drain(self, stop: StopRequest) -> None:
+        """Write all that waits, however long the disk stays full; a request to end now gives up."""
+        self.flush()
+        while (self._lines or self._files) and stop.level < 2:
+            time.sleep(_AGAIN_SECONDS / 10)
+            self.flush()
+
+
+@dataclass
+class Supervisor:
+    """A run in the hands of this process: its jobs are started, held back and watched under one budget.
+
+    Attributes:
+        run: The run directory.
+        settings: How jobs are run.
+        force: Run also what does not fit.
+        journal: Its events and files.
+        stop: The request to stop, set by signals.
+        backend: Where jobs run.
+        claims: What other runs on this host must know.
+        tick: Called at each step, for a live view.
+        state: What the run came to so far.
+    """
+
+    run: RunDir
+    settings: CommandSettings
+    force: bool
+    journal: Journal
+    stop: StopRequest
+    backend: LocalBackend
+    claims: Claims
+    tick: Callable[[], None]
+    state: str = "failed"
+    _planned_bytes: int = field(default=0)
+    _num_parallel: int = field(default=0)
+
+    def read_budget(self, in_use_bytes: int = 0) -> Budget:
+        """The budget as it is now, under the user's cap on what the jobs use."""
+        return read_budget(self.settings, in_use_bytes)
+
+    def schedule(self, jobs: Sequence[Job], *, known: Known = (), num_planned: int = 0) -> dict[str, JobStatus]:
+        """Run jobs to their ends; the last status of each that was started.
+
+        Args:
+            jobs: In the order in which they are to start; those that still run are taken over.
+            known: Footprints measured earlier, each with its job's parameters.
+            num_planned: Write ``plan.json`` for so many jobs when a footprint is known; 0 for none.
+        """
+        memory, most = self.settings.memory, self.settings.max_parallel
+
+        def say(kind: str, **fields: Any) -> None:
+            self.journal.write(kind, **fields)
+            if kind == "footprint" and num_planned:
+                measured = Footprint.from_dict(fields["footprint"])
+                self._plan(measured, str(fields["job"]), num_planned, int(fields["in_use_bytes"]))
+
+        def tick() -> None:
+            self.journal.flush()
+            self.tick()
+
+        if known and jobs and num_planned:
+            self._plan(max((one for _, one in known), key=lambda one: one.private_bytes), "an earlier job", num_planned)
+        policy = Policy(
+            max_parallel=None if most == "auto" else most,
+            on_failure=self.settings.on_failure,
+            slack=memory.slack,
+            force=self.force,
+            retries=self.settings.retries,
+        )
+        scheduler = Scheduler(
+            jobs, self.backend, self.read_budget, policy=policy, known=known, say=say, claims=self.claims
+        )
+        still_running = [job.id for job in jobs if self.backend.is_running(job.id)]
+        return scheduler.run(stop=self.stop, on_tick=tick, still_running=still_running, hold=self.journal.hold)
+
+    def _plan(self, footprint: Footprint, measured_on: str, num_jobs: int, in_use_bytes: int = 0) -> None:
+        """Write the plan that follows from the largest footprint; say so when it is another one than before."""
+        if footprint.private_bytes <= 1.01 * self._planned_bytes:
+            return
+        self._planned_bytes = footprint.private_bytes
+        memory, most = self.settings.memory, self.settings.max_parallel
+        try:
+            decided = plan(
+                footprint,
+                num_jobs,
+                budget=self.read_budget(in_use_bytes),
+                max_parallel=None if most == "auto" else most,
+                slack=memory.slack,
+                in_use_bytes=in_use_bytes,
+            )
+        except DoesNotFitError as error:
+            # The measured job runs all the same; the scheduler holds the others back.
+            self.journal.write("plan", why=error.what)
+            return
+        measured = {"measured_on": measured_on, "tight_malloc": memory.tight_malloc}
+        self.journal.put("plan.json", decided.to_dict() | measured)
+        if decided.num_parallel != self._num_parallel:
+            self._num_parallel = decided.num_parallel
+            self.journal.write("plan", why=decided.explain(), num_parallel=decided.num_parallel)
+
+    def settle(self, statuses: Mapping[str, JobStatus]) -> RunResult:
+        """Write what the run came to."""
+        self.state, exit_code = _state(statuses, self.stop)
+        jobs = {job_id: {"state": s.state, "cause": s.cause} for job_id, s in statuses.items()}
+        self.journal.put("outcome.json", {"state": self.state, "exit_code": exit_code, "jobs": jobs})
+        metrics = {
+            job_id: result["result"]
+            for job_id, status in statuses.items()
+            if status.state == "completed" and (result := read_json(self.run.job_dir(job_id) / "result.json"))
+        }
+        return RunResult(self.run.path, self.state, exit_code, statuses, metrics)
+
+
+def read_budget(settings: CommandSettings, in_use_bytes: int = 0) -> Budget:
+    """The budget as it is now, under the user's cap on what the jobs use."""
+    memory = settings.memory
+    return Budget.read(cap_bytes=memory.limit, cap_used_bytes=in_use_bytes, reserve_bytes=memory.reserve)
+
+
+@contextmanager
+def supervised(
+    run: RunDir, settings: CommandSettings, *, force: bool, view: View | None, told: Mapping[str, Any]
+) -> Iterator[Supervisor]:
+    """Take a run into this process's hands until the end of the block; ``told`` is written with its beginning.
+
+    SIGINT and SIGTERM ask the jobs to stop at a checkpoint; a second one ends them at once.
+
+    Raises:
+        UsageError: If another process runs this run.
+    """
+    with _alone(run), _stoppable() as stop:
+        (run.path / "outcome.json").unlink(missing_ok=True)  # it runs again
+        journal, state = Journal(run), "failed"
+        try:
+            journal.write("run", **told)
+            with ExitStack() as stack:
+                backend, claims = _set_up(run, settings, journal, stack)
+                backend.stop = stop
+                tick = view(run) if view else lambda: None
+                supervisor = Supervisor(run, settings, force, journal, stop, backend, claims, tick)
+                yield supervisor
+            state = supervisor.state
+        except MemfitError as error:
+            journal.put("outcome.json", {"state": "failed", "cause": error.what})
+            raise
+        finally:
+            journal.write("run", state=state)
+            journal.drain(stop)
+            journal.close()
+
+
+class _Backend(LocalBackend):
+    """A local backend that waits for room where the disk is too full to write a job's order.
+
+    ``hold`` comes before that; what fills the disk between the two is met here.
+    """
+
+    stop = StopRequest()
+
+    def submit(self, job: Job, grant: Grant | None = None) -> None:
+        while True:
+            try:
+                return super().submit(job, grant)
+            except OSError as error:
+                if error.errno not in _FULL or self.stop.level > 1:
+                    raise
+            time.sleep(_AGAIN_SECONDS)
+
+
+def _set_up(run: RunDir, settings: CommandSettings, journal: Journal, stack: ExitStack) -> tuple[_Backend, Claims]:
+    """The backend with its walls, and the claims; what dead runs left of either is removed first."""
+    for entry in sweep_entries():
+        if entry.group:
+            sweep_groups(Path(entry.group), uid=os.geteuid())
+    claims, budget, group = Claims(run.path), read_budget(settings), ""
+    # Last of all: what still has processes or groups stays on the list, or nobody would ever sweep it.
+    stack.callback(lambda: claims.close(keep=Path(group).is_dir() if group else bool(backend.running())))
+    backend, promise = _walled(run, settings, budget, stack)
+    group = str(backend.walls.parent.path) if backend.walls else ""
+    claims.write(reserved_bytes=0, unused_bytes=0, group=group)
+    permission = backend.walls.permission if backend.walls else "none"
+    journal.write("budget", **budget.to_dict() | {"permission": permission, "promise": promise, "group": group})
+    return backend, claims
+
+
+def _walled(run: RunDir, settings: CommandSettings, budget: Budget, stack: ExitStack) -> tuple[_Backend, str]:
+    """The backend with walls where any can be made, and what then holds, in words."""
+    name, capacity_bytes = _group_name(run), max(1, budget.lendable_bytes)
+    backend = _Backend(run, grace_seconds=settings.grace_seconds)
+    backend.walls, promise = Walls.build(name, capacity_bytes), budget.promise
+    if backend.walls is None and (scope := systemd_scope_command()) is not None:
+        scoped = _Backend(run, grace_seconds=settings.grace_seconds, keeper_prefix=scope)
+        with contextlib.suppress(MemfitError, OSError):  # a user manager that starts nothing
+            scoped.walls = Walls.build(name, capacity_bytes, pid=scoped.keeper_pid())
+        if scoped.walls is None:
+            scoped.close()
+        else:
+            backend, where = scoped, scoped.walls.parent.name
+            promise = f"each job runs in a group of its own with a wall, below {where} in a scope of systemd's"
+    if backend.walls is not None:
+        stack.callback(backend.walls.close)
+    elif budget.permission != "none":
+        promise = (
+            f"no walls, although groups can be made here ({why_no_walls() or 'the kernel refused one'}): jobs are "
+        )
+        promise += "admitted by measured non-reclaimable bytes and watched by sampling"
+    stack.callback(backend.close)
+    return backend, promise
+
+
+def _group_name(run: RunDir) -> str:
+    """A name for its control group that no other run has, wherever on this host that lies."""
+    return f"{run.path.name}-{config.fingerprint(str(run.path))[:8]}"
+
+
+@contextmanager
+def _alone(run: RunDir) -> Iterator[None]:
+    """Hold the run's lock, so that no second supervisor admits the same jobs."""
+    lock = filelock.FileLock(run.path / "supervisor.lock")
+    try:
+        lock.acquire(timeout=0.5)  # `memfit stop` may be looking who holds it
+    except filelock.Timeout:
+        raise UsageError(
+            f"{run.path} is being run by another process.",
+            rule="one supervisor at a time admits a run's jobs (supervisor.lock).",
+            remedy="wait for it, or start a separate run with --new",
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _stoppable() -> Iterator[StopRequest]:
+    """Turn the first SIGINT or SIGTERM into a request to stop, and the next into an end at once."""
+    stop = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(*_: object) -> None:
+        if stop.level:
+            stop.now()
+        else:
+            stop.ask()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _state(statuses: Mapping[str, JobStatus], stop: StopRequest) -> tuple[str, int]:
+    states = {status.state for status in statuses.values()}
+    if statuses and states == {"completed"}:
+        return "completed", 0
+    if states - {"completed", "preempted", "cancelled", "pending"}:
+        return "failed", 4
+    return ("cancelled", 130) if stop.level > 1 else ("preempted", 75)

@@ -1,0 +1,238 @@
+"""The runs of this host: which live, what they take, and which one a word of the user's means."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import MemfitError, UsageError, nearest
+from memfit.jobs import find_supervisor, running_jobs
+from memfit.memory import list_entries
+from memfit.reports._run_view import JobRow, RunView
+from memfit.rundir import RunDir
+
+_ROOT = Path("runs")
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A run at a glance.
+
+    Attributes:
+        run: The run directory.
+        supervisor: Its supervisor's process id; None when it has none.
+        state: ``running``, or what it came to.
+        counts: How many jobs are in which state.
+        running: The jobs that run now.
+        problem: Why no more is known, when its directory cannot be read.
+    """
+
+    run: RunDir
+    supervisor: int | None
+    state: str
+    counts: Mapping[str, int]
+    running: Sequence[JobRow]
+    problem: str = ""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it has a supervisor, or jobs that go on without one."""
+        return self.supervisor is not None or bool(self.running)
+
+    @property
+    def used_bytes(self) -> int:
+        """What its jobs use now."""
+        return sum(row.status.used_bytes for row in self.running)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What its jobs have reserved; what one uses beyond that counts too."""
+        return sum(max(row.reserved_bytes or 0, row.status.used_bytes) for row in self.running)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready form; every size is in bytes."""
+        return {
+            "run": str(self.run.path),
+            "supervisor": self.supervisor,
+            "state": self.state,
+            "counts": dict(self.counts),
+            "used_bytes": self.used_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "problem": self.problem,
+            "jobs": [
+                {
+                    "job": row.status.job_id,
+                    "params": dict(row.params),
+                    "pid": row.status.pid,
+                    "state": row.status.state,
+                    "phase": row.status.phase,
+                    "phase_source": row.phase_source,
+                    "stalled": row.status.stalled,
+                    "used_bytes": row.status.used_bytes,
+                    "peak_bytes": row.status.peak_bytes,
+                    "reserved_bytes": row.reserved_bytes,
+                    "seconds": row.seconds,
+                }
+                for row in self.running
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a word of the user's means: a run, or one of its jobs."""
+
+    run: RunDir
+    job_id: str | None = None
+
+
+def look_at(run: RunDir, supervisor: int | None = None) -> Overview:
+    """A run at a glance; the supervisor's process id is taken as given."""
+    try:
+        view = RunView(run)
+        view.read()
+        rows, held = view.rows(), set(running_jobs(run))
+        running = [row for row in rows if row.status.job_id in held]
+        if "prepare" in held:
+            running.insert(0, view.row("prepare"))
+        lost = {row.status.job_id for row in rows if row.status.state == "running"} - held
+        if supervisor is None:  # nobody starts what waits, and nobody settles what a dead watcher left
+            rows = [row for row in rows if row.status.job_id not in lost]
+        return Overview(run, supervisor, run.state, view.counts(rows), running)
+    except (OSError, MemfitError) as error:
+        return Overview(run, supervisor, "unknown", {}, [], str(error).splitlines()[0])
+
+
+def list_runs(*, claims: Path | None = None, root: Path | None = None) -> list[Overview]:
+    """Every live run on this host, newest first, whoever started it and wherever it lies.
+
+    Args:
+        claims: The host's list of runs; the usual one when None.
+        root: Also the runs below this folder, live or not.
+    """
+    entries = [entry for entry in list_entries(claims) if entry.host == socket.gethostname()]
+    entries.sort(key=lambda entry: entry.started, reverse=True)
+    looks = [look_at(RunDir(entry.run), entry.pid if entry.alive else None) for entry in entries]
+    found = {one.run.path: one for one in reversed(looks) if one.is_live}
+    runs = list(reversed(found.values()))
+    if root is not None:
+        runs += [look_at(run) for run in _below(root) if run.path not in found]
+    return runs
+
+
+def find_run(name: str | None = None, *, claims: Path | None = None, root: Path = _ROOT) -> RunDir:
+    """The run that a word means; without one, the newest live run of this host, or else the newest below ``root``.
+
+    Raises:
+        UsageError: If there is none, or if several are meant.
+    """
+    if name is not None:
+        return find_target(name, claims=claims, root=root).run
+    live = [one.run for one in list_runs(claims=claims)]
+    newest = sorted(_below(root), key=lambda run: run.path.name)
+    if not live and not newest:
+        raise UsageError(
+            f"no run is alive on this host, and there is none below {root}.",
+            rule="without a name the newest run is meant.",
+            remedy="start one: memfit run -- python train.py, or name a run directory",
+        )
+    return live[0] if live else newest[-1]
+
+
+def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) -> Target:
+    """The run or job that a word means.
+
+    A run is named by its folder, its name or the beginning of it, or its experiment; a job by ``RUN/job``, by its
+    folder, or by its id alone where only one live run has such a job.
+
+    Raises:
+        UsageError: If there is none, with the nearest name known, or if several are meant.
+    """
+    name = name.rstrip("/") or name
+    found = _by_path(Path(name))
+    if found is not None:
+        return found
+    live = [one.run for one in list_runs(claims=claims)]
+    runs = {run.path: run for run in [*live, *_below(root)]}
+    if (run := _by_name(name, live, list(runs.values()))) is not None:
+        return Target(run)
+    head, _, job_id = name.rpartition("/")
+    if head:
+        run = _by_name(head, live, list(runs.values()))
+        if run is not None and (run.job_dir(job_id).is_dir() or job_id in RunView(run).params):
+            return Target(run, job_id)
+        candidates = [run] if run is not None else []
+        known = [f"{head}/{one}" for run in candidates for one in RunView(run).ids]
+    else:
+        having = [run for run in live if run.job_dir(name).is_dir()]
+        if having:
+            return Target(_the_only(name, having), name)
+        known = [job for run in live for job in RunView(run).ids]
+    known += [text for run in runs.values() for text in (run.path.name, run.path.parent.name)]
+    raise UsageError(
+        f"'{name}' names no run and no job of a live run.",
+        rule="a run is named by its folder, its name or the beginning of it, or its experiment; a job by RUN/JOB.",
+        remedy=f"{nearest(name, dict.fromkeys(known))}; memfit ps --all lists the runs" if known else "see memfit ps",
+    )
+
+
+def _by_path(path: Path) -> Target | None:
+    if (path / "run.json").exists():
+        return Target(RunDir.open(path))
+    run = path.parent.parent
+    if path.parent.name == "jobs" and path.is_dir() and (run / "run.json").exists():
+        return Target(RunDir.open(run), path.name)
+    if (path.parent / "run.json").exists() and path.name and (path.parent / "jobs" / path.name).is_dir():
+        return Target(RunDir.open(path.parent), path.name)
+    return None
+
+
+def _by_name(name: str, live: Sequence[RunDir], every: Sequence[RunDir]) -> RunDir | None:
+    """The run of this name, else the only one, live ones first, that it begins, else the experiment's newest."""
+    if not name:
+        return None
+    for runs in (live, every):
+        if exact := [run for run in runs if run.path.name == name]:
+            return _the_only(name, exact)
+    for runs in (live, every):
+        if of_experiment := [run for run in runs if run.path.parent.name == name]:
+            return max(of_experiment, key=lambda run: run.path.name)
+    for runs in (live, every):
+        if begun := [run for run in runs if run.path.name.startswith(name)]:
+            return _the_only(name, begun)
+    return None
+
+
+def _the_only(name: str, runs: Sequence[RunDir]) -> RunDir:
+    if len(runs) == 1:
+        return runs[0]
+    raise UsageError(
+        f"'{name}' means {len(runs)} runs: {', '.join(str(run.path) for run in runs[:5])}"
+        f"{' ...' if len(runs) > 5 else '.'}",
+        rule="a name stands for one run.",
+        remedy=f"give its folder: {runs[0].path}",
+    )
+
+
+def _below(root: Path) -> list[RunDir]:
+    """The runs below a folder of runs, newest first."""
+    paths = [path for path in root.glob("*/run_*") if (path / "run.json").exists()]
+    return [RunDir(path.resolve()) for path in sorted(paths, key=lambda path: path.name, reverse=True)]
+
+
+def has_supervisor(run: RunDir, *, claims: Path | None = None) -> bool:
+    """Whether a process starts the run's jobs; elsewhere, as long as the run says so."""
+    try:
+        if find_supervisor(run, claims=claims) is not None:
+            return True
+    except UsageError:  # it has one that cannot be seen from here
+        return True
+    return run.state == "running" and run.header.get("host") not in (None, socket.gethostname())
+
+
+def is_live(run: RunDir, *, claims: Path | None = None) -> bool:
+    """Whether a run goes on: it has a supervisor, or jobs that go on without one."""
+    return has_supervisor(run, claims=claims) or bool(running_jobs(run))

@@ -1,0 +1,112 @@
+"""The stress benchmark measures what it says: right checksums, every kill, every lost attempt, the use of the jobs."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+V1_MEMORY = Path("/sys/fs/cgroup/memory")
+MIB = 1 << 20
+
+needs_groups = pytest.mark.skipif(
+    os.geteuid() != 0 or not (V1_MEMORY / "memory.limit_in_bytes").exists(),
+    reason="needs root and a cgroup v1 memory hierarchy at /sys/fs/cgroup/memory",
+)
+
+
+@pytest.fixture
+def stress(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import stress
+
+    return stress
+
+
+def jobs_of(stress, *kinds, size=16, hold=0.5):
+    return [
+        stress.StressJob(kind, size, seed, size + 16, 24 if kind == "map" else 0, hold)
+        for seed, kind in enumerate(kinds, start=1)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["burst", "leak", "liar", "fork", "map", "shm"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_each_kind_of_job_prints_the_checksum_that_is_expected_of_it(stress, tmp_path, kind, seed):
+    job = replace(jobs_of(stress, kind, size=9, hold=0.0)[0], seed=seed)
+    stress.write_jobs([job], tmp_path)
+    words = [word.format(**job.row()) for word in stress.template(tmp_path, "test")]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, check=True)
+    assert stress.parse_results(done.stdout.splitlines()) == {seed: job.expected}
+    assert [line.split()[0] for line in (tmp_path / "journal").read_text().splitlines()] == ["start", "done"]
+    assert job.expected != replace(job, seed=seed + 2).expected != replace(job, size_mib=10).expected
+
+
+def test_the_same_seed_makes_the_same_jobs_and_liars_are_wrong_by_ten(stress):
+    jobs = stress.make_jobs(200, 3, 400)
+    assert jobs == stress.make_jobs(200, 3, 400) != stress.make_jobs(200, 4, 400)
+    assert {job.kind for job in jobs} == set(stress.KINDS)
+    liars = [job.declared_mib / job.size_mib for job in jobs if job.kind == "liar"]
+    assert min(liars) < 0.11 and max(liars) == 10
+    assert all(job.declared_mib > job.size_mib for job in jobs if job.kind != "liar")
+    assert max(job.declared_mib for job in jobs) <= 6 * 400
+
+
+@needs_groups
+def test_a_killed_job_is_counted_and_its_result_is_missed(stress, tmp_path):
+    (small, large), before = jobs_of(stress, "leak", "burst"), set(V1_MEMORY.glob("memfit-stress-*"))
+    jobs = [small, replace(large, size_mib=200)]
+    stress.write_jobs(jobs, tmp_path)
+    words = stress.template(tmp_path, "test")
+    lines = [" ".join([sys.executable, *words]).format(**job.row()) for job in jobs]
+    setting = stress.Setting(jobs, 128 * MIB, 32 * MIB, V1_MEMORY, timeout=60)
+    trial = setting.try_out(["sh", "-c", "; ".join([*lines, "true"])], tmp_path, "test", os.environ)
+    figures = stress.figures_of(trial, jobs, stress.results_of([tmp_path / "out.log"]), setting.budget_bytes)
+    assert figures["kills"]["groups"] == figures["kills"]["total"] == 1
+    assert (figures["missing"], figures["num_wrong"]) == ([large.seed], 0)
+    assert figures["lost_by_end"] == {"fail": 0, "killed": 1}
+    assert 0 < figures["lost_seconds"] < figures["run_seconds"]
+    assert not dict(stress.targets(figures | {"use_jobs": 1.0}))["1 kills (0 wanted)"]
+    assert set(V1_MEMORY.glob("memfit-stress-*")) == before
+
+
+@needs_groups
+def test_use_is_that_of_what_runs_and_not_the_neighbours(stress, tmp_path):
+    jobs = jobs_of(stress, "shm", size=64, hold=2.0)
+    stress.write_jobs(jobs, tmp_path)
+    words = [word.format(**jobs[0].row()) for word in stress.template(tmp_path, "test")]
+    setting = stress.Setting(jobs, 256 * MIB, 128 * MIB, V1_MEMORY, timeout=60)
+    trial = setting.try_out([sys.executable, *words], tmp_path, "test", os.environ)
+    most = max(sample.run for sample in trial.samples)
+    assert 64 * MIB <= most < 96 * MIB
+    assert 0 < max(sample.neighbour for sample in trial.samples) <= 96 * MIB
+    assert trial.kills["groups"] == 0
+
+
+@needs_groups
+def test_what_takes_too_long_is_ended_with_all_that_it_started(stress, tmp_path):
+    setting = stress.Setting([], 128 * MIB, 32 * MIB, V1_MEMORY, timeout=1)
+    pid_file = tmp_path / "pid"
+    trial = setting.try_out(
+        ["sh", "-c", f"sleep 600 & echo $! > {pid_file}; wait"], tmp_path, "test", os.environ
+    )  # fmt: skip
+    assert trial.exit_code is None
+    pid, deadline = pid_file.read_text().strip(), time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@needs_groups
+def test_memfit_runs_a_few_jobs_under_a_real_limit_without_a_kill(stress, tmp_path):
+    jobs = stress.make_jobs(8, 2, 72)
+    figures = stress.run_memfit(stress.Setting(jobs, 640 * MIB, 192 * MIB, V1_MEMORY, timeout=200), tmp_path)
+    assert (figures["kills"]["groups"], figures["exit_code"]) == (0, 0), (tmp_path / "err.log").read_text()
+    assert (figures["num_wrong"], figures["missing"]) == (0, [])
+    assert figures["memfit_oom_kills"] == 0
+    assert 0 < figures["use_jobs"] <= figures["use_all"] < 1
+    assert figures["states"] == {"completed": 8}

@@ -1,0 +1,106 @@
+"""``memfit map`` as a command: what it runs, what it prints, its exit codes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from memfit.rundir import RunDir
+
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
+
+
+def three_parts(text):
+    match = re.fullmatch(r"memfit: (?P<what>.+)\n  rule: (?P<rule>.+)\n  do:   (?P<remedy>.+)\n", text)
+    assert match, text
+    return match.groupdict()
+
+
+def test_a_range_of_folds_runs_one_at_a_time_with_times_memory_and_a_summary(memfit, tmp_path):
+    words = ["--param", "fold=2..5", "--max-parallel", 1, "--name", "folds"]
+    done = memfit("map", *words, "--", "sh", "-c", "echo {fold} >> ran; echo trained {fold}")
+    assert (done.exit_code, done.err) == (0, "")
+    assert (tmp_path / "ran").read_text() == "2\n3\n4\n5\n"
+    for number in range(1, 5):
+        assert re.search(rf"(?m)^{STAMP}cmd_000{number} fold={number + 1} starts .* used, jobs .* \(PSS\)$", done.out)
+        assert re.search(
+            rf"(?m)^{STAMP}cmd_000{number} fold={number + 1} completed \(\d+\.\ds\), peak .* used, jobs", done.out
+        )
+    [run] = RunDir.all(tmp_path / "runs", "folds")
+    assert [e["num_running"] for e in run.events() if e["kind"] == "admit"] == [1, 1, 1, 1]
+    assert (run.job_dir("cmd_0003") / "out.log").read_text() == "trained 4\n"
+
+
+def test_the_first_failure_stops_the_rest_and_its_log_is_named(memfit, tmp_path):
+    words = ["--param", "fold=1..4", "--max-parallel", 1, "--on-failure", "stop"]
+    done = memfit("map", *words, "--", "sh", "-c", "echo {fold} >> ran; echo broken >&2; test {fold} != 2")
+    assert done.exit_code == 4
+    assert (tmp_path / "ran").read_text() == "1\n2\n"
+    log = re.search(r"(?m)^cmd_0002 .*failed: exit code 1.*\n  log: (\S+)", done.out)
+    assert log and (tmp_path / log[1]).with_name("err.log").read_text() == "broken\n"
+
+
+def test_with_continue_all_run_and_all_failures_are_reported(memfit):
+    done = memfit("map", "--param", "a=1..4", "--json", "--", "sh", "-c", "exit {a}")
+    found = json.loads(done.out)
+    assert (done.exit_code, found["state"]) == (4, "failed")
+    run = RunDir.open(Path(found["run"]))
+    outcome = json.loads((run.path / "outcome.json").read_text())
+    assert [job["cause"] for job in outcome["jobs"].values()] == [f"exit code {code}" for code in (1, 2, 3, 4)]
+    assert "cmd_0004 a=4 failed" in done.err
+
+
+def test_a_dry_run_prints_commands_and_budget_and_starts_nothing(memfit, tmp_path):
+    (tmp_path / "grid.csv").write_text('model,lr\nbig,1e-3\n"small, old",1e-4\n')
+    words = ["--param-file", "grid.csv", "--param", "fold=1..2", "--limit", "64MiB", "--dry-run"]
+    command = ["python", "train.py", "{model}", "--json", '{"lr": {lr}, "fold": {fold}}']
+    done = memfit("map", *words, "--", *command)
+    assert done.exit_code == 0
+    assert done.out.splitlines()[:4] == [
+        """python train.py big --json '{"lr": 1e-3, "fold": 1}'""",
+        """python train.py big --json '{"lr": 1e-3, "fold": 2}'""",
+        """python train.py 'small, old' --json '{"lr": 1e-4, "fold": 1}'""",
+        """python train.py 'small, old' --json '{"lr": 1e-4, "fold": 2}'""",
+    ]
+    assert "cap binds, set by the user" in done.out
+    found = json.loads(memfit("map", *words, "--json", "--", *command).out)
+    assert found["commands"][3][4] == '{"lr": 1e-4, "fold": 2}'
+    assert found["budget"]["limit_bytes"] == 64 << 20
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--param", "a=1"], "given no command"),
+        (["--param", "a=1", "--"], "given no command"),
+        (["--", "ls"], "given no parameter"),
+        (["--param", "a=1", "--", "ls"], "the parameter a is not used"),
+        (["--param", "a=3..1", "--", "ls", "{a}"], "a=3..1 is an empty range"),
+        (["--param-file", "absent.csv", "--", "ls", "{a}"], "absent.csv cannot be read"),
+        (["--param", "a=1", "--", "nonesuch", "{a}"], "there is no program 'nonesuch'"),
+        (["--param", "a=1", "--memory", "much", "--", "ls", "{a}"], "memory.job"),
+        (["--param", "a=1", "--retries", "-1", "--", "ls", "{a}"], "retries"),
+        (["--param", "a=1", "--name", "a/b", "--", "ls", "{a}"], "'a/b' cannot name an experiment"),
+        (["--param", "a=1", "--limit", "1GiB", "--set", "memory.limit=2GiB", "--", "ls", "{a}"], "given twice"),
+    ],
+)
+def test_bad_input_gives_2_and_an_error_in_three_parts_before_anything_is_made(memfit, tmp_path, words, what):
+    done = memfit("map", *words)
+    assert (done.exit_code, done.out) == (2, "")
+    assert what in three_parts(done.err)["what"]
+    assert not list(tmp_path.glob("runs/*/*"))
+
+
+def test_what_stands_behind_the_first_dashes_is_the_commands_alone(memfit, tmp_path):
+    done = memfit("map", "--param", "a=1", "--", "sh", "-c", 'echo "$@" >> ran', "--", "--dry-run", "--", "{a}")
+    assert done.exit_code == 0
+    assert (tmp_path / "ran").read_text() == "--dry-run -- 1\n"
+
+
+def test_every_flag_is_in_the_help_with_what_it_does(memfit):
+    text = memfit("map", "--help").out
+    flags = "param param-file dry-run max-parallel memory gpu-memory limit reserve retries on-failure name runs-dir"
+    for flag in [*flags.split(), "threads", "grace", "no-tight-malloc", "set", "new", "force", "json"]:
+        assert re.search(rf"^ +--{flag}\b.*  \w|^ +--{flag}\b.*\n +\w", text, re.MULTILINE), flag

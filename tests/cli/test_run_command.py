@@ -1,0 +1,105 @@
+"""``memfit run -- command``: its output passed on as it comes, its exit code told."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memfit.rundir import RunDir
+from memfit.testing import wait_until
+
+RUN = [sys.executable, "-m", "memfit", "run"]
+
+
+def test_standard_output_is_the_commands_alone_byte_for_byte(tmp_path):
+    program = "import os; os.write(1, bytes(range(256)) * 9000 + b'end'); os.write(2, b'err\\xff')"
+    done = subprocess.run([*RUN, "--", sys.executable, "-c", program], cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == bytes(range(256)) * 9000 + b"end"
+    assert b"err\xff" in done.stderr and b"the command ended with exit code 0" in done.stderr
+    [run] = RunDir.all(tmp_path / "runs", Path(sys.executable).name)
+    assert (run.job_dir("cmd_0001") / "out.log").read_bytes() == done.stdout
+
+
+def test_output_is_shown_while_the_command_still_runs(tmp_path):
+    words = [*RUN, "--", "sh", "-c", "echo first; until test -e go; do sleep 0.05; done; echo last"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout.readline() == b"first\n"
+        (tmp_path / "go").touch()
+        assert process.stdout.read() == b"last\n"
+    assert process.returncode == 0
+
+
+def test_a_failed_command_gives_4_and_its_own_exit_code_is_printed(memfit):
+    done = memfit("run", "--", "sh", "-c", "echo why >&2; exit 7")
+    assert (done.exit_code, done.out) == (4, "")
+    assert "the command ended with exit code 7" in done.err and "why\n" in done.err
+
+
+def test_a_second_attempt_shows_its_own_output_only(memfit, tmp_path):
+    text = "echo attempt; echo x >> ran; test $(wc -l < ran) = 2"
+    first, second = (memfit("run", "--", "sh", "-c", text) for _ in range(2))
+    assert (first.exit_code, second.exit_code) == (4, 0)
+    assert (first.out, second.out) == ("attempt\n", "attempt\n")
+
+
+def test_with_json_standard_output_is_json_alone(memfit):
+    done = memfit("run", "--json", "--", "sh", "-c", "echo out")
+    assert json.loads(done.out)["state"] == "completed"
+    assert "out\n" in done.err
+
+
+def test_a_reader_that_goes_leaves_the_command_as_it_is(tmp_path):
+    words = [*RUN, "--", "sh", "-c", "for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 0.2; done; touch ended"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        err = process.stderr.read()
+        assert process.wait(60) == 0, err
+    assert (tmp_path / "ended").exists()
+
+
+def test_a_size_that_cannot_fit_gives_3_and_starts_nothing(memfit, tmp_path):
+    done = memfit("run", "--memory", "900TiB", "--", "touch", "ran")
+    assert done.exit_code == 3
+    assert "cmd_0001 needs 900.00 TiB of host memory (as declared)" in done.err
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ([], "was given nothing to run"),
+        (["--"], "was given nothing to run"),
+        (["config.yaml", "--", "ls"], "was given both a config (config.yaml) and a command"),
+        (["--folds", "1-2", "--", "ls"], "has no folds to choose"),
+        (["--", "nonesuch"], "there is no program 'nonesuch'"),
+    ],
+)
+def test_what_cannot_be_run_gives_2_and_an_error_in_three_parts(memfit, words, what):
+    done = memfit("run", *words)
+    assert (done.exit_code, done.out) == (2, "")
+    assert re.fullmatch(rf"memfit: .*{re.escape(what)}.*\n  rule: .+\n  do:   .+\n", done.err), done.err
+
+
+def test_the_flags_say_how_the_command_is_run(memfit, tmp_path):
+    flags = ["--name", "mine", "--runs-dir", "kept", "--threads", 3, "--no-tight-malloc", "--grace", 5]
+    done = memfit("run", *flags, "--", "sh", "-c", "echo $OMP_NUM_THREADS ${MALLOC_ARENA_MAX:-none}")
+    assert (done.exit_code, done.out) == (0, "3 none\n")
+    [run] = RunDir.all(tmp_path / "kept", "mine")
+    assert run.header["settings"]["grace_seconds"] == 5
+
+
+def test_ctrl_c_twice_ends_the_command_and_gives_130(tmp_path):
+    words = [*RUN, "--", "sh", "-c", "trap '' TERM INT; touch on; while true; do sleep 0.1; done"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_until((tmp_path / "on").exists)
+        process.send_signal(2)
+        [run] = RunDir.all(tmp_path / "runs", "sh")
+        wait_until(lambda: any(event["kind"] == "stop" for event in run.events()))
+        process.send_signal(2)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err

@@ -1,0 +1,141 @@
+"""``memfit stop``: real runs and jobs are asked to stop from outside, with and without a supervisor."""
+
+import os
+import re
+import signal
+import subprocess
+
+import pytest
+
+from cli.live_run import alone_on_the_host, die, memfit_command, running
+from memfit.errors import UsageError
+from memfit.jobs import LocalBackend, read_status
+from memfit.jobs._job import Job
+from memfit.jobs._stop import find_supervisor, running_jobs, stop
+from memfit.memory import list_entries
+from memfit.rundir import RunDir
+from memfit.testing import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    alone_on_the_host(tmp_path, monkeypatch)
+
+
+def test_a_run_is_stopped_at_a_checkpoint_and_says_how_to_go_on(memfit, tmp_path):
+    with running(tmp_path) as (process, run):
+        done = memfit("stop", "demo")
+        assert done.exit_code == 0
+        assert process.wait(60) == 75
+        assert re.search(r"(?m)^cmd_0001 preempted: stopped after a checkpoint in phase train", done.out)
+        assert re.search(r"(?m)^cmd_0002 preempted: ", done.out)
+        assert f"to go on: memfit resume {run.path}" in done.out
+        assert run.state == "preempted"
+        assert not (run.path / "jobs/cmd_0003/outcome.json").exists()
+    again = memfit("stop", run.path)
+    assert (again.exit_code, again.out) == (0, f"{run.path} does not run: there is nothing to stop\n")
+
+
+def test_with_now_a_run_ends_without_a_checkpoint(memfit, tmp_path):
+    with running(tmp_path) as (process, run):
+        done = memfit("stop", "--now", run.path.name[:20])
+        assert process.wait(60) == 130
+        assert re.search(r"(?m)^cmd_0001 cancelled: ", done.out)
+
+
+def test_asking_twice_ends_no_job_before_its_checkpoint(tmp_path):
+    slow = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), sys.exit(75)))\n"
+    slow += "open(sys.argv[1] + '.started', 'w').close(); time.sleep(300)\n"
+    (tmp_path / "job.py").write_text(slow)
+    with running(tmp_path, folds="1", at_once=1) as (process, run):
+        first = subprocess.Popen(memfit_command("stop", run.path), cwd=tmp_path, stdout=subprocess.DEVNULL)
+        wait_until(lambda: any(event["kind"] == "stop" for event in run.events()))
+        assert [status.state for status in stop(run)] == ["preempted"]
+        assert first.wait(60) == 0
+        assert process.wait(60) == 75
+        assert [event["level"] for event in run.events() if event["kind"] == "stop"] == [1]
+
+
+@pytest.mark.parametrize("how", ["RUN/JOB", "id", "folder"])
+def test_one_job_is_stopped_and_the_others_go_on(memfit, tmp_path, how):
+    with running(tmp_path) as (process, run):
+        name = {"RUN/JOB": f"{run.path.name}/cmd_0002", "id": "cmd_0002", "folder": run.job_dir("cmd_0002")}[how]
+        done = memfit("stop", name)
+        assert done.exit_code == 0
+        assert [line.split(":")[0] for line in done.out.splitlines()] == ["cmd_0002 preempted", "to go on"]
+        # It was asked for, so it does not come again: the job that waited takes its place.
+        wait_until(lambda: running_jobs(run) == ["cmd_0001", "cmd_0003"])
+        assert process.poll() is None
+        waits = memfit("stop", "cmd_0002")
+        assert (waits.exit_code, "nothing to stop" in waits.out) == (0, True)
+
+
+def test_jobs_without_a_supervisor_are_stopped_too(memfit, tmp_path):
+    with running(tmp_path) as (process, run):
+        die(process)
+        assert running_jobs(run) == ["cmd_0001", "cmd_0002"]
+        done = memfit("stop", run.path)
+        assert re.findall(r"(?m)^(cmd_\d+ \w+):", done.out) == ["cmd_0001 preempted", "cmd_0002 preempted"]
+        assert running_jobs(run) == []
+
+
+def test_jobs_of_a_backend_are_stopped_from_another_process_now(tmp_path):
+    run = RunDir.create(tmp_path / "runs", "bare", "0" * 64)
+    backend = LocalBackend(run)
+    backend.submit(Job("deaf", command=("sh", "-c", "trap '' TERM; touch ready; sleep 300"), cwd=str(tmp_path)))
+    wait_until((tmp_path / "ready").exists)
+    subprocess.run(memfit_command("stop", "--now", run.job_dir("deaf")), check=True, timeout=60)
+    assert read_status(run, "deaf").state == "cancelled"
+    wait_until(lambda: backend.poll()["deaf"].state == "cancelled")
+    backend.close()
+
+
+def test_an_unknown_name_gives_2_and_the_nearest_known(memfit, tmp_path):
+    with running(tmp_path, folds="1", at_once=1) as (_, run):
+        for name, known in (("dmo", "demo"), (f"{run.path.name}x", run.path.name), ("cmd_0009", "cmd_0001")):
+            done = memfit("stop", name)
+            assert (done.exit_code, done.out) == (2, "")
+            assert re.fullmatch(rf"memfit: '{name}' names no run .*\n  rule: .*\n  do: .*'{known}'.*\n", done.err)
+
+
+def test_a_word_that_means_several_runs_is_refused_with_their_folders(memfit, tmp_path):
+    for _ in range(2):
+        RunDir.create(tmp_path / "runs", "old", "a" * 64)
+    done = memfit("stop", "run_2")
+    assert done.exit_code == 2
+    assert "means 2 runs" in done.err
+
+
+def test_the_supervisor_is_found_by_the_lock_it_holds_and_never_by_a_number_alone(tmp_path):
+    with running(tmp_path, folds="1", at_once=1) as (process, run):
+        assert find_supervisor(run) == process.pid
+        # Without an entry in the host's list the kernel still says who holds the lock.
+        assert find_supervisor(run, claims=tmp_path / "empty") == process.pid
+        (entry,) = list_entries()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert find_supervisor(run) is None
+        assert entry.pid == process.pid
+
+
+def test_a_lock_whose_holder_cannot_be_seen_is_told_and_not_taken_for_none(tmp_path, monkeypatch):
+    with running(tmp_path, folds="1", at_once=1) as (process, run):
+        monkeypatch.setattr("memfit.jobs._stop._holds", lambda pid, lock: False)
+        with pytest.raises(UsageError, match="cannot be seen from here"):
+            find_supervisor(run)
+        assert process.poll() is None
+
+
+def test_interrupting_the_wait_leaves_the_request_standing(tmp_path):
+    (tmp_path / "job.py").write_text(
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), sys.exit(75)))\n"
+        "open(sys.argv[1] + '.started', 'w').close(); time.sleep(300)\n"
+    )
+    with running(tmp_path, folds="1", at_once=1) as (process, run):
+        command = memfit_command("stop", run.path)
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as stopper:
+            wait_until(lambda: any(event["kind"] == "stop" for event in run.events()))
+            os.kill(stopper.pid, signal.SIGINT)
+            out, _ = stopper.communicate(timeout=60)
+        assert (stopper.returncode, "was asked to stop all the same" in out) == (130, True)
+        assert process.wait(60) == 75

@@ -1,0 +1,123 @@
+"""``memfit watch``: a live run seen from another process."""
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.live_run import alone_on_the_host, die, memfit_command, running
+from memfit.jobs._stop import running_jobs, stop
+from memfit.rundir import RunDir, write_json
+from memfit.testing import wait_until
+
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    alone_on_the_host(tmp_path, monkeypatch)
+
+
+def watch(tmp_path, *words):
+    command = memfit_command("watch", *words)
+    watcher = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return watcher, watcher.stdout.readline()
+
+
+def test_a_watcher_sees_what_happens_as_stamped_lines_until_the_run_ends(tmp_path):
+    with running(tmp_path) as (process, run):
+        watcher, first = watch(tmp_path)
+        stop(run, "cmd_0001")
+        wait_until(lambda: running_jobs(run) == ["cmd_0002", "cmd_0003"])
+        stop(run)
+        out, err = watcher.communicate(timeout=100)
+        assert process.wait(60) == 75
+    assert (watcher.returncode, first, err) == (0, f"Run {run.path}\n", "")
+    *lines, last = out.splitlines()
+    assert last == f"Run {run.path} has ended: preempted"
+    assert all(re.match(STAMP, line) for line in lines)
+    told = [re.sub(STAMP, "", line).partition(" (")[0].partition(" and ")[0] for line in lines]
+    wanted = ["cmd_0001 fold=1 preempted", "cmd_0003 fold=3 starts", "cmd_0002 fold=2 preempted"]
+    assert [line for line in told if line in wanted] == wanted
+
+
+def test_interrupting_a_watcher_leaves_the_run_as_it_is(tmp_path):
+    with running(tmp_path, folds="1", at_once=1) as (process, run):
+        watcher, _ = watch(tmp_path, "demo")
+        os.kill(watcher.pid, signal.SIGINT)
+        out, _ = watcher.communicate(timeout=60)
+        assert (watcher.returncode, out) == (130, "the run goes on\n")
+        assert process.poll() is None and running_jobs(run) == ["cmd_0001"]
+
+
+def test_a_run_without_a_supervisor_is_watched_until_its_jobs_have_ended(tmp_path):
+    with running(tmp_path, folds="1", at_once=1) as (process, run):
+        die(process)
+        watcher, _ = watch(tmp_path, run.path)
+        told = watcher.stdout.readline()
+        stop(run)
+        out, _ = watcher.communicate(timeout=100)
+    assert told.startswith("no supervisor: its jobs go on; memfit resume ")
+    assert out.splitlines()[-1] == f"Run {run.path} has ended: its supervisor died"
+
+
+def test_on_a_terminal_it_shows_jobs_phases_the_budget_bar_and_pressure(tmp_path):
+    with running(tmp_path, folds="1..3", at_once=2) as (process, run):
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.environ |= {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+            os.execv(sys.executable, memfit_command("watch", run.path))
+        shown = b""
+
+        def has_seen_all():
+            nonlocal shown
+            shown += os.read(terminal, 65536)
+            wanted = (
+                b"cmd_0001",
+                b"fold=2",
+                b"train",
+                b"reserved",
+                b"waiting 1",
+                b"# jobs = reserved o others",
+                b"free of",
+            )
+            return all(text in shown for text in wanted)
+
+        wait_until(has_seen_all)
+        if Path("/proc/pressure/memory").exists():
+            assert b"memory pressure" in shown
+        os.write(terminal, b"\x03")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+        os.close(terminal)
+        assert process.poll() is None
+
+
+def test_a_run_that_has_ended_is_said_to_have_with_how_to_go_on(memfit, tmp_path):
+    run = RunDir.create(tmp_path / "runs", "old", "a" * 64)
+    done = memfit("watch")
+    assert (done.exit_code, done.out) == (
+        0,
+        f"Run {run.path} does not run any more: interrupted; memfit resume {run.path} goes on with it\n",
+    )
+    write_json(run.path / "outcome.json", {"state": "completed"})
+    assert memfit("watch", "old").out == f"Run {run.path} does not run any more: completed\n"
+
+
+def test_without_any_run_it_gives_2_and_says_what_to_do(memfit):
+    done = memfit("watch")
+    assert (done.exit_code, done.out) == (2, "")
+    assert re.fullmatch(r"memfit: no run is alive .*\n  rule: .*\n  do: .*memfit run -- .*\n", done.err)
+
+
+def test_a_run_on_another_host_is_watched_as_long_as_it_says_that_it_runs(tmp_path):
+    run = RunDir.create(tmp_path / "runs", "far", "a" * 64, {"host": "another-host"})
+    watcher, _ = watch(tmp_path, run.path)
+    assert watcher.poll() is None
+    write_json(run.path / "outcome.json", {"state": "completed"})
+    out, _ = watcher.communicate(timeout=60)
+    assert out.splitlines()[-1] == f"Run {run.path} has ended: completed"

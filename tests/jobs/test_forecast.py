@@ -1,0 +1,86 @@
+"""What jobs that were measured say about the others."""
+
+from memfit.jobs import Job
+from memfit.jobs._forecast import Forecast
+from memfit.memory import Footprint
+
+
+def job(declared=None, **params):
+    footprint = Footprint.declared(declared) if declared else None
+    return Job("j", command=("true",), footprint=footprint, params=params)
+
+
+def test_of_a_job_of_which_nothing_is_known_nothing_is_said():
+    assert Forecast().predict(job(seed="1")) is None
+
+
+def test_a_declared_size_stands_until_one_like_it_was_measured():
+    forecast = Forecast()
+    assert forecast.predict(job(500, lr="1")).private_bytes == 500
+    forecast.learn(job(lr="2"), Footprint(100))
+    assert forecast.predict(job(500, lr="1")).private_bytes == 500
+    forecast.learn(job(lr="1"), Footprint(90))
+    assert forecast.predict(job(500, lr="1")).private_bytes == 90
+
+
+def test_a_job_without_parameters_is_like_every_other():
+    forecast = Forecast()
+    forecast.learn(job(), Footprint(100))
+    forecast.learn(job(), Footprint(80))
+    assert forecast.predict(job(500)).private_bytes == 100
+
+
+def test_those_that_share_more_values_count_and_the_largest_of_them():
+    forecast = Forecast()
+    for model, batch, size in (("a", "1", 10), ("a", "2", 20), ("b", "1", 500), ("b", "2", 900)):
+        forecast.learn(job(model=model, batch=batch, seed="0"), Footprint(size))
+    assert forecast.predict(job(model="a", batch="2", seed="1")).private_bytes == 20
+    assert forecast.predict(job(model="a", batch="3", seed="1")).private_bytes == 20
+    assert forecast.predict(job(model="c", batch="2", seed="1")).private_bytes == 900
+
+
+def test_many_parameters_cost_no_more_than_a_few_lookups():
+    forecast = Forecast()
+    wide = {f"p{i}": "x" for i in range(40)}
+    forecast.learn(job(**wide), Footprint(70))
+    assert forecast.predict(job(**(wide | {"p3": "y"}))).private_bytes == 70
+    assert len(forecast._largest) <= 2 + 2 * len(wide)
+
+
+def test_device_footprints_are_kept_although_the_host_peak_is_smaller():
+    forecast = Forecast()
+    forecast.learn(job(), Footprint(1000))
+    forecast.learn(job(), Footprint(900, device_bytes={"GPU-1": 7}))
+    assert forecast.predict(job()).device_bytes == {"GPU-1": 7}
+
+
+def test_a_peak_that_follows_a_number_is_told_along_the_line_with_its_largest_error():
+    forecast = Forecast()
+    for size, peak in ((10, 1010), (20, 1020), (30, 1036), (40, 1040), (50, 1050)):
+        forecast.learn(job(kind="a", size=str(size), seed=str(size % 7)), Footprint(peak))
+    predicted = forecast.predict(job(kind="a", size="100", seed="9")).private_bytes
+    assert 1100 <= predicted <= 1115
+    assert forecast.predict(job(kind="a", size="30", seed="2")).private_bytes == 1036
+
+
+def test_kinds_have_lines_of_their_own():
+    forecast = Forecast()
+    for size in (10, 20, 30, 40):
+        forecast.learn(job(kind="small", size=str(size)), Footprint(size))
+        forecast.learn(job(kind="large", size=str(size)), Footprint(10 * size))
+    assert forecast.predict(job(kind="large", size="100")).private_bytes == 1000
+    assert forecast.predict(job(kind="small", size="100")).private_bytes == 100
+
+
+def test_declared_sizes_that_are_all_ten_times_too_large_are_read_as_such():
+    forecast = Forecast()
+    for size in (100, 200, 300, 400):
+        forecast.learn(job(declared=size, name="same", seed=str(size % 7)), Footprint(size // 10))
+    assert forecast.predict(job(declared=1000, name="same", seed="8")).private_bytes == 100
+
+
+def test_numbers_that_say_nothing_leave_it_to_the_largest():
+    forecast = Forecast()
+    for seed, peak in ((1, 100), (2, 900), (3, 120), (4, 800), (5, 90)):
+        forecast.learn(job(kind="a", seed=str(seed)), Footprint(peak))
+    assert forecast.predict(job(kind="a", seed="6")).private_bytes == 900

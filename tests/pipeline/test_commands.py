@@ -1,0 +1,262 @@
+"""``run_commands`` and ``resume`` with real commands: what runs, how often, where it is kept, what goes on."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memfit.pipeline
+from memfit.errors import ConfigError, DoesNotFitError, UsageError
+from memfit.pipeline import resolve_settings, resume, run_commands
+from memfit.rundir import RunDir
+from memfit.testing import is_alive, wait_until
+
+MEMFIT = [sys.executable, "-m", "memfit"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_sh(text, *params, settings=(), env=None, **options):
+    """Run a shell text for all combinations of parameters."""
+    resolved = resolve_settings(settings, {} if env is None else env)
+    return run_commands(["sh", "-c", text], params=params, settings=resolved, **options)
+
+
+def lines(path):
+    return sorted(Path(path).read_text().splitlines())
+
+
+def states(result):
+    return {job: status.state for job, status in result.statuses.items()}
+
+
+def test_every_combination_runs_once_and_is_kept_with_its_parameters():
+    result = run_sh("echo {a}{b} >> ran; echo out {a}; echo err {b} >&2", "a=1..2", "b=x,y")
+    assert (result.state, result.exit_code) == ("completed", 0)
+    assert lines("ran") == ["1x", "1y", "2x", "2y"]
+    assert states(result) == dict.fromkeys(["cmd_0001", "cmd_0002", "cmd_0003", "cmd_0004"], "completed")
+    job = result.path / "jobs/cmd_0003"
+    assert ((job / "out.log").read_text(), (job / "err.log").read_text()) == ("out 2\n", "err x\n")
+    ordered = json.loads((job / "job.json").read_text())
+    assert ordered["params"] == {"a": "2", "b": "x"} and ordered["cwd"] == str(Path.cwd())
+    assert result.path.parent == Path.cwd() / "runs/sh"
+    header = RunDir(result.path).header
+    assert (header["kind"], header["cwd"]) == ("commands", str(Path.cwd()))
+    assert header["template"] == ["sh", "-c", "echo {a}{b} >> ran; echo out {a}; echo err {b} >&2"]
+    assert header["combinations"][1] == {"a": "1", "b": "y"}
+
+
+def test_settings_count_flag_before_environment_before_default_and_their_origins_are_kept():
+    env = {"MEMFIT_RETRIES": "5", "MEMFIT_MAX_PARALLEL": "3", "MEMFIT_PANELS_DIR": "of folds alone"}
+    result = run_sh("true {a}", "a=1", settings=["max_parallel=1", "memory.limit=4GiB"], env=env)
+    header = RunDir(result.path).header
+    settings, origins = header["settings"], header["origins"]
+    assert (settings["retries"], settings["max_parallel"], settings["memory"]["limit"]) == (5, 1, "4GiB")
+    assert origins["retries"] == "environment MEMFIT_RETRIES"
+    assert origins["max_parallel"] == origins["memory.limit"] == "--set"
+    assert (settings["on_failure"], origins["on_failure"]) == ("continue", "default")
+    [budget] = [event for event in RunDir(result.path).events() if event["kind"] == "budget"]
+    assert any(one["name"] == "cap" and one["limit_bytes"] == 4 << 30 for one in budget["limits"])
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(ConfigError, match="MEMFIT_RETRYS"):
+        resolve_settings((), {"MEMFIT_RETRYS": "1"})
+    with pytest.raises(ConfigError, match="max_paralel"):
+        resolve_settings(["max_paralel=1"], {})
+
+
+def test_the_environment_is_handed_through_and_threads_are_set(monkeypatch):
+    monkeypatch.setenv("MAX_EPOCHS", "15")
+    run_sh("echo $MAX_EPOCHS $OMP_NUM_THREADS {a} >> ran", "a=1", settings=["threads_per_job=3"])
+    assert lines("ran") == ["15 3 1"]
+
+
+def test_a_single_command_may_use_all_cores_unless_told_otherwise():
+    cores = memfit.Budget.read().num_cpus
+    run_sh("echo $OMP_NUM_THREADS >> ran")
+    run_sh("echo $OMP_NUM_THREADS >> ran", env={"MEMFIT_THREADS_PER_JOB": str(cores + 1)})
+    run_sh("echo $OMP_NUM_THREADS {a} >> ran", "a=1")
+    assert lines("ran") == sorted([f"{cores}", f"{cores + 1}", "1 1"])
+
+
+def test_a_finished_run_is_not_repeated_and_the_same_command_starts_another():
+    first = run_sh("echo {a} >> ran", "a=1..2")
+    second = run_sh("echo {a} >> ran", "a=1..2")
+    assert second.path != first.path
+    assert lines("ran") == ["1", "1", "2", "2"]
+
+
+def test_after_a_failure_the_same_command_runs_only_what_is_not_done():
+    text = "echo {a} >> ran; test -e ready || test {a} != 2"
+    first = run_sh(text, "a=1..3")
+    assert (first.state, first.exit_code) == ("failed", 4)
+    assert states(first) == {"cmd_0001": "completed", "cmd_0002": "failed", "cmd_0003": "completed"}
+    Path("ready").touch()
+    second = run_sh(text, "a=1..3", settings=["max_parallel=1"])
+    assert (second.path, second.exit_code) == (first.path, 0)
+    assert lines("ran") == ["1", "2", "2", "3"]
+    assert second.statuses["cmd_0002"].attempt == 2
+    assert RunDir(second.path).header["settings"]["max_parallel"] == 1
+
+
+def test_another_command_other_parameters_and_another_folder_are_other_runs(tmp_path, monkeypatch):
+    first = run_sh("echo {a}; false", "a=1")
+    others = [run_sh("echo {a} ; false", "a=1"), run_sh("echo {a}; false", "a=2")]
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    others.append(run_sh("echo {a}; false", "a=1", settings=[f"runs_dir={tmp_path / 'runs'}"]))
+    assert len({first.path, *(other.path for other in others)}) == 4
+
+
+def test_new_starts_over_and_leaves_the_unfinished_run():
+    first = run_sh("echo {a} >> ran; false", "a=1")
+    second = run_sh("echo {a} >> ran; false", "a=1", new=True)
+    assert first.path != second.path and lines("ran") == ["1", "1"]
+
+
+def test_stop_on_failure_starts_no_more_and_continue_reports_all():
+    settings = ["max_parallel=1", "on_failure=stop"]
+    stopped = run_sh("echo {a} >> ran; test {a} != 2", "a=1..4", settings=settings)
+    assert stopped.exit_code == 4 and lines("ran") == ["1", "2"]
+    assert states(stopped) == {
+        "cmd_0001": "completed", "cmd_0002": "failed", "cmd_0003": "pending", "cmd_0004": "pending",
+    }  # fmt: skip
+    outcome = json.loads((stopped.path / "outcome.json").read_text())
+    assert outcome["jobs"]["cmd_0002"] == {"state": "failed", "cause": "exit code 1"}
+
+
+def test_what_was_preempted_from_outside_is_tried_again_as_often_as_retries_say():
+    text = "echo {a} >> ran; test $(wc -l < ran) -gt 2 || exit 75"
+    result = run_sh(text, "a=1", settings=["retries=2"])
+    assert (result.exit_code, result.statuses["cmd_0001"].attempt) == (0, 3)
+    Path("ran").unlink()
+    never = run_sh(text, "a=1", settings=["retries=0"])
+    assert (never.state, never.exit_code, len(lines("ran"))) == ("preempted", 75, 1)
+
+
+def test_the_own_fault_of_a_command_is_not_tried_again():
+    assert run_sh("echo {a} >> ran; exit 7", "a=1").statuses["cmd_0001"].exit_code == 7
+    assert lines("ran") == ["1"]
+
+
+def test_a_program_that_is_not_there_is_refused_before_anything_is_made():
+    with pytest.raises(UsageError, match="there is no program 'nonesuch'"):
+        run_commands(["nonesuch"])
+    with pytest.raises(UsageError, match=r"there is no program './no\.sh'"):
+        run_commands(["./{a}"], params=["a=no.sh"])
+    assert not Path("runs").exists()
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic_and_runs_by_force():
+    with pytest.raises(DoesNotFitError, match=r"cmd_0001 needs 900\.00 TiB of host memory \(as declared\)"):
+        run_sh("echo {a} >> ran", "a=1", settings=["memory.job=900TiB"])
+    assert not Path("ran").exists()
+    assert run_sh("echo {a} >> ran", "a=1", settings=["memory.job=900TiB"], force=True).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["python", "train.py"], "train"),
+        (["/usr/bin/python3.11", "-u", "a/b.c/train_it.py", "--x"], "train_it"),
+        (["python", "-m", "package.train"], "package.train"),
+        (["python", "-c", "print(1)"], "python"),
+        (["bash", "scripts/go.sh", "1"], "go"),
+        (["./bin/my tool!"], "my-tool"),
+        (["../..."], "command"),
+        (["python", "train_{fold}.py"], "train_-fold"),
+    ],
+)
+def test_an_unnamed_experiment_is_called_after_the_program(command, name):
+    from memfit.pipeline._commands import name_of
+
+    assert name_of(command) == name
+
+
+def test_a_killed_supervisor_loses_nothing_and_runs_nothing_twice():
+    text = "echo {a} >> ran; until test -e go; do sleep 0.05; done; echo {a} >> ended"
+    words = [*MEMFIT, "map", "--param", "a=1..3", "--memory", "64MiB", "--", "sh", "-c", text]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    wait_until(lambda: Path("ran").exists() and len(lines("ran")) == 3)
+    process.kill()
+    process.wait()
+    Path("go").touch()
+    wait_until(lambda: Path("ended").exists() and len(lines("ended")) == 3)
+    result = run_sh(text, "a=1..3")
+    assert result.exit_code == 0
+    assert lines("ran") == lines("ended") == ["1", "2", "3"]
+    assert {status.attempt for status in result.statuses.values()} == {1}
+    assert len(RunDir.all(Path("runs"), "sh")) == 1
+
+
+def test_commands_that_still_run_are_taken_over_from_a_killed_supervisor():
+    text = "echo {a} >> ran; until test -e go; do sleep 0.05; done; echo {a} >> ended"
+    words = [*MEMFIT, "map", "--param", "a=1..3", "--memory", "64MiB", "--", "sh", "-c", text]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    wait_until(lambda: Path("ran").exists() and len(lines("ran")) == 3)
+    process.kill()
+    process.wait()
+    second = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    [run] = RunDir.all(Path("runs"), "sh")
+    wait_until(lambda: sum(event["kind"] == "admit" for event in run.events()) == 6)
+    Path("go").touch()
+    assert second.wait(60) == 0
+    assert lines("ran") == lines("ended") == ["1", "2", "3"]
+
+
+def test_a_second_supervisor_of_the_same_command_is_refused():
+    process = subprocess.Popen([*MEMFIT, "run", "--", "sh", "-c", "touch on; sleep 300"], stderr=subprocess.DEVNULL)
+    wait_until(lambda: Path("on").exists())
+    with pytest.raises(UsageError, match="run by another process"):
+        run_sh("touch on; sleep 300")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 75
+
+
+def test_ctrl_c_asks_twice_ends_and_leaves_no_process():
+    text = "trap '' TERM; echo $$ > pid; while true; do sleep 0.1; done"
+    process = subprocess.Popen([*MEMFIT, "run", "--", "sh", "-c", text], stderr=subprocess.DEVNULL)
+    wait_until(lambda: Path("pid").exists() and Path("pid").read_text().endswith("\n"))
+    process.send_signal(signal.SIGINT)
+    [run] = RunDir.all(Path("runs"), "sh")
+    wait_until(lambda: any(event["kind"] == "stop" for event in run.events()))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    wait_until(lambda: not is_alive(int(Path("pid").read_text())))
+    assert run.state == "cancelled"
+
+
+def test_resume_goes_on_in_the_folder_and_with_the_settings_of_the_run(tmp_path, monkeypatch):
+    text = "echo {a} $OMP_NUM_THREADS >> ran; test -e ready"
+    first = run_sh(text, "a=1..2", settings=["threads_per_job=2"])
+    assert first.exit_code == 4
+    Path("ready").touch()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("MEMFIT_THREADS_PER_JOB", "1")
+    result = resume(first.path)
+    assert (result.path, result.exit_code) == (first.path, 0)
+    assert Path.cwd() == tmp_path / "elsewhere"
+    assert lines(tmp_path / "ran") == ["1 2", "1 2", "2 2", "2 2"]
+    again = resume(first.path)  # nothing is left to do
+    assert again.exit_code == 0 and len(lines(tmp_path / "ran")) == 4
+
+
+def test_resume_without_a_run_or_its_folder_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="is no run directory"):
+        resume(tmp_path)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    failed = run_sh("false", settings=[f"runs_dir={tmp_path / 'runs'}"])
+    monkeypatch.chdir(tmp_path)
+    Path("gone").rmdir()
+    with pytest.raises(UsageError, match="gone is not there"):
+        resume(failed.path)

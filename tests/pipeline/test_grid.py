@@ -1,0 +1,130 @@
+"""Parameters and placeholders: which commands they make, and what is refused before any starts."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.errors import UsageError
+from memfit.pipeline import expand, fill
+
+
+def values(text):
+    return [combination["a"] for combination in expand(["x", "{a}"], [f"a={text}"])]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1..5", ["1", "2", "3", "4", "5"]),
+        ("1..9..2", ["1", "3", "5", "7", "9"]),
+        ("1..8..3", ["1", "4", "7"]),
+        ("-2..1", ["-2", "-1", "0", "1"]),
+        ("08..10", ["08", "09", "10"]),
+        ("3..3", ["3"]),
+        ("1e-3,1e-4", ["1e-3", "1e-4"]),
+        ("1..3,7, 9", ["1", "2", "3", "7", "9"]),
+        ('"a,b",c', ["a,b", "c"]),
+        ('"1..3"', ["1..3"]),
+        ('"say ""hi"""', ['say "hi"']),
+        ('""', [""]),
+        ("a=b", ["a=b"]),
+        ("{b}", ["{b}"]),
+        ("x..y", ["x..y"]),
+        ("größer", ["größer"]),
+    ],
+)
+def test_a_parameter_has_these_values(text, expected):
+    assert values(text) == expected
+
+
+def test_all_combinations_come_in_order_the_last_parameter_fastest(tmp_path):
+    grid = tmp_path / "grid.csv"
+    grid.write_bytes(b'\xef\xbb\xbfmodel,size\r\nbig,"1,5"\r\n\r\n small,2\r\n')
+    found = expand(["x", "{model}{size}{fold}{lr}"], ["fold=1..2", "lr=a,b"], grid)
+    models = [("big", "1,5"), (" small", "2")]
+    expected = [(*model, fold, lr) for model, fold, lr in itertools.product(models, "12", "ab")]
+    assert [tuple(combination.values()) for combination in found] == expected
+    assert list(found[0]) == ["model", "size", "fold", "lr"]
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), min_size=1, unique=True))
+def test_any_value_can_be_given_in_quotes(texts):
+    quoted = ",".join('"' + text.replace('"', '""') + '"' for text in texts)
+    assert values(quoted) == texts
+
+
+def test_only_the_parameters_own_placeholders_are_replaced():
+    command = ["{p}", "--a={a}", '{"a": {a}, "b": {"c": "{c}"}}', "${HOME}", "{}", "{a", "a}", "{{a}}", "{a }"]
+    filled = fill(command, {"a": "{p}", "p": "prog"})
+    assert filled == (
+        "prog", "--a={p}", '{"a": {p}, "b": {"c": "{c}"}}', "${HOME}", "{}", "{a", "a}", "{{p}}", "{a }",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "params", "what", "remedy"),
+    [
+        ("{a}", ["a"], "is not name=values", "--param fold=1..5"),
+        ("{a}", ["1a=2"], "is not name=values", "--param fold=1..5"),
+        ("{a}", ["a="], "has an empty value", 'a=""'),
+        ("{a}", ["a=1,,2"], "has an empty value", 'a=""'),
+        ("{a}", ["a=1,"], "has an empty value", 'a=""'),
+        ("{a}", ['a="1'], "a quote at character 1", "as in CSV"),
+        ("{a}", ['a=1,"b"c'], "a quote at character 3", "as in CSV"),
+        ("{a}", ["a=5..1"], "is an empty range", "upward"),
+        ("{a}", ["a=1..5..0"], "is an empty range", "upward"),
+        ("{a}", ["a=1,2,1"], "the combination a=1 is given twice", "second"),
+        ("{a}", ["a=1", "a=2"], "the parameter a is given twice", "one place"),
+        ("{a}", ["a=1..100001"], "100,001 commands are too many", "fewer"),
+        ("{a}", ["a=1..999999999999999999"], "too many", "fewer"),
+        ("{a}{b}", ["a=1..1000", "b=1..1000"], "1000 x 1000 = 1,000,000 commands are too many", "fewer"),
+        ("train", ["a=1"], "the parameter a is not used", "{a}"),
+        ("{fol} {fold}", ["fold=1"], "no parameter is named {fol}", "did you mean {fold}?"),
+        ("{FOLD}", ["fold=1"], "no parameter is named {FOLD}", "did you mean {fold}?"),
+    ],
+)
+def test_what_is_wrong_with_parameters_is_told_in_three_parts(command, params, what, remedy):
+    with pytest.raises(UsageError) as caught:
+        expand(["x", *command.split()], params)
+    assert what in caught.value.what and remedy in caught.value.remedy and caught.value.rule
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"", "holds no combination"),
+        (b"a\n", "holds no combination"),
+        (b"a\n\n\n", "holds no combination"),
+        (b"a\n1\n\xff\n", "is not UTF-8 text: byte 4"),
+        (b"a,b\n1,2\n3\n", ":3 has 1 values, and the header 2"),
+        (b"a\n1,2\n", ":2 has 2 values, and the header 1"),
+        (b"a,a\n1,2\n", "names a twice"),
+        (b"a,\n1,2\n", "a column of the header has no name"),
+        (b"a,2b\n1,2\n", "'2b' in the header"),
+        (b'a\n"1\n', "is not CSV"),
+        (b'a\n"1"x\n', "is not CSV"),
+        (b"a\n\x00\n", "is not CSV: it holds a NUL byte"),
+        (b"a\n1\n2\n1\n", "the combination a=1 is given twice"),
+    ],
+)
+def test_what_is_wrong_with_a_csv_file_is_told_with_its_place(tmp_path, content, what):
+    grid = tmp_path / "grid.csv"
+    grid.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        expand(["x", "{a}"], [], grid)
+    assert what in caught.value.what
+
+
+def test_a_file_that_is_not_there_and_one_that_names_a_parameter_again_are_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"absent\.csv cannot be read: No such file"):
+        expand(["x", "{a}"], [], tmp_path / "absent.csv")
+    (tmp_path / "grid.csv").write_text("a\n1\n")
+    with pytest.raises(UsageError, match="the parameter a is given twice"):
+        expand(["x", "{a}"], ["a=2"], tmp_path / "grid.csv")
+
+
+def test_without_parameters_there_is_one_command_as_it_stands():
+    assert expand(["echo", "{x}"], []) == [{}]
+    assert fill(["echo", "{x}"], {}) == ("echo", "{x}")

@@ -1,0 +1,112 @@
+"""Which runs there are, and which one a word of the user's means."""
+
+import fcntl
+
+import pytest
+
+from memfit.errors import UsageError
+from memfit.memory import Claims
+from memfit.reports import find_run, find_target, has_supervisor, is_live, list_runs
+from memfit.rundir import RunDir, write_json
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A host with its list of runs, its folder of runs, and a maker of runs by name."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(experiment, name, *jobs):
+        path = tmp_path / "runs" / experiment / name
+        for job in ("", *jobs):
+            (path / "jobs" / job).mkdir(parents=True)
+        (path / "events").mkdir()
+        write_json(path / "run.json", {"schema_version": 1, "kind": "commands", "combinations": [{}] * len(jobs)})
+        return RunDir(path)
+
+    return make
+
+
+def find(tmp_path, name, **more):
+    return find_target(name, claims=tmp_path / "claims", **more)
+
+
+def test_a_run_is_meant_by_its_folder_its_name_the_beginning_of_it_or_its_experiment(host, tmp_path):
+    old = host("first", "run_20261120_090000_aaaaaaaa")
+    new = host("first", "run_20261121_090000_bbbbbbbb")
+    other = host("second", "run_20261122_090000_cccccccc")
+    for name, run in (
+        (str(old.path), old), ("runs/first/run_20261120_090000_aaaaaaaa/", old), (new.path.name, new),
+        ("run_20261120", old), ("first", new), ("second", other),
+    ):  # fmt: skip
+        found = find(tmp_path, name)
+        assert (found.run.path, found.job_id) == (run.path, None), name
+    with pytest.raises(UsageError, match="means 3 runs"):
+        find(tmp_path, "run_2026112")
+
+
+def test_a_live_run_is_meant_before_those_that_ended(host, tmp_path):
+    live = host("first", "run_20261120_090000_aaaaaaaa")
+    host("first", "run_20261121_090000_bbbbbbbb")
+    claims = Claims(live.path, folder=tmp_path / "claims")
+    assert find(tmp_path, "first").run.path == live.path
+    assert find(tmp_path, "run_2026").run.path == live.path
+    assert find_run(claims=tmp_path / "claims").path == live.path
+    claims.close()
+    assert find_run(claims=tmp_path / "claims").path.name == "run_20261121_090000_bbbbbbbb"
+
+
+def test_a_job_is_meant_by_its_run_and_id_its_folder_or_its_id_in_the_only_live_run(host, tmp_path):
+    run = host("first", "run_20261120_090000_aaaaaaaa", "cmd_0001", "cmd_0002")
+    for name in ("first/cmd_0002", f"{run.path.name}/cmd_0002", f"{run.path}/cmd_0002", f"{run.path}/jobs/cmd_0002"):
+        found = find(tmp_path, name)
+        assert (found.run.path, found.job_id) == (run.path, "cmd_0002"), name
+    with pytest.raises(UsageError, match="names no run"):  # the run does not live
+        find(tmp_path, "cmd_0002")
+    one = Claims(run.path, folder=tmp_path / "claims")
+    assert find(tmp_path, "cmd_0002").job_id == "cmd_0002"
+    two = Claims(host("second", "run_20261121_090000_bbbbbbbb", "cmd_0002").path, folder=tmp_path / "claims")
+    with pytest.raises(UsageError, match="means 2 runs"):
+        find(tmp_path, "cmd_0002")
+    one.close()
+    two.close()
+
+
+@pytest.mark.parametrize("name", ["frst", "first/cmd_0003", "run_2027", "", "/", ".."])
+def test_an_unknown_name_is_refused_with_the_nearest_known(host, tmp_path, name):
+    host("first", "run_20261120_090000_aaaaaaaa", "cmd_0001")
+    with pytest.raises(UsageError, match="names no run") as caught:
+        find(tmp_path, name)
+    if name in ("frst", "first/cmd_0003"):
+        assert {"frst": "'first'", "first/cmd_0003": "'first/cmd_0001'"}[name] in caught.value.remedy
+
+
+def test_without_any_run_there_is_none_to_find(tmp_path):
+    with pytest.raises(UsageError, match="no run is alive"):
+        find_run(claims=tmp_path / "claims", root=tmp_path / "runs")
+
+
+def test_a_run_lives_while_a_watcher_holds_a_jobs_lock(host, tmp_path):
+    run = host("first", "run_20261120_090000_aaaaaaaa", "cmd_0001", "cmd_0002")
+    for job, used in (("cmd_0001", 7), ("cmd_0002", 9)):
+        write_json(run.job_dir(job) / "status.json", {"state": "running", "used_bytes": used, "peak_bytes": used})
+    Claims(run.path, folder=tmp_path / "claims").close(keep=True)
+    with open(run.job_dir("cmd_0001") / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (found,) = list_runs(claims=tmp_path / "claims")
+        # The other says that it runs, but its watcher is dead.
+        assert [row.status.job_id for row in found.running] == ["cmd_0001"]
+        assert (found.supervisor, found.used_bytes, found.reserved_bytes) == (None, 7, 7)
+        assert (is_live(run, claims=tmp_path / "claims"), has_supervisor(run, claims=tmp_path / "claims")) == (
+            True,
+            False,
+        )
+    assert list_runs(claims=tmp_path / "claims") == []
+    assert not is_live(run, claims=tmp_path / "claims")
+    assert [one.run.path for one in list_runs(claims=tmp_path / "claims", root=tmp_path / "runs")] == [run.path]
+
+
+def test_an_entry_whose_folder_is_gone_is_shown_while_its_supervisor_lives(tmp_path):
+    claims = Claims(tmp_path / "gone", folder=tmp_path / "claims")
+    (found,) = list_runs(claims=tmp_path / "claims")
+    assert (found.run.path, found.counts, found.running) == (tmp_path / "gone", {}, [])
+    claims.close()
