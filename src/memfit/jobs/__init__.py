@@ -7,6 +7,7 @@ from memfit.jobs._local import LocalBackend, read_status
 from memfit.jobs._policy import HostClaims, OnFailure, Policy, StopRequest
 from memfit.jobs._scheduler import Scheduler
 from memfit.jobs._stop import find_supervisor, running_jobs, stop
+from memfit.jobs._threads import limit_threads
 
 __all__ = [
     "ENDED",
@@ -26,6 +27,7 @@ __all__ = [
     "Verdict",
     "call_in_child",
     "find_supervisor",
+    "limit_threads",
     "load_target",
     "raise_error_of",
     "read_status",

@@ -28,18 +28,10 @@ from memfit.jobs._lock import (
     read_holder,
 )
 from memfit.jobs._shim import BUSY
+from memfit.jobs._threads import thread_env
 from memfit.memory import Footprint, JobGroup, Walls
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, read_json, write_atomic
 
-_THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-    "POLARS_MAX_THREADS",
-    "RAYON_NUM_THREADS",
-)
 #: glibc: freed memory goes back to the kernel at once, so that resident follows live memory.
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
 #: A status read so recently is still good.
@@ -55,7 +47,7 @@ def child_env(job: Job, run: RunDir) -> dict[str, str]:
     >>> child_env(Job("fold_1", command=("true",), threads=2), RunDir(Path("/runs/r")))["OMP_NUM_THREADS"]
     '2'
     """
-    env = dict.fromkeys(_THREAD_VARIABLES, str(job.threads))
+    env = thread_env(job.threads)
     if job.tight_malloc:
         env |= _TIGHT_MALLOC
     if job.command:

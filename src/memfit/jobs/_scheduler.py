@@ -128,7 +128,8 @@ class Scheduler:
     def _read_budget(self) -> Budget:
         if self._budget.is_due:
             self._budget.read(self._in_use_bytes())
-            self.backend.cap(max(1, self._budget.capacity_bytes))
+            # The walls of the jobs lie within the budget; the one above them all is for what they miss.
+            self.backend.cap(max(1, self._budget.capacity_bytes + self._budget.now.reserve_bytes // 8))
         return self._budget.now
 
     def _room(self, claim_of: Callable[[Slot], Claim] = Slot.expectation) -> Lendable:
@@ -253,20 +254,30 @@ class Scheduler:
         """What of the free bytes this job may take: while one goes first, the others get none."""
         return free_bytes if self._favoured in (None, slot.job.id) else 0
 
+    def _part_of(self, slot: Slot, free_bytes: int) -> int:
+        """A job's part of the free bytes for a burst: all walls together stay within the budget, so that no job is
+        held back by what another takes."""
+        num = len(self._running) if self._favoured is None else 1
+        return self._free_for(slot, free_bytes) // max(1, num)
+
     def _hand_out(self, free_bytes: int) -> None:
+        """Bring the walls up to date, those that come down first."""
         if self.policy.force:
             return
+        changes = []
         for job_id, slot in self._running.items():
-            free = self._free_for(slot, free_bytes)
-            grant, old = slot.grant_of(free, self._budget.capacity_bytes), slot.grant
+            grant, old = slot.grant_of(self._part_of(slot, free_bytes), self._budget.capacity_bytes), slot.grant
             is_pressed = slot.status.stalled or slot.status.used_bytes > 0.8 * (old.wall_bytes if old else 0)
-            least = 0 if is_pressed else grant.wall_bytes // 16
-            changed = old is None or abs(grant.wall_bytes - old.wall_bytes) > least
-            if changed or (old is not None and grant.soft_bytes != old.soft_bytes):
-                if old is not None and grant.wall_bytes > old.wall_bytes:
-                    slot.stalled_since = None  # it has yet to show whether that is enough
-                slot.grant = grant
-                self.backend.resize(job_id, grant)
+            least = 0 if is_pressed else grant.wall_bytes // 64
+            more = grant.wall_bytes - (old.wall_bytes if old else 0)
+            if old is None or abs(more) > least or grant.soft_bytes != old.soft_bytes:
+                changes.append((more, job_id, grant))
+        for more, job_id, grant in sorted(changes, key=lambda change: change[0]):
+            slot = self._running[job_id]
+            if more > 0:
+                slot.stalled_since = None  # it has yet to show whether that is enough
+            slot.grant = grant
+            self.backend.resize(job_id, grant)
 
     def _see_to_stalled(self) -> None:
         now = monotonic()
@@ -434,7 +445,8 @@ class Scheduler:
         slot.status, slot.admitted = JobStatus(job.id, "pending"), monotonic()
         self._running[job.id], self.statuses[job.id] = slot, slot.status
         if not self.policy.force:
-            slot.grant = slot.grant_of(max(0, self._room().bytes), self._budget.capacity_bytes)
+            free = max(0, self._room(Slot.claim).bytes)
+            slot.grant = slot.grant_of(free // len(self._running), self._budget.capacity_bytes)
         if slot.device is not None:
             env = {"CUDA_VISIBLE_DEVICES": slot.device, "MEMFIT_DEVICE_BYTES": str(slot.device_bytes)}
             job = replace(job, env=dict(job.env) | env)

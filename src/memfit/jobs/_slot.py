@@ -84,11 +84,12 @@ class Slot:
         used = self.status.used_bytes
         if not self.wants_more:
             return max(self.reserved_bytes, self.expected_bytes)
-        step = min(_STEP_BYTES, free_bytes // 8)
+        # One that waits at its wall gets half of what is free, so that it meets few more on its way.
+        step = free_bytes // 2 if self.status.stalled else min(_STEP_BYTES, free_bytes // 8)
         return max(self.reserved_bytes, self.expected_bytes, round(used * _GROWTH), used + step)
 
     def grant_of(self, free_bytes: int, capacity_bytes: int) -> Grant:
-        """What it may take: its reservation, and up to its wall what is free; all there is while it runs alone."""
+        """What it may take: its reservation, and up to its wall its part of what is free; all there is when alone."""
         if not self.reserved_bytes:
             whole = max(1, capacity_bytes)
             return Grant(whole, whole)
