@@ -3,7 +3,7 @@
 import pytest
 
 from memfit.errors import UsageError
-from memfit.jobs import ENDED, Job
+from memfit.jobs import ENDED, Grant, Job, Verdict
 from memfit.memory import Footprint
 from memfit.testing import BackendContract, FakeBackend, FakeJob
 
@@ -30,9 +30,11 @@ def test_a_job_never_runs_twice_at_once(backend):
 
 def test_an_ended_job_can_be_submitted_again_and_starts_anew(backend):
     backend.submit(job("b"))
-    backend.step()
+    backend.wait(0.1)
+    backend.wait(0.1)
     assert backend.poll()["b"].state == "failed"
     backend.submit(job("b"))
+    backend.wait(0.1)
     assert (backend.poll()["b"].state, backend.poll()["b"].used_bytes) == ("running", 5)
     assert backend.submitted == ["b", "b"]
 
@@ -54,13 +56,14 @@ def test_a_cancelled_job_ends_and_uses_nothing_more(backend, now, state):
     backend.submit(job())
     backend.cancel("a", now=now)
     assert (backend.poll()["a"].state, backend.used_bytes) == (state, 0)
-    backend.step()
+    backend.wait(0.1)
     assert backend.poll()["a"].state == state
 
 
 def test_a_job_that_ended_stays_as_it_ended_when_it_is_cancelled(backend):
     backend.submit(job("b"))
-    backend.step()
+    backend.wait(0.1)
+    backend.wait(0.1)
     backend.cancel("b")
     assert backend.poll()["b"].state == "failed"
 
@@ -70,25 +73,54 @@ def test_its_memory_follows_the_script_and_its_peak_never_falls(backend):
     seen = []
     while backend.poll()["a"].state not in ENDED:
         seen.append((backend.poll()["a"].used_bytes, backend.poll()["a"].peak_bytes))
-        backend.step()
-    assert seen == [(10, 10), (30, 30), (20, 30)]
+        backend.wait(0.1)
+    assert seen == [(0, 0), (10, 10), (30, 30), (20, 30)]
     last = backend.poll()["a"]
     assert (last.state, last.used_bytes, last.footprint) == ("completed", 0, Footprint(30))
 
 
-def test_phases_are_passed_at_their_step():
-    backend = FakeBackend({"a": FakeJob((1, 1, 1), passes_phases_at=2)})
-    backend.submit(job(phases=("load", "train")))
-    seen = [backend.poll()["a"].num_phases_passed]
+def test_its_footprint_speaks_from_its_step_on():
+    backend = FakeBackend({"a": FakeJob((1, 1, 1), settles_at=1)})
+    backend.submit(job())
+    seen = []
     for _ in range(2):
-        backend.step()
-        seen.append(backend.poll()["a"].num_phases_passed)
-    assert seen == [0, 0, 2]
+        backend.wait(0.1)
+        seen.append(backend.poll()["a"].settled)
+    assert seen == [False, True]
+
+
+def test_a_job_stands_still_at_its_wall_and_at_the_wall_of_all_until_they_are_raised():
+    backend = FakeBackend({"a": FakeJob((10, 30)), "b": FakeJob((10,) * 9)})
+    backend.submit(job("b"))
+    backend.submit(job("a"), Grant(10, 20))
+    for _ in range(4):
+        backend.wait(0.1)
+    assert (backend.poll()["a"].stalled, backend.poll()["a"].used_bytes) == (True, 20)
+    backend.cap(35)
+    backend.resize("a", Grant(10, 100))
+    backend.wait(0.1)
+    assert (backend.poll()["a"].stalled, backend.used_bytes) == (True, 35)
+    backend.cap(40)
+    backend.wait(0.1)
+    assert (backend.poll()["a"].stalled, backend.poll()["a"].used_bytes) == (False, 30)
+
+
+def test_attempts_end_as_scripted_and_a_verdict_is_kept():
+    backend = FakeBackend({"a": FakeJob(ends=("out_of_memory",))})
+    for expected in ("out_of_memory", "completed"):
+        backend.submit(job())
+        backend.wait(0.1)
+        backend.wait(0.1)
+        assert backend.poll()["a"].state == expected
+    backend.submit(job())
+    backend.cancel("a", now=True, verdict=Verdict("out_of_memory", "too large"))
+    ended = backend.poll()["a"]
+    assert (ended.state, ended.cause, ended.asked) == ("out_of_memory", "too large", True)
 
 
 def test_the_most_at_once_and_their_memory_are_remembered(backend):
     backend.submit(job())
     backend.submit(job("c"))
-    backend.step()
-    backend.step()
+    for _ in range(3):
+        backend.wait(0.1)
     assert (backend.most_at_once, backend.peak_bytes, backend.used_bytes) == (2, 37, 20)

@@ -189,8 +189,8 @@ def test_another_users_entry_is_counted_and_left_alone(tmp_path, listed):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_a_second_user_decides_under_the_first_users_lock(tmp_path):
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)  # pytest's own folders are closed to others
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own folders are closed to others
+        Path(folder).chmod(0o755)
         listed = Path(folder) / "claims"
         mine = Claims(tmp_path / "mine", folder=listed)
         mine.write(reserved_bytes=500, unused_bytes=300)

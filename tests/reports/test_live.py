@@ -16,9 +16,9 @@ LINES = """\
 2026-11-21 09:00:10  fold_1 starts and is of unknown size (1 running): 7.00 GiB may be lent
 2026-11-21 09:16:40  fold_1 epoch 1/2  train_loss 2.9307  num_steps 12
 2026-11-21 09:16:42  2 of 3 at once (no more fit)
-2026-11-21 09:16:43  fold_2 starts and reserves 300.0 MiB (2 running): 7.00 GiB may be lent; 1.00 GiB of 8.00 GiB used, jobs 512.0 MiB (PSS)
+2026-11-21 09:16:43  fold_2 starts and reserves 300.0 MiB (2 running): 7.00 GiB may be lent; 1.00 GiB of 8.00 GiB used, 512.0 MiB of it by the jobs (PSS)
 2026-11-21 09:16:44  fold_3 waits: it needs 300.0 MiB; 1.0 MiB may be lent
-2026-11-21 09:58:42  fold_1 completed (58m 32s), peak 270.0 MiB; 600.0 MiB of 8.00 GiB used, jobs 270.0 MiB (PSS)
+2026-11-21 09:58:42  fold_1 completed (58m 32s), peak 270.0 MiB; 600.0 MiB of 8.00 GiB used, 270.0 MiB of it by the jobs (PSS)
 2026-11-21 09:58:43  fold_3 starts and reserves 300.0 MiB (2 running): 7.00 GiB may be lent
 2026-11-21 10:06:40  fold_2 out_of_memory (49m 57s), peak 270.0 MiB of 300.0 MiB reserved: killed by the kernel for memory in phase train
 2026-11-21 10:58:43  fold_3 completed (1h 00m 00s), peak 290.0 MiB of 300.0 MiB reserved
@@ -251,7 +251,7 @@ def test_a_commands_start_and_end_name_its_parameters(commands):
     made.end(3512, "cmd_0002", "out_of_memory", "it met its wall")
     view = RunView(made.run)
     start, end = (describe(event, view) for event in view.read())
-    assert start == "cmd_0002 fold=2 lr=1e-3 starts and reserves 300.0 MiB (1 running): 7.00 GiB may be lent"
+    assert start == "cmd_0002 fold=2 lr=1e-3 starts and reserves 300.0 MiB (1 running)"
     assert end == (
         "cmd_0002 fold=2 lr=1e-3 out_of_memory (58m 32s), peak 270.0 MiB of 300.0 MiB reserved: it met its wall"
     )

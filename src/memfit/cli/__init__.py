@@ -25,8 +25,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(run)
-app.command("map")(map_)
+app.command(options_metavar="[OPTIONS] [-- COMMAND...]")(run)
+app.command("map", options_metavar="[OPTIONS] -- COMMAND...")(map_)
 app.command()(watch)
 app.command()(ps)
 app.command()(stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -136,7 +137,9 @@ def _run_command(
         live.close()
     status = result.statuses.get(_JOB)
     if status is not None and status.exit_code is not None:
-        log.print(f"the command ended with exit code {status.exit_code}")
+        code = status.exit_code
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else -code
+        log.print(f"the command was ended by {name}" if code < 0 else f"the command ended with exit code {code}")
     return result
 
 

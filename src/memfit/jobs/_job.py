@@ -35,6 +35,7 @@ class Job:
         params: What tells it from its like, as ``{"fold": "3", "lr": "1e-3"}``: the footprints of those that share the
             most of them speak for it.
         cwd: The folder that its process starts in; the supervisor's when None.
+        stdin: The file that it reads as its standard input, at its first attempt; nothing when None.
         device_bytes: What it is declared to take on one device, or None when it needs no device.
         keeps_group: Its control group outlives it until the run ends, so that the page cache which it filled (a
             shared panel) is charged there and not to the jobs that read it.
@@ -58,6 +59,7 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     params: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
+    stdin: str | None = None
     device_bytes: int | None = None
     keeps_group: bool = False
 

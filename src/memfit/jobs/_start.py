@@ -109,6 +109,9 @@ def _become(
         if group is not None:
             name = str(group.path)
             group.enter()
+        if job["stdin"] is not None and job["attempt"] == 1:
+            name = job["stdin"]
+            os.dup2(os.open(name, os.O_RDONLY), 0)
         os.dup2(logs[0], 1)
         os.dup2(logs[1], 2)
         if job["cwd"] is not None:

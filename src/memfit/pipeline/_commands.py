@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -132,14 +133,19 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
 def _order(
     command: Sequence[str], combinations: Sequence[Mapping[str, str]], resolved: config.Resolved[CommandSettings]
 ) -> _Order:
-    for program in dict.fromkeys(fill(command[:1], combination) for combination in combinations):
-        if shutil.which(program[0]) is None:
+    for (program,) in dict.fromkeys(fill(command[:1], combination) for combination in combinations):
+        if shutil.which(program) is None:
+            path = Path(program)
+            what = f"'{program}' is a folder" if path.is_dir() else f"'{program}' is not executable"
             raise UsageError(
-                f"there is no program '{program[0]}'.",
+                f"{what if path.exists() else f'there is no program {program!r}'}.",
                 rule="a command begins with a program: one on the PATH, or the path of an executable file.",
                 remedy="correct the name, make the file executable (chmod +x), or name what runs it: python, sh",
             )
     settings, origins = resolved.value, dict(resolved.origins)
+    if _own_stdin(combinations) is not None:
+        settings = settings.model_copy(update={"retries": 0})
+        origins["retries"] = "standard input can be read once"
     if not settings.experiment:
         settings = settings.model_copy(update={"experiment": name_of(command)})
         origins["experiment"] = "the program's name"
@@ -147,6 +153,17 @@ def _order(
         settings = settings.model_copy(update={"threads_per_job": Budget.read().num_cpus})
         origins["threads_per_job"] = "all cores, for the only job"
     return _Order(tuple(command), combinations, str(Path.cwd()), settings, origins)
+
+
+def _own_stdin(combinations: Sequence[Mapping[str, str]]) -> str | None:
+    """The pipe or file that a single command is to read as this process reads it; None for a terminal or nothing."""
+    if len(combinations) != 1 or combinations[0]:
+        return None
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return None
+    return f"/proc/{os.getpid()}/fd/0" if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else None
 
 
 def name_of(command: Sequence[str]) -> str:
@@ -219,6 +236,7 @@ def _jobs(order: _Order) -> list[Job]:
             threads=settings.threads_per_job,
             tight_malloc=memory.tight_malloc,
             cwd=order.cwd,
+            stdin=_own_stdin(order.combinations),
             device_bytes=memory.gpu_job,
         )
         for number, combination in enumerate(order.combinations, start=1)

@@ -24,6 +24,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
 _VALUE = re.compile(r'\s*(?:"(?P<quoted>(?:[^"]|"")*)"\s*|(?P<plain>[^",][^,]*|))(?P<end>,|$)')
 _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.(\d{1,18}))?")
+_LIKE_A_RANGE = re.compile(r"[-+.\deE]*\d[.\deE]*\.\.[-+.\deE]*\d[-+.\deE]*")
 #: How alike an unknown placeholder and a parameter are when one is taken for a slip of the pen.
 _ALIKE = 0.75
 
@@ -97,6 +98,8 @@ def _values(name: str, text: str) -> list[str]:
 
 def _range(name: str, text: str) -> Iterable[str]:
     match = _RANGE.fullmatch(text)
+    if match is None and _LIKE_A_RANGE.fullmatch(text):
+        raise _bad(f"--param {name}={text} is no range of whole numbers", f"list the values: {name}=0.1,0.2,0.3")
     if match is None:
         return [text]
     first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
@@ -104,7 +107,7 @@ def _range(name: str, text: str) -> Iterable[str]:
         raise _bad(f"--param {name}={text} is an empty range", "a range runs upward, by steps of 1 or more: 1..9..2")
     number = (last - first) // step + 1
     if number > MAX_COMMANDS:
-        raise _too_many(f"{name}={text} alone gives {number:,}")
+        raise _too_many(f"{name}={text}: {number:,}")
     # As in a shell: 01..10 counts 01, 02, ..., 10.
     padded = any(re.match(r"-?0\d", end) for end in (match[1], match[2]))
     width = max(len(match[1]), len(match[2])) if padded else 0

@@ -118,6 +118,8 @@ def describe(event: Event, view: RunView) -> str:
     'fold_2 waits: fold_1 is being measured'
     """
     kind, job = event["kind"], event.get("job")
+    if view.kind == "commands" and len(view.params) == 1 and kind in _OF_MANY:
+        return ""  # of a single command the summary says it
     if kind == "wait":
         return f"{job} waits: {event['reason']}" + (f"; {event['arithmetic']}" if event["arithmetic"] else "")
     if kind == "plan":
@@ -135,6 +137,8 @@ def describe(event: Event, view: RunView) -> str:
 def _describe_admit(event: Event, view: RunView) -> str:
     size, name = event["reservation_bytes"], view.name(str(event["job"]))
     reserved = f"reserves {format_bytes(size)}" if size else "is of unknown size"
+    if view.kind == "commands":
+        return f"{name} starts and {reserved} ({event['num_running']} running){_memory(event)}"
     return f"{name} starts and {reserved} ({event['num_running']} running): {event['why']}{_memory(event)}"
 
 
@@ -154,6 +158,9 @@ def _describe_end(event: Event, view: RunView) -> str:
 
 
 def _describe_grow(event: Event, view: RunView) -> str:
+    limit = ((view.last("budget") or {}).get("binding") or {}).get("limit_bytes", 0)
+    if event["to_bytes"] - event["from_bytes"] < limit * _WORTH_A_LINE:
+        return ""
     sizes = f"from {format_bytes(event['from_bytes'])} to {format_bytes(event['to_bytes'])}"
     return f"{event['job']} grows: its reservation is raised {sizes}; {event['why']}"
 
@@ -177,6 +184,11 @@ def _describe_stop(event: Event, view: RunView) -> str:
     return f"asking {jobs} to stop at a checkpoint; a second Ctrl-C, or memfit stop --now, ends them now"
 
 
+#: What only matters where jobs share something.
+_OF_MANY = frozenset({"admit", "plan", "end", "grow"})
+#: A reservation that grows by less of the limit is in the events and not on the terminal.
+_WORTH_A_LINE = 0.02
+
 _OF_JOBS: Mapping[str, Callable[[Event, RunView], str]] = {
     "admit": _describe_admit,
     "epoch": _describe_epoch,
@@ -194,7 +206,8 @@ def _memory(event: Event) -> str:
     if not all(_is_number(size) for size in sizes):
         return ""
     used, limit, pss = (format_bytes(int(size or 0)) for size in sizes)
-    return f"; {used} of {limit} used, jobs {pss} (PSS)"
+    own = f", {pss} of it by the jobs (PSS)" if event["pss_bytes"] else ""
+    return f"; {used} of {limit} used{own}"
 
 
 def _is_number(value: object) -> bool:
