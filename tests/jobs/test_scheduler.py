@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import DoesNotFitError
-from memfit.jobs import Job, Policy, Scheduler, StopRequest
+from memfit.jobs import Job, Policy, Scheduler, StopRequest, Verdict
 from memfit.memory import Budget, Device, Footprint
 from memfit.testing import FakeBackend, FakeJob
 
@@ -369,8 +369,8 @@ def test_starts_are_paced_by_the_cores(tmp_path):
     started = []
     scheduler.run(on_tick=lambda: started.append((round(backend.now, 1), len(backend.submitted))))
     by_time = dict(started)
-    assert by_time[0.2] == 2
-    assert by_time[0.5] == 4
+    assert by_time[0.2] == 3
+    assert by_time[0.5] == 6
     assert any(fields["reason"] == "others are starting" for fields in of_kind(events, "wait"))
 
 
@@ -421,8 +421,8 @@ def test_the_room_for_the_largest_checkpoint_is_never_lent(tmp_path):
 
 
 class FakeClaims:
-    def __init__(self, others: int) -> None:
-        self.others, self.written = others, []
+    def __init__(self, others: int, num_others: int = 1) -> None:
+        self.others, self.num_others, self.written = others, num_others, []
 
     def deciding(self):
         return nullcontext(self.others)
@@ -500,3 +500,84 @@ def test_whatever_jobs_do_the_budget_holds_and_every_job_that_fits_completes(tmp
     assert {status.state for status in statuses.values()} == {"completed"}
     assert backend.now < 2000
     assert backend.peak_bytes <= limit
+
+
+def test_a_cap_of_the_users_own_is_not_lessened_by_what_other_runs_lent(tmp_path):
+    scripts = {f"j{i}": FakeJob((100,) * 4) for i in range(3)}
+    scheduler, backend, machine, _ = make(tmp_path, scripts, limit=1000, slack=0.0, claims=FakeClaims(others=500))
+
+    def read(in_use):
+        budget = machine.read(in_use)
+        cap = replace(budget.binding, name="cap", limit_bytes=300, headroom_bytes=300 - in_use)
+        return replace(budget, limits=(cap, *budget.limits))
+
+    scheduler._budget.read_budget = read
+    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.run()
+    assert backend.most_at_once == 3
+
+
+def test_a_job_alone_at_its_wall_goes_on_when_another_run_ends(tmp_path):
+    claims = FakeClaims(others=500)
+    scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob((100, 800, 800))}, limit=1000, claims=claims)
+
+    def other_run_ends() -> None:
+        if backend.now > 0.3:
+            claims.others = claims.num_others = 0
+
+    assert scheduler.run(on_tick=other_run_ends)["a"].state == "completed"
+    assert backend.submitted == ["a"]
+
+
+def test_what_another_run_has_is_waited_for_and_no_reason_to_give_a_job_up(tmp_path):
+    claims = FakeClaims(others=500)
+    scheduler, backend, _, events = make(tmp_path, {"a": FakeJob((100, 800, 800))}, limit=1000, claims=claims)
+
+    def other_run_ends() -> None:
+        if backend.now > 9:
+            claims.others = claims.num_others = 0
+
+    assert scheduler.run(on_tick=other_run_ends)["a"].state == "completed"
+    assert of_kind(events, "aside")[0]["reason"] == "another run on this host has the memory that it needs"
+    assert backend.now > 9
+
+
+def test_a_job_that_was_given_up_stays_so_even_when_its_watcher_did_not_hear_why(tmp_path):
+    scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob((100, 2000))}, limit=1000)
+    cancel = backend.cancel
+    backend.cancel = lambda job_id, *, now=False, verdict=None: cancel(job_id, now=now)
+    status = scheduler.run()["a"]
+    assert status.state == "out_of_memory" and "needs more than the" in status.cause
+    assert backend.submitted == ["a"]
+
+
+@pytest.mark.parametrize("state", ["node_fail", "out_of_memory"])
+def test_a_job_that_stepped_aside_comes_again_however_it_ended(tmp_path, state):
+    scripts = {"a": FakeJob((100, 150, 200, 300, 300)), "b": FakeJob((100, 150, 200, 300, 300))}
+    scheduler, backend, _, _ = make(tmp_path, scripts, limit=400, slack=0.0, retries=0)
+    scheduler.forecast.learn(like({}), Footprint(100))
+    cancel = backend.cancel
+    backend.cancel = lambda job_id, *, now=False, verdict=None: cancel(job_id, verdict=Verdict(state, "meanwhile"))
+    assert {status.state for status in scheduler.run().values()} == {"completed"}
+
+
+def test_a_stop_while_a_job_waits_to_be_started_again_leaves_it_pending(tmp_path):
+    scripts = {"a": FakeJob((100,), ends=("out_of_memory",)), "b": FakeJob((950,) * 50)}
+    params = {"a": {"kind": "a"}, "b": {"kind": "b"}}
+    scheduler, _, _, events = make(tmp_path, scripts, limit=1050, slack=0.0, params=params)
+    for kind, size in (("a", 100), ("b", 950)):
+        scheduler.forecast.learn(like({"kind": kind}), Footprint(size))
+    stop = StopRequest()
+
+    def tick() -> None:
+        if of_kind(events, "retry"):
+            stop.ask()
+
+    statuses = scheduler.run(stop=stop, on_tick=tick)
+    assert {name: status.state for name, status in statuses.items()} == {"a": "pending", "b": "preempted"}
+
+
+def test_numbers_too_large_for_a_line_are_names(tmp_path):
+    params = {"a": {"x": "1e200"}, "b": {"x": "1e300"}, "c": {"x": "nan"}, "d": {"x": "2"}, "e": {"x": "inf"}}
+    scheduler, _, _, _ = make(tmp_path, {name: FakeJob((5,)) for name in params}, limit=100, params=params)
+    assert {status.state for status in scheduler.run().values()} == {"completed"}

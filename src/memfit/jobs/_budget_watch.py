@@ -54,15 +54,20 @@ class BudgetWatch:
         self._read_at, self._in_use_then = self._clock(), in_use_bytes
 
     def lendable(self, in_use_bytes: int, claims: Mapping[str, Claim]) -> Lendable:
-        """What may be lent now, beside the claims of the jobs that run and of other supervisors."""
-        headroom = self.now.headroom_bytes - (in_use_bytes - self._in_use_then)
-        reserve = self._reserve_left + self.checkpoint_bytes
-        return Lendable.now(headroom, reserve, {**claims, "": Claim(self.others_bytes, 0)})
+        """What may be lent now, beside the claims of the jobs that run."""
+        headroom = self._headroom_bytes - (in_use_bytes - self._in_use_then)
+        return Lendable.now(headroom, self._reserve_left + self.checkpoint_bytes, claims)
 
     @property
     def capacity_bytes(self) -> int:
         """What all jobs of this run may take together."""
-        return self.now.headroom_bytes + self._in_use_then - self._reserve_left - self.others_bytes
+        return self._headroom_bytes + self._in_use_then - self._reserve_left - self.checkpoint_bytes
+
+    @property
+    def _headroom_bytes(self) -> int:
+        """What was free at the last reading, beside what other supervisors lent; the user's own cap is not theirs."""
+        limits = [limit for limit in self.now.limits if limit.binds] or [self.now.binding]
+        return min(limit.headroom_bytes - (0 if limit.name == "cap" else self.others_bytes) for limit in limits)
 
     @property
     def outsiders_bytes(self) -> int:

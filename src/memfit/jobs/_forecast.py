@@ -17,6 +17,8 @@ _MOST_FOR_ALL_SUBSETS = 5
 _LEAST_POINTS, _MOST_POINTS = 4, 64
 #: A line is believed when its largest error is within this share of what the jobs took.
 _GOOD = 0.25
+#: A larger number is a name: its squares would overflow.
+_LARGEST = 1e15
 #: The feature that stands for a job's declared size.
 _DECLARED = "(declared)"
 
@@ -126,7 +128,7 @@ def _number(text: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
+    return value if abs(value) <= _LARGEST else None  # not for a NaN either
 
 
 def _subsets(params: Mapping[str, str]) -> Iterator[_Key]:

@@ -160,7 +160,10 @@ class LocalBackend:
         attempt = _next_attempt(folder)
         group = self._make_group(job.id, grant)
         has_limit = grant is not None and group is None and job.device_bytes is None
-        described = asdict(job) | {
+        described = {
+            **vars(job),  # not asdict, which copies all that lies deeper
+            "params": dict(job.params),
+            "arguments": dict(job.arguments),
             "attempt": attempt,
             "env": child_env(job, self.run),
             "grace_seconds": self.grace_seconds,

@@ -33,6 +33,10 @@ class Policy:
 class HostClaims(Protocol):
     """What several supervisors on one host share; ``memfit.memory.Claims`` is it."""
 
+    @property
+    def num_others(self) -> int:
+        """How many other runs live on this host, as seen at the last decision."""
+
     def deciding(self) -> AbstractContextManager[int]: ...
     def write(self, *, reserved_bytes: int, unused_bytes: int) -> None: ...
 

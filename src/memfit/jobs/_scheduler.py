@@ -34,10 +34,12 @@ _LACK_SECONDS = 3.0
 #: How long a job may wait at its wall for neighbours to end, and how long when all that run wait there.
 _STALL_SECONDS, _DEADLOCK_SECONDS = 10.0, 0.5
 #: A job counts as starting so long; so many may start at once on each core, and start-up is what keeps cores busy.
-_STARTING_SECONDS, _STARTS_PER_CPU = 0.25, 2
+_STARTING_SECONDS, _STARTS_PER_CPU = 0.25, 3
 #: How many waiting jobs are looked at when the first does not fit, and how many may pass it by.
 _BACKFILL, _MOST_PASSED = 32, 64
 _MOST_ASIDES = 3
+#: How a job may end that was asked to step aside.
+_ASIDE = frozenset({"preempted", "cancelled", "node_fail", "out_of_memory"})
 #: A reservation grows by at least this factor: smaller steps are not worth a word.
 _LEAST_GROWTH = 1.02
 
@@ -128,8 +130,12 @@ class Scheduler:
     def _read_budget(self) -> Budget:
         if self._budget.is_due:
             self._budget.read(self._in_use_bytes())
+            if self.claims is not None:
+                with self.claims.deciding() as others:
+                    self._budget.others_bytes = others
             # The walls of the jobs lie within the budget; the one above them all is for what they miss.
-            self.backend.cap(max(1, self._budget.capacity_bytes + self._budget.now.reserve_bytes // 8))
+            spare = self._budget.checkpoint_bytes + self._budget.now.reserve_bytes // 8
+            self.backend.cap(max(1, self._budget.capacity_bytes + spare))
         return self._budget.now
 
     def _room(self, claim_of: Callable[[Slot], Claim] = Slot.expectation) -> Lendable:
@@ -181,9 +187,16 @@ class Scheduler:
     def _settle(self, slot: Slot) -> None:
         """Decide what follows from a job's end: it comes again, or it is done."""
         status = slot.status
-        had = slot.grant.wall_bytes if slot.grant and status.wants_more else slot.reserved_bytes
+        if slot.verdict is not None and status.state not in ("completed", slot.verdict.state):
+            # Its watcher could not read the verdict, on a full disk for example.
+            status = replace(status, state=slot.verdict.state, cause=slot.verdict.cause)
+            slot.status = self.statuses[slot.job.id] = status
+        wall = slot.grant.wall_bytes if slot.grant else 0
+        had = wall if status.wants_more and status.peak_bytes >= 0.8 * wall else slot.reserved_bytes
         again: Retry | str = "it completed"
-        if slot.set_aside and status.state in ("preempted", "cancelled") and not self._stop_level:
+        if slot.verdict is not None:
+            again = "it had the whole budget to itself"
+        elif slot.set_aside and status.state in _ASIDE and not self._stop_level:
             self._read_budget()
             grown = round(1.25 * status.peak_bytes) if slot.stalled_since is not None else 0
             needed = min(max(slot.reserved_bytes, slot.expected_bytes, grown), self._budget.capacity_bytes)
@@ -214,6 +227,9 @@ class Scheduler:
         if level <= self._stop_level:
             return
         self._stop_level = level
+        for slot in self._waiting:
+            if slot.job.id in self.statuses:  # it was to be started again
+                self.statuses[slot.job.id] = JobStatus(slot.job.id, "pending", attempt=slot.status.attempt)
         self._waiting.clear()
         self.say("stop", level=level, num_running=len(self._running))
         for job_id in self._running:
@@ -291,7 +307,9 @@ class Scheduler:
         if waited < (_DEADLOCK_SECONDS if is_deadlock else _STALL_SECONDS):
             return
         if len(self._running) == 1:
-            if not self._budget.others_bytes:
+            if self._num_others():
+                self._set_aside(stalled[0], "another run on this host has the memory that it needs")
+            else:
                 self._give_up(stalled[0])
             return
         first = self._running.get(self._favoured or "") or max(stalled, key=Slot.lost_seconds)
@@ -305,11 +323,20 @@ class Scheduler:
         if headroom >= self._read_budget().reserve_bytes // 8:
             return
         first = cheapest(self._running.values())
-        if len(self._running) == 1 and self._budget.outsiders_bytes < self._read_budget().reserve_bytes // 2:
+        lonely = len(self._running) == 1 and not self._num_others()
+        if lonely and self._budget.outsiders_bytes < self._read_budget().reserve_bytes // 2:
             self._give_up(first)
         else:
             left = f"only {format_bytes(max(0, headroom))} is left of {self._read_budget().binding.name}"
             self._set_aside(first, left)
+
+    def _most_bytes(self) -> int:
+        """What one job could ever get here: the smallest limit, whoever uses it now, without the reserve."""
+        budget = self._read_budget()
+        return min(limit.limit_bytes for limit in budget.limits) - budget.reserve_bytes
+
+    def _num_others(self) -> int:
+        return self.claims.num_others if self.claims is not None else 0
 
     def _set_aside(self, slot: Slot, reason: str) -> None:
         # What waits in the kernel cannot run a handler, so there is no use in asking it.
@@ -324,14 +351,14 @@ class Scheduler:
     def _give_up(self, slot: Slot) -> None:
         """End a job that had the whole budget to itself and wants more."""
         capacity, binding = self._budget.capacity_bytes, self._read_budget().binding
-        cause = (
+        slot.verdict = Verdict(
+            "out_of_memory",
             f"it needs more than the {format_bytes(capacity)} that it had alone, all that may be lent under "
             f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}): ended by memfit at its wall, "
-            "before the kernel would; raise that limit or make the job smaller"
+            "before the kernel would; raise that limit or make the job smaller",
         )
         slot.set_aside = True
-        slot.needed_bytes = capacity
-        self.backend.cancel(slot.job.id, now=True, verdict=Verdict("out_of_memory", cause))
+        self.backend.cancel(slot.job.id, now=True, verdict=slot.verdict)
 
     # Admission
 
@@ -468,6 +495,9 @@ class Scheduler:
 
     def _refuse(self, slot: Slot) -> DoesNotFitError | None:
         """Drop a job that does not fit although no other runs, when that has lasted; the others may fit."""
+        if self._num_others() and (self._needed(slot, alone=True) or 1) <= self._most_bytes():
+            self._wait(slot, "another run on this host has the memory that it needs")
+            return None
         self._lacking_since = self._lacking_since or monotonic()
         # One that has given way before came in when there was room, so there will be some again.
         if monotonic() - self._lacking_since < _LACK_SECONDS * (1 + 20 * slot.num_asides):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from memfit.jobs._job import Grant, Job, JobStatus
+from memfit.jobs._job import Grant, Job, JobStatus, Verdict
 from memfit.memory import Claim
 from memfit.units import MIB
 
@@ -30,6 +30,7 @@ class Slot:
         admitted: When it was started, by the monotonic clock.
         stalled_since: Since when it waits at its wall; None when it does not.
         set_aside: It was asked to end so that others can go on.
+        verdict: What its end is to be called, once it was given up for good.
         num_retries, num_asides: How often it was started again for its own sake, and for others'.
     """
 
@@ -46,6 +47,7 @@ class Slot:
     admitted: float = 0.0
     stalled_since: float | None = None
     set_aside: bool = False
+    verdict: Verdict | None = None
     num_retries: int = 0
     num_asides: int = 0
     learned_bytes: int = field(default=0)

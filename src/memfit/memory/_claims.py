@@ -88,6 +88,8 @@ class Claims:
         self._written: Entry | None = None
         self._patience = _PATIENCE_SECONDS
         self._orphans: dict[Path, tuple[float, bool]] = {}
+        #: How many other runs live on this host, as seen at the last decision.
+        self.num_others = 0
         self._put()
 
     @contextmanager
@@ -99,7 +101,9 @@ class Claims:
         """
         lock = self._lock_host()
         try:
-            yield sum(entry.unused_bytes for entry in list_entries(self._folder) if self._counts(entry))
+            others = [entry for entry in list_entries(self._folder) if self._counts(entry)]
+            self.num_others = len(others)
+            yield sum(entry.unused_bytes for entry in others)
         finally:
             if lock is not None:
                 os.close(lock)
