@@ -63,6 +63,20 @@ def test_a_peak_that_follows_a_number_is_told_along_the_line_with_its_largest_er
     assert forecast.predict(job(kind="a", size="30", seed="2")).private_bytes == 1036
 
 
+def test_sizes_are_numbers_too():
+    forecast = Forecast()
+    for mib in (10, 20, 30, 40):
+        forecast.learn(job(cache=f"{mib}MiB"), Footprint(mib << 20))
+    assert forecast.predict(job(cache="100MiB")).private_bytes == 100 << 20
+
+
+def test_where_each_job_was_declared_apart_its_own_hint_counts_until_there_is_a_line():
+    forecast = Forecast()
+    for size in (100, 900):
+        forecast.learn(job(declared=size, kind="a", name=f"n{size}"), Footprint(size))
+    assert forecast.predict(job(declared=200, kind="a", name="n200")).private_bytes == 200
+
+
 def test_kinds_have_lines_of_their_own():
     forecast = Forecast()
     for size in (10, 20, 30, 40):

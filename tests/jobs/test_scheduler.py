@@ -1,6 +1,6 @@
 """The scheduler against a fake backend: no process, no clock."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -422,10 +422,14 @@ def test_the_room_for_the_largest_checkpoint_is_never_lent(tmp_path):
 
 class FakeClaims:
     def __init__(self, others: int, num_others: int = 1) -> None:
-        self.others, self.num_others, self.written = others, num_others, []
+        self.others, self.num_others, self.written, self.is_deciding = others, num_others, [], False
 
+    @contextmanager
     def deciding(self):
-        return nullcontext(self.others)
+        assert not self.is_deciding  # the host's lock is not to be taken twice
+        self.is_deciding = True
+        yield self.others
+        self.is_deciding = False
 
     def write(self, *, reserved_bytes: int, unused_bytes: int) -> None:
         self.written.append((reserved_bytes, unused_bytes))
@@ -575,6 +579,14 @@ def test_a_stop_while_a_job_waits_to_be_started_again_leaves_it_pending(tmp_path
 
     statuses = scheduler.run(stop=stop, on_tick=tick)
     assert {name: status.state for name, status in statuses.items()} == {"a": "pending", "b": "preempted"}
+
+
+def test_what_others_like_it_took_is_no_reason_to_refuse_a_job(tmp_path):
+    scripts = {f"j{i}": FakeJob((20 * i,)) for i in range(1, 5)} | {"j9": FakeJob((60,) * 3)}
+    params = {name: {"x": name[1:]} for name in scripts}
+    scheduler, _, _, events = make(tmp_path, scripts, limit=100, slack=0.0, params=params, max_parallel=1)
+    assert {status.state for status in scheduler.run().values()} == {"completed"}
+    assert any("others like it took 180 B" in fields["why"] for fields in of_kind(events, "admit"))
 
 
 def test_numbers_too_large_for_a_line_are_names(tmp_path):

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
+from memfit.errors import ConfigError
 from memfit.jobs._job import Job
 from memfit.memory import Footprint
+from memfit.units import parse_bytes
 
 #: Up to so many parameters every subset of them is kept; above it only the large ones, single ones and none.
 _MOST_FOR_ALL_SUBSETS = 5
@@ -31,7 +33,7 @@ class Forecast:
     Where the peaks of jobs of one kind (those that share all parameters that are no numbers) follow one of their
     numbers, or their declared size, along a straight line, that line and its largest error speak. Otherwise jobs that
     share the most parameter values speak for each other, the largest of them for all. A declared size is a hint for a
-    job with which no measured one shares a value.
+    job with which no measured one shares a value; where each job was declared apart, until there is a line.
 
     Example:
         >>> forecast = Forecast()
@@ -45,13 +47,18 @@ class Forecast:
     def __init__(self) -> None:
         self._largest: dict[_Key, Footprint] = {}
         self._lines: dict[_Key, dict[str, _Line]] = {}
+        self._declared: set[int] = set()
 
-    def learn(self, job: Job, footprint: Footprint) -> None:
-        """Take in what a job took."""
+    def learn(self, job: Job, footprint: Footprint, *, is_final: bool = True) -> None:
+        """Take in what a job took; of one that still runs, for those that share its parameters alone."""
         for subset in _subsets(job.params):
             known = self._largest.get(subset)
             if known is None or footprint.private_bytes > known.private_bytes or footprint.device_bytes:
                 self._largest[subset] = footprint if known is None else known.merge(footprint)
+        if job.footprint is not None:
+            self._declared.add(job.footprint.private_bytes)
+        if not is_final:
+            return
         kind, numbers = _features(job)
         lines = self._lines.setdefault(kind, {})
         for name, value in numbers.items():
@@ -71,9 +78,16 @@ class Forecast:
             along = self._along_a_line(job)
             if along is not None:
                 return replace(found, private_bytes=along)
-        if job.params and num_shared == 0 and job.footprint is not None:
+        is_own = len(self._declared) > 1 and num_shared < len(job.params)
+        if job.params and job.footprint is not None and (num_shared == 0 or is_own):
             return job.footprint
         return found or job.footprint
+
+    def is_inferred(self, job: Job) -> bool:
+        """Whether what is told of a job rests on others that are like it, and neither on its twin nor on a hint."""
+        expected = self.predict(job)
+        is_measured = expected is not None and expected.method == "measured"
+        return is_measured and bool(job.params) and tuple(sorted(job.params.items())) not in self._largest
 
     def _along_a_line(self, job: Job) -> int | None:
         """What the best line of its kind says; None when there is no good one."""
@@ -127,7 +141,10 @@ def _number(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
-        return None
+        try:
+            value = float(parse_bytes(text))
+        except ConfigError:
+            return None
     return value if abs(value) <= _LARGEST else None  # not for a NaN either
 
 

@@ -114,6 +114,7 @@ class Scheduler:
         while True:
             self._poll()
             self._obey(stop.level if stop else 0)
+            self._ask_others()
             self._relieve()
             latest = self._admit(hold())
             refused = refused or latest
@@ -127,12 +128,15 @@ class Scheduler:
     def _in_use_bytes(self) -> int:
         return sum(slot.status.used_bytes for slot in self._running.values())
 
+    def _ask_others(self) -> None:
+        """What other runs on this host lent, also while none of the own jobs waits to be admitted."""
+        if self.claims is not None and self._budget.is_due:
+            with self.claims.deciding() as others:
+                self._budget.others_bytes = others
+
     def _read_budget(self) -> Budget:
         if self._budget.is_due:
             self._budget.read(self._in_use_bytes())
-            if self.claims is not None:
-                with self.claims.deciding() as others:
-                    self._budget.others_bytes = others
             # The walls of the jobs lie within the budget; the one above them all is for what they miss.
             spare = self._budget.checkpoint_bytes + self._budget.now.reserve_bytes // 8
             self.backend.cap(max(1, self._budget.capacity_bytes + spare))
@@ -159,7 +163,7 @@ class Scheduler:
 
     def _learn(self, slot: Slot) -> None:
         status, footprint = slot.status, slot.status.footprint
-        if footprint is None or footprint.private_bytes <= slot.learned_bytes:
+        if footprint is None or (footprint.private_bytes <= slot.learned_bytes and status.state != "completed"):
             return
         expected = self.forecast.predict(slot.job)
         is_measured = expected is not None and expected.method == "measured"
@@ -167,7 +171,7 @@ class Scheduler:
         if not (status.state == "completed" or status.settled or outgrew):
             return
         slot.learned_bytes = footprint.private_bytes
-        self.forecast.learn(slot.job, footprint)
+        self.forecast.learn(slot.job, footprint, is_final=status.state == "completed")
         self._revise()
         if not is_measured or (expected and footprint.private_bytes > 1.01 * expected.private_bytes):
             needed = reservation_bytes(footprint, self.policy.slack)
@@ -434,6 +438,11 @@ class Scheduler:
             return "its size is unknown, so it runs alone first"
         if slot.num_asides >= _MOST_ASIDES and not alone:
             return f"it stepped aside {slot.num_asides} times, so it runs alone next"
+        if (needed or 1) > room.bytes and alone and self.forecast.is_inferred(slot.job) and slot.needed_bytes is None:
+            self._start(
+                slot, None, f"others like it took {format_bytes(needed or 1)}; it has all there is and its wall"
+            )
+            return ""
         if (needed or 1) > room.bytes:
             return f"it needs {format_bytes(needed or 1)}; {room.explain()}"
         why = room.explain()
