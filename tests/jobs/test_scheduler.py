@@ -406,7 +406,7 @@ def test_when_a_neighbour_takes_the_whole_reserve_the_cheapest_gives_way_before_
     assert {status.state for status in statuses.values()} == {"completed"}
     aside = of_kind(events, "aside")
     assert len(aside) == 1 and "is left of" in aside[0]["reason"]
-    assert (aside[0]["job"], 7) in resized  # the room to write its checkpoint
+    assert (aside[0]["job"], 7 + 10) in resized  # the room to write its checkpoint, and an eighth of the reserve
     assert len(backend.submitted) == 4
 
 

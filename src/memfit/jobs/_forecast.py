@@ -78,10 +78,13 @@ class Forecast:
             along = self._along_a_line(job)
             if along is not None:
                 return replace(found, private_bytes=along)
-        is_own = len(self._declared) > 1 and num_shared < len(job.params)
-        if job.params and job.footprint is not None and (num_shared == 0 or is_own):
-            return job.footprint
-        return found or job.footprint
+        return job.footprint if self._has_own_hint(job, num_shared) else found or job.footprint
+
+    def _has_own_hint(self, job: Job, num_shared: int) -> bool:
+        """Whether its declared size is its own, and not one for all, and tells more than those like it."""
+        if not job.params or job.footprint is None or num_shared == len(job.params):
+            return False
+        return len(self._declared | {job.footprint.private_bytes}) > 1 or not self._declared
 
     def is_inferred(self, job: Job) -> bool:
         """Whether what is told of a job rests on others that are like it, and neither on its twin nor on a hint."""

@@ -15,6 +15,7 @@ from pathlib import Path
 #: Names of torch, the standard library's users, OpenMP and joblib, each with the number of the process that made it.
 _SEGMENT = re.compile(r"(?:torch_|pym-|__KMP_REGISTERED_LIB_|joblib_memmapping_folder_)(\d+)(?:[_-]|$)")
 _PATIENCE_SECONDS = 2.0
+_SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "busybox"})
 
 
 def end_children(others: Callable[[], Iterable[int]]) -> set[int]:
@@ -35,6 +36,38 @@ def end_children(others: Callable[[], Iterable[int]]) -> set[int]:
             break
         time.sleep(0.005)
     return ended
+
+
+def stop_targets(pid: int) -> set[int]:
+    """Who is to hear that a job is to stop: its process and, where that is a shell, what the shell runs as well.
+
+    A shell dies of SIGTERM at once, and what it runs hears of nothing. All processes of the job are not asked: the
+    workers of a data loader would die of it under a trainer that is about to save.
+    """
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return {pid}
+    children = [int(word) for word in words] if name in _SHELLS else []
+    return {pid}.union(*map(stop_targets, children))
+
+
+def wait_for(pids: set[int], is_over: Callable[[], bool]) -> set[int]:
+    """Wait until these children have ended or it is over; the exit codes of those that ended."""
+    codes: set[int] = set()
+    while pids and not is_over():
+        for pid in list(pids):
+            try:
+                found, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:  # not inherited, or gone
+                pids = pids - {pid}
+                continue
+            if found:
+                codes.add(os.waitstatus_to_exitcode(status))
+                pids = pids - {pid}
+        time.sleep(0.02)
+    return codes
 
 
 def _has_children() -> bool:

@@ -40,6 +40,9 @@ _BACKFILL, _MOST_PASSED = 32, 64
 _MOST_ASIDES = 3
 #: How a job may end that was asked to step aside.
 _ASIDE = frozenset({"preempted", "cancelled", "node_fail", "out_of_memory"})
+#: How long a grown reservation stands before what it holds for nothing goes back, and how long a job that waits at its
+#: wall may take to leave.
+_GROWN_SECONDS, _LEAVING_SECONDS = 1.0, 2.0
 #: A reservation grows by at least this factor: smaller steps are not worth a word.
 _LEAST_GROWTH = 1.02
 
@@ -200,7 +203,7 @@ class Scheduler:
         again: Retry | str = "it completed"
         if slot.verdict is not None:
             again = "it had the whole budget to itself"
-        elif slot.set_aside and status.state in _ASIDE and not self._stop_level:
+        elif slot.set_aside is not None and status.state in _ASIDE and not self._stop_level:
             self._read_budget()
             grown = round(1.25 * status.peak_bytes) if slot.stalled_since is not None else 0
             needed = min(max(slot.reserved_bytes, slot.expected_bytes, grown), self._budget.capacity_bytes)
@@ -224,7 +227,7 @@ class Scheduler:
         self.say("retry", job=slot.job.id, attempt=status.attempt + 1, reason=again.reason, **told)
         slot.needed_bytes = again.needed_bytes or slot.needed_bytes
         slot.needed_device_bytes = again.device_bytes or slot.needed_device_bytes
-        slot.set_aside, slot.stalled_since, slot.grant, slot.reserved_bytes = False, None, None, 0
+        slot.set_aside, slot.stalled_since, slot.grant, slot.reserved_bytes, slot.grew = None, None, None, 0, 0.0
         self._waiting.insert(0, slot)
 
     def _obey(self, level: int) -> None:
@@ -250,6 +253,9 @@ class Scheduler:
             return
         free, short = max(0, self._room(Slot.claim).bytes), ""
         for slot in sorted(self._running.values(), key=Slot.lost_seconds, reverse=True):
+            if slot.grew and monotonic() - slot.grew > _GROWN_SECONDS:
+                spare = slot.spare_bytes()
+                slot.reserved_bytes, free = slot.reserved_bytes - spare, free + spare
             before, wanted = slot.reserved_bytes, slot.wanted_bytes(free)
             if self.policy.force or not before or wanted <= before:
                 continue
@@ -258,14 +264,18 @@ class Scheduler:
             if more < wanted - held and slot.wants_more:
                 short = short or f"{slot.job.id} outgrows its {format_bytes(before)} and nothing is free"
             if held + more > _LEAST_GROWTH * before:
-                slot.reserved_bytes, free = held + more, free - more
+                slot.reserved_bytes, slot.grew, free = held + more, monotonic(), free - more
                 told = {"from_bytes": before, "to_bytes": slot.reserved_bytes}
                 self.say("grow", job=slot.job.id, why=f"{format_bytes(free)} is left to lend", **told)
         if short and not self._short:
             self.say("short", job=None, reason=short)
         self._short = short
         self._hand_out(free)
-        if any(slot.set_aside for slot in self._running.values()) or self.policy.force:
+        leaving = [slot for slot in self._running.values() if slot.set_aside is not None]
+        for slot in leaving:
+            if slot.status.stalled and monotonic() - (slot.set_aside or 0.0) > _LEAVING_SECONDS:
+                self.backend.cancel(slot.job.id, now=True, verdict=slot.verdict)
+        if leaving or self.policy.force:
             return  # one that was asked to step aside gives its memory back first
         self._see_to_stalled()
         self._see_to_headroom()
@@ -286,6 +296,8 @@ class Scheduler:
             return
         changes = []
         for job_id, slot in self._running.items():
+            if slot.set_aside is not None:
+                continue  # it has what it needs to leave
             grant, old = slot.grant_of(self._part_of(slot, free_bytes), self._budget.capacity_bytes), slot.grant
             is_pressed = slot.status.stalled or slot.status.used_bytes > 0.8 * (old.wall_bytes if old else 0)
             least = 0 if is_pressed else grant.wall_bytes // 64
@@ -306,7 +318,8 @@ class Scheduler:
         stalled = [slot for slot in self._running.values() if slot.stalled_since is not None]
         if not stalled or self._running.get(self._favoured or "") not in (None, *stalled):
             return  # the one that goes first does go on
-        waited = now - min(slot.stalled_since or now for slot in stalled)
+        favoured = self._running.get(self._favoured or "")
+        waited = now - min(slot.stalled_since or now for slot in ([favoured] if favoured else stalled))
         is_deadlock = len(stalled) == len(self._running)
         if waited < (_DEADLOCK_SECONDS if is_deadlock else _STALL_SECONDS):
             return
@@ -316,7 +329,7 @@ class Scheduler:
             else:
                 self._give_up(stalled[0])
             return
-        first = self._running.get(self._favoured or "") or max(stalled, key=Slot.lost_seconds)
+        first = favoured or max(stalled, key=Slot.lost_seconds)
         others = [slot for slot in self._running.values() if slot is not first]
         self._favoured = first.job.id
         self._set_aside(cheapest(others), f"{first.job.id} waits at its wall and nothing is free")
@@ -343,14 +356,13 @@ class Scheduler:
         return self.claims.num_others if self.claims is not None else 0
 
     def _set_aside(self, slot: Slot, reason: str) -> None:
-        # What waits in the kernel cannot run a handler, so there is no use in asking it.
-        now = slot.status.stalled
-        slot.set_aside = True
-        if slot.grant and not now:
-            more = self._budget.checkpoint_bytes
+        slot.set_aside = monotonic()
+        if slot.grant:
+            # What waits in the kernel runs no handler: it gets the room to leave, from what is never lent.
+            more = self._budget.checkpoint_bytes + self._read_budget().reserve_bytes // 8
             self.backend.resize(slot.job.id, replace(slot.grant, wall_bytes=slot.grant.wall_bytes + more))
-        self.say("aside", job=slot.job.id, reason=reason, now=now)
-        self.backend.cancel(slot.job.id, now=now)
+        self.say("aside", job=slot.job.id, reason=reason, now=False)
+        self.backend.cancel(slot.job.id)
 
     def _give_up(self, slot: Slot) -> None:
         """End a job that had the whole budget to itself and wants more."""
@@ -358,10 +370,11 @@ class Scheduler:
         slot.verdict = Verdict(
             "out_of_memory",
             f"it needs more than the {format_bytes(capacity)} that it had alone, all that may be lent under "
-            f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}): ended by memfit at its wall, "
-            "before the kernel would; raise that limit or make the job smaller",
+            f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}), "
+            f"{format_bytes(self._read_budget().reserve_bytes)} of which are kept back (--reserve): ended at its wall "
+            "by memfit, before the kernel would; raise that limit or make the job smaller",
         )
-        slot.set_aside = True
+        slot.set_aside = monotonic()
         self.backend.cancel(slot.job.id, now=True, verdict=slot.verdict)
 
     # Admission
@@ -443,6 +456,8 @@ class Scheduler:
                 slot, None, f"others like it took {format_bytes(needed or 1)}; it has all there is and its wall"
             )
             return ""
+        if needed is not None and alone:  # the slack is for those beside whom it will run
+            needed = max(needed, min(self._needed(slot, alone=False) or 0, room.bytes))
         if (needed or 1) > room.bytes:
             return f"it needs {format_bytes(needed or 1)}; {room.explain()}"
         why = room.explain()
@@ -462,9 +477,10 @@ class Scheduler:
 
     def _needed(self, slot: Slot, *, alone: bool) -> int | None:
         """What the job reserves; None for one of unknown size, which runs alone."""
-        if slot.needed_bytes is not None:
-            return slot.needed_bytes
         expected = self.forecast.predict(slot.job)
+        if slot.needed_bytes is not None:
+            is_measured = expected is not None and expected.method == "measured"
+            return max(slot.needed_bytes, expected.private_bytes if expected and is_measured else 0)
         if expected is None:
             return None
         # A job that runs alone may use all there is, so its like's peak is enough without the slack.

@@ -23,10 +23,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import DamagedError
+from memfit.errors import DamagedError, StoppedError
 from memfit.jobs._child import ERROR, RESULT
 from memfit.jobs._death import Counters, Death, explain, place_of, read_kernel_line
-from memfit.jobs._leftovers import end_children, remove_segments
+from memfit.jobs._leftovers import end_children, remove_segments, stop_targets, wait_for
 from memfit.jobs._lock import JOB, OUTCOME, STATUS, STOP_REQUESTED, VERDICT, JobLock
 from memfit.jobs._orphan import OrphanWatch
 from memfit.jobs._start import become_subreaper, start
@@ -117,6 +117,8 @@ class _Shim:
         self.orphan = OrphanWatch(self.run_dir.path, self.group) if self.group else None
         self.attempt = int(job["attempt"])
         self.env_differs: dict[str, Any] = {}
+        #: The processes that were asked to stop.
+        self.told: set[int] = set()
 
     def run(self) -> dict[str, Any]:
         """Start the job, watch it to its end, and explain that end."""
@@ -180,8 +182,20 @@ class _Shim:
                 os.killpg(watch.pid, signal.SIGKILL)
             return "SIGKILL"
         if sent is None:
-            os.kill(watch.pid, signal.SIGTERM)
+            self.told = stop_targets(watch.pid)
+            for pid in self.told:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGTERM)
         return "SIGTERM"
+
+    def _wait_for_told(self, watch: Watch, returncode: int, stopped_by: str | None) -> int:
+        """Let those whom a shell ran, and who were asked to stop too, use what is left of the grace."""
+        left = self.told - {watch.pid}
+        if stopped_by != "SIGTERM" or not left:
+            return returncode
+        end = (self.stop.asked_at or 0.0) + float(self.job["grace_seconds"])
+        codes = wait_for(left, lambda: self.stop.now or time.monotonic() > end)
+        return StoppedError.exit_code if StoppedError.exit_code in codes else returncode
 
     def _tick(self, watch: Watch, *, is_first: bool) -> None:
         """What is due twice a second once the job has lived a while."""
@@ -225,6 +239,7 @@ class _Shim:
 
     def _close(self, watch: Watch, before: Counters, returncode: int, stopped_by: str | None) -> dict[str, Any]:
         """End what is left, gather the evidence, and say why the job ended."""
+        returncode = self._wait_for_told(watch, returncode, stopped_by)
         if watch.meter is not None:
             watch.observe()
             watch.write_series()

@@ -29,7 +29,8 @@ class Slot:
         grant: What the backend was told last.
         admitted: When it was started, by the monotonic clock.
         stalled_since: Since when it waits at its wall; None when it does not.
-        set_aside: It was asked to end so that others can go on.
+        grew: When its reservation was raised last, by the monotonic clock; 0 when it never was.
+        set_aside: It was asked to end so that others can go on; since then, by the monotonic clock.
         verdict: What its end is to be called, once it was given up for good.
         num_retries, num_asides: How often it was started again for its own sake, and for others'.
     """
@@ -46,7 +47,8 @@ class Slot:
     grant: Grant | None = None
     admitted: float = 0.0
     stalled_since: float | None = None
-    set_aside: bool = False
+    grew: float = 0.0
+    set_aside: float | None = None
     verdict: Verdict | None = None
     num_retries: int = 0
     num_asides: int = 0
@@ -89,6 +91,11 @@ class Slot:
         # One that waits at its wall gets half of what is free, so that it meets few more on its way.
         step = free_bytes // 2 if self.status.stalled else min(_STEP_BYTES, free_bytes // 8)
         return max(self.reserved_bytes, self.expected_bytes, round(used * _GROWTH), used + step)
+
+    def spare_bytes(self) -> int:
+        """What a reservation that grew has come to hold for nothing: it rests on no forecast, only on its use then."""
+        least = max(self.expected_bytes, round(self.status.used_bytes * _GROWTH), 1)
+        return self.reserved_bytes - least if self.grew and least < 0.9 * self.reserved_bytes else 0
 
     def grant_of(self, free_bytes: int, capacity_bytes: int) -> Grant:
         """What it may take: its reservation, and up to its wall its part of what is free; all there is when alone."""

@@ -146,8 +146,12 @@ class Walls:
         What jobs that ended left behind (files in /dev/shm) stays charged to the parent group, and a budget counts it
         as in use already: the wall is higher by that, or it would count twice.
         """
+        self.parent.set_wall(capacity_bytes + self.left_bytes())
+
+    def left_bytes(self) -> int:
+        """What jobs that ended left charged to the run: files in /dev/shm that are still there, above all."""
         live = sum(self._group(job_id).used_bytes() for job_id in self._ears)
-        self.parent.set_wall(capacity_bytes + max(0, self.parent.used_bytes() - live))
+        return max(0, self.parent.used_bytes() - live)
 
     def resize(self, job_id: str, soft_bytes: int, wall_bytes: int) -> None:
         """Give a job another wall and another threshold; does nothing for one whose group is gone."""

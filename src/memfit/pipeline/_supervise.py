@@ -170,8 +170,9 @@ class Supervisor:
     _num_parallel: int = field(default=0)
 
     def read_budget(self, in_use_bytes: int = 0) -> Budget:
-        """The budget as it is now, under the user's cap on what the jobs use."""
-        return read_budget(self.settings, in_use_bytes)
+        """The budget as it is now, under the user's cap on what the jobs use or left in /dev/shm."""
+        left_bytes = self.backend.walls.left_bytes() if self.backend.walls else 0
+        return read_budget(self.settings, in_use_bytes + left_bytes)
 
     def schedule(self, jobs: Sequence[Job], *, known: Known = (), num_planned: int = 0) -> dict[str, JobStatus]:
         """Run jobs to their ends; the last status of each that was started.
