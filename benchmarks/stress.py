@@ -225,7 +225,9 @@ def run_memfit(setting: Setting, work: Path) -> dict[str, Any]:
     tag = uuid.uuid4().hex[:8]
     rows = write_jobs(setting.jobs, work)
     reserve = f"{setting.reserve_bytes // MIB}MiB"
+    # Walls hold what a forecast misses, so that the slack on top of it is small here; the default is a tenth.
     options = ["--param-file", str(rows), "--memory", "{memory}", "--reserve", reserve, "--retries", "2", "--json"]
+    options += ["--set", "memory.slack=0.02"]
     command = [sys.executable, "-m", "memfit", "map", *options, "--", sys.executable, *template(work, tag)]
     # Runs of others on this host lend from the same list; this one keeps a list of its own, in its own folder.
     (work / "tmp").mkdir()

@@ -316,7 +316,7 @@ def test_after_a_crash_the_same_name_takes_the_groups_over(build):
         walls.close(remove=False)
         taken = build(512 * MIB, name)
         assert taken.existing() == {"a": group}
-        assert taken.parent.state().wall_bytes == 512 * MIB
+        assert taken.parent.state().wall_bytes >= 512 * MIB + 60 * MIB  # what the job has is not what may be lent
         assert taken.make("a", 200 * MIB, 256 * MIB) == group
         assert hog.took()
         assert hog.end() == 0

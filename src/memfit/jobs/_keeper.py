@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from memfit.jobs import _shim
+from memfit.jobs._lock import complain
 
 HELLO = "keeper"
 _PR_SET_NAME = 15
@@ -118,7 +119,7 @@ class _Keeper:
             worker.link.sendall(f"{job_id}\n".encode())
             worker.job_id = job_id
         except OSError as error:  # no memory or no process to be had: the job ends as one whose watcher died
-            print(f"no watcher for {job_id}: {error}", file=sys.stderr, flush=True)
+            complain(f"no watcher for {job_id}: {error}")
             self.outgoing += f"{job_id} 1\n".encode()
 
     def _fork(self) -> _Worker:

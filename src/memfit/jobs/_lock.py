@@ -67,6 +67,12 @@ def is_held(folder: Path) -> bool:
     return False
 
 
+def complain(text: str) -> None:
+    """Say something in the watcher's log, if it can be written: a full disk must not end a watcher, and so its job."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
 class JobLock:
     """A job's lock, held until it is released or this process ends."""
 

@@ -114,6 +114,9 @@ class Scheduler:
         refused: DoesNotFitError | None = None
         for slot in [slot for slot in self._waiting if slot.job.id in still_running]:
             self._start(slot, self._needed(slot, alone=False), "it still runs and is taken over")
+        if self._running:  # what they use was read before they were known
+            self._poll()
+            self._budget.read(self._in_use_bytes())
         while True:
             self._poll()
             self._obey(stop.level if stop else 0)
@@ -336,6 +339,9 @@ class Scheduler:
 
     def _see_to_headroom(self) -> None:
         """Have a job give way before the kernel ends one: without walls, or when a neighbour took all the reserve."""
+        if self._room().headroom_bytes >= self._read_budget().reserve_bytes // 8:
+            return
+        self._budget.read(self._in_use_bytes())  # nobody gives way to a figure that was reckoned
         headroom = self._room().headroom_bytes
         if headroom >= self._read_budget().reserve_bytes // 8:
             return

@@ -27,7 +27,7 @@ from memfit.errors import DamagedError, StoppedError
 from memfit.jobs._child import ERROR, RESULT
 from memfit.jobs._death import Counters, Death, explain, place_of, read_kernel_line
 from memfit.jobs._leftovers import end_children, remove_segments, stop_targets, wait_for
-from memfit.jobs._lock import JOB, OUTCOME, STATUS, STOP_REQUESTED, VERDICT, JobLock
+from memfit.jobs._lock import JOB, OUTCOME, STATUS, STOP_REQUESTED, VERDICT, JobLock, complain
 from memfit.jobs._orphan import OrphanWatch
 from memfit.jobs._start import become_subreaper, start
 from memfit.jobs._watch import STATUS_SECONDS, Watch
@@ -41,6 +41,8 @@ SAMPLE_SECONDS, _FIRST_SAMPLE_SECONDS = 0.1, 0.25
 _BRIEF_SECONDS = 0.5
 #: The outcome of a job that ran less is not forced to disk: it is run again sooner than that takes.
 _DURABLE_SECONDS = 2.0
+#: How long a job that was asked to end waits for a full disk to take its outcome.
+_FULL_SECONDS = 30.0
 #: Less shared memory than that may be the kernel's lag in counting.
 _LEFT_BYTES = MIB
 #: The shim's own exit code when another shim holds the job.
@@ -94,7 +96,7 @@ def _main(job_dir: Path, lock: JobLock) -> int:
         return 0
     job = read_json(job_dir / JOB)
     if job is None:
-        print(f"{job_dir / JOB} is missing", file=sys.stderr)
+        complain(f"{job_dir / JOB} is missing")
         return 1
     stop = _Stop()
     become_subreaper()
@@ -102,7 +104,11 @@ def _main(job_dir: Path, lock: JobLock) -> int:
     shim = _Shim(job, job_dir, lock, stop)
     outcome = shim.run()
     is_durable = time.time() - outcome["started"] > _DURABLE_SECONDS
-    lock.patiently(lambda: write_atomic(job_dir / OUTCOME, json.dumps(outcome) + "\n", durable=is_durable))
+    # Whoever asked for its end does not wait for a disk for ever: without an outcome it runs again.
+    lock.patiently(
+        lambda: write_atomic(job_dir / OUTCOME, json.dumps(outcome) + "\n", durable=is_durable),
+        gives_up=lambda: stop.asked_at is not None and time.monotonic() - stop.asked_at > _FULL_SECONDS,
+    )
     (job_dir / STATUS).unlink(missing_ok=True)
     return 0
 
@@ -232,7 +238,7 @@ class _Shim:
         wanted = self.job["env"]
         self.env_differs = {name: real.get(name) for name, value in wanted.items() if real.get(name) != value}
         for name, value in self.env_differs.items():
-            print(f"{name} is {value!r} in the job, not {wanted[name]!r} as set", file=sys.stderr, flush=True)
+            complain(f"{name} is {value!r} in the job, not {wanted[name]!r} as set")
         with contextlib.suppress(OSError):
             found = {name: real.get(name) for name in wanted}
             write_atomic(self.job_dir / "environ.json", json.dumps(found, indent=2) + "\n", durable=False)
@@ -329,7 +335,7 @@ def _read_left(path: Path) -> dict[str, Any] | None:
     try:
         return read_json(path)
     except DamagedError as error:  # torn by a full disk
-        print(error, file=sys.stderr)
+        complain(str(error))
         return None
 
 

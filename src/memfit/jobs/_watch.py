@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError
+from memfit.jobs._lock import complain
 from memfit.jobs._phases import phase_of_log, phase_of_shape
 from memfit.memory import Footprint, GroupState, JobGroup, Sample, SeriesWriter, TreeMeter, nvml_reader
 from memfit.rundir import EventTail, RunDir
@@ -135,7 +136,7 @@ class Watch:
         try:
             self.series = SeriesWriter(path)
         except (OSError, DamagedError) as error:
-            print(f"no {path.name}: {error}", file=sys.stderr, flush=True)
+            complain(f"no {path.name}: {error}")
 
     def write_series(self) -> None:
         """Append the last sample to the series, with the peak since the one before it there."""
@@ -144,7 +145,7 @@ class Watch:
         try:
             self.series.append(replace(self.sample, peak_bytes=self._unwritten_peak))
         except OSError as error:  # a full disk ends the series, not the job
-            print(f"memory.arrows ends here: {error}", file=sys.stderr, flush=True)
+            complain(f"memory.arrows ends here: {error}")
             self.series = None
         self._unwritten_peak, self._written = 0, time.monotonic()
 

@@ -104,7 +104,7 @@ class Walls:
                 _enable(base, _leaf(parent))
             path.mkdir(exist_ok=True)
             _prepare(parent)
-            parent.set_wall(capacity_bytes)
+            parent.set_wall(capacity_bytes + parent.used_bytes())  # jobs of a dead supervisor's may run in it
         except OSError:
             if parent.remove():
                 _restore(base, _leaf(parent))

@@ -42,6 +42,7 @@ Known = Sequence[tuple[dict[str, str], Footprint]]
 #: No job is started while less than this is free on the disk of the run: what the others write needs it.
 DISK_RESERVE_BYTES = 16 * MIB
 _AGAIN_SECONDS = 1.0
+_DRAIN_SECONDS = 10.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -134,9 +135,10 @@ class Journal(EventWriter):
                 print(f"memfit: {self.run.path}: {text if full else 'there is room again'}", file=sys.stderr)
 
     def drain(self, stop: StopRequest) -> None:
-        """Write all that waits, however long the disk stays full; a request to end now gives up."""
+        """Write all that waits, however long the disk stays full; once a stop is asked for, only for some seconds."""
         self.flush()
-        while (self._lines or self._files) and stop.level < 2:
+        end = time.monotonic() + _DRAIN_SECONDS
+        while (self._lines or self._files) and stop.level < 2 and not (stop.level and time.monotonic() > end):
             time.sleep(_AGAIN_SECONDS / 10)
             self.flush()
 
@@ -306,8 +308,11 @@ class _Backend(LocalBackend):
 def _set_up(run: RunDir, settings: CommandSettings, journal: Journal, stack: ExitStack) -> tuple[_Backend, Claims]:
     """The backend with its walls, and the claims; what dead runs left of either is removed first."""
     for entry in sweep_entries():
-        if entry.group:
-            sweep_groups(Path(entry.group), uid=os.geteuid())
+        # A run that another supervisor takes up at this moment keeps its group.
+        lock = filelock.FileLock(entry.run / "supervisor.lock")
+        with contextlib.suppress(filelock.Timeout, OSError), lock.acquire(timeout=0):
+            if entry.group:
+                sweep_groups(Path(entry.group), uid=os.geteuid())
     claims, budget, group = Claims(run.path), read_budget(settings), ""
     # Last of all: what still has processes or groups stays on the list, or nobody would ever sweep it.
     stack.callback(lambda: claims.close(keep=Path(group).is_dir() if group else bool(backend.running())))
