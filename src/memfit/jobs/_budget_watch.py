@@ -55,7 +55,7 @@ class BudgetWatch:
 
     def lendable(self, in_use_bytes: int, claims: Mapping[str, Claim]) -> Lendable:
         """What may be lent now, beside the claims of the jobs that run."""
-        headroom = self._headroom_bytes - (in_use_bytes - self._in_use_then)
+        headroom = min(self._headroom_bytes - (in_use_bytes - self._in_use_then), self.now.limit_bytes)
         return Lendable.now(headroom, self._reserve_left + self.checkpoint_bytes, claims)
 
     @property

@@ -188,7 +188,8 @@ class LocalBackend:
     def cap(self, total_bytes: int) -> None:
         """Move the wall of all jobs together."""
         if self.walls is not None:
-            self.walls.set_capacity(total_bytes)
+            with contextlib.suppress(OSError):  # as little to be had as in ``resize``
+                self.walls.set_capacity(total_bytes)
 
     def poll(self) -> dict[str, JobStatus]:
         """The status of every job submitted here, by id."""
@@ -270,7 +271,7 @@ class LocalBackend:
                 submitted = self._live.get(job_id)
                 if submitted is None or submitted.by_lock:
                     continue
-                if code == BUSY:
+                if code == BUSY or is_held(submitted.folder):  # another shim has it, whoever ordered that one
                     self._follow_by_lock(submitted)
                 else:
                     submitted.has_ended = True

@@ -89,6 +89,7 @@ class Scheduler:
         self._num_passed = 0
         self._short = ""
         self._favoured: str | None = None
+        self._favoured_at = 0.0
         self._budget = BudgetWatch(read_budget, lambda: monotonic())
 
     def run(
@@ -145,8 +146,15 @@ class Scheduler:
             self._budget.read(self._in_use_bytes())
             # The walls of the jobs lie within the budget; the one above them all is for what they miss.
             spare = self._budget.checkpoint_bytes + self._budget.now.reserve_bytes // 8
-            self.backend.cap(max(1, self._budget.capacity_bytes + spare))
+            self.backend.cap(max(1, self._capacity_bytes() + spare))
         return self._budget.now
+
+    def _capacity_bytes(self) -> int:
+        """What all jobs may take now: of what is free, other runs on this host may take a part at the same time."""
+        capacity = self._budget.capacity_bytes
+        claims = {job_id: slot.claim() for job_id, slot in self._running.items()}
+        free = max(0, self._budget.lendable(self._in_use_bytes(), claims).bytes)
+        return capacity - (free - free // (1 + self._num_others()))
 
     def _room(self, claim_of: Callable[[Slot], Claim] = Slot.expectation) -> Lendable:
         """What may be lent now, beside what running jobs are expected to take."""
@@ -202,7 +210,10 @@ class Scheduler:
             status = replace(status, state=slot.verdict.state, cause=slot.verdict.cause)
             slot.status = self.statuses[slot.job.id] = status
         wall = slot.grant.wall_bytes if slot.grant else 0
-        had = wall if status.wants_more and status.peak_bytes >= 0.8 * wall else slot.reserved_bytes
+        met_wall = status.wants_more and status.peak_bytes >= 0.8 * wall
+        # One of unknown size had all there is; without walls it had what its data segment was limited to.
+        had = wall if met_wall or not slot.reserved_bytes else slot.reserved_bytes
+        had = max(had, status.evidence.get("data_limit_bytes") or 0)
         again: Retry | str = "it completed"
         if slot.verdict is not None:
             again = "it had the whole budget to itself"
@@ -249,12 +260,11 @@ class Scheduler:
 
     def _relieve(self) -> None:
         """Grow what outgrows its reservation, hand out grants, and see to those that wait at their wall."""
-        if self._favoured not in self._running:
-            self._favoured = None
+        self._review_favour()
         if not self._running:
             self._short = ""
             return
-        free, short = max(0, self._room(Slot.claim).bytes), ""
+        free, short = max(0, self._room(Slot.claim).bytes) // (1 + self._num_others()), ""
         for slot in sorted(self._running.values(), key=Slot.lost_seconds, reverse=True):
             if slot.grew and monotonic() - slot.grew > _GROWN_SECONDS:
                 spare = slot.spare_bytes()
@@ -283,6 +293,14 @@ class Scheduler:
         self._see_to_stalled()
         self._see_to_headroom()
 
+    def _review_favour(self) -> None:
+        """The job for which another stepped aside goes first, until it has ended or wanted no more for a while."""
+        slot = self._running.get(self._favoured or "")
+        if slot is not None and slot.wants_more:
+            self._favoured_at = monotonic()
+        if slot is None or monotonic() - self._favoured_at > _STALL_SECONDS:
+            self._favoured = None
+
     def _free_for(self, slot: Slot, free_bytes: int) -> int:
         """What of the free bytes this job may take: while one goes first, the others get none."""
         return free_bytes if self._favoured in (None, slot.job.id) else 0
@@ -301,7 +319,7 @@ class Scheduler:
         for job_id, slot in self._running.items():
             if slot.set_aside is not None:
                 continue  # it has what it needs to leave
-            grant, old = slot.grant_of(self._part_of(slot, free_bytes), self._budget.capacity_bytes), slot.grant
+            grant, old = slot.grant_of(self._part_of(slot, free_bytes), self._capacity_bytes()), slot.grant
             is_pressed = slot.status.stalled or slot.status.used_bytes > 0.8 * (old.wall_bytes if old else 0)
             least = 0 if is_pressed else grant.wall_bytes // 64
             more = grant.wall_bytes - (old.wall_bytes if old else 0)
@@ -334,7 +352,7 @@ class Scheduler:
             return
         first = favoured or max(stalled, key=Slot.lost_seconds)
         others = [slot for slot in self._running.values() if slot is not first]
-        self._favoured = first.job.id
+        self._favoured, self._favoured_at = first.job.id, now
         self._set_aside(cheapest(others), f"{first.job.id} waits at its wall and nothing is free")
 
     def _see_to_headroom(self) -> None:
@@ -503,8 +521,8 @@ class Scheduler:
         slot.status, slot.admitted = JobStatus(job.id, "pending"), monotonic()
         self._running[job.id], self.statuses[job.id] = slot, slot.status
         if not self.policy.force:
-            free = max(0, self._room(Slot.claim).bytes)
-            slot.grant = slot.grant_of(free // len(self._running), self._budget.capacity_bytes)
+            free = max(0, self._room(Slot.claim).bytes) // (1 + self._num_others())
+            slot.grant = slot.grant_of(free // len(self._running), self._capacity_bytes())
         if slot.device is not None:
             env = {"CUDA_VISIBLE_DEVICES": slot.device, "MEMFIT_DEVICE_BYTES": str(slot.device_bytes)}
             job = replace(job, env=dict(job.env) | env)

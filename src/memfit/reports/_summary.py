@@ -241,7 +241,11 @@ def _places(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
     if view.stage is not None:
         places.append(("panel", _short(Path(view.stage["panel"]))))
     places.append(("run", f"{_short(view.run.path)} ({view.run.state})"))
-    for name, what in (("kfold_results.feather", "the folds above"), ("checkpoints", ""), ("jobs", "logs, memory")):
+    for name, what in (
+        ("kfold_results.feather", "the folds above"),
+        ("checkpoints", ""),
+        ("jobs", "out.log and err.log of each, its memory"),
+    ):
         if (view.run.path / name).exists() and (view.kind == "folds" or name == "jobs"):
             places.append(("", f"  {name}" + (f" ({what})" if what else "")))
     return places
