@@ -35,7 +35,7 @@ forecast  reservations were 3 % above the peaks (median; 3 to 3 % over 1 job), 0
 panel     panels/a5d5239e
 run       runs/demo/run_20261121_090000_0123abcd (failed)
             checkpoints
-            jobs (logs, memory)
+            jobs (out.log and err.log of each, its memory)
 """
 
 NARROW = """
@@ -156,7 +156,7 @@ def test_a_run_in_mid_run_is_summed_up(made):
 
 def test_an_empty_run_directory_is_summed_up(made):
     assert summarize(made.run)["folds"] == []
-    assert printed(made.run, 80).splitlines()[-1].strip() == "jobs (logs, memory)"
+    assert printed(made.run, 80).splitlines()[-1].strip() == "jobs (out.log and err.log of each, its memory)"
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ restarts  memfit started jobs again 1 time; those attempts were 9.7 % of all run
 Total:    1m 45s wall clock, 2 at once; their own times add up to 1m 33s
 forecast  reservations were 11 % above the peaks (median; 3 to 11 % over 3 jobs), 0 of them too small
 run       runs/demo/run_20261121_090000_0123abcd (failed)
-            jobs (logs, memory)
+            jobs (out.log and err.log of each, its memory)
 """
 
 

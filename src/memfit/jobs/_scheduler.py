@@ -40,6 +40,8 @@ _BACKFILL, _MOST_PASSED = 32, 64
 _MOST_ASIDES = 3
 #: How a job may end that was asked to step aside.
 _ASIDE = frozenset({"preempted", "cancelled", "node_fail", "out_of_memory"})
+#: What is free is parted among so many jobs at least, so that not every start and end moves the walls of all others.
+_LEAST_PARTS = 8
 #: How long a grown reservation stands before what it holds for nothing goes back, and how long a job that waits at its
 #: wall may take to leave.
 _GROWN_SECONDS, _LEAVING_SECONDS = 1.0, 2.0
@@ -308,8 +310,8 @@ class Scheduler:
     def _part_of(self, slot: Slot, free_bytes: int) -> int:
         """A job's part of the free bytes for a burst: all walls together stay within the budget, so that no job is
         held back by what another takes."""
-        num = len(self._running) if self._favoured is None else 1
-        return self._free_for(slot, free_bytes) // max(1, num)
+        num = max(_LEAST_PARTS, len(self._running)) if self._favoured is None else 1
+        return self._free_for(slot, free_bytes) // num
 
     def _hand_out(self, free_bytes: int) -> None:
         """Bring the walls up to date, those that come down first."""
@@ -522,7 +524,7 @@ class Scheduler:
         self._running[job.id], self.statuses[job.id] = slot, slot.status
         if not self.policy.force:
             free = max(0, self._room(Slot.claim).bytes) // (1 + self._num_others())
-            slot.grant = slot.grant_of(free // len(self._running), self._capacity_bytes())
+            slot.grant = slot.grant_of(free // max(_LEAST_PARTS, len(self._running)), self._capacity_bytes())
         if slot.device is not None:
             env = {"CUDA_VISIBLE_DEVICES": slot.device, "MEMFIT_DEVICE_BYTES": str(slot.device_bytes)}
             job = replace(job, env=dict(job.env) | env)

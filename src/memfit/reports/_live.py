@@ -181,6 +181,8 @@ def _describe_stop(event: Event, view: RunView) -> str:
     jobs = f"{event['num_running']} running job{'' if event['num_running'] == 1 else 's'}"
     if event["level"] > 1:
         return f"ending {jobs} now"
+    if not event["num_running"]:
+        return "nothing more is started"
     return f"asking {jobs} to stop at a checkpoint; a second Ctrl-C, or memfit stop --now, ends them now"
 
 
