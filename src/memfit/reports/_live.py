@@ -138,7 +138,8 @@ def _describe_admit(event: Event, view: RunView) -> str:
     size, name = event["reservation_bytes"], view.name(str(event["job"]))
     reserved = f"reserves {format_bytes(size)}" if size else "is of unknown size"
     if view.kind == "commands":
-        return f"{name} starts and {reserved} ({event['num_running']} running){_memory(event)}"
+        why = "" if "may be lent" in event["why"] else f": {event['why']}"
+        return f"{name} starts and {reserved} ({event['num_running']} running){why}{_memory(event)}"
     return f"{name} starts and {reserved} ({event['num_running']} running): {event['why']}{_memory(event)}"
 
 
