@@ -1,6 +1,6 @@
 """Hundreds of jobs that burst, leak, lie, fork, map files and fill /dev/shm under one real limit, run by memfit.
 
-    python benchmarks/stress.py [--jobs 300] [--seed 1] [--hold 2] [--limit 3GiB] [--reserve 512MiB]
+    python benchmarks/stress.py [--jobs 300] [--seed 1] [--hold 4] [--limit 3GiB] [--reserve 512MiB]
 
 One control group with a hard limit holds `memfit map` with all its jobs, and beside it a neighbour that takes and gives
 back memory at up to 200 MiB/s within the reserve. The kernel's killer is on, as always. The benchmark watches from
@@ -48,7 +48,7 @@ SMALLEST_MIB = 24
 OWN_MIB = 10
 #: Seconds for which a job holds its peak, from half to one and a half of this: so long that two cores can fill 3 GiB
 #: again and again.
-HOLD_SECONDS = 2.0
+HOLD_SECONDS = 4.0
 MOST_RESTARTS, LEAST_USE = 0.02, 0.80
 
 

@@ -49,6 +49,12 @@ def results(folder: Path) -> dict[str, str]:
     return {path.parent.name: path.read_text() for path in sorted(newest.glob("jobs/*/out.log"))}
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether the newest run said that it is over before its supervisor was killed."""
+    outcomes = sorted((folder / "runs").glob("kills/run_*/outcome.json"))
+    return bool(outcomes) and json.loads(outcomes[-1].read_text())["state"] == "completed"
+
+
 def prepared(parent: Path, name: str) -> Path:
     """A folder of its own for a sweep."""
     folder = parent / name
@@ -71,6 +77,8 @@ def run_killed(folder: Path, num_jobs: int, num_kills: int, rng: random.Random) 
             os.kill(supervisor.pid, signal.SIGKILL)
             supervisor.wait()
             killed += 1
+            if is_complete(folder):  # the same command would start another run
+                return killed
 
 
 def left_over(parent: Path) -> list[str]:
