@@ -346,7 +346,7 @@ def parser(text: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=text.partition("\n")[0])
     options.add_argument("--jobs", type=int, default=300, help="how many jobs (default: 300)")
     options.add_argument("--seed", type=int, default=1, help="which jobs (default: 1)")
-    options.add_argument("--hold", type=float, default=HOLD_SECONDS, help="seconds a job holds its peak (default: 2)")
+    options.add_argument("--hold", type=float, default=HOLD_SECONDS, help="seconds a job holds its peak (default: 4)")
     options.add_argument("--limit", type=parse_bytes, default="3GiB", help="the hard limit (default: 3GiB)")
     options.add_argument("--reserve", type=parse_bytes, default="512MiB", help="left to the neighbour (512MiB)")
     options.add_argument("--cgroup", type=Path, default=Path("/sys/fs/cgroup/memory"), help="where to make the group")
