@@ -54,16 +54,21 @@ def read_holder(folder: Path) -> Holder | None:
 
 def is_held(folder: Path) -> bool:
     """Whether a shim holds this job's lock: the sure sign that it runs."""
+    return is_locked(folder / LOCK)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock on this file; False when it is not there."""
     try:
-        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
-        os.close(lock)
+        os.close(descriptor)
     return False
 
 

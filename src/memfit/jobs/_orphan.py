@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 
+from memfit.jobs._lock import is_locked
 from memfit.memory import GroupState, JobGroup
 from memfit.units import MIB, format_bytes
 
@@ -49,7 +49,7 @@ class OrphanWatch:
         if now < self._look_at:
             return ""
         self._look_at = now + _LOOK_SECONDS
-        if is_supervised(self._lock):
+        if is_locked(self._lock):
             self._alone_since = self._starved_since = None
             return ""
         self._alone_since = self._alone_since or now
@@ -85,18 +85,3 @@ class OrphanWatch:
     def _rank(self) -> int:
         paths = self._siblings()
         return paths.index(self._group.path) if self._group.path in paths else 0
-
-
-def is_supervised(lock: Path) -> bool:
-    """Whether a process holds the supervisor's lock."""
-    try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

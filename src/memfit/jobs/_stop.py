@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ from pathlib import Path
 from memfit.errors import UsageError
 from memfit.jobs._job import JobStatus
 from memfit.jobs._local import read_status
-from memfit.jobs._lock import OUTCOME, STOP_REQUESTED, is_held, read_holder
+from memfit.jobs._lock import OUTCOME, STOP_REQUESTED, is_held, is_locked, read_holder
 from memfit.memory import list_entries
 from memfit.rundir import EventTail, RunDir, write_atomic
 
@@ -91,7 +90,7 @@ def find_supervisor(run: RunDir, *, claims: Path | None = None) -> int | None:
     for pid in ([entry.pid] if entry is not None else []) + _lock_owners(lock):
         if _holds(pid, lock):
             return pid
-    if not _is_locked(lock):
+    if not is_locked(lock):
         return None
     host = entry.host if entry is not None else run.header.get("host", "another host")
     raise UsageError(
@@ -136,7 +135,7 @@ def _ask_job(folder: Path, *, now: bool) -> None:
 def _holds(pid: int, lock: Path) -> bool:
     """Whether a process has the lock file open."""
     if sys.platform != "linux":
-        return _is_locked(lock)
+        return is_locked(lock)
     with contextlib.suppress(OSError):
         wanted = lock.stat()
         for found in Path(f"/proc/{pid}/fd").iterdir():
@@ -158,17 +157,3 @@ def _lock_owners(path: Path) -> list[int]:
         return []
     fields = [line.split() for line in lines]
     return [int(one[4]) for one in fields if one[1:2] == ["FLOCK"] and one[5].rpartition(":")[2] == str(inode)]
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

@@ -9,7 +9,7 @@ from memfit.memory._host import SharedMemory, Swap
 from memfit.memory._jobgroup import GroupState, JobGroup, sweep_groups
 from memfit.memory._limit import Limit
 from memfit.memory._meter import Meter, Sample, TreeMeter, measure
-from memfit.memory._oom import count_oom_kills, memory_group, oom_kills_above
+from memfit.memory._oom import memory_group, oom_kills_above
 from memfit.memory._process import nvml_reader
 from memfit.memory._series import SeriesWriter, read_series
 from memfit.memory._walls import Walls, systemd_scope_command, why_no_walls
@@ -35,7 +35,6 @@ __all__ = [
     "Swap",
     "TreeMeter",
     "Walls",
-    "count_oom_kills",
     "list_entries",
     "measure",
     "memory_group",

@@ -8,21 +8,6 @@ from memfit.memory._cgroup import locate
 from memfit.memory._host import REAL_ROOT, parse_pairs, read_text
 
 
-def count_oom_kills(*, root: Path = REAL_ROOT) -> tuple[str, int] | None:
-    """The memory group of this process and how many of its processes were killed; None where nothing counts them.
-
-    v1 counts in the group of the killed process alone, v2 also in the groups above it.
-
-    Source: Linux mm/memcontrol.c, memcg_memory_event().
-    """
-    placement = locate(root, "memory")
-    if placement is None:
-        return None
-    group = placement.groups[0]
-    kills = _kills(group.directory)
-    return (f"cgroup v{placement.version} {group.path}", kills) if kills is not None else None
-
-
 def memory_group(*, root: Path = REAL_ROOT) -> Path | None:
     """The directory of the memory group of this process; None where there is none to be seen."""
     placement = locate(root, "memory")
