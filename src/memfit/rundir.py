@@ -269,7 +269,7 @@ class RunDir:
         return self.path / "events"
 
     def job_dir(self, job_id: str) -> Path:
-        return self.path / "jobs" / job_id
+        return self.path.joinpath("jobs", job_id)
 
     def checkpoint_dir(self, job_id: str) -> Path:
         return self.path / "checkpoints" / job_id

@@ -80,7 +80,7 @@ def test_a_dry_run_prints_commands_and_budget_and_starts_nothing(memfit, tmp_pat
         (["--param", "a=3..1", "--", "ls", "{a}"], "a=3..1 is an empty range"),
         (["--param-file", "absent.csv", "--", "ls", "{a}"], "absent.csv cannot be read"),
         (["--param", "a=1", "--", "nonesuch", "{a}"], "there is no program 'nonesuch'"),
-        (["--param", "a=1", "--memory", "much", "--", "ls", "{a}"], "memory.job"),
+        (["--param", "a=1", "--memory", "much", "--", "ls", "{a}"], "--memory must be a size"),
         (["--param", "a=1", "--retries", "-1", "--", "ls", "{a}"], "retries"),
         (["--param", "a=1", "--name", "a/b", "--", "ls", "{a}"], "'a/b' cannot name an experiment"),
         (["--param", "a=1", "--limit", "1GiB", "--set", "memory.limit=2GiB", "--", "ls", "{a}"], "given twice"),
@@ -104,3 +104,16 @@ def test_every_flag_is_in_the_help_with_what_it_does(memfit):
     flags = "param param-file dry-run max-parallel memory gpu-memory limit reserve retries on-failure name runs-dir"
     for flag in [*flags.split(), "threads", "grace", "no-tight-malloc", "set", "new", "force", "json"]:
         assert re.search(rf"^ +--{flag}\b.*  \w|^ +--{flag}\b.*\n +\w", text, re.MULTILINE), flag
+
+
+SWEEP = ["--param", "n=1..14", "--max-parallel", "4", "--", "sh", "-c", "exit $(({n} == 7))"]
+
+
+def test_of_many_commands_each_end_is_a_line_and_quiet_tells_failures_alone(memfit):
+    done = memfit("map", *SWEEP)
+    lines = done.out.partition("\nbudget ")[0].splitlines()
+    assert done.exit_code == 4
+    assert sum(" n=" in line for line in lines) == 14
+    assert not any(" starts " in line or "others are starting" in line for line in lines)
+    quiet = memfit("map", "-q", "--new", *SWEEP).out.partition("\nbudget ")
+    assert quiet[1] and len(quiet[0].splitlines()) == 1 and "cmd_0007 n=7 failed" in quiet[0]

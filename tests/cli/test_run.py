@@ -73,9 +73,9 @@ def test_what_does_not_fit_gives_3_with_the_arithmetic_and_runs_by_force(memfit,
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--max-parallel", "0"], "max_parallel"),
-        (["--max-parallel", "some"], "max_parallel"),
-        (["--on-failure", "panic"], "on_failure"),
+        (["--max-parallel", "0"], "--max-parallel"),
+        (["--max-parallel", "some"], "--max-parallel"),
+        (["--on-failure", "panic"], "--on-failure"),
         (["--set", "max_paralel=2"], "max_paralel"),
         (["--set", "nothing"], "nothing"),
         (["--set", "folds=1", "--folds", "2"], "given twice"),

@@ -33,16 +33,43 @@ def test_output_is_shown_while_the_command_still_runs(tmp_path):
     assert process.returncode == 0
 
 
-def test_a_failed_command_gives_4_and_its_own_exit_code_is_printed(memfit):
-    done = memfit("run", "--", "sh", "-c", "echo why >&2; exit 7")
-    assert (done.exit_code, done.out) == (4, "")
-    assert "the command ended with exit code 7" in done.err and "why\n" in done.err
+@pytest.mark.parametrize(("text", "exit_code", "told"), [("exit 7", 7, "exit code 7"), ("kill -9 $$", 137, "SIGKILL")])
+def test_a_failed_command_gives_its_own_exit_code_as_a_shell_does(memfit, text, exit_code, told):
+    done = memfit("run", "--", "sh", "-c", f"echo why >&2; {text}")
+    assert (done.exit_code, done.out) == (exit_code, "")
+    assert told in done.err and "why\n" in done.err
+
+
+def test_quiet_says_nothing_of_a_success_but_the_summary(memfit):
+    done = memfit("run", "-q", "--", "sh", "-c", "echo out")
+    assert (done.exit_code, done.out) == (0, "out\n")
+    assert "Run /" not in done.err and "the command ended" not in done.err
+    assert "cmd_0001 completed" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--limit", "10"], "--limit must be 16MiB or more, so that a process can start in it, got 10."),
+        (["--limit", "lots"], "--limit must be a size such as 8GiB"),
+        (["--name="], '--name must be text of at least 1 characters, got "".'),
+        (["--runs-dir="], '--runs-dir must name a folder, got "".'),
+        (["--memory", "[1"], "--memory: it cannot be read as YAML"),
+        (["--set", "memory.limit=lots"], "memory.limit must be a size such as 8GiB"),
+    ],
+)
+def test_a_bad_value_gives_2_and_names_the_flag_that_it_was_given_with(memfit, tmp_path, words, what):
+    done = memfit("run", *words, "--", "touch", "ran")
+    assert (done.exit_code, done.out) == (2, "")
+    assert done.err.startswith(f"memfit: {what}") and "CommandSettings" not in done.err
+    assert re.search(r"(?m)^  rule: .+\n  do:   .+", done.err)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_second_attempt_shows_its_own_output_only(memfit, tmp_path):
     text = "echo attempt; echo x >> ran; test $(wc -l < ran) = 2"
     first, second = (memfit("run", "--", "sh", "-c", text) for _ in range(2))
-    assert (first.exit_code, second.exit_code) == (4, 0)
+    assert (first.exit_code, second.exit_code) == (1, 0)
     assert (first.out, second.out) == ("attempt\n", "attempt\n")
 
 

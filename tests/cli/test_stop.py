@@ -56,6 +56,41 @@ def test_asking_twice_ends_no_job_before_its_checkpoint(tmp_path):
         assert [event["level"] for event in run.events() if event["kind"] == "stop"] == [1]
 
 
+def test_asking_twice_ends_no_job_sooner_when_the_supervisor_cannot_write_that_it_was_asked(tmp_path):
+    slow = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), sys.exit(75)))\n"
+    (tmp_path / "job.py").write_text(slow + "open(sys.argv[1] + '.started', 'w').close(); time.sleep(300)\n")
+    with running(tmp_path, folds="1", at_once=1, name="slow") as (process, run):
+        first = subprocess.Popen(memfit_command("stop", run.path), cwd=tmp_path, stdout=subprocess.DEVNULL)
+        wait_until(lambda: any(event["kind"] == "stop" for event in run.events()))
+        for path in run.events_dir.iterdir():
+            path.unlink()  # as on a full disk, where events wait in memory
+        assert [status.state for status in stop(run)] == ["preempted"]
+        assert (first.wait(60), process.wait(60)) == (0, 75)
+
+
+@pytest.mark.parametrize("how", ["RUN/JOB", "id", "folder"])
+def test_a_job_that_waits_is_stopped_and_never_starts_until_the_run_is_resumed(memfit, tmp_path, how):
+    with running(tmp_path, folds="1..3", at_once=1, seconds=300) as (process, run):
+        name = {"RUN/JOB": f"{run.path.name}/cmd_0002", "id": "cmd_0002", "folder": run.path / "cmd_0002"}[how]
+        done = memfit("stop", name)
+        assert done.exit_code == 0
+        assert "cmd_0002 cancelled: stopped by memfit stop while it waited" in done.out
+        memfit("stop", "cmd_0001")
+        wait_until((tmp_path / "demo_3.started").exists)
+        wait_until(lambda: read_status(run, "cmd_0002").state == "cancelled")
+        assert not (tmp_path / "demo_2.started").exists()
+        memfit("stop", run.path)
+        assert process.wait(60) == 75
+    resumed = subprocess.Popen(memfit_command("resume", run.path), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: "cmd_0001" in running_jobs(run))
+        memfit("stop", "cmd_0001")
+        wait_until((tmp_path / "demo_2.started").exists)
+    finally:
+        memfit("stop", "--now", run.path)
+        resumed.wait(60)
+
+
 @pytest.mark.parametrize("how", ["RUN/JOB", "id", "folder"])
 def test_one_job_is_stopped_and_the_others_go_on(memfit, tmp_path, how):
     with running(tmp_path) as (process, run):

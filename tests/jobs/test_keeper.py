@@ -135,6 +135,7 @@ def test_brief_jobs_share_a_watcher_and_a_long_one_has_its_own(run_dir):
         assert wait_for_end(backend, f"brief_{number}").state == "completed"
         watchers.append(read_holder(run_dir.job_dir(f"brief_{number}")).pid)
         assert not is_held(run_dir.job_dir(f"brief_{number}"))
+        assert not (run_dir.job_dir(f"brief_{number}") / "shim.log").exists()  # nothing was said
     assert len(set(watchers)) == 1
     backend.submit(python("long", "import time; time.sleep(1.5)"))
     assert wait_for_end(backend, "long").state == "completed"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from memfit.jobs import Grant, Job, LocalBackend, Verdict, read_status
-from memfit.jobs._lock import read_holder
-from memfit.memory import Walls, read_series
+from memfit.jobs import Grant, Job, LocalBackend, Verdict, _start, read_status
+from memfit.jobs._lock import is_held, read_holder
+from memfit.memory import JobGroup, Walls, read_series
 from memfit.rundir import RunDir
 from memfit.testing import BackendContract, is_alive, wait_for_end, wait_until
 
@@ -550,6 +550,108 @@ def test_a_job_that_cannot_be_started_leaves_no_group(run_dir, walls):
     backend.submit(Job("absent", command=("/nonexistent/program",)), Grant(256 * MIB, 512 * MIB))
     assert wait_for_end(backend, "absent").state == "failed"
     assert not (walls_of(backend) / "job-absent").exists()
+
+
+def group_of(pid):
+    """The memory group of a process, by its path below the mount."""
+    lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    return next(line.split(":", 2)[2] for line in lines if "memory" in line.split(":")[1] or line.startswith("0::"))
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("wall_mib", [16, 512], ids=["forked", "started by vfork"])
+def test_a_job_begins_in_its_group_and_its_watcher_stays_outside(run_dir, walls, wall_mib):
+    backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
+    code = (
+        "read line; echo $line; cat /proc/self/cgroup; cat /proc/self/oom_score_adj; ulimit -d; pwd;"
+        "grep -E 'SigIgn|SigBlk' /proc/self/status; exec sleep 300"
+    )
+    (run_dir.path / "words").write_text("hello\n")
+    job = Job("inside", command=("sh", "-c", code), cwd="/usr", stdin=str(run_dir.path / "words"))
+    backend.submit(job, Grant(wall_mib * MIB // 2, wall_mib * MIB))
+    shim, log = shim_of(run_dir, "inside"), run_dir.job_dir("inside") / "out.log"
+    wait_until(lambda: log.read_text().count("Sig") == 2)
+    text, pid = log.read_text(), read_holder(run_dir.job_dir("inside")).job_pid
+    assert text.startswith("hello\n") and "/job-inside\n" in text and "\n500\nunlimited\n/usr\n" in text
+    own = Path("/proc/self/status").read_text()
+    own_ignored = next(int(line.split()[1], 16) for line in own.splitlines() if line.startswith("SigIgn"))
+    blocked, ignored = (int(line.split()[1], 16) for line in text.splitlines() if line.startswith("Sig"))
+    assert blocked == 0 and ignored & ~own_ignored == 0
+    assert os.getsid(pid) == pid and group_of(pid).endswith("/job-inside")
+    assert group_of(shim) == group_of(os.getpid())
+    assert Path(f"/proc/{shim}/oom_score_adj").read_text() == Path("/proc/self/oom_score_adj").read_text()
+    backend.cancel("inside", now=True)
+    assert wait_for_end(backend, "inside").state == "cancelled"
+
+
+def test_a_watcher_that_may_not_come_back_to_its_group_does_not_leave_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(_start, "memory_group", lambda: tmp_path)
+    assert _start._home(-1) is None
+    (tmp_path / "cgroup.procs").touch()
+    assert _start._home(-2) == tmp_path
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job("odd", command=("/nonexistent/name",)),
+        Job("odd", command=("true",), cwd="/nonexistent/name"),
+        Job("odd", command=("true",), stdin="/nonexistent/name"),
+    ],
+    ids=["program", "folder", "standard input"],
+)
+def test_what_is_missing_is_named_and_the_watcher_stays_outside_the_group(run_dir, walls, job):
+    backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
+    backend.submit(job, Grant(256 * MIB, 512 * MIB))
+    status = wait_for_end(backend, "odd")
+    assert (status.state, status.cause) == (
+        "failed",
+        "could not be started: No such file or directory (/nonexistent/name)",
+    )
+    assert group_of(read_holder(run_dir.job_dir("odd")).pid) == group_of(os.getpid())
+    assert not (walls_of(backend) / "job-odd").exists()
+
+
+@pytest.mark.root
+def test_no_attempt_runs_beside_one_whose_watcher_was_killed_right_after_the_start(run_dir, walls):
+    built = walls(run_dir, 1024 * MIB)
+    program = (
+        f"import os, time; open({str(run_dir.path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(300)"
+    )
+    folder, pids = run_dir.job_dir("twice"), []
+    for number in range(8):
+        first = LocalBackend(run_dir, walls=built)
+        first.submit(python("twice", program), Grant(256 * MIB, 512 * MIB))
+        wait_until(lambda: (holder := read_holder(folder)) is not None and holder.attempt == number + 1)  # noqa: B023
+        time.sleep(0.002 * number)  # before, while and after it starts
+        os.kill(read_holder(folder).pid, signal.SIGKILL)
+        wait_until(lambda: not is_held(folder))
+        first.close()
+        second = LocalBackend(run_dir, walls=built)  # as the next supervisor
+        assert read_status(run_dir, "twice").state == "node_fail"
+        assert not (built.parent.path / "job-twice").exists()
+        if (run_dir.path / "pids").exists():
+            pids = [int(pid) for pid in (run_dir.path / "pids").read_text().split()]
+            assert not any(is_alive(pid) for pid in pids)
+        second.close()
+
+
+@pytest.mark.root
+def test_a_job_that_stands_at_its_wall_before_its_program_is_ended_after_the_grace(run_dir, walls):
+    backend = LocalBackend(run_dir, grace_seconds=0.2, walls=walls(run_dir, 1024 * MIB))
+    backend.submit(Job("narrow", command=("true",)), Grant(4096, 4096))
+    wait_until(lambda: (state := JobGroup.at(walls_of(backend) / "job-narrow").state()) is not None and state.stalled)
+    backend.cancel("narrow")
+    assert wait_for_end(backend, "narrow").state == "cancelled"
+
+
+def test_a_watcher_names_no_process_that_it_has_reaped(run_dir):
+    # Whoever finds it dead ends that number's session, which may be another's by then.
+    backend = LocalBackend(run_dir)
+    backend.submit(python("brief", "pass"))
+    assert wait_for_end(backend, "brief").state == "completed"
+    assert read_holder(run_dir.job_dir("brief")).job_pid is None
 
 
 @pytest.mark.root

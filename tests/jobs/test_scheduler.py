@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from memfit.errors import DoesNotFitError
 from memfit.jobs import Job, Policy, Scheduler, StopRequest, Verdict
-from memfit.memory import Budget, Device, Footprint
+from memfit.jobs._budget_watch import BudgetWatch
+from memfit.memory import Budget, Device, Footprint, Others
 from memfit.testing import FakeBackend, FakeJob
 
 GIB = 1 << 30
@@ -421,29 +422,116 @@ def test_the_room_for_the_largest_checkpoint_is_never_lent(tmp_path):
 
 
 class FakeClaims:
-    def __init__(self, others: int, num_others: int = 1) -> None:
-        self.others, self.num_others, self.written, self.is_deciding = others, num_others, [], False
+    def __init__(self, unused: int, num: int = 1) -> None:
+        self.now, self.written, self.is_deciding = Others(num, 0, unused), [], False
+
+    def others(self):
+        return self.now
 
     @contextmanager
     def deciding(self):
         assert not self.is_deciding  # the host's lock is not to be taken twice
         self.is_deciding = True
-        yield self.others
+        yield self.now
         self.is_deciding = False
 
-    def write(self, *, reserved_bytes: int, unused_bytes: int) -> None:
-        self.written.append((reserved_bytes, unused_bytes))
+    def write(self, *, used_bytes: int, unused_bytes: int) -> None:
+        self.written.append((used_bytes, unused_bytes))
 
 
 def test_what_other_supervisors_have_lent_is_not_lent_again_and_they_are_told(tmp_path):
     scripts = {f"j{i}": FakeJob((100,) * 4) for i in range(4)}
-    claims = FakeClaims(others=750)
+    claims = FakeClaims(unused=750)
     scheduler, backend, _, _ = make(tmp_path, scripts, limit=1000, slack=0.0, claims=claims)
     scheduler.forecast.learn(like({}), Footprint(100))
     scheduler.run()
     assert backend.most_at_once == 2
-    assert max(claims.written)[0] == 200
+    assert max(used for used, _ in claims.written) == 200
+    assert max(unused for _, unused in claims.written) == 200
     assert claims.written[-1] == (0, 0)
+
+
+def test_what_other_runs_take_of_what_they_lent_leaves_the_reserve_whole(tmp_path):
+    scripts = {f"j{i}": FakeJob((100,) * 8) for i in range(8)}
+    claims = FakeClaims(unused=400)
+    scheduler, backend, machine, events = make(tmp_path, scripts, limit=1000, slack=0.0, reserve=200, claims=claims)
+    scheduler.forecast.learn(like({}), Footprint(100))
+
+    def others_grow() -> None:
+        if backend.now >= 0.3:
+            machine.neighbour, claims.now = 400, Others(1, 400, 0)
+
+    scheduler.run(on_tick=others_grow)
+    assert backend.most_at_once == 4
+    assert "200 B reserve" in of_kind(events, "admit")[-1]["why"]
+
+
+def test_reservations_are_made_and_grow_only_while_no_other_run_decides_and_are_told_within(tmp_path):
+    claims = FakeClaims(unused=0)
+    scripts = {f"j{i}": FakeJob((50, 100, 200, 200, 200)) for i in range(2)}
+    scheduler, _, _, _ = make(tmp_path, scripts, limit=450, slack=0.0, claims=claims)
+    scheduler.forecast.learn(like({}), Footprint(100))
+    seen = []
+    scheduler.say = lambda kind, **fields: seen.append((kind, claims.is_deciding))
+    scheduler.run()
+    assert {("admit", True), ("grow", True)} <= set(seen)
+    assert not {("admit", False), ("grow", False)} & set(seen)
+    assert max(used for used, _ in claims.written) == 400
+
+
+def test_the_wall_above_all_jobs_covers_what_was_lent_before_the_job_starts_beside_another_run(tmp_path):
+    scripts = {f"j{i}": FakeJob((100,) * 8) for i in range(4)}
+    scheduler, backend, _, _ = make(tmp_path, scripts, limit=420, slack=0.0, claims=FakeClaims(unused=0))
+    scheduler.forecast.learn(like({}), Footprint(100))
+    caps, submit = [], backend.submit
+    backend.cap = caps.append
+
+    def note(job, grant=None):
+        assert caps[-1] >= sum(slot.reserved_bytes for slot in scheduler._running.values())
+        submit(job, grant)
+
+    backend.submit = note
+    scheduler.run()
+    assert backend.most_at_once == 4
+
+
+def test_the_wall_above_all_jobs_stays_above_what_was_lent_when_other_runs_take_too_much(tmp_path):
+    claims = FakeClaims(unused=0)
+    scripts = {f"j{i}": FakeJob((20,) * 8) for i in range(2)}
+    scheduler, backend, machine, _ = make(tmp_path, scripts, limit=500, slack=0.0, claims=claims)
+    scheduler.forecast.learn(like({}), Footprint(100))
+    caps = []
+    backend.cap = caps.append
+
+    def others_take_too_much() -> None:
+        if len(backend.submitted) == 2:
+            machine.neighbour, claims.now = 400, Others(1, 400, 0)
+
+    scheduler.run(on_tick=others_take_too_much)
+    assert min(caps[3:-1]) >= 200
+
+
+def test_what_other_runs_may_have_taken_of_what_they_lent_is_no_growth_of_outsiders(tmp_path):
+    _, _, machine, _ = make(tmp_path, {"a": FakeJob()}, limit=1000)
+    others = Others(1, 0, 300)
+    watch = BudgetWatch(machine.read, lambda: 0.0, lambda: others)
+    watch.read(0)
+    assert watch.outsiders_bytes == 0
+    machine.neighbour = 300  # the kernel says it before the other run does
+    watch.read(0)
+    assert watch.outsiders_bytes == 0
+    machine.neighbour, others = 500, Others(1, 300, 0)
+    watch.read(0)
+    assert watch.outsiders_bytes == 200
+
+
+def test_what_other_runs_took_since_the_last_reading_is_not_free(tmp_path):
+    _, _, machine, _ = make(tmp_path, {"a": FakeJob()}, limit=1000)
+    watch = BudgetWatch(machine.read, lambda: 0.0, lambda: Others(1, 0, 300))
+    watch.read(0)
+    assert watch.lendable(0, {}).bytes == 700
+    watch.others = Others(1, 200, 100)  # as told at a decision, before the budget is read again
+    assert watch.lendable(0, {}).bytes == 700
 
 
 def test_a_full_disk_or_whatever_else_holds_a_run_starts_nothing(tmp_path):
@@ -508,7 +596,7 @@ def test_whatever_jobs_do_the_budget_holds_and_every_job_that_fits_completes(tmp
 
 def test_a_cap_of_the_users_own_is_not_lessened_by_what_other_runs_lent(tmp_path):
     scripts = {f"j{i}": FakeJob((100,) * 4) for i in range(3)}
-    scheduler, backend, machine, _ = make(tmp_path, scripts, limit=1000, slack=0.0, claims=FakeClaims(others=500))
+    scheduler, backend, machine, _ = make(tmp_path, scripts, limit=1000, slack=0.0, claims=FakeClaims(unused=500))
 
     def read(in_use):
         budget = machine.read(in_use)
@@ -522,24 +610,24 @@ def test_a_cap_of_the_users_own_is_not_lessened_by_what_other_runs_lent(tmp_path
 
 
 def test_a_job_alone_at_its_wall_goes_on_when_another_run_ends(tmp_path):
-    claims = FakeClaims(others=500)
+    claims = FakeClaims(unused=500)
     scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob((100, 800, 800))}, limit=1000, claims=claims)
 
     def other_run_ends() -> None:
         if backend.now > 0.3:
-            claims.others = claims.num_others = 0
+            claims.now = Others()
 
     assert scheduler.run(on_tick=other_run_ends)["a"].state == "completed"
     assert backend.submitted == ["a"]
 
 
 def test_what_another_run_has_is_waited_for_and_no_reason_to_give_a_job_up(tmp_path):
-    claims = FakeClaims(others=500)
+    claims = FakeClaims(unused=500)
     scheduler, backend, _, events = make(tmp_path, {"a": FakeJob((100, 800, 800))}, limit=1000, claims=claims)
 
     def other_run_ends() -> None:
         if backend.now > 9:
-            claims.others = claims.num_others = 0
+            claims.now = Others()
 
     assert scheduler.run(on_tick=other_run_ends)["a"].state == "completed"
     assert of_kind(events, "aside")[0]["reason"] == "another run on this host has the memory that it needs"

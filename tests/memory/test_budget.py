@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -285,3 +286,11 @@ def test_a_real_container_sees_its_own_limit(podman):
     assert 100 * MIB < found["headroom_bytes"] < 200 * MIB
     assert found["shm"]["total_bytes"] == 32 * MIB
     assert found["permission"] == "none"
+
+
+def test_a_later_reading_takes_over_what_a_process_keeps_and_reads_the_limits_anew():
+    first = read("docker_v2")
+    earlier = replace(first, num_cpus=77, cpus_source="the earlier one", permission="none", promise="", limits=())
+    later = read("docker_v2", last=earlier)
+    assert (later.num_cpus, later.cpus_source, later.permission) == (77, "the earlier one", "none")
+    assert later.limits == first.limits and later.swap == first.swap

@@ -21,7 +21,7 @@ import sys, time
 from pathlib import Path
 from memfit.memory._claims import Claims
 claims = Claims(Path(sys.argv[1]), folder=Path(sys.argv[2]), group="/group/of/it")
-claims.write(reserved_bytes=500, unused_bytes=200)
+claims.write(used_bytes=300, unused_bytes=200)
 print("ready", flush=True)
 time.sleep(300)
 """
@@ -37,10 +37,10 @@ print("ready", flush=True)
 sys.stdin.readline()
 while True:
     with claims.deciding() as others:
-        if others + mine + 10 > total:
+        if others.unused_bytes + mine + 10 > total:
             break
         mine += 10
-        claims.write(reserved_bytes=mine, unused_bytes=mine)
+        claims.write(used_bytes=0, unused_bytes=mine)
 print(mine, flush=True)
 sys.stdin.readline()
 """
@@ -70,8 +70,7 @@ def listed(tmp_path):
 def unused_of_others(run, folder):
     claims = Claims(run, folder=folder)
     try:
-        with claims.deciding() as unused:
-            return unused
+        return claims.others().unused_bytes
     finally:
         claims.close()
 
@@ -92,7 +91,7 @@ def test_an_entry_says_what_its_run_lent_and_is_alive_while_its_supervisor_lives
     with holder(tmp_path / "run", listed) as process:
         (entry,) = list_entries(listed)
         assert (entry.run, entry.pid, entry.host) == (tmp_path / "run", process.pid, socket.gethostname())
-        assert (entry.reserved_bytes, entry.unused_bytes, entry.group) == (500, 200, "/group/of/it")
+        assert (entry.used_bytes, entry.unused_bytes, entry.group) == (300, 200, "/group/of/it")
         assert (entry.alive, entry.uid) == (True, os.geteuid())
         assert unused_of_others(tmp_path / "another", listed) == 200
         assert unused_of_others(tmp_path / "run", listed) == 0
@@ -115,7 +114,7 @@ def test_jobs_that_go_on_without_a_supervisor_still_count_and_are_not_swept(tmp_
     with open(run / "jobs/cmd_0001/lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         claims = Claims(run, folder=listed)
-        claims.write(reserved_bytes=900, unused_bytes=70)
+        claims.write(used_bytes=900, unused_bytes=70)
         claims.close(keep=True)
         assert [(entry.alive, entry.unused_bytes) for entry in list_entries(listed)] == [(False, 70)]
         assert unused_of_others(tmp_path / "another", listed) == 70
@@ -126,7 +125,7 @@ def test_jobs_that_go_on_without_a_supervisor_still_count_and_are_not_swept(tmp_
 
 def test_a_resumed_run_takes_its_old_entry_over(tmp_path, listed):
     old = Claims(tmp_path / "run", folder=listed)
-    old.write(reserved_bytes=1, unused_bytes=1)
+    old.write(used_bytes=1, unused_bytes=1)
     old.close(keep=True)
     new = Claims(tmp_path / "run", folder=listed)
     assert [(entry.alive, entry.unused_bytes) for entry in list_entries(listed)] == [(True, 0)]
@@ -151,7 +150,7 @@ def test_the_folder_is_open_to_all_users_and_sticky_whatever_the_umask(tmp_path,
     "content",
     [b"", b"nonsense", b"00000000 {}", b"zz", b"\xff" * 5000, b"x" * 100_000,
      _encode(Entry(Path("/r"), "h", 0, 1, 0.0, -5, 0, "")), _encode(Entry(Path("relative"), "h", 0, 1, 0.0, 0, 0, "")),
-     _encode(Entry(Path("/r"), "h", 0, 1, 0.0, 5, 9, "")).replace(b'"unused_bytes": 5', b'"unused_bytes": 6')],
+     _encode(Entry(Path("/r"), "h", 0, 1, 0.0, 5, 9, "")).replace(b'"used_bytes": 5', b'"used_bytes": 6')],
     ids=["empty", "text", "checksum", "short", "binary", "large", "negative", "relative", "changed"],
 )  # fmt: skip
 def test_a_damaged_entry_is_passed_over(tmp_path, listed, content):
@@ -193,7 +192,7 @@ def test_a_second_user_decides_under_the_first_users_lock(tmp_path):
         Path(folder).chmod(0o755)
         listed = Path(folder) / "claims"
         mine = Claims(tmp_path / "mine", folder=listed)
-        mine.write(reserved_bytes=500, unused_bytes=300)
+        mine.write(used_bytes=500, unused_bytes=300)
         with mine.deciding():
             pass
         code = RACE.replace("claims, mine =", "import os; os.setgid(12345); os.setuid(12345)\nclaims, mine =")
@@ -202,7 +201,7 @@ def test_a_second_user_decides_under_the_first_users_lock(tmp_path):
                 process.stdin.write("go\n")
                 process.stdin.flush()
                 time.sleep(0.2)  # it must wait here; if it did not, it would not see the claim below
-                mine.write(reserved_bytes=500, unused_bytes=330)
+                mine.write(used_bytes=500, unused_bytes=330)
             assert process.stdout.readline() == "20\n"
             assert sorted(entry.uid for entry in list_entries(listed)) == [0, 12345]
             process.communicate("end\n")
@@ -214,8 +213,8 @@ def test_a_holder_that_is_stopped_is_passed_by_in_the_end(tmp_path, listed, monk
     claims = Claims(tmp_path / "run", folder=listed)
     code = HOLD.replace('print("ready", flush=True)', 'claims.deciding().__enter__(); print("ready", flush=True)')
     with start(code, tmp_path / "stopped", listed) as process:
-        with claims.deciding() as unused:
-            assert unused == 200
+        with claims.deciding() as others:
+            assert others.unused_bytes == 200
         process.kill()
     claims.close()
 
@@ -233,14 +232,14 @@ def test_an_entry_is_kept_up_to_date_on_a_full_disk(tmp_path):
         with pytest.raises(OSError, match="No space"), open(disk / "filler", "wb", buffering=0) as filler:
             while True:
                 filler.write(bytes(4096))
-        claims.write(reserved_bytes=700, unused_bytes=60)
+        claims.write(used_bytes=700, unused_bytes=60)
         assert [entry.unused_bytes for entry in list_entries(disk / "claims")] == [60]
         late = Claims(tmp_path / "late", folder=disk / "claims")  # there is no room for its entry
-        late.write(reserved_bytes=1, unused_bytes=1)
-        with late.deciding() as unused:
-            assert unused == 60
+        late.write(used_bytes=1, unused_bytes=1)
+        with late.deciding() as others:
+            assert others.unused_bytes == 60
         (disk / "filler").unlink()
-        late.write(reserved_bytes=1, unused_bytes=1)
+        late.write(used_bytes=1, unused_bytes=1)
         assert sorted(entry.unused_bytes for entry in list_entries(disk / "claims")) == [1, 60]
         late.close()
         claims.close()
@@ -251,9 +250,9 @@ def test_an_entry_is_kept_up_to_date_on_a_full_disk(tmp_path):
 def test_a_list_that_cannot_be_made_fails_no_run(tmp_path):
     (tmp_path / "file").write_text("")
     claims = Claims(tmp_path / "run", folder=tmp_path / "file" / "claims")
-    claims.write(reserved_bytes=1, unused_bytes=1)
-    with claims.deciding() as unused:
-        assert unused == 0
+    claims.write(used_bytes=1, unused_bytes=1)
+    with claims.deciding() as others:
+        assert others.unused_bytes == 0
     claims.close()
     assert list_entries(tmp_path / "file" / "claims") == []
     assert sweep_entries(tmp_path / "absent") == []
@@ -273,12 +272,12 @@ def test_many_looks_never_keep_a_run_from_its_entry(tmp_path, listed):
 
 def test_a_write_that_changes_nothing_costs_nothing(tmp_path, listed):
     claims = Claims(tmp_path / "run", folder=listed)
-    claims.write(reserved_bytes=5, unused_bytes=5, group="/g")
+    claims.write(used_bytes=5, unused_bytes=5, group="/g")
     (path,) = listed.glob("*.run")
     os.utime(path, (1, 1))
-    claims.write(reserved_bytes=5, unused_bytes=5)
+    claims.write(used_bytes=5, unused_bytes=5)
     assert path.stat().st_mtime == 1
-    claims.write(reserved_bytes=5, unused_bytes=4)
+    claims.write(used_bytes=5, unused_bytes=4)
     assert path.stat().st_mtime > 1
     assert [(entry.unused_bytes, entry.group) for entry in list_entries(listed)] == [(4, "/g")]
     claims.close()

@@ -1,4 +1,4 @@
-"""A full disk: the supervisor waits for room, loses nothing and ends nothing."""
+"""What happens to a supervisor: a full disk, a lock that is removed, an error of its own."""
 
 import os
 import subprocess
@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from memfit.jobs import Job, StopRequest
-from memfit.pipeline._supervise import DISK_RESERVE_BYTES, Journal, _Backend
+from memfit.errors import UsageError
+from memfit.jobs import Job, StopRequest, lock_file
+from memfit.jobs._lock import is_locked
+from memfit.pipeline._config import CommandSettings
+from memfit.pipeline._supervise import DISK_RESERVE_BYTES, Journal, RunLock, _Backend, supervised
 from memfit.rundir import RunDir, read_json
 from memfit.testing import wait_for_end, wait_until
 
@@ -133,3 +136,28 @@ def test_an_order_that_meets_a_full_disk_is_given_again_when_there_is_room(small
     waiting.join(60)
     assert wait_for_end(backend, "late").state == "completed"
     backend.close()
+
+
+def test_an_error_of_its_own_ends_a_run_with_an_outcome_that_names_it(run):
+    with pytest.raises(ZeroDivisionError), supervised(run, CommandSettings(), force=False, view=None, told={}):
+        1 / 0  # noqa: B018
+    assert read_json(run.path / "outcome.json") == {"state": "failed", "cause": "ZeroDivisionError: division by zero"}
+
+
+def test_a_lock_that_is_removed_is_taken_again_or_the_run_is_left_to_who_was_faster(run):
+    path, other = run.path / "supervisor.lock", run.path / "other.lock"
+    with (
+        pytest.raises(UsageError, match="being run by another process"),
+        supervised(run, CommandSettings(), force=False, view=None, told={}) as supervisor,
+    ):
+        path.unlink()
+        supervisor.schedule([Job("first", command=("true",))])
+        assert is_locked(path)
+        with pytest.raises(UsageError):
+            RunLock(run)
+        descriptor = lock_file(other)
+        other.rename(path)
+        supervisor.schedule([Job("second", command=("true",))])
+    os.close(descriptor)
+    assert not run.job_dir("second").exists()
+    assert not (run.path / "outcome.json").exists()  # the other one writes it

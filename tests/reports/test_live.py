@@ -189,7 +189,7 @@ def test_a_stop_says_what_happens_and_a_finished_run_that_nothing_is_left(made):
     )
     assert describe(now, view) == "ending 1 running job now"
     done = {"time": 0.0, "kind": "done", "num_done": 5}
-    assert describe(done, view) == "all 5 folds were done already; --new starts over"
+    assert describe(done, view) == "all 5 folds were done already; memfit run with --new starts over"
 
 
 def test_the_table_shows_how_much_of_the_panel_is_built(made):

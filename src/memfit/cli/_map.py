@@ -10,32 +10,15 @@ from typing import Annotated
 import typer
 
 from memfit.cli._run import close
-from memfit.cli._settings import (
-    AsJson,
-    Force,
-    GpuMemory,
-    Grace,
-    Limit,
-    MaxParallel,
-    Memory,
-    Name,
-    New,
-    NoTightMalloc,
-    OnFailure,
-    Reserve,
-    Retries,
-    RunsDir,
-    Set,
-    Threads,
-    overrides_of,
-)
+from memfit.cli._settings import Flags, with_flags
 from memfit.cli._terminal import console, survive_hangup
 from memfit.errors import UsageError
 from memfit.pipeline import expand, fill, read_budget, resolve_settings, run_commands
 from memfit.reports import LiveRun, print_budget
 
 
-def map_(  # noqa: PLR0913 - one flag each
+@with_flags
+def map_(
     context: typer.Context,
     param: Annotated[
         list[str] | None,
@@ -45,22 +28,8 @@ def map_(  # noqa: PLR0913 - one flag each
         Path | None, typer.Option(help="A CSV file whose rows are combinations.", metavar="CSV", show_default=False)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and the budget; start none.")] = False,
-    max_parallel: MaxParallel = None,
-    memory: Memory = None,
-    gpu_memory: GpuMemory = None,
-    limit: Limit = None,
-    reserve: Reserve = None,
-    retries: Retries = None,
-    on_failure: OnFailure = None,
-    name: Name = None,
-    runs_dir: RunsDir = None,
-    threads: Threads = None,
-    grace: Grace = None,
-    no_tight_malloc: NoTightMalloc = False,
-    set_: Set = None,
-    new: New = False,
-    force: Force = False,
-    as_json: AsJson = False,
+    *,
+    flags: Flags,
 ) -> None:
     """Run the command behind -- for every combination of parameters, under one memory budget.
 
@@ -85,12 +54,12 @@ def map_(  # noqa: PLR0913 - one flag each
             rule="it runs a command for every combination of its parameters.",
             remedy="add for example --param fold=1..5, or run it once: memfit run -- ...",
         )
-    settings = resolve_settings(overrides_of(context.params))
+    settings = resolve_settings(flags.overrides())
     if dry_run:
         words = [*command, *filter(None, [settings.value.memory.job_of])]
         commands = [fill(command, combination) for combination in expand(words, param or [], param_file)]
         budget = read_budget(settings.value)
-        if as_json:
+        if flags.as_json:
             typer.echo(json.dumps({"commands": commands, "budget": budget.to_dict()}, indent=2))
         else:
             for line in commands:
@@ -98,13 +67,19 @@ def map_(  # noqa: PLR0913 - one flag each
             typer.echo("")
             print_budget(budget, console())
         return
-    log = console(stderr=as_json)
-    live = LiveRun(log)
+    log = console(stderr=flags.as_json)
+    live = LiveRun(log, quiet=flags.quiet)
     survive_hangup()
     try:
         result = run_commands(
-            command, params=param or [], param_file=param_file, settings=settings, new=new, force=force, view=live.show
+            command,
+            params=param or [],
+            param_file=param_file,
+            settings=settings,
+            new=flags.new,
+            force=flags.force,
+            view=live.show,
         )
     finally:
         live.close()
-    close(result, log, as_json=as_json)
+    close(result, log, as_json=flags.as_json)

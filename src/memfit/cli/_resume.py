@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from memfit.cli._run import close
+from memfit.cli._settings import AsJson, Quiet
 from memfit.cli._terminal import console, survive_hangup
 from memfit.pipeline import resume as resume_run
 from memfit.reports import LiveRun, find_run
@@ -14,16 +15,19 @@ from memfit.reports import LiveRun, find_run
 
 def resume(
     run: Annotated[str, typer.Argument(help="A run's folder, name or experiment.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; the log goes to stderr.")] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> None:
     """Go on with a run, of folds or of commands, in the folder and with the settings that it was started with.
 
-    Jobs that are done are kept, jobs that still run are taken over, interrupted ones go on from their checkpoints.
+    Jobs that are done are kept, jobs that still run are taken over, interrupted ones go on from their checkpoints. The
+    others start in the run's order, failed ones among them: with --on-failure stop the one that failed is tried again
+    before those that never started. A run in which all is done stays as it is.
 
     Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a job failed, 75 stopped and can go on.
     """
     log = console(stderr=as_json)
-    live = LiveRun(log)
+    live = LiveRun(log, quiet=quiet)
     survive_hangup()
     try:
         result = resume_run(find_run(run).path, view=live.show)

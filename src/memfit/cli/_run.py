@@ -7,32 +7,14 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from memfit.cli._settings import (
-    AsJson,
-    Force,
-    GpuMemory,
-    Grace,
-    Limit,
-    MaxParallel,
-    Memory,
-    Name,
-    New,
-    NoTightMalloc,
-    OnFailure,
-    Reserve,
-    Retries,
-    RunsDir,
-    Set,
-    Threads,
-    overrides_of,
-)
+from memfit.cli._settings import Flags, with_flags
 from memfit.cli._terminal import console, survive_hangup
-from memfit.errors import StoppedError, UsageError
+from memfit.errors import JobFailedError, StoppedError, UsageError
 from memfit.pipeline import RunResult, resolve_settings, run_commands
 from memfit.pipeline import run as run_config
 from memfit.reports import LiveRun, print_summary, summarize
@@ -42,26 +24,13 @@ _JOB = "cmd_0001"
 _PIECE_BYTES = 1 << 20
 
 
-def run(  # noqa: PLR0913 - one flag each
+@with_flags
+def run(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="A config of folds, a YAML file.", show_default=False)] = None,
-    max_parallel: MaxParallel = None,
     folds: Annotated[str | None, typer.Option(help="Which folds, for example 2-5 or 1,3.", metavar="RANGE")] = None,
-    memory: Memory = None,
-    gpu_memory: GpuMemory = None,
-    limit: Limit = None,
-    reserve: Reserve = None,
-    retries: Retries = None,
-    on_failure: OnFailure = None,
-    name: Name = None,
-    runs_dir: RunsDir = None,
-    threads: Threads = None,
-    grace: Grace = None,
-    no_tight_malloc: NoTightMalloc = False,
-    set_: Set = None,
-    new: New = False,
-    force: Force = False,
-    as_json: AsJson = False,
+    *,
+    flags: Flags,
 ) -> None:
     """Run what CONFIG says, or the command behind --, under one memory budget.
 
@@ -73,21 +42,23 @@ def run(  # noqa: PLR0913 - one flag each
     The same command goes on where the last one stood. Ctrl-C once stops the jobs at a checkpoint (exit code 75),
     twice ends them now (130).
 
-    Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 a job failed, 75 stopped and can go on.
+    Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 a fold failed, 75 stopped and can go on. A command that
+    failed gives its own code, or 128 + n when signal n ended it.
     """
-    command, overrides = context.obj, overrides_of(context.params)
+    command: tuple[str, ...] | None = context.obj
     _check_what_to_run(config, command, folds)
-    log = console(stderr=as_json or not config)
+    log = console(stderr=flags.as_json or not config)
     survive_hangup()
-    if config is not None:
-        live = LiveRun(log)
-        try:
-            result = run_config(config, overrides=overrides, new=new, force=force, view=live.show)
-        finally:
-            live.close()
-    else:
-        result = _run_command(command, log, overrides, new=new, force=force, as_json=as_json)
-    close(result, log, as_json=as_json)
+    if config is None:
+        result = _run_command(command or (), log, flags)
+        close(result, log, as_json=flags.as_json, exit_code=_exit_code(result))
+    live = LiveRun(log, quiet=flags.quiet)
+    try:
+        given = flags.overrides(folds=folds)
+        result = run_config(config, overrides=given, new=flags.new, force=flags.force, view=live.show)
+    finally:
+        live.close()
+    close(result, log, as_json=flags.as_json)
 
 
 def _check_what_to_run(config: Path | None, command: tuple[str, ...] | None, folds: str | None) -> None:
@@ -112,13 +83,11 @@ def _check_what_to_run(config: Path | None, command: tuple[str, ...] | None, fol
         )
 
 
-def _run_command(
-    command: tuple[str, ...], log: Console, overrides: list[str], *, new: bool, force: bool, as_json: bool
-) -> RunResult:
+def _run_command(command: tuple[str, ...], log: Console, flags: Flags) -> RunResult:
     """Run one command, its output passed on: standard output stays the command's alone, unless JSON comes there."""
-    settings = resolve_settings(overrides)
+    settings = resolve_settings(flags.overrides())
     log._force_terminal = False  # lines alone: a table that is drawn anew would mix with the command's own output
-    live, echo = LiveRun(log), _Echo(to_stderr=as_json)
+    live, echo = LiveRun(log, quiet=flags.quiet), _Echo(to_stderr=flags.as_json)
 
     def view(run_dir: RunDir) -> Callable[[], None]:
         tick = live.show(run_dir)
@@ -131,20 +100,28 @@ def _run_command(
         return both
 
     try:
-        result = run_commands(command, settings=settings, new=new, force=force, view=view)
+        result = run_commands(command, settings=settings, new=flags.new, force=flags.force, view=view)
     finally:
         echo.pass_on()
         live.close()
     status = result.statuses.get(_JOB)
-    if status is not None and status.exit_code is not None:
+    if status is not None and status.exit_code is not None and not (flags.quiet and status.state == "completed"):
         code = status.exit_code
         name = signal.Signals(-code).name if -code in set(signal.Signals) else -code
         log.print(f"the command was ended by {name}" if code < 0 else f"the command ended with exit code {code}")
     return result
 
 
-def close(result: RunResult, log: Console, *, as_json: bool) -> None:
-    """Print what a run came to, and exit with its code."""
+def _exit_code(result: RunResult) -> int:
+    """The command's own code when it failed, as a shell would give it: 128 + n when signal n ended it."""
+    status = result.statuses.get(_JOB)
+    if result.exit_code != JobFailedError.exit_code or status is None or not status.exit_code:
+        return result.exit_code
+    return status.exit_code if status.exit_code > 0 else 128 - status.exit_code
+
+
+def close(result: RunResult, log: Console, *, as_json: bool, exit_code: int | None = None) -> NoReturn:
+    """Print what a run came to, and exit with its code, or with another."""
     run_dir = RunDir(result.path)
     if as_json:
         typer.echo(json.dumps(summarize(run_dir), indent=2, allow_nan=False))
@@ -152,7 +129,7 @@ def close(result: RunResult, log: Console, *, as_json: bool) -> None:
         print_summary(run_dir, log)
         if result.exit_code == StoppedError.exit_code:
             log.print("\nstopped; the same command goes on from here")
-    raise typer.Exit(result.exit_code)
+    raise typer.Exit(result.exit_code if exit_code is None else exit_code)
 
 
 class _Echo:

@@ -2,48 +2,93 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from memfit.config import Override
 from memfit.errors import ConfigError
 
-MaxParallel = Annotated[
-    str | None, typer.Option(help="The most jobs at once, or 'auto' for as many as fit.", metavar="auto|N")
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(help="What one job takes, as a hint, or '{name}' of a parameter; it is measured.", metavar="SIZE"),
-]
-GpuMemory = Annotated[
-    str | None, typer.Option(help="What one job takes on a GPU; it is placed on one with that room.", metavar="SIZE")
-]
-Limit = Annotated[str | None, typer.Option(help="Your own cap on all jobs together.", metavar="SIZE")]
-Reserve = Annotated[str | None, typer.Option(help="What is never lent to jobs.", metavar="SIZE")]
-Retries = Annotated[
-    str | None, typer.Option(help="How often a job that ran out of memory, or was killed, starts again.", metavar="N")
-]
-OnFailure = Annotated[
-    str | None, typer.Option(help="When a job fails: go on with the others, or stop them.", metavar="stop|continue")
-]
-Name = Annotated[str | None, typer.Option(help="The experiment: names the folder below the runs.", metavar="NAME")]
-RunsDir = Annotated[str | None, typer.Option(help="The folder of all runs.", metavar="FOLDER")]
-Threads = Annotated[str | None, typer.Option(help="Threads of each job's numerical libraries.", metavar="N")]
-Grace = Annotated[str | None, typer.Option(help="How long a job that is asked to stop may take to.", metavar="SECONDS")]
-NoTightMalloc = Annotated[
-    bool, typer.Option("--no-tight-malloc", help="Leave glibc's allocator as it is: faster, and keeps freed memory.")
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="A setting, for example memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
-]
-New = Annotated[bool, typer.Option("--new", help="Start over instead of going on with the newest run.")]
-Force = Annotated[bool, typer.Option("--force", help="Run also what does not fit the budget.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON; the log goes to stderr.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what goes wrong, and the summary.")]
 
-#: The setting of each flag.
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags that both verbs have; each is written here and nowhere else."""
+
+    max_parallel: Annotated[
+        str | None, typer.Option(help="The most jobs at once, or 'auto' for as many as fit.", metavar="auto|N")
+    ] = None
+    memory: Annotated[
+        str | None,
+        typer.Option(help="What one job takes, as a hint, or '{name}' of a parameter; it is measured.", metavar="SIZE"),
+    ] = None
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(help="What one job takes on a GPU; it is placed on one with that room.", metavar="SIZE"),
+    ] = None
+    limit: Annotated[str | None, typer.Option(help="Your own cap on all jobs together.", metavar="SIZE")] = None
+    reserve: Annotated[str | None, typer.Option(help="What is never lent to jobs.", metavar="SIZE")] = None
+    retries: Annotated[
+        str | None,
+        typer.Option(help="How often a job that ran out of memory, or was killed, starts again.", metavar="N"),
+    ] = None
+    on_failure: Annotated[
+        str | None, typer.Option(help="When a job fails: go on with the others, or stop them.", metavar="stop|continue")
+    ] = None
+    name: Annotated[
+        str | None, typer.Option(help="The experiment: names the folder below the runs.", metavar="NAME")
+    ] = None
+    runs_dir: Annotated[str | None, typer.Option(help="The folder of all runs.", metavar="FOLDER")] = None
+    threads: Annotated[str | None, typer.Option(help="Threads of each job's numerical libraries.", metavar="N")] = None
+    grace: Annotated[
+        str | None, typer.Option(help="How long a job that is asked to stop may take to.", metavar="SECONDS")
+    ] = None
+    no_tight_malloc: Annotated[
+        bool,
+        typer.Option("--no-tight-malloc", help="Leave glibc's allocator as it is: faster, and keeps freed memory."),
+    ] = False
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting, for example memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
+    ] = None
+    new: Annotated[bool, typer.Option("--new", help="Start over instead of going on with the newest run.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Run also what does not fit the budget.")] = False
+    quiet: Quiet = False
+    as_json: AsJson = False
+
+    def overrides(self, **more: str | None) -> list[Override]:
+        """What was given, as overrides of settings; ``more`` are settings that have a flag of the same name.
+
+        Raises:
+            ConfigError: If a setting is given by its flag and with ``--set``.
+        """
+        texts = {setting: (f"--{flag.replace('_', '-')}", getattr(self, flag)) for flag, setting in _SETTINGS.items()}
+        texts |= {setting: (f"--{setting}", text) for setting, text in more.items()}
+        given = {setting: (flag, text) for setting, (flag, text) in texts.items() if text is not None}
+        if "memory.job" in given and "{" in given["memory.job"][1]:
+            flag, text = given.pop("memory.job")
+            given["memory.job_of"] = (flag, json.dumps(text))
+        if self.no_tight_malloc:
+            given["memory.tight_malloc"] = ("--no-tight-malloc", "false")
+        for text in self.set_ or []:
+            name = text.partition("=")[0].strip()
+            if name in given:
+                flag, value = given[name]
+                raise ConfigError(
+                    f"{name} is given twice: {flag} {value} and --set {text}.",
+                    rule="a setting has one value on the command line.",
+                    remedy=f"leave out --set {text}",
+                )
+        return [*((flag, f"{name}={value}") for name, (flag, value) in given.items()), *(self.set_ or [])]
+
+
+#: The setting of each flag that gives one a value.
 _SETTINGS = {
     "max_parallel": "max_parallel",
     "memory": "memory.job",
@@ -56,29 +101,22 @@ _SETTINGS = {
     "runs_dir": "runs_dir",
     "threads": "threads_per_job",
     "grace": "grace_seconds",
-    "folds": "folds",
 }
 
 
-def overrides_of(flags: Mapping[str, Any]) -> list[str]:
-    """The flags of a command as overrides of settings.
+def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
+    """A verb that takes ``flags: Flags`` as typer is to see it: with each of the flags behind its own parameters."""
+    own = list(inspect.signature(verb, eval_str=True).parameters.values())[:-1]
+    hints = get_type_hints(Flags, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shared = [inspect.Parameter(one.name, keyword, default=one.default, annotation=hints[one.name])
+              for one in fields(Flags)]  # fmt: skip
 
-    Raises:
-        ConfigError: If a setting is given by its flag and with ``--set``.
-    """
-    given = {setting: (flag, flags[flag]) for flag, setting in _SETTINGS.items() if flags.get(flag) is not None}
-    if "memory.job" in given and "{" in given["memory.job"][1]:
-        flag, text = given.pop("memory.job")
-        given["memory.job_of"] = (flag, json.dumps(text))
-    if flags.get("no_tight_malloc"):
-        given["memory.tight_malloc"] = ("no_tight_malloc", "false")
-    for text in flags.get("set_") or []:
-        name = text.partition("=")[0].strip()
-        if name in given:
-            flag, value = given[name]
-            raise ConfigError(
-                f"{name} is given twice: --{flag.replace('_', '-')} {value} and --set {text}.",
-                rule="a setting has one value on the command line.",
-                remedy=f"leave out --set {text}",
-            )
-    return [*(f"{name}={value}" for name, (_, value) in given.items()), *(flags.get("set_") or [])]
+    def call(**given: Any) -> None:
+        flags = Flags(**{one.name: given.pop(one.name) for one in shared})
+        verb(**given, flags=flags)
+
+    call.__name__, call.__doc__ = verb.__name__, verb.__doc__
+    call.__annotations__ = {one.name: one.annotation for one in [*own, *shared]}
+    vars(call)["__signature__"] = inspect.Signature([*own, *shared])
+    return call

@@ -26,7 +26,8 @@ def stop(
 ) -> None:
     """Ask a run, or one of its jobs, to checkpoint and end, and wait until it has.
 
-    It works with and without a supervisor. The run goes on with memfit resume.
+    It works with and without a supervisor. A job that waits for its turn is not started any more. The run goes on with
+    memfit resume, such a job too. Asking twice is as asking once: only --now ends a job without its checkpoint.
 
     Exit codes: 0 it has ended, or there was nothing to stop, 2 no such run, 130 the waiting was interrupted.
     """

@@ -5,7 +5,7 @@
 """
 
 from memfit.config._given import INTERNAL_VARIABLES
-from memfit.config._problems import ARGUMENT, DEFAULT, OVERRIDE, variable
+from memfit.config._problems import ARGUMENT, DEFAULT, OVERRIDE, Override, variable
 from memfit.config._resolve import Resolved, resolve, resolve_nested
 from memfit.config._types import ByteSize, Settings, fingerprint, size_text, to_plain
 
@@ -15,6 +15,7 @@ __all__ = [
     "DEFAULT",
     "INTERNAL_VARIABLES",
     "OVERRIDE",
+    "Override",
     "Resolved",
     "Settings",
     "fingerprint",

@@ -13,11 +13,14 @@ from memfit.config._problems import (
     ARGUMENT,
     OVERRIDE,
     PREFIX,
+    Override,
     Problem,
     below_single,
     dotted,
     origin_of,
+    place,
     show,
+    source,
     variable_origin,
 )
 from memfit.config._schema import canonical, shape
@@ -87,7 +90,8 @@ class Given:
             seen[path] = name
             self._put_text(path, env[name], variable_origin(name))
 
-    def read_override(self, override: str) -> None:
+    def read_override(self, override: Override) -> None:
+        origin, override = (OVERRIDE, override) if isinstance(override, str) else override
         name, equals, text = override.partition("=")
         path = tuple(part.strip() for part in name.split("."))
         if not equals or not all(path):
@@ -95,7 +99,7 @@ class Given:
             rule = "an override is a dotted name, =, and a value"
             self.problems.append(Problem(what, rule, f"write for example {OVERRIDE} seed=1"))
             return
-        self._put_text(path, text, OVERRIDE)
+        self._put_text(path, text, origin)
 
     def _put_text(self, path: tuple[str, ...], text: str, origin: str) -> None:
         name = dotted(path)
@@ -106,7 +110,7 @@ class Given:
             problem = f"it cannot be read as YAML: {error}"
             document.faults.append(Fault(1, problem, "put quotes around a text, or close what is open"))
         for fault in document.faults:
-            what = f"{name}: {fault.what}, got {show(text)} ({origin})"
+            what = f"{place(name, origin)}: {fault.what}, got {show(text)}{source(origin)}"
             rule = "a value that begins with [ { \" or ' is read as YAML"
             self.problems.append(Problem(what, rule, fault.remedy))
         if not document.faults:

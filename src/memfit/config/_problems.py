@@ -19,6 +19,8 @@ Steps = tuple[str | int, ...]
 
 PREFIX = "MEMFIT_"
 OVERRIDE = "--set"
+#: ``name=value`` as given with ``--set``; or, after the flag that stands for the setting, the same.
+Override = str | tuple[str, str]
 #: The origin of a value that was handed in from Python.
 ARGUMENT = "argument"
 DEFAULT = "default"
@@ -95,6 +97,24 @@ def variable_origin(name: str) -> str:
     return _VARIABLE + name
 
 
+def _is_flag(origin: str) -> bool:
+    return origin.startswith("--") and origin != OVERRIDE
+
+
+def place(name: str, origin: str) -> str:
+    """What people call a setting that they gave there: the flag, or its name.
+
+    >>> place("memory.limit", "--limit"), place("memory.limit", "--set")
+    ('--limit', 'memory.limit')
+    """
+    return origin if _is_flag(origin) else name
+
+
+def source(origin: str) -> str:
+    """Where a value came from, in brackets, unless ``place`` says it."""
+    return "" if _is_flag(origin) else f" ({origin})"
+
+
 def show(value: Any) -> str:
     """A value as an error quotes it: one line, at most 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
@@ -103,6 +123,8 @@ def show(value: Any) -> str:
 
 def correction(name: str, origin: str, example: str = "...") -> str:
     """Where and how to give a setting another value."""
+    if _is_flag(origin):
+        return f"give {origin} {example}"
     if origin == OVERRIDE:
         return f"give {OVERRIDE} {name}={example}"
     if origin.startswith(_VARIABLE):
@@ -218,22 +240,23 @@ def _missing(path: Steps, model: type[BaseModel], prefix: str) -> Problem:
 
 def _bad_value(path: Steps, group: list[ErrorDetails], model: type[BaseModel], origin: str, prefix: str) -> Problem:
     name = prefix + dotted(path) or model.__name__
-    rule = f"the types and bounds of {model.__name__} are strict, wherever a value comes from"
+    stated, at = place(name, origin), source(origin)
+    rule = "the types and bounds of settings are strict, wherever a value comes from"
     custom = next((d for d in group if d["type"] in ("value_error", "assertion_error")), None)
     if custom is not None:
         text = str(custom.get("ctx", {}).get("error", custom["msg"]))
-        stated = f"{name} {text}" if text.startswith("must ") else f"{name}: {text}"
+        stated += f" {text}" if text.startswith("must ") else f": {text}"
         got = "" if isinstance(custom["input"], dict) else f", got {show(custom['input'])}"
-        return Problem(f"{stated}{got} ({origin})", rule, correction(name, origin))
+        return Problem(f"{stated}{got}{at}", rule, correction(name, origin))
     got = show(group[0]["input"])
     known = all(details["type"] in _EXPECTED for details in group)
     if not known:
         text = group[0]["msg"]
-        return Problem(f"{name}: {text[:1].lower()}{text[1:]}, got {got} ({origin})", rule, correction(name, origin))
+        return Problem(f"{stated}: {text[:1].lower()}{text[1:]}, got {got}{at}", rule, correction(name, origin))
     expected = " or ".join(
         dict.fromkeys(_EXPECTED[details["type"]].format_map(details.get("ctx", {})) for details in group)
     )
-    return Problem(f"{name} must be {expected}, got {got} ({origin})", rule, _remedy(name, expected, group, origin))
+    return Problem(f"{stated} must be {expected}, got {got}{at}", rule, _remedy(name, expected, group, origin))
 
 
 def _remedy(name: str, expected: str, group: list[ErrorDetails], origin: str) -> str:

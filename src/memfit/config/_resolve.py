@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from memfit.config._given import Given
-from memfit.config._problems import DEFAULT, below_single, from_pydantic, report, unknown
+from memfit.config._problems import DEFAULT, Override, below_single, from_pydantic, report, unknown
 from memfit.config._schema import shape, strangers
 from memfit.config._yaml import is_null, read_document, write_document
 
@@ -80,7 +80,7 @@ def resolve(
     file: Path | None = None,
     values: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[Override] = (),
 ) -> Resolved[M]:
     """The settings of a model: overrides before environment before file before defaults, each with its origin.
 
@@ -99,7 +99,7 @@ def resolve(
         file: A YAML file.
         values: Instead of a file, its content from Python.
         env: The environment; by default this process's.
-        overrides: What was given with ``--set``.
+        overrides: What was given with ``--set``; or, as a pair, after the flag that an error is to name.
 
     Raises:
         ConfigError: If anything is wrong: all of it is named at once, each with its place and the nearest known name.

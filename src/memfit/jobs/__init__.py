@@ -4,13 +4,16 @@ from memfit.jobs._budget_watch import ReadBudget
 from memfit.jobs._child import call_in_child, load_target, raise_error_of
 from memfit.jobs._job import ENDED, STATES, Backend, Grant, Job, JobStatus, State, Verdict
 from memfit.jobs._local import LocalBackend, read_status
+from memfit.jobs._lock import is_at, lock_file
 from memfit.jobs._policy import HostClaims, OnFailure, Policy, StopRequest
 from memfit.jobs._scheduler import Scheduler
-from memfit.jobs._stop import find_supervisor, running_jobs, stop
+from memfit.jobs._stop import ASK_SIGNAL, NOW_SIGNAL, find_supervisor, forget_stops, running_jobs, stop, take_stop
 from memfit.jobs._threads import limit_threads
 
 __all__ = [
+    "ASK_SIGNAL",
     "ENDED",
+    "NOW_SIGNAL",
     "STATES",
     "Backend",
     "Grant",
@@ -27,10 +30,14 @@ __all__ = [
     "Verdict",
     "call_in_child",
     "find_supervisor",
+    "forget_stops",
+    "is_at",
     "limit_threads",
     "load_target",
+    "lock_file",
     "raise_error_of",
     "read_status",
     "running_jobs",
     "stop",
+    "take_stop",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from memfit.memory import Budget, Claim, Lendable
+from memfit.memory import Budget, Claim, Lendable, Others
 
 #: The budget as it is now, given the private bytes that running jobs use now (a cap of the user's counts those).
 ReadBudget = Callable[[int], Budget]
@@ -21,16 +21,20 @@ class BudgetWatch:
     Args:
         read_budget: Reads it.
         clock: Monotonic seconds.
+        read_others: Reads what other runs on this host took and lent.
 
     Attributes:
-        others_bytes: What other supervisors of this host have lent and their jobs do not use yet.
+        others: What other runs took and lent, as last seen.
         checkpoint_bytes: The largest checkpoint that a job of this run reported: so much is never lent, so that a job
             that is asked to step aside has the room to write one.
     """
 
-    def __init__(self, read_budget: ReadBudget, clock: Callable[[], float]) -> None:
-        self.read_budget = read_budget
-        self.others_bytes = self.checkpoint_bytes = 0
+    def __init__(
+        self, read_budget: ReadBudget, clock: Callable[[], float], read_others: Callable[[], Others] = Others
+    ) -> None:
+        self.read_budget, self.read_others = read_budget, read_others
+        self.others = self._others_then = Others()
+        self.checkpoint_bytes = 0
         self._clock = clock
         self._budget: Budget | None = None
         self._read_at, self._in_use_then = 0.0, 0
@@ -50,6 +54,8 @@ class BudgetWatch:
 
     def read(self, in_use_bytes: int) -> None:
         """Read the budget, while jobs use so many private bytes."""
+        # First what others lent: what their jobs take between the two readings counts twice, and not never.
+        self.others = self._others_then = self.read_others()
         self._budget = self.read_budget(in_use_bytes)
         self._read_at, self._in_use_then = self._clock(), in_use_bytes
 
@@ -65,16 +71,21 @@ class BudgetWatch:
 
     @property
     def _headroom_bytes(self) -> int:
-        """What was free at the last reading, beside what other supervisors lent; the user's own cap is not theirs."""
+        """What was free at the last reading, beside what other runs have lent and took since; the user's own cap is
+        not theirs."""
         limits = [limit for limit in self.now.limits if limit.binds] or [self.now.binding]
-        return min(limit.headroom_bytes - (0 if limit.name == "cap" else self.others_bytes) for limit in limits)
+        others_bytes = self.others.unused_bytes + max(0, self.others.used_bytes - self._others_then.used_bytes)
+        return min(limit.headroom_bytes - (0 if limit.name == "cap" else others_bytes) for limit in limits)
 
     @property
     def outsiders_bytes(self) -> int:
-        """By how much others than this run's jobs have grown since the first reading; at least 0."""
+        """By how much others than memfit's jobs have grown since the first reading, at the least."""
         binding = self.now.binding
-        outside = binding.limit_bytes - binding.headroom_bytes - self._in_use_then
-        return max(0, outside - self._outside_first.setdefault(f"{binding.name} {binding.source}", outside))
+        inside = self._in_use_then + self._others_then.used_bytes
+        outside = binding.limit_bytes - binding.headroom_bytes - inside
+        first = self._outside_first.setdefault(f"{binding.name} {binding.source}", outside)
+        # What other runs lent may be in use already: they tell of it later than the kernel does.
+        return max(0, outside - self._others_then.unused_bytes - first)
 
     @property
     def _reserve_left(self) -> int:

@@ -111,13 +111,15 @@ class _Line:
     slope: float = 0.0
     offset: float = 0.0
     error: float = math.inf
+    largest: int = 0
 
     def take(self, x: float, y: int) -> None:
         """Take in a point and fit anew."""
         self.points.append((x, y))
-        number = len(self.points)
-        mean_x, mean_y = sum(x for x, _ in self.points) / number, sum(y for _, y in self.points) / number
-        spread = sum((x - mean_x) ** 2 for x, _ in self.points)
+        xs, ys = zip(*self.points, strict=True)
+        number, self.largest = len(xs), max(ys)
+        mean_x, mean_y = sum(xs) / number, sum(ys) / number
+        spread = sum((x - mean_x) ** 2 for x in xs)
         self.error = math.inf
         if number >= _LEAST_POINTS and spread > 0:
             self.slope = sum((x - mean_x) * (y - mean_y) for x, y in self.points) / spread
@@ -126,7 +128,7 @@ class _Line:
 
     @property
     def is_good(self) -> bool:
-        return self.error <= _GOOD * max(y for _, y in self.points) if self.points else False
+        return self.error <= _GOOD * self.largest
 
     def at(self, x: float) -> float:
         return self.offset + self.slope * x

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import select
 import signal
@@ -155,14 +156,9 @@ class _Keeper:
         """A shim's life: one job, and further ones as long as they are brief; the last one's exit code."""
         while order := link.recv(4096):
             folder = self.jobs_path / order.decode().strip()
-            log = os.open(folder / "shim.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.close(log)
+            sys.stdout = sys.stderr = _Log(folder / "shim.log")
             began = time.monotonic()
             code = _shim.main(folder)
-            sys.stdout.flush()
-            sys.stderr.flush()
             if code or time.monotonic() - began > _BRIEF_SECONDS or _has_child():
                 return code
             try:
@@ -220,6 +216,17 @@ class _Keeper:
         with contextlib.suppress(BlockingIOError):
             while self.outgoing:
                 self.outgoing = self.outgoing[self.supervisor.send(self.outgoing) :]
+
+
+class _Log(io.TextIOBase):
+    """A file that is made only when something is said."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, text: str) -> int:
+        with open(self._path, "a", errors="backslashreplace") as file:
+            return file.write(text)
 
 
 def _has_child() -> bool:

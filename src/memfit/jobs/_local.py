@@ -117,7 +117,7 @@ class LocalBackend:
             # ended with the watcher, and its number may be another's by now.
             folder = lock.parent
             if _has_no_end(folder) and not self.is_running(folder.name):
-                _settle(folder, f"its watcher died without a word (see {folder / 'shim.log'})")
+                _settle(folder)
 
     def keeper_pid(self) -> int:
         """The process id of the keeper, which is started if there is none: walls can be built below its group."""
@@ -150,14 +150,15 @@ class LocalBackend:
                 remedy="wait for its end, or give the other job another id",
             )
         folder = self.run.job_dir(job.id)
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        if job.id in self._found_running or is_held(folder):
+        if job.id in self._found_running or (not is_new and is_held(folder)):
             self._found_running.discard(job.id)
             self._follow(job.id, self._taken_over(folder))
             if grant is not None:
                 self.resize(job.id, grant)
             return
-        attempt = _next_attempt(folder)
+        attempt = 1 if is_new else _next_attempt(folder)
         group = self._make_group(job.id, grant)
         has_limit = grant is not None and group is None and job.device_bytes is None
         described = {
@@ -381,7 +382,7 @@ def _read_running(job_id: str, submitted: _Submitted) -> JobStatus:
             holder = None
         if found is not None:
             known = to_status(job_id, found)
-        elif holder is not None and holder.job_pid is not None:
+        elif holder is not None and holder.started is not None:
             about = {"attempt": holder.attempt, "pid": holder.job_pid, "started": holder.started}
             known = JobStatus(job_id, "running", **about)  # type: ignore[arg-type]
         else:
@@ -411,12 +412,12 @@ def _has_no_end(folder: Path) -> bool:
 
 def _read_outcome(folder: Path) -> dict[str, Any] | None:
     """``outcome.json``; None also for an empty one, which is what a power cut leaves of one not forced to disk."""
+    path = folder / OUTCOME
     try:
-        if (folder / OUTCOME).stat().st_size == 0:
-            return None
+        size = path.stat().st_size
     except OSError:
         return None
-    return read_json(folder / OUTCOME)
+    return read_json(path) if size else None
 
 
 def _bury(submitted: _Submitted) -> dict[str, Any]:
@@ -425,10 +426,12 @@ def _bury(submitted: _Submitted) -> dict[str, Any]:
     if holder is not None and holder.job_pid is not None and submitted.attempt in (0, holder.attempt):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(holder.job_pid, signal.SIGKILL)
-    return _settle(folder, f"its watcher died without a word (see {folder / 'shim.log'}); its processes were ended")
+    return _settle(folder, "; its processes were ended")
 
 
-def _settle(folder: Path, cause: str) -> dict[str, Any]:
+def _settle(folder: Path, more: str = "") -> dict[str, Any]:
+    logs = (folder / "shim.log", folder.parent.parent / "keeper.log")
+    cause = f"its watcher died without a word (see {next(filter(Path.exists, logs), logs[1])}){more}"
     described = _read_json_or_none(folder / JOB) or {}
     if described.get("group"):
         group = JobGroup.at(Path(described["group"]))

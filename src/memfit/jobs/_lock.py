@@ -6,10 +6,11 @@ import errno
 import fcntl
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -75,7 +76,35 @@ def is_locked(path: Path) -> bool:
 def complain(text: str) -> None:
     """Say something in the watcher's log, if it can be written: a full disk must not end a watcher, and so its job."""
     with suppress(OSError):
-        os.write(2, f"{text}\n".encode())
+        sys.stderr.write(f"{text}\n")
+
+
+def lock_file(path: Path, seconds: float = 0.2) -> int | None:
+    """The descriptor of a file that is locked until it is closed, made if need be; None when another holds the lock.
+
+    Args:
+        path: The file.
+        seconds: How long to wait for it: who looks whether it is held holds it for a moment.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_at(descriptor, path):
+                return descriptor
+        os.close(descriptor)
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.01)
+
+
+def is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 class JobLock:
@@ -88,14 +117,8 @@ class JobLock:
     @classmethod
     def take(cls, folder: Path) -> JobLock | None:
         """The lock, or None when another process holds it."""
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        for _ in range(20):  # who looks whether it is held holds it for a moment
-            with suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return cls(descriptor, Holder(os.getpid(), 0))
-            time.sleep(0.01)
-        os.close(descriptor)
-        return None
+        descriptor = lock_file(folder / LOCK)
+        return None if descriptor is None else cls(descriptor, Holder(os.getpid(), 0))
 
     def release(self) -> None:
         """Let the lock go; what the file says stays."""
@@ -105,7 +128,7 @@ class JobLock:
         """Write what changed into the lock file, in place: once it has its block that works on a full disk too."""
         self.holder = replace(self.holder, **changes)  # type: ignore[arg-type]
         # Padded, so that a shorter text leaves no rest of a longer one and the file never needs to grow.
-        os.pwrite(self._descriptor, json.dumps(asdict(self.holder)).ljust(255).encode() + b"\n", 0)
+        os.pwrite(self._descriptor, json.dumps(vars(self.holder)).ljust(255).encode() + b"\n", 0)
 
     def patiently(self, write: Callable[[], T], *, gives_up: Callable[[], bool] = lambda: False) -> T:
         """Do something that must not be lost: while the disk is full, again every second, until the caller gives up."""

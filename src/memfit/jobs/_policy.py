@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from memfit.memory import DEFAULT_SLACK
+from memfit.memory import DEFAULT_SLACK, Others
 
 OnFailure = Literal["stop", "continue"]
 
@@ -33,12 +33,9 @@ class Policy:
 class HostClaims(Protocol):
     """What several supervisors on one host share; ``memfit.memory.Claims`` is it."""
 
-    @property
-    def num_others(self) -> int:
-        """How many other runs live on this host, as seen at the last decision."""
-
-    def deciding(self) -> AbstractContextManager[int]: ...
-    def write(self, *, reserved_bytes: int, unused_bytes: int) -> None: ...
+    def others(self) -> Others: ...
+    def deciding(self) -> AbstractContextManager[Others]: ...
+    def write(self, *, used_bytes: int, unused_bytes: int) -> None: ...
 
 
 class StopRequest:

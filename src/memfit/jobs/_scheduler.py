@@ -20,12 +20,12 @@ from time import monotonic
 from memfit.errors import DoesNotFitError
 from memfit.jobs._budget_watch import BudgetWatch, ReadBudget
 from memfit.jobs._forecast import Forecast
-from memfit.jobs._job import ENDED, Backend, Job, JobStatus, Verdict
+from memfit.jobs._job import ENDED, Backend, Job, JobStatus, State, Verdict
 from memfit.jobs._placement import place
 from memfit.jobs._policy import HostClaims, Policy, StopRequest, say_nothing
 from memfit.jobs._retry import Retry, decide
 from memfit.jobs._slot import Slot, cheapest
-from memfit.memory import Budget, Claim, Footprint, Lendable, reservation_bytes
+from memfit.memory import Budget, Claim, Footprint, Lendable, Others, reservation_bytes
 from memfit.units import format_bytes
 
 _TICK_SECONDS = 0.1
@@ -92,7 +92,7 @@ class Scheduler:
         self._short = ""
         self._favoured: str | None = None
         self._favoured_at = 0.0
-        self._budget = BudgetWatch(read_budget, lambda: monotonic())
+        self._budget = BudgetWatch(read_budget, lambda: monotonic(), claims.others if claims else Others)
 
     def run(
         self,
@@ -101,6 +101,7 @@ class Scheduler:
         on_tick: Callable[[], None] = lambda: None,
         still_running: Collection[str] = (),
         hold: Callable[[], str] = lambda: "",
+        stopped: Callable[[str], str] = lambda job_id: "",
     ) -> dict[str, JobStatus]:
         """Run all jobs to their ends; the last status of every job that was started, by id.
 
@@ -110,6 +111,7 @@ class Scheduler:
             still_running: The ids of jobs that an earlier supervisor started and that run now: they are taken over
                 first, whatever is free, for what they use is taken already.
             hold: A reason to start no job now, such as a full disk; empty when there is none.
+            stopped: Why the user wants a job of this id, which waits, not to be started any more; empty when it is to.
 
         Raises:
             DoesNotFitError: If no job was started, because none fits although no other runs.
@@ -123,9 +125,12 @@ class Scheduler:
         while True:
             self._poll()
             self._obey(stop.level if stop else 0)
-            self._ask_others()
-            self._relieve()
-            latest = self._admit(hold())
+            held = hold()
+            # One run at a time: no two grow or start a job into the same free bytes.
+            with self.claims.deciding() if self.claims else nullcontext(Others()) as self._budget.others:
+                self._relieve()
+                latest = self._admit(held, stopped)
+                self._write_claims()
             refused = refused or latest
             on_tick()
             if not self._waiting and not self._running:
@@ -137,19 +142,23 @@ class Scheduler:
     def _in_use_bytes(self) -> int:
         return sum(slot.status.used_bytes for slot in self._running.values())
 
-    def _ask_others(self) -> None:
-        """What other runs on this host lent, also while none of the own jobs waits to be admitted."""
-        if self.claims is not None and self._budget.is_due:
-            with self.claims.deciding() as others:
-                self._budget.others_bytes = others
-
     def _read_budget(self) -> Budget:
         if self._budget.is_due:
             self._budget.read(self._in_use_bytes())
-            # The walls of the jobs lie within the budget; the one above them all is for what they miss.
-            spare = self._budget.checkpoint_bytes + self._budget.now.reserve_bytes // 8
-            self.backend.cap(max(1, self._capacity_bytes() + spare))
+            self._cap()
         return self._budget.now
+
+    def _cap(self) -> None:
+        """Move the wall above all jobs, which is for what their own miss: those lie within the budget."""
+        spare = self._budget.checkpoint_bytes + self._budget.now.reserve_bytes // 8
+        # Other runs have counted what this one lent: it stands, whatever they take meanwhile.
+        lent = sum(slot.reserved_bytes for slot in self._running.values()) if self._num_others() else 0
+        self.backend.cap(max(1, lent, self._capacity_bytes()) + spare)
+
+    def _cap_of_part(self) -> None:
+        """The same where other runs have a part in what is free: there it follows each reservation, at once."""
+        if self._num_others():
+            self._cap()
 
     def _capacity_bytes(self) -> int:
         """What all jobs may take now: of what is free, other runs on this host may take a part at the same time."""
@@ -317,6 +326,7 @@ class Scheduler:
         """Bring the walls up to date, those that come down first."""
         if self.policy.force:
             return
+        self._cap_of_part()
         changes = []
         for job_id, slot in self._running.items():
             if slot.set_aside is not None:
@@ -379,7 +389,7 @@ class Scheduler:
         return min(limit.limit_bytes for limit in budget.limits) - budget.reserve_bytes
 
     def _num_others(self) -> int:
-        return self.claims.num_others if self.claims is not None else 0
+        return self._budget.others.num
 
     def _set_aside(self, slot: Slot, reason: str) -> None:
         slot.set_aside = monotonic()
@@ -405,24 +415,22 @@ class Scheduler:
 
     # Admission
 
-    def _admit(self, hold: str) -> DoesNotFitError | None:
+    def _admit(self, hold: str, stopped: Callable[[str], str]) -> DoesNotFitError | None:
+        for slot in self._waiting[:_BACKFILL]:
+            if reason := stopped(slot.job.id):
+                self._drop(slot, "cancelled", reason)
         if not self._waiting:
-            self._write_claims()
             return None
         if reason := hold or self._short:
             self._wait(self._waiting[0], reason)
             return None
-        with self.claims.deciding() if self.claims else nullcontext(0) as others:
-            self._budget.others_bytes = others
-            refused = self._admit_all()
-            self._write_claims()
-        return refused
+        return self._admit_all()
 
     def _write_claims(self) -> None:
         if self.claims is not None:
             claims = [slot.expectation() for slot in self._running.values()]
             self.claims.write(
-                reserved_bytes=sum(claim.reserved_bytes for claim in claims),
+                used_bytes=sum(claim.used_bytes for claim in claims),
                 unused_bytes=sum(claim.unused_bytes for claim in claims),
             )
 
@@ -525,6 +533,7 @@ class Scheduler:
         if not self.policy.force:
             free = max(0, self._room(Slot.claim).bytes) // (1 + self._num_others())
             slot.grant = slot.grant_of(free // max(_LEAST_PARTS, len(self._running)), self._capacity_bytes())
+            self._cap_of_part()
         if slot.device is not None:
             env = {"CUDA_VISIBLE_DEVICES": slot.device, "MEMFIT_DEVICE_BYTES": str(slot.device_bytes)}
             job = replace(job, env=dict(job.env) | env)
@@ -554,13 +563,16 @@ class Scheduler:
         if monotonic() - self._lacking_since < _LACK_SECONDS * (1 + 20 * slot.num_asides):
             return None
         error = self._refusal(slot)
-        self._waiting.remove(slot)
-        slot.status = JobStatus(slot.job.id, "failed", cause=error.what, attempt=0)
-        self.statuses[slot.job.id] = slot.status
-        self.say("end", job=slot.job.id, state="failed", cause=error.what, exit_code=None, **self._memory())
+        self._drop(slot, "failed", error.what)
         if self.policy.on_failure == "stop":
             self._obey(1)
         return error
+
+    def _drop(self, slot: Slot, state: State, cause: str) -> None:
+        """Have a job that waits end so, without a start."""
+        self._waiting.remove(slot)
+        slot.status = self.statuses[slot.job.id] = JobStatus(slot.job.id, state, cause=cause, attempt=0)
+        self.say("end", job=slot.job.id, state=state, cause=cause, exit_code=None, **self._memory())
 
     def _refusal(self, slot: Slot) -> DoesNotFitError:
         needed, room, binding = self._needed(slot, alone=True) or 1, self._room(), self._read_budget().binding

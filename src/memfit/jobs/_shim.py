@@ -64,14 +64,19 @@ class _Stop:
         self.reason = ""
         signal.signal(signal.SIGTERM, self.ask)
         signal.signal(signal.SIGQUIT, self.at_once)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # Not SIG_IGN, which the job would inherit.
+        signal.signal(signal.SIGINT, lambda *_: None)
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
     def ask(self, *_: object) -> None:
         self.asked_at = self.asked_at or time.monotonic()
 
     def at_once(self, *_: object) -> None:
         self.asked_at, self.now = self.asked_at or time.monotonic(), True
+
+    def is_over(self, grace_seconds: float) -> bool:
+        """Whether the job has to end now: that was asked for, or the grace is over."""
+        return self.now or (self.asked_at is not None and time.monotonic() - self.asked_at > grace_seconds)
 
     def read_request(self, job_dir: Path) -> None:
         """Obey the file that asks for a stop."""
@@ -121,7 +126,7 @@ class _Shim:
         self.run_dir = RunDir(job_dir.parent.parent)
         self.group = JobGroup.at(Path(job["group"])) if job["group"] else None
         self.orphan = OrphanWatch(self.run_dir.path, self.group) if self.group else None
-        self.attempt = int(job["attempt"])
+        self.attempt, self.grace_seconds = int(job["attempt"]), float(job["grace_seconds"])
         self.env_differs: dict[str, Any] = {}
         #: The processes that were asked to stop.
         self.told: set[int] = set()
@@ -135,7 +140,7 @@ class _Shim:
         older = frozenset[Path]() if is_first else frozenset(self.run_dir.events_dir.glob("*.jsonl"))
         try:
             pid = self.lock.patiently(
-                lambda: start(self.job, self.job_dir, self.group, lambda: self.stop.now),
+                lambda: start(self.job, self.job_dir, self.group, lambda: self.stop.is_over(self.grace_seconds)),
                 gives_up=lambda: self.stop.asked_at is not None,
             )
         except OSError as error:
@@ -183,7 +188,7 @@ class _Shim:
             return None
         watch.asked = not stop.reason
         # It is reaped by this process alone, so that its number is still its own.
-        if stop.now or time.monotonic() - stop.asked_at > float(self.job["grace_seconds"]):
+        if stop.is_over(self.grace_seconds):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(watch.pid, signal.SIGKILL)
             return "SIGKILL"
@@ -199,8 +204,7 @@ class _Shim:
         left = self.told - {watch.pid}
         if stopped_by != "SIGTERM" or not left:
             return returncode
-        end = (self.stop.asked_at or 0.0) + float(self.job["grace_seconds"])
-        codes = wait_for(left, lambda: self.stop.now or time.monotonic() > end)
+        codes = wait_for(left, lambda: self.stop.is_over(self.grace_seconds))
         return StoppedError.exit_code if StoppedError.exit_code in codes else returncode
 
     def _tick(self, watch: Watch, *, is_first: bool) -> None:
@@ -252,6 +256,8 @@ class _Shim:
         left = end_children(lambda: (watch.meter.pids if watch.meter else set()) - {os.getpid(), watch.pid})
         if self.group is not None and self.group.pids():
             self.group.kill()
+        with contextlib.suppress(OSError):
+            self.lock.tell(job_pid=None)  # its number may be another's soon
         remove_segments(watch.pids | left, since=watch.started)
         if watch.series is not None:
             with contextlib.suppress(OSError):

@@ -1,4 +1,9 @@
-"""Starting a job's process by hand: between fork and exec it enters its group and is bound to its watcher."""
+"""Starting a job's process inside its group.
+
+A job with a group is started by vfork: the watcher is in that group for the moment of it, and whoever finds the watcher
+dead ends what is in the group. One without a group, or whose group is nearly full, is forked: between fork and exec it
+does the rest by itself. A fork copies the watcher's page tables, which takes as long as a brief job.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +15,23 @@ import os
 import resource
 import select
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from memfit.jobs._child import ERROR, REQUEST, RESULT
-from memfit.memory import JobGroup
+from memfit.memory import JobGroup, memory_group
 from memfit.rundir import write_json
+from memfit.units import MIB
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 #: When memory does run out, let the kernel take a job and never the shim, the supervisor or a stranger.
 _OOM_SCORE_ADJ = 500
+#: With less to be had in a group the watcher itself might wait at the wall there.
+_ROOM_BYTES = 64 * MIB
 _libc = ctypes.CDLL(None)
 
 
@@ -53,6 +63,59 @@ def start(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None, is_ende
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     logs = [os.open(job_dir / name, flags, 0o644) for name in ("out.log", "err.log")]
     env = os.environ | job["env"]
+    home = _home(os.getpid()) if group is not None and group.has_room(_ROOM_BYTES) else None
+    try:
+        if group is not None and home is not None:
+            return _spawn(job, command, env, group, home=home, logs=logs)
+        return _fork(job, command, env, group, logs=logs, is_ended=is_ended)
+    finally:
+        for descriptor in logs:
+            os.close(descriptor)
+
+
+@cache
+def _home(pid: int) -> Path | None:
+    """The group of this process, which stays where it began, if it may come back there; a fork may begin elsewhere."""
+    home = memory_group()
+    return home if home is not None and os.access(home / "cgroup.procs", os.W_OK) else None
+
+
+def _spawn(
+    job: Mapping[str, Any], command: list[str], env: Mapping[str, str], group: JobGroup, *, home: Path, logs: list[int]
+) -> int:
+    """Start it by vfork from inside its group; what this process handles or was given stays with this process."""
+    with contextlib.ExitStack() as stack:
+        stdin = stack.enter_context(open(job["stdin"])) if _has_stdin(job) else None
+        with group.hosting(home):
+            process = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=logs[0],
+                stderr=logs[1],
+                cwd=job["cwd"],
+                env=env,
+                start_new_session=True,
+                close_fds=False,
+            )
+    process.returncode = 0  # it is waited for elsewhere
+    _set_oom_score(process.pid)
+    return process.pid
+
+
+def _has_stdin(job: Mapping[str, Any]) -> bool:
+    return job["stdin"] is not None and job["attempt"] == 1
+
+
+def _fork(
+    job: Mapping[str, Any],
+    command: list[str],
+    env: Mapping[str, str],
+    group: JobGroup | None,
+    *,
+    logs: list[int],
+    is_ended: Callable[[], bool],
+) -> int:
+    """Start it by fork."""
     told, teller = os.pipe()  # closed by exec: its end tells that the program runs
     watcher = os.getpid()
     try:
@@ -60,8 +123,7 @@ def start(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None, is_ende
         if pid == 0:
             _become(job, command, env, group, watcher=watcher, logs=logs, teller=teller)
     finally:
-        for descriptor in (*logs, teller):
-            os.close(descriptor)
+        os.close(teller)
     try:
         failure = _hear(told, pid, is_ended)
     finally:
@@ -102,14 +164,13 @@ def _become(
             _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
             if os.getppid() != watcher:  # it died before that held
                 os._exit(127)
-            _set_oom_score()
-        # What a process ignores, its program ignores too.
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+            _set_oom_score("self")
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # what Python ignores, its program would ignore too
             signal.signal(number, signal.SIG_DFL)
         if group is not None:
             name = str(group.path)
             group.enter()
-        if job["stdin"] is not None and job["attempt"] == 1:
+        if _has_stdin(job):
             name = job["stdin"]
             os.dup2(os.open(name, os.O_RDONLY), 0)
         os.dup2(logs[0], 1)
@@ -128,9 +189,9 @@ def _become(
         os._exit(127)
 
 
-def _set_oom_score() -> None:
+def _set_oom_score(pid: int | str) -> None:
     with contextlib.suppress(OSError):
-        file = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        file = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         os.write(file, str(_OOM_SCORE_ADJ).encode())
         os.close(file)
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from memfit.errors import UsageError
 from memfit.jobs._job import JobStatus
 from memfit.jobs._local import read_status
 from memfit.jobs._lock import OUTCOME, STOP_REQUESTED, is_held, is_locked, read_holder
-from memfit.memory import list_entries
-from memfit.rundir import EventTail, RunDir, write_atomic
+from memfit.memory import list_entries, live_jobs
+from memfit.rundir import RunDir, read_json, write_atomic
 
 _LOCK = "supervisor.lock"
 _STEP_SECONDS = 0.1
+#: What a supervisor takes as a request to have its jobs checkpoint and end, and to end them now: however often it
+#: comes, it means the same, unlike Ctrl-C.
+ASK_SIGNAL, NOW_SIGNAL = signal.SIGUSR1, signal.SIGUSR2
+_NEVER_BEGAN = "stopped by memfit stop while it waited"
 
 
 def stop(
@@ -33,7 +38,8 @@ def stop(
 ) -> list[JobStatus]:
     """Ask a run, or one of its jobs, to checkpoint and end, and wait until it has.
 
-    A supervisor that lives is asked too, so that it starts no more jobs; asking twice never ends a job sooner.
+    A supervisor that lives is asked too, so that it starts no more jobs; asking twice never ends a job sooner. A job
+    that waits for its turn is not started any more by the supervisor that lives; a later one starts it again.
 
     Args:
         run: The run.
@@ -43,16 +49,21 @@ def stop(
         on_tick: Called ten times a second with the ids of the jobs that still run.
 
     Returns:
-        The last statuses of the jobs that ran; empty when there was nothing to stop.
+        The last statuses of the jobs that ran or waited; empty when there was nothing to stop.
 
     Raises:
         UsageError: If the run belongs to another user, or its supervisor is on another host.
     """
     asked = [one for one in running_jobs(run) if job_id in (None, one)]
     supervisor = find_supervisor(run, claims=claims) if job_id is None else None
+    waits = job_id is not None and not asked and _waits(run, job_id, claims)
     try:
+        if job_id is not None and waits:
+            run.job_dir(job_id).mkdir(parents=True, exist_ok=True)
+            asked = [job_id]
         if supervisor is not None:
-            _ask_supervisor(run, supervisor, now=now)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(supervisor, NOW_SIGNAL if now else ASK_SIGNAL)
         for one in asked:
             _ask_job(run.job_dir(one), now=now)
     except PermissionError as error:
@@ -61,7 +72,9 @@ def stop(
             rule=f"a run is stopped by the user who started it, {run.header.get('user', 'another one')}.",
             remedy=f"as that user or as root: memfit stop {run.path}",
         ) from None
-    left = asked
+    left = [one for one in asked if not waits or is_held(run.job_dir(one))]
+    if job_id is not None and waits and not left:
+        return [JobStatus(job_id, "cancelled", cause=_NEVER_BEGAN, attempt=0)]
     while left or (supervisor is not None and _holds(supervisor, run.path / _LOCK)):
         on_tick(left)
         time.sleep(_STEP_SECONDS)
@@ -73,8 +86,30 @@ def stop(
 
 def running_jobs(run: RunDir) -> list[str]:
     """The ids of the jobs that run now: a watcher holds their locks."""
-    folders = sorted((run.path / "jobs").glob("*/lock"))
-    return [lock.parent.name for lock in folders if not (lock.parent / OUTCOME).exists() and is_held(lock.parent)]
+    return list(live_jobs(run.path))
+
+
+def _waits(run: RunDir, job_id: str, claims: Path | None) -> bool:
+    """Whether a job has yet to be started by a supervisor that lives."""
+    return read_status(run, job_id).state == "pending" and find_supervisor(run, claims=claims) is not None
+
+
+def forget_stops(run: RunDir, job_ids: Iterable[str]) -> None:
+    """Forget the requests of an earlier time to stop these jobs: they are to run."""
+    for job_id in job_ids:
+        (run.job_dir(job_id) / STOP_REQUESTED).unlink(missing_ok=True)
+
+
+def take_stop(run: RunDir, job_id: str) -> str:
+    """Why a job that waits is not to be started any more, which its outcome says from now on; empty when it is."""
+    folder = run.job_dir(job_id)
+    if not (folder / STOP_REQUESTED).exists():
+        return ""
+    outcome = (read_json(folder / OUTCOME) or {}) | {"state": "cancelled", "cause": _NEVER_BEGAN, "ended": time.time()}
+    with contextlib.suppress(OSError):  # on a full disk the run's own outcome says it
+        write_atomic(folder / OUTCOME, json.dumps(outcome) + "\n", durable=False)
+        (folder / STOP_REQUESTED).unlink(missing_ok=True)
+    return _NEVER_BEGAN
 
 
 def find_supervisor(run: RunDir, *, claims: Path | None = None) -> int | None:
@@ -98,26 +133,6 @@ def find_supervisor(run: RunDir, *, claims: Path | None = None) -> int | None:
         rule=f"it holds {lock} on {host}, or in another container or as another user; this is {socket.gethostname()}.",
         remedy=f"there: memfit stop {run.path}",
     )
-
-
-def _ask_supervisor(run: RunDir, pid: int, *, now: bool) -> None:
-    level, wanted = _stop_level(run, pid), 2 if now else 1
-    # Two signals of one kind may become one; each of these raises the level of the request by one.
-    for number in (signal.SIGTERM, signal.SIGINT)[: max(0, wanted - level)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _stop_level(run: RunDir, pid: int) -> int:
-    """How far the supervisor has been asked to stop already, by its own events."""
-    level = 0
-    for path in sorted(run.events_dir.glob(f"*-{pid}-*.jsonl"))[-1:]:
-        for event in EventTail(path).read():
-            if event.get("kind") == "run":
-                level = 0
-            elif event.get("kind") == "stop" and isinstance(event.get("level"), int):
-                level = event["level"]
-    return level
 
 
 def _ask_job(folder: Path, *, now: bool) -> None:

@@ -77,8 +77,8 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._grown_at, self._num_met = self.born, self.met_before
-        for name in ("out.log", "err.log"):
-            path = self.run.job_dir(self.job_id) / name
+        folder = self.run.job_dir(self.job_id)
+        for path in (folder / "out.log", folder / "err.log"):
             self._log_offsets[path] = path.stat().st_size if self.attempt > 1 and path.exists() else 0
 
     @property

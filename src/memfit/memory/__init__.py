@@ -2,7 +2,7 @@
 
 from memfit.memory._admission import DEFAULT_SLACK, Claim, Lendable, reservation_bytes
 from memfit.memory._budget import Budget
-from memfit.memory._claims import Claims, Entry, list_entries, sweep_entries
+from memfit.memory._claims import Claims, Entry, Others, list_entries, live_jobs, sweep_entries
 from memfit.memory._devices import Device, DeviceProcess
 from memfit.memory._footprint import Footprint, PhasePeak
 from memfit.memory._host import SharedMemory, Swap
@@ -28,6 +28,7 @@ __all__ = [
     "Lendable",
     "Limit",
     "Meter",
+    "Others",
     "PhasePeak",
     "Sample",
     "SeriesWriter",
@@ -36,6 +37,7 @@ __all__ = [
     "TreeMeter",
     "Walls",
     "list_entries",
+    "live_jobs",
     "measure",
     "memory_group",
     "nvml_reader",

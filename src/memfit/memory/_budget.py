@@ -78,6 +78,7 @@ class Budget:
         cap_used_bytes: int = 0,
         reserve_bytes: int | None = None,
         nvml: Any = None,
+        last: Budget | None = None,
     ) -> Budget:
         """Read every limit that holds for this process now.
 
@@ -89,6 +90,8 @@ class Budget:
             reserve_bytes: What to keep back of the headroom; worked out when None.
             nvml: A module with nvidia-ml-py's names. When None, that package is asked for the real root, and no device
                 is read for a recorded tree.
+            last: An earlier reading of this process's, from which the CPUs and the permission are taken: what holds as
+                long as it lives.
 
         Raises:
             UsageError: If a size is not possible, or the recorded tree holds no proc/meminfo.
@@ -105,8 +108,8 @@ class Budget:
         default_reserve, reserve_note = default_reserve_of(limits[0], swap)
         nvml = _real_nvml() if nvml is None and root == REAL_ROOT else nvml
         devices, device_note = read_devices(nvml, root=root, env=env) if nvml is not None else ((), "")
-        num_cpus, cpus_source = _cpus(root, env)
-        permission, promise = _permission(root, placement)
+        num_cpus, cpus_source = (last.num_cpus, last.cpus_source) if last else _cpus(root, env)
+        permission, promise = (last.permission, last.promise) if last else _permission(root, placement)
         return cls(
             limits=limits,
             reserve_bytes=default_reserve if reserve_bytes is None else reserve_bytes,

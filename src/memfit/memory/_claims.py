@@ -41,8 +41,8 @@ class Entry:
         uid: Whose it is: the owner of the entry's file.
         pid: The supervisor's process id; only to be used while ``alive``.
         started: When the supervisor began, in Unix seconds.
+        used_bytes: What its jobs use.
         unused_bytes: What it has lent to jobs that do not use it yet.
-        reserved_bytes: What its jobs reserved in all.
         group: The folder of its parent control group, or empty.
         alive: Whether its supervisor lives.
     """
@@ -52,10 +52,25 @@ class Entry:
     uid: int
     pid: int
     started: float
+    used_bytes: int
     unused_bytes: int
-    reserved_bytes: int
     group: str
     alive: bool = True
+
+
+@dataclass(frozen=True)
+class Others:
+    """All other live runs of this host together.
+
+    Attributes:
+        num: How many there are.
+        used_bytes: What their jobs use.
+        unused_bytes: What they have lent to jobs that do not use it yet.
+    """
+
+    num: int = 0
+    used_bytes: int = 0
+    unused_bytes: int = 0
 
 
 class Claims:
@@ -72,10 +87,10 @@ class Claims:
     Example:
         >>> list_of_runs = Path(tempfile.mkdtemp())
         >>> mine, other = Claims(Path("/runs/a"), folder=list_of_runs), Claims(Path("/runs/b"), folder=list_of_runs)
-        >>> other.write(reserved_bytes=500, unused_bytes=200)
-        >>> with mine.deciding() as unused_bytes:
-        ...     unused_bytes
-        200
+        >>> other.write(used_bytes=300, unused_bytes=200)
+        >>> with mine.deciding() as others:
+        ...     others
+        Others(num=1, used_bytes=300, unused_bytes=200)
         >>> mine.close(); other.close()
     """
 
@@ -88,30 +103,32 @@ class Claims:
         self._written: Entry | None = None
         self._patience = _PATIENCE_SECONDS
         self._orphans: dict[Path, tuple[float, bool]] = {}
-        #: How many other runs live on this host, as seen at the last decision.
-        self.num_others = 0
         self._put()
 
+    def others(self) -> Others:
+        """What all other live runs on this host took and lent."""
+        entries = [entry for entry in list_entries(self._folder) if self._counts(entry)]
+        used_bytes = sum(entry.used_bytes for entry in entries)
+        return Others(len(entries), used_bytes, sum(entry.unused_bytes for entry in entries))
+
     @contextmanager
-    def deciding(self) -> Iterator[int]:
-        """Hold the host's lock; gives the bytes that all other live runs on this host lent and do not use yet.
+    def deciding(self) -> Iterator[Others]:
+        """Hold the host's lock; gives what all other live runs on this host took and lent.
 
         What is written within the block is seen by whoever decides next, so no two runs lend the same free bytes. A
         holder that does not go on (it was stopped) is waited for ten seconds and then passed by.
         """
         lock = self._lock_host()
         try:
-            others = [entry for entry in list_entries(self._folder) if self._counts(entry)]
-            self.num_others = len(others)
-            yield sum(entry.unused_bytes for entry in others)
+            yield self.others()
         finally:
             if lock is not None:
                 os.close(lock)
 
-    def write(self, *, reserved_bytes: int, unused_bytes: int, group: str | None = None) -> None:
+    def write(self, *, used_bytes: int, unused_bytes: int, group: str | None = None) -> None:
         """Bring the own entry up to date; costs nothing when nothing changed."""
         group = self._entry.group if group is None else group
-        self._entry = replace(self._entry, reserved_bytes=reserved_bytes, unused_bytes=unused_bytes, group=group)
+        self._entry = replace(self._entry, used_bytes=used_bytes, unused_bytes=unused_bytes, group=group)
         self._put()
 
     def close(self, *, keep: bool = False) -> None:
@@ -131,7 +148,7 @@ class Claims:
             return True
         looked, found = self._orphans.get(entry.run, (0.0, False))
         if time.monotonic() - looked > _ORPHANS_SECONDS:
-            found = _has_jobs(entry.run)
+            found = _is_orphaned(entry.run)
             self._orphans[entry.run] = (time.monotonic(), found)
         return found
 
@@ -199,7 +216,7 @@ def sweep_entries(folder: Path | None = None) -> list[Entry]:
             entry = _decode(os.pread(descriptor, _MOST_BYTES, 0), os.geteuid())
             if entry is None and time.time() - os.fstat(descriptor).st_mtime < _PATIENCE_SECONDS:
                 continue  # being made
-            if entry is not None and (entry.host != socket.gethostname() or _has_jobs(entry.run)):
+            if entry is not None and (entry.host != socket.gethostname() or _is_orphaned(entry.run)):
                 continue
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -312,16 +329,20 @@ def _decode(record: bytes, uid: int) -> Entry | None:
             return None
         found = json.loads(text)
         entry = Entry(**found | {"run": Path(found["run"]), "uid": uid})
-        sizes = (entry.pid, entry.unused_bytes, entry.reserved_bytes)
+        sizes = (entry.pid, entry.used_bytes, entry.unused_bytes)
         is_whole = all(type(size) is int and size >= 0 for size in sizes) and isinstance(entry.started, int | float)
         return entry if is_whole and entry.run.is_absolute() and isinstance(entry.group, str) else None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _has_jobs(run: Path) -> bool:
-    """Whether a job of this run still has a watcher: each holds a lock in its job's folder."""
-    for path in run.glob("jobs/*/lock"):
+def _is_orphaned(run: Path) -> bool:
+    return next(live_jobs(run), None) is not None
+
+
+def live_jobs(run: Path) -> Iterator[str]:
+    """The ids of a run's jobs that have a watcher: each holds a lock in its job's folder."""
+    for path in sorted(run.glob("jobs/*/lock")):
         if (path.parent / "outcome.json").exists():
             continue  # it has ended, and its watcher ends within the instant
         try:
@@ -329,8 +350,8 @@ def _has_jobs(run: Path) -> bool:
         except OSError:
             continue
         try:
-            if not _try_lock(descriptor, fcntl.LOCK_SH):
-                return True
+            is_held = not _try_lock(descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
-    return False
+        if is_held:
+            yield path.parent.name

@@ -13,6 +13,30 @@ from memfit.memory._jobgroup import NO_WALL_BYTES, JobGroup, put
 #: How long a group that had news, or false news by page cache, is not listened to.
 QUIET_SECONDS = 1.0
 _SAMPLE_SECONDS = 0.05
+#: So many microseconds of waiting for memory within so many: the kernel takes windows from half a second on and,
+#: without CAP_SYS_RESOURCE, only multiples of two seconds. Source: Linux Documentation/accounting/psi.rst.
+_PRESSURES = ("some 50000 500000", "some 200000 2000000")
+
+
+def pressure_trigger(group: JobGroup) -> int | None:
+    """A descriptor with POLLPRI when processes of a group or below it wait for memory, at most twice a second.
+
+    They wait while ``memory.high`` slows them down and while page cache is reclaimed for them. The kernel's watch ends
+    when the descriptor is closed.
+
+    Returns:
+        None on v1, and where the kernel keeps no pressure (before Linux 5.2, ``psi=0``) or this user may not ask.
+    """
+    for pressure in _PRESSURES if group.version == 2 else ():
+        handle = _open(group.path / "memory.pressure", os.O_RDWR | os.O_NONBLOCK)
+        if handle is None:
+            return None
+        try:
+            os.write(handle, f"{pressure}\0".encode())
+            return handle
+        except OSError:
+            os.close(handle)
+    return None
 
 
 @dataclass
@@ -109,9 +133,9 @@ class Ear:
                 os.pread(self.wall_fd, 4096, 0)
 
 
-def _open(file: Path) -> int | None:
+def _open(file: Path, flags: int = os.O_RDONLY) -> int | None:
     try:
-        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(file, flags | os.O_CLOEXEC)
     except OSError:
         return None
 

@@ -71,7 +71,8 @@ class Host:
 def read_text(path: Path) -> str | None:
     """The text of a file of the kernel's, or None where there is none or it may not be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode(errors="replace")
     except OSError:
         return None
 

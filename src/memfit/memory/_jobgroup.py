@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -61,6 +62,8 @@ class JobGroup:
     @classmethod
     def at(cls, path: Path) -> JobGroup:
         """The group of a directory; its version by the files there or, when it is gone, above it."""
+        if (path / "memory.limit_in_bytes").exists():
+            return cls(path, 1)
         marks = (one for one in (path, *path.parents) if (one / "cgroup.procs").exists())
         return cls(path, 1 if (next(marks, path) / "memory.limit_in_bytes").exists() else 2)
 
@@ -78,6 +81,36 @@ class JobGroup:
             OSError: If the group is gone, or this user may not.
         """
         put(self.path / "cgroup.procs", "0")
+
+    @contextlib.contextmanager
+    def hosting(self, home: Path) -> Iterator[None]:
+        """Have the calling process in the group until the end of the block, so that what it forks begins there.
+
+        Args:
+            home: The directory of the group that it goes back to.
+
+        Raises:
+            OSError: As ``enter``; or if it may not go back, and then it has not entered.
+            RuntimeError: If it could not go back although it may: it is to end now.
+        """
+        back = os.open(home / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            try:
+                self.enter()
+                yield
+            finally:
+                try:
+                    os.write(back, b"0")
+                except OSError as error:
+                    raise RuntimeError(f"this process cannot leave {self.path} for {home}") from error
+        finally:
+            os.close(back)
+
+    def has_room(self, wanted_bytes: int) -> bool:
+        """Whether so much more can be charged before its own wall or that of the group above it is met."""
+        name = "memory.limit_in_bytes" if self.version == 1 else "memory.high"
+        groups = (self, JobGroup(self.path.parent, self.version))
+        return all(group.charged_bytes() + wanted_bytes <= group._wall(name) for group in groups)
 
     def state(self) -> GroupState | None:
         """What the kernel says of it now, or None when it is gone."""
@@ -234,6 +267,9 @@ class JobGroup:
     def remove(self) -> bool:
         """Remove it and its descendants; False when processes are still in it."""
         for _ in range(40):
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+                return True
             try:
                 for folder, _, _ in os.walk(self.path, topdown=False):
                     with contextlib.suppress(FileNotFoundError):
@@ -256,6 +292,9 @@ def put(file: Path, text: str) -> None:
     handle = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(handle, text.encode())
+    except OSError as error:
+        error.filename = str(file)
+        raise
     finally:
         os.close(handle)
 

@@ -28,7 +28,7 @@ from typing import Literal
 
 from memfit.memory._base import OUTSIDE, Base, find_base, pids_in
 from memfit.memory._cgroup import locate
-from memfit.memory._ears import QUIET_SECONDS, Ear
+from memfit.memory._ears import QUIET_SECONDS, Ear, pressure_trigger
 from memfit.memory._host import REAL_ROOT, read_text
 from memfit.memory._jobgroup import NO_WALL_BYTES, JobGroup, put
 
@@ -77,6 +77,7 @@ class Walls:
         self._base = base
         self._ears: dict[str, Ear] = {}
         self._parent_ear: Ear | None = Ear(parent, NO_WALL_BYTES, time.monotonic(), look_at=math.inf)
+        self._pressure_fd = pressure_trigger(parent)
 
     @classmethod
     def build(cls, name: str, capacity_bytes: int, *, root: Path = REAL_ROOT, pid: int | None = None) -> Walls | None:
@@ -165,9 +166,10 @@ class Walls:
     def wait(self, seconds: float, *others: int) -> list[int]:
         """Wait until a job passes its soft bytes, meets its wall or is gone, ``others`` can be read, or so long.
 
-        What stays so is told again every second, and at once after ``resize``. Page cache that passes the threshold or
-        meets the wall is no news: such a job is looked at ever more seldom, at last once a second. Where the kernel
-        cannot notify, and for young jobs, the usage is sampled every 50 ms.
+        What stays so is told again once or twice a second, and at once after ``resize``. Page cache that passes the
+        threshold or meets the wall is no news: such a job is looked at ever more seldom, at last once a second or,
+        where v2 tells of memory pressure, when a job waits for memory. Where the kernel cannot notify of the threshold,
+        and for young jobs, the usage is sampled every 50 ms.
 
         Args:
             seconds: How long at most.
@@ -201,8 +203,14 @@ class Walls:
             ear.close()
         self._ears.clear()
         self._parent_ear = None
+        self._close_pressure()
         if remove and self.parent.remove():
             _restore(self._base, _leaf(self.parent))
+
+    def _close_pressure(self) -> None:
+        if self._pressure_fd is not None:
+            os.close(self._pressure_fd)
+            self._pressure_fd = None
 
     def _group(self, job_id: str) -> JobGroup:
         return JobGroup(self.parent.path / f"{_PREFIX}{job_id}", self.parent.version)
@@ -236,6 +244,8 @@ class Walls:
         poll, keys, flag = select.poll(), {}, select.POLLIN if self.parent.version == 1 else select.POLLPRI
         for handle in others:
             poll.register(handle, select.POLLIN)
+        if self._pressure_fd is not None:
+            poll.register(self._pressure_fd, select.POLLPRI)
         for key, ear in self._all():
             if ear.wall_fd is not None and ear.wall_from <= now:
                 poll.register(ear.wall_fd, flag)
@@ -245,10 +255,14 @@ class Walls:
                 keys[ear.soft_fd] = (key, False)
         ready: list[int] = []
         heard: dict[str, bool] = {}
-        for handle, _ in poll.poll(math.ceil(seconds * 1000)):
+        for handle, event in poll.poll(math.ceil(seconds * 1000)):
             if handle in keys:
                 key, met_wall = keys[handle]
                 heard[key] = heard.get(key, False) or met_wall
+            elif handle == self._pressure_fd:  # Some job waits for memory; it does not tell which.
+                heard = {key: False for key, _ in self._all()} | heard
+                if event & select.POLLERR:  # The parent group is gone.
+                    self._close_pressure()
             else:
                 ready.append(handle)
         return ready, heard

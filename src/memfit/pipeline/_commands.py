@@ -57,7 +57,7 @@ class _Order:
 
 
 def resolve_settings(
-    overrides: Sequence[str] = (), env: Mapping[str, str] | None = None
+    overrides: Sequence[config.Override] = (), env: Mapping[str, str] | None = None
 ) -> config.Resolved[CommandSettings]:
     """The settings of a run of commands, each with its origin: overrides before environment before defaults.
 

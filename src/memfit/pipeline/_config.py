@@ -7,15 +7,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from memfit import config
 from memfit.config import ByteSize, Settings
 from memfit.errors import ConfigError
 from memfit.memory import DEFAULT_SLACK
+from memfit.units import MIB
 
+#: Below this no process can be relied on to start: an interpreter with what a command line needs takes some 10 MiB.
+LEAST_LIMIT_BYTES = 16 * MIB
 #: The phases that every fold passes; each once, and its footprint is known.
 FOLD_PHASES = ("load", "train", "checkpoint", "validate")
+
+
+def _enough(limit: int) -> int:
+    if limit < LEAST_LIMIT_BYTES:
+        raise ValueError(f"must be {LEAST_LIMIT_BYTES // MIB}MiB or more, so that a process can start in it")
+    return limit
+
+
+def _not_empty(path: object) -> object:
+    if path == "":
+        raise ValueError("must name a folder")
+    return path
+
+
+_Name = Annotated[str, Field(min_length=1)]
+_Folder = Annotated[Path, BeforeValidator(_not_empty)]
 
 
 class MemorySettings(Settings):
@@ -32,7 +51,7 @@ class MemorySettings(Settings):
         tight_malloc: Have glibc give freed memory back at once, so that resident memory follows live memory.
     """
 
-    limit: ByteSize | None = None
+    limit: Annotated[ByteSize, AfterValidator(_enough)] | None = None
     reserve: ByteSize | None = None
     slack: Annotated[float, Field(ge=0.0, le=10.0)] = DEFAULT_SLACK
     job: ByteSize | None = None
@@ -57,13 +76,13 @@ class CommandSettings(Settings):
     """
 
     schema_version: Literal[1] = 1
-    experiment: str = ""
+    experiment: _Name = ""
     max_parallel: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     on_failure: Literal["stop", "continue"] = "continue"
     retries: Annotated[int, Field(ge=0)] = 2
     threads_per_job: Annotated[int, Field(ge=1)] = 1
     grace_seconds: Annotated[float, Field(gt=0)] = 60.0
-    runs_dir: Path = Path("runs")
+    runs_dir: _Folder = Path("runs")
     memory: MemorySettings = MemorySettings()
 
 
@@ -78,11 +97,11 @@ class RunConfig(CommandSettings):
         params: The workload's own parameters.
     """
 
-    experiment: str
+    experiment: _Name
     target: str
     seed: Annotated[int, Field(ge=0)] = 0
     folds: str = "all"
-    panels_dir: Path = Path("panels")
+    panels_dir: _Folder = Path("panels")
     params: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -37,7 +37,7 @@ class _Order:
 def run(
     source: Path | str | Mapping[str, Any],
     *,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[config.Override] = (),
     env: Mapping[str, str] | None = None,
     new: bool = False,
     force: bool = False,
@@ -127,7 +127,7 @@ def _check_folds(order: _Order, run_dir: RunDir) -> None:
 
 def _resolve(
     source: Path | str | Mapping[str, Any],
-    overrides: Sequence[str],
+    overrides: Sequence[config.Override],
     env: Mapping[str, str],
     force: bool,
     folders: Sequence[str] = (),

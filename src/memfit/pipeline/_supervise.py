@@ -16,11 +16,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from memfit import config
 from memfit.errors import DoesNotFitError, MemfitError, UsageError
-from memfit.jobs import Grant, Job, JobStatus, LocalBackend, Policy, Scheduler, StopRequest
+from memfit.jobs import (
+    ASK_SIGNAL,
+    NOW_SIGNAL,
+    Grant,
+    Job,
+    JobStatus,
+    LocalBackend,
+    Policy,
+    Scheduler,
+    StopRequest,
+    forget_stops,
+    is_at,
+    lock_file,
+    take_stop,
+)
 from memfit.memory import (
     Budget,
     Claims,
@@ -143,6 +155,47 @@ class Journal(EventWriter):
             self.flush()
 
 
+class RunLock:
+    """The lock of a run, held until ``close``: no second supervisor admits the same jobs.
+
+    Raises:
+        UsageError: If another process holds it.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._path = run.path / "supervisor.lock"
+        self._descriptor = self._take(0.5)  # `memfit stop` may be looking who holds it
+
+    def _take(self, seconds: float) -> int:
+        descriptor = lock_file(self._path, seconds)
+        if descriptor is not None:
+            return descriptor
+        raise UsageError(
+            f"{self._path.parent} is being run by another process.",
+            rule="one supervisor at a time admits a run's jobs (supervisor.lock).",
+            remedy="wait for it, or start a separate run: memfit run or memfit map with --new",
+        )
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the locked file is still the one that others look at."""
+        return is_at(self._descriptor, self._path)
+
+    def keep(self) -> None:
+        """Lock the file anew when somebody has removed it.
+
+        Raises:
+            UsageError: If another process was faster.
+        """
+        if not self.is_there:
+            lost, self._descriptor = self._descriptor, self._take(0.0)
+            os.close(lost)
+
+    def close(self) -> None:
+        """Let it go."""
+        os.close(self._descriptor)
+
+
 @dataclass
 class Supervisor:
     """A run in the hands of this process: its jobs are started, held back and watched under one budget.
@@ -151,6 +204,7 @@ class Supervisor:
         run: The run directory.
         settings: How jobs are run.
         force: Run also what does not fit.
+        lock: The run's lock.
         journal: Its events and files.
         stop: The request to stop, set by signals.
         backend: Where jobs run.
@@ -162,19 +216,22 @@ class Supervisor:
     run: RunDir
     settings: CommandSettings
     force: bool
+    lock: RunLock
     journal: Journal
     stop: StopRequest
     backend: LocalBackend
     claims: Claims
     tick: Callable[[], None]
     state: str = "failed"
+    _budget: Budget | None = field(default=None)
     _planned_bytes: int = field(default=0)
     _num_parallel: int = field(default=0)
 
     def read_budget(self, in_use_bytes: int = 0) -> Budget:
         """The budget as it is now, under the user's cap on what the jobs use or left in /dev/shm."""
         left_bytes = self.backend.walls.left_bytes() if self.backend.walls else 0
-        return read_budget(self.settings, in_use_bytes + left_bytes)
+        self._budget = read_budget(self.settings, in_use_bytes + left_bytes, last=self._budget)
+        return self._budget
 
     def schedule(self, jobs: Sequence[Job], *, known: Known = (), num_planned: int = 0) -> dict[str, JobStatus]:
         """Run jobs to their ends; the last status of each that was started.
@@ -191,6 +248,10 @@ class Supervisor:
             if kind == "footprint" and num_planned:
                 measured = Footprint.from_dict(fields["footprint"])
                 self._plan(measured, str(fields["job"]), num_planned, int(fields["in_use_bytes"]))
+
+        def hold() -> str:
+            self.lock.keep()
+            return self.journal.hold()
 
         def tick() -> None:
             self.journal.flush()
@@ -209,7 +270,14 @@ class Supervisor:
             jobs, self.backend, self.read_budget, policy=policy, known=known, say=say, claims=self.claims
         )
         still_running = [job.id for job in jobs if self.backend.is_running(job.id)]
-        return scheduler.run(stop=self.stop, on_tick=tick, still_running=still_running, hold=self.journal.hold)
+        forget_stops(self.run, {job.id for job in jobs}.difference(still_running))
+        return scheduler.run(
+            stop=self.stop,
+            on_tick=tick,
+            still_running=still_running,
+            hold=hold,
+            stopped=lambda job_id: take_stop(self.run, job_id),
+        )
 
     def _plan(self, footprint: Footprint, measured_on: str, num_jobs: int, in_use_bytes: int = 0) -> None:
         """Write the plan that follows from the largest footprint; say so when it is another one than before."""
@@ -249,10 +317,10 @@ class Supervisor:
         return RunResult(self.run.path, self.state, exit_code, statuses, metrics)
 
 
-def read_budget(settings: CommandSettings, in_use_bytes: int = 0) -> Budget:
+def read_budget(settings: CommandSettings, in_use_bytes: int = 0, *, last: Budget | None = None) -> Budget:
     """The budget as it is now, under the user's cap on what the jobs use."""
     memory = settings.memory
-    return Budget.read(cap_bytes=memory.limit, cap_used_bytes=in_use_bytes, reserve_bytes=memory.reserve)
+    return Budget.read(cap_bytes=memory.limit, cap_used_bytes=in_use_bytes, reserve_bytes=memory.reserve, last=last)
 
 
 @contextmanager
@@ -266,7 +334,8 @@ def supervised(
     Raises:
         UsageError: If another process runs this run.
     """
-    with _alone(run), _stoppable() as stop:
+    lock = RunLock(run)
+    with contextlib.closing(lock), _stoppable() as stop:
         (run.path / "outcome.json").unlink(missing_ok=True)  # it runs again
         journal, state = Journal(run), "failed"
         try:
@@ -275,11 +344,13 @@ def supervised(
                 backend, claims = _set_up(run, settings, journal, stack)
                 backend.stop = stop
                 tick = view(run) if view else lambda: None
-                supervisor = Supervisor(run, settings, force, journal, stop, backend, claims, tick)
+                supervisor = Supervisor(run, settings, force, lock, journal, stop, backend, claims, tick)
                 yield supervisor
             state = supervisor.state
-        except MemfitError as error:
-            journal.put("outcome.json", {"state": "failed", "cause": error.what})
+        except Exception as error:
+            cause = error.what if isinstance(error, MemfitError) else f"{type(error).__name__}: {error}"
+            if lock.is_there:  # else another process runs it
+                journal.put("outcome.json", {"state": "failed", "cause": cause})
             raise
         finally:
             journal.write("run", state=state)
@@ -309,16 +380,18 @@ def _set_up(run: RunDir, settings: CommandSettings, journal: Journal, stack: Exi
     """The backend with its walls, and the claims; what dead runs left of either is removed first."""
     for entry in sweep_entries():
         # A run that another supervisor takes up at this moment keeps its group.
-        lock = filelock.FileLock(entry.run / "supervisor.lock")
-        with contextlib.suppress(filelock.Timeout, OSError), lock.acquire(timeout=0):
-            if entry.group:
-                sweep_groups(Path(entry.group), uid=os.geteuid())
+        with contextlib.suppress(OSError):
+            descriptor = lock_file(entry.run / "supervisor.lock", 0.0)
+            if descriptor is not None:
+                if entry.group:
+                    sweep_groups(Path(entry.group), uid=os.geteuid())
+                os.close(descriptor)
     claims, budget, group = Claims(run.path), read_budget(settings), ""
     # Last of all: what still has processes or groups stays on the list, or nobody would ever sweep it.
     stack.callback(lambda: claims.close(keep=Path(group).is_dir() if group else bool(backend.running())))
     backend, promise = _walled(run, settings, budget, stack)
     group = str(backend.walls.parent.path) if backend.walls else ""
-    claims.write(reserved_bytes=0, unused_bytes=0, group=group)
+    claims.write(used_bytes=0, unused_bytes=0, group=group)
     permission = backend.walls.permission if backend.walls else "none"
     journal.write("budget", **budget.to_dict() | {"permission": permission, "promise": promise, "group": group})
     return backend, claims
@@ -355,26 +428,9 @@ def _group_name(run: RunDir) -> str:
 
 
 @contextmanager
-def _alone(run: RunDir) -> Iterator[None]:
-    """Hold the run's lock, so that no second supervisor admits the same jobs."""
-    lock = filelock.FileLock(run.path / "supervisor.lock")
-    try:
-        lock.acquire(timeout=0.5)  # `memfit stop` may be looking who holds it
-    except filelock.Timeout:
-        raise UsageError(
-            f"{run.path} is being run by another process.",
-            rule="one supervisor at a time admits a run's jobs (supervisor.lock).",
-            remedy="wait for it, or start a separate run with --new",
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
 def _stoppable() -> Iterator[StopRequest]:
-    """Turn the first SIGINT or SIGTERM into a request to stop, and the next into an end at once."""
+    """Turn the first SIGINT or SIGTERM into a request to stop, and the next into an end at once; `memfit stop` has
+    signals of its own, of which a second one changes nothing."""
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -386,12 +442,18 @@ def _stoppable() -> Iterator[StopRequest]:
         else:
             stop.ask()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers: dict[int, Callable[..., None]] = {
+        signal.SIGINT: handle,
+        signal.SIGTERM: handle,
+        ASK_SIGNAL: lambda *_: stop.ask(),
+        NOW_SIGNAL: lambda *_: stop.now(),
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield stop
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _state(statuses: Mapping[str, JobStatus], stop: StopRequest) -> tuple[str, int]:

@@ -35,6 +35,8 @@ _COLUMNS, _PHASE_COLUMNS = 80, 13
 #: A run of so many jobs is shown whole; of a larger one those that run, so many at most, and the last that ended.
 _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
+#: How reasons to wait begin that every sweep has; the first is over within a second.
+_ROUTINE = ("others are starting", "it needs ", "its size is unknown", "at most ")
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,14 @@ class Room:
 class LiveRun:
     """Shows a run until it is closed; ``show(run)`` gives the function that is to be called at each tick.
 
-    Each event is printed once as a line. On a terminal a table of the jobs stands below the lines and goes at the end.
+    Each event that matters is printed once as a line. On a terminal a table of the jobs, with their counts and the time
+    that is left, stands below the lines and goes at the end. Of many commands only what is no routine has a line: each
+    end, or on a terminal, where they are counted, each that is no success.
 
     Args:
         console: Where to show it.
         here: Whether this process runs the jobs; a watcher from elsewhere may be under other limits.
+        quiet: Print failures alone.
 
     Example:
         >>> import tempfile; from pathlib import Path
@@ -64,9 +69,10 @@ class LiveRun:
         >>> tick(); live.close()
     """
 
-    def __init__(self, console: Console, *, here: bool = True) -> None:
+    def __init__(self, console: Console, *, here: bool = True, quiet: bool = False) -> None:
         self.console = console
         self.here = here
+        self.quiet = quiet
         self._view: RunView | None = None
         self._live: Live | None = None
         self._next = 0.0
@@ -75,6 +81,8 @@ class LiveRun:
         """Begin to show a run: what happens from now on, not what an earlier command did."""
         self._view = RunView(run)
         self._view.read()
+        if self.quiet:
+            return self._tick
         self.console.print(f"Run {run.path}", soft_wrap=True, highlight=False, markup=False)
         if self.console.is_terminal:
             self._live = Live(console=self.console, auto_refresh=False, transient=True)
@@ -104,10 +112,19 @@ class LiveRun:
             f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(float(event['time'])))}  "
             + re.sub(r"\s*\n\s*", "; ", text)
             for event in self._view.read()
-            if (text := describe(event, self._view))
+            if self._is_told(event, self._view) and (text := describe(event, self._view))
         ]
         if lines:  # at once: on a terminal each printing draws the table anew
             self.console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+
+    def _is_told(self, event: Event, view: RunView) -> bool:
+        kind, is_success = event["kind"], event.get("state") == "completed"
+        if self.quiet:
+            return kind == "end" and not is_success
+        is_many = view.kind == "commands" and len(view.params) > _WHOLE_ROWS
+        if kind == "wait":
+            return not str(event["reason"]).startswith(_ROUTINE if is_many else _ROUTINE[:1])
+        return not is_many or not (kind == "admit" or (kind == "end" and is_success and self._live is not None))
 
 
 def describe(event: Event, view: RunView) -> str:
@@ -125,7 +142,8 @@ def describe(event: Event, view: RunView) -> str:
     if kind == "plan":
         return str(event["why"])
     if kind == "done":
-        return f"all {event['num_done']} {view.kind} were done already; --new starts over"
+        starter = "memfit run" if view.kind == "folds" or len(view.params) == 1 else "memfit map"
+        return f"all {event['num_done']} {view.kind} were done already; {starter} with --new starts over"
     if kind == "resume":
         return f"{job} goes on after epoch {event['epoch']}"
     if kind == "short":

@@ -162,12 +162,12 @@ def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) ->
     head, _, job_id = name.rpartition("/")
     if head:
         run = _by_name(head, live, list(runs.values()))
-        if run is not None and (run.job_dir(job_id).is_dir() or job_id in RunView(run).params):
+        if run is not None and _has_job(run, job_id):
             return Target(run, job_id)
         candidates = [run] if run is not None else []
         known = [f"{head}/{one}" for run in candidates for one in RunView(run).ids]
     else:
-        having = [run for run in live if run.job_dir(name).is_dir()]
+        having = [run for run in live if _has_job(run, name)]
         if having:
             return Target(_the_only(name, having), name)
         known = [job for run in live for job in RunView(run).ids]
@@ -185,9 +185,13 @@ def _by_path(path: Path) -> Target | None:
     run = path.parent.parent
     if path.parent.name == "jobs" and path.is_dir() and (run / "run.json").exists():
         return Target(RunDir.open(run), path.name)
-    if (path.parent / "run.json").exists() and path.name and (path.parent / "jobs" / path.name).is_dir():
+    if path.name and (path.parent / "run.json").exists() and _has_job(RunDir(path.parent), path.name):
         return Target(RunDir.open(path.parent), path.name)
     return None
+
+
+def _has_job(run: RunDir, job_id: str) -> bool:
+    return run.job_dir(job_id).is_dir() or job_id in RunView(run).params
 
 
 def _by_name(name: str, live: Sequence[RunDir], every: Sequence[RunDir]) -> RunDir | None:
