@@ -14,8 +14,9 @@ outside, ten times a second, and says
   waiting, that is from the first start to the moment when the last job was started for the first time. The reserved
   bytes and the same with the tail are said beside it.
 
-Exit status: 0 all targets met, 1 one was missed. Needs root and a writable cgroup v1 memory hierarchy, or a v2 group
-with the memory controller handed down, named by --cgroup. It makes a group and removes it, and stays within the limit.
+Exit status: 0 all targets met, 1 one was missed. Needs root and a writable memory hierarchy of cgroup v1 or, on v2, a
+group that hands the memory controller down, as the root does below systemd; --cgroup names another one. It makes a
+group and removes it, and stays within the limit.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from typing import Any
 
 import stress_job
 from memfit.units import MIB, format_bytes, format_duration, parse_bytes
-from stress_watch import PROGRAM, Arena, Sample, Trial, try_out
+from stress_watch import PROGRAM, Arena, Sample, Trial, top_group, try_out
 
 #: How often each kind comes, of 20.
 KINDS = {"burst": 6, "leak": 4, "liar": 3, "fork": 2, "map": 2, "shm": 3}
@@ -214,8 +215,7 @@ class Setting:
         half = self.reserve_bytes // 2 // MIB
         with Arena(self.cgroup, self.limit_bytes) as arena:
             if as_container:
-                top = "/sys/fs/cgroup/memory" if arena.v1 else "/sys/fs/cgroup"
-                mount = f'mount --bind {arena.path} {top} && exec "$@"'
+                mount = f'mount --bind {arena.path} {top_group()} && exec "$@"'
                 command = ["unshare", "--mount", "sh", "-c", mount, "sh", *command]
             return try_out(arena, command, work, neighbour_mib=half, tag=tag, env=env, timeout=self.timeout)
 
@@ -228,7 +228,7 @@ def run_memfit(setting: Setting, work: Path) -> dict[str, Any]:
     # Walls hold what a forecast misses, so that the slack on top of it is small here; the default is a tenth.
     options = ["--param-file", str(rows), "--memory", "{memory}", "--reserve", reserve, "--retries", "2", "--json"]
     options += ["--set", "memory.slack=0.02"]
-    command = [sys.executable, "-m", "memfit", "map", *options, "--", sys.executable, *template(work, tag)]
+    command = [sys.executable, "-m", "memfit", "map", *options, "--", sys.executable, "-IS", *template(work, tag)]
     # Runs of others on this host lend from the same list; this one keeps a list of its own, in its own folder.
     (work / "tmp").mkdir()
     trial = setting.try_out(command, work, tag, {**os.environ, "TMPDIR": str(work / "tmp")})
@@ -349,7 +349,7 @@ def parser(text: str) -> argparse.ArgumentParser:
     options.add_argument("--hold", type=float, default=HOLD_SECONDS, help="seconds a job holds its peak (default: 4)")
     options.add_argument("--limit", type=parse_bytes, default="3GiB", help="the hard limit (default: 3GiB)")
     options.add_argument("--reserve", type=parse_bytes, default="512MiB", help="left to the neighbour (512MiB)")
-    options.add_argument("--cgroup", type=Path, default=Path("/sys/fs/cgroup/memory"), help="where to make the group")
+    options.add_argument("--cgroup", type=Path, default=top_group(), help=f"where to make the group ({top_group()})")
     options.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a trial is ended")
     options.add_argument("--work", type=Path, help="a new folder to work in; kept (default: a temporary one)")
     options.add_argument("--json", type=Path, help="write the figures there too")
@@ -364,7 +364,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if not os.access(options.cgroup, os.W_OK):
-        raise SystemExit(f"{options.cgroup} cannot be written: this needs root and cgroup v1, or --cgroup for v2")
+        raise SystemExit(f"{options.cgroup} cannot be written: this needs root, or a group that is yours by --cgroup")
     largest_mib = (options.limit - options.reserve) // 6 // MIB
     jobs = make_jobs(options.jobs, options.seed, largest_mib, options.hold)
     return Setting(jobs, options.limit, options.reserve, options.cgroup, options.timeout)

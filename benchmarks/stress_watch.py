@@ -25,6 +25,14 @@ PROGRAM = Path(stress_job.__file__).resolve()
 #: How fast the neighbour takes and gives back, in MiB a second.
 NEIGHBOUR_RATE = 200.0
 INTERVAL_SECONDS = 0.1
+#: The most of the time that is spent on looking: on a slow machine it is looked more seldom.
+MOST_LOOKING = 0.1
+
+
+def top_group() -> Path:
+    """Where groups with memory are made: the v1 hierarchy where memory is on v1, else the unified tree."""
+    v1 = Path("/sys/fs/cgroup/memory")
+    return v1 if (v1 / "memory.limit_in_bytes").exists() else Path("/sys/fs/cgroup")
 
 
 class Arena:
@@ -202,7 +210,7 @@ class Sample:
 
 @dataclass
 class Observer:
-    """Watches an arena ten times a second from outside, in a thread of its own."""
+    """Watches an arena ten times a second, or as often as ``MOST_LOOKING`` allows, in a thread of its own."""
 
     arena: Arena
     journal: Path
@@ -223,8 +231,11 @@ class Observer:
         self._look()
 
     def _watch(self) -> None:
-        while not self._stop.wait(INTERVAL_SECONDS):
+        seconds = INTERVAL_SECONDS
+        while not self._stop.wait(seconds):
+            began = time.monotonic()
             self._look()
+            seconds = max(INTERVAL_SECONDS, (time.monotonic() - began) / MOST_LOOKING)
 
     def _look(self) -> None:
         now = time.time()

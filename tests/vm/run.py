@@ -188,7 +188,7 @@ def qemu_command(kernel: Path, initrd: Path, disk: Path, share: Path) -> list[st
         *("qemu-system-x86_64", "-machine", "q35", "-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max"),
         *("-smp", "2", "-m", MEMORY, "-nodefaults", "-no-user-config", "-no-reboot", "-nic", "none"),
         *("-display", "none", "-monitor", "none", "-serial", "stdio"),
-        *("-kernel", str(kernel), "-initrd", str(initrd), "-append", f"{words} tsc=reliable no_timer_check"),
+        *("-kernel", str(kernel), "-initrd", str(initrd), "-append", f"{words} clocksource=hpet no_timer_check"),
         *("-drive", f"file={disk},format=raw,if=virtio,cache=unsafe"),
         *("-object", f"memory-backend-memfd,id=memory,size={MEMORY},share=on", "-numa", "node,memdev=memory"),
         *("-chardev", f"socket,id=share,path={share}", "-device", "vhost-user-fs-pci,chardev=share,tag=machine"),
