@@ -39,7 +39,7 @@ check: install ## check format, lint, types and import layers, and run the comma
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/run_docs.py README.md docs/workload.md docs/commands.md
+	$(BIN)/python tools/run_docs.py README.md docs/workload.md docs/commands.md docs/training.md
 
 format: install ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix
@@ -48,7 +48,7 @@ format: install ## format the code and fix what the linter can fix
 bench-folds: install ## naive folds against memfit's under one real memory limit (needs root and cgroup v1)
 	$(BIN)/python benchmarks/folds.py $(ARGS)
 
-bench-stress: install ## 300 jobs that burst, leak, lie and fork under one real limit (needs root and cgroup v1)
+bench-stress: install ## 300 jobs that burst, leak, lie and fork under one real limit (needs root and a memory cgroup)
 	$(BIN)/python benchmarks/stress.py $(ARGS)
 
 bench-throughput: install ## 1,000 tiny commands by memfit map against xargs -P

@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.errors import DamagedError, UsageError
-from memfit.rundir import EventTail, EventWriter, RunDir, mark_phase, read_events, read_json, write_atomic, write_json
+from memfit.rundir import (
+    EventTail,
+    EventWriter,
+    RunDir,
+    mark_phase,
+    read_events,
+    read_json,
+    record,
+    write_atomic,
+    write_json,
+)
 
 
 def test_a_replaced_file_has_the_old_content_or_the_new(tmp_path):
@@ -180,3 +190,12 @@ def test_a_phase_mark_tells_the_heap_as_its_allocator_sees_it(tmp_path, monkeypa
         pytest.skip("needs glibc 2.33 or newer (mallinfo2)")
     assert train["live_bytes"] - load["live_bytes"] >= 64 << 20
     assert train["resident_bytes"] >= train["live_bytes"]
+
+
+def test_a_process_that_changes_its_run_records_in_the_new_one(tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        run = RunDir.create(tmp_path, name, "0123abcd" * 8)
+        monkeypatch.setenv("MEMFIT_RUN_DIR", str(run.path))
+        monkeypatch.setenv("MEMFIT_JOB_ID", "job")
+        record("seen", name=name)
+        assert [event["name"] for event in run.events() if event["kind"] == "seen"] == [name]

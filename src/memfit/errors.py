@@ -11,7 +11,9 @@ what to *do*, as a command or a setting.
     │   ├── SplitError           2   a split that would be empty or would leak
     │   └── MissingExtraError    2   an optional package that is not installed
     ├── DoesNotFitError          3   refused before it starts, with the arithmetic
+    │   └── SampleTooLargeError  3   the smallest part of a batch does not fit
     ├── JobFailedError           4   a job of the run failed
+    │   └── HalfUpdatedError     4   memory ran out inside an optimizer step that cannot be undone
     ├── StoppedError            75   stopped after a checkpoint; run again to go on
     └── InterruptedRunError    130   interrupted
 """
@@ -19,6 +21,7 @@ what to *do*, as a command or a setting.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -92,16 +95,37 @@ class DoesNotFitError(MemfitError):
     exit_code = 3
 
 
+class SampleTooLargeError(DoesNotFitError):
+    """The smallest part of a batch, a sample or a group, does not fit into memory by itself."""
+
+
 class JobFailedError(MemfitError):
     """A job of a run failed."""
 
     exit_code = 4
 
 
-class StoppedError(MemfitError):
-    """A run that was stopped after a checkpoint and can go on."""
+class HalfUpdatedError(JobFailedError):
+    """Memory ran out inside an optimizer step that cannot be undone: the weights are those of no step."""
+
+
+class StoppedError(MemfitError, SystemExit):
+    """A run that was stopped after a checkpoint and can go on.
+
+    A script that does not catch it ends with its message and status 75; ``except Exception`` catches it.
+    """
 
     exit_code = 75
+
+    @property
+    def code(self) -> int:  # type: ignore[override]
+        """The script's exit status, asked for by the interpreter when nothing caught this: so it also says why."""
+        if not self._said:
+            self._said = True
+            print(self, file=sys.stderr, flush=True)
+        return self.exit_code
+
+    _said = False
 
 
 class InterruptedRunError(MemfitError):

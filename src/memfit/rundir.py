@@ -286,7 +286,7 @@ def _user() -> str:
 
 
 class _Current:
-    """This process's event file, opened at the first event; a forked child opens its own."""
+    """This process's event file, opened at its run's first event; a forked child opens its own."""
 
     writer: EventWriter | None = None
     said = False
@@ -307,9 +307,13 @@ def record(kind: str, **fields: Any) -> None:
     if current is None:
         return
     try:
-        if _Current.writer is None or _Current.writer.pid != os.getpid():
-            _Current.writer = EventWriter(current[0].events_dir, current[1])
-        _Current.writer.write(kind, **fields)
+        events_dir, job_id, writer = current[0].events_dir, current[1], _Current.writer
+        if writer is None or (writer.pid, writer.path.parent, writer.job_id) != (os.getpid(), events_dir, job_id):
+            if writer is not None:
+                writer.close()
+            _Current.writer = None
+            writer = _Current.writer = EventWriter(events_dir, job_id)
+        writer.write(kind, **fields)
     except OSError as error:
         if not _Current.said:
             _Current.said = True
@@ -337,7 +341,7 @@ class _MallInfo(ctypes.Structure):
 def read_heap() -> dict[str, int]:
     """What the C allocator of this process has given out and what it holds, in bytes; empty where it does not tell.
 
-    Python's own small objects count as live as long as their arena is. Source: mallinfo(3), glibc 2.33.
+    Python's own small objects (up to 512 bytes) lie in arenas that do not count here. Source: mallinfo(3), glibc 2.33.
 
     >>> heap = read_heap()
     >>> not heap or 0 < heap["live_bytes"] <= heap["resident_bytes"]

@@ -95,6 +95,7 @@ def test_batches_hold_every_eligible_asset_of_every_kept_date_once(  # noqa: PLR
             np.testing.assert_array_equal(batch.targets, panel.target(target)[batch.date_index, batch.asset_indices])
     assert {date: sorted(assets) for date, assets in found.items()} == kept
     assert max(batch.windows.nbytes for batch in drawn) == batches.largest_batch_bytes
+    assert batches.longest().windows.nbytes == batches.largest_batch_bytes
     if seed is None:
         assert [batch.date_index for batch in drawn if batch.asset_indices[0] == kept[batch.date_index][0]] == list(
             kept

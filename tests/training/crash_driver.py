@@ -1,9 +1,11 @@
 """Kills a fit at every moment in turn, for real, and prints what the resumed fits came to.
 
 Run as a script: one import of torch, then a forked child for each fit. A *moment* is a step, a validation, a file
-opened, renamed, linked or removed in the checkpoint folder, or a piece of a checkpoint written.
+opened to be written, renamed, linked or removed in the checkpoint folder, or a piece of a checkpoint written. A
+checkpoint is written after every step.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
-from memfit.training import Trainer, _checkpoint, load_checkpoint, seed_everything
+from memfit.training import Ema, KeyedDataset, KeyedSampler, Trainer, _checkpoint, load_checkpoint, seed_everything
 
-NUM_EPOCHS = 3
+NUM_EPOCHS, NUM_SAMPLES, BATCH_SIZE = 2, 18, 6
 WATCHED = {"open", "os.rename", "os.link", "os.remove"}
 
 
@@ -28,11 +31,12 @@ class Moments:
 
     seen = 0
     deadly = 0
+    counted = frozenset({"step", "file"})
 
     @classmethod
-    def pass_one(cls) -> None:
-        cls.seen += 1
-        if cls.seen == cls.deadly:
+    def pass_one(cls, kind: str) -> None:
+        cls.seen += kind in cls.counted
+        if cls.seen == cls.deadly and kind in cls.counted:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -43,43 +47,87 @@ class Shuffled:
         self.order = np.random.default_rng((5, epoch)).permutation(len(self))
 
     def __len__(self):
-        return 3
+        return NUM_SAMPLES // BATCH_SIZE
 
-    def __iter__(self):
-        for index in self.order:
-            generator = torch.Generator().manual_seed(int(index))
-            yield torch.randn(6, 4, generator=generator)
+    def __getitem__(self, number):
+        return torch.randn(BATCH_SIZE, 4, generator=torch.Generator().manual_seed(int(self.order[number])))
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Samples that differ each time by draws from every global generator, whichever process makes them."""
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index)) + random.random() + float(np.random.rand()) + torch.rand(4)
+
+
+class Net(torch.nn.Module):
+    """Has dropout, and a buffer that every batch it was ever trained on moves: a digest of the sample order."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.seen.mul_(0.37).add_(x.double().sum())
+        return self.layers(x)
 
 
 def loss(model, x):
     if model.training:
-        Moments.pass_one()
+        Moments.pass_one("step")
     noise = float(np.random.rand()) + random.random()  # draws from all global generators, beside dropout
     return ((model(x) - x.sum(dim=1, keepdim=True) + noise) ** 2).sum(), len(x)
 
 
 def evaluate(model, valid):
-    Moments.pass_one()
+    Moments.pass_one("step")
     return {"error": float(loss(model, valid)[0]) + float(torch.rand(()))}
 
 
-def fit(folder: Path) -> str:
+def data_of(kind: str):
+    """``indexed``, or ``<plain|keyed>-<start method>-<number of workers>``."""
+    if kind == "indexed":
+        return Shuffled()
+    kind, method, number = kind.split("-")
+    data, settings = Augmented(), {"shuffle": True}
+    if kind == "keyed":
+        data = KeyedDataset(data, seed=4)
+        settings = {"sampler": KeyedSampler(data, seed=4), "persistent_workers": number != "0"}
+    context = None if number == "0" else method
+    return DataLoader(data, BATCH_SIZE, num_workers=int(number), multiprocessing_context=context, **settings)
+
+
+def fit(folder: Path, kind: str) -> str:
     """The digest of everything that a fit leaves: all tensors, the random state, the history, the best model."""
     seed_everything(3)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
-    trainer = Trainer(model, loss=loss, checkpoint_dir=folder, seed=11, max_grad_norm=5.0, keep_epochs=1)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=100)
+    ema = Ema(0.7, snapshot_epochs=(2,))
+    trainer = Trainer(
+        model, loss=loss, optimizer=optimizer, schedule=schedule, ema=ema, checkpoint_dir=folder, seed=11,
+        max_grad_norm=5.0, keep_epochs=1, checkpoint_seconds=0.0,
+    )  # fmt: skip
     result = trainer.fit(
-        Shuffled(),
+        data_of(kind),
         torch.ones(2, 4),
         num_epochs=NUM_EPOCHS,
         evaluate=evaluate,
         best_metric="error",
         direction="minimize",
+        preflight=kind.startswith("keyed"),
     )
     parts = [repr(result.history), repr(result.best_epoch), ",".join(sorted(path.name for path in folder.iterdir()))]
-    for name in ("latest_checkpoint.pt", "best_model.pt"):
+    for name in ("latest_checkpoint.pt", "best_model.pt", "ema_epoch_2.pt"):
         state = load_checkpoint(folder / name)
-        parts.append(describe([state["epoch"], state["model"], state["optimizer"], state["rng"], state["history"]]))
+        for key in ("identity", "fit", "data"):
+            state.pop(key, None)
+        parts.append(describe(state))
     parts.append(describe(model.state_dict()))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -94,61 +142,84 @@ def describe(value) -> str:
     return repr(value)
 
 
-def in_child(folder: Path, deadly: int) -> tuple[int, int, str]:
-    """Fit in a forked child that dies at its ``deadly``-th moment (0: never): its signal, its moments, its digest."""
-    reader, writer = os.pipe()
+def in_child(folder: Path, deadly: int, kind: str = "indexed") -> tuple[int, int, str]:
+    """Fit in a forked child that dies at its ``deadly``-th moment (0: never): its signal, its moments, its digest.
+
+    Whatever worker processes it leaves are killed with it.
+    """
+    answer = folder.with_suffix(".answer")
+    answer.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
-        os.close(reader)
+        os.setpgid(0, 0)
         status = 1
         try:
             Moments.seen, Moments.deadly = 0, deadly
-            digest = fit(folder)
-            os.write(writer, f"{Moments.seen} {digest}".encode())
+            Moments.counted = {"step", "file"} if kind == "indexed" else {"step"}
+            digest = fit(folder, kind)
+            answer.write_text(f"{Moments.seen} {digest}")
             status = 0
         finally:
+            sys.stderr.flush()
             os._exit(status)
-    os.close(writer)
-    with open(reader) as pipe:
-        seen, _, digest = pipe.read().partition(" ")
     _, status = os.waitpid(pid, 0)
-    return (os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)), int(seen or 0), digest
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    seen, _, digest = answer.read_text().partition(" ") if answer.exists() else ("0", "", f"status {status}")
+    return (os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)), int(seen), digest
+
+
+def sweep(root: Path, kind: str, resumed_as: str) -> dict:
+    """Kill at every moment, resume each, and tell which came to another end."""
+    _, num_moments, expected = in_child(root / f"{kind}_whole", 0, kind)
+    died, different = 0, []
+    for deadly in range(1, num_moments + 1):
+        folder = root / f"{kind}_{deadly}"
+        died += in_child(folder, deadly, kind)[0] == signal.SIGKILL
+        if in_child(folder, 0, resumed_as)[2] != expected:
+            different.append(deadly)
+    return {"expected": expected, "num_moments": num_moments, "died": died, "different": different}
+
+
+def killed_once(root: Path, kind: str, deadly: int, resumed_as: str) -> list[str]:
+    """The digests of the uninterrupted fit and of one killed and resumed."""
+    folder = root / f"{kind}_once"
+    in_child(folder, deadly, kind)
+    return [in_child(root / f"{kind}_alone", 0, resumed_as)[2], in_child(folder, 0, resumed_as)[2]]
 
 
 def main() -> None:
     warnings.simplefilter("error")
     root = Path(tempfile.mkdtemp(dir=sys.argv[1]))
-    fit(root / "first")  # what torch imports late is imported once, before the forks
+    fit(root / "first", "indexed")  # what torch imports late is imported once, before the forks
 
     def watch(event, arguments):
-        if event in WATCHED and str(arguments[0]).startswith(str(root)):
-            Moments.pass_one()
+        reads = event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in WATCHED and not reads and str(arguments[0]).startswith(str(root)):
+            Moments.pass_one("file")
 
     sys.addaudithook(watch)
+    os.fsync = lambda descriptor: None  # a killed process loses nothing that the kernel has
     plain_write = _checkpoint._HashingFile.write
 
     def write(self, data):
         self.pieces = getattr(self, "pieces", 0) + 1
-        if self.pieces % 40 == 0:
-            Moments.pass_one()
+        if self.pieces % 60 == 0:
+            Moments.pass_one("file")
         return plain_write(self, data)
 
     _checkpoint._HashingFile.write = write
-    _, num_moments, expected = in_child(root / "whole", 0)
-    died, different = 0, []
-    for deadly in range(1, num_moments + 1):
-        folder = root / f"killed_{deadly}"
-        died += in_child(folder, deadly)[0] == signal.SIGKILL
-        if in_child(folder, 0)[2] != expected:
-            different.append(deadly)
+    answer = {
+        "indexed": sweep(root, "indexed", "indexed"),
+        "workers": sweep(root, "plain-fork-2", "plain-fork-2"),
+        "keyed": sweep(root, "keyed-fork-2", "keyed-fork-0"),
+        "spawned": killed_once(root, "plain-spawn-2", 7, "plain-forkserver-2"),
+    }
     chain, draws = 0, random.Random(1)
     while chain < 300 and in_child(root / "chain", draws.randrange(5, 30))[0] == signal.SIGKILL:
         chain += 1
-    chained = in_child(root / "chain", 0)[2]
-    print(json.dumps({
-        "expected": expected, "num_moments": num_moments, "died": died, "different": different,
-        "chain": chain, "chained": chained,
-    }))  # fmt: skip
+    answer["chain"] = {"kills": chain, "digest": in_child(root / "chain", 0)[2]}
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":

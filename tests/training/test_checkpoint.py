@@ -1,13 +1,14 @@
 """Checkpoint files that are whole or refused, and the folder that keeps the last good ones."""
 
 import os
+import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from memfit.errors import DamagedError, UsageError
+from memfit.errors import DamagedError, DoesNotFitError, UsageError
 from memfit.training import CheckpointWarning, Trainer, load_checkpoint
 from memfit.training._checkpoint import CheckpointFolder, save_checkpoint
 
@@ -25,14 +26,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-def train_to(path, num_epochs, *, values, keep_epochs=3):
+def train_to(path, num_epochs, *, values, keep_epochs=3, **settings):
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
-    trainer = Trainer(model, loss=squared, checkpoint_dir=path, keep_epochs=keep_epochs)
+    trainer = Trainer(model, loss=squared, checkpoint_dir=path, keep_epochs=keep_epochs, **settings)
     left = iter(values)
     result = trainer.fit(
-        [torch.ones(3, 2), torch.eye(2)], [None], num_epochs=num_epochs, evaluate=lambda *_: {"valid_loss": next(left)}
-    )
+        [torch.ones(3, 2), torch.eye(2)], [None], num_epochs=num_epochs, preflight=False,
+        evaluate=lambda *_: {"valid_loss": next(left)},
+    )  # fmt: skip
     return model, result
 
 
@@ -156,7 +158,7 @@ def test_of_damaged_checkpoints_the_last_good_one_is_taken_and_the_damaged_are_n
     text = " ".join(str(warning.message) for warning in caught)
     assert "latest_checkpoint.pt" in text
     assert "checkpoint_epoch_3.pt" in text
-    assert "Taken instead: checkpoint_epoch_2.pt, after epoch 2" in text
+    assert "Taken instead: checkpoint_epoch_2.pt." in text
     assert path.name == "checkpoint_epoch_2.pt"
 
 
@@ -199,3 +201,95 @@ def test_half_files_of_a_killed_writer_are_removed_and_nothing_else(folder):
     (folder / "mine.tmp").write_bytes(b"kept")
     assert CheckpointFolder(folder, 3).newest()[1]["epoch"] == 3
     assert names(folder) == sorted([*before, "mine.tmp"])
+
+
+def saved(folder, *positions):
+    for epoch, step in positions:
+        folder.save((epoch, step), {"epoch": epoch, "step": step, "model": torch.arange(50.0) + epoch})
+
+
+def test_a_flip_a_cut_and_a_missing_file_each_fall_back_to_the_last_good_one(tmp_path):
+    saved(folder := CheckpointFolder(tmp_path, 3), (0, 0), (1, 0), (1, 2))
+    newest = tmp_path / "checkpoint_epoch_2_step_2.pt"
+    whole = newest.read_bytes()
+    seal, end_record = len(whole) - 40, len(whole) - 90 - 2 - 10
+    for position in (0, 30, whole.find(b"data.pkl"), len(whole) // 2, end_record, seal - 50, seal, len(whole) - 1):
+        for bit in (1, 16, 128):
+            newest.write_bytes(whole[:position] + bytes([whole[position] ^ bit]) + whole[position + 1 :])
+            (tmp_path / "latest_checkpoint.pt").unlink()
+            os.link(newest, tmp_path / "latest_checkpoint.pt")
+            with pytest.warns(CheckpointWarning, match="Taken instead"):
+                assert folder.newest()[1]["epoch"] == 1
+    newest.write_bytes(whole[: len(whole) // 2])
+    with pytest.warns(CheckpointWarning, match="cut short"):
+        assert folder.newest()[0].name == "checkpoint_epoch_1.pt"
+    newest.unlink()
+    assert (folder.newest()[1]["epoch"], folder.newest()[1]["step"]) == (1, 0)
+
+
+def test_a_step_comes_after_its_epochs_beginning_and_before_its_end(tmp_path):
+    saved(folder := CheckpointFolder(tmp_path, 3), (1, 0), (1, 2), (1, 10))
+    assert folder.newest()[0].name == "checkpoint_epoch_2_step_10.pt"
+    (tmp_path / "latest_checkpoint.pt").unlink()
+    assert folder.newest()[0].name == "checkpoint_epoch_2_step_10.pt"
+    saved(folder, (2, 0))
+    assert folder.newest()[0].name == "checkpoint_epoch_2.pt"
+
+
+def test_the_last_two_steps_are_kept_and_go_when_their_epochs_own_checkpoint_is_there(tmp_path):
+    saved(folder := CheckpointFolder(tmp_path, 2), (0, 0), (1, 0), (1, 1), (1, 2), (1, 3))
+    folder.prune((1, 3), None)
+    steps = ["checkpoint_epoch_2_step_2.pt", "checkpoint_epoch_2_step_3.pt"]
+    assert names(tmp_path) == ["checkpoint_epoch_0.pt", "checkpoint_epoch_1.pt", *steps, "latest_checkpoint.pt"]
+    saved(folder, (2, 0))
+    folder.prune((2, 0), None)
+    assert names(tmp_path) == ["checkpoint_epoch_1.pt", "checkpoint_epoch_2.pt", "latest_checkpoint.pt"]
+
+
+def test_milestones_stay(tmp_path):
+    train_to(tmp_path, 5, values=[5.0, 4.0, 3.0, 2.0, 1.0], keep_epochs=1, milestones=(2, 3))
+    assert [name for name in names(tmp_path) if "epoch" in name] == [f"checkpoint_epoch_{n}.pt" for n in (2, 3, 5)]
+
+
+def test_nothing_is_deleted_before_the_newest_was_read_back_whole(tmp_path):
+    saved(folder := CheckpointFolder(tmp_path, 1), (1, 0), (2, 0))
+    flip(tmp_path / "checkpoint_epoch_2.pt", 300)
+    with pytest.warns(CheckpointWarning, match=r"checkpoint_epoch_2\.pt .* damaged.* The older ones stay"):
+        folder.prune((2, 0), None)
+    assert (tmp_path / "checkpoint_epoch_1.pt").exists()
+    saved(folder, (2, 0))
+    folder.prune((2, 0), None)
+    assert not (tmp_path / "checkpoint_epoch_1.pt").exists()
+
+
+def test_a_damaged_newer_file_does_not_take_the_place_of_a_kept_one(tmp_path):
+    saved(folder := CheckpointFolder(tmp_path, 1), (1, 0), (2, 0), (3, 0))
+    flip(tmp_path / "checkpoint_epoch_3.pt", 300)
+    with pytest.warns(CheckpointWarning):
+        assert folder.newest()[1]["epoch"] == 2
+    folder.prune((2, 0), None)
+    assert (tmp_path / "checkpoint_epoch_2.pt").exists()
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_before_a_step_is_made(tmp_path, monkeypatch):
+    free = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free[-1]))
+    folder = CheckpointFolder(tmp_path, 2, milestones=(1, 5))
+    size = 1 << 20
+    one = size + (1 << 16)
+    free.append(8 * one)  # two epochs, two milestones, two steps, the best and the one being written
+    folder.check_room(size, num_epochs=10)
+    free.append(8 * one - 1)
+    with pytest.raises(DoesNotFitError, match=r"8 checkpoints of 1\.1 MiB need 8\.5 MiB of disk"):
+        folder.check_room(size, num_epochs=10)
+    folder.check_room(size, num_epochs=4)  # one milestone is never reached
+    folder.save((0, 0), {"epoch": 0, "model": torch.zeros(1 << 18)})
+    folder.check_room(size, num_epochs=10)  # its own file will make room
+    free.append(6 * 2 * one)  # of weights and random state, but not of what the optimizer's first step will make
+    seen = []
+    model = torch.nn.Linear(2, 1 << 17)
+    trainer = Trainer(model, loss=lambda m, x: (seen.append(1), squared(m, x))[1], checkpoint_dir=tmp_path / "new")
+    with pytest.raises(DoesNotFitError, match="keep_epochs=2"):
+        trainer.fit([torch.ones(3, 2)], num_epochs=3, preflight=False)
+    assert not seen
+    assert not list((tmp_path / "new").iterdir())

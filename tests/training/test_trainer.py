@@ -1,13 +1,14 @@
 """The trainer: exact resumes, stops, refusals, and the order of an epoch."""
 
+import itertools
 import json
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from memfit import rundir
 from memfit.errors import DataError, JobFailedError, StoppedError, UsageError
-from memfit.training import CheckpointWarning, Trainer, load_checkpoint, seed_everything
+from memfit.training import CheckpointWarning, Trainer, _fit, load_checkpoint, seed_everything
 
 
 class Shuffled:
@@ -58,27 +59,33 @@ def crashes(tmp_path_factory):
     driver = Path(__file__).with_name("crash_driver.py")
     done = subprocess.run(
         [sys.executable, driver, tmp_path_factory.mktemp("crashes")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=110, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_a_fit_killed_at_any_moment_resumes_to_identical_bytes(crashes):
-    assert crashes["num_moments"] > 40
-    assert crashes["died"] == crashes["num_moments"]
-    assert crashes["different"] == []
+@pytest.mark.parametrize(("kind", "least"), [("indexed", 60), ("workers", 8), ("keyed", 8)])
+def test_a_fit_killed_at_any_moment_resumes_to_identical_bytes(crashes, kind, least):
+    """Within saves, at each step, with loader workers; keyed data are resumed with another number of workers."""
+    assert crashes[kind]["num_moments"] >= least
+    assert crashes[kind]["died"] == crashes[kind]["num_moments"]
+    assert crashes[kind]["different"] == []
+
+
+def test_how_workers_are_started_changes_nothing_not_even_at_a_resume(crashes):
+    assert crashes["spawned"] == [crashes["workers"]["expected"]] * 2
 
 
 def test_a_fit_killed_again_and_again_ends_with_identical_bytes(crashes):
-    assert crashes["chain"] >= 2
-    assert crashes["chained"] == crashes["expected"]
+    assert crashes["chain"]["kills"] >= 2
+    assert crashes["chain"]["digest"] == crashes["indexed"]["expected"]
 
 
 def test_epochs_are_counted_from_one_and_the_history_is_whole_after_a_resume(tmp_path):
     make(tmp_path).fit(Shuffled(), num_epochs=2)
     data = Shuffled()
-    result = make(tmp_path).fit(data, num_epochs=4)
+    result = make(tmp_path).fit(data, num_epochs=4, preflight=False)
     assert data.epochs == [3, 4]
     assert [entry.epoch for entry in result.history] == [1, 2, 3, 4]
     assert (result.epochs_run, result.resumed_from, result.best_epoch) == (2, 2, None)
@@ -121,7 +128,7 @@ def test_validation_may_draw_random_numbers_without_changing_the_training():
 def test_the_best_epoch_follows_the_named_metric_and_its_direction_and_is_never_nan(tmp_path):
     values = {"ic": [math.nan, 0.3, 0.1, 0.3]}
     result = make(tmp_path).fit(
-        Shuffled(), [None], num_epochs=4, best_metric="ic", direction="maximize",
+        Shuffled(), [None], num_epochs=4, best_metric="ic", direction="maximize", preflight=False,
         evaluate=lambda *_: {"ic": values["ic"].pop(0)},
     )  # fmt: skip
     assert result.best_epoch == 2
@@ -151,36 +158,74 @@ def stop_at(epoch, step, number, data):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_stops_after_the_step_and_says_what_will_be_repeated(tmp_path, number):
+def test_a_signal_stops_after_the_step_and_the_next_start_goes_on_there(tmp_path, number):
     data, before = Shuffled(), signal.getsignal(number)
     with pytest.raises(StoppedError) as error:
-        make(tmp_path, loss=stop_at(2, 2, number, data)).fit(data, num_epochs=3)
+        make(tmp_path, loss=stop_at(2, 2, number, data)).fit(data, num_epochs=3, preflight=False)
     assert error.value.exit_code == 75
-    assert f"Stopped by {signal.Signals(number).name} in epoch 2, after its step 2." in str(error.value)
-    assert "holds the end of epoch 1: the 2 steps since will be repeated" in str(error.value)
+    assert f"Stopped by {signal.Signals(number).name} in epoch 2, after its step 2 of 3." in str(error.value)
+    assert "holds this very moment: nothing will be repeated" in str(error.value)
     assert signal.getsignal(number) is before
-    resumed, whole = make(tmp_path), make()
-    assert resumed.fit(Shuffled(), num_epochs=3).resumed_from == 1
-    whole.fit(Shuffled(), num_epochs=3)
+    assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["step"] == 2
+    steps = []
+    resumed, whole = make(tmp_path, loss=lambda m, x: (steps.append(1), squared(m, x))[1]), make()
+    assert resumed.fit(Shuffled(), num_epochs=3, preflight=False).resumed_from == 1
+    assert len(steps) == 1 + 3
+    assert resumed.fit(Shuffled(), num_epochs=3).history == whole.fit(Shuffled(), num_epochs=3).history
     assert same_tensors(resumed.model.state_dict(), whole.model.state_dict())
+    assert not list(tmp_path.glob("*_step_*"))
 
 
 def test_a_signal_in_an_epochs_last_step_loses_nothing(tmp_path):
     data = Shuffled()
     with pytest.raises(StoppedError, match="after epoch 2") as error:
-        make(tmp_path, loss=stop_at(2, 3, signal.SIGTERM, data)).fit(data, num_epochs=3)
+        make(tmp_path, loss=stop_at(2, 3, signal.SIGTERM, data)).fit(data, num_epochs=3, preflight=False)
     assert "nothing will be repeated" in str(error.value)
     assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["epoch"] == 2
 
 
-def test_a_signal_before_the_first_checkpoint_or_without_a_folder_says_so(tmp_path):
-    for path, text in [
-        (tmp_path, "none has ended: the 1 steps since"),
-        (None, "without checkpoint_dir nothing is saved"),
-    ]:
-        data = Shuffled()
-        with pytest.raises(StoppedError, match=text):
-            make(path, loss=stop_at(1, 1, signal.SIGTERM, data)).fit(data, num_epochs=3)
+def test_a_signal_without_a_folder_says_what_that_means():
+    data = Shuffled()
+    with pytest.raises(StoppedError, match="without checkpoint_dir nothing is saved"):
+        make(loss=stop_at(1, 1, signal.SIGTERM, data)).fit(data, num_epochs=3, preflight=False)
+
+
+def test_a_signal_in_validation_leaves_it_between_two_batches(tmp_path):
+    seen = []
+
+    def loss(model, x):
+        if not model.training:
+            seen.append(1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return squared(model, x)
+
+    with pytest.raises(StoppedError, match="after epoch 1"):
+        make(tmp_path, loss=loss).fit(Shuffled(), [torch.ones(2, 4)] * 5, num_epochs=2, preflight=False)
+    assert len(seen) == 1
+    result = make(tmp_path).fit(Shuffled(), [torch.ones(2, 4)] * 5, num_epochs=1)
+    assert (result.resumed_from, "valid_loss" in result.history[0].metrics) == (1, True)
+
+
+def test_a_script_that_is_stopped_ends_with_75_and_says_why(tmp_path):
+    code = f"""
+import os, signal, torch
+from memfit.training import Trainer
+def loss(model, x):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return model(x).sum(), len(x)
+Trainer(torch.nn.Linear(2, 1), loss=loss, checkpoint_dir={str(tmp_path)!r}).fit([torch.ones(3, 2)] * 3, num_epochs=2, preflight=False)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 75
+    assert done.stderr.count("Stopped by SIGTERM in epoch 1, after its step 1 of 3.") == 1
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "checkpoint_epoch_1_step_1.pt").exists()
+
+
+def test_a_stop_can_be_caught_and_sent_between_processes():
+    error = StoppedError("Stopped.", rule="a rule", remedy="again")
+    assert isinstance(error, Exception)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_in_another_thread_a_fit_leaves_signals_alone():
@@ -200,7 +245,7 @@ def test_a_loss_that_is_not_finite_ends_the_fit_and_names_epoch_and_step(tmp_pat
 
     trainer = make(tmp_path, loss=loss)
     with pytest.raises(JobFailedError, match="In epoch 2, step 1 of 3 the loss is nan over a weight of 5"):
-        trainer.fit(data, num_epochs=3)
+        trainer.fit(data, num_epochs=3, preflight=False)
     saved = load_checkpoint(tmp_path / "latest_checkpoint.pt")
     assert saved["epoch"] == 1
     assert same_tensors(saved["model"], trainer.model.state_dict())
@@ -212,7 +257,7 @@ def test_a_weight_of_zero_and_an_infinite_gradient_are_not_stepped_on():
     trainer = make(loss=lambda model, x: ((0 * model(x)).square().sum().sqrt(), 1))
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     with pytest.raises(JobFailedError, match="In epoch 1, step 1 of 3 the gradient's norm is nan"):
-        trainer.fit(Shuffled(), num_epochs=1)
+        trainer.fit(Shuffled(), num_epochs=1, preflight=False)
     assert same_tensors(before, trainer.model.state_dict())
 
 
@@ -257,26 +302,36 @@ def test_a_resume_with_other_threads_warns_that_it_is_not_bit_exact(tmp_path):
         torch.set_num_threads(threads)
 
 
-def test_an_epoch_is_train_then_checkpoint_then_validate_and_is_recorded(tmp_path, monkeypatch):
+@pytest.fixture
+def events(tmp_path, monkeypatch):
+    """Gives the events of a kind that were recorded so far."""
     monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(tmp_path))
     monkeypatch.setenv(rundir.JOB_ID_VARIABLE, "fold_1")
     monkeypatch.setattr(rundir._Current, "writer", None)
-    monkeypatch.setattr(time, "monotonic", iter(float(n // 2) / 5 for n in range(99)).__next__)
-    make(tmp_path / "checkpoints").fit(Shuffled(), [torch.ones(2, 4)], num_epochs=2)
-    events = rundir.read_events(tmp_path / "events")
-    rundir._Current.writer.close()
-    phases = [event["phase"] for event in events if event["kind"] == "phase"]
-    assert phases == ["train", "checkpoint", "validate"] * 2
-    steps = [(event["epoch"], event["step"], event["num_steps"]) for event in events if event["kind"] == "step"]
-    assert steps == [(1, 1, 3)]  # the clock moved 0.4 s; the next event is due after 0.5
-    epochs = [event for event in events if event["kind"] == "epoch"]
-    assert [(event["epoch"], event["num_epochs"]) for event in epochs] == [(1, 2), (2, 2)]
-    assert all({"train_loss", "valid_loss"} <= event.keys() for event in epochs)
-    saved = [event for event in events if event["kind"] == "checkpoint"]
-    assert [(event["epoch"], Path(event["path"]).name) for event in saved] == [
-        (1, "checkpoint_epoch_1.pt"), (2, "checkpoint_epoch_2.pt"),
-    ]  # fmt: skip
+    yield lambda kind: [event for event in rundir.read_events(tmp_path / "events") if event["kind"] == kind]
+    if rundir._Current.writer is not None:
+        rundir._Current.writer.close()
+
+
+def test_an_epoch_is_train_then_checkpoint_then_validate_and_is_recorded(tmp_path, monkeypatch, events):
+    monkeypatch.setattr(_fit.time, "monotonic", itertools.count(0.0, 0.1).__next__)
+    make(tmp_path / "checkpoints").fit(Shuffled(), [torch.ones(2, 4)], num_epochs=2, preflight=False)
+    phases = [event["phase"] for event in events("phase")]
+    assert phases == ["checkpoint", *["train", "checkpoint", "validate"] * 2]
+    assert [(event["epoch"], event["step"], event["num_steps"]) for event in events("step")] == [(1, 1, 3), (2, 1, 3)]
+    assert [(event["epoch"], event["num_epochs"]) for event in events("epoch")] == [(1, 2), (2, 2)]
+    assert all({"train_loss", "valid_loss"} <= event.keys() for event in events("epoch"))
+    saved = events("checkpoint")
+    assert [Path(event["path"]).name for event in saved] == [f"checkpoint_epoch_{n}.pt" for n in range(3)]
     assert all(event["bytes"] > 1000 for event in saved)
+
+
+def test_a_checkpoint_is_also_written_within_an_epoch_when_the_last_one_is_old(tmp_path, events):
+    make(tmp_path / "often", checkpoint_seconds=0.0).fit(Shuffled(), num_epochs=1)
+    make(tmp_path / "seldom").fit(Shuffled(), num_epochs=1)
+    assert [(event["epoch"], event["step"]) for event in events("checkpoint")] == [
+        (0, 0), (0, 1), (0, 2), (1, 0), (0, 0), (1, 0),
+    ]  # fmt: skip
 
 
 def test_bad_arguments_are_refused_before_anything_is_trained():
@@ -286,6 +341,8 @@ def test_bad_arguments_are_refused_before_anything_is_trained():
         make().fit(Shuffled(), num_epochs=0)
     with pytest.raises(UsageError, match="has 0 batches"):
         make().fit([], num_epochs=1)
+    with pytest.raises(UsageError, match="The training data have no length"):
+        make().fit(iter([torch.ones(1, 4)]), num_epochs=1)
     with pytest.raises(UsageError, match="keep_epochs is 0"):
         make(keep_epochs=0)
 
@@ -306,10 +363,15 @@ def test_data_that_can_be_read_once_only_are_found_out():
             return self.left
 
     with pytest.raises(DataError, match="Epoch 2 gave no batch"):
-        make().fit(Once(), num_epochs=2)
+        make().fit(Once(), num_epochs=2, preflight=False)
 
 
 def test_without_torch_the_extra_is_named():
     code = "import sys; sys.modules['torch'] = None\ntry:\n import memfit.training\nexcept Exception as e: print(e)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert "pip install 'memfit[torch]'" in done.stdout
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_known_name() -> None:
+    with pytest.raises(UsageError, match="did you mean 'microbatch_size'"):
+        Trainer(torch.nn.Linear(1, 1), loss=lambda model, batch: (0, 1), micro_batch_size=3)  # type: ignore[call-arg]

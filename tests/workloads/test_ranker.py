@@ -104,7 +104,7 @@ def test_the_reported_figures_are_those_of_the_saved_scores_on_test_dates_alone(
 
 
 def test_the_scores_are_those_of_the_last_epoch_and_not_of_the_best(tmp_path, monkeypatch):
-    falling = iter([0.9, 0.2, 0.2])
+    falling = iter([0.5, 0.9, 0.2, 0.2])  # the first is the preflight's
     monkeypatch.setattr(job, "_rank_ic", lambda scores: summarize_ic([next(falling)]))
     _, context = run_fold(tmp_path, make_params(num_epochs=2))
     saved = {name: load_checkpoint(context.checkpoint_dir / name) for name in ("best_model.pt", "latest_checkpoint.pt")}

@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from memfit.cli._average import average
 from memfit.cli._budget import budget
 from memfit.cli._map import map_
 from memfit.cli._ps import ps
@@ -32,6 +33,7 @@ app.command()(ps)
 app.command()(stop)
 app.command()(resume)
 app.command()(budget)
+app.command()(average)
 
 
 def _version(wanted: bool) -> None:

@@ -128,6 +128,7 @@ class DateBatches:
         self._dates = np.repeat(dates[kept], num_chunks)
         self._num_chunks = np.repeat(num_chunks, num_chunks)
         self._chunks = np.concatenate([np.arange(count) for count in num_chunks])
+        self._largest = int(np.argmax(np.repeat(-(-counts[kept] // num_chunks), num_chunks)))
         largest = int(np.max(-(-counts[kept] // num_chunks)))
         self.largest_batch_bytes = largest * lookback * panel.shape[2] * 4
         self.set_epoch(0)
@@ -168,6 +169,10 @@ class DateBatches:
 
     def __iter__(self) -> Iterator[DateBatch]:
         return (self[number] for number in range(len(self)))
+
+    def longest(self) -> DateBatch:
+        """A batch of the most assets: what takes most memory in a training."""
+        return self[int(np.flatnonzero(self._order == self._largest)[0])]
 
     def __getitem__(self, number: int) -> DateBatch:
         """The batch with this number in the order of the epoch."""

@@ -145,7 +145,9 @@ def describe(event: Event, view: RunView) -> str:
         starter = "memfit run" if view.kind == "folds" or len(view.params) == 1 else "memfit map"
         return f"all {event['num_done']} {view.kind} were done already; {starter} with --new starts over"
     if kind == "resume":
-        return f"{job} goes on after epoch {event['epoch']}"
+        return f"{job} goes on after epoch {event['epoch']}" + (
+            f" and {step} steps" if (step := event.get("step")) else ""
+        )
     if kind == "short":
         return f"memory is short: {event['reason']}; no job starts until there is more"
     other = _OF_JOBS.get(kind)

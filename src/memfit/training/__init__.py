@@ -1,7 +1,20 @@
-"""Training that can be killed at any moment and goes on bit-exact from the end of its last whole epoch.
+"""Training that survives running out of memory, and that can be killed at any moment and goes on bit-exact.
 
     Trainer                  trains a model by epochs, validates, saves, resumes
     FitResult, EpochRecord   what a fit gave back, as a whole and by epoch
+    Ema                      an average of the weights over the steps, with snapshots at listed epochs
+    average_checkpoints      the mean of late checkpoints of one training
+    SafeStep, StepOutcome    one optimizer step that is split and replayed when memory runs out, for any loop
+    SkipPolicy, OomEvent     which batches may be left out; what was survived
+    BySample, ByGroup, WHOLE how a batch may be cut; Split is what they are
+    MicrobatchSizes          which size fits, by shape of batch
+    KeyedDataset, KeyedSampler   data whose order and random draws allow a resume at once, with any num_workers
+    preflight, find_longest  tries the longest batch, validation and a checkpoint first; gives a report
+    checkpoint_activations   trades a third more time for the memory of a model's blocks
+    CleanupPolicy            collections as switches that say what they cost; all are off
+    LeakDetector, Leak       names what grows from epoch to epoch
+    freeze_startup_heap      takes what lives at the start out of every later collection; gives a FrozenHeap
+    classify_oom, OomKind    whether an exception is a failed allocation, and of which memory
     load_checkpoint          a checkpoint's content, after its checksum was checked
     seed_everything          seeds Python, NumPy and torch; call it before building a model
     CheckpointWarning        a damaged checkpoint was passed over, or a resume cannot be bit-exact
@@ -16,9 +29,53 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtraError.of("torch", "torch", "memfit.training") from error
 
+from memfit.training._activations import CheckpointedBlocks, checkpoint_activations
+from memfit.training._average import average_checkpoints
 from memfit.training._checkpoint import CheckpointWarning, load_checkpoint
+from memfit.training._ema import Ema
+from memfit.training._hygiene import CleanupPolicy, FrozenHeap, Leak, LeakDetector, freeze_startup_heap
+from memfit.training._loader import KeyedDataset, KeyedSampler
+from memfit.training._oom import OomKind, classify_oom
+from memfit.training._preflight import Longest, PhaseMemory, PreflightReport, find_longest, preflight
 from memfit.training._process import seed_everything
 from memfit.training._result import EpochRecord, FitResult
+from memfit.training._sizes import MicrobatchSizes
+from memfit.training._split import WHOLE, ByGroup, BySample, Split
+from memfit.training._step import OomEvent, SafeStep, SkipPolicy, StepOutcome
 from memfit.training._trainer import Trainer
 
-__all__ = ["CheckpointWarning", "EpochRecord", "FitResult", "Trainer", "load_checkpoint", "seed_everything"]
+__all__ = [
+    "WHOLE",
+    "ByGroup",
+    "BySample",
+    "CheckpointWarning",
+    "CheckpointedBlocks",
+    "CleanupPolicy",
+    "Ema",
+    "EpochRecord",
+    "FitResult",
+    "FrozenHeap",
+    "KeyedDataset",
+    "KeyedSampler",
+    "Leak",
+    "LeakDetector",
+    "Longest",
+    "MicrobatchSizes",
+    "OomEvent",
+    "OomKind",
+    "PhaseMemory",
+    "PreflightReport",
+    "SafeStep",
+    "SkipPolicy",
+    "Split",
+    "StepOutcome",
+    "Trainer",
+    "average_checkpoints",
+    "checkpoint_activations",
+    "classify_oom",
+    "find_longest",
+    "freeze_startup_heap",
+    "load_checkpoint",
+    "preflight",
+    "seed_everything",
+]

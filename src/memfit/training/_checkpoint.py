@@ -7,11 +7,13 @@ reading (its CRC check is compiled out), so flipped bits would otherwise load si
 
 A folder holds one file per kept epoch, and two more names for them::
 
-    checkpoint_epoch_<n>.pt     the last few epochs and the best one
-    latest_checkpoint.pt        the newest: what a resume goes on from
-    best_model.pt               the best by the metric of validation
+    checkpoint_epoch_<n>.pt            the last few epochs, the best one, the milestones; 0 is the start
+    checkpoint_epoch_<n>_step_<s>.pt   epoch n after s of its steps: the last two, gone when the epoch's own is there
+    latest_checkpoint.pt               the newest: what a resume goes on from
+    best_model.pt                      the best by the metric of validation
 
-The two names are hard links where the file system has them, so an epoch costs its bytes once.
+The two names are hard links where the file system has them, so an epoch costs its bytes once. Nothing is deleted before
+the newest file was read back from the disk and found whole.
 """
 
 from __future__ import annotations
@@ -22,18 +24,25 @@ import pickle
 import re
 import shutil
 import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
-from memfit.errors import DamagedError, UsageError
+from memfit.errors import DamagedError, DoesNotFitError, UsageError
 from memfit.rundir import record, sync_folder
+from memfit.units import format_bytes
 
 LATEST, BEST = "latest_checkpoint.pt", "best_model.pt"
 
-_EPOCH_FILE = re.compile(r"checkpoint_epoch_(\d+)\.pt")
-_ASIDE_FILE = re.compile(r"\.(checkpoint_epoch_\d+|latest_checkpoint|best_model)\.pt\.\d+\.tmp")
+#: Where a fit stands: whole epochs, then steps of the next one.
+Position = tuple[int, int]
+
+_FILE = re.compile(r"checkpoint_epoch_(\d+)(?:_step_(\d+))?\.pt")
+_ASIDE_FILE = re.compile(r"\.(checkpoint_epoch_\d+(_step_\d+)?|latest_checkpoint|best_model)\.pt\.\d+\.tmp")
+_KEPT_STEPS = 2
+_PLAIN_VALUES_BYTES = 1 << 16  # of a checkpoint, beside its tensors
 _SEAL = re.compile(rb"memfit checkpoint sha256 ([0-9a-f]{64})\n")
 _SEAL_BYTES = len(b"memfit checkpoint sha256 ") + 64 + 1
 _COMMENT_LENGTH_BYTES = 2  # the last field of a zip archive: how long the comment behind it is
@@ -104,11 +113,12 @@ def _seal(file: BinaryIO, digest: str) -> None:
     file.write(b"memfit checkpoint sha256 " + digest.encode() + b"\n")
 
 
-def load_checkpoint(path: Path | str) -> dict[str, Any]:
+def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
     """A checkpoint's content, on the CPU, after every byte of it was checked.
 
     Args:
         path: A file that a ``Trainer`` wrote.
+        mmap: Map the tensors' bytes instead of reading them: they come as they are used, and can go again.
 
     Returns:
         ``model`` and ``optimizer`` (state dicts), ``rng``, ``epoch`` (the epochs that it has behind it), ``history``,
@@ -133,6 +143,8 @@ def load_checkpoint(path: Path | str) -> dict[str, Any]:
     """
     with open(path, "rb") as file:
         _verify(file, Path(path))
+        if mmap:
+            return _load(Path(path), mmap=True)
         file.seek(0)  # the same open file: no rename in between can change what is loaded
         return _load(file)
 
@@ -182,29 +194,75 @@ class CheckpointFolder:
 
     Args:
         path: The folder; it is made if need be, and half-written files of a killed writer are removed.
-        keep_epochs: How many of the newest epochs stay, beside the best. While an epoch is being saved one more is
-            there, so the disk must hold ``keep_epochs + 2`` checkpoints, and without hard links two more.
+        keep_epochs: How many of the newest epochs stay, beside the best.
+        milestones: Epochs that stay as well.
     """
 
-    def __init__(self, path: Path, keep_epochs: int) -> None:
+    def __init__(self, path: Path, keep_epochs: int, milestones: Collection[int] = ()) -> None:
         self.path = path
         self.keep_epochs = keep_epochs
+        self.milestones = frozenset(milestones)
         self._proven = False
         path.mkdir(parents=True, exist_ok=True)
         for entry in path.iterdir():
             if _ASIDE_FILE.fullmatch(entry.name):
                 entry.unlink()
 
-    def _epochs(self) -> dict[int, Path]:
-        """The files of epochs, newest first."""
-        found = [
-            (int(match.group(1)), path) for path in self.path.iterdir() if (match := _EPOCH_FILE.fullmatch(path.name))
-        ]
-        return dict(sorted(found, reverse=True))
+    def _files(self) -> dict[Position, Path]:
+        """The files by what they have behind them, newest first."""
+        found = {}
+        for path in self.path.iterdir():
+            if match := _FILE.fullmatch(path.name):
+                epoch, step = int(match[1]), int(match[2] or 0)
+                found[epoch - (step > 0), step] = path
+        return dict(sorted(found.items(), reverse=True))
 
-    def save(self, epoch: int, state: dict[str, Any]) -> Path:
-        """Write an epoch's checkpoint and make it the latest."""
-        path = self.path / f"checkpoint_epoch_{epoch}.pt"
+    def _file(self, position: Position) -> Path:
+        epoch, step = position
+        return self.path / (f"checkpoint_epoch_{epoch + 1}_step_{step}.pt" if step else f"checkpoint_epoch_{epoch}.pt")
+
+    def check_room(self, one_bytes: int, num_epochs: int) -> None:
+        """Refuse a fit whose checkpoints the disk cannot hold.
+
+        While a checkpoint is being saved one more is there than stay; without hard links the latest and the best are
+        copies.
+
+        Args:
+            one_bytes: The tensors of one checkpoint.
+            num_epochs: How far the fit goes.
+
+        Raises:
+            DoesNotFitError: With the numbers.
+        """
+        one = one_bytes + _PLAIN_VALUES_BYTES
+        milestones = sum(1 for epoch in self.milestones if epoch <= num_epochs)
+        number = min(self.keep_epochs, num_epochs) + milestones + _KEPT_STEPS + 1 + (1 if self._has_links() else 3)
+        own = {(stat.st_dev, stat.st_ino): stat.st_size for stat in map(Path.stat, self.path.iterdir())}
+        free = shutil.disk_usage(self.path).free + sum(own.values())
+        if number * one > free:
+            raise DoesNotFitError(
+                f"{number} checkpoints of {format_bytes(one)} need {format_bytes(number * one)} of disk, and "
+                f"{format_bytes(free)} is free on that of {self.path} or taken by its checkpoints.",
+                rule=f"keep_epochs={self.keep_epochs} and {milestones} milestones, the best, {_KEPT_STEPS} within an "
+                "epoch, and the one being written.",
+                remedy="free some space, pass fewer milestones or keep_epochs=1, or another checkpoint_dir",
+            )
+
+    def _has_links(self) -> bool:
+        probe = self.path / f".{LATEST}.{os.getpid()}.tmp"
+        try:
+            probe.touch()
+            os.link(probe, linked := probe.with_name(f".{BEST}.{os.getpid()}.tmp"))
+            linked.unlink()
+        except OSError:
+            return False
+        finally:
+            probe.unlink(missing_ok=True)
+        return True
+
+    def save(self, position: Position, state: dict[str, Any]) -> Path:
+        """Write a checkpoint and make it the latest."""
+        path = self._file(position)
         save_checkpoint(path, state, prove=not self._proven)
         self._proven = True
         self._name(path, LATEST)
@@ -214,11 +272,28 @@ class CheckpointFolder:
         """Make the latest checkpoint the best model."""
         self._name(self.path / LATEST, BEST)
 
-    def prune(self, best_epoch: int | None) -> None:
-        """Remove the epochs that are neither among the newest nor the best."""
-        for epoch, path in list(self._epochs().items())[self.keep_epochs :]:
-            if epoch != best_epoch:
-                path.unlink()
+    def prune(self, position: Position, best_epoch: int | None) -> None:
+        """Remove what need not stay beside the checkpoint of ``position``, once that was read back whole.
+
+        Files from beyond it are damaged ones that a resume passed over: they are written again in their turn.
+        """
+        files = {at: path for at, path in self._files().items() if at <= position}
+        epochs = [epoch for epoch, step in files if step == 0]
+        kept = {(epoch, 0) for epoch in {*epochs[: self.keep_epochs], best_epoch, *self.milestones}}
+        kept |= {at for at in list(files)[:_KEPT_STEPS] if at[1] and position[1]}
+        doomed = [path for at, path in files.items() if at not in kept]
+        if not doomed or position not in files:
+            return
+        try:
+            with open(files[position], "rb") as file:
+                if hasattr(os, "posix_fadvise"):  # from the disk, not from what the page cache remembers of the save
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                _verify(file, files[position])
+        except DamagedError as error:
+            _report_damage(error, "The older ones stay.")
+            return
+        for path in doomed:
+            path.unlink()
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest whole checkpoint, or None in a folder without any; it becomes the latest.
@@ -230,23 +305,22 @@ class CheckpointFolder:
         """
         damaged: list[DamagedError] = []
         taken = self._try(self.path / LATEST, damaged)
-        for epoch, path in self._epochs().items():
-            if taken is not None and epoch <= taken[1]["epoch"]:
+        for position, path in self._files().items():
+            if taken is not None and position <= position_of(taken[1]):
                 break
             taken = self._try(path, damaged) or taken
         if taken is None:
             if damaged:
                 raise damaged[0]
             return None
+        path = self._file(position_of(taken[1]))
         for error in damaged:
-            text = f"{error.what} Taken instead: {taken[0].name}, after epoch {taken[1]['epoch']}."
-            record("checkpoint_damaged", what=error.what, taken=str(taken[0]))
-            warnings.warn(text, CheckpointWarning, stacklevel=2)
-        for name in (LATEST, f"checkpoint_epoch_{taken[1]['epoch']}.pt"):
+            _report_damage(error, f"Taken instead: {path.name}.")
+        for name in (LATEST, path.name):
             other = self.path / name
             if not (other.exists() and other.samefile(taken[0])):
                 self._name(taken[0], name)
-        return taken
+        return path, taken[1]
 
     def _try(self, path: Path, damaged: list[DamagedError]) -> tuple[Path, dict[str, Any]] | None:
         try:
@@ -270,3 +344,37 @@ class CheckpointFolder:
         os.replace(aside, self.path / name)
         aside.unlink(missing_ok=True)  # a rename between two names of one file leaves both
         sync_folder(self.path)
+
+
+def position_of(state: Mapping[str, Any]) -> Position:
+    """Where a loaded checkpoint stands."""
+    return state["epoch"], state.get("step", 0)
+
+
+def tensor_bytes(state: Any) -> int:
+    """The bytes of all tensors in a nest of dicts, lists and tuples, as a checkpoint holds them: each storage once.
+
+    >>> weights = torch.zeros(1000)
+    >>> tensor_bytes({"a": weights, "b": [weights[:500], 3]})
+    4000
+    """
+    storages: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item)
+
+    visit(state)
+    return sum(storages.values())
+
+
+def _report_damage(error: DamagedError, instead: str) -> None:
+    record("checkpoint_damaged", what=error.what, instead=instead)
+    warnings.warn(f"{error.what} {instead}", CheckpointWarning, stacklevel=3)

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
 
 def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch (every device).
@@ -88,8 +90,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-            self._previous = {number: signal.signal(number, self._note) for number in numbers}
+            self._previous = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
         return self
 
     def __exit__(

@@ -19,6 +19,7 @@ class EpochRecord:
         train_loss: The sum of all losses divided by the sum of all weights, each taken before its step.
         num_steps: Optimizer steps.
         metrics: What validation gave; None without validation.
+        num_skipped: Steps whose batch was skipped; they count in ``num_steps`` and not in ``train_loss``.
 
     Example:
         >>> EpochRecord(epoch=1, train_loss=0.7, num_steps=242, metrics={"rank_ic": 0.03}).metrics["rank_ic"]
@@ -29,6 +30,7 @@ class EpochRecord:
     train_loss: float
     num_steps: int
     metrics: dict[str, float] | None = None
+    num_skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class FitResult:
     Attributes:
         history: Every epoch from the first, those before a resume included.
         best_epoch: The epoch whose metric is best; None without validation, or if the metric was never a number.
-        epochs_run: How many epochs this call trained.
-        resumed_from: The epoch whose checkpoint this call went on from; None if it began anew.
+        epochs_run: How many epochs this call trained to their end.
+        resumed_from: How many whole epochs the checkpoint had behind it that this call went on from; None if it began
+            anew.
 
     Example:
         >>> history = (EpochRecord(1, 0.9, 10), EpochRecord(2, 0.7, 10))

@@ -201,7 +201,7 @@ def train_fold(context: FoldContext, params: RankerParams) -> dict[str, float]:
     mark_phase("load")
     import torch
 
-    from memfit.training import Trainer, seed_everything
+    from memfit.training import WHOLE, Trainer, seed_everything
     from memfit_workloads.ranker.model import PatchRanker
 
     panel, data, settings = context.panel, params.data, params.train
@@ -227,6 +227,7 @@ def train_fold(context: FoldContext, params: RankerParams) -> dict[str, float]:
         checkpoint_dir=context.checkpoint_dir,
         seed=context.seed,
         max_grad_norm=settings.max_grad_norm,
+        split=WHOLE,
     )
     result = trainer.fit(
         train,

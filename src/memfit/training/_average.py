@@ -1,0 +1,291 @@
+"""One model from several checkpoints: the mean of their weights, where that has a meaning."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from memfit.errors import DamagedError, UsageError
+from memfit.training._checkpoint import load_checkpoint, save_checkpoint
+
+IntegerBuffers = Literal["equal", "last"]
+
+_WRAPPERS = ("model", "model_state_dict", "state_dict", "module")
+_PREFIXES = ("module.", "_orig_mod.")
+_NUM_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that went into an average.
+
+    Attributes:
+        path: As it was given.
+        sha256: Of its bytes.
+        epoch: After which epoch it was written; None if it does not say.
+        fit: The training that wrote it; None if it does not say.
+    """
+
+    path: str
+    sha256: str
+    epoch: int | None
+    fit: str | None
+
+
+def average_checkpoints(
+    inputs: Sequence[Path | str],
+    output: Path | str,
+    *,
+    integer_buffers: IntegerBuffers = "equal",
+    allow_unrelated: bool = False,
+) -> tuple[Source, ...]:
+    """Write the mean of checkpoints' weights, tensor by tensor, summed in float64.
+
+    The inputs are mapped, not loaded: beside the result, memory holds one tensor of each at a time. The output is a
+    checkpoint that ``load_checkpoint`` checks; its ``model`` is the averaged state dict, and ``sources`` lists the
+    inputs. One input gives its own values.
+
+    Averaging means something for late weights of *one* training. Two trainings, the folds of a cross-validation
+    included, end in different places of a surface with many equal valleys, and the point between is in none of them:
+    average their predictions instead. So files of different trainings, or that do not say, are refused.
+
+    Args:
+        inputs: Checkpoints and snapshots of memfit's; files of ``torch.save`` with a state dict, bare or under
+            ``model``, ``model_state_dict``, ``state_dict`` or ``module``. The prefixes ``module.`` and ``_orig_mod.``
+            are dropped.
+        output: The file to write; it is written aside and renamed.
+        integer_buffers: What becomes of tensors that have no mean, such as counters: ``equal`` refuses when they
+            differ, ``last`` takes them from the last input.
+        allow_unrelated: Average files of different trainings, or that do not say which they are of.
+
+    Returns:
+        What went in, in order.
+
+    Raises:
+        UsageError: If names, shapes or types differ, values are not numbers, or the files are unrelated.
+        DamagedError: If a file is cut short or differs from its checksum.
+        OSError: If a file cannot be read.
+
+    Source:
+        Izmailov et al. 2018, https://arxiv.org/abs/1803.05407: averaged are points along *one* training.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> for epoch, value in enumerate((1.0, 4.0), start=1):
+        ...     torch.save({"weight": torch.tensor([value])}, folder / f"{epoch}.pt")
+        >>> _ = average_checkpoints([folder / "1.pt", folder / "2.pt"], folder / "mean.pt", allow_unrelated=True)
+        >>> load_checkpoint(folder / "mean.pt")["model"]
+        {'weight': tensor([2.5000])}
+    """
+    paths, output = [Path(path) for path in inputs], Path(output)
+    _check_paths(paths, output)
+    contents = [_read(path) for path in paths]
+    states = [_unwrap(path, content) for path, content in zip(paths, contents, strict=True)]
+    sources = tuple(
+        Source(str(path), _sha256(path), content.get("epoch"), content.get("fit"))
+        for path, content in zip(paths, contents, strict=True)
+    )
+    if not allow_unrelated:
+        _check_related(paths, contents)
+    for path, state in zip(paths[1:], states[1:], strict=True):
+        _check_names(paths[0], states[0], path, state)
+    averaged: dict[str, Any] = {}
+    done: dict[tuple[Any, ...], torch.Tensor] = {}
+    for name in states[0]:
+        values = [state[name] for state in states]
+        if all(isinstance(value, torch.Tensor) for value in values):
+            place = tuple((value.untyped_storage().data_ptr(), *_layout(value)) for value in values)
+            if place not in done:  # weights that are tied in all inputs stay tied
+                done[place] = _mean(name, values, paths, integer_buffers)
+            averaged[name] = done[place]
+        else:
+            averaged[name] = _same(name, values, paths)
+    first, fits = contents[0], {source.fit for source in sources}
+    state = {
+        "memfit_checkpoint": 1,
+        "model": averaged,
+        "fit": sources[0].fit if len(fits) == 1 else None,
+        "identity": first.get("identity"),
+        "epoch": max((source.epoch for source in sources if source.epoch is not None), default=None),
+        "sources": [asdict(source) for source in sources],
+        "integer_buffers": integer_buffers,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(output, state, prove=True)
+    return sources
+
+
+def _check_paths(paths: Sequence[Path], output: Path) -> None:
+    if not paths:
+        raise UsageError(
+            "There is nothing to average.",
+            rule="one checkpoint is needed at least.",
+            remedy="name the files to average",
+        )
+    for path in paths:
+        if output.exists() and path.exists() and output.samefile(path):
+            raise UsageError(
+                f"{output} is one of the files to average.",
+                rule="the inputs stay as they are, so that the average can be checked.",
+                remedy="name another --output",
+            )
+    resolved = [path.resolve() for path in paths]
+    if twice := next((path for path in resolved if resolved.count(path) > 1), None):
+        raise UsageError(
+            f"{twice} is named twice.", rule="each file counts once in a mean.", remedy="name each file once"
+        )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """A file's content: of a checkpoint after its checksum was checked; of another file as it is."""
+    try:
+        return load_checkpoint(path, mmap=True)
+    except DamagedError as damaged:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            raise UsageError(
+                f"{path} holds more than tensors and plain values: {str(error).splitlines()[0]}",
+                rule="files are loaded with weights_only=True, which runs no code of theirs.",
+                remedy="save its state_dict() alone, with torch.save",
+            ) from error
+        except (RuntimeError, EOFError, OSError, ValueError):
+            raise damaged from None
+        if not isinstance(content, Mapping):
+            raise _no_state(path, content) from None
+        if "memfit_checkpoint" in content:  # one of ours always has a checksum
+            raise damaged
+        return content
+
+
+def _unwrap(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict in a file's content, without the prefixes of wrapped modules."""
+    inner: Any = next((content[name] for name in _WRAPPERS if isinstance(content.get(name), Mapping)), content)
+    state = {name: value for name, value in inner.items() if name != "n_averaged"}  # of torch's AveragedModel
+    if not any(isinstance(value, torch.Tensor) for value in state.values()):
+        raise _no_state(path, content)
+    while prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in state)), None):
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
+
+
+def _no_state(path: Path, content: Any) -> UsageError:
+    found = f"the keys {list(content)[:_NUM_NAMED]}" if isinstance(content, Mapping) else type(content).__name__
+    return UsageError(
+        f"{path} holds no state dict: found {found}.",
+        rule=f"weights are looked for at the top, and under {', '.join(_WRAPPERS)}.",
+        remedy="save the model's state_dict() with torch.save",
+    )
+
+
+def _check_related(paths: Sequence[Path], contents: Sequence[Mapping[str, Any]]) -> None:
+    fits = [content.get("fit") for content in contents]
+    if len(paths) == 1 or (len(set(fits)) == 1 and fits[0] is not None):
+        return
+    silent = [str(path) for path, fit in zip(paths, fits, strict=True) if fit is None]
+    if silent:
+        what = f"{', '.join(silent[:_NUM_NAMED])}: nothing there says which training wrote it."
+    else:
+        other = next(index for index, fit in enumerate(fits) if fit != fits[0])
+        what = f"{paths[0]} and {paths[other]} are of different trainings{_difference(contents[0], contents[other])}."
+    raise UsageError(
+        what,
+        rule="a mean of weights means something along one training; between trainings, folds included, it lies where "
+        "none of them is good.",
+        remedy="average the predictions of different trainings instead; or pass --allow-unrelated if the files began "
+        "from the same weights",
+    )
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    a, b = one.get("identity") or {}, other.get("identity") or {}
+    names = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
+    text = "; ".join(f"{name}: {a.get(name)} and {b.get(name)}" for name in names[:_NUM_NAMED])
+    return f" ({text})" if text else ""
+
+
+def _check_names(first: Path, expected: Mapping[str, Any], path: Path, state: Mapping[str, Any]) -> None:
+    faults = [f"'{name}' is only in {first}" for name in expected if name not in state]
+    faults += [f"'{name}' is only in {path}" for name in state if name not in expected]
+    for name in expected:
+        if name in state and (a := _describe(expected[name])) != (b := _describe(state[name])):
+            faults.append(f"'{name}' is {a} in {first} and {b} in {path}")
+    if faults:
+        more = f"; and {len(faults) - _NUM_NAMED} more" if len(faults) > _NUM_NAMED else ""
+        raise UsageError(
+            f"{'; '.join(faults[:_NUM_NAMED])}{more}.",
+            rule="names, shapes and types of all tensors are the same in all files.",
+            remedy="average files of one model",
+        )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def _mean(
+    name: str, values: list[torch.Tensor], paths: Sequence[Path], integer_buffers: IntegerBuffers
+) -> torch.Tensor:
+    first = values[0]
+    if not (first.is_floating_point() or first.is_complex()):
+        if integer_buffers == "equal":
+            _same(name, values, paths)
+        return values[-1].clone()
+    if len(values) == 1:
+        return first.clone()
+    total = first.to(torch.complex128 if first.is_complex() else torch.float64, copy=True)
+    for value in values[1:]:
+        total += value.to(total.dtype)
+    mean = total.div_(len(values)).to(first.dtype)
+    if bool(mean.isnan().any()):
+        bad = next((path for path, value in zip(paths, values, strict=True) if bool(value.isnan().any())), paths[0])
+        raise UsageError(
+            f"'{name}' has no mean: {bad} holds values that are not numbers.",
+            rule="one such weight would spoil the average.",
+            remedy="leave that file out",
+        )
+    return mean
+
+
+def _same(name: str, values: list[Any], paths: Sequence[Path]) -> Any:
+    """The value that all files agree on."""
+    for path, value in zip(paths[1:], values[1:], strict=True):
+        if not _equal(values[0], value):
+            single = isinstance(value, torch.Tensor) and value.numel() == 1
+            raise UsageError(
+                f"'{name}' differs between {paths[0]} and {path}"
+                + (f": {values[0].item()} and {value.item()}." if single else "."),
+                rule="what has no mean, such as a counter, must be equal in all files.",
+                remedy="pass --integer-buffers last to take such tensors from the last file"
+                if isinstance(value, torch.Tensor)
+                else "average files that agree on it",
+            )
+    return values[0]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,276 @@
+"""An exponential moving average of the weights, and snapshots of it at listed epochs."""
+
+from __future__ import annotations
+
+import string
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.errors import UsageError
+from memfit.rundir import record
+from memfit.training._checkpoint import CheckpointWarning, save_checkpoint
+
+_OWN_NAMES = ("checkpoint_", "latest_checkpoint", "best_model", ".")
+_SCRATCH_ELEMENTS = 1 << 22
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class Ema:
+    """Averages a model's weights over the optimizer steps: ``average = decay * average + (1 - decay) * weights``.
+
+    The first update takes the weights as they are. What is averaged are the parameters that are trained; frozen ones
+    and buffers (statistics of normalization) are the model's own. Parameters of 16 bits are averaged in float32, for in
+    their own precision a small step is lost to rounding. Once ``prepare`` was called an update allocates nothing, so it
+    cannot run out of memory half-way.
+
+    Args:
+        decay: The share of the average that stays at each step, from 0 to below 1. The average looks back over about
+            ``1 / (1 - decay)`` steps: keep that well below the number of steps.
+        snapshot_epochs: The epochs at whose end ``snapshot`` writes a file. Choose late ones: an average with weights
+            from before the training had settled is worse than the last weights.
+        warmup: Begin with a smaller decay, ``min(decay, (1 + n) / (10 + n))`` at update ``n``, so that the first
+            weights are soon forgotten.
+        snapshot_name: How the files are named, by ``{epoch}`` and ``{fold}``.
+        fold: What ``{fold}`` stands for.
+
+    Source:
+        ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` computes the same, with a second module.
+        The warm-up is that of ``tf.train.ExponentialMovingAverage``.
+
+    Example:
+        >>> model = torch.nn.Linear(1, 1)
+        >>> ema = Ema(0.5)
+        >>> for value in (0.0, 8.0, 0.0):
+        ...     _ = torch.nn.init.constant_(model.weight, value)
+        ...     ema.update(model)
+        >>> with ema.applied(model):
+        ...     averaged = model.weight.item()
+        >>> averaged, model.weight.item()
+        (2.0, 0.0)
+    """
+
+    def __init__(
+        self,
+        decay: float,
+        *,
+        snapshot_epochs: Sequence[int] = (),
+        warmup: bool = False,
+        snapshot_name: str = "ema_epoch_{epoch}.pt",
+        fold: int | str | None = None,
+    ) -> None:
+        self.decay = decay
+        self.warmup = warmup
+        self.snapshot_epochs = tuple(sorted(set(snapshot_epochs)))
+        self.snapshot_name = snapshot_name
+        self.fold = fold
+        self.num_updates = 0
+        self._average: dict[str, torch.Tensor] = {}
+        self._scratch: dict[torch.device, torch.Tensor] = {}
+        self._check()
+
+    def _check(self) -> None:
+        if not 0 <= self.decay < 1 or any(epoch < 1 for epoch in self.snapshot_epochs):
+            raise UsageError(
+                f"decay is {self.decay}, and snapshot_epochs are {self.snapshot_epochs}.",
+                rule="the decay is at least 0 and below 1; epochs are counted from 1.",
+                remedy="pass for example Ema(0.999, snapshot_epochs=(3, 6, 10))",
+            )
+        try:
+            fields = {name for _, name, _, _ in string.Formatter().parse(self.snapshot_name) if name is not None}
+            readable = (
+                fields <= {"epoch", "fold"} and "epoch" in fields and ("fold" not in fields) == (self.fold is None)
+            )
+        except ValueError:
+            readable = False
+        if not readable or "/" in self.snapshot_name or self.snapshot_name.startswith(_OWN_NAMES):
+            raise UsageError(
+                f"snapshots cannot be named '{self.snapshot_name}' with fold={self.fold}.",
+                rule="the name holds {epoch}, and {fold} exactly if fold is given; it is no path, and none of the "
+                "checkpoints' own names.",
+                remedy="pass for example snapshot_name='ranker_fold{fold}_ema_epoch{epoch}.pt', fold=3",
+            )
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        """Allocate the average of every parameter that is trained; what is there already stays as it is.
+
+        Raises:
+            UsageError: If an average that was loaded is of another model.
+        """
+        parameters = dict(model.named_parameters())
+        for name, average in self._average.items():
+            if name not in parameters or parameters[name].shape != average.shape:
+                raise UsageError(
+                    f"The average holds '{name}' of shape {tuple(average.shape)}, and the model has "
+                    f"{tuple(parameters[name].shape) if name in parameters else 'no such parameter'}.",
+                    rule="an average goes on with the model that it was made of.",
+                    remedy="build the model as it was, or begin with a new Ema",
+                )
+        for name, parameter in parameters.items():
+            low = parameter.dtype in _LOW_PRECISION
+            if parameter.requires_grad or name in self._average:
+                dtype = torch.float32 if low else parameter.dtype
+                source = self._average.get(name, parameter.detach())
+                moved = source.to(parameter.device, dtype)
+                self._average[name] = moved.clone() if moved.data_ptr() == parameter.data_ptr() else moved
+                if low:
+                    self._widen_scratch(parameter)
+
+    def _widen_scratch(self, parameter: torch.Tensor) -> None:
+        """Float32 room for whole rows of a parameter: about ``_SCRATCH_ELEMENTS``, or one row if that is longer."""
+        there = self._scratch.get(parameter.device)
+        row = parameter[0].numel() if parameter.dim() and len(parameter) else 1
+        wanted = max(row, min(parameter.numel(), _SCRATCH_ELEMENTS))
+        if there is None or len(there) < wanted:
+            self._scratch[parameter.device] = torch.empty(wanted, dtype=torch.float32, device=parameter.device)
+
+    @torch.no_grad()
+    def update(self, model: torch.nn.Module) -> None:
+        """Take in the weights as they are after an optimizer step."""
+        tracked = {name: p for name, p in model.named_parameters() if p.requires_grad or name in self._average}
+        if any(name not in self._average or self._average[name].device != p.device for name, p in tracked.items()):
+            self.prepare(model)
+        weight = 1.0 - self._decay_now()
+        averages, weights = [], []
+        for name, parameter in tracked.items():
+            if parameter.dtype in _LOW_PRECISION:
+                self._blend(self._average[name], parameter, weight)
+            else:
+                averages.append(self._average[name])
+                weights.append(parameter.detach())
+        if averages:
+            torch._foreach_lerp_(averages, weights, weight)
+        self.num_updates += 1
+
+    def _decay_now(self) -> float:
+        if self.num_updates == 0:
+            return 0.0
+        return min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
+
+    def _blend(self, average: torch.Tensor, parameter: torch.Tensor, weight: float) -> None:
+        """One parameter of 16 bits, some rows after the other through memory that is there already."""
+        scratch = self._scratch[parameter.device]
+        into, source = (average, parameter.detach()) if average.dim() else (average[None], parameter.detach()[None])
+        rows = max(1, len(scratch) * len(into) // max(1, into.numel()))
+        for start in range(0, len(into), rows):
+            piece = into[start : start + rows]
+            wide = scratch[: piece.numel()].view(piece.shape)
+            piece.lerp_(wide.copy_(source[start : start + rows]), weight)
+
+    @contextmanager
+    def applied(self, model: torch.nn.Module) -> Iterator[None]:
+        """The model has the averaged weights inside the block, and its own again behind it.
+
+        Only 16-bit weights are copied for it. Only evaluate inside: an optimizer step would train the average.
+        """
+        own = {name: parameter.data for name, parameter in model.named_parameters() if name in self._average}
+        try:
+            for name, parameter in model.named_parameters():
+                if name in own:
+                    parameter.data = self._average[name].to(parameter.device, parameter.dtype)
+            yield
+        finally:
+            for name, parameter in model.named_parameters():
+                if name in own:
+                    parameter.data = own[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What can resume: the average, the number of updates, and what it was made with."""
+        return {
+            "average": dict(self._average),
+            "num_updates": self.num_updates,
+            "decay": self.decay,
+            "warmup": self.warmup,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave.
+
+        Raises:
+            UsageError: If it was made with another decay or warm-up.
+        """
+        if (state["decay"], state["warmup"]) != (self.decay, self.warmup):
+            raise UsageError(
+                f"The average was made with decay={state['decay']}, warmup={state['warmup']}, and this Ema has "
+                f"decay={self.decay}, warmup={self.warmup}.",
+                rule="a resume goes on with what the checkpoint was made with; a change would mix two averages.",
+                remedy="set these back, or begin with a new checkpoint_dir",
+            )
+        loaded = state["average"]
+        if loaded.keys() == self._average.keys() and all(
+            loaded[n].shape == own.shape for n, own in self._average.items()
+        ):
+            for name, own in self._average.items():
+                own.copy_(loaded[name])
+        else:
+            self._average = {name: average.detach().clone() for name, average in loaded.items()}
+        self.num_updates = state["num_updates"]
+
+    def path(self, folder: Path, epoch: int) -> Path:
+        """The file of an epoch's snapshot.
+
+        >>> Ema(0.9, snapshot_name="ranker_fold{fold}_ema_epoch{epoch}.pt", fold=2).path(Path("models"), 3).name
+        'ranker_fold2_ema_epoch3.pt'
+        """
+        return folder / self.snapshot_name.format(epoch=epoch, fold=self.fold)
+
+    def snapshot(self, model: torch.nn.Module, epoch: int, folder: Path, facts: Mapping[str, Any]) -> Path | None:
+        """Write the averaged model at the end of an epoch, if that epoch is listed.
+
+        Call it again after a resume: it writes the same again. The file is a checkpoint: ``load_checkpoint`` checks it,
+        and its ``model`` is a state dict of the averaged weights and the model's own buffers.
+
+        Args:
+            model: The model that is averaged.
+            epoch: The epoch that has ended, counted from 1.
+            folder: Where the file goes.
+            facts: What else goes into it, for example the ``fit`` and ``identity`` of the training's checkpoints, by
+                which ``memfit average`` tells whether files are of one training.
+
+        Returns:
+            The file, or None for an epoch that is not listed.
+        """
+        if epoch not in self.snapshot_epochs or self.num_updates == 0:
+            return None
+        path = self.path(folder, epoch)
+        for left in folder.glob(f".{path.name}.*.tmp"):  # of a writer that was killed
+            left.unlink(missing_ok=True)
+        with self.applied(model):
+            state = {
+                **facts,
+                "memfit_checkpoint": 1,
+                "epoch": epoch,
+                "model": model.state_dict(),
+                "ema": {"decay": self.decay, "warmup": self.warmup, "num_updates": self.num_updates},
+            }
+            save_checkpoint(path, state, prove=epoch == self.snapshot_epochs[0])
+        record("ema_snapshot", path=str(path), epoch=epoch, bytes=path.stat().st_size)
+        return path
+
+    def report_missing(self, folder: Path, *, done: int, num_epochs: int) -> tuple[int, ...]:
+        """Name the listed epochs that will have no snapshot, by a ``CheckpointWarning`` and an event.
+
+        Args:
+            folder: Where the snapshots go.
+            done: The epochs that have ended; a snapshot of the last of them may still be written.
+            num_epochs: The epochs that will be trained; ``done`` if the training stops here.
+
+        Returns:
+            These epochs: those past the end, and those that were passed without a file.
+        """
+        missing = tuple(
+            epoch
+            for epoch in self.snapshot_epochs
+            if epoch > num_epochs or (epoch < done and not self.path(folder, epoch).exists())
+        )
+        if missing:
+            record("ema_missing", epochs=list(missing), num_epochs=num_epochs)
+            text = (
+                f"There will be no snapshot of the average at epochs {list(missing)}: {done} of {num_epochs} are done."
+            )
+            warnings.warn(text, CheckpointWarning, stacklevel=3)
+        return missing

@@ -1,0 +1,131 @@
+"""What may be split, and what only looks like it: layers and losses that couple the samples of a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from memfit.errors import UsageError
+from memfit.rundir import record
+from memfit.training._oom import classify_oom, clear_caches
+from memfit.training._snapshot import Snapshot
+from memfit.training._split import Split, rebuild
+
+Loss = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | float]]
+
+_NUM_CHECKED = 8
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of a sum in another order
+_HALF_TOLERANCE = 2e-2
+
+
+class Exactness:
+    """Refuses what a safe step cannot do exactly, or records it where that is allowed."""
+
+    def __init__(self, model: torch.nn.Module, loss: Loss, split: Split, allow_inexact: bool) -> None:
+        self._model, self._loss, self._split, self._allow_inexact = model, loss, split, allow_inexact
+        self._additive: bool | None = None
+        self._has_stepped = False
+        self._said: set[str] = set()
+
+    def allow_step(self) -> None:
+        """Refuse weights that are updated in the backward pass; looked for before the first step."""
+        if self._has_stepped or self._allow_inexact:
+            return
+        for name, parameter in self._model.named_parameters():
+            if parameter._post_accumulate_grad_hooks:
+                raise UsageError(
+                    f"{name} has a hook that runs as soon as its gradient is there.",
+                    rule="if it updates the weight (an optimizer in the backward pass), no failed step can be undone.",
+                    remedy="step the optimizer after the backward pass, or pass allow_inexact=True",
+                )
+        self._has_stepped = True
+
+    def allow_split(self, batch: Any, count: int, before: Snapshot, where: Mapping[str, Any]) -> None:
+        """Refuse to split a batch of ``count`` units unless its gradient will be that of the whole."""
+        for name, module in self._model.named_modules():
+            if module.training and (
+                isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)
+            ):
+                self._refuse(
+                    f"{type(module).__name__} '{name}' takes statistics over the batch in training mode",
+                    "call eval() on it, use GroupNorm or LayerNorm, take smaller batches from the loader, or pass "
+                    "allow_inexact=True",
+                    where,
+                )
+        if self._additive is None:
+            self._additive = self._is_additive(batch, count, before)
+        if not self._additive:
+            self._refuse(
+                "the loss of a batch is not the sum of the losses of its parts",
+                "return a sum and its weight; pass split=ByGroup(...) if samples of one group are coupled, split=WHOLE "
+                "if all are; or pass allow_inexact=True",
+                where,
+            )
+
+    def _refuse(self, why: str, remedy: str, where: Mapping[str, Any]) -> None:
+        if not self._allow_inexact:
+            raise UsageError(
+                f"The batch must be split in {place(where)} and cannot be split exactly: {why}.",
+                rule="a split batch gives the gradient of the whole one, or it is refused.",
+                remedy=remedy,
+            )
+        if why not in self._said:
+            self._said.add(why)
+            record("inexact", reason=why, **where)
+
+    def _is_additive(self, batch: Any, count: int, before: Snapshot) -> bool:
+        """Whether the loss of a few units is the sum of the losses of two parts; True if that cannot be told.
+
+        It is compared in evaluation mode. A loss that draws random numbers there too, or that needs the training mode,
+        cannot be compared.
+        """
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                count = min(_NUM_CHECKED, count)
+                while count >= 2:
+                    verdict = self._compare(batch, count)
+                    if verdict is not None:
+                        return verdict
+                    clear_caches()
+                    count //= 2
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            before.restore()
+        return True
+
+    def _compare(self, batch: Any, count: int) -> bool | None:
+        """None if there is no memory even for that."""
+        ranges = [(0, count), (0, count), (0, count // 2), (count // 2, count)]
+        try:
+            found = [
+                self._loss(self._model, rebuild(self._split.take(batch, *bounds), lambda leaf: leaf))
+                for bounds in ranges
+            ]
+            dtypes = {found[0][0].dtype, *(parameter.dtype for parameter in self._model.parameters())}
+            (whole, weight), (again, _), *parts = [(float(loss_sum), float(weight)) for loss_sum, weight in found]
+        except Exception as error:
+            return None if classify_oom(error) else True
+        if whole != again or not math.isfinite(whole):
+            return True
+        tolerance = max(_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes)
+        scale = abs(whole) + sum(abs(part) for part, _ in parts)
+        is_sum = abs(whole - sum(part for part, _ in parts)) <= tolerance * scale
+        return is_sum and math.isclose(weight, sum(part for _, part in parts), rel_tol=1e-6)
+
+
+def place(where: Mapping[str, Any]) -> str:
+    """Where a training is, in words.
+
+    >>> place({"epoch": 2, "step": 3, "num_steps": 9}), place({})
+    ('epoch 2, step 3 of 9', 'this step')
+    """
+    text = ", ".join(f"{name} {where[name]}" for name in ("epoch", "step") if name in where) or "this step"
+    return f"{text} of {where['num_steps']}" if "step" in where and "num_steps" in where else text

@@ -1,0 +1,181 @@
+"""The flight record: what filled the memory at the moment an allocation failed, one JSON file per failure.
+
+It is written beside the job's other files, so that it is there when the process dies of the next one. What it costs is
+one pass over the objects that Python's collector knows, and at most 200 small files.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.memory import Budget, TreeMeter
+from memfit.rundir import current_run, read_heap, write_json
+from memfit.training._oom import OomKind, device_bytes
+
+MAX_RECORDS = 200
+_MAX_SNAPSHOTS = 5
+_MAX_TENSORS = 30
+_MAX_TEXT = 8000
+_NUM_EVENTS = 20
+_TAIL_BYTES = 1 << 14
+_RECORD_NAME = re.compile(r"oom_(\d+)\.json")
+
+
+def write_flight_record(
+    error_text: str,
+    kind: OomKind,
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    where: Mapping[str, Any],
+    folder: Path | None = None,
+) -> Path | None:
+    """Write down what was alive when an allocation failed, as ``oom_<n>.json``; it never raises.
+
+    Call it before ``release``: what filled the memory is then still alive. Nothing is kept alive by it. The largest
+    tensors are those that Python knows; what autograd saved without handing it to Python is the difference between
+    a device's ``allocated_bytes`` (on the host ``live_bytes``) and ``tensors_bytes``. On CUDA the allocator's snapshot
+    lies beside the first records as ``oom_<n>_snapshot.pickle``, for https://pytorch.org/memory_viz.
+
+    Args:
+        error_text: The message of the failure; its first and last 4,000 characters are kept.
+        kind: Which memory it was.
+        model: Its parameters, gradients and buffers are named.
+        optimizer: Its states are named; None where there is none.
+        where: Plain values that say where it was, such as epoch, step and microbatch size.
+        folder: Where the record goes; by default the job's folder of the run that this process belongs to.
+
+    Returns:
+        The record, or None when there is no folder, it holds 200 records already, or writing failed.
+    """
+    try:
+        current = current_run()
+        if folder is None and current is not None:
+            folder = current[0].job_dir(current[1])
+        if folder is None:
+            return None
+        taken = [int(found[1]) for path in folder.iterdir() if (found := _RECORD_NAME.fullmatch(path.name))]
+        number = max(taken, default=0) + 1
+        if number > MAX_RECORDS:
+            return None
+        if len(error_text) > _MAX_TEXT:
+            error_text = f"{error_text[: _MAX_TEXT // 2]}\n...\n{error_text[-_MAX_TEXT // 2 :]}"
+        content = {
+            "time": time.time(),
+            "pid": os.getpid(),
+            "kind": str(kind),
+            "error": error_text,
+            "where": dict(where),
+            "devices": _or_reason(device_bytes),
+            "host": _or_reason(_host),
+            "tensors": _or_reason(lambda: _largest_tensors(_owners(model, optimizer))),
+            "limits": _or_reason(lambda: Budget.read().to_dict()["limits"]),
+            "events": _or_reason(lambda: _last_events(current[0].events_dir) if current is not None else []),
+        }
+        path = folder / f"oom_{number}.json"
+        write_json(path, content, durable=False)
+        if number <= _MAX_SNAPSHOTS and content["devices"]:
+            _write_snapshot(folder / f"oom_{number}_snapshot.pickle")
+        return path
+    except Exception:  # a record that cannot be written must not end a training that can go on
+        return None
+
+
+def _write_snapshot(path: Path) -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+
+
+def _or_reason(read: Callable[[], Any]) -> Any:
+    """A part of the record, or why it is missing: the others are worth having without it."""
+    try:
+        return read()
+    except Exception as error:
+        return f"not read: {type(error).__name__}: {error}"
+
+
+def _host() -> dict[str, int]:
+    """This process and its children (loader workers), and this process's heap, in bytes."""
+    meter = TreeMeter(os.getpid())
+    sample = meter.sample()
+    tree = (
+        {
+            "num_processes": sample.num_processes,
+            "private_bytes": sample.private_bytes,
+            "pss_bytes": sample.pss_bytes,
+            "rss_bytes": sample.rss_bytes,
+        }
+        if sample is not None
+        else {}
+    )
+    return {**tree, **read_heap()}
+
+
+def _owners(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[tuple[str, int], str]:
+    """What each storage belongs to, by its device and address."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owned: list[tuple[str, Any]] = [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
+    for name, parameter in model.named_parameters():
+        owned += [(f"parameter {name}", parameter), (f"gradient {name}", parameter.grad)]
+    for key, state in optimizer.state.items() if optimizer is not None else ():
+        name = names.get(id(key), "of a parameter outside the model")
+        owned += [(f"optimizer {what} {name}", value) for what, value in state.items()]
+    return {place: name for name, tensor in owned if (place := _storage(tensor)) is not None}
+
+
+def _storage(tensor: Any) -> tuple[str, int] | None:
+    """Where a tensor's bytes lie; None for what has none: not a tensor, empty, on meta, without one storage."""
+    if not issubclass(type(tensor), torch.Tensor):  # isinstance() would ask foreign objects for their __class__
+        return None
+    try:
+        pointer = tensor.untyped_storage().data_ptr()
+        return (str(tensor.device), pointer) if pointer else None
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _largest_tensors(owners: Mapping[tuple[str, int], str]) -> dict[str, Any]:
+    """All living storages by device, and the largest; alike ones without an owner are one line with their number."""
+    seen: set[tuple[str, int]] = set()
+    groups: dict[tuple[str, str, tuple[int, ...], str], list[int]] = {}
+    totals: dict[str, int] = {}
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
+    for tensor in (one for one in objects if type(one) in kinds):
+        key = _storage(tensor)
+        if key is None or key in seen:
+            continue
+        seen.add(key)
+        num_bytes = tensor.untyped_storage().nbytes()
+        totals[key[0]] = totals.get(key[0], 0) + num_bytes
+        group = (owners.get(key, "other"), key[0], tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        groups.setdefault(group, []).append(num_bytes)
+    largest = sorted(groups.items(), key=lambda item: -sum(item[1]))[:_MAX_TENSORS]
+    return {
+        "num_tensors": len(seen),
+        "tensors_bytes": totals,
+        "largest": [
+            {"owner": owner, "device": device, "shape": shape, "dtype": dtype, "count": len(sizes), "bytes": sum(sizes)}
+            for (owner, device, shape, dtype), sizes in largest
+        ],
+    }
+
+
+def _last_events(events_dir: Path) -> list[dict[str, Any]]:
+    """The newest events that this process recorded; a line cut off by where reading began is passed over."""
+    lines: list[bytes] = []
+    for path in sorted(events_dir.glob(f"{socket.gethostname()}-{os.getpid()}-*.jsonl")):
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines += file.read().splitlines()
+    return [json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}")][-_NUM_EVENTS:]

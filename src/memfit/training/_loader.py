@@ -1,0 +1,322 @@
+"""Where an epoch of training data stands, and how a resumed one gets there again.
+
+Random draws while a batch is made in this process come from a stream of (seed, epoch, number), apart from the one that
+dropout draws from. How a resume in mid-epoch reaches its batch depends on the data:
+
+- *indexed*: lists, and objects with ``__getitem__`` and ``set_epoch`` such as ``memfit.data.DateBatches``, by number;
+- *stateful*: loaders with ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``), by their state;
+- *keyed*: a ``DataLoader`` over ``KeyedDataset`` and ``KeyedSampler``, in the sampler, whatever its ``num_workers``;
+- *replayed*: anything else is run forward, without training, over what is behind. Its workers' streams depend on their
+  number, so that must not change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+
+from memfit.errors import DataError, UsageError
+from memfit.rundir import record
+from memfit.training._process import STOP_SIGNALS
+
+
+class Batches(Protocol):
+    """What can be trained on: sized, iterable once per epoch; its ``set_epoch(epoch)``, if any, is called first."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+_DATA_BITS = np.random.MT19937(0)
+
+
+@contextmanager
+def keyed_rng(*key: int) -> Iterator[None]:
+    """Inside, Python, NumPy and torch on the CPU draw from a stream of this key; afterwards they go on as before.
+
+    NumPy forgets the second of a pair of normal numbers meanwhile, as it does whenever its bit generator is exchanged,
+    which takes a hundredth of the time of reading its state and putting it back.
+    """
+    python, torch_state, bits = random.getstate(), torch.get_rng_state(), get_bit_generator()
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=20).digest()
+    random.seed(digest[:8])
+    torch.default_generator.manual_seed(int.from_bytes(digest[8:16]))  # torch.manual_seed would queue one for every GPU
+    set_bit_generator(_DATA_BITS)
+    np.random.seed(int.from_bytes(digest[16:]))
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(torch_state)
+        set_bit_generator(bits)
+
+
+@contextmanager
+def _shielded(num_workers: int) -> Iterator[None]:
+    """Workers that are started inside never receive what asks a fit to stop, as when all processes of a job are told.
+
+    Those that are forked would call the fit's own handler, others would die of it, and the step's batches with them.
+    """
+    if num_workers == 0 or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # it unblocks SIGTERM when it is started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class KeyedDataset(Dataset[Any]):
+    """A map-style data set whose random draws depend on (seed, epoch, index) alone, in whatever process they happen.
+
+    With a ``KeyedSampler`` in a ``DataLoader``, a fit resumes in mid-epoch at once, and ``num_workers`` may change.
+    Drawing from a generator of its own that lives on from item to item would break that.
+
+    Args:
+        dataset: Its ``__getitem__`` may draw from the global generators of Python, NumPy and torch (on the CPU).
+        seed: Other seeds, other draws.
+
+    Example:
+        >>> class Noisy:
+        ...     def __len__(self):
+        ...         return 4
+        ...     def __getitem__(self, index):
+        ...         return index + torch.rand(())
+        >>> data = KeyedDataset(Noisy(), seed=1)
+        >>> loader = DataLoader(data, batch_size=2, sampler=KeyedSampler(data, seed=1))
+        >>> [batch.shape for batch in loader]
+        [torch.Size([2]), torch.Size([2])]
+        >>> data[(1, 3)] == data[(1, 3)], data[(1, 3)] == data[(2, 3)]
+        (tensor(True), tensor(False))
+    """
+
+    def __init__(self, dataset: Any, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: tuple[int, int] | int) -> Any:
+        """The item of an (epoch, index) as a ``KeyedSampler`` gives it; a bare index is that of epoch 0."""
+        epoch, index = key if isinstance(key, tuple) else (0, key)
+        with keyed_rng(self.seed, epoch, index):
+            return self.dataset[index]
+
+    @property
+    def lengths(self) -> Any:
+        """The data set's own, where it has any."""
+        return self.dataset.lengths
+
+
+class KeyedSampler(Sampler[tuple[int, int]]):
+    """An order of each epoch that depends on (seed, epoch) alone, and can be entered anywhere.
+
+    Args:
+        data: What is sampled; only its length counts.
+        seed: Other seeds, other orders.
+        shuffle: False keeps the order of ``data``.
+
+    Example:
+        >>> sampler = KeyedSampler(range(5), seed=3)
+        >>> whole = list(sampler)
+        >>> sampler.skip(2)
+        >>> list(sampler) == whole[2:], list(sampler) == whole
+        (True, True)
+    """
+
+    def __init__(self, data: Sized, seed: int = 0, *, shuffle: bool = True) -> None:
+        self.data = data
+        self.seed = seed
+        self.shuffle = shuffle
+        self._epoch = self._skip = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch, self._skip = epoch, 0
+
+    def skip(self, count: int) -> None:
+        """Leave the first ``count`` samples out of the next iteration."""
+        self._skip = count
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        epoch, start, number = self._epoch, self._skip, len(self.data)
+        self._skip = 0
+        order = np.random.default_rng((self.seed, epoch)).permutation(number) if self.shuffle else np.arange(number)
+        return ((epoch, index) for index in order[start:].tolist())
+
+
+class TrainingData:
+    """The training batches of one fit, with a position.
+
+    Args:
+        batches: The user's.
+        seed: The trainer's.
+    """
+
+    def __init__(self, batches: Batches, seed: int) -> None:
+        self.batches = batches
+        self.seed = seed
+        self.kind = _kind_of(batches)
+        self._generators = _generators_of(batches)
+        self._at_start: list[torch.Tensor] = []
+        self._iterator: Iterator[Any] | None = None
+        self._key = (0, 0)
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change between a checkpoint and its resume."""
+        facts: dict[str, Any] = {"steps per epoch in batches": len(self.batches)}
+        if isinstance(self.batches, DataLoader):
+            facts |= {"batch_size": self.batches.batch_size, "sampler": type(self.batches.sampler).__name__}
+            if self.kind != "keyed":
+                facts["num_workers"] = self.batches.num_workers
+        return facts
+
+    def check_replayable(self) -> None:
+        """Refuse a loader whose batches cannot be had a second time.
+
+        Raises:
+            UsageError: If its workers live on from epoch to epoch or hand batches over in no fixed order.
+        """
+        loader = self.batches
+        if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+            return
+        persistent = loader.persistent_workers and self.kind == "replayed"
+        if persistent or not getattr(loader, "in_order", True):
+            raise UsageError(
+                f"The training loader has {'persistent_workers=True' if persistent else 'in_order=False'}.",
+                rule="a resume is bit-exact only if an epoch's batches can be had again: workers that live on carry "
+                "random state of their own from epoch to epoch, and without an order it is chance which batch is next.",
+                remedy="set it to its default, wrap the data in KeyedDataset and KeyedSampler (which allows persistent "
+                "workers), or pass allow_inexact=True to the Trainer",
+            )
+
+    def open(
+        self, epoch: int, skip: int = 0, state: Mapping[str, Any] | None = None, stopped: Callable[[], Any] = bool
+    ) -> bool:
+        """Begin an epoch at the batch after ``skip`` others; ``close`` first.
+
+        Args:
+            epoch: Counted from 1.
+            skip: Batches that are behind.
+            state: What ``state_dict`` gave; None in an epoch that begins without a resume.
+            stopped: Asked while batches are run forward.
+
+        Returns:
+            False if ``stopped`` said so before the batch was reached.
+        """
+        if state is not None:
+            for generator, saved in zip(self._generators, state["generators"], strict=True):
+                generator.set_state(saved)
+        self._at_start = [generator.get_state() for generator in self._generators]
+        loader = self.batches
+        self.set_epoch(epoch)
+        if self.kind == "indexed":
+            self._iterator = (loader[number] for number in range(skip, len(loader)))  # type: ignore[index]
+            return True
+        self._key = (epoch, skip)
+        if self.kind == "keyed" and skip:
+            loader.sampler.skip(skip * (loader.batch_size or 1))  # type: ignore[attr-defined]
+        elif self.kind == "stateful" and state is not None:
+            loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+        else:
+            self._key = (epoch, 0)
+        with keyed_rng(self.seed, epoch, 0), _shielded(getattr(loader, "num_workers", 0)):
+            self._iterator = iter(loader)
+        return self._key[1] == skip or self._run_forward(skip, stopped)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the epoch to the batches and whatever they are made of that wants to know it."""
+        parts = (getattr(self.batches, name, None) for name in ("dataset", "sampler", "batch_sampler"))
+        for part in (self.batches, *parts):
+            if (set_epoch := getattr(part, "set_epoch", None)) is not None:
+                set_epoch(epoch)
+
+    def _run_forward(self, skip: int, stopped: Callable[[], Any]) -> bool:
+        start = time.monotonic()
+        while self._key[1] < skip:
+            if stopped():
+                return False
+            if next(self, self) is self:
+                raise DataError(
+                    f"Epoch {self._key[0]} ended after {self._key[1] - 1} batches, and {skip} are behind.",
+                    rule="a resume in mid-epoch runs the data forward to where it was.",
+                    remedy="give back the training data as they were, or pass another checkpoint_dir",
+                )
+        record("replay", epoch=self._key[0], num_batches=skip, seconds=round(time.monotonic() - start, 3))
+        return True
+
+    def __iter__(self) -> TrainingData:
+        return self
+
+    def __next__(self) -> Any:
+        assert self._iterator is not None
+        if self.kind == "indexed":
+            return next(self._iterator)
+        epoch, number = self._key
+        self._key = (epoch, number + 1)
+        with keyed_rng(self.seed, *self._key):
+            return next(self._iterator)
+
+    def state_dict(self, *, within_epoch: bool) -> dict[str, Any]:
+        """What ``open`` needs to come back here, beside epoch and number of batches."""
+        states = self._at_start if within_epoch else [generator.get_state() for generator in self._generators]
+        loader: Any = self.batches
+        return {"generators": states, "loader": loader.state_dict() if self.kind == "stateful" else None}
+
+    def worker_pids(self) -> list[int]:
+        """The worker processes that live on between epochs."""
+        iterator = getattr(self.batches, "_iterator", None)
+        return [worker.pid for worker in getattr(iterator, "_workers", ()) if worker.is_alive()]
+
+    def close(self, *, persistent_too: bool = False) -> None:
+        """End the epoch's worker processes; persistent ones only if told so."""
+        iterator, self._iterator = self._iterator, None
+        loader: Any = self.batches
+        if getattr(loader, "persistent_workers", False):
+            if not persistent_too:
+                return
+            iterator, loader._iterator = loader._iterator, None
+        for name in ("_shutdown_workers", "close"):
+            if (end := getattr(iterator, name, None)) is not None:
+                end()
+                return
+
+
+def _kind_of(batches: Any) -> str:
+    if isinstance(batches, Sequence) or (hasattr(batches, "__getitem__") and hasattr(batches, "set_epoch")):
+        return "indexed"
+    if hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict"):
+        return "stateful"
+    if (
+        isinstance(batches, DataLoader)
+        and isinstance(batches.dataset, KeyedDataset)
+        and isinstance(batches.sampler, KeyedSampler)
+        and (batches.batch_sampler is None or type(batches.batch_sampler) is BatchSampler)
+    ):
+        return "keyed"
+    return "replayed"
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a loader and its samplers draw from, each once; they live on from epoch to epoch."""
+    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    holders = (loader, *samplers, getattr(samplers[1], "sampler", None))
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())

@@ -1,0 +1,215 @@
+"""How a batch is cut into microbatches: by sample, by group, or not at all."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+
+from memfit.errors import UsageError
+
+_SAME_IN_EVERY_PART = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device)
+
+
+class Split(Protocol):
+    """What can cut a batch. Its units are what must stay whole: samples, or groups of them.
+
+    Example:
+        >>> class OfSamples:
+        ...     '''For a loader with ``collate_fn=list``, whose batch is a list of samples.'''
+        ...     def count(self, batch): return len(batch)
+        ...     def take(self, batch, start, stop): return batch[start:stop]
+        >>> OfSamples().take([("a", 1), ("b", 2), ("c", 3)], 1, 3)
+        [('b', 2), ('c', 3)]
+    """
+
+    def count(self, batch: Any) -> int:
+        """How many units the batch has; 1 is never split."""
+        ...
+
+    def take(self, batch: Any, start: int, stop: int) -> Any:
+        """The units from ``start`` up to ``stop``, as a batch; views where possible."""
+        ...
+
+
+class BySample:
+    """Cuts dimension 0 of every tensor and array, and every list of plain values, wherever they are in the batch.
+
+    Looked through are mappings, tuples, named tuples, dataclasses, and lists that hold a tensor or array somewhere (a
+    loader makes such lists of tuples). A list of anything else has one item per sample. Numbers, texts, None and
+    tensors without a dimension go into every part as they are. A batch with an object of another kind is one unit:
+    nobody but its author knows what a part of it is.
+
+    Example:
+        >>> batch = {"x": torch.arange(6).view(3, 2), "name": ["a", "b", "c"], "scale": 0.5}
+        >>> BySample().count(batch)
+        3
+        >>> BySample().take(batch, 1, 3)
+        {'x': tensor([[2, 3],
+                [4, 5]]), 'name': ['b', 'c'], 'scale': 0.5}
+    """
+
+    def count(self, batch: Any) -> int:
+        """The common length; 1 if there is nothing to cut, or something that cannot be.
+
+        Raises:
+            UsageError: If two lengths differ; it names both places.
+        """
+        found: tuple[str, int] | None = None
+        whole = False
+        for place, leaf in leaves(batch):
+            length = _length(leaf)
+            if length is None:
+                whole = whole or not _is_shared(leaf)
+            elif found is None:
+                found = (place, length)
+            elif found[1] != length:
+                raise UsageError(
+                    f"The batch has {found[1]} samples at batch{found[0]} and {length} at batch{place}.",
+                    rule="BySample cuts the first dimension of all tensors, arrays and lists, so all are equally long.",
+                    remedy="put the samples first in each, or pass split= an object with count(batch) and "
+                    "take(batch, start, stop), or split=WHOLE",
+                )
+        return 1 if whole or found is None else found[1]
+
+    def take(self, batch: Any, start: int, stop: int) -> Any:
+        """Samples ``start`` up to ``stop``, in the batch's own structure."""
+        return rebuild(batch, lambda leaf: leaf if _length(leaf) is None else leaf[start:stop])
+
+
+class ByGroup:
+    """Cuts between groups only, for a loss that couples the samples of one group, such as a ranking within a date.
+
+    Args:
+        groups: Gives the group of each sample of a batch: a 1-D array, tensor or list; equal ids stand together.
+
+    Example:
+        >>> split = ByGroup(lambda batch: batch["date"])
+        >>> batch = {"x": torch.arange(5.0), "date": torch.tensor([7, 7, 7, 8, 8])}
+        >>> split.count(batch), split.take(batch, 1, 2)["x"]
+        (2, tensor([3., 4.]))
+    """
+
+    def __init__(self, groups: Callable[[Any], Any]) -> None:
+        self.groups = groups
+
+    def count(self, batch: Any) -> int:
+        """The number of groups.
+
+        Raises:
+            UsageError: If a group is not in one piece, or there is not one id for each sample.
+        """
+        return len(self._borders(batch)) - 1
+
+    def take(self, batch: Any, start: int, stop: int) -> Any:
+        """Groups ``start`` up to ``stop``."""
+        borders = self._borders(batch)
+        return BySample().take(batch, int(borders[start]), int(borders[min(stop, len(borders) - 1)]))
+
+    def _borders(self, batch: Any) -> np.ndarray[Any, Any]:
+        ids = self.groups(batch)
+        ids = np.asarray(ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids)
+        count = BySample().count(batch)
+        if ids.ndim != 1 or len(ids) != count or count == 0:
+            raise UsageError(
+                f"groups(batch) has the shape {ids.shape}, and the batch has {count} samples.",
+                rule="there is one group id for each sample.",
+                remedy="return a 1-D array as long as the batch",
+            )
+        borders = np.flatnonzero(ids[1:] != ids[:-1]) + 1
+        names, times = np.unique(ids[np.append(0, borders)], return_counts=True)
+        if times.max() > 1:
+            raise UsageError(
+                f"Group {names[times.argmax()]} stands in {times.max()} places of the batch.",
+                rule="a batch is cut between groups, so the samples of one group stand together.",
+                remedy="sort each batch by group",
+            )
+        return np.concatenate([[0], borders, [len(ids)]])
+
+
+class _Whole:
+    """Never cuts: the batch is one unit, as one date's list is in ranking."""
+
+    def count(self, batch: Any) -> int:
+        return 1
+
+    def take(self, batch: Any, start: int, stop: int) -> Any:
+        return batch
+
+    def __repr__(self) -> str:
+        return "WHOLE"
+
+
+#: A batch is one unit and never split.
+WHOLE = _Whole()
+
+
+def leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """What the structure of a batch holds, each with its place, such as ``['x'][0]``."""
+    parts = _parts(batch)
+    if parts is None:
+        yield place, batch
+        return
+    for name, part in parts:
+        yield from leaves(part, place + name)
+
+
+def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The same structure with every leaf changed; the containers are new, so that one may take fields out of them."""
+    if isinstance(batch, Mapping):
+        changed = {name: rebuild(part, change) for name, part in batch.items()}
+        if type(batch) is dict:
+            return changed
+        other = cast(dict[Any, Any], copy.copy(batch))  # keeps what a subclass holds beside its items
+        for name, part in changed.items():
+            other[name] = part
+        return other
+    if isinstance(batch, tuple):
+        parts = [rebuild(part, change) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if isinstance(batch, list) and _holds_arrays(batch):
+        return [rebuild(part, change) for part in batch]
+    if _is_record(batch):
+        other = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(other, field.name, rebuild(getattr(batch, field.name), change))
+        return other
+    return change(batch)
+
+
+def _parts(batch: Any) -> list[tuple[str, Any]] | None:
+    if isinstance(batch, Mapping):
+        return [(f"[{name!r}]", part) for name, part in batch.items()]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return [(f".{name}", part) for name, part in zip(batch._fields, batch, strict=True)]
+    if isinstance(batch, tuple) or (isinstance(batch, list) and _holds_arrays(batch)):
+        return [(f"[{index}]", part) for index, part in enumerate(batch)]
+    if _is_record(batch):
+        return [(f".{field.name}", getattr(batch, field.name)) for field in dataclasses.fields(batch)]
+    return None
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _holds_arrays(value: Any) -> bool:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return True
+    if isinstance(value, list):
+        return any(map(_holds_arrays, value))
+    return any(_holds_arrays(part) for _, part in _parts(value) or ())
+
+
+def _length(leaf: Any) -> int | None:
+    if isinstance(leaf, torch.Tensor | np.ndarray):
+        return len(leaf) if leaf.ndim else None
+    return len(leaf) if isinstance(leaf, list) else None
+
+
+def _is_shared(leaf: Any) -> bool:
+    return isinstance(leaf, _SAME_IN_EVERY_PART) or (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim == 0)

@@ -1,0 +1,135 @@
+"""What a checkpoint of a fit holds, and how a fit goes on from it."""
+
+from __future__ import annotations
+
+import math
+import uuid
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.errors import UsageError
+from memfit.training._checkpoint import CheckpointWarning, Position
+from memfit.training._process import rng_state, set_rng_state
+from memfit.training._result import EpochRecord
+
+
+@dataclass
+class Progress:
+    """How far a fit has come: whole epochs, and what is behind of the one under way.
+
+    Attributes:
+        fit: A random name, drawn where a training begins anew: by it files of one training know each other.
+        history: The whole epochs.
+        step: Optimizer steps of the epoch under way.
+        num_batches: Batches that these took.
+        loss_sum: Their summed loss.
+        weight: What that is the sum of.
+        num_skipped: Steps whose batch was skipped.
+    """
+
+    fit: str = field(default_factory=lambda: uuid.uuid4().hex)
+    history: list[EpochRecord] = field(default_factory=list)
+    step: int = 0
+    num_batches: int = 0
+    loss_sum: float = 0.0
+    weight: float = 0.0
+    num_skipped: int = 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, counted from 1."""
+        return len(self.history) + 1
+
+    @property
+    def position(self) -> Position:
+        return len(self.history), self.step
+
+    def end_epoch(self) -> None:
+        """Make the epoch under way a whole one."""
+        train_loss = self.loss_sum / self.weight if self.weight else math.nan
+        self.history.append(EpochRecord(self.epoch, train_loss, self.step, num_skipped=self.num_skipped))
+        self.step = self.num_batches = self.num_skipped = 0
+        self.loss_sum = self.weight = 0.0
+
+
+def capture(parts: Mapping[str, Any], progress: Progress, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's content: the state of every part, the random state, and how far the fit has come."""
+    entries = asdict(progress)
+    return {
+        "memfit_checkpoint": 1,
+        "epoch": len(progress.history),
+        **{name: entries.pop(name) for name in ("fit", "step", "history")},
+        "within_epoch": entries,
+        **{name: part.state_dict() for name, part in parts.items()},
+        "rng": rng_state(),
+        "identity": dict(identity),
+        "environment": _environment(),
+    }
+
+
+def restore(path: Path, state: Mapping[str, Any], parts: Mapping[str, Any], identity: Mapping[str, Any]) -> Progress:
+    """Bring every part and the random state to where a checkpoint has them.
+
+    Raises:
+        UsageError: If it was made otherwise, or with another model.
+    """
+    _check_identity(path, state["identity"], identity)
+    for name, part in parts.items():
+        if name != "model":
+            part.load_state_dict(state[name])
+            continue
+        try:
+            part.load_state_dict(state[name])
+        except RuntimeError as error:
+            raise UsageError(
+                f"{path} holds another model: {error}",
+                rule="the names and shapes of all weights must be the checkpoint's.",
+                remedy="build the model as it was, or pass another checkpoint_dir",
+            ) from error
+    set_rng_state(state["rng"])
+    if state["environment"] != _environment():
+        text = f"{path} was made with {state['environment']}, this is {_environment()}: the resume is not bit-exact."
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
+    history = [EpochRecord(**entry) for entry in state["history"]]
+    return Progress(fit=state["fit"], history=history, step=state["step"], **state["within_epoch"])
+
+
+def _check_identity(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changed = [
+        f"{name}: {saved.get(name)} then, {now.get(name)} now"
+        for name in sorted({*saved, *now})
+        if saved.get(name) != now.get(name)
+    ]
+    if changed:
+        raise UsageError(
+            f"{path} was made otherwise. {'; '.join(changed)}.",
+            rule="a resume goes on with what the checkpoint was made with; a change would mix two trainings.",
+            remedy="set these back, or pass another checkpoint_dir to start over",
+        )
+
+
+def optimizer_identity(optimizer: torch.optim.Optimizer, *, scheduled: bool) -> dict[str, Any]:
+    """The optimizer's settings; those that a schedule moves are left out."""
+    identity: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    moved = {"lr", "momentum", "betas"} if scheduled else set()
+    for index, group in enumerate(optimizer.state_dict()["param_groups"]):
+        for name, value in group.items():
+            value = len(value) if name == "params" else value
+            if isinstance(value, int | float | str | bool | tuple | None) and name not in moved:
+                identity[f"optimizer group {index}, {name}"] = value
+    return identity
+
+
+def _environment() -> dict[str, Any]:
+    device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else "none"  # type: ignore[no-untyped-call]
+    return {
+        "torch": str(torch.__version__),
+        "num_threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": device,
+    }

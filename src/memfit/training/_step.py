@@ -1,0 +1,540 @@
+"""One optimizer step that an out-of-memory cannot harm: it is split smaller and done again from its first state.
+
+A step changes nothing until all of its gradients are there, except what forward passes change: the random state and
+buffers. Both are put back, with the gradient scaler, before the step is replayed, so that a step which went out of
+memory ends with the same bytes as one that had its final split from the start. Against the unsplit step it is
+**gradient-exact**: the loss is a sum and a weight, and the divisor is the weight of all samples, known before the first
+microbatch. Dropout draws otherwise after a split: **equal in distribution**.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from memfit.errors import DoesNotFitError, JobFailedError, MemfitError, SampleTooLargeError, UsageError
+from memfit.memory import Budget
+from memfit.rundir import record
+from memfit.training._exactness import Exactness, Loss, place
+from memfit.training._flight import write_flight_record
+from memfit.training._oom import OomKind, classify_oom, clear_caches, device_bytes, release
+from memfit.training._sizes import MicrobatchSizes
+from memfit.training._snapshot import Snapshot
+from memfit.training._split import BySample, Split, leaves, rebuild
+from memfit.training._undo import OptimizerGuard
+from memfit.units import format_bytes
+
+_MOST_UPDATES = 3
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step did.
+
+    Attributes:
+        loss_sum: The summed loss of all its batches, before the update.
+        weight: What it is the sum of: samples, tokens.
+        grad_norm: The gradient's 2-norm before it was cut; None if nothing was updated.
+        num_microbatches: How many forward passes made the gradient.
+        microbatch_size: The largest of them, in units of the split.
+        num_ooms: How often it went out of memory before it went through.
+        skipped: Whether the weights are as they were: skipped by the policy or by the gradient scaler.
+
+    Example:
+        >>> StepOutcome(6.0, 4.0, 1.5, num_microbatches=2, microbatch_size=2, num_ooms=1, skipped=False).loss
+        1.5
+    """
+
+    loss_sum: float
+    weight: float
+    grad_norm: float | None
+    num_microbatches: int
+    microbatch_size: int
+    num_ooms: int
+    skipped: bool
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; not a number when nothing was counted."""
+        return self.loss_sum / self.weight if self.weight else math.nan
+
+
+@dataclass(frozen=True)
+class OomEvent:
+    """An out-of-memory that was survived; handed to ``on_oom`` before the step is replayed.
+
+    Attributes:
+        kind: Which memory it was.
+        error: The message of the failed allocation.
+        phase: ``forward``, ``backward`` or ``update``.
+        microbatch_size: What did not fit; None in the update.
+        next_size: What is tried next; None in the update.
+        flight_record: What was alive at that moment; None outside a run.
+    """
+
+    kind: OomKind
+    error: str
+    phase: str
+    microbatch_size: int | None
+    next_size: int | None
+    flight_record: Path | None
+
+
+@dataclass(frozen=True)
+class SkipPolicy:
+    """Permission to leave batches out, counted and capped. Without one, none is ever skipped.
+
+    Args:
+        max_skipped: The most batches that may be skipped.
+        max_share: The largest share of all batches so far; one is always within it.
+        on_nonfinite: Also skip a batch whose loss is not finite, and a step whose gradient is not.
+
+    Example:
+        >>> policy = SkipPolicy(max_skipped=10, max_share=0.01)
+        >>> policy.allows(num_skipped=1, num_batches=5), policy.allows(num_skipped=2, num_batches=100)
+        (True, False)
+    """
+
+    max_skipped: int
+    max_share: float
+    on_nonfinite: bool = False
+
+    def allows(self, num_skipped: int, num_batches: int) -> bool:
+        """Whether that many of that many may be skipped."""
+        return num_skipped <= min(self.max_skipped, max(1.0, self.max_share * num_batches))
+
+
+@dataclass
+class _Batch:
+    """A loader batch on its way through a step."""
+
+    content: Any
+    count: int
+    key: str
+    versions: list[tuple[str, torch.Tensor, int]]
+    size: int = 0
+    tries_of_one: int = 0
+
+    @property
+    def num_parts(self) -> int:
+        return -(-self.count // self.size)
+
+
+@dataclass
+class _Failure:
+    error: BaseException
+    kind: OomKind
+
+
+@dataclass
+class _Gradients:
+    loss_sum: float
+    weight: float
+    norm: float
+    bad: list[_Batch] = field(default_factory=list)
+    skipped_by_scaler: bool = False
+
+
+class SafeStep:
+    """Makes optimizer steps that survive running out of memory, in any training loop.
+
+    Args:
+        model: The model, in the mode in which it shall train. Plain attributes that its forward pass changes are not
+            put back; buffers are, so keep running values in those.
+        optimizer: The optimizer over its parameters.
+        loss: ``loss(model, batch) -> (sum, weight)``: the summed loss of a batch and the weight (number of samples,
+            tokens) that it is the sum of. A step descends ``sum / weight``. It must not edit the batch's tensors.
+        microbatch_size: ``"auto"`` begins with whole batches and finds what fits; a number is the largest to try; None
+            never splits.
+        split: How a batch is cut.
+        weight: ``weight(batch)``: the same weight as the loss returns, known before; without it, gradients of a split
+            step are made with the number of units and multiplied at its end.
+        max_grad_norm: Longer gradients are cut to this 2-norm; None leaves them.
+        scaler: The gradient scaler of mixed precision with float16.
+        allow_inexact: Split also what couples samples (batch statistics, losses over the whole batch), where the result
+            differs from the unsplit batch's; recorded as an ``inexact`` event.
+        skip: Which batches may be left out; None: none.
+        on_oom: Called after each out-of-memory that was survived.
+
+    Attributes:
+        where: Plain values that say where the training is, such as epoch and step, for errors, events and records.
+        sizes: The microbatch sizes by shape of batch.
+        num_ooms: How often memory ran out so far.
+        num_skipped: How many batches the policy skipped so far.
+
+    Example:
+        >>> import torch
+        >>> from memfit.training import SafeStep
+        >>> def squared_error(model, batch):
+        ...     x, y = batch
+        ...     return ((model(x) - y) ** 2).sum(), len(x)
+        >>> model = torch.nn.Linear(1, 1)
+        >>> step = SafeStep(model, torch.optim.SGD(model.parameters(), lr=0.3), squared_error, microbatch_size=8)
+        >>> x = torch.linspace(-1, 1, 32)[:, None]
+        >>> for _ in range(40):
+        ...     outcome = step((x, 2 * x))
+        >>> outcome.num_microbatches, round(model.weight.item(), 2)
+        (4, 2.0)
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        *,
+        microbatch_size: int | Literal["auto"] | None = "auto",
+        split: Split | None = None,
+        weight: Callable[[Any], float] | None = None,
+        max_grad_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        allow_inexact: bool = False,
+        skip: SkipPolicy | None = None,
+        on_oom: Callable[[OomEvent], None] | None = None,
+    ) -> None:
+        largest = None if microbatch_size in ("auto", None) else microbatch_size
+        if largest is not None and not (isinstance(largest, int) and largest >= 1):
+            raise UsageError(
+                f"microbatch_size is {microbatch_size!r}.",
+                rule="it is 'auto', a number of at least 1, or None for never splitting.",
+                remedy="pass microbatch_size='auto'",
+            )
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.split = BySample() if split is None else split
+        self.weight, self.max_grad_norm, self.scaler = weight, max_grad_norm, scaler
+        self.skip, self.on_oom = skip, on_oom
+        self.sizes = MicrobatchSizes(largest)
+        self.where: dict[str, Any] = {}
+        self.num_ooms = self.num_skipped = self._num_batches = 0
+        self._never_splits = microbatch_size is None
+        self._guard = OptimizerGuard(optimizer)
+        self._before = Snapshot(model, optimizer, scaler)
+        self._exactness = Exactness(model, loss, self.split, allow_inexact)
+        self._at: tuple[_Batch | None, str] = (None, "")
+
+    def __call__(self, *batches: Any) -> StepOutcome:
+        """One optimizer step over the loader batches given; several are accumulated.
+
+        Raises:
+            SampleTooLargeError: If a single unit does not fit; the weights are as before.
+            DoesNotFitError: If the optimizer's own memory has no room; the weights are as before.
+            HalfUpdatedError: If memory ran out inside the update and it could not be undone.
+            JobFailedError: If a loss or gradient is not finite; the weights are as before.
+            UsageError: If a split would not be exact, or the loss edited the batch; the weights are as before.
+        """
+        return self._run(batches, update=True)
+
+    def gradients(self, *batches: Any) -> StepOutcome:
+        """The step without its update: gradients are left in place, and the weights as they are."""
+        return self._run(batches, update=False)
+
+    def prepare(self) -> None:
+        """Take the memory of the optimizer's state now, and try that of a step's temporaries.
+
+        Raises:
+            DoesNotFitError: If there is no room; nothing was changed.
+        """
+        self._before.take()
+        self._guard.prepare()
+
+    @property
+    def pending_bytes(self) -> int:
+        """What the state will take that the optimizer's first step makes; known once ``prepare`` was called."""
+        return self._guard.pending_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs beside model, optimizer and random state: sizes, scaler, counts; plain values."""
+        return {
+            "sizes": self.sizes.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "num_ooms": self.num_ooms,
+            "num_skipped": self.num_skipped,
+            "num_batches": self._num_batches,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        self.sizes.load_state_dict(state["sizes"])
+        if self.scaler is not None and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.num_ooms, self.num_skipped = state["num_ooms"], state["num_skipped"]
+        self._num_batches = state["num_batches"]
+
+    def _run(self, batches: Sequence[Any], *, update: bool) -> StepOutcome:
+        if not batches:
+            raise UsageError("A step was given no batch.", rule="a step is over one or more.", remedy="pass a batch")
+        self._exactness.allow_step()
+        todo = [self._batch(content) for content in batches]
+        self._num_batches += len(todo) if update else 0
+        self._before.take()
+        ooms_before, updates_left = self.num_ooms, _MOST_UPDATES
+        while todo:
+            self._plan(todo)
+            retries = _num_alloc_retries(self._guard.parameters())
+            done = self._try(todo, update=update)
+            if isinstance(done, _Failure):
+                updates_left -= self._at[1] == "update"
+                self._recover(done, todo, updates_left)
+                continue
+            if done.bad:
+                self._drop_bad(done, todo)
+                continue
+            self._remember(todo, _num_alloc_retries(self._guard.parameters()) - retries)
+            if not update:
+                self._before.reset_scaler()
+            return StepOutcome(
+                done.loss_sum,
+                done.weight,
+                done.norm,
+                sum(batch.num_parts for batch in todo),
+                max(batch.size for batch in todo),
+                self.num_ooms - ooms_before,
+                done.skipped_by_scaler,
+            )
+        self._guard.zero_grad()
+        return StepOutcome(0.0, 0.0, None, 0, 0, self.num_ooms - ooms_before, skipped=True)
+
+    def _batch(self, content: Any) -> _Batch:
+        versions = [(place, leaf, leaf._version) for place, leaf in leaves(content) if isinstance(leaf, torch.Tensor)]
+        return _Batch(content, max(1, self.split.count(content)), self.sizes.bucket(content), versions)
+
+    def _plan(self, todo: list[_Batch]) -> None:
+        for batch in todo:
+            batch.size = batch.count if self._never_splits else self.sizes.size_for(batch.key, batch.count)
+            if batch.size < batch.count:
+                self._exactness.allow_split(batch.content, batch.count, self._before, self.where)
+
+    def _try(self, todo: list[_Batch], *, update: bool) -> _Gradients | _Failure:
+        try:
+            done = self._backward(todo)
+            if update and not done.bad:
+                self._update(done)
+        except Exception as error:
+            kind = classify_oom(error)
+            if kind is None:
+                raise
+            return _Failure(error, kind)
+        return done
+
+    def _backward(self, todo: list[_Batch]) -> _Gradients:
+        """Gradients of the mean loss over all batches, cut to the longest allowed."""
+        self._at = (todo[0], "forward")
+        self._guard.zero_grad()
+        is_one = sum(batch.num_parts for batch in todo) == 1
+        divisor = 1.0 if is_one else self._divisor(todo)
+        sums: list[tuple[_Batch, torch.Tensor, Any]] = []
+        for batch in todo:
+            for start in range(0, batch.count, batch.size):
+                self._at = (batch, "forward")
+                loss_sum, weight = self.loss(self.model, self._part(batch, start))
+                loss = loss_sum / (weight if is_one else divisor)
+                sums.append((batch, loss_sum.detach(), weight.detach() if isinstance(weight, torch.Tensor) else weight))
+                del loss_sum
+                self._at = (batch, "backward")
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+                del loss
+        values = [(batch, float(loss_sum), float(weight)) for batch, loss_sum, weight in sums]
+        done = _Gradients(sum(value for _, value, _ in values), sum(weight for _, _, weight in values), 0.0)
+        done.bad = list({id(b): b for b, value, weight in values if not math.isfinite(value * weight)}.values())
+        if done.weight <= 0 or (done.bad and self.scaler is None) or not math.isfinite(done.weight):
+            done.bad = done.bad or list(todo)
+            self._refuse_bad(f"the loss is {done.loss_sum} over a weight of {done.weight}.")
+            return done
+        done.bad = []
+        self._at = (None, "update")
+        self._finish_gradients(done, 1.0 if is_one else divisor / done.weight)
+        if not math.isfinite(done.norm) and self.scaler is None:
+            done.bad = list(todo)
+            self._refuse_bad(f"the gradient's norm is {done.norm}; the loss is {done.loss_sum / done.weight}.")
+        return done
+
+    def _part(self, batch: _Batch, start: int) -> Any:
+        """The units of a microbatch, in containers of their own: the loss may take fields out of these."""
+        content = batch.content
+        if batch.size < batch.count:
+            content = self.split.take(content, start, min(start + batch.size, batch.count))
+        return rebuild(content, lambda leaf: leaf)
+
+    def _divisor(self, todo: list[_Batch]) -> float:
+        if self.weight is None:
+            return float(sum(batch.count for batch in todo))
+        return float(sum(float(self.weight(batch.content)) for batch in todo))
+
+    def _finish_gradients(self, done: _Gradients, factor: float) -> None:
+        """Bring the gradients to the true divisor, out of the scaler's scale and under the norm."""
+        if self.weight is not None and abs(factor - 1.0) > 1e-6:
+            raise UsageError(
+                f"weight(batch) gave {factor * done.weight} for a step whose losses have a weight of {done.weight}.",
+                rule="both are the weight of the same samples: the divisor must be known before the first microbatch.",
+                remedy="make weight(batch) count what the loss counts, or leave weight= out",
+            )
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        parameters = self._guard.parameters()
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if factor != 1.0 and self.weight is None:
+            torch._foreach_mul_(grads, factor)
+        norm = torch.nn.utils.get_total_norm(grads)
+        done.norm = float(norm)
+        if self.max_grad_norm is not None and math.isfinite(done.norm):
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+
+    def _update(self, done: _Gradients) -> None:
+        scaler = self.scaler
+        if scaler is None:
+            self._guard.step()
+            return
+        scale = scaler.get_scale()
+
+        def step_and_adapt() -> None:
+            scaler.step(self.optimizer)
+            scaler.update()
+
+        self._guard.step(step_and_adapt)
+        done.skipped_by_scaler = scaler.get_scale() < scale
+
+    def _remember(self, todo: list[_Batch], num_retries: int) -> None:
+        for batch in todo:
+            before = self.sizes.size_for(batch.key, batch.count)
+            self.sizes.succeeded(batch.key, batch.size)
+            self.sizes.note_alloc_retries(batch.key, batch.size, num_retries)
+            self._say_size(batch, before)
+
+    def _say_size(self, batch: _Batch, before: int) -> None:
+        now = self.sizes.size_for(batch.key, batch.count)
+        if now != before:
+            record("microbatch", bucket=batch.key, size=now, previous_size=before, count=batch.count, **self.where)
+
+    def _recover(self, failure: _Failure, todo: list[_Batch], updates_left: int) -> None:
+        """Let go of what failed, put everything back, and choose what is tried next."""
+        batch, phase = self._at
+        self._at = (None, "")
+        kind, text = failure.kind, str(failure.error) or type(failure.error).__name__
+        facts = {**self.where, "phase": phase, "microbatch_size": batch and batch.size}
+        path = write_flight_record(text, kind, model=self.model, optimizer=self.optimizer, where=facts)
+        release(failure.error)
+        del failure.error
+        self.num_ooms += 1
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self._guard.zero_grad()
+        clear_caches()
+        self._before.restore()
+        first_line = text.splitlines()[0]
+        record("oom", memory=str(kind), error=first_line, **facts)
+        self._check_unedited(todo)
+        if batch is None:
+            if updates_left <= 0:
+                raise DoesNotFitError(
+                    f"In {place(self.where)} the update went out of memory {_MOST_UPDATES} times: {first_line}",
+                    rule="it was undone each time; it does not depend on the batch, so splitting gives it no room.",
+                    remedy="take an optimizer with a smaller state or fused=True, or give more memory",
+                )
+            next_size = None
+        else:
+            next_size = self._next_size(batch, todo, first_line, kind)
+        if self.on_oom is not None:
+            size = None if batch is None else batch.size
+            self.on_oom(OomEvent(kind, text, phase, size, next_size, path))
+
+    def _next_size(self, batch: _Batch, todo: list[_Batch], text: str, kind: OomKind) -> int | None:
+        if batch.size > 1 and not self._never_splits:
+            before = self.sizes.size_for(batch.key, batch.count)
+            self.sizes.shrink(batch.key, batch.size)
+            self._say_size(batch, before)
+            return self.sizes.size_for(batch.key, batch.count)
+        batch.tries_of_one += 1
+        if batch.tries_of_one == 1:
+            return batch.size  # once more, now that garbage and caches are gone
+        error = self._too_large(batch, text, kind)
+        if self.skip is None:
+            raise error
+        self._skip([batch], todo, error)
+        return None
+
+    def _too_large(self, batch: _Batch, text: str, kind: OomKind) -> SampleTooLargeError:
+        shapes = [f"{name or 'batch'}: {tuple(one.shape)} {str(one.dtype)[6:]}" for name, one, _ in batch.versions]
+        is_cut = batch.count > 1 and not self._never_splits
+        is_whole = not is_cut and any(one.ndim and len(one) > 1 for _, one, _ in batch.versions)
+        remedy = (
+            "checkpoint_activations(model) from memfit.training, shorter samples, bfloat16 autocast, or more memory"
+        )
+        if is_whole and self._never_splits:
+            remedy = f"pass microbatch_size='auto' to split it, or: {remedy}"
+        elif is_whole:
+            remedy = f"pass split= something that can cut it (it is one unit now), or: {remedy}"
+        return SampleTooLargeError(
+            f"{'The batch, which is not split,' if is_whole else 'A single unit of the batch'} does not fit, in "
+            f"{place(self.where)}, tried twice ({'; '.join(shapes[:6]) or batch.key}): {text}",
+            rule=_memory_now(kind),
+            remedy=remedy,
+        )
+
+    def _drop_bad(self, done: _Gradients, todo: list[_Batch]) -> None:
+        self._before.restore()
+        what = f"In {place(self.where)} a loss or gradient is not finite."
+        self._skip(done.bad, todo, _not_finite(what))
+
+    def _skip(self, dropped: list[_Batch], todo: list[_Batch], error: MemfitError) -> None:
+        assert self.skip is not None
+        self.num_skipped += len(dropped)
+        record("skip", reason=error.what, num_skipped=self.num_skipped, num_batches=self._num_batches, **self.where)
+        if not self.skip.allows(self.num_skipped, self._num_batches):
+            number = f"number {self.num_skipped} of {self._num_batches} batches"
+            raise type(error)(
+                f"{error.what.rstrip('.')}; it would be skipped as {number}.",
+                rule=f"{self.skip} allows no more. {error.rule}",
+                remedy=error.remedy,
+            )
+        todo[:] = [batch for batch in todo if not any(batch is other for other in dropped)]
+
+    def _refuse_bad(self, what: str) -> None:
+        if self.skip is None or not self.skip.on_nonfinite:
+            raise _not_finite(f"In {place(self.where)} {what}")
+
+    def _check_unedited(self, todo: list[_Batch]) -> None:
+        for batch in todo:
+            for name, tensor, version in batch.versions:
+                if tensor._version != version:
+                    raise UsageError(
+                        f"The loss edited batch{name} in place, and the step went out of memory after that.",
+                        rule="a step is replayed from its first state, and the batch is no longer what it was.",
+                        remedy="clone the tensor in the loss before editing it",
+                    )
+
+
+def _num_alloc_retries(parameters: list[torch.Tensor]) -> int:
+    """How often the allocators of the parameters' devices have emptied their caches and tried again."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0
+    devices = {parameter.device for parameter in parameters if parameter.is_cuda}
+    return sum(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0) for device in devices)
+
+
+def _memory_now(kind: OomKind) -> str:
+    if kind in (OomKind.DEVICE, OomKind.LIBRARY) and (devices := device_bytes()):
+        held = "; ".join(
+            f"{name} holds {format_bytes(sizes['allocated_bytes'])} in tensors, "
+            f"{format_bytes(sizes['allocated_peak_bytes'])} at its peak"
+            for name, sizes in devices.items()
+        )
+        return f"{held}."
+    binding = Budget.read().binding
+    return (
+        f"{format_bytes(binding.used_bytes)} of {format_bytes(binding.limit_bytes)} are taken without it "
+        f"({binding.source}, {binding.name})."
+    )
+
+
+def _not_finite(what: str) -> JobFailedError:
+    return JobFailedError(
+        what,
+        rule="a step is taken only on a finite loss over a weight above 0, with a finite gradient; the weights are as "
+        "they were before it.",
+        remedy="look for missing values in this batch, lower the learning rate, or set max_grad_norm",
+    )

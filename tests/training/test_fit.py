@@ -1,0 +1,474 @@
+"""A fit under way: what survives an out-of-memory, what is refused before the first step, what makes one step."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from memfit import rundir
+from memfit.errors import DoesNotFitError, HalfUpdatedError, JobFailedError, StoppedError, UsageError
+from memfit.training import (
+    WHOLE,
+    CheckpointWarning,
+    CleanupPolicy,
+    Ema,
+    KeyedDataset,
+    KeyedSampler,
+    SkipPolicy,
+    Trainer,
+    _fit,
+    load_checkpoint,
+    seed_everything,
+)
+from memfit.training._process import StopSignals
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+VALID = [X[:8], X[8:11]]
+
+
+def squared(model, x):
+    return (model(x) - x.sum(dim=1, keepdim=True)).square().sum(), len(x)
+
+
+def make(path=None, *, loss=squared, dropout=0.2, **settings):
+    seed_everything(2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(dropout), torch.nn.Linear(6, 1))
+    settings.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=0.01))
+    return Trainer(model, loss=loss, checkpoint_dir=path, seed=1, **settings)
+
+
+def loader(batch_size=4, **settings):
+    data = TensorDataset(X)
+    return DataLoader(
+        data, batch_size, shuffle=True, collate_fn=lambda rows: torch.stack([row[0] for row in rows]), **settings
+    )
+
+
+def same_tensors(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def same_fits(left, right):
+    return same_tensors(left.model.state_dict(), right.model.state_dict())
+
+
+class Failing:
+    """A loss that runs out of memory in validation at the calls given, counted from 1."""
+
+    def __init__(self, *calls, most=None):
+        self.calls, self.most, self.seen, self.sizes = calls, most, 0, []
+
+    def __call__(self, model, x):
+        if not model.training:
+            self.seen += 1
+            torch.rand(3), np.random.rand()
+            if self.seen in self.calls or (self.most and len(x) > self.most):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            self.sizes.append(len(x))
+        return squared(model, x)
+
+
+@pytest.fixture
+def events(tmp_path, monkeypatch):
+    """Gives the events of a kind that were recorded so far."""
+    monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(rundir.JOB_ID_VARIABLE, "fold_1")
+    monkeypatch.setattr(rundir._Current, "writer", None)
+    yield lambda kind: [event for event in rundir.read_events(tmp_path / "events") if event["kind"] == kind]
+    if rundir._Current.writer is not None:
+        rundir._Current.writer.close()
+
+
+# --- out of memory in validation and saving
+
+
+def test_memory_that_runs_out_once_in_validation_leaves_no_trace():
+    plain, failed = make(), make(loss=Failing(1, 4, 6))
+    expected = plain.fit(loader(), VALID, num_epochs=3)
+    assert failed.fit(loader(), VALID, num_epochs=3).history == expected.history
+    assert same_fits(plain, failed)
+
+
+def test_a_validation_batch_that_does_not_fit_is_split_and_stays_so(events):
+    loss = Failing(most=3)
+    result = make(loss=loss).fit(loader(), VALID, num_epochs=2, preflight=False)
+    expected = make().fit(loader(), VALID, num_epochs=2)
+    assert loss.sizes[4:] == [2, 2, 2, 2, 2, 1] * 2  # the first ones ask whether it may be split
+    assert [entry.metrics["valid_loss"] for entry in result.history] == pytest.approx(
+        [entry.metrics["valid_loss"] for entry in expected.history]
+    )
+    assert [event["size"] for event in events("microbatch")] == [4, 2]
+    assert {event["phase"] for event in events("oom")} == {"validate"}
+
+
+def test_the_size_that_fits_validation_survives_a_resume(tmp_path):
+    make(tmp_path, loss=Failing(most=3)).fit(loader(), VALID, num_epochs=2, preflight=False)
+    again = Failing(most=3)
+    make(tmp_path, loss=again).fit(loader(), VALID, num_epochs=3, preflight=False)
+    assert (again.seen, again.sizes) == (12, [2, 2, 2, 2, 2, 1] * 2)  # the second epoch's validation is done again
+
+
+def test_one_sample_that_does_not_fit_in_validation_fails_with_what_to_do():
+    with pytest.raises(JobFailedError, match="One sample of a validation batch of 8 does not fit: CUDA out of"):
+        make(loss=Failing(most=0.5)).fit(loader(), VALID, num_epochs=1, preflight=False)
+    with pytest.raises(JobFailedError, match="One sample of a validation batch of 1 does not"):
+        make(loss=Failing(most=0.5), split=WHOLE).fit(loader(), VALID, num_epochs=1, preflight=False)
+
+
+def test_a_validation_loss_that_couples_samples_is_not_split():
+    def coupled(model, x):
+        if not model.training and len(x) > 4:
+            raise MemoryError("of 3 GiB")
+        score = model(x)
+        return (score.max() - score.min()).square(), len(x)
+
+    with pytest.raises(UsageError, match="the loss of a batch is not the sum of the losses of its parts"):
+        make(loss=coupled).fit(loader(), VALID, num_epochs=1, preflight=False)
+
+
+def test_an_evaluation_of_ones_own_is_run_once_more_and_then_fails(tmp_path):
+    failures = iter([True, False, True, True])
+
+    def evaluate(model, valid):
+        value = float(torch.rand(()))
+        if next(failures):
+            raise MemoryError("of 3 GiB")
+        return {"ic": value}
+
+    with pytest.raises(JobFailedError, match="The phase 'validate' ran out of memory twice: of 3 GiB"):
+        make(tmp_path).fit(loader(), VALID, num_epochs=2, evaluate=evaluate, best_metric="ic", preflight=False)
+    assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["epoch"] == 2  # saved before
+    seed_everything(1)
+    failed = make().fit(loader(), VALID, num_epochs=1, best_metric="ic", preflight=False, evaluate=lambda *_: {"ic": float(torch.rand(()))})  # fmt: skip
+    assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["history"][0]["metrics"] == failed.history[0].metrics
+
+
+def test_memory_that_runs_out_once_in_a_save_leaves_no_trace(tmp_path, monkeypatch):
+    calls, plain_save = [], torch.save
+
+    def save(state, file):
+        calls.append(1)
+        if len(calls) in (1, 3, 6):
+            file.write(b"half")
+            torch.rand(3)
+            raise MemoryError
+        plain_save(state, file)
+
+    plain, failed = make(tmp_path / "plain"), make(tmp_path / "failed")
+    plain.fit(loader(), VALID, num_epochs=3)
+    monkeypatch.setattr(torch, "save", save)
+    failed.fit(loader(), VALID, num_epochs=3)
+    states = [load_checkpoint(tmp_path / name / "latest_checkpoint.pt") for name in ("plain", "failed")]
+    assert same_tensors(states[0]["model"], states[1]["model"])
+    assert torch.equal(states[0]["rng"]["torch"], states[1]["rng"]["torch"])
+    assert sorted(p.name for p in (tmp_path / "plain").iterdir()) == sorted(
+        p.name for p in (tmp_path / "failed").iterdir()
+    )
+
+
+def test_memory_that_runs_out_in_the_steps_gives_the_bytes_of_a_fit_with_those_splits():
+    calls = []
+
+    def loss(model, x):
+        calls.append(len(x))
+        if len(x) > 2 and model.training:
+            raise MemoryError
+        return squared(model, x)
+
+    failed, split = make(loss=loss), make(microbatch_size=2)
+    policy_history = failed.fit(loader(), VALID, num_epochs=2).history
+    assert split.fit(loader(), VALID, num_epochs=2).history == policy_history
+    assert same_fits(failed, split)
+
+
+class Stopping:
+    """A loss that asks the fit to stop at its n-th training call."""
+
+    def __init__(self, call, loss=squared):
+        self.call, self.loss, self.seen = call, loss, 0
+
+    def __call__(self, model, x):
+        self.seen += model.training
+        if self.seen == self.call and model.training:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.loss(model, x)
+
+
+def test_sizes_that_were_found_hold_after_a_resume_in_mid_epoch(tmp_path):
+    def scarce(model, x):
+        if len(x) > 2:
+            raise MemoryError
+        return squared(model, x)
+
+    whole, stopped, resumed = make(loss=scarce), make(tmp_path, loss=Stopping(8, scarce)), make(tmp_path)
+    expected = whole.fit(loader(), num_epochs=2, preflight=False)
+    with pytest.raises(StoppedError, match="in epoch 1, after its step 4"):
+        stopped.fit(loader(), num_epochs=2, preflight=False)
+    assert resumed.fit(loader(), num_epochs=2).history == expected.history
+    assert same_fits(whole, resumed)
+
+
+def test_a_gradient_scaler_goes_on_after_a_resume_in_mid_epoch(tmp_path):
+    def scaled(path=None, loss=squared):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+        return make(path, loss=loss, scaler=scaler), scaler
+
+    (whole, one), (stopped, _), (resumed, two) = scaled(), scaled(tmp_path, Stopping(5)), scaled(tmp_path)
+    whole.fit(loader(), num_epochs=2)
+    with pytest.raises(StoppedError, match="in epoch 1, after its step 5"):
+        stopped.fit(loader(), num_epochs=2, preflight=False)
+    resumed.fit(loader(), num_epochs=2)
+    assert one.state_dict() == two.state_dict()
+    assert one.get_scale() == 2.0**13
+    assert same_fits(whole, resumed)
+
+
+# --- a step that was left half-way
+
+
+class Half(torch.optim.AdamW):
+    """Its step is left half-way at the calls given."""
+
+    calls = ()
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.01)
+        self.seen = 0
+
+    def step(self, closure=None):
+        self.seen += 1
+        if self.seen in self.calls:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise HalfUpdatedError("half", rule="a rule", remedy="a remedy")
+        return super().step(closure)
+
+
+def half(path, *calls, **settings):
+    seed_everything(2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.2), torch.nn.Linear(6, 1))
+    optimizer = Half(model.parameters())
+    optimizer.calls = calls
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    settings = {"schedule": schedule, "ema": Ema(0.9, snapshot_epochs=(2,)), **settings}
+    return Trainer(model, loss=squared, optimizer=optimizer, checkpoint_dir=path, seed=1, **settings)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 600.0])
+def test_a_half_made_step_goes_back_to_the_last_checkpoint_and_ends_with_the_same_bytes(tmp_path, seconds, events):
+    whole = half(tmp_path / "whole")
+    trainer = half(tmp_path / "half", 1, 3, 10, 11, checkpoint_seconds=seconds)
+    expected = whole.fit(loader(num_workers=2), VALID, num_epochs=3)
+    result = trainer.fit(loader(num_workers=2), VALID, num_epochs=3)
+    assert result.history == expected.history
+    assert same_fits(whole, trainer)
+    assert len(events("rollback")) == 4
+    for name in ("latest_checkpoint.pt", "ema_epoch_2.pt"):
+        states = [load_checkpoint(tmp_path / folder / name) for folder in ("whole", "half")]
+        assert same_tensors(states[0]["model"], states[1]["model"])
+
+
+def test_a_step_that_is_left_half_way_again_and_again_ends_the_fit(tmp_path):
+    trainer = half(tmp_path, *range(2, 99))
+    with pytest.raises(HalfUpdatedError):
+        trainer.fit(loader(), num_epochs=2)
+    assert trainer.optimizer.seen == 6  # once the second step, and four times the first
+
+
+def test_without_a_folder_a_half_made_step_ends_the_fit():
+    with pytest.raises(HalfUpdatedError, match="half"):
+        half(None, 2).fit(loader(), num_epochs=1)
+
+
+# --- what one step is made of
+
+
+def test_several_batches_make_one_step_with_the_gradient_of_all(events):
+    def fit(batch_size, **settings):
+        trainer = make(dropout=0.0, **settings)
+        trainer.model.double()
+        batches = [x.double() for x in X.split(batch_size)]
+        return trainer, trainer.fit(batches, num_epochs=2)
+
+    (whole, one), (parts, many) = fit(8), fit(4, global_batch_size=8)
+    assert [entry.num_steps for entry in one.history + many.history] == [3] * 4
+    for left, right in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        assert torch.allclose(left, right, rtol=1e-10, atol=1e-12)
+
+
+def test_the_last_step_of_an_epoch_may_have_fewer_batches(tmp_path):
+    trainer = make(tmp_path, global_batch_size=8)
+    assert trainer.fit(loader(4), num_epochs=1).history[0].num_steps == 3
+    assert make(global_batch_size=16).fit(loader(4), num_epochs=1).history[0].num_steps == 2
+
+
+def test_a_global_batch_that_is_no_multiple_is_refused():
+    with pytest.raises(UsageError, match="global_batch_size is 6, and a batch of the training data has 4"):
+        make(global_batch_size=6).fit(loader(4), num_epochs=1)
+    with pytest.raises(UsageError, match="a size that is not known"):
+        make(global_batch_size=8).fit(DataLoader(TensorDataset(X), batch_sampler=[[1, 2], [3]]), num_epochs=1)
+
+
+def test_a_schedule_is_stepped_with_each_step_and_resumes(tmp_path):
+    def scheduled(path):
+        seed_everything(2)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30)
+        return Trainer(model, loss=squared, optimizer=optimizer, schedule=schedule, checkpoint_dir=path), schedule
+
+    (whole, schedule), (first, _) = scheduled(None), scheduled(tmp_path)
+    whole.fit(loader(), num_epochs=4)
+    assert schedule.last_epoch == 24
+    first.fit(loader(), num_epochs=2)
+    second, schedule = scheduled(tmp_path)
+    second.fit(loader(), num_epochs=4)
+    assert schedule.last_epoch == 24
+    assert same_fits(whole, second)
+    with pytest.raises(UsageError, match="schedule: OneCycleLR then, None now"):
+        make(tmp_path).fit(loader(), num_epochs=5)
+    with pytest.raises(UsageError, match="ReduceLROnPlateau cannot be the schedule"):
+        make(schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(first.optimizer))
+
+
+def test_skipped_batches_are_counted_and_left_out_of_the_mean():
+    def loss(model, x):
+        total, weight = squared(model, x)
+        return (total * float("nan") if x[0, 0] == X[0, 0] else total), weight
+
+    batches = list(X.split(6))
+    trainer = make(loss=loss, skip=SkipPolicy(max_skipped=5, max_share=0.5, on_nonfinite=True), dropout=0.0)
+    history = trainer.fit(batches, num_epochs=1, preflight=False).history
+    assert (history[0].num_steps, history[0].num_skipped) == (4, 1)
+    assert history[0] == make(dropout=0.0).fit(batches[1:], num_epochs=1).history[0].__class__(
+        1, history[0].train_loss, 4, None, 1
+    )
+    assert history[0].train_loss == make(dropout=0.0).fit(batches[1:], num_epochs=1).history[0].train_loss
+
+
+# --- loaders
+
+
+def test_a_plain_loader_with_another_number_of_workers_is_refused_at_a_resume(tmp_path):
+    make(tmp_path).fit(loader(), num_epochs=1)
+    with pytest.raises(UsageError, match="num_workers: 0 then, 2 now"):
+        make(tmp_path).fit(loader(num_workers=2), num_epochs=2)
+
+
+def test_persistent_workers_are_refused_with_a_folder_unless_inexact_is_allowed(tmp_path):
+    with pytest.raises(UsageError, match="persistent_workers=True"):
+        make(tmp_path).fit(loader(num_workers=1, persistent_workers=True), num_epochs=1)
+    make(tmp_path, allow_inexact=True).fit(loader(num_workers=1, persistent_workers=True), num_epochs=2)
+    make().fit(loader(num_workers=1, persistent_workers=True), num_epochs=1)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("headroom", [0, 1 << 50])
+def test_training_workers_do_not_live_in_validation_without_room_for_both(monkeypatch, persistent, headroom):
+    class Room:
+        headroom_bytes = headroom
+
+        @classmethod
+        def read(cls):
+            return cls()
+
+    monkeypatch.setattr(_fit, "Budget", Room)
+    data = KeyedDataset(X, seed=4)
+    train = DataLoader(data, 4, sampler=KeyedSampler(data), num_workers=2, persistent_workers=persistent)
+    living = []
+
+    def evaluate(model, valid):
+        living.append(len(torch.multiprocessing.active_children()))
+        return {"valid_loss": 1.0}
+
+    make().fit(train, DataLoader(X, 4, num_workers=2), num_epochs=2, evaluate=evaluate, preflight=False)
+    assert living == [2 if persistent and headroom else 0] * 2
+    assert not torch.multiprocessing.active_children()
+
+
+class Signalling(torch.utils.data.Dataset):
+    """Its sample 12 sends SIGTERM to the process of the fit and to the worker that makes it, as a scheduler does."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info() is not None and index == 12:
+            os.kill(os.getppid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return X[index]
+
+
+def test_a_signal_to_all_processes_of_a_fit_is_for_the_fit_alone(tmp_path, monkeypatch):
+    received = []
+    monkeypatch.setattr(
+        StopSignals,
+        "_note",
+        lambda self, number, frame: (received.append(os.getpid()), setattr(self, "noted", "SIGTERM")),
+    )
+
+    def batches(data):
+        return DataLoader(data, 4, num_workers=1, prefetch_factor=3)
+
+    with pytest.raises(StoppedError, match=r"in epoch 1, after its step [1-5] of 6\."):
+        make(tmp_path).fit(batches(Signalling()), num_epochs=1, preflight=False)
+    assert received == [os.getpid()]
+    resumed, whole = make(tmp_path), make()
+    resumed.fit(batches(X), num_epochs=1)
+    whole.fit(batches(X), num_epochs=1)
+    assert same_fits(resumed, whole)
+
+
+# --- before the first step
+
+
+def test_a_preflight_leaves_no_trace_and_is_recorded(tmp_path, events):
+    def fit(path, preflight):
+        trainer = half(path)
+        return trainer, trainer.fit(loader(num_workers=2), VALID, num_epochs=2, preflight=preflight).history
+
+    (left, one), (right, two) = fit(tmp_path / "with", True), fit(tmp_path / "without", False)
+    assert one == two
+    assert same_fits(left, right)
+    (event,) = events("preflight")
+    assert list(event["phases"]) == ["train", "validate", "checkpoint"]
+
+
+def test_a_preflight_finds_the_evaluation_that_will_not_fit_before_the_first_step():
+    def evaluate(model, valid):
+        raise MemoryError
+
+    trainer = make()
+    with pytest.raises(DoesNotFitError, match="preflight ran out of host memory in its phase 'validate'"):
+        trainer.fit(loader(), VALID, num_epochs=1, evaluate=evaluate)
+    assert same_fits(trainer, make())
+
+
+def test_an_evaluation_that_cannot_do_with_one_batch_is_left_to_the_real_one(events):
+    sizes = []
+
+    def evaluate(model, valid):
+        sizes.append(len(valid))
+        assert len(valid) == 2
+        return {"valid_loss": 0.5}
+
+    assert make().fit(loader(), VALID, num_epochs=1, evaluate=evaluate).history[0].metrics == {"valid_loss": 0.5}
+    assert sizes == [1, 2]
+    assert "AssertionError" in events("preflight_evaluation")[0]["error"]
+
+
+def test_a_resume_names_the_averages_that_will_be_missing(tmp_path):
+    half(tmp_path, ema=Ema(0.9)).fit(loader(), num_epochs=1)
+    with pytest.warns(CheckpointWarning, match=r"no snapshot of the average at epochs \[7\]"):
+        half(tmp_path, ema=Ema(0.9, snapshot_epochs=(2, 7))).fit(loader(), num_epochs=2)
+    assert (
+        load_checkpoint(tmp_path / "ema_epoch_2.pt")["fit"] == load_checkpoint(tmp_path / "latest_checkpoint.pt")["fit"]
+    )
+
+
+def test_what_cleaning_up_cost_is_said_at_the_end(capsys):
+    make(cleanup=CleanupPolicy(proactive=True, periodic=2)).fit(loader(), num_epochs=2)
+    assert "memfit: cleanup: 8 collections" in capsys.readouterr().err

@@ -1,0 +1,219 @@
+"""Collections as switches, a detector of what grows, and a heap that the collector leaves alone."""
+
+import gc
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from memfit import rundir
+from memfit.errors import UsageError
+from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from memfit.training import CleanupPolicy, LeakDetector
+from memfit.training._hygiene import theil_sen_slope
+
+MOMENTS = ("epoch", "step", "oom", "stage", "fold")
+SWITCHES = {"epoch": "proactive", "oom": "reactive", "stage": "stage", "fold": "fold"}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run that this process is a job of."""
+    run = RunDir.create(tmp_path, "demo", "0" * 64)
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(run.path))
+    monkeypatch.setenv(JOB_ID_VARIABLE, "fold_1")
+    monkeypatch.setattr(rundir._Current, "writer", None)
+    return run
+
+
+class Cycle:
+    """Refers to itself and holds a mebibyte."""
+
+    def __init__(self):
+        self.me = self
+        self.held = torch.zeros(1 << 18)
+
+
+def test_nothing_is_cleaned_up_by_default(run):
+    policy = CleanupPolicy()
+    gc.disable()
+    try:
+        Cycle()
+        assert [policy.at(moment) for moment in MOMENTS for _ in range(50)] == [None] * 250
+        assert any(type(one) is Cycle for one in gc.get_objects())
+    finally:
+        gc.enable()
+    assert policy.finish() == ""
+    assert run.events() == []
+
+
+@pytest.mark.parametrize("moment", SWITCHES)
+def test_each_switch_cleans_up_at_its_own_moment_and_tells_what_it_freed(moment):
+    policy = CleanupPolicy(**{SWITCHES[moment]: True})
+    gc.collect()
+    gc.disable()
+    try:
+        Cycle()
+        assert [policy.at(other) for other in MOMENTS if other != moment] == [None] * 4
+        done = policy.at(moment)
+    finally:
+        gc.enable()
+    assert not any(type(one) is Cycle for one in gc.get_objects())
+    assert done.num_calls == 1
+    assert done.num_objects >= 2
+    assert done.host_bytes >= 1 << 20
+    assert done.seconds > 0
+
+
+def test_the_periodic_switch_counts_steps():
+    policy = CleanupPolicy(periodic=5)
+    assert [step for step in range(1, 18) if policy.at("step")] == [5, 10, 15]
+    with pytest.raises(UsageError, match="periodic is -1"):
+        CleanupPolicy(periodic=-1)
+    with pytest.raises(UsageError, match="did you mean 'epoch'"):
+        policy.at("epochs")
+
+
+def test_the_totals_are_recorded_and_said_with_what_they_cost(run):
+    policy = CleanupPolicy(periodic=1, fold=True)
+    calls = [policy.at("step"), policy.at("step"), policy.at("fold")]
+    text = policy.finish()
+    assert text.startswith("cleanup: 3 collections (periodic 2, fold 1) took ")
+    (event,) = run.events()
+    assert event["kind"] == "cleanup"
+    assert {name: total["num_calls"] for name, total in event["by"].items()} == {"periodic": 2, "fold": 1}
+    assert event["by"]["periodic"]["seconds"] == calls[0].seconds + calls[1].seconds
+    assert event["by"]["fold"]["num_objects"] == calls[2].num_objects
+
+
+def train_step(model, optimizer):
+    loss = model(torch.randn(32, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def loop():
+    """``loop(num_epochs, extra)``: the leaks by epoch, in a real training with ``extra(model)`` in each of its steps."""
+
+    def train(num_epochs, extra=lambda model: None, detector=None):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
+        optimizer = torch.optim.AdamW(model.parameters())
+        detector = detector or LeakDetector()
+        leaks = {}
+        for epoch in range(1, num_epochs + 1):
+            for _ in range(40):
+                train_step(model, optimizer)
+                extra(model)
+            leak = detector.end_epoch()
+            if leak:
+                leaks[epoch] = leak
+        return leaks
+
+    gc.freeze()  # what gathers hangs on something old; and collections are fast without pytest's own objects
+    yield train
+    gc.unfreeze()
+
+
+def test_a_clean_loop_has_no_leak(loop):
+    # a hundredth of the usual floor: not even 10 KiB more per epoch
+    assert loop(12, detector=LeakDetector(floor_bytes=10 << 10, floor_objects=1000)) == {}
+
+
+def test_garbage_that_a_collection_would_free_is_no_leak(loop):
+    gc.disable()
+    try:
+        assert loop(7, lambda model: Cycle()) == {}
+    finally:
+        gc.enable()
+
+
+class Recorder:
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.kept = []
+
+
+HISTORY: list = []
+
+
+def test_losses_kept_with_their_graphs_are_found_within_five_epochs_by_shape_and_by_name(loop, run):
+    try:
+        leaks = loop(5, lambda model: HISTORY.append(model(torch.randn(256, 64)).square().mean()))
+    finally:
+        HISTORY.clear()
+    assert list(leaks) == [5]
+    leak = leaks[5]
+    assert leak.series == "host heap"
+    assert leak.slope == pytest.approx(40 * 256 * (64 + 128 + 8) * 4, rel=0.5)
+    assert "Tensor [256, 128] torch.float32 on cpu: 80 more, 10.0 MiB" in leak.holders
+    assert f"list {__name__}.HISTORY: 80 elements more" in leak.holders
+    assert str(leak).startswith("host heap: ")
+    events = [event for event in run.events() if event["kind"] == "leak"]
+    assert [event["series"] for event in events] == ["host heap"]
+
+
+@pytest.mark.parametrize(
+    ("series", "keep", "holder"),
+    [
+        (
+            "host heap",
+            lambda kept: kept.append(np.zeros((100, 100))),
+            r"ndarray \[100, 100\] float64: 80 more, 6.1 MiB",
+        ),
+        ("host heap", lambda kept: kept.append(bytes(50_000)), "bytes: 80 more, 3.8 MiB"),
+        ("Python objects", lambda kept: kept.extend([i] for i in range(1000, 2000)), r"list: (79|80)\d{3} more"),
+    ],
+    ids=["arrays", "bytes", "small objects"],
+)
+def test_what_an_attribute_gathers_is_found_whoever_holds_its_memory(loop, series, keep, holder):
+    recorder = Recorder()
+    leaks = loop(5, lambda model: keep(recorder.kept))
+    assert leaks[5].series == series
+    assert any(re.match(holder, text) for text in leaks[5].holders), leaks[5]
+    assert any(text.startswith("list Recorder.kept: ") for text in leaks[5].holders)
+
+
+def test_growth_that_ends_is_no_leak_and_a_lasting_one_is_not_said_every_epoch(loop):
+    kept = []
+    assert loop(8, lambda model: kept.append(torch.zeros(1 << 16)) if len(kept) < 80 else None) == {}
+    kept.clear()
+    assert list(loop(14, lambda model: kept.append(torch.zeros(1 << 14)))) == [5, 13]
+
+
+def test_the_detector_leaves_the_random_state_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    detector = LeakDetector()
+    for _ in range(3):
+        detector.end_epoch()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_slope_is_not_moved_by_a_few_outliers():
+    values = [10.0 * epoch for epoch in range(20)]
+    values[7], values[15] = 10_000.0, -10_000.0
+    assert theil_sen_slope(values) == pytest.approx(10.0)
+
+
+def test_a_frozen_heap_is_not_visited_any_more_and_still_freed():
+    program = """
+import gc, weakref
+from memfit.training import freeze_startup_heap
+held = [{i: []} for i in range(200_000)]
+class Thing: pass
+thing = Thing()
+dead = weakref.ref(thing)
+frozen = freeze_startup_heap()
+assert frozen.num_objects >= 400_000, frozen
+assert len(gc.get_objects()) < 20_000, len(gc.get_objects())
+del thing
+assert dead() is None
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,0 +1,282 @@
+"""Where an epoch of training data stands, and how a resumed one gets there."""
+
+import random
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+from memfit.errors import DataError, UsageError
+from memfit.training import KeyedDataset, KeyedSampler, seed_everything
+from memfit.training._loader import TrainingData, keyed_rng
+from memfit.training._process import rng_state
+
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()])
+
+
+class ShuffleBuffer(IterableDataset):
+    """Draws while it is iterated: what comes next depends on all draws before."""
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        buffer = list(range(4))
+        for number in range(4, 14):
+            place = random.randrange(4)
+            yield buffer[place]
+            buffer[place] = number
+
+
+class Numbered:
+    def __init__(self):
+        self.asked = []
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, number):
+        self.asked.append(number)
+        return torch.tensor([self.epoch, number])
+
+
+class Stateful:
+    """As torchdata's StatefulDataLoader behaves."""
+
+    def __init__(self):
+        self.position = 0
+        self.order = None
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        if self.order is None:
+            self.order, self.position = torch.randperm(5).tolist(), 0
+        while self.position < 5:
+            self.position += 1
+            yield torch.tensor(self.order[self.position - 1])
+        self.order = None
+
+    def state_dict(self):
+        return {"position": self.position, "order": self.order}
+
+    def load_state_dict(self, state):
+        self.position, self.order = state["position"], state["order"]
+
+
+def keyed(num_workers=0, **settings):
+    data = KeyedDataset(Augmented(), seed=4)
+    return DataLoader(data, 2, sampler=KeyedSampler(data, seed=4), num_workers=num_workers, **settings)
+
+
+def with_generator():
+    return DataLoader(Augmented(), 2, shuffle=True, generator=torch.Generator().manual_seed(9))
+
+
+KINDS = {
+    "list": ("indexed", lambda: [torch.tensor([n]) for n in range(5)]),
+    "numbered": ("indexed", Numbered),
+    "stateful": ("stateful", Stateful),
+    "keyed": ("keyed", keyed),
+    "keyed without batches": (
+        "keyed",
+        lambda: DataLoader(KeyedDataset(Augmented()), None, sampler=KeyedSampler(range(10))),
+    ),
+    "plain": ("replayed", lambda: DataLoader(Augmented(), 2, shuffle=True)),
+    "generator": ("replayed", with_generator),
+    "sampler's generator": (
+        "replayed",
+        lambda: DataLoader(
+            Augmented(), 2, sampler=RandomSampler(range(10), generator=torch.Generator().manual_seed(1))
+        ),
+    ),
+    "iterable": ("replayed", lambda: DataLoader(ShuffleBuffer(), 2)),
+    "workers": ("replayed", lambda: DataLoader(Augmented(), 2, shuffle=True, num_workers=2)),
+}
+
+
+def train_on(data, epoch, batches, *, disturb=True):
+    """Some batches, with a training between them that draws from the global generators."""
+    found = []
+    for _ in range(batches):
+        found.append(next(data))
+        if disturb:
+            random.random(), np.random.rand(), torch.rand(3)
+    return found
+
+
+def equal(left, right):
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_resume_in_mid_epoch_gets_the_batches_that_were_left(name):
+    kind, make = KINDS[name]
+    first = TrainingData(make(), seed=3)
+    assert first.kind == kind
+    seed_everything(1)
+    states = {}
+    for epoch in (1, 2):
+        first.open(epoch)
+        train_on(first, epoch, 2)
+        states[epoch] = first.state_dict(within_epoch=True)
+        rest = list(first)
+        first.close()
+    second = TrainingData(make(), seed=3)
+    seed_everything(2)  # the resumed training draws otherwise; where it goes on is the checkpoint's affair
+    assert second.open(2, 2, states[2])
+    again = list(second)
+    second.close()
+    assert rest
+    assert equal(rest, again)
+
+
+@pytest.mark.parametrize("name", ["generator", "sampler's generator", "plain", "workers"])
+def test_a_resume_at_an_epochs_end_gets_the_next_epochs_order(name):
+    first, second = (TrainingData(KINDS[name][1](), seed=3) for _ in range(2))
+    first.open(1)
+    ones = list(first)
+    first.close()
+    state = first.state_dict(within_epoch=False)
+    first.open(2)
+    twos = list(first)
+    second.open(2, 0, state)
+    assert equal(twos, list(second))
+    assert not equal(ones, twos)
+
+
+@pytest.mark.parametrize("name", ["plain", "workers", "iterable", "keyed", "stateful"])
+def test_data_do_not_draw_from_the_stream_of_the_training(name):
+    data = TrainingData(KINDS[name][1](), seed=3)
+    seed_everything(7)
+    before = repr(rng_state())
+    data.open(1)
+    train_on(data, 1, 3, disturb=False)
+    data.close()
+    assert repr(rng_state()) == before
+
+
+def test_numbered_batches_are_skipped_and_not_made():
+    data = TrainingData(Numbered(), seed=0)
+    data.open(4, skip=3)
+    assert [batch.tolist() for batch in data] == [[4, 3], [4, 4]]
+    assert data.batches.asked == [3, 4]
+
+
+def test_keyed_data_are_the_same_with_any_number_of_workers_and_skip_in_the_sampler():
+    made = []
+
+    class Watched(Augmented):
+        def __getitem__(self, index):
+            made.append(index)
+            return super().__getitem__(index)
+
+    one, many = TrainingData(keyed(), seed=0), TrainingData(keyed(2, persistent_workers=True), seed=0)
+    many.check_replayable()
+    for epoch in (1, 2):
+        one.open(epoch)
+        many.open(epoch)
+        assert equal(list(one), list(many))
+        many.close()
+    pids = many.worker_pids()
+    assert len(pids) == 2
+    many.close(persistent_too=True)
+    assert not any(map(psutil.pid_exists, pids))
+    data = KeyedDataset(Watched(), seed=4)
+    watched = TrainingData(DataLoader(data, 2, sampler=KeyedSampler(data, seed=4)), seed=0)
+    watched.open(2, skip=4)
+    assert len(list(watched)) == 1
+    assert len(made) == 2
+
+
+def test_a_keyed_item_depends_on_epoch_and_index_alone_and_leaves_the_random_state():
+    data = KeyedDataset(Augmented(), seed=1)
+    seed_everything(1)
+    before = repr(rng_state())
+    first = data[(1, 3)]
+    assert repr(rng_state()) == before
+    random.random()
+    assert torch.equal(first, data[(1, 3)])
+    assert not torch.equal(first, data[(2, 3)])
+    assert not torch.equal(first, KeyedDataset(Augmented(), seed=2)[(1, 3)])
+    assert torch.equal(data[3], data[(0, 3)])
+
+
+def test_a_keyed_order_covers_everything_and_differs_by_epoch():
+    sampler = KeyedSampler(range(50), seed=1)
+    orders = []
+    for epoch in (1, 2):
+        sampler.set_epoch(epoch)
+        orders.append([index for _, index in sampler])
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(50))
+    assert orders[0] != orders[1]
+    assert [index for _, index in KeyedSampler(range(4), shuffle=False)] == [0, 1, 2, 3]
+
+
+def test_keyed_streams_are_apart():
+    draws = []
+    for key in [(0, 1, 2), (0, 2, 1), (1, 1, 2)]:
+        with keyed_rng(*key):
+            draws += [(random.random(), np.random.rand(), torch.rand(()).item())]
+    assert len({value for row in draws for value in row}) == 9
+
+
+def test_the_number_of_workers_is_part_of_what_must_not_change_except_for_keyed_data():
+    assert TrainingData(DataLoader(Augmented(), 2, num_workers=2), 0).identity()["num_workers"] == 2
+    assert "num_workers" not in TrainingData(keyed(2), 0).identity()
+    assert "num_workers" not in TrainingData([1], 0).identity()
+
+
+def test_loaders_whose_batches_cannot_be_had_again_are_refused():
+    persistent = TrainingData(DataLoader(Augmented(), 2, num_workers=1, persistent_workers=True), 0)
+    with pytest.raises(UsageError, match="has persistent_workers=True"):
+        persistent.check_replayable()
+    with pytest.raises(UsageError, match="has in_order=False"):
+        TrainingData(keyed(1, in_order=False), 0).check_replayable()
+    TrainingData(DataLoader(Augmented(), 2, in_order=False), 0).check_replayable()
+
+
+def test_data_that_end_before_where_the_resume_should_be_are_refused():
+    data = TrainingData(DataLoader(TensorDataset(torch.ones(4)), 2), 0)
+    with pytest.raises(DataError, match="Epoch 1 ended after 2 batches, and 3 are behind"):
+        data.open(1, 3)
+
+
+def test_a_stop_ends_the_way_forward():
+    data = TrainingData(DataLoader(TensorDataset(torch.ones(8)), 2), 0)
+    answers = iter([False, True])
+    assert not data.open(1, 3, None, lambda: next(answers))
+
+
+def test_epochs_are_told_to_whatever_a_loader_is_made_of():
+    told = []
+
+    class Sampler(RandomSampler):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+
+    data = TrainingData(DataLoader(Augmented(), 2, sampler=Sampler(range(10))), 0)
+    data.open(3)
+    assert told == [3]
+
+
+def test_workers_are_gone_once_an_epoch_is_closed():
+    loader = DataLoader(Augmented(), 2, num_workers=2)
+    data = TrainingData(loader, 0)
+    data.open(1)
+    workers = data._iterator._workers
+    next(data)
+    data.close()
+    assert not any(worker.is_alive() for worker in workers)

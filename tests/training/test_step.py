@@ -1,0 +1,722 @@
+"""The safe step: what an out-of-memory leaves behind (nothing), what is split and what is refused."""
+
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.errors import (
+    DoesNotFitError,
+    HalfUpdatedError,
+    JobFailedError,
+    SampleTooLargeError,
+    UsageError,
+)
+from memfit.rundir import RunDir
+from memfit.training import WHOLE, ByGroup, MicrobatchSizes, SafeStep, SkipPolicy, StepOutcome, seed_everything
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adam foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True, weight_decay=0.01),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, foreach=True),
+}
+ERRORS = [
+    lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    lambda: MemoryError(),
+    lambda: RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections():
+    """Takes what torch has loaded out of every collection."""
+    make()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Ooms(TorchDispatchMode):
+    """Fails one operation: the one so many operations after ``arm`` was called and a loss begun."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = self.error = None
+        self.waiting = None
+        self.num_ops = self.num_raised = 0
+
+    def arm(self, left, error):
+        self.waiting = (left, error)
+
+    def begin(self):
+        if self.waiting is not None:
+            self.left, self.error = self.waiting
+            self.waiting = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_ops += 1
+        if self.left is not None and func is not torch.ops.aten.copy_.default:  # it allocates nothing
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                self.num_raised += 1
+                raise self.error
+        return func(*args, **(kwargs or {}))
+
+
+class Net(torch.nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(8, 2)
+        )
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+
+    def forward(self, x):
+        self.seen += len(x)
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1  # replaced, not edited
+        return self.layers(x)
+
+
+def make(optimizer="adam", *, dropout=0.3, dtype=torch.float32, ooms=None, **settings):
+    seed_everything(3)
+    model = Net(dropout).to(dtype)
+
+    def loss(model, batch):
+        if ooms is not None:
+            ooms.begin()
+        x, y = batch
+        noise = 1 + 0.1 * random.random() + 0.1 * np.random.rand() if dropout else 1.0
+        return ((model(x) - y) * noise).square().sum(), 2 * len(x)
+
+    return SafeStep(model, OPTIMIZERS[optimizer](model.parameters()), loss, **settings)
+
+
+def batches(num, dtype=torch.float32):
+    rng = np.random.default_rng(5)
+    for _ in range(num):
+        count = int(rng.integers(1, 13))
+        x = torch.from_numpy(rng.standard_normal((count, 4))).to(dtype)
+        yield x, torch.stack([x.sum(1), x[:, 0]], 1)
+
+
+def state_of(step, ema=()):
+    """Everything that a step may change, for comparing bit by bit."""
+    tensors = [*step.model.state_dict().values(), step.model.mean, *ema, torch.get_rng_state()]
+    for state in step.optimizer.state.values():
+        tensors += [torch.as_tensor(state[name]) for name in sorted(state) if state[name] is not None]
+    return tensors, random.getstate(), np.random.get_state()[1].tolist()
+
+
+def assert_same(left, right):
+    assert len(left[0]) == len(right[0])
+    for one, other in zip(left[0], right[0], strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    assert left[1:] == right[1:]
+
+
+def train(step, data, largest, ooms=None, plan=None):
+    """Steps with an average of the weights after each; returns losses, sizes used and the average."""
+    ema = [parameter.detach().clone() for parameter in step.model.parameters()]
+    losses, used = [], []
+    for index, batch in enumerate(data):
+        step.sizes = MicrobatchSizes(largest[index])
+        if plan is not None:
+            ooms.arm(*plan[index])
+        outcome = step(batch)
+        if plan is not None:
+            ooms.left = None  # the step had fewer operations than that
+        losses.append((outcome.loss_sum, outcome.weight, outcome.grad_norm))
+        used.append(outcome.microbatch_size)
+        for mean, parameter in zip(ema, step.model.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.1)
+    return losses, used, ema
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_after_a_hundred_ooms_everything_is_bit_for_bit_what_those_splits_give_from_the_start(optimizer, dtype):
+    chance = random.Random(f"{optimizer} {dtype}")
+    num = 80
+    data = list(batches(num, dtype))
+    largest = [chance.choice([None, 1, 2, 3, 5]) for _ in range(num)]
+    with Ooms() as ooms:
+        measured = make(optimizer, dtype=dtype, max_grad_norm=0.5)
+        train(measured, data[:4], [None] * 4)
+        ops = -ooms.num_ops
+        train(measured, data[:1], [None])
+        ops = 4 * (ops + ooms.num_ops) // 5
+        step = make(optimizer, dtype=dtype, max_grad_norm=0.5, ooms=ooms)
+        plan = [(chance.randrange(ops), chance.choice(ERRORS)()) for _ in range(num)]
+        losses, used, ema = train(step, data, largest, ooms, plan)
+        assert ooms.num_raised >= 72 and step.num_ooms > num / 2  # the rest were trials and copies of the update
+    clean = make(optimizer, dtype=dtype, max_grad_norm=0.5)
+    clean_losses, clean_used, clean_ema = train(clean, data, used)
+    assert clean.num_ooms == 0
+    assert (losses, used) == (clean_losses, clean_used)
+    assert_same(state_of(step, ema), state_of(clean, clean_ema))
+
+
+def test_steps_with_ooms_follow_the_unsplit_steps_at_1e_12_in_float64():
+    data = list(batches(60, torch.float64))
+    chance = random.Random(0)
+    with Ooms() as ooms:
+        step = make("momentum", dropout=0, dtype=torch.float64, ooms=ooms)
+        plan = [(chance.randrange(60), chance.choice(ERRORS)()) for _ in data]
+        train(step, data, [chance.choice([None, 1, 2, 3]) for _ in data], ooms, plan)
+    assert step.num_ooms > 40
+    whole = make("momentum", dropout=0, dtype=torch.float64, microbatch_size=None)
+    train(whole, data, [None] * len(data))
+    for one, other in zip(step.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_one_microbatch_gives_the_bits_of_a_plain_loop():
+    data = list(batches(20))
+    step = make("adam")
+    for batch in data:
+        step(batch)
+    plain = make("adam")
+    for batch in data:
+        loss_sum, weight = plain.loss(plain.model, batch)
+        plain.optimizer.zero_grad()
+        (loss_sum / weight).backward()
+        plain.optimizer.step()
+    assert_same(state_of(step), state_of(plain))
+
+
+class Fault:
+    """Raises in a loss or another function for as many calls as it is told, on what it is told."""
+
+    def __init__(self, times=1, when=lambda x: True):
+        self.times, self.when, self.calls = times, when, 0
+
+    def __call__(self, x=None):
+        self.calls += 1
+        if self.times and self.when(x):
+            self.times -= 1
+            raise MemoryError
+
+
+def linear(loss=None, num_inputs=3, fault=None, lr=0.1, **settings):
+    """A safe step of a linear model with a squared loss, which can be made to fail."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(num_inputs, 1).double()
+
+    def squared(model, x):
+        out = model(x)
+        if fault is not None:
+            fault(x)
+        return (out - x.sum(1, keepdim=True)).square().sum(), len(x)
+
+    return SafeStep(model, torch.optim.SGD(model.parameters(), lr=lr), loss or squared, **settings)
+
+
+def inputs(count=8, num_inputs=3):
+    return torch.randn(count, num_inputs, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def gradient_of(step, *batches):
+    step.gradients(*batches)
+    return torch.cat([parameter.grad.flatten() for parameter in step.model.parameters()])
+
+
+def test_nothing_of_the_failed_attempt_is_alive_when_the_replay_begins():
+    dead, alive, kept = [], [], []  # kept: the error, as a logger may keep it
+
+    class Holder(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            out = x * 2
+            alive.append(weakref.ref(out))
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    def loss(model, x):
+        dead.append([ref() is None for ref in alive])
+        hidden = Holder.apply(model(x))
+        if len(dead) == 1:
+            try:
+                raise MemoryError
+            except MemoryError as error:
+                kept.append(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+                raise kept[0] from error
+        return hidden.sum(), len(x)
+
+    step = linear(loss, allow_inexact=True)
+    step._exactness._additive = True
+    step(inputs())
+    assert dead[1] == [True]
+    assert all(ref() is None for ref in alive)
+
+
+def test_ragged_weights_give_the_gradient_of_the_whole_and_not_the_mean_of_means():
+    lengths = torch.tensor([1, 7, 2, 6, 3])
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(2))
+    batch = {"x": x, "mask": (torch.arange(8) < lengths[:, None]).float()}
+
+    def loss(model, batch):
+        out = (model(batch["x"][..., None])[..., 0] - 1).square() * batch["mask"]
+        return out.sum(), batch["mask"].sum()
+
+    def make_step(**settings):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 1)
+        return SafeStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, **settings)
+
+    whole = gradient_of(make_step(microbatch_size=None), batch)
+    for settings in ({}, {"weight": lambda batch: float(batch["mask"].sum())}):
+        split = gradient_of(make_step(microbatch_size=1, **settings), batch)
+        torch.testing.assert_close(split, whole, rtol=1e-6, atol=1e-6)
+    step = make_step(microbatch_size=None)
+    means = [gradient_of(step, {name: value[i : i + 1] for name, value in batch.items()}) for i in range(5)]
+    assert (torch.stack(means).mean(0) - whole).abs().max() > 1e-2
+
+
+def test_a_weight_that_is_not_what_the_loss_counts_is_refused():
+    step = linear(microbatch_size=3, weight=lambda x: 2.0 * len(x))
+    with pytest.raises(UsageError, match=r"weight\(batch\) gave 16"):
+        step(inputs())
+
+
+def test_several_batches_are_one_step_over_all_their_samples():
+    x = inputs(10)
+    whole = linear(microbatch_size=None)
+    parts = linear(microbatch_size=2)
+    one, other = whole(x), parts(x[:3], x[3:])
+    assert other == StepOutcome(
+        pytest.approx(one.loss_sum), 10.0, pytest.approx(one.grad_norm), 6, 2, num_ooms=0, skipped=False
+    )
+    torch.testing.assert_close(parts.model.weight, whole.model.weight, rtol=1e-13, atol=1e-13)
+
+
+def test_a_parts_weight_may_be_zero_and_the_whole_steps_may_not():
+    def loss(model, x):
+        keep = (x[:, 0] > 0).double()
+        return (model(x)[:, 0] * keep).sum(), keep.sum()
+
+    x = inputs(4)
+    x[:2, 0] = -1
+    x[2:, 0] = 1
+    torch.testing.assert_close(
+        gradient_of(linear(loss, microbatch_size=2), x), gradient_of(linear(loss, microbatch_size=None), x)
+    )
+    with pytest.raises(JobFailedError, match=r"the loss is 0\.0 over a weight of 0\.0"):
+        linear(loss)(x[:2])
+
+
+def test_batch_statistics_are_refused_by_the_layers_name_and_left_as_they_were():
+    def build(**settings):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).double()
+        fault = Fault()
+
+        def loss(model, x):
+            out = model(x)
+            fault()
+            return out.square().sum(), len(x)
+
+        return SafeStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, **settings)
+
+    step = build()
+    before = state_of_model(step.model)
+    with pytest.raises(UsageError, match=r"BatchNorm1d '1' takes statistics over the batch"):
+        step(inputs())
+    assert_equal_tensors(before, state_of_model(step.model))
+    step = build(allow_inexact=True)
+    assert step(inputs()).num_microbatches == 2
+    assert step.model[1].num_batches_tracked == 2
+    step = build()
+    step.model[1].eval()
+    assert step(inputs()).num_microbatches == 2
+
+
+def state_of_model(model):
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def assert_equal_tensors(left, right):
+    assert len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def ranking(model, batch):
+    """Couples the samples of a date: a softmax over each."""
+    x, date = batch
+    out = model(x)[:, 0]
+    total = sum(torch.logsumexp(out[date == day], 0) - out[date == day].mean() for day in date.unique())
+    return total, len(date.unique())
+
+
+def test_a_loss_that_couples_samples_is_refused_unless_cut_between_groups():
+    batch = (inputs(9), torch.tensor([1, 1, 1, 2, 2, 2, 3, 3, 3]))
+    with pytest.raises(UsageError, match="not the sum of the losses of its parts") as caught:
+        linear(ranking, microbatch_size=5)(batch)
+    assert "split=ByGroup" in caught.value.remedy
+    by_date = linear(ranking, microbatch_size=1, split=ByGroup(lambda batch: batch[1]))
+    whole = linear(ranking, microbatch_size=None, split=WHOLE)
+    assert by_date(batch).num_microbatches == 3
+    whole(batch)
+    torch.testing.assert_close(by_date.model.weight, whole.model.weight, rtol=1e-12, atol=1e-12)
+    assert linear(ranking, microbatch_size=5, allow_inexact=True)(batch).num_microbatches == 2
+
+
+def test_the_check_of_a_loss_leaves_no_trace_and_accepts_what_it_cannot_judge():
+    modes = []
+
+    def noisy(model, x):
+        modes.append((model.training, torch.is_grad_enabled()))
+        return (model(x) + torch.randn(len(x), 1)).square().sum(), len(x)
+
+    step = linear(noisy, microbatch_size=4)
+    step.model.train()
+    seed_everything(1)
+    step(inputs())
+    assert modes == [(False, False)] * 4 + [(True, True)] * 2
+    assert step.model.training
+    other = linear(noisy, microbatch_size=4)
+    other._exactness._additive = True
+    seed_everything(1)
+    other(inputs())
+    assert torch.equal(step.model.weight, other.model.weight)
+
+    def training_only(model, x):
+        if not model.training:
+            raise ValueError("targets")
+        return model(x).sum(), len(x)
+
+    assert linear(training_only, microbatch_size=4)(inputs()).num_microbatches == 2
+
+
+def test_a_batch_that_the_loss_edited_is_refused_and_one_whose_fields_it_took_out_is_not():
+    fault = Fault()
+
+    def edits(model, batch):
+        batch["x"].mul_(2)
+        fault()
+        return model(batch["x"]).sum(), 8
+
+    with pytest.raises(UsageError, match=r"edited batch\['x'\] in place"):
+        linear(edits)({"x": inputs()})
+
+    def takes(model, batch):
+        x = batch.pop("x")
+        fault()
+        return model(x).sum(), len(x)
+
+    fault.times = 1
+    batch = {"x": inputs()}
+    assert linear(takes)(batch).num_microbatches == 2
+    assert list(batch) == ["x"]
+
+
+def test_an_optimizer_in_the_backward_pass_is_refused_by_the_weights_name():
+    step = linear()
+    step.model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(UsageError, match="weight has a hook"):
+        step(inputs())
+    step = linear(allow_inexact=True)
+    step.model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    step(inputs())
+
+
+def make_scaled(ooms=None, init_scale=2.0**10):
+    seed_everything(0)
+    model = Net(0.2)
+
+    def loss(model, batch):
+        if ooms is not None:
+            ooms.begin()
+        x, y = batch
+        return (model(x) - y).square().sum(), len(x)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return SafeStep(model, optimizer, loss, scaler=scaler, max_grad_norm=0.5)
+
+
+def test_a_gradient_scaler_ends_as_if_nothing_had_happened_wherever_memory_ran_out():
+    data = list(batches(40))
+    with Ooms() as ooms:
+        step = make_scaled(ooms)
+        plan = [(3 * index, ERRORS[index % 3]()) for index in range(40)]
+        _, used, _ = train(step, data, [None] * 40, ooms, plan)
+    assert step.num_ooms > 25
+    clean = make_scaled()
+    train(clean, data, used)
+    assert_same(state_of(step), state_of(clean))
+    assert step.scaler.state_dict() == clean.scaler.state_dict()
+    assert step.scaler.get_scale() > 2.0**10
+
+
+def test_a_scaled_gradient_that_overflows_is_skipped_by_the_scaler():
+    step = make_scaled(init_scale=2.0**127)
+    before = state_of_model(step.model)[2:]
+    outcome = step(next(batches(1)))
+    assert outcome.skipped and step.scaler.get_scale() == 2.0**126
+    assert_equal_tensors(before, state_of_model(step.model)[2:])
+
+
+def test_gradients_leaves_weights_and_scaler_as_they_are_and_a_step_may_follow():
+    step, other = make_scaled(), make_scaled()
+    batch = next(batches(1))
+    before = [parameter.detach().clone() for parameter in step.model.parameters()]
+    scale = step.scaler.state_dict()
+    step.prepare()
+    outcome = step.gradients(batch)
+    assert outcome.grad_norm > 0 and all(parameter.grad is not None for parameter in step.model.parameters())
+    assert_equal_tensors(before, list(step.model.parameters()))
+    assert step.scaler.state_dict() == scale and not step.optimizer.state
+    for one in (step, other):
+        seed_everything(4)
+        one(batch)
+    assert_equal_tensors(list(step.model.parameters()), list(other.model.parameters()))
+
+
+def test_a_sample_that_does_not_fit_is_named_with_its_shape_what_was_tried_and_what_to_do():
+    seen = []
+    fault = Fault(times=99, when=lambda x: seen.append(len(x)) or True)
+    step = linear(fault=fault)
+    step._exactness._additive = True
+    step.where = {"epoch": 2, "step": 3, "num_steps": 9}
+    before = state_of_model(step.model)
+    with pytest.raises(SampleTooLargeError) as caught:
+        step(inputs(6))
+    assert seen == [6, 3, 2, 1, 1]
+    assert "in epoch 2, step 3 of 9" in caught.value.what and "(6, 3) float64" in caught.value.what
+    assert "are taken without it" in caught.value.rule
+    assert "checkpoint_activations(model)" in caught.value.remedy
+    assert isinstance(caught.value, DoesNotFitError) and caught.value.exit_code == 3
+    assert_equal_tensors(before, state_of_model(step.model))
+    for settings, hint in (({"microbatch_size": None}, "microbatch_size='auto'"), ({"split": WHOLE}, "split=")):
+        with pytest.raises(SampleTooLargeError) as caught:
+            linear(fault=Fault(times=9), **settings)(inputs(6))
+        assert hint in caught.value.remedy and "which is not split" in caught.value.what
+
+
+def test_one_oom_of_a_batch_that_cannot_be_split_is_tried_once_more_with_all_caches_empty():
+    assert linear(fault=Fault(), split=WHOLE)(inputs()).num_ooms == 1
+
+
+def test_a_skipped_batch_is_counted_capped_and_not_in_the_average():
+    fault = Fault(times=99, when=lambda x: bool((x == 7).any()))
+    step = linear(fault=fault, skip=SkipPolicy(max_skipped=2, max_share=0.7))
+    step._exactness._additive = True
+    bad = torch.full((1, 3), 7.0, dtype=torch.float64)
+    before = state_of_model(step.model)
+    outcome = step(bad)
+    assert outcome.skipped and (outcome.loss_sum, outcome.weight, outcome.num_ooms) == (0.0, 0.0, 2)
+    assert_equal_tensors(before, state_of_model(step.model))
+    x = inputs(5)
+    mixed, clean = step(x, bad), linear()(x)
+    assert not mixed.skipped and (mixed.loss, mixed.weight, step.num_skipped) == (clean.loss, 5.0, 2)
+    with pytest.raises(SampleTooLargeError, match="skipped as number 3 of 4"):
+        step(bad)
+    assert linear(fault=Fault(times=99), skip=SkipPolicy(5, 0.1))(bad).skipped  # one is always within the share
+
+
+def test_what_is_not_finite_fails_without_a_trace_or_is_skipped_where_that_is_allowed():
+    bad = inputs()
+    bad[3, 1] = torch.nan
+    step = linear()
+    before = state_of_model(step.model)
+    with pytest.raises(JobFailedError, match=r"In this step the loss is nan over a weight of 8\.0"):
+        step(bad)
+    assert_equal_tensors(before, state_of_model(step.model))
+
+    def steep(model, x):
+        return (model(x) * 0).sqrt().sum(), len(x)
+
+    with pytest.raises(JobFailedError, match=r"the gradient's norm is (nan|inf)"):
+        linear(steep)(inputs())
+    step = linear(skip=SkipPolicy(3, 1.0, on_nonfinite=True))
+    mixed, clean = step(inputs(5), bad), linear()(inputs(5))
+    assert (mixed.loss, step.num_skipped) == (clean.loss, 1)
+    assert linear(steep, skip=SkipPolicy(3, 1.0, on_nonfinite=True))(inputs()).skipped
+
+
+def test_another_error_is_passed_on_as_it_is():
+    def broken(model, x):
+        raise RuntimeError("no room for zoom, out of memory")
+
+    with pytest.raises(RuntimeError, match="zoom"):
+        linear(broken)(inputs())
+
+
+def test_an_update_that_never_finds_memory_is_refused_after_three_tries(monkeypatch):
+    step = linear()
+    tries = []
+
+    def fails(*args):
+        tries.append(1)
+        raise MemoryError
+
+    monkeypatch.setattr(step._guard, "step", fails)
+    with pytest.raises(DoesNotFitError, match="the update went out of memory 3 times"):
+        step(inputs())
+    assert len(tries) == 3
+
+    def half(*args):
+        raise HalfUpdatedError("half", rule="r", remedy="d")
+
+    monkeypatch.setattr(step._guard, "step", half)
+    with pytest.raises(HalfUpdatedError):
+        step(inputs())
+
+
+def test_allocator_retries_split_smaller_before_anything_fails(monkeypatch):
+    count = iter([0, 1, 1, 2, 2, 2, 2, 2])  # before and after each step
+    monkeypatch.setattr("memfit.training._step._num_alloc_retries", lambda parameters: next(count))
+    step = linear()
+    assert [step(inputs()).microbatch_size for _ in range(4)] == [8, 8, 4, 4]
+    assert step.num_ooms == 0
+
+
+def test_sizes_counts_and_scaler_survive_a_resume_as_plain_values():
+    step = linear(fault=Fault(), skip=SkipPolicy(3, 1.0))
+    step(inputs())
+    state = json.loads(json.dumps(step.state_dict()))
+    other = linear()
+    other.load_state_dict(state)
+    assert (other.num_ooms, other.num_skipped) == (1, 0)
+    assert other(inputs()).microbatch_size == 4
+    scaled, fresh = make_scaled(), make_scaled()
+    for batch in batches(4):
+        scaled(batch)
+    fresh.load_state_dict(scaled.state_dict())
+    assert fresh.scaler.state_dict() == scaled.scaler.state_dict()
+
+
+def test_what_happened_is_told_and_written_into_the_run_directory(tmp_path, monkeypatch):
+    run = RunDir.create(tmp_path, "demo", "0123abcd" * 8)
+    run.job_dir("fold_1").mkdir()
+    monkeypatch.setenv("MEMFIT_RUN_DIR", str(run.path))
+    monkeypatch.setenv("MEMFIT_JOB_ID", "fold_1")
+    told = []
+    fault = Fault(times=1)
+    step = linear(fault=fault, on_oom=told.append, skip=SkipPolicy(3, 1.0))
+    step.where = {"epoch": 1, "step": 4}
+    step(inputs())
+    fault.times = 2
+    step(inputs(1))
+    linear(ranking, microbatch_size=5, allow_inexact=True)((inputs(9), torch.arange(9) // 3))
+    events = [event for event in run.events() if event["kind"] != "phase"]
+    assert [event["kind"] for event in events] == ["oom", "microbatch", "oom", "oom", "skip", "inexact"]
+    oom, size, *_, skip, inexact = events
+    assert (oom["memory"], oom["phase"], oom["microbatch_size"], oom["step"]) == ("host", "forward", 8, 4)
+    assert (size["size"], size["previous_size"], size["count"]) == (4, 8, 8)
+    assert skip["num_skipped"] == 1 and "does not fit" in skip["reason"]
+    assert "not the sum" in inexact["reason"]
+    first = told[0]
+    assert (first.phase, first.microbatch_size, first.next_size) == ("forward", 8, 4)
+    assert json.loads(first.flight_record.read_text())["where"]["epoch"] == 1
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "large"])
+def test_a_size_that_is_none_is_refused(size):
+    with pytest.raises(UsageError, match="microbatch_size"):
+        linear(microbatch_size=size)
+
+
+def test_a_step_needs_a_batch():
+    with pytest.raises(UsageError, match="no batch"):
+        linear()()
+
+
+def test_buffers_may_appear_change_place_and_share_memory():
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 1).double()
+            self.register_buffer("ids", torch.arange(3).expand(2, 3))
+            self.register_buffer("none", None)
+            self.twin = self.layer
+
+        def forward(self, x):
+            if "late" not in self._buffers:
+                self.register_buffer("late", torch.zeros(1))
+            self.late = self.late + 1
+            return self.layer(x)
+
+    torch.manual_seed(0)
+    model, fault = Odd(), Fault()
+
+    def loss(model, x):
+        out = model(x)
+        fault()
+        return out.square().sum(), len(x)
+
+    step = SafeStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, microbatch_size=4)
+    fault.times = 0
+    step(inputs())
+    assert model.late == 2
+    fault.times = 1
+    step(inputs())  # fails at 4 and goes through in parts of 2
+    assert model.late == 2 + 4
+
+
+LIMITED = """
+import resource, sys, torch
+from memfit.training import MicrobatchSizes, SafeStep, seed_everything
+torch.set_num_threads(1)
+path, room, *given = sys.argv[1], *map(int, sys.argv[2:])
+seed_everything(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 40_000), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(40_000, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+x = torch.randn(256, 8)
+def loss(model, x):
+    return (model(x) - x[:, :1]).square().sum(), len(x)
+step = SafeStep(model, optimizer, loss)
+step.gradients(x[:2])
+step.prepare()
+seed_everything(1)
+if room:
+    taken = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + room, resource.RLIM_INFINITY))
+sizes = []
+for index in range(3):
+    if given:
+        step.sizes = MicrobatchSizes(given[index])
+    sizes.append(step(x).microbatch_size)
+torch.save([*model.state_dict().values(), torch.get_rng_state()], path)
+print(step.num_ooms, *sizes)
+"""
+
+
+def test_steps_that_do_not_fit_under_a_real_limit_go_through_with_the_bits_of_their_splits(tmp_path):
+    """256 samples take 4 times 39 MiB at once; 100 MiB are there."""
+
+    def run(room, *sizes):
+        path = tmp_path / f"{room}.pt"
+        done = subprocess.run(
+            [sys.executable, "-c", LIMITED, path, *map(str, [room, *sizes])],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return [int(word) for word in done.stdout.split()], torch.load(path)
+
+    (num_ooms, *sizes), limited = run(100 << 20)
+    assert max(sizes) < 256 and num_ooms >= 1
+    again, free = run(0, *sizes)
+    assert again == [0, *sizes]
+    assert_equal_tensors(limited, free)
