@@ -13,6 +13,7 @@ import pytest
 
 from memfit.jobs import Grant, Job, LocalBackend, Verdict, _start, read_status
 from memfit.jobs._lock import is_held, read_holder
+from memfit.jobs._watch import Watch
 from memfit.memory import JobGroup, Walls, read_series
 from memfit.rundir import RunDir
 from memfit.testing import BackendContract, is_alive, wait_for_end, wait_until
@@ -696,3 +697,12 @@ def test_an_outcome_that_meets_a_full_disk_is_written_when_there_is_room(tmp_pat
         backend.close()
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_training_that_was_in_each_phase_by_its_marks_is_settled_at_once(tmp_path):
+    watch = Watch(RunDir(tmp_path), "cmd_0001", (), os.getpid(), None, 1, 0.0)
+    for phase in ("train", "validate"):
+        watch._enter(phase)
+        assert not watch.settled
+    watch._enter("checkpoint")
+    assert watch.settled

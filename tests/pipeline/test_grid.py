@@ -128,3 +128,9 @@ def test_a_file_that_is_not_there_and_one_that_names_a_parameter_again_are_refus
 def test_without_parameters_there_is_one_command_as_it_stands():
     assert expand(["echo", "{x}"], []) == [{}]
     assert fill(["echo", "{x}"], {}) == ("echo", "{x}")
+
+
+def test_half_a_range_is_refused_and_its_text_can_be_quoted() -> None:
+    with pytest.raises(UsageError, match="half a range"):
+        expand(["train", "{lr}"], ["lr=1..x"])
+    assert expand(["train", "{lr}"], ['lr="1..x"'])[0] is not None

@@ -105,6 +105,8 @@ def test_a_line_that_is_still_being_written_waits_for_its_rest(made):
         {"kind": "epoch", "job": "fold_1", "epoch": 3},
         {"kind": "epoch", "job": "fold_1", "epoch": "three", "num_epochs": 4},
         {"kind": "step", "job": "fold_1"},
+        {"kind": "oom", "job": "fold_1"},
+        {"kind": "microbatch", "job": "fold_1", "size": 4},
         {"kind": "run", "job": "fold_1", "state": "started"},
         {"kind": "end", "job": "fold_1"},
         {"kind": "admit", "job": "fold_1", "num_running": None, "why": "", "reservation_bytes": 1},
@@ -242,6 +244,23 @@ def test_what_happens_to_reservations_is_told_in_lines(commands):
     ]
     now = {"time": 0.0, "kind": "aside", "job": "cmd_0001", "reason": "x", "now": True}
     assert describe(now, view) == "cmd_0001 is ended now and comes again later: x"
+
+
+def test_what_a_training_survived_is_told_in_lines(commands):
+    place = {"job": "cmd_0003", "phase": "forward", "epoch": 2, "step": 7}
+    tell = {
+        "oom": {"memory": "device", "microbatch_size": 8, "error": "CUDA out of memory.", **place},
+        "microbatch": {"job": "cmd_0003", "size": 4, "previous_size": 8, "count": 8},
+        "skip": {"job": "cmd_0003", "reason": "the loss is nan", "num_skipped": 1, "num_batches": 90},
+        "inexact": {"job": "cmd_0003", "reason": "bn1 is a BatchNorm"},
+    }
+    view = RunView(commands(3).run)
+    assert [describe({"time": 0.0, "kind": kind, **fields}, view) for kind, fields in tell.items()] == [
+        "cmd_0003 is out of device memory in phase forward, epoch 2, step 7 with 8 at once: CUDA out of memory.",
+        "cmd_0003 makes smaller microbatches: 4 of 8 at once",
+        "cmd_0003 leaves out a batch, number 1 of 90: the loss is nan",
+        "cmd_0003 trains inexactly, as allowed: bn1 is a BatchNorm",
+    ]
 
 
 def test_a_commands_start_and_end_name_its_parameters(commands):

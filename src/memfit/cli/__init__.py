@@ -20,20 +20,23 @@ from memfit.cli._watch import watch
 from memfit.errors import MemfitError, UsageError
 
 app = typer.Typer(
-    help="Training that fits: plan, run, recover and explain the memory of PyTorch jobs.",
+    help="Training that fits: plan, run, recover and explain the memory of PyTorch jobs.\n\n"
+    "Begin with: memfit budget, then memfit run -- python train.py",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(options_metavar="[OPTIONS] [-- COMMAND...]")(run)
-app.command("map", options_metavar="[OPTIONS] -- COMMAND...")(map_)
-app.command()(watch)
-app.command()(ps)
-app.command()(stop)
-app.command()(resume)
-app.command()(budget)
-app.command()(average)
+app.command(options_metavar="[OPTIONS] [-- COMMAND...]", short_help="Run folds, or one command, under a budget.")(run)
+app.command(
+    "map", options_metavar="[OPTIONS] -- COMMAND...", short_help="Run a command for every combination of parameters."
+)(map_)
+app.command(short_help="Show a run that goes on, from any terminal.")(watch)
+app.command(short_help="List the live runs of this host and their jobs.")(ps)
+app.command(short_help="Have a run, or one job, checkpoint and end.")(stop)
+app.command(short_help="Go on with a run that was stopped or killed.")(resume)
+app.command(short_help="Show what memory may be used, and who says so.")(budget)
+app.command(short_help="Average checkpoints of one training.")(average)
 
 
 def _version(wanted: bool) -> None:

@@ -47,7 +47,10 @@ class Flags:
     runs_dir: Annotated[str | None, typer.Option(help="The folder of all runs.", metavar="FOLDER")] = None
     threads: Annotated[str | None, typer.Option(help="Threads of each job's numerical libraries.", metavar="N")] = None
     grace: Annotated[
-        str | None, typer.Option(help="How long a job that is asked to stop may take to.", metavar="SECONDS")
+        str | None,
+        typer.Option(
+            help="How long a job that is asked to stop may take to save and end; then it is killed.", metavar="SECONDS"
+        ),
     ] = None
     no_tight_malloc: Annotated[
         bool,

@@ -126,7 +126,8 @@ def explain(death: Death) -> tuple[State, str]:
         return "out_of_memory", how
     if shortage := _shortage(death):
         return "out_of_memory", f"{how}; {shortage}"
-    return "failed", how
+    said = _last_lines(death)[-1:] if error is None else []
+    return "failed", ": ".join([how, *(line[:200] for line in said)])
 
 
 def place_of(death: Death) -> str:

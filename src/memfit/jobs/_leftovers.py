@@ -15,6 +15,8 @@ from pathlib import Path
 #: Names of torch, the standard library's users, OpenMP and joblib, each with the number of the process that made it.
 _SEGMENT = re.compile(r"(?:torch_|pym-|__KMP_REGISTERED_LIB_|joblib_memmapping_folder_)(\d+)(?:[_-]|$)")
 _PATIENCE_SECONDS = 2.0
+#: Helpers such as multiprocessing's resource tracker end by themselves just after their parent.
+_LEAVING_SECONDS = 0.3
 _SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "busybox"})
 
 
@@ -25,6 +27,9 @@ def end_children(others: Callable[[], Iterable[int]]) -> set[int]:
         others: Where orphans are not inherited (not on Linux): tells what of the job lives.
     """
     ended: set[int] = set()
+    leaving = time.monotonic() + _LEAVING_SECONDS
+    while sys.platform == "linux" and _has_children() and time.monotonic() < leaving:
+        time.sleep(0.01)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while _has_children() or sys.platform != "linux":
         left = _children() if sys.platform == "linux" else set(others())

@@ -37,6 +37,8 @@ _STALL_SECONDS, _DEADLOCK_SECONDS = 10.0, 0.5
 _STARTING_SECONDS, _STARTS_PER_CPU = 0.25, 3
 #: How many waiting jobs are looked at when the first does not fit, and how many may pass it by.
 _BACKFILL, _MOST_PASSED = 32, 64
+#: How often requests to stop are looked for of those that wait behind the first.
+_LOOK_SECONDS = 0.5
 _MOST_ASIDES = 3
 #: How a job may end that was asked to step aside.
 _ASIDE = frozenset({"preempted", "cancelled", "node_fail", "out_of_memory"})
@@ -91,7 +93,7 @@ class Scheduler:
         self._num_passed = 0
         self._short = ""
         self._favoured: str | None = None
-        self._favoured_at = 0.0
+        self._favoured_at = self._look_at = 0.0
         self._budget = BudgetWatch(read_budget, lambda: monotonic(), claims.others if claims else Others)
 
     def run(
@@ -416,7 +418,10 @@ class Scheduler:
     # Admission
 
     def _admit(self, hold: str, stopped: Callable[[str], str]) -> DoesNotFitError | None:
-        for slot in self._waiting[:_BACKFILL]:
+        is_due = monotonic() >= self._look_at  # at those behind the first, which is next
+        if is_due:
+            self._look_at = monotonic() + _LOOK_SECONDS
+        for slot in self._waiting[: _BACKFILL if is_due else 1]:
             if reason := stopped(slot.job.id):
                 self._drop(slot, "cancelled", reason)
         if not self._waiting:

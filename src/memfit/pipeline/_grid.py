@@ -100,6 +100,10 @@ def _range(name: str, text: str) -> Iterable[str]:
     match = _RANGE.fullmatch(text)
     if match is None and _LIKE_A_RANGE.fullmatch(text):
         raise _bad(f"--param {name}={text} is no range of whole numbers", f"list the values: {name}=0.1,0.2,0.3")
+    if match is None and re.match(r"-?\d+\.\.", text):
+        raise _bad(
+            f"--param {name}={text} is half a range", f'write {name}=1..9, or {name}="{text}" for that text itself'
+        )
     if match is None:
         return [text]
     first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)

@@ -186,6 +186,30 @@ def _describe_grow(event: Event, view: RunView) -> str:
     return f"{event['job']} grows: its reservation is raised {sizes}; {event['why']}"
 
 
+def _describe_oom(event: Event, view: RunView) -> str:
+    size = f" with {event['microbatch_size']} at once" if event.get("microbatch_size") else ""
+    return f"{event['job']} is out of {event['memory']} memory{_place(event)}{size}: {event['error']}"
+
+
+def _describe_microbatch(event: Event, view: RunView) -> str:
+    what = "makes smaller" if event["size"] < event["previous_size"] else "tries larger"
+    return f"{event['job']} {what} microbatches{_place(event)}: {event['size']} of {event['count']} at once"
+
+
+def _describe_skip(event: Event, view: RunView) -> str:
+    number = f"number {event['num_skipped']} of {event['num_batches']}"
+    return f"{event['job']} leaves out a batch, {number}{_place(event)}: {event['reason']}"
+
+
+def _describe_inexact(event: Event, view: RunView) -> str:
+    return f"{event['job']} trains inexactly, as allowed: {event['reason']}"
+
+
+def _place(event: Event) -> str:
+    told = [f"{name} {event[name]}" for name in ("phase", "epoch", "step") if event.get(name) is not None]
+    return f" in {', '.join(told)}" if told else ""
+
+
 def _describe_aside(event: Event, view: RunView) -> str:
     how = "is ended now and comes again later" if event["now"] else "is asked to checkpoint and step aside"
     return f"{event['job']} {how}: {event['reason']}"
@@ -217,6 +241,10 @@ _OF_JOBS: Mapping[str, Callable[[Event, RunView], str]] = {
     "epoch": _describe_epoch,
     "end": _describe_end,
     "grow": _describe_grow,
+    "oom": _describe_oom,
+    "microbatch": _describe_microbatch,
+    "skip": _describe_skip,
+    "inexact": _describe_inexact,
     "aside": _describe_aside,
     "retry": _describe_retry,
     "stop": _describe_stop,
