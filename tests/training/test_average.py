@@ -164,7 +164,7 @@ def test_damaged_and_foreign_files_are_refused(save, tmp_path):
 
 def test_files_that_are_not_there_or_named_twice_are_refused(save, tmp_path):
     a = save("ema_epoch_3.pt", weights(1))
-    with pytest.raises(FileNotFoundError, match=r"ema_epoch_6\.pt"):
+    with pytest.raises(UsageError, match=r"ema_epoch_6\.pt cannot be read"):
         average_checkpoints([a, tmp_path / "ema_epoch_6.pt"], tmp_path / "out.pt")
     with pytest.raises(UsageError, match="named twice"):
         average_checkpoints([a, tmp_path / "." / "ema_epoch_3.pt"], tmp_path / "out.pt")

@@ -1,6 +1,8 @@
 """Checkpoint files that are whole or refused, and the folder that keeps the last good ones."""
 
+import errno
 import os
+import resource
 import shutil
 import zipfile
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memfit.errors import DamagedError, DoesNotFitError, UsageError
+from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
 from memfit.training import CheckpointWarning, Trainer, load_checkpoint
 from memfit.training._checkpoint import CheckpointFolder, save_checkpoint
 
@@ -293,3 +295,57 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_before_a_step_is_mad
         trainer.fit([torch.ones(3, 2)], num_epochs=3, preflight=False)
     assert not seen
     assert not list((tmp_path / "new").iterdir())
+
+
+def test_state_that_comes_with_the_first_step_is_proven_too(tmp_path):
+    class Odd(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            self.state[self.param_groups[0]["params"][0]]["where"] = Path("/tmp")
+
+    model = torch.nn.Linear(2, 1)
+    trainer = Trainer(model, loss=squared, optimizer=Odd(model.parameters(), lr=0.1), checkpoint_dir=tmp_path)
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        trainer.fit([torch.ones(3, 2)], num_epochs=1)
+    assert names(tmp_path) == ["checkpoint_epoch_0.pt", "latest_checkpoint.pt"]
+
+
+def test_a_disk_that_becomes_full_says_what_is_lost(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def evaluate(model, valid):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        return {"valid_loss": 1.0}
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 20_000), torch.nn.Linear(20_000, 1))
+    trainer = Trainer(model, loss=squared, checkpoint_dir=tmp_path)
+    data = [torch.ones(3, 2)]
+    try:
+        with pytest.raises(JobFailedError, match=r"could not be written to .*: File too large; .* is free") as caught:
+            trainer.fit(data, data, num_epochs=3, evaluate=evaluate, preflight=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "checkpoint_epoch_1.pt stays" in caught.value.rule
+    assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["epoch"] == 1
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UsageError, match="No checkpoint can be written to"):
+            CheckpointFolder(path, keep_epochs=2)
+
+    def read_only(path):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "touch", read_only)
+    with pytest.raises(UsageError, match="Read-only file system"):
+        CheckpointFolder(tmp_path, keep_epochs=2)
+
+
+def test_a_missing_checkpoint_and_a_folder_are_named(tmp_path):
+    with pytest.raises(UsageError, match=r"nothing\.pt cannot be read: No such file"):
+        load_checkpoint(tmp_path / "nothing.pt")
+    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+        load_checkpoint(tmp_path)

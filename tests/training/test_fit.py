@@ -1,7 +1,9 @@
 """A fit under way: what survives an out-of-memory, what is refused before the first step, what makes one step."""
 
+import multiprocessing
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -334,6 +336,16 @@ def test_a_schedule_is_stepped_with_each_step_and_resumes(tmp_path):
         make(schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(first.optimizer))
 
 
+def test_steps_that_the_scaler_skipped_are_left_out_of_the_mean():
+    scaler = torch.amp.GradScaler("cpu", init_scale=3e38, growth_interval=1000)
+    trainer = make(scaler=scaler, dropout=0.0)
+    with torch.no_grad():
+        second = float(squared(trainer.model, X[4:8])[0]) / 4  # with the first weights: the first step is skipped
+    entry = trainer.fit([X[:4], X[4:8]], num_epochs=1, preflight=False).history[0]
+    assert entry.num_skipped == 1
+    assert entry.train_loss == pytest.approx(second)
+
+
 def test_skipped_batches_are_counted_and_left_out_of_the_mean():
     def loss(model, x):
         total, weight = squared(model, x)
@@ -437,6 +449,44 @@ def test_a_preflight_leaves_no_trace_and_is_recorded(tmp_path, events):
     assert list(event["phases"]) == ["train", "validate", "checkpoint"]
 
 
+@pytest.mark.parametrize(
+    "evaluate, error, text",
+    [
+        (lambda model, valid: {"ic": 1.0}, UsageError, r"Validation gave \['ic'\]"),
+        (lambda model, valid: None, UsageError, "evaluate gave NoneType"),
+        (lambda model, valid: {}["missing"], KeyError, "missing"),
+    ],
+)
+def test_a_preflight_finds_the_evaluation_that_does_not_work(evaluate, error, text):
+    trainer = make()
+    with pytest.raises(error, match=text):
+        trainer.fit(loader(), VALID, num_epochs=1, evaluate=evaluate)
+    assert same_fits(trainer, make())
+
+
+def test_a_preflight_leaves_the_datas_own_generators_alone():
+    class Own(torch.utils.data.Dataset):
+        def __init__(self):
+            self.draws = np.random.default_rng(1)
+
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            return X[index] + self.draws.random()
+
+    def validate(model, valid):
+        assert len(list(valid)) == 3  # one batch is not enough: all are drawn
+        return {"valid_loss": 0.5}
+
+    fits = []
+    for preflight in (True, False):
+        data = Own()
+        fits.append(make())
+        fits[-1].fit(DataLoader(data, 4), DataLoader(data, 4), num_epochs=2, evaluate=validate, preflight=preflight)
+    assert same_fits(*fits)
+
+
 def test_a_preflight_finds_the_evaluation_that_will_not_fit_before_the_first_step():
     def evaluate(model, valid):
         raise MemoryError
@@ -456,7 +506,7 @@ def test_an_evaluation_that_cannot_do_with_one_batch_is_left_to_the_real_one(eve
         return {"valid_loss": 0.5}
 
     assert make().fit(loader(), VALID, num_epochs=1, evaluate=evaluate).history[0].metrics == {"valid_loss": 0.5}
-    assert sizes == [1, 2]
+    assert sizes == [1, 2, 2]
     assert "AssertionError" in events("preflight_evaluation")[0]["error"]
 
 
@@ -469,6 +519,65 @@ def test_a_resume_names_the_averages_that_will_be_missing(tmp_path):
     )
 
 
+def test_stages_and_the_fold_are_cleaned_up_after(tmp_path, capsys):
+    make(tmp_path, cleanup=CleanupPolicy(stage=True, fold=True)).fit(loader(), VALID, num_epochs=2)
+    # checkpoint (of the preflight), train, checkpoint, validate, train, checkpoint, validate
+    assert "memfit: cleanup: 7 collections (stage 6, fold 1)" in capsys.readouterr().err
+
+
 def test_what_cleaning_up_cost_is_said_at_the_end(capsys):
     make(cleanup=CleanupPolicy(proactive=True, periodic=2)).fit(loader(), num_epochs=2)
     assert "memfit: cleanup: 8 collections" in capsys.readouterr().err
+
+
+class _Scratch(torch.nn.Module):
+    """Counts its calls in a buffer that its state dict leaves out, and lets them into its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.register_buffer("last", None, persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            scale = 1 if self.last is None else self.last.mean()
+            self.last = x.detach()
+            return self.linear(x) * self.calls * scale
+        return self.linear(x)
+
+
+def test_buffers_that_a_state_dict_leaves_out_are_resumed(tmp_path):
+    def fit(folder, num_epochs):
+        seed_everything(2)
+        model = _Scratch()
+        Trainer(model, loss=squared, checkpoint_dir=folder).fit(loader(), num_epochs=num_epochs)
+        return model
+
+    straight = fit(tmp_path / "straight", 2)
+    fit(tmp_path / "resumed", 1)
+    resumed = fit(tmp_path / "resumed", 2)
+    assert straight.calls == resumed.calls == 12
+    assert same_tensors(straight.state_dict(), resumed.state_dict())
+    assert torch.equal(straight.last, resumed.last)
+
+
+def test_a_bug_beside_a_busy_worker_ends_the_fit(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.05)
+
+    class Stuck(torch.utils.data.Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            if index >= 2:
+                time.sleep(600)
+            return X[index]
+
+    def loss(model, x):
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        make(loss=loss).fit(DataLoader(Stuck(), 2, num_workers=1), num_epochs=1, preflight=False)
+    assert multiprocessing.active_children() == []

@@ -1,6 +1,14 @@
 """Where an epoch of training data stands, and how a resumed one gets there."""
 
+import io
+import multiprocessing
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -10,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 from memfit.errors import DataError, UsageError
 from memfit.training import KeyedDataset, KeyedSampler, seed_everything
-from memfit.training._loader import TrainingData, keyed_rng
+from memfit.training._loader import TrainingData, generators_of, keyed_rng
 from memfit.training._process import rng_state
 
 
@@ -85,7 +93,46 @@ def with_generator():
     return DataLoader(Augmented(), 2, shuffle=True, generator=torch.Generator().manual_seed(9))
 
 
+class Own(Augmented):
+    """Draws from generators of its own."""
+
+    def __init__(self):
+        self.python, self.numpy = random.Random(3), np.random.default_rng(3)
+        self.legacy, self.philox = np.random.RandomState(3), np.random.Generator(np.random.Philox(3))
+        self.torch = torch.Generator().manual_seed(3)
+
+    def __getitem__(self, index):
+        numbers = [self.python.random(), self.numpy.normal(), self.legacy.normal(), self.philox.random()]
+        return torch.tensor([index, *numbers, torch.rand((), generator=self.torch).item()])
+
+
+class OwnNumbered(Numbered):
+    def __init__(self):
+        super().__init__()
+        self.draws = np.random.default_rng(5)
+
+    def __getitem__(self, number):
+        return torch.tensor([number, self.draws.random()])
+
+
+def with_noise(rows):
+    return torch.stack(rows) + torch.rand(())
+
+
+def keyed_over(dataset, num_workers=0, collate_fn=None, **settings):
+    data = KeyedDataset(dataset, seed=4)
+    return DataLoader(
+        data, 2, sampler=KeyedSampler(data, seed=4, **settings), num_workers=num_workers, collate_fn=collate_fn
+    )
+
+
 KINDS = {
+    "own generators": ("replayed", lambda: DataLoader(Own(), 2, shuffle=True)),
+    "own generators in workers": ("replayed", lambda: DataLoader(Own(), 2, num_workers=2)),
+    "own generators, keyed": ("replayed", lambda: keyed_over(Own())),
+    "own generators, numbered": ("indexed", OwnNumbered),
+    "collates at random": ("replayed", lambda: keyed_over(Augmented(), 2, with_noise)),
+    "collates": ("keyed", lambda: keyed_over(Augmented(), 2, torch.stack, deterministic_collate=True)),
     "list": ("indexed", lambda: [torch.tensor([n]) for n in range(5)]),
     "numbered": ("indexed", Numbered),
     "stateful": ("stateful", Stateful),
@@ -131,7 +178,8 @@ def test_a_resume_in_mid_epoch_gets_the_batches_that_were_left(name):
     for epoch in (1, 2):
         first.open(epoch)
         train_on(first, epoch, 2)
-        states[epoch] = first.state_dict(within_epoch=True)
+        torch.save(first.state_dict(within_epoch=True), file := io.BytesIO())
+        states[epoch] = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         rest = list(first)
         first.close()
     second = TrainingData(make(), seed=3)
@@ -143,7 +191,7 @@ def test_a_resume_in_mid_epoch_gets_the_batches_that_were_left(name):
     assert equal(rest, again)
 
 
-@pytest.mark.parametrize("name", ["generator", "sampler's generator", "plain", "workers"])
+@pytest.mark.parametrize("name", ["generator", "sampler's generator", "plain", "workers", "own generators"])
 def test_a_resume_at_an_epochs_end_gets_the_next_epochs_order(name):
     first, second = (TrainingData(KINDS[name][1](), seed=3) for _ in range(2))
     first.open(1)
@@ -280,3 +328,99 @@ def test_workers_are_gone_once_an_epoch_is_closed():
     next(data)
     data.close()
     assert not any(worker.is_alive() for worker in workers)
+
+
+def test_another_number_of_generators_is_refused():
+    state = TrainingData(DataLoader(Own(), 2), 0).state_dict(within_epoch=False)
+    with pytest.raises(UsageError, match="hold 0 random generators, and 5 are saved"):
+        TrainingData(DataLoader(Augmented(), 2), 0).open(1, 0, state)
+
+
+def test_generators_of_the_process_are_not_the_datas_own():
+    data = Augmented()
+    data.shared = [np.random.mtrand._rand, random._inst, torch.default_generator]
+    data.one, data.two, data.three = data.shared
+    data.secure = random.SystemRandom()
+    assert generators_of(DataLoader(data)) == []
+
+
+def test_a_keyed_data_set_tells_the_epoch_on_also_to_workers_that_live_on():
+    class Told(Augmented):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __getitem__(self, index):
+            return torch.tensor(self.epoch)
+
+    data = KeyedDataset(Told())
+    loader = DataLoader(data, 5, sampler=KeyedSampler(data), num_workers=1, persistent_workers=True)
+    training = TrainingData(loader, 0)
+    for epoch in (1, 2):
+        training.open(epoch)
+        assert data.dataset.epoch == epoch
+        assert {int(value) for batch in training for value in batch} == {epoch}
+        training.close()
+    training.close(persistent_too=True)
+
+
+def mark_worker(number):
+    os.environ["MARKED"] = str(number + 7)
+
+
+class Marked(Augmented):
+    def __getitem__(self, index):
+        return torch.tensor(int(os.environ["MARKED"]))
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_the_users_own_start_of_a_worker_is_kept(method):
+    loader = DataLoader(Marked(), 10, num_workers=1, worker_init_fn=mark_worker, multiprocessing_context=method)
+    data = TrainingData(loader, 0)
+    data.open(1)
+    assert next(data).tolist() == [7] * 10
+    data.close()
+    assert loader.worker_init_fn is mark_worker
+
+
+class Stuck(Augmented):
+    def __getitem__(self, index):
+        if index == 2:
+            print("stuck", os.getpid(), flush=True)
+            time.sleep(600)
+        return torch.ones(())
+
+
+def test_a_worker_that_is_busy_is_killed(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.05)
+    data = TrainingData(DataLoader(Stuck(), 2, num_workers=1), 0)
+    data.open(1)
+    (worker,) = data._iterator._workers
+    next(data)
+    data.close()
+    assert not psutil.pid_exists(worker.pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_die_with_a_killed_trainer(method, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import test_loader
+if __name__ == "__main__":
+    loader = test_loader.DataLoader(test_loader.Stuck(), 2, num_workers=1, multiprocessing_context={method!r})
+    data = test_loader.TrainingData(loader, 0)
+    data.open(1)
+    list(data)
+"""
+    )
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as trainer:
+        worker = psutil.Process(int(trainer.stdout.readline().split()[1]))
+        trainer.send_signal(signal.SIGKILL)
+    try:
+        worker.wait(30)
+    finally:
+        if worker.is_running():
+            worker.kill()

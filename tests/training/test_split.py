@@ -100,3 +100,42 @@ def test_a_rebuilt_batch_has_containers_of_its_own_and_the_same_tensors():
     other.pop("x")
     other["more"].clear()
     assert [place for place, _ in leaves(batch)] == ["['x']", "['more'][0]"]
+
+
+class Counted(list):
+    """A list that counts how many of its items were looked at."""
+
+    looked = 0
+
+    def __iter__(self):
+        for item in super().__iter__():
+            Counted.looked += 1
+            yield item
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda num: Counted(["a"] * num),
+        lambda num: Counted([7] * num),
+        lambda num: Counted([Counted([7] * 100) for _ in range(num)]),
+    ],
+)
+def test_what_a_long_plain_list_costs_does_not_grow_with_it(make):
+    looked = []
+    for num in (100, 1000):
+        Counted.looked = 0
+        batch = {"x": numbers(num), "plain": make(num)}
+        assert BySample().count(batch) == num
+        assert len(BySample().take(batch, 1, 4)["plain"]) == 3
+        assert len(list(leaves(batch))) == 2
+        looked.append(Counted.looked)
+    assert looked[0] == looked[1]
+
+
+def test_a_long_plain_tuple_is_one_leaf_and_one_that_holds_a_tensor_is_looked_through():
+    names = tuple("abcdefghijklmnopqrstuvwxyz")
+    assert [place for place, _ in leaves((names, numbers(3)))] == ["[0]", "[1]"]
+    assert BySample().take((names, numbers(3)), 0, 2)[0] is names
+    assert BySample().count((*names, numbers(3))) == 3
+    assert BySample().take((*names, numbers(3)), 0, 2)[-1].tolist() == [0, 1]

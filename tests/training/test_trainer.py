@@ -281,6 +281,10 @@ def test_a_resume_with_another_model_or_other_data_is_refused(tmp_path):
         make(tmp_path).fit([torch.ones(2, 4)], num_epochs=2)
     wider = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Dropout(0.2), torch.nn.Linear(7, 1))
     optimizer = torch.optim.AdamW(wider.parameters(), lr=0.01)
+    model = make().model
+    sgd = torch.optim.SGD(model.parameters())
+    with pytest.raises(UsageError, match=r"made otherwise\. optimizer: AdamW then, SGD now\.\n"):
+        Trainer(model, loss=squared, optimizer=sgd, checkpoint_dir=tmp_path, seed=1).fit(Shuffled(), num_epochs=2)
     with pytest.raises(UsageError, match="holds another model"):
         Trainer(wider, loss=squared, optimizer=optimizer, checkpoint_dir=tmp_path, seed=1).fit(Shuffled(), num_epochs=2)
 
@@ -337,6 +341,10 @@ def test_a_checkpoint_is_also_written_within_an_epoch_when_the_last_one_is_old(t
 def test_bad_arguments_are_refused_before_anything_is_trained():
     with pytest.raises(UsageError, match="evaluate was given without validation"):
         make().fit(Shuffled(), num_epochs=1, evaluate=lambda *_: {})
+    with pytest.raises(UsageError, match="There are no validation batches"):
+        make().fit(Shuffled(), [], num_epochs=1)
+    with pytest.raises(UsageError, match="seed is -1"):
+        Trainer(torch.nn.Linear(2, 1), loss=lambda model, x: (model(x).sum(), 1), seed=-1)
     with pytest.raises(UsageError, match="num_epochs is 0"):
         make().fit(Shuffled(), num_epochs=0)
     with pytest.raises(UsageError, match="has 0 batches"):
@@ -375,3 +383,60 @@ def test_without_torch_the_extra_is_named():
 def test_an_unknown_setting_is_refused_with_the_nearest_known_name() -> None:
     with pytest.raises(UsageError, match="did you mean 'microbatch_size'"):
         Trainer(torch.nn.Linear(1, 1), loss=lambda model, batch: (0, 1), micro_batch_size=3)  # type: ignore[call-arg]
+
+
+def test_a_schedule_with_other_constants_is_refused_on_resume(tmp_path: Path) -> None:
+    def fit(num_steps: int, num_epochs: int) -> None:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=num_steps)
+        trainer = Trainer(model, loss=_squares, optimizer=optimizer, schedule=schedule, checkpoint_dir=tmp_path)
+        trainer.fit([torch.ones(4, 1)], num_epochs=num_epochs)
+
+    fit(8, 1)
+    with pytest.raises(UsageError, match=r"T_max=8.* then, .*T_max=20"):
+        fit(20, 2)
+    fit(8, 2)
+
+
+def _squares(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (model(x) ** 2).sum(), len(x)
+
+
+def test_epochs_and_the_resume_are_told_where_no_run_shows_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEMFIT_RUN_DIR", raising=False)
+    for num_epochs in (1, 2):
+        trainer = Trainer(torch.nn.Linear(1, 1), loss=_squares, checkpoint_dir=tmp_path)
+        trainer.fit([torch.ones(4, 1)], num_epochs=num_epochs)
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "memfit: epoch 1/1",
+        f"memfit: goes on after epoch 1 of 2 ({tmp_path / 'checkpoint_epoch_1.pt'})",
+        "memfit: epoch 1/2",  # its end is finished again: whether that had happened is not known
+        "memfit: epoch 2/2",
+    ]
+
+
+def test_the_first_ctrl_c_saves_and_stops_and_the_second_interrupts(tmp_path: Path) -> None:
+    def interrupting(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        signal.raise_signal(signal.SIGINT)
+        return _squares(model, x)
+
+    data = [torch.ones(4, 1)] * 3
+    before = signal.getsignal(signal.SIGINT)
+    trainer = Trainer(torch.nn.Linear(1, 1), loss=interrupting, checkpoint_dir=tmp_path / "saved")
+    with pytest.raises(StoppedError, match="SIGINT"):
+        trainer.fit(data, num_epochs=1, preflight=False)
+    assert load_checkpoint(tmp_path / "saved" / "latest_checkpoint.pt")["step"] == 1
+    with pytest.raises(KeyboardInterrupt):  # nothing is saved, so nothing is gained by waiting
+        Trainer(torch.nn.Linear(1, 1), loss=interrupting).fit(data, num_epochs=1)
+
+    def twice(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        signal.raise_signal(signal.SIGINT)
+        return interrupting(model, x)
+
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(torch.nn.Linear(1, 1), loss=twice, checkpoint_dir=tmp_path / "twice").fit(data, num_epochs=1)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -279,14 +279,68 @@ def test_large_weights_that_were_changed_before_an_oom_are_said_to_be_half_updat
     give_gradients(params, 1)
     with pytest.raises(HalfUpdatedError, match="Tried to allocate") as caught, Fails(2, only="addcdiv_"):
         guard.step()
-    assert "undo='copy'" in caught.value.remedy
-    params, optimizer = make("AdamW")
-    guard = OptimizerGuard(optimizer, undo="copy")
-    give_gradients(params, 1)
-    before = [parameter.detach().clone() for parameter in params]
-    with pytest.raises(torch.OutOfMemoryError), Fails(2, only="addcdiv_"):
+    assert "last checkpoint" in caught.value.remedy
+
+
+def test_only_weights_that_have_a_gradient_are_copied():
+    params, optimizer = make("AdamW", ((700, 1000), (30,)))
+    guard = OptimizerGuard(optimizer)
+    params[0].requires_grad_(False)
+    give_gradients(params[1:], 1)
+    guard.step()
+    before = params[1].detach().clone()
+    with pytest.raises(torch.OutOfMemoryError), Fails(0, only="addcdiv_"):
         guard.step()
-    assert same(params, before)
+    assert torch.equal(params[1], before)
+    assert params[0] not in guard._copy().tensors
+
+
+class Counting(torch.optim.Optimizer):
+    """Holds a counter as an attribute, a list of tensors in its state, and a number under a name of its own."""
+
+    def __init__(self, params, held=0):
+        super().__init__(params, {})
+        self.count = self.held = held
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        self.state["n"] = self.state.get("n", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("history", []).append(torch.zeros_like(parameter))
+                state["history"][0].mul_(0.5).add_(parameter.grad)
+                parameter.addcdiv_(state["history"][0], torch.ones_like(parameter), value=-0.1 / self.count)
+
+
+def test_the_undo_reaches_everything_that_an_optimizer_holds_in_plain_form():
+    runs = []
+    for fails in (None, 0, 1):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+        optimizer = Counting(params)
+        guard = OptimizerGuard(optimizer)
+        for seed in range(4):
+            give_gradients(params, seed)
+            if fails is not None and seed == 2:
+                with pytest.raises(torch.OutOfMemoryError), Fails(fails, only="addcdiv_"):
+                    guard.step()
+            guard.step()
+        histories = [value for parameter in params for value in optimizer.state[parameter]["history"]]
+        runs.append(([*params, *histories], optimizer.count, optimizer.state["n"]))
+    assert runs[0][1:] == (4, 4) and len(runs[0][0]) == 10
+    for run in runs[1:]:
+        assert same(run[0], runs[0][0]) and run[1:] == runs[0][1:]
+
+
+def test_an_optimizer_that_holds_what_cannot_be_copied_is_half_updated_and_not_silently_wrong():
+    params = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+    optimizer = Counting(params)
+    optimizer.held = object()
+    give_gradients(params, 1)
+    with pytest.raises(HalfUpdatedError), Fails(1, only="addcdiv_"):
+        OptimizerGuard(optimizer).step()
 
 
 def test_an_oom_in_a_hook_after_the_step_cannot_be_undone_and_one_before_it_can():

@@ -36,12 +36,13 @@ from memfit.training._ema import Ema
 from memfit.training._hygiene import CleanupPolicy, FrozenHeap, Leak, LeakDetector, freeze_startup_heap
 from memfit.training._loader import KeyedDataset, KeyedSampler
 from memfit.training._oom import OomKind, classify_oom
+from memfit.training._outcome import OomEvent, SkipPolicy, StepOutcome
 from memfit.training._preflight import Longest, PhaseMemory, PreflightReport, find_longest, preflight
 from memfit.training._process import seed_everything
 from memfit.training._result import EpochRecord, FitResult
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._split import WHOLE, ByGroup, BySample, Split
-from memfit.training._step import OomEvent, SafeStep, SkipPolicy, StepOutcome
+from memfit.training._step import SafeStep
 from memfit.training._trainer import Trainer
 
 __all__ = [

@@ -18,19 +18,21 @@ the newest file was read back from the disk and found whole.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
-from memfit.errors import DamagedError, DoesNotFitError, UsageError
+from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
 from memfit.rundir import record, sync_folder
 from memfit.units import format_bytes
 
@@ -60,10 +62,15 @@ class _HashingFile:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.digest = hashlib.sha256()
+        self.error: Exception | None = None
 
     def write(self, data: Any) -> int:
         self.digest.update(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except Exception as error:  # torch's writer raises a RuntimeError of its own instead, which says nothing of it
+            self.error = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
@@ -88,7 +95,10 @@ def save_checkpoint(path: Path, state: dict[str, Any], *, prove: bool) -> None:
     try:
         with open(aside, "w+b") as file:
             hashing = _HashingFile(file)
-            torch.save(state, cast(BinaryIO, hashing))  # it needs write and flush alone
+            try:
+                torch.save(state, cast(BinaryIO, hashing))  # it needs write and flush alone
+            except RuntimeError as error:
+                raise (hashing.error or error) from None
             _seal(file, hashing.digest.hexdigest())
             file.flush()
             os.fsync(file.fileno())
@@ -126,7 +136,7 @@ def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
 
     Raises:
         DamagedError: If the file is cut short or differs from its checksum.
-        UsageError: If it holds objects that a safe load refuses.
+        UsageError: If it cannot be read, or holds objects that a safe load refuses.
 
     Source:
         ``torch.load(weights_only=True)``: tensors and plain values only, never code.
@@ -141,7 +151,15 @@ def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
         >>> other.load_state_dict(load_checkpoint(folder / "latest_checkpoint.pt")["model"])
         <All keys matched successfully>
     """
-    with open(path, "rb") as file:
+    try:
+        opened = open(path, "rb")  # noqa: SIM115 - closed below; what fails while reading is another matter
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}.",
+            rule="a checkpoint is a file that a Trainer wrote, such as latest_checkpoint.pt in its checkpoint_dir.",
+            remedy="check the path",
+        ) from error
+    with opened as file:
         _verify(file, Path(path))
         if mmap:
             return _load(Path(path), mmap=True)
@@ -185,7 +203,7 @@ def _damaged(path: Path, what: str) -> DamagedError:
     return DamagedError(
         what,
         rule="memfit writes a checkpoint aside and renames it, so a broken one was changed from outside.",
-        remedy=f"use an older checkpoint_epoch_*.pt of {path.parent}, or remove the folder to start over",
+        remedy="name another checkpoint; to start over, pass another checkpoint_dir",
     )
 
 
@@ -196,6 +214,9 @@ class CheckpointFolder:
         path: The folder; it is made if need be, and half-written files of a killed writer are removed.
         keep_epochs: How many of the newest epochs stay, beside the best.
         milestones: Epochs that stay as well.
+
+    Raises:
+        UsageError: If nothing can be written there.
     """
 
     def __init__(self, path: Path, keep_epochs: int, milestones: Collection[int] = ()) -> None:
@@ -203,10 +224,41 @@ class CheckpointFolder:
         self.keep_epochs = keep_epochs
         self.milestones = frozenset(milestones)
         self._proven = False
-        path.mkdir(parents=True, exist_ok=True)
-        for entry in path.iterdir():
-            if _ASIDE_FILE.fullmatch(entry.name):
-                entry.unlink()
+        probe = path / f".{LATEST}.{os.getpid()}.tmp"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            for entry in path.iterdir():
+                if _ASIDE_FILE.fullmatch(entry.name):
+                    entry.unlink()
+        except OSError as error:
+            raise UsageError(
+                f"No checkpoint can be written to {path}: {error.strerror}.",
+                rule="checkpoint_dir is a folder, made if need be, in which files are made and removed.",
+                remedy="pass another checkpoint_dir, or make this one writable",
+            ) from error
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A disk that refuses what is written inside becomes an error that says what is lost.
+
+        Raises:
+            JobFailedError: With the free space and the last good checkpoint.
+        """
+        try:
+            yield
+        except OSError as error:
+            if error.errno == errno.ENOMEM:  # of memory, which a second try may find
+                raise
+            files = self._files()
+            good = f"{next(iter(files.values())).name} stays" if files else "there is no checkpoint yet"
+            raise JobFailedError(
+                f"A checkpoint could not be written to {self.path}: {error.strerror or error}; "
+                f"{format_bytes(shutil.disk_usage(self.path).free)} is free on its disk.",
+                rule=f"a file is written whole or not at all: {good}; what was trained since then is lost.",
+                remedy="free space on that disk, check its quota and whether it can be written to, and run the same "
+                "command again",
+            ) from error
 
     def _files(self) -> dict[Position, Path]:
         """The files by what they have behind them, newest first."""
@@ -264,7 +316,7 @@ class CheckpointFolder:
         """Write a checkpoint and make it the latest."""
         path = self._file(position)
         save_checkpoint(path, state, prove=not self._proven)
-        self._proven = True
+        self._proven = position != (0, 0)  # before the first step an optimizer has no state that could be refused
         self._name(path, LATEST)
         return path
 
@@ -323,10 +375,10 @@ class CheckpointFolder:
         return path, taken[1]
 
     def _try(self, path: Path, damaged: list[DamagedError]) -> tuple[Path, dict[str, Any]] | None:
+        if not path.exists():
+            return None
         try:
             return path, load_checkpoint(path)
-        except FileNotFoundError:
-            return None
         except DamagedError as error:
             damaged.append(error)
             return None

@@ -29,7 +29,9 @@ class Exactness:
     def __init__(self, model: torch.nn.Module, loss: Loss, split: Split, allow_inexact: bool) -> None:
         self._model, self._loss, self._split, self._allow_inexact = model, loss, split, allow_inexact
         self._additive: bool | None = None
-        self._has_stepped = False
+        self._has_stepped = self._compared_buffers = False
+        self._walked: list[torch.nn.Module] = []
+        self._coupling: list[tuple[str, torch.nn.Module]] = []
         self._said: set[str] = set()
 
     def allow_step(self) -> None:
@@ -47,10 +49,15 @@ class Exactness:
 
     def allow_split(self, batch: Any, count: int, before: Snapshot, where: Mapping[str, Any]) -> None:
         """Refuse to split a batch of ``count`` units unless its gradient will be that of the whole."""
-        for name, module in self._model.named_modules():
-            if module.training and (
-                isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)
-            ):
+        if before.modules is not self._walked:
+            self._walked, self._compared_buffers = before.modules, False
+            self._coupling = [
+                (name, module)
+                for name, module in self._model.named_modules()
+                if isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)
+            ]
+        for name, module in self._coupling:
+            if module.training:
                 self._refuse(
                     f"{type(module).__name__} '{name}' takes statistics over the batch in training mode",
                     "call eval() on it, use GroupNorm or LayerNorm, take smaller batches from the loader, or pass "
@@ -66,6 +73,22 @@ class Exactness:
                 "if all are; or pass allow_inexact=True",
                 where,
             )
+
+    def allow_buffers(self, before: Snapshot, where: Mapping[str, Any]) -> None:
+        """Refuse a split when the first forward pass over a part changed buffers: the next part meets other ones."""
+        if self._compared_buffers:
+            return
+        names, self._compared_buffers = before.changed()
+        if not names:
+            return
+        if not self._allow_inexact:
+            self._compared_buffers = False
+            before.restore()
+        self._refuse(
+            f"each forward pass changes the buffer{'s' * (len(names) > 1)} {', '.join(names[:6])}",
+            "call eval() on the layer, take smaller batches from the loader, or pass allow_inexact=True",
+            where,
+        )
 
     def _refuse(self, why: str, remedy: str, where: Mapping[str, Any]) -> None:
         if not self._allow_inexact:

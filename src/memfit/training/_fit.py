@@ -28,11 +28,11 @@ from memfit.rundir import mark_phase, record
 from memfit.training._checkpoint import CheckpointFolder, position_of, tensor_bytes
 from memfit.training._ema import Ema
 from memfit.training._exactness import Exactness, Loss
-from memfit.training._hygiene import CleanupPolicy, LeakDetector
-from memfit.training._loader import Batches, TrainingData
+from memfit.training._hygiene import CleanupPolicy, LeakDetector, Moment
+from memfit.training._loader import Batches, TrainingData, preserved_generators
 from memfit.training._oom import classify_oom, release
 from memfit.training._preflight import Longest, find_longest, preflight
-from memfit.training._process import StopSignals, preserved_rng, seed_everything
+from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
 from memfit.training._result import Direction, FitResult, best_epoch
 from memfit.training._split import Split
 from memfit.training._state import Progress, capture, optimizer_identity, restore
@@ -100,6 +100,7 @@ class Fit:
         self._rollbacks: Counter[tuple[int, int]] = Counter()
         self._data_state: Mapping[str, Any] | None = None
         self._is_open = self._has_room = False
+        self._phase = ""
         self._next_step_event = self._next_save = 0.0
 
     def run(self) -> FitResult:
@@ -115,6 +116,7 @@ class Fit:
                 self._go_back(half)
         finally:
             self.data.close(persistent_too=True)
+            self._clean("fold")
             if self.setup.cleanup is not None and (line := self.setup.cleanup.finish()):
                 print(f"memfit: {line}", file=sys.stderr)
         self.setup.model.eval()
@@ -152,6 +154,7 @@ class Fit:
         epoch, step = self.progress.position
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
         record("resume", path=str(path), epoch=epoch, step=step)
+        say(f"goes on after epoch {epoch}{f' and {step} steps' if step else ''} of {self.plan.num_epochs} ({path})")
 
     def _prepare(self, save: Callable[[], Path] | None) -> None:
         """Allocate what the first step would, and try the largest of each phase."""
@@ -181,13 +184,16 @@ class Fit:
             return self.plan.valid
 
     def _try_evaluation(self, view: Any) -> None:
-        """Validate one batch for its memory alone: whether an evaluation of one's own can do with one is not asked."""
-        try:
-            evaluated(self.evaluate, self.setup.model, view)
-        except Exception as error:
-            if self.plan.evaluate is None or classify_oom(error) is not None:
-                raise
-            record("preflight_evaluation", error=f"{type(error).__name__}: {error}")
+        """Validate one batch; an evaluation of one's own that cannot do with one has to do with all of them."""
+        with preserved_generators(self.plan.valid):
+            try:
+                self._metrics(view)
+                return
+            except Exception as error:
+                if self.plan.evaluate is None or view is self.plan.valid or classify_oom(error) is not None:
+                    raise
+                record("preflight_evaluation", error=f"{type(error).__name__}: {error}")
+            self._metrics(self.plan.valid)
 
     def _go_back(self, error: HalfUpdatedError) -> None:
         """To the newest checkpoint, after an optimizer step that an out-of-memory left half-way."""
@@ -247,7 +253,7 @@ class Fit:
 
     def _train_epoch(self) -> None:
         progress = self.progress
-        mark_phase("train")
+        self._enter("train")
         self.setup.model.train()
         self._open_epoch()
         while self._step():
@@ -258,7 +264,7 @@ class Fit:
                 raise self._stopped()
             if time.monotonic() >= self._next_save and self.setup.folder is not None:
                 self._save()
-                mark_phase("train")
+                self._enter("train")
         self.data.close()
         self._is_open = False
         if progress.step == 0:
@@ -268,8 +274,7 @@ class Fit:
                 remedy="pass a list, a DataLoader or another object whose iteration starts anew each time",
             )
         progress.end_epoch()
-        if self.setup.cleanup is not None:
-            self.setup.cleanup.at("epoch")
+        self._clean("epoch")
 
     def _step(self) -> bool:
         """The next optimizer step; False at the epoch's end."""
@@ -283,19 +288,30 @@ class Fit:
             setup.schedule.step()
         if setup.ema is not None and not outcome.skipped:
             setup.ema.update(setup.model)
-        if setup.cleanup is not None:
-            setup.cleanup.at("step")
+        self._clean("step")
         progress.step += 1
         progress.num_batches += len(batches)
-        progress.loss_sum += outcome.loss_sum
-        progress.weight += outcome.weight
         progress.num_skipped += outcome.skipped
+        if not outcome.skipped:  # by the policy, or by the scaler, whose loss did not come to the weights
+            progress.loss_sum += outcome.loss_sum
+            progress.weight += outcome.weight
         now = time.monotonic()
         if now >= self._next_step_event:
             self._next_step_event = now + _STEP_EVENT_SECONDS
             fields = {**setup.step.where, "num_epochs": self.plan.num_epochs}
             record("step", **fields, loss=outcome.loss if outcome.weight else None)
         return True
+
+    def _enter(self, phase: str) -> None:
+        """Begin a phase, which is a stage of the fit."""
+        if self._phase not in ("", phase):
+            self._clean("stage")
+        self._phase = phase
+        mark_phase(phase)
+
+    def _clean(self, moment: Moment) -> None:
+        if self.setup.cleanup is not None:
+            self.setup.cleanup.at(moment)
 
     def _where(self) -> dict[str, Any]:
         return {"epoch": self.progress.epoch, "step": self.progress.step}
@@ -306,7 +322,7 @@ class Fit:
         folder, progress = self.setup.folder, self.progress
         if folder is None:
             return Path()
-        mark_phase("checkpoint")
+        self._enter("checkpoint")
 
         def save() -> Path:
             state = capture(self._parts(), progress, self.identity)
@@ -314,7 +330,8 @@ class Fit:
             if not self._has_room:
                 folder.check_room(tensor_bytes(state) + self.setup.step.pending_bytes, self.plan.num_epochs)
                 self._has_room = True
-            return folder.save(progress.position, state)
+            with folder.writing():
+                return folder.save(progress.position, state)
 
         remedy = "give more host memory: a checkpoint passes through it on its way to the disk"
         path = self.recovery.twice(save, "checkpoint", remedy)
@@ -322,7 +339,8 @@ class Fit:
         record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=path.stat().st_size)
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
         if step:
-            folder.prune(progress.position, self._best_epoch())
+            with folder.writing():
+                folder.prune(progress.position, self._best_epoch())
         return path
 
     def _finish_epoch(self) -> None:
@@ -330,35 +348,42 @@ class Fit:
         setup, history = self.setup, self.progress.history
         newest, folder = history[-1], setup.folder
         if setup.ema is not None and folder is not None:
-            setup.ema.snapshot(
-                setup.model, newest.epoch, folder.path, {"fit": self.progress.fit, "identity": self.identity}
-            )
+            with folder.writing():
+                setup.ema.snapshot(
+                    setup.model, newest.epoch, folder.path, {"fit": self.progress.fit, "identity": self.identity}
+                )
         if self.plan.valid is not None and newest.metrics is None:
             newest = history[-1] = replace(newest, metrics=self._validate())
         best = self._best_epoch()
         if folder is not None:
-            if best == newest.epoch:
-                folder.mark_best()
-            folder.prune(self.progress.position, best)
+            with folder.writing():
+                if best == newest.epoch:
+                    folder.mark_best()
+                folder.prune(self.progress.position, best)
         fields = {"epoch": newest.epoch, "num_epochs": self.plan.num_epochs, "train_loss": newest.train_loss}
         record("epoch", **fields, **(newest.metrics or {}))
+        numbers = {"train_loss": newest.train_loss, **(newest.metrics or {})}
+        told = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
+        say(f"epoch {newest.epoch}/{self.plan.num_epochs}  {told}")
         if leak := self._leaks.end_epoch():
             print(f"memfit: {leak}", file=sys.stderr)
         if self.stop.noted:
             raise self._stopped()
 
     def _validate(self) -> dict[str, float]:
-        mark_phase("validate")
+        self._enter("validate")
         if not self._has_room_for_both():
             self.data.close(persistent_too=True)
         remedy = "make the validation batches smaller, or keep less of each in evaluate"
         try:
-            metrics = self.recovery.twice(
-                lambda: evaluated(self.evaluate, self.setup.model, self.plan.valid), "validate", remedy
-            )
+            return self.recovery.twice(lambda: self._metrics(self.plan.valid), "validate", remedy)
         except RuntimeError:
             self._leave_validation()  # the signal went to the workers of validation too, and they have gone
             raise
+
+    def _metrics(self, batches: Any) -> dict[str, float]:
+        """What validation gives, with the name in it that the best epoch is chosen by."""
+        metrics = evaluated(self.evaluate, self.setup.model, batches)
         if self.plan.best_metric not in metrics or _RESERVED_NAMES & metrics.keys():
             raise UsageError(
                 f"Validation gave {sorted(metrics)}, and the best epoch is chosen by '{self.plan.best_metric}'.",
@@ -410,7 +435,7 @@ def _batches_per_step(data: TrainingData, setup: Setup) -> int:
     size = getattr(data.batches, "batch_size", None)
     if size is None and data.kind == "indexed":
         data.set_epoch(1)
-        with preserved_rng():
+        with preserved_rng(), preserved_generators(data.batches):
             size = setup.split.count(data.batches[0])  # type: ignore[index]
     if size is None or wanted < size or wanted % size:
         raise UsageError(

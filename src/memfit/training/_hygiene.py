@@ -60,8 +60,8 @@ class CleanupPolicy:
         proactive: At the end of each epoch's training, before the phases that come then.
         reactive: After each out-of-memory, beside the one clearing that belongs to the recovery.
         periodic: Every so many optimizer steps; 0 is never.
-        stage: After each stage.
-        fold: After each fold.
+        stage: Where a fit goes from one stage to the next: training, checkpoint, validation.
+        fold: At the end of a fit, which is one fold of a cross-validation.
 
     Example:
         >>> policy = CleanupPolicy(periodic=2)

@@ -1,30 +1,36 @@
 """Where an epoch of training data stands, and how a resumed one gets there again.
 
-Random draws while a batch is made in this process come from a stream of (seed, epoch, number), apart from the one that
-dropout draws from. How a resume in mid-epoch reaches its batch depends on the data:
+While a loader makes a batch in this process, the global generators draw from a stream of (seed, epoch, number), apart
+from the one that dropout draws from; *indexed* data alone draw from that one. Generators that the data hold themselves
+(see ``generators_of``) go on from where they were. How a resume in mid-epoch reaches its batch depends on the data:
 
 - *indexed*: lists, and objects with ``__getitem__`` and ``set_epoch`` such as ``memfit.data.DateBatches``, by number;
 - *stateful*: loaders with ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``), by their state;
 - *keyed*: a ``DataLoader`` over ``KeyedDataset`` and ``KeyedSampler``, in the sampler, whatever its ``num_workers``;
+  its ``collate_fn`` is torch's own, or was said to draw nothing, and its data set holds no generator;
 - *replayed*: anything else is run forward, without training, over what is behind. Its workers' streams depend on their
   number, so that must not change.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from dataclasses import dataclass
+from multiprocessing import get_start_method, resource_tracker
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate, default_convert
 
 from memfit.errors import DataError, UsageError
 from memfit.rundir import record
@@ -63,31 +69,62 @@ def keyed_rng(*key: int) -> Iterator[None]:
         set_bit_generator(bits)
 
 
-@contextmanager
-def _shielded(num_workers: int) -> Iterator[None]:
-    """Workers that are started inside never receive what asks a fit to stop, as when all processes of a job are told.
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-    Those that are forked would call the fit's own handler, others would die of it, and the step's batches with them.
+
+@dataclass(frozen=True)
+class _WorkerInit:
+    """A worker's first act: to die with the process that started it, then what the user wants done.
+
+    Attributes:
+        then: The loader's own ``worker_init_fn``.
+        parent: The pid of the process that starts the worker; 0 if it is the fork server.
     """
-    if num_workers == 0 or not hasattr(signal, "pthread_sigmask"):
+
+    then: Callable[[int], None] | None
+    parent: int
+
+    def __call__(self, number: int) -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if self.parent and os.getppid() != self.parent:  # it died before it was asked to be followed
+                os._exit(1)
+        if self.then is not None:
+            self.then(number)
+
+
+@contextmanager
+def _workers_of(loader: Any) -> Iterator[None]:
+    """Workers that are started inside end with this process, however that ends, and not by what asks a fit to stop.
+
+    They never receive its signals, as when all processes of a job are told: those that are forked would call the fit's
+    own handler, others would die of it, and the step's batches with them.
+    """
+    if getattr(loader, "num_workers", 0) == 0 or not hasattr(signal, "pthread_sigmask"):
         yield
         return
+    context = getattr(loader, "multiprocessing_context", None)
+    method = get_start_method() if context is None else context.get_start_method()
+    then = getattr(loader, "worker_init_fn", None)
+    loader.worker_init_fn = _WorkerInit(then, 0 if method == "forkserver" else os.getpid())
     resource_tracker.ensure_running()  # it unblocks SIGTERM when it is started
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGINT])
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        loader.worker_init_fn = then
 
 
 class KeyedDataset(Dataset[Any]):
     """A map-style data set whose random draws depend on (seed, epoch, index) alone, in whatever process they happen.
 
     With a ``KeyedSampler`` in a ``DataLoader``, a fit resumes in mid-epoch at once, and ``num_workers`` may change.
-    Drawing from a generator of its own that lives on from item to item would break that.
+    A data set with a generator of its own, which lives on from item to item, is run forward instead.
 
     Args:
-        dataset: Its ``__getitem__`` may draw from the global generators of Python, NumPy and torch (on the CPU).
+        dataset: Its ``__getitem__`` may draw from the global generators of Python, NumPy and torch (on the CPU). Its
+            ``set_epoch``, if any, is told the epoch in whatever process an item is made.
         seed: Other seeds, other draws.
 
     Example:
@@ -107,6 +144,13 @@ class KeyedDataset(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int = 0) -> None:
         self.dataset = dataset
         self.seed = seed
+        self._epoch: int | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the data set the epoch."""
+        self._epoch = epoch
+        if (set_epoch := getattr(self.dataset, "set_epoch", None)) is not None:
+            set_epoch(epoch)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -114,6 +158,8 @@ class KeyedDataset(Dataset[Any]):
     def __getitem__(self, key: tuple[int, int] | int) -> Any:
         """The item of an (epoch, index) as a ``KeyedSampler`` gives it; a bare index is that of epoch 0."""
         epoch, index = key if isinstance(key, tuple) else (0, key)
+        if isinstance(key, tuple) and epoch != self._epoch:  # in a worker that lives on from epoch to epoch
+            self.set_epoch(epoch)
         with keyed_rng(self.seed, epoch, index):
             return self.dataset[index]
 
@@ -130,6 +176,7 @@ class KeyedSampler(Sampler[tuple[int, int]]):
         data: What is sampled; only its length counts.
         seed: Other seeds, other orders.
         shuffle: False keeps the order of ``data``.
+        deterministic_collate: Say that a ``collate_fn`` other than torch's own draws nothing at random.
 
     Example:
         >>> sampler = KeyedSampler(range(5), seed=3)
@@ -139,10 +186,13 @@ class KeyedSampler(Sampler[tuple[int, int]]):
         (True, True)
     """
 
-    def __init__(self, data: Sized, seed: int = 0, *, shuffle: bool = True) -> None:
+    def __init__(
+        self, data: Sized, seed: int = 0, *, shuffle: bool = True, deterministic_collate: bool = False
+    ) -> None:
         self.data = data
         self.seed = seed
         self.shuffle = shuffle
+        self.deterministic_collate = deterministic_collate
         self._epoch = self._skip = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -174,8 +224,8 @@ class TrainingData:
         self.batches = batches
         self.seed = seed
         self.kind = _kind_of(batches)
-        self._generators = _generators_of(batches)
-        self._at_start: list[torch.Tensor] = []
+        self._generators = generators_of(batches)
+        self._at_start: list[Any] = []
         self._iterator: Iterator[Any] | None = None
         self._key = (0, 0)
 
@@ -204,7 +254,7 @@ class TrainingData:
                 rule="a resume is bit-exact only if an epoch's batches can be had again: workers that live on carry "
                 "random state of their own from epoch to epoch, and without an order it is chance which batch is next.",
                 remedy="set it to its default, wrap the data in KeyedDataset and KeyedSampler (which allows persistent "
-                "workers), or pass allow_inexact=True to the Trainer",
+                "workers; deterministic_collate=True with a collate_fn), or pass allow_inexact=True to the Trainer",
             )
 
     def open(
@@ -222,9 +272,8 @@ class TrainingData:
             False if ``stopped`` said so before the batch was reached.
         """
         if state is not None:
-            for generator, saved in zip(self._generators, state["generators"], strict=True):
-                generator.set_state(saved)
-        self._at_start = [generator.get_state() for generator in self._generators]
+            self._set_generators(state["generators"])
+        self._at_start = [_state_of(generator) for generator in self._generators]
         loader = self.batches
         self.set_epoch(epoch)
         if self.kind == "indexed":
@@ -237,7 +286,7 @@ class TrainingData:
             loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
         else:
             self._key = (epoch, 0)
-        with keyed_rng(self.seed, epoch, 0), _shielded(getattr(loader, "num_workers", 0)):
+        with keyed_rng(self.seed, epoch, 0), _workers_of(loader):
             self._iterator = iter(loader)
         return self._key[1] == skip or self._run_forward(skip, stopped)
 
@@ -276,9 +325,20 @@ class TrainingData:
 
     def state_dict(self, *, within_epoch: bool) -> dict[str, Any]:
         """What ``open`` needs to come back here, beside epoch and number of batches."""
-        states = self._at_start if within_epoch else [generator.get_state() for generator in self._generators]
         loader: Any = self.batches
+        replayed = within_epoch and self.kind != "indexed"
+        states = self._at_start if replayed else [_state_of(generator) for generator in self._generators]
         return {"generators": states, "loader": loader.state_dict() if self.kind == "stateful" else None}
+
+    def _set_generators(self, states: Sequence[Any]) -> None:
+        if len(states) != len(self._generators):
+            raise UsageError(
+                f"The training data hold {len(self._generators)} random generators, and {len(states)} are saved.",
+                rule="a resume puts the generators of loader, samplers and data set back to where they were.",
+                remedy="build the data as they were, or pass another checkpoint_dir",
+            )
+        for generator, state in zip(self._generators, states, strict=True):
+            _set_state(generator, state)
 
     def worker_pids(self) -> list[int]:
         """The worker processes that live on between epochs."""
@@ -286,17 +346,22 @@ class TrainingData:
         return [worker.pid for worker in getattr(iterator, "_workers", ()) if worker.is_alive()]
 
     def close(self, *, persistent_too: bool = False) -> None:
-        """End the epoch's worker processes; persistent ones only if told so."""
+        """End the epoch's worker processes, by SIGKILL where they do not end; persistent ones only if told so."""
         iterator, self._iterator = self._iterator, None
         loader: Any = self.batches
         if getattr(loader, "persistent_workers", False):
             if not persistent_too:
                 return
             iterator, loader._iterator = loader._iterator, None
+        workers = list(getattr(iterator, "_workers", ()))
         for name in ("_shutdown_workers", "close"):
             if (end := getattr(iterator, name, None)) is not None:
                 end()
-                return
+                break
+        for worker in workers:
+            if worker.is_alive():  # busy in the user's code: what torch sends it then is blocked
+                worker.kill()
+                worker.join()
 
 
 def _kind_of(batches: Any) -> str:
@@ -309,14 +374,82 @@ def _kind_of(batches: Any) -> str:
         and isinstance(batches.dataset, KeyedDataset)
         and isinstance(batches.sampler, KeyedSampler)
         and (batches.batch_sampler is None or type(batches.batch_sampler) is BatchSampler)
+        and (batches.collate_fn in (default_collate, default_convert) or batches.sampler.deterministic_collate)
+        and not generators_of(batches.dataset)
     ):
         return "keyed"
     return "replayed"
 
 
-def _generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that a loader and its samplers draw from, each once; they live on from epoch to epoch."""
-    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    holders = (loader, *samplers, getattr(samplers[1], "sampler", None))
-    found = [getattr(holder, "generator", None) for holder in holders]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+_PARTS = ("sampler", "batch_sampler", "dataset")
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_SHARED = (torch.default_generator, np.random.mtrand._rand, random._inst)
+
+
+def generators_of(batches: Any) -> list[Any]:
+    """The generators that batches, their samplers and data sets hold, each once; they live on from epoch to epoch.
+
+    Those of Python, NumPy and torch are found that are attributes of these objects, or of a data set within a data set.
+    Workers draw from copies, made when they start, of what this process holds: these are brought back with it. What
+    cannot be seen: a generator in a list or another object, of another library, or of a worker that lives on.
+    """
+    found: dict[int, Any] = {}
+    todo = [batches]
+    for holder in todo:
+        attributes = getattr(holder, "__dict__", {})
+        for value in attributes.values():
+            if isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom):
+                found[id(value)] = value
+        parts = (attributes.get(name) for name in _PARTS)
+        todo += [part for part in parts if part is not None and not any(part is other for other in todo)]
+    return [one for one in found.values() if not any(one is shared for shared in _SHARED)]
+
+
+@contextmanager
+def preserved_generators(batches: Any) -> Iterator[None]:
+    """Whatever the batches' own generators draw inside, they go on afterwards as if nothing had."""
+    states = [(generator, _state_of(generator)) for generator in generators_of(batches)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            _set_state(generator, state)
+
+
+def _state_of(generator: Any) -> Any:
+    """A generator's state as a tensor or plain values, which a safe load accepts."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return _plain(_numpy_state(generator))
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _like(_numpy_state(generator), state)
+    else:
+        generator.set_state(_like(_numpy_state(generator), state))
+
+
+def _numpy_state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
+
+
+def _like(now: Any, plain: Any) -> Any:
+    """A plain state with arrays where the generator's present one has them."""
+    if isinstance(now, dict):
+        return {name: _like(now[name], value) for name, value in plain.items()}
+    return np.array(plain, now.dtype) if isinstance(now, np.ndarray) else plain

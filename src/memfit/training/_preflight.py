@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from memfit.errors import DoesNotFitError, MemfitError, UsageError
 from memfit.memory import Meter, measure
 from memfit.rundir import mark_phase, record
-from memfit.training._loader import _generators_of
+from memfit.training._loader import preserved_generators
 from memfit.training._oom import classify_oom, device_bytes, release
 from memfit.training._process import preserved_rng
 from memfit.training._snapshot import Snapshot
@@ -250,7 +250,7 @@ def find_longest(batches: Iterable[Any]) -> Longest:
     In this order: what the batches' own ``longest()`` gives; for a ``DataLoader`` whose dataset has ``lengths``, one of
     its longest samples; for a list, the largest of all; else the largest of the first eight, which is a sample: a
     longer batch may come later. Of a ``DataLoader`` a second one is made for it, with at most one worker, so that
-    neither its iterator nor its workers nor its generator are touched.
+    neither its iterator nor its workers are touched; the generators of loader, samplers and data set are put back.
 
     Args:
         batches: What a training iterates over once per epoch.
@@ -267,9 +267,9 @@ def find_longest(batches: Iterable[Any]) -> Longest:
         'sampled'
     """
     own = getattr(batches, "longest", None)
-    if callable(own):
-        return Longest(copy.deepcopy(own()), "known")
-    with preserved_rng():
+    with preserved_rng(), preserved_generators(batches):
+        if callable(own):
+            return Longest(copy.deepcopy(own()), "known")
         if isinstance(batches, DataLoader):
             return _longest_of_loader(batches)
         if isinstance(batches, list | tuple):
@@ -295,14 +295,8 @@ def _longest_of_loader(loader: DataLoader[Any]) -> Longest:
 
 
 def _indices(loader: DataLoader[Any], count: int | None = None) -> list[Any]:
-    """What the loader's samplers give first, without a change to the generators that they draw from."""
-    states = [(generator, generator.get_state()) for generator in _generators_of(loader)]
-    sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    try:
-        return list(itertools.islice(sampler, count))
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
+    """What the loader's samplers give first."""
+    return list(itertools.islice(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, count))
 
 
 def _longest_indices(loader: DataLoader[Any], lengths: Any) -> Any:

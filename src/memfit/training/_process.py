@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from memfit.rundir import current_run
+
+#: What asks a training to stop at its next step.
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+
+def say(text: str) -> None:
+    """Tell the user how the training goes, where no run shows its events."""
+    if current_run() is None:
+        print(f"memfit: {text}", file=sys.stderr, flush=True)
 
 
 def seed_everything(seed: int) -> None:
@@ -79,18 +90,29 @@ class StopSignals:
     """Notes SIGTERM and SIGUSR1 while it is entered, in place of what they did before.
 
     Only the main thread can receive signals; entered elsewhere it notes nothing.
+
+    Args:
+        interrupt: Note the first Ctrl-C too, and say so; the second one interrupts as ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, interrupt: bool = False) -> None:
         self.noted: str | None = None
+        self._interrupt = interrupt
         self._previous: dict[signal.Signals, Any] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self.noted is not None:
+                raise KeyboardInterrupt
+            os.write(2, b"\nstops after this step, with a checkpoint; Ctrl-C again interrupts at once\n")
         self.noted = signal.Signals(number).name
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+            # What ignores Ctrl-C, or has a handler of its own, keeps that.
+            if self._interrupt and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(

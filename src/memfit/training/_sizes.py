@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -65,8 +65,12 @@ class MicrobatchSizes:
 
         They are rounded up to powers of two, so that a length that differs in every batch makes few buckets.
         """
+        return self.bucket_of(leaf for _, leaf in leaves(batch))
+
+    def bucket_of(self, found: Iterable[Any]) -> str:
+        """The same of what the structure of a batch holds."""
         shapes = []
-        for _, leaf in leaves(batch):
+        for leaf in found:
             if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim:
                 dims = ",".join([":", *(str(_power(dim)) for dim in leaf.shape[1:])])
                 shapes.append(f"{str(leaf.dtype).removeprefix('torch.')}[{dims}]")

@@ -12,7 +12,9 @@ import torch
 
 from memfit.errors import UsageError
 
-_SAME_IN_EVERY_PART = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_SAME_IN_EVERY_PART = (*_PLAIN, tuple, np.generic, torch.dtype, torch.device)
+_FEW = 16
 
 
 class Split(Protocol):
@@ -39,8 +41,9 @@ class Split(Protocol):
 class BySample:
     """Cuts dimension 0 of every tensor and array, and every list of plain values, wherever they are in the batch.
 
-    Looked through are mappings, tuples, named tuples, dataclasses, and lists that hold a tensor or array somewhere (a
-    loader makes such lists of tuples). A list of anything else has one item per sample. Numbers, texts, None and
+    Looked through are mappings, tuples, named tuples, dataclasses, and lists that hold a tensor or array among their
+    first items (a loader makes such lists of tuples); of a long list that begins with a number or a text only this one
+    is looked at. A list of anything else has one item per sample. Numbers, texts, None and
     tensors without a dimension go into every part as they are. A batch with an object of another kind is one unit:
     nobody but its author knows what a part of it is.
 
@@ -168,7 +171,7 @@ def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
         for name, part in changed.items():
             other[name] = part
         return other
-    if isinstance(batch, tuple):
+    if isinstance(batch, tuple) and not _is_plain(batch):
         parts = [rebuild(part, change) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, list) and _holds_arrays(batch):
@@ -186,7 +189,7 @@ def _parts(batch: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{name!r}]", part) for name, part in batch.items()]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return [(f".{name}", part) for name, part in zip(batch._fields, batch, strict=True)]
-    if isinstance(batch, tuple) or (isinstance(batch, list) and _holds_arrays(batch)):
+    if (isinstance(batch, tuple) and not _is_plain(batch)) or (isinstance(batch, list) and _holds_arrays(batch)):
         return [(f"[{index}]", part) for index, part in enumerate(batch)]
     if _is_record(batch):
         return [(f".{field.name}", getattr(batch, field.name)) for field in dataclasses.fields(batch)]
@@ -197,11 +200,21 @@ def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
+def _is_plain(values: tuple[Any, ...]) -> bool:
+    """Whether it is a long tuple of plain values, such as the names that a loader collects; told at the speed of C."""
+    return len(values) > _FEW and isinstance(values[0], _PLAIN) and set(map(type, values)).issubset(_PLAIN)
+
+
 def _holds_arrays(value: Any) -> bool:
+    """Whether a tensor or array is among the first items, at any depth."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return True
-    if isinstance(value, list):
-        return any(map(_holds_arrays, value))
+    if isinstance(value, list | tuple):
+        if len(value) > _FEW and isinstance(value[0], _PLAIN):
+            return False
+        return any(map(_holds_arrays, value[:_FEW]))
+    if isinstance(value, _PLAIN):
+        return False
     return any(_holds_arrays(part) for _, part in _parts(value) or ())
 
 

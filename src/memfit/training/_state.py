@@ -66,6 +66,9 @@ def capture(parts: Mapping[str, Any], progress: Progress, identity: Mapping[str,
         **{name: entries.pop(name) for name in ("fit", "step", "history")},
         "within_epoch": entries,
         **{name: part.state_dict() for name, part in parts.items()},
+        "buffers": {
+            f"{prefix}.{name}".lstrip("."): module._buffers[name] for prefix, module, name in _unsaved(parts["model"])
+        },
         "rng": rng_state(),
         "identity": dict(identity),
         "environment": _environment(),
@@ -91,6 +94,7 @@ def restore(path: Path, state: Mapping[str, Any], parts: Mapping[str, Any], iden
                 rule="the names and shapes of all weights must be the checkpoint's.",
                 remedy="build the model as it was, or pass another checkpoint_dir",
             ) from error
+    _restore_buffers(parts["model"], state.get("buffers", {}))
     set_rng_state(state["rng"])
     if state["environment"] != _environment():
         text = f"{path} was made with {state['environment']}, this is {_environment()}: the resume is not bit-exact."
@@ -99,12 +103,38 @@ def restore(path: Path, state: Mapping[str, Any], parts: Mapping[str, Any], iden
     return Progress(fit=state["fit"], history=history, step=state["step"], **state["within_epoch"])
 
 
+def _unsaved(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
+    """The buffers that a model's state dict leaves out: where each module stands, the module and the buffer's name."""
+    return [
+        (prefix, module, name)
+        for prefix, module in model.named_modules()
+        for name in sorted(getattr(module, "_non_persistent_buffers_set", ()))
+        if name in module._buffers
+    ]
+
+
+def _restore_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor | None]) -> None:
+    """Put back the buffers that the state dict leaves out: in place where that can be, and only what differs."""
+    for prefix, module, name in _unsaved(model):
+        path = f"{prefix}.{name}".lstrip(".")
+        if path not in saved:
+            continue
+        now, then = module._buffers[name], saved[path]
+        if now is None or then is None or (now.shape, now.dtype) != (then.shape, then.dtype):
+            device = next((tensor.device for tensor in model.parameters()), None) if now is None else now.device
+            module._buffers[name] = None if then is None else then.to(device)
+        elif not torch.equal(now.cpu(), then):
+            now.copy_(then)
+
+
 def _check_identity(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     changed = [
         f"{name}: {saved.get(name)} then, {now.get(name)} now"
         for name in sorted({*saved, *now})
         if saved.get(name) != now.get(name)
     ]
+    if saved.get("optimizer") != now.get("optimizer"):  # another type has other settings: they say nothing more
+        changed = [text for text in changed if not text.startswith("optimizer group ")]
     if changed:
         raise UsageError(
             f"{path} was made otherwise. {'; '.join(changed)}.",

@@ -10,9 +10,9 @@ microbatch. Dropout draws otherwise after a split: **equal in distribution**.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ from memfit.rundir import record
 from memfit.training._exactness import Exactness, Loss, place
 from memfit.training._flight import write_flight_record
 from memfit.training._oom import OomKind, classify_oom, clear_caches, device_bytes, release
+from memfit.training._outcome import OomEvent, SkipPolicy, StepOutcome
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import BySample, Split, leaves, rebuild
@@ -30,83 +31,6 @@ from memfit.training._undo import OptimizerGuard
 from memfit.units import format_bytes
 
 _MOST_UPDATES = 3
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What a step did.
-
-    Attributes:
-        loss_sum: The summed loss of all its batches, before the update.
-        weight: What it is the sum of: samples, tokens.
-        grad_norm: The gradient's 2-norm before it was cut; None if nothing was updated.
-        num_microbatches: How many forward passes made the gradient.
-        microbatch_size: The largest of them, in units of the split.
-        num_ooms: How often it went out of memory before it went through.
-        skipped: Whether the weights are as they were: skipped by the policy or by the gradient scaler.
-
-    Example:
-        >>> StepOutcome(6.0, 4.0, 1.5, num_microbatches=2, microbatch_size=2, num_ooms=1, skipped=False).loss
-        1.5
-    """
-
-    loss_sum: float
-    weight: float
-    grad_norm: float | None
-    num_microbatches: int
-    microbatch_size: int
-    num_ooms: int
-    skipped: bool
-
-    @property
-    def loss(self) -> float:
-        """The mean loss; not a number when nothing was counted."""
-        return self.loss_sum / self.weight if self.weight else math.nan
-
-
-@dataclass(frozen=True)
-class OomEvent:
-    """An out-of-memory that was survived; handed to ``on_oom`` before the step is replayed.
-
-    Attributes:
-        kind: Which memory it was.
-        error: The message of the failed allocation.
-        phase: ``forward``, ``backward`` or ``update``.
-        microbatch_size: What did not fit; None in the update.
-        next_size: What is tried next; None in the update.
-        flight_record: What was alive at that moment; None outside a run.
-    """
-
-    kind: OomKind
-    error: str
-    phase: str
-    microbatch_size: int | None
-    next_size: int | None
-    flight_record: Path | None
-
-
-@dataclass(frozen=True)
-class SkipPolicy:
-    """Permission to leave batches out, counted and capped. Without one, none is ever skipped.
-
-    Args:
-        max_skipped: The most batches that may be skipped.
-        max_share: The largest share of all batches so far; one is always within it.
-        on_nonfinite: Also skip a batch whose loss is not finite, and a step whose gradient is not.
-
-    Example:
-        >>> policy = SkipPolicy(max_skipped=10, max_share=0.01)
-        >>> policy.allows(num_skipped=1, num_batches=5), policy.allows(num_skipped=2, num_batches=100)
-        (True, False)
-    """
-
-    max_skipped: int
-    max_share: float
-    on_nonfinite: bool = False
-
-    def allows(self, num_skipped: int, num_batches: int) -> bool:
-        """Whether that many of that many may be skipped."""
-        return num_skipped <= min(self.max_skipped, max(1.0, self.max_share * num_batches))
 
 
 @dataclass
@@ -198,22 +122,29 @@ class SafeStep:
         on_oom: Callable[[OomEvent], None] | None = None,
     ) -> None:
         largest = None if microbatch_size in ("auto", None) else microbatch_size
-        if largest is not None and not (isinstance(largest, int) and largest >= 1):
+        if largest is not None and not (type(largest) is int and largest >= 1):
             raise UsageError(
                 f"microbatch_size is {microbatch_size!r}.",
                 rule="it is 'auto', a number of at least 1, or None for never splitting.",
                 remedy="pass microbatch_size='auto'",
             )
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise UsageError(
+                f"max_grad_norm is {max_grad_norm!r}.",
+                rule="gradients are cut to a 2-norm above 0.",
+                remedy="pass max_grad_norm=1.0, or leave it out",
+            )
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.split = BySample() if split is None else split
-        self.weight, self.max_grad_norm, self.scaler = weight, max_grad_norm, scaler
+        self.weight, self.max_grad_norm = weight, max_grad_norm
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.skip, self.on_oom = skip, on_oom
         self.sizes = MicrobatchSizes(largest)
         self.where: dict[str, Any] = {}
         self.num_ooms = self.num_skipped = self._num_batches = 0
         self._never_splits = microbatch_size is None
         self._guard = OptimizerGuard(optimizer)
-        self._before = Snapshot(model, optimizer, scaler)
+        self._before = Snapshot(model, optimizer, self.scaler)
         self._exactness = Exactness(model, loss, self.split, allow_inexact)
         self._at: tuple[_Batch | None, str] = (None, "")
 
@@ -239,7 +170,7 @@ class SafeStep:
         Raises:
             DoesNotFitError: If there is no room; nothing was changed.
         """
-        self._before.take()
+        self._take_snapshot()
         self._guard.prepare()
 
     @property
@@ -271,8 +202,8 @@ class SafeStep:
         self._exactness.allow_step()
         todo = [self._batch(content) for content in batches]
         self._num_batches += len(todo) if update else 0
-        self._before.take()
         ooms_before, updates_left = self.num_ooms, _MOST_UPDATES
+        self._take_snapshot()
         while todo:
             self._plan(todo)
             retries = _num_alloc_retries(self._guard.parameters())
@@ -300,8 +231,37 @@ class SafeStep:
         return StepOutcome(0.0, 0.0, None, 0, 0, self.num_ooms - ooms_before, skipped=True)
 
     def _batch(self, content: Any) -> _Batch:
-        versions = [(place, leaf, leaf._version) for place, leaf in leaves(content) if isinstance(leaf, torch.Tensor)]
-        return _Batch(content, max(1, self.split.count(content)), self.sizes.bucket(content), versions)
+        found = list(leaves(content))
+        versions = [(place, leaf, _version(leaf)) for place, leaf in found if isinstance(leaf, torch.Tensor)]
+        key = self.sizes.bucket_of(leaf for _, leaf in found)
+        return _Batch(content, max(1, self.split.count(content)), key, versions)
+
+    def _take_snapshot(self) -> None:
+        """Note how things are; when the copies have no room, once more with empty caches."""
+        failure = None
+        try:
+            self._before.take()
+        except Exception as error:
+            failure = error
+        if failure is None:
+            return
+        kind, text = classify_oom(failure), str(failure) or type(failure).__name__
+        if kind is None:
+            raise failure
+        release(failure)
+        clear_caches()
+        self.num_ooms += 1
+        record("oom", memory=str(kind), error=text.splitlines()[0], **self.where, phase="snapshot")
+        try:
+            self._before.take()
+        except Exception as error:
+            if classify_oom(error) is None:
+                raise
+            raise DoesNotFitError(
+                f"In {place(self.where)} the copies of the model's buffers have no room: {text.splitlines()[0]}",
+                rule=_memory_now(kind),
+                remedy="give more memory, or make buffers that never change plain attributes",
+            ) from None
 
     def _plan(self, todo: list[_Batch]) -> None:
         for batch in todo:
@@ -326,21 +286,27 @@ class SafeStep:
         self._at = (todo[0], "forward")
         self._guard.zero_grad()
         is_one = sum(batch.num_parts for batch in todo) == 1
-        divisor = 1.0 if is_one else self._divisor(todo)
+        divisor: Any = None if self.weight is None else sum(float(self.weight(batch.content)) for batch in todo)
         sums: list[tuple[_Batch, torch.Tensor, Any]] = []
         for batch in todo:
             for start in range(0, batch.count, batch.size):
                 self._at = (batch, "forward")
-                loss_sum, weight = self.loss(self.model, self._part(batch, start))
+                loss_sum, weight = self._loss_of(self._part(batch, start))
+                if batch.size < batch.count:
+                    self._exactness.allow_buffers(self._before, self.where)
+                if divisor is None:
+                    divisor = _provisional(weight, min(batch.size, batch.count), sum(one.count for one in todo))
                 loss = loss_sum / (weight if is_one else divisor)
-                sums.append((batch, loss_sum.detach(), weight.detach() if isinstance(weight, torch.Tensor) else weight))
+                sums.append((batch, loss_sum.detach(), weight))
                 del loss_sum
                 self._at = (batch, "backward")
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
                 del loss
-        values = [(batch, float(loss_sum), float(weight)) for batch, loss_sum, weight in sums]
-        done = _Gradients(sum(value for _, value, _ in values), sum(weight for _, _, weight in values), 0.0)
-        done.bad = list({id(b): b for b, value, weight in values if not math.isfinite(value * weight)}.values())
+        divisor, *values = _read([divisor, *(loss_sum for _, loss_sum, _ in sums), *(weight for *_, weight in sums)])
+        values, weights = values[: len(sums)], values[len(sums) :]
+        done = _Gradients(sum(values), sum(weights), 0.0)
+        bad = [not math.isfinite(value * weight) for value, weight in zip(values, weights, strict=True)]
+        done.bad = list({id(batch): batch for (batch, *_), is_bad in zip(sums, bad, strict=True) if is_bad}.values())
         if done.weight <= 0 or (done.bad and self.scaler is None) or not math.isfinite(done.weight):
             done.bad = done.bad or list(todo)
             self._refuse_bad(f"the loss is {done.loss_sum} over a weight of {done.weight}.")
@@ -360,10 +326,17 @@ class SafeStep:
             content = self.split.take(content, start, min(start + batch.size, batch.count))
         return rebuild(content, lambda leaf: leaf)
 
-    def _divisor(self, todo: list[_Batch]) -> float:
-        if self.weight is None:
-            return float(sum(batch.count for batch in todo))
-        return float(sum(float(self.weight(batch.content)) for batch in todo))
+    def _loss_of(self, part: Any) -> tuple[torch.Tensor, Any]:
+        """The summed loss of a microbatch and its weight, which carries no graph."""
+        found: Any = self.loss(self.model, part)
+        loss_sum, weight = found if isinstance(found, tuple | list) and len(found) == 2 else (found, None)
+        if not (_is_number(loss_sum) and isinstance(loss_sum, torch.Tensor) and _is_number(weight)):
+            raise UsageError(
+                f"loss(model, batch) returned {_describe(found)}.",
+                rule="it returns the summed loss as a tensor of one number, and the weight that it is the sum of.",
+                remedy="return loss.sum(), len(x)",
+            )
+        return loss_sum, weight.detach() if isinstance(weight, torch.Tensor) else weight
 
     def _finish_gradients(self, done: _Gradients, factor: float) -> None:
         """Bring the gradients to the true divisor, out of the scaler's scale and under the norm."""
@@ -376,10 +349,19 @@ class SafeStep:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         parameters = self._guard.parameters()
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()  # each row once, or its norm is another one
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not grads:
+            raise UsageError(
+                f"In {place(self.where)} none of the optimizer's {len(parameters)} parameters has a gradient.",
+                rule="the optimizer steps the parameters of the model that the loss is of.",
+                remedy="make the optimizer over model.parameters(), after the model was moved or wrapped",
+            )
         if factor != 1.0 and self.weight is None:
             torch._foreach_mul_(grads, factor)
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = torch.nn.utils.get_total_norm([grad._values() if grad.is_sparse else grad for grad in grads])
         done.norm = float(norm)
         if self.max_grad_norm is not None and math.isfinite(done.norm):
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
@@ -389,14 +371,17 @@ class SafeStep:
         if scaler is None:
             self._guard.step()
             return
-        scale = scaler.get_scale()
+        found_inf = scaler._found_inf_per_device(self.optimizer).values()
+        done.skipped_by_scaler = any(found.item() for found in found_inf)
+        if done.skipped_by_scaler:  # the optimizer stays as it is, with the room kept for its state
+            scaler.update()
+            return
 
         def step_and_adapt() -> None:
             scaler.step(self.optimizer)
             scaler.update()
 
-        self._guard.step(step_and_adapt)
-        done.skipped_by_scaler = scaler.get_scale() < scale
+        self._guard.step(step_and_adapt)  # last: what failed after it would be done twice
 
     def _remember(self, todo: list[_Batch], num_retries: int) -> None:
         for batch in todo:
@@ -500,12 +485,56 @@ class SafeStep:
     def _check_unedited(self, todo: list[_Batch]) -> None:
         for batch in todo:
             for name, tensor, version in batch.versions:
-                if tensor._version != version:
+                if _version(tensor) != version:
                     raise UsageError(
                         f"The loss edited batch{name} in place, and the step went out of memory after that.",
                         rule="a step is replayed from its first state, and the batch is no longer what it was.",
                         remedy="clone the tensor in the loss before editing it",
                     )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was edited; one made in inference mode does not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, numbers.Real)
+
+
+def _describe(value: Any) -> str:
+    """The kinds of what a loss returned, in few words."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}: {', '.join(map(_describe, value[:3]))}"
+    return f"{'an' if type(value).__name__[0] in 'aeiou' else 'a'} {type(value).__name__}"
+
+
+def _provisional(weight: Any, num_units: int, num_all: int) -> Any:
+    """A divisor for a split step, near its weight: as if all units weighed what those of the first part do.
+
+    Gradients are multiplied to the true one at the end. Until then a divisor far from it could overflow float16.
+    """
+    if isinstance(weight, torch.Tensor):  # not read: that would wait for the device
+        guess = weight.float() * (num_all / num_units)
+        return torch.where(guess > 0, guess, float(num_all))
+    number = float(weight) * (num_all / num_units)
+    return number if number > 0 else float(num_all)
+
+
+def _read(values: Sequence[Any]) -> list[float]:
+    """The numbers in tensors and out of them, with one wait for each device and dtype."""
+    found: dict[int, float] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            alike.setdefault((value.device, value.dtype), []).append(index)
+        else:
+            found[index] = float(value)
+    for indices in alike.values():
+        found.update(zip(indices, torch.stack([values[index].reshape(()) for index in indices]).tolist(), strict=True))
+    return [float(found[index]) for index in range(len(values))]
 
 
 def _num_alloc_retries(parameters: list[torch.Tensor]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sized
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -16,10 +16,11 @@ from memfit.training._exactness import Loss
 from memfit.training._fit import Fit, Plan, Setup
 from memfit.training._hygiene import CleanupPolicy
 from memfit.training._loader import Batches
-from memfit.training._process import StopSignals
+from memfit.training._outcome import OomEvent, SkipPolicy
+from memfit.training._process import StopSignals, say
 from memfit.training._result import Direction, FitResult
 from memfit.training._split import BySample, Split
-from memfit.training._step import OomEvent, SafeStep, SkipPolicy
+from memfit.training._step import SafeStep
 from memfit.training._validation import Evaluate
 
 
@@ -96,6 +97,12 @@ class Trainer:
                 rule="keep_epochs is at least 1, so that a resume has a checkpoint; max_grad_norm is above 0 or None.",
                 remedy="pass for example keep_epochs=2, max_grad_norm=1.0",
             )
+        if not 0 <= seed < 1 << 32:
+            raise UsageError(
+                f"seed is {seed}.",
+                rule="a seed is a whole number from 0 to 2**32 - 1, the largest that NumPy takes.",
+                remedy="pass for example seed=0",
+            )
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise UsageError(
                 "ReduceLROnPlateau cannot be the schedule.",
@@ -112,7 +119,7 @@ class Trainer:
                 ),
             )
         optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
-        safe_step = SafeStep(model, optimizer, loss, on_oom=_cleaner(cleanup), **step)
+        safe_step = SafeStep(model, optimizer, loss, on_oom=_on_oom(cleanup), **step)
         self.model = model
         self.optimizer = optimizer
         self.step = safe_step
@@ -135,7 +142,7 @@ class Trainer:
                 "max_grad_norm": max_grad_norm,
                 "global_batch_size": global_batch_size,
                 "scaler": None if scaler is None else type(scaler).__name__,
-                "schedule": None if schedule is None else type(schedule).__name__,
+                "schedule": None if schedule is None else _describe(schedule),
                 "average": ema is not None,
             },
         )
@@ -154,17 +161,19 @@ class Trainer:
     ) -> FitResult:
         """Train up to ``num_epochs`` epochs in all, going on from the newest whole checkpoint if there is one.
 
-        On SIGTERM or SIGUSR1 the step under way is finished, a checkpoint written and the fit stopped; the previous
-        handlers are put back at the end. The model is left in evaluation mode with the weights of the *last* epoch.
-        Those of the best one lie in ``best_model.pt``; chosen on the validation set, they look better there than they
-        are.
+        On SIGTERM, SIGUSR1 or, with a ``checkpoint_dir``, a first Ctrl-C the step under way is finished, a checkpoint
+        written and the fit stopped; the previous handlers are put back at the end. The model is left in evaluation mode
+        with the weights of the *last* epoch. Those of the best one lie in ``best_model.pt``; chosen on the validation
+        set, they look better there than they are. Outside a run of memfit's, each epoch, a resume and what was survived
+        are told on standard error.
 
         Args:
             train: The training batches.
             valid: The validation batches; None validates nothing.
             num_epochs: The epochs to reach, those before a resume included.
             evaluate: ``evaluate(model, valid) -> {name: value}``, called in evaluation mode without gradients; by
-                default the mean loss as ``valid_loss``. The preflight calls it with one batch only.
+                default the mean loss as ``valid_loss``. The preflight calls it with one batch, and if that fails once
+                with all of them: what it raises then is raised before the first step.
             best_metric: Which of these names decides what is best.
             direction: Whether less or more of it is better.
             preflight: Before the first step, try the largest batch of training and of validation, the optimizer's
@@ -176,24 +185,47 @@ class Trainer:
                 status 75.
             SampleTooLargeError: If a single sample does not fit.
             DoesNotFitError: If the optimizer's memory, or the checkpoints on their disk, do not fit.
-            JobFailedError: If a loss or gradient is not finite, or validation or saving went out of memory twice.
+            JobFailedError: If a loss or gradient is not finite, validation or saving went out of memory twice, or the
+                disk refuses a checkpoint.
             DamagedError: If there are checkpoints and none is whole.
-            UsageError: If the checkpoint was made with another model, optimizer, seed or amount of data.
+            UsageError: If the checkpoint was made with another model, optimizer, seed or amount of data, or validation
+                does not give ``best_metric``.
         """
         plan = Plan(train, valid, num_epochs, evaluate, best_metric, direction, preflight, longest)
         _check(plan)
-        with StopSignals() as stop:
+        with StopSignals(interrupt=self._setup.folder is not None) as stop:
             return Fit(self._setup, plan, stop).run()
 
 
-def _cleaner(cleanup: CleanupPolicy | None) -> Callable[[OomEvent], None] | None:
-    if cleanup is None:
-        return None
+#: What a schedule counts in, beside its constants.
+_COUNTERS = frozenset({"last_epoch", "verbose"})
 
-    def clean(event: OomEvent) -> None:
-        cleanup.at("oom")
 
-    return clean
+def _describe(schedule: torch.optim.lr_scheduler.LRScheduler) -> str:
+    """A schedule with its constants.
+
+    >>> weights = [torch.nn.Parameter(torch.ones(1))]
+    >>> _describe(torch.optim.lr_scheduler.StepLR(torch.optim.SGD(weights, lr=0.5), step_size=9))
+    'StepLR(base_lrs=[0.5], gamma=0.1, step_size=9)'
+    """
+    settings = {name: value for name, value in vars(schedule).items() if name[0] != "_" and name not in _COUNTERS}
+    plain = {
+        name: value
+        for name, value in sorted(settings.items())
+        if isinstance(value, int | float | str)
+        or (isinstance(value, list | tuple) and all(isinstance(one, int | float | str) for one in value))
+    }
+    return f"{type(schedule).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"
+
+
+def _on_oom(cleanup: CleanupPolicy | None) -> Callable[[OomEvent], None]:
+    def tell(event: OomEvent) -> None:
+        if cleanup is not None:
+            cleanup.at("oom")
+        how = f" with {event.microbatch_size} at once; goes on with {event.next_size}" if event.next_size else ""
+        say(f"out of {event.kind} memory in {event.phase}{how}: {event.error.splitlines()[0]}")
+
+    return tell
 
 
 def _check(plan: Plan) -> None:
@@ -202,6 +234,12 @@ def _check(plan: Plan) -> None:
             "evaluate was given without validation batches.",
             rule="evaluate(model, valid) is called with them after each epoch.",
             remedy="pass valid=...",
+        )
+    if isinstance(plan.valid, Sized) and len(plan.valid) == 0:
+        raise UsageError(
+            "There are no validation batches: valid has the length 0.",
+            rule="validation looks at one batch at least.",
+            remedy="check how the validation data were filtered, or leave valid out",
         )
     try:
         num_batches = len(plan.train)

@@ -8,6 +8,7 @@ for trial before anything is changed, and given back. What still fails is undone
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import weakref
@@ -15,7 +16,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +26,6 @@ from memfit.training._oom import classify_oom, clear_caches, release
 from memfit.training._process import preserved_rng
 from memfit.units import format_bytes
 
-Undo = Literal["auto", "copy"]
 Blocks = list[tuple[torch.device, int]]
 
 MOST_COPIED_BYTES = 1 << 20
@@ -47,36 +47,52 @@ class _Need:
     largest: Blocks
 
 
-@dataclass(frozen=True)
 class _Copies:
-    """What a step may change, as it was before."""
+    """What a step may change, as it was before: tensors by their values, lists and dicts by what they held."""
 
-    tensors: list[torch.Tensor]
-    values: list[torch.Tensor]
-    states: dict[torch.Tensor, dict[str, Any]]
-    groups: list[dict[str, Any]]
+    def __init__(self) -> None:
+        self.tensors: dict[torch.Tensor, torch.Tensor] = {}
+        self._held: list[tuple[Any, Any]] = []
 
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+    def note(self, value: Any) -> bool:
+        """Note everything that is in a value; False if something of it is of a kind that cannot be put back."""
+        if isinstance(value, torch.Tensor):
+            self.tensors[value] = value
+            return True
+        if isinstance(value, list | dict):
+            self.note_items(value)
+            return all(map(self.note, value.values() if isinstance(value, dict) else value))
+        return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(self.note, value)))
+
+    def note_items(self, value: Any) -> None:
+        """Note just which items a list or dict has."""
+        self._held.append((value, dict(value) if isinstance(value, dict) else list(value)))
+
+    def take(self, earlier: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Copy the values of all tensors noted, over earlier copies if these are of the same tensors."""
+        if earlier.keys() == self.tensors.keys():
+            self.tensors = earlier
+            with torch.no_grad():
+                torch._foreach_copy_(list(earlier.values()), list(earlier))
+        else:
+            self.tensors = {tensor: tensor.detach().clone() for tensor in self.tensors}
+
+    def restore(self) -> None:
         """Put everything back."""
         with torch.no_grad():
-            for tensor, value in zip(self.tensors, self.values, strict=True):
+            for tensor, value in self.tensors.items():
                 tensor.copy_(value)
-        for parameter in [parameter for parameter in optimizer.state if parameter not in self.states]:
-            del optimizer.state[parameter]
-        for parameter, state in self.states.items():
-            optimizer.state[parameter].clear()
-            optimizer.state[parameter].update(state)
-        for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
-            group.update(saved)
+        for held, before in self._held:
+            held.clear()
+            (held.update if isinstance(held, dict) else held.extend)(before)
 
 
 class OptimizerGuard:
     """Makes an optimizer's steps, each whole or not at all.
 
     Args:
-        optimizer: The optimizer; nothing of it is replaced.
-        undo: ``"copy"`` copies weights and state before every step, whatever they take. ``"auto"`` does when they take
-            no more than 1 MiB together, a fifth of a millisecond.
+        optimizer: The optimizer; nothing of it is replaced. The weights that have a gradient and their state are copied
+            before each step when they take no more than 1 MiB together, a fifth of a millisecond.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -87,7 +103,7 @@ class OptimizerGuard:
         ['exp_avg', 'exp_avg_sq', 'step']
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, undo: Undo = "auto") -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
                 "LBFGS evaluates the loss several times inside one step.",
@@ -95,10 +111,10 @@ class OptimizerGuard:
                 remedy="use another optimizer, such as torch.optim.AdamW",
             )
         self.optimizer = optimizer
-        self.undo = undo
         self._layout: list[int] = []
         self._need = _Need([], [], [])
         self._reserve: list[torch.Tensor] = []
+        self._earlier: dict[torch.Tensor, torch.Tensor] = {}
         self._is_small = self._in_parts = False
 
     def parameters(self) -> list[torch.Tensor]:
@@ -170,9 +186,9 @@ class OptimizerGuard:
                 f"Memory ran out inside {type(self.optimizer).__name__}.step: {text.splitlines()[0]}",
                 rule="some weights are updated and some are not"
                 + (", and the hooks after the step have begun." if hooks_began else "; copies of them were not kept."),
-                remedy="go back to the last checkpoint; undo='copy' keeps copies, fused=True allocates nothing",
+                remedy="go back to the last checkpoint, as Trainer does by itself; fused=True allocates nothing",
             )
-        copies.restore(self.optimizer)
+        copies.restore()
         raise failure
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -193,11 +209,11 @@ class OptimizerGuard:
             for device in dict.fromkeys(p.device for group in params for p in group)
         ]
         held = [parameter for group in params for parameter in group]
-        held += [value for p in held[:] for value in self.optimizer.state.get(p, {}).values()]
+        held += _tensors([self.optimizer.state.get(p) for p in held])
         self._need = _Need(
             *(list(itertools.chain(*(getattr(need, name) for need in needs))) for name in ("state", "whole", "largest"))
         )
-        num_bytes = sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
+        num_bytes = sum(value.nbytes for value in held)
         self._is_small = num_bytes + sum(size for _, size in self._need.state) <= MOST_COPIED_BYTES
 
     def _try_temporaries(self) -> bool:
@@ -236,21 +252,32 @@ class OptimizerGuard:
         )
 
     def _copy(self) -> _Copies | None:
-        """Copies of what a step may change, or None where they would be large."""
-        if self.undo == "auto" and not self._is_small:
+        """Copies of what a step may change, or None where they would be large or cannot be made."""
+        if not self._is_small:
             return None
-        state = self.optimizer.state
-        tensors = self.parameters()
-        tensors += [value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+        optimizer, copies = self.optimizer, _Copies()
+        copies.note_items(vars(optimizer))
+        copies.note_items(optimizer.state)
+        changing = [value for name, value in vars(optimizer).items() if name not in _base_names()]
+        for group in self._groups():
+            copies.note_items(group)
+            changing += [value for name, value in group.items() if name != "params"]
+        for owner, state in optimizer.state.items():
+            if not isinstance(owner, torch.Tensor) or owner.grad is not None:
+                changing.append(state)
+        changing += [parameter for parameter in self.parameters() if parameter.grad is not None]
+        if not all(map(copies.note, changing)):
+            return None
+        if sum(tensor.nbytes for tensor in copies.tensors) > MOST_COPIED_BYTES:
+            return None
         try:
-            values = [tensor.detach().clone() for tensor in tensors]
+            copies.take(self._earlier)
         except Exception as error:
             if classify_oom(error) is None:
                 raise
             return None
-        states = {p: dict(values) for p, values in state.items()}
-        groups = [{name: value for name, value in group.items() if name != "params"} for group in self._groups()]
-        return _Copies(tensors, values, states, groups)
+        self._earlier = copies.tensors
+        return copies
 
     def _step_in_parts(self, call: Callable[[], Any] | None) -> None:
         """Step one parameter after the other, so that temporaries of one are alive at a time."""
@@ -331,8 +358,13 @@ def _measure_on_device(
 
 def _can_be_shadowed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step can reach nothing but its groups and its state."""
-    base = vars(torch.optim.Optimizer([torch.empty(1, device="meta")], {})).keys() | {"step"}
-    return all(isinstance(value, _PLAIN) for name, value in vars(optimizer).items() if name not in base)
+    return all(isinstance(value, _PLAIN) for name, value in vars(optimizer).items() if name not in _base_names())
+
+
+@functools.cache
+def _base_names() -> frozenset[str]:
+    """The attributes that every optimizer has."""
+    return frozenset(vars(torch.optim.Optimizer([torch.empty(1, device="meta")], {})).keys() | {"step"})
 
 
 def _shadow(optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]], *, foreach: bool) -> Any:
@@ -341,6 +373,7 @@ def _shadow(optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]], 
     shadow.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
     shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     shadow.state = defaultdict(dict)
+    shadow.state.update({k: _meta(value) for k, value in optimizer.state.items() if not isinstance(k, torch.Tensor)})
     shadow.param_groups = []
     for group, own in zip(optimizer.param_groups, params, strict=True):
         plain = {"fused": False, "capturable": False, "foreach": foreach}
@@ -349,28 +382,37 @@ def _shadow(optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]], 
             copies.append(torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
             copies[-1].grad = torch.empty_like(copies[-1])
             if parameter in optimizer.state:
-                shadow.state[copies[-1]] = {name: _meta(value) for name, value in optimizer.state[parameter].items()}
-        shadow.param_groups.append({**group, **{name: plain[name] for name in plain if name in group}})
+                shadow.state[copies[-1]] = _meta(optimizer.state[parameter])
+        settings = {name: _meta(value) for name, value in group.items() if name != "params"}
+        shadow.param_groups.append({**settings, **{name: plain[name] for name in plain if name in group}})
         shadow.param_groups[-1]["params"] = copies
     return shadow
 
 
-def _meta(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().cpu().clone() if value.numel() == 1 else torch.empty_like(value, device="meta")
+def _meta(state: Any) -> Any:
+    """A copy of part of a state without the memory of its tensors."""
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            if not isinstance(value, _PLAIN):
+                raise TypeError(f"a {type(value).__name__} would be shared with the shadow")
+            return value
+        return value.detach().cpu().clone() if value.numel() == 1 else torch.empty_like(value, device="meta")
+
+    return torch.utils._pytree.tree_map(copy, state)
 
 
 def _peak_of(shadow: Any, *, new_state: bool = False) -> list[int]:
     """The sizes of what one step of a shadow had allocated at its peak, or of the state that it made, in bytes."""
-    before: set[int] = {id(value) for state in shadow.state.values() for value in state.values()}
+    before = _tensors(list(shadow.state.values()))
     step = inspect.unwrap(type(shadow).step)
     with torch.no_grad(), preserved_rng(), _LiveBytes() as live:
         step(shadow)
     if not new_state:
         return live.peak  # type: ignore[no-any-return]
-    made: list[Any] = [value for state in shadow.state.values() for value in state.values() if id(value) not in before]
-    return [int(value.nbytes) for value in made if isinstance(value, torch.Tensor) and value.is_meta]
+    known = set(map(id, before))
+    made = [tensor for tensor in _tensors(list(shadow.state.values())) if id(tensor) not in known]
+    return [int(tensor.nbytes) for tensor in made if tensor.is_meta]
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -383,9 +425,9 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._total = self._most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(tensor)._cdata for tensor in _tensors((args, kwargs))}
+        given = {_storage(tensor)._cdata for tensor in _tensors((args, kwargs)) if tensor.is_meta}
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in filter(lambda tensor: tensor.is_meta, _tensors(result)):
             storage = _storage(tensor)
             if storage._cdata in given or storage._cdata in self._live:
                 continue
@@ -405,5 +447,4 @@ def _storage(tensor: torch.Tensor) -> Any:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from memfit.errors import JobFailedError
+from memfit.errors import JobFailedError, UsageError
 from memfit.rundir import record
 from memfit.training._exactness import Exactness, Loss
 from memfit.training._flight import write_flight_record
@@ -172,7 +172,18 @@ class OneBatch:
 
 
 def evaluated(evaluate: Evaluate, model: torch.nn.Module, batches: Any) -> dict[str, float]:
-    """The metrics in evaluation mode without gradients; the random state is afterwards as it was."""
+    """The metrics in evaluation mode without gradients; the random state is afterwards as it was.
+
+    Raises:
+        UsageError: If it gives no metrics by name.
+    """
     model.eval()
     with preserved_rng(), torch.no_grad():
-        return {name: float(value) for name, value in evaluate(model, batches).items()}
+        metrics = evaluate(model, batches)
+        if not isinstance(metrics, Mapping):
+            raise UsageError(
+                f"evaluate gave {type(metrics).__name__}.",
+                rule="evaluate(model, valid) returns its metrics by name.",
+                remedy="end it with for example return {'valid_loss': mean}",
+            )
+        return {name: float(value) for name, value in metrics.items()}
