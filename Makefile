@@ -51,6 +51,12 @@ bench-folds: install ## naive folds against memfit's under one real memory limit
 bench-stress: install ## 300 jobs that burst, leak, lie and fork under one real limit (needs root and a memory cgroup)
 	$(BIN)/python benchmarks/stress.py $(ARGS)
 
+bench-overhead: install ## a safe step against a plain loop, several models
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+bench-folklore: install ## cleaning up every few steps against never
+	$(BIN)/python benchmarks/folklore.py $(ARGS)
+
 bench-throughput: install ## 1,000 tiny commands by memfit map against xargs -P
 	$(BIN)/python benchmarks/throughput.py $(ARGS)
 
