@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vm check format bench-folds bench-stress bench-throughput clean
+.PHONY: help install demo test test-vm check format bench-folds bench-stress bench-throughput bench-overhead bench-folklore clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
