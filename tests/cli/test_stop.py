@@ -163,7 +163,7 @@ def test_a_lock_whose_holder_cannot_be_seen_is_told_and_not_taken_for_none(tmp_p
 
 def test_interrupting_the_wait_leaves_the_request_standing(tmp_path):
     (tmp_path / "job.py").write_text(
-        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), sys.exit(75)))\n"
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(10), sys.exit(75)))\n"
         "open(sys.argv[1] + '.started', 'w').close(); time.sleep(300)\n"
     )
     with running(tmp_path, folds="1", at_once=1) as (process, run):

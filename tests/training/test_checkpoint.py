@@ -180,7 +180,7 @@ def test_when_no_checkpoint_is_whole_the_fit_does_not_start_over_silently(folder
         os.truncate(path, 40)
     with pytest.raises(DamagedError, match="cut short") as error:
         train_to(folder, 3, values=[1.0])
-    assert "remove the folder to start over" in str(error.value)
+    assert "to start over, pass another checkpoint_dir" in str(error.value)
 
 
 def test_a_kill_between_an_epoch_and_its_latest_name_loses_nothing(folder):

@@ -330,7 +330,7 @@ def test_a_schedule_is_stepped_with_each_step_and_resumes(tmp_path):
     second.fit(loader(), num_epochs=4)
     assert schedule.last_epoch == 24
     assert same_fits(whole, second)
-    with pytest.raises(UsageError, match="schedule: OneCycleLR then, None now"):
+    with pytest.raises(UsageError, match=r"schedule: OneCycleLR\(.*\) then, None now"):
         make(tmp_path).fit(loader(), num_epochs=5)
     with pytest.raises(UsageError, match="ReduceLROnPlateau cannot be the schedule"):
         make(schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(first.optimizer))

@@ -419,13 +419,17 @@ def test_epochs_and_the_resume_are_told_where_no_run_shows_them(
     ]
 
 
-def test_the_first_ctrl_c_saves_and_stops_and_the_second_interrupts(tmp_path: Path) -> None:
+def test_the_first_ctrl_c_saves_and_stops_and_the_second_interrupts(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     def interrupting(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         signal.raise_signal(signal.SIGINT)
         return _squares(model, x)
 
     data = [torch.ones(4, 1)] * 3
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.default_int_handler
+    outside = signal.signal(signal.SIGINT, before)  # ignored where the tests run in the background
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, outside))
     trainer = Trainer(torch.nn.Linear(1, 1), loss=interrupting, checkpoint_dir=tmp_path / "saved")
     with pytest.raises(StoppedError, match="SIGINT"):
         trainer.fit(data, num_epochs=1, preflight=False)

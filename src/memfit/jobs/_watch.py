@@ -214,14 +214,14 @@ class Watch:
         return time.monotonic() - self._grown_at >= max(_SETTLED_SECONDS, self.age / 2)
 
     def bound_peak(self, charged_bytes: int, cache_bytes: int) -> None:
-        """Hold the resident peaks, which count mapped files too, to what was ever charged to its group.
+        """Hold the resident peaks, which count mapped files too, to what was charged to its group beside page cache.
 
         Of a job that ended before the first sample, that peak less the page cache which is left tells all processes
         together; the kernel's resident peak is that of the largest.
         """
         mapped = self.sample.shared_bytes if self.sample else 0
         self.resident_peak_bytes = charged_bytes - cache_bytes
-        self.own_peak_bytes = min(self.own_peak_bytes, charged_bytes + mapped)
+        self.own_peak_bytes = min(self.own_peak_bytes, self.resident_peak_bytes + mapped)
 
     def footprint(self) -> Footprint:
         """The peaks so far."""
