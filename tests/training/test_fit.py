@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from memfit import rundir
 from memfit.errors import DoesNotFitError, HalfUpdatedError, JobFailedError, StoppedError, UsageError
 from memfit.training import (
     WHOLE,
@@ -71,17 +70,6 @@ class Failing:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             self.sizes.append(len(x))
         return squared(model, x)
-
-
-@pytest.fixture
-def events(tmp_path, monkeypatch):
-    """Gives the events of a kind that were recorded so far."""
-    monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(tmp_path))
-    monkeypatch.setenv(rundir.JOB_ID_VARIABLE, "fold_1")
-    monkeypatch.setattr(rundir._Current, "writer", None)
-    yield lambda kind: [event for event in rundir.read_events(tmp_path / "events") if event["kind"] == kind]
-    if rundir._Current.writer is not None:
-        rundir._Current.writer.close()
 
 
 # --- out of memory in validation and saving

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from memfit import rundir
 from memfit.errors import DataError, JobFailedError, StoppedError, UsageError
 from memfit.training import CheckpointWarning, Trainer, _fit, load_checkpoint, seed_everything
 
@@ -304,17 +303,6 @@ def test_a_resume_with_other_threads_warns_that_it_is_not_bit_exact(tmp_path):
             make(tmp_path).fit(Shuffled(), num_epochs=2)
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def events(tmp_path, monkeypatch):
-    """Gives the events of a kind that were recorded so far."""
-    monkeypatch.setenv(rundir.RUN_DIR_VARIABLE, str(tmp_path))
-    monkeypatch.setenv(rundir.JOB_ID_VARIABLE, "fold_1")
-    monkeypatch.setattr(rundir._Current, "writer", None)
-    yield lambda kind: [event for event in rundir.read_events(tmp_path / "events") if event["kind"] == kind]
-    if rundir._Current.writer is not None:
-        rundir._Current.writer.close()
 
 
 def test_an_epoch_is_train_then_checkpoint_then_validate_and_is_recorded(tmp_path, monkeypatch, events):

@@ -31,7 +31,7 @@ from memfit.training._exactness import Exactness, Loss
 from memfit.training._hygiene import CleanupPolicy, LeakDetector, Moment
 from memfit.training._loader import Batches, TrainingData, preserved_generators
 from memfit.training._oom import classify_oom, release
-from memfit.training._preflight import Longest, find_longest, preflight
+from memfit.training._preflight import find_longest, preflight
 from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
 from memfit.training._result import Direction, FitResult, best_epoch
 from memfit.training._split import Split
@@ -75,7 +75,6 @@ class Plan:
     best_metric: str
     direction: Direction
     preflight: bool
-    longest: Any
 
 
 class Fit:
@@ -165,7 +164,7 @@ class Fit:
                 save()
             return
         self.data.set_epoch(epoch)
-        longest = find_longest(plan.train) if plan.longest is None else Longest(plan.longest, "given")
+        longest = find_longest(plan.train)
         validate = None
         if plan.valid is not None:
             view = self._longest_validation()

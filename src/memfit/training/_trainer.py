@@ -147,7 +147,7 @@ class Trainer:
             },
         )
 
-    def fit(  # noqa: PLR0913
+    def fit(
         self,
         train: Batches,
         valid: Batches | None = None,
@@ -157,7 +157,6 @@ class Trainer:
         best_metric: str = "valid_loss",
         direction: Direction = "minimize",
         preflight: bool = True,
-        longest: Any = None,
     ) -> FitResult:
         """Train up to ``num_epochs`` epochs in all, going on from the newest whole checkpoint if there is one.
 
@@ -178,7 +177,6 @@ class Trainer:
             direction: Whether less or more of it is better.
             preflight: Before the first step, try the largest batch of training and of validation, the optimizer's
                 memory and a checkpoint: what would fail later fails now, and nothing else changes.
-            longest: The training batch that takes most memory, for the preflight; found if None.
 
         Raises:
             StoppedError: After a signal; the same call goes on where it was. A script that does not catch it ends with
@@ -191,7 +189,7 @@ class Trainer:
             UsageError: If the checkpoint was made with another model, optimizer, seed or amount of data, or validation
                 does not give ``best_metric``.
         """
-        plan = Plan(train, valid, num_epochs, evaluate, best_metric, direction, preflight, longest)
+        plan = Plan(train, valid, num_epochs, evaluate, best_metric, direction, preflight)
         _check(plan)
         with StopSignals(interrupt=self._setup.folder is not None) as stop:
             return Fit(self._setup, plan, stop).run()
