@@ -1,19 +1,26 @@
 """What the safe step costs: against a plain training loop, in one process, turn by turn.
 
-    python benchmarks/overhead.py [--device cuda] [--rounds 41] [--seconds 0.6] [--most 0.02] [--json FILE]
+    python benchmarks/overhead.py [--device cuda] [--seconds 60] [--block 1] [--most 0.02] [--json FILE]
 
 Two equal models take equal steps, one by `SafeStep`, one by the loop that people write: zero_grad, loss, backward,
-clip_grad_norm_, step. Blocks of steps alternate, and within each pair of blocks the order does, so that a busy spell of
-the machine meets both. Each round gives one ratio per model; the median of the rounds' ratios counts. On the CPU it is
-of the process's CPU time, which other processes disturb least, and wall clock is printed beside it; on a GPU it is of
-wall clock, each block ended by a synchronization. Steps shorter than 20 ms are printed and do not count. Exit status:
-0 every model is within --most, 1 one is not, or none has steps that long.
+clip_grad_norm_, step. Single steps alternate (blocks of --block steps), and from pair to pair the order does: on a
+machine whose speed drifts, only neighbours can be compared. Each pair gives one ratio; their median counts, and its
+95 % interval (by the binomial distribution of order statistics) is printed. On the CPU it is of the process's CPU time,
+which other processes disturb least, and wall clock is printed beside it; on a GPU it is of wall clock, each block ended
+by a synchronization. glibc is told to keep freed memory: by default it gives it back to the kernel and faults it in
+again at times that depend on what else lies on the heap, which takes up to 20 ms of CPU time of a step of 40 ms, in
+either loop. Steps shorter than 20 ms are printed and do not count. Exit status: 0 every model is within --most, 1 one
+is not, or none has steps that long.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +35,8 @@ from memfit.training import SafeStep, seed_everything
 MOST_RATIO = 0.02
 SHORTEST_SECONDS = 0.020
 MAX_GRAD_NORM = 1.0
+_LEAST_PAIRS = 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 Step = Callable[[Any], object]
 
 
@@ -129,16 +138,18 @@ def block(step: Step, batch: Any, num_steps: int, device: torch.device) -> tuple
     return (time.perf_counter() - wall) / num_steps, (time.process_time() - cpu) / num_steps
 
 
-def rounds_of(case: Case, device: torch.device, num_rounds: int, seconds: float) -> Iterator[tuple[float, ...]]:
-    """Of each round the seconds of one step: plain wall, plain CPU, safe wall, safe CPU."""
+def pairs_of(case: Case, device: torch.device, seconds: float, num_steps: int) -> Iterator[tuple[float, ...]]:
+    """Of each pair of blocks the seconds of one step: plain wall, plain CPU, safe wall, safe CPU."""
     plain, safe, batch = make_steps(case, device)
     for step in (plain, safe):
         block(step, batch, 3, device)
-    num_steps = max(3, round(seconds / 2 / block(plain, batch, 3, device)[0]))
-    for index in range(num_rounds):
+    until = time.monotonic() + seconds
+    for index in itertools.count():
         order = [plain, safe] if index % 2 == 0 else [safe, plain]
         found = {id(step): block(step, batch, num_steps, device) for step in order}
         yield (*found[id(plain)], *found[id(safe)])
+        if time.monotonic() > until and index >= _LEAST_PAIRS:
+            return
 
 
 @dataclass(frozen=True)
@@ -152,45 +163,61 @@ class Result:
     overheads: list[float]
 
 
-def measure(case: Case, device: torch.device, num_rounds: int, seconds: float) -> Result:
-    """The medians of a model's rounds."""
-    rounds = list(rounds_of(case, device, num_rounds, seconds))
-    wall = [safe / plain - 1 for plain, _, safe, _ in rounds]
-    cpu = [safe / plain - 1 for _, plain, _, safe in rounds]
+def measure(case: Case, device: torch.device, seconds: float, num_steps: int) -> Result:
+    """The medians over a model's pairs."""
+    pairs = list(pairs_of(case, device, seconds, num_steps))
+    wall = [safe / plain - 1 for plain, _, safe, _ in pairs]
+    cpu = [safe / plain - 1 for _, plain, _, safe in pairs]
     return Result(
         case.name,
-        statistics.median(plain for plain, *_ in rounds),
+        statistics.median(plain for plain, *_ in pairs),
         statistics.median(cpu),
         statistics.median(wall),
         wall if device.type == "cuda" else cpu,
     )
 
 
+def interval(values: list[float]) -> tuple[float, float]:
+    """A 95 % interval of their median: the order statistics 1.96 standard deviations of a coin's heads apart."""
+    ordered, number = sorted(values), len(values)
+    reach = 0.98 * number**0.5
+    return ordered[max(0, math.floor(number / 2 - reach))], ordered[min(number - 1, math.ceil(number / 2 + reach))]
+
+
+def keep_freed_memory() -> None:
+    """Have glibc return nothing to the kernel; does nothing elsewhere."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        for setting in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            libc.mallopt(setting, 1 << 30)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--seconds", type=float, default=0.6, help="of one round of one model")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of one model")
+    parser.add_argument("--block", type=int, default=1, help="steps that are timed together")
     parser.add_argument("--most", type=float, default=MOST_RATIO)
     parser.add_argument("--case", choices=[case.name for case in CASES], action="append")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    keep_freed_memory()
     device = torch.device(args.device)
     results, ok = [], True
     counted = 0
-    print(f"{'model':14} {'plain step':>11} {'overhead':>9}   CPU / wall, and the rounds' quartiles")
+    print(f"{'model':14} {'plain step':>11} {'overhead':>9}   95 % interval, pairs, wall clock")
     for case in [case for case in CASES if args.case is None or case.name in args.case]:
-        result = measure(case, device, args.rounds, args.seconds)
+        result = measure(case, device, args.seconds, args.block)
         results.append(result)
         overhead = statistics.median(result.overheads)
-        low, _, high = statistics.quantiles(result.overheads, n=4)
+        low, high = interval(result.overheads)
         counts = result.step_seconds >= SHORTEST_SECONDS
         counted += counts
         ok = ok and (overhead <= args.most or not counts)
         note = "" if counts else "   (too short to count)"
         print(
-            f"{case.name:14} {1e3 * result.step_seconds:8.1f} ms {overhead:9.2%}   {result.cpu_overhead:.2%} / "
-            f"{result.wall_overhead:.2%}, {low:.2%} to {high:.2%}{note}",
+            f"{case.name:14} {1e3 * result.step_seconds:8.1f} ms {overhead:9.2%}   {low:.2%} to {high:.2%}, "
+            f"{len(result.overheads)}, {result.wall_overhead:.2%}{note}",
             flush=True,
         )
     if args.json is not None:

@@ -22,6 +22,7 @@ from memfit.errors import (
 )
 from memfit.rundir import RunDir
 from memfit.training import WHOLE, ByGroup, MicrobatchSizes, SafeStep, SkipPolicy, StepOutcome, seed_everything
+from memfit.training._snapshot import _NumpyState
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
@@ -894,3 +895,28 @@ def test_steps_that_do_not_fit_under_a_real_limit_go_through_with_the_bits_of_th
     again, free = run(0, *sizes)
     assert again == [0, *sizes]
     assert_equal_tensors(limited, free)
+
+
+def test_the_state_of_numpys_generator_is_told_after_every_kind_of_draw():
+    reader = _NumpyState()
+
+    def check():
+        told, real = reader.read(), np.random.get_state(legacy=False)
+        assert np.array_equal(told["state"]["key"], real["state"]["key"])
+        assert told["state"]["pos"] == real["state"]["pos"]
+        assert (told["has_gauss"], told["gauss"]) == (real["has_gauss"], real["gauss"])
+
+    before, generator = np.random.get_state(), np.random.get_bit_generator()
+    try:
+        np.random.seed(3)
+        for draw in (np.random.rand, np.random.randn, np.random.randn, lambda: None, lambda: np.random.shuffle([1, 2])):
+            draw()
+            check()
+            check()
+        np.random.set_bit_generator(np.random.PCG64(1))
+        for _ in range(2):
+            np.random.rand()
+            assert reader.read() == np.random.get_state(legacy=False)
+    finally:
+        np.random.set_bit_generator(generator)
+        np.random.set_state(before)

@@ -292,7 +292,7 @@ def test_only_weights_that_have_a_gradient_are_copied():
     with pytest.raises(torch.OutOfMemoryError), Fails(0, only="addcdiv_"):
         guard.step()
     assert torch.equal(params[1], before)
-    assert params[0] not in guard._copy().tensors
+    assert id(params[0]) not in guard._copy().tensors
 
 
 class Counting(torch.optim.Optimizer):

@@ -48,9 +48,11 @@ class Forecast:
         self._largest: dict[_Key, Footprint] = {}
         self._lines: dict[_Key, dict[str, _Line]] = {}
         self._declared: set[int] = set()
+        self._told: dict[int, tuple[Job, Footprint | None]] = {}
 
     def learn(self, job: Job, footprint: Footprint, *, is_final: bool = True) -> None:
         """Take in what a job took; of one that still runs, for those that share its parameters alone."""
+        self._told.clear()
         for subset in _subsets(job.params):
             known = self._largest.get(subset)
             if known is None or footprint.private_bytes > known.private_bytes or footprint.device_bytes:
@@ -66,6 +68,13 @@ class Forecast:
 
     def predict(self, job: Job) -> Footprint | None:
         """What the job will take: measured on its like, else as declared; None when nothing is known."""
+        job_told, told = self._told.get(id(job), (None, None))
+        if job_told is not job:  # asked for several times between two ends
+            told = self._predict(job)
+            self._told[id(job)] = job, told
+        return told
+
+    def _predict(self, job: Job) -> Footprint | None:
         found: Footprint | None = None
         num_shared = 0
         for subset in _subsets(job.params):

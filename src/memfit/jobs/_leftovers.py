@@ -103,7 +103,7 @@ def remove_segments(pids: Iterable[int], *, since: float, folder: Path = Path("/
     removed: list[str] = []
     ours = set(pids)
     try:
-        names = [path.name for path in folder.iterdir()]
+        names = [entry.name for entry in os.scandir(folder)]
     except OSError:
         return removed
     for name in names:

@@ -68,6 +68,9 @@ class Host:
     shm: SharedMemory | None
 
 
+_PAIR = re.compile(r"^([^\s:]+):?[ \t]+(\d+)(?: (kB)$|$|(?=\s))", re.M | re.A)
+
+
 def read_text(path: Path) -> str | None:
     """The text of a file of the kernel's, or None where there is none or it may not be read."""
     try:
@@ -85,12 +88,8 @@ def parse_pairs(text: str | None) -> dict[str, int]:
     >>> parse_pairs("anon 4096\\nfile 8192\\n")
     {'anon': 4096, 'file': 8192}
     """
-    pairs = {}
-    for line in (text or "").splitlines():
-        words = line.replace(":", " ", 1).split()
-        if len(words) >= 2 and words[1].isdigit():
-            pairs[words[0]] = int(words[1]) * (1024 if words[2:] == ["kB"] else 1)
-    return pairs
+    found = _PAIR.findall(text or "")
+    return {name: int(number) * (1024 if unit else 1) for name, number, unit in found}
 
 
 def parse_status(text: str | None) -> dict[str, str]:

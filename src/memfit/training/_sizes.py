@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -72,8 +73,7 @@ class MicrobatchSizes:
         shapes = []
         for leaf in found:
             if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim:
-                dims = ",".join([":", *(str(_power(dim)) for dim in leaf.shape[1:])])
-                shapes.append(f"{str(leaf.dtype).removeprefix('torch.')}[{dims}]")
+                shapes.append(_shape_text(leaf.dtype, tuple(leaf.shape[1:])))
         return " ".join(shapes)
 
     def size_for(self, key: str, count: int) -> int:
@@ -151,3 +151,9 @@ class MicrobatchSizes:
 
 def _power(dim: int) -> int:
     return 1 << max(0, dim - 1).bit_length()
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape_text(dtype: Any, shape: tuple[int, ...]) -> str:
+    dims = ",".join([":", *(str(_power(dim)) for dim in shape)])
+    return f"{str(dtype).removeprefix('torch.')}[{dims}]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -62,9 +62,13 @@ class BySample:
         Raises:
             UsageError: If two lengths differ; it names both places.
         """
+        return self.count_of(leaves(batch))
+
+    def count_of(self, content: Iterable[tuple[str, Any]]) -> int:
+        """``count`` of what ``leaves`` gave of a batch."""
         found: tuple[str, int] | None = None
         whole = False
-        for place, leaf in leaves(batch):
+        for place, leaf in content:
             length = _length(leaf)
             if length is None:
                 whole = whole or not _is_shared(leaf)
@@ -185,6 +189,8 @@ def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _parts(batch: Any) -> list[tuple[str, Any]] | None:
+    if isinstance(batch, torch.Tensor):
+        return None
     if isinstance(batch, Mapping):
         return [(f"[{name!r}]", part) for name, part in batch.items()]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -47,17 +48,32 @@ class _Need:
     largest: Blocks
 
 
+@dataclass(frozen=True)
+class _States:
+    """What was noted of certain objects, which are kept so that no other one can be taken for them."""
+
+    objects: list[Any]
+    tensors: dict[int, torch.Tensor]
+    held: list[tuple[Any, Any]]
+
+    def is_of(self, objects: list[Any]) -> bool:
+        return len(objects) == len(self.objects) and all(map(operator.is_, objects, self.objects))
+
+
 class _Copies:
     """What a step may change, as it was before: tensors by their values, lists and dicts by what they held."""
 
     def __init__(self) -> None:
-        self.tensors: dict[torch.Tensor, torch.Tensor] = {}
+        #: By identity: a tensor's own hash is computed in Python, and there are hundreds in each step.
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._values: list[torch.Tensor] = []
         self._held: list[tuple[Any, Any]] = []
+        self._states: _States | None = None
 
     def note(self, value: Any) -> bool:
         """Note everything that is in a value; False if something of it is of a kind that cannot be put back."""
         if isinstance(value, torch.Tensor):
-            self.tensors[value] = value
+            self.tensors[id(value)] = value
             return True
         if isinstance(value, list | dict):
             self.note_items(value)
@@ -68,19 +84,36 @@ class _Copies:
         """Note just which items a list or dict has."""
         self._held.append((value, dict(value) if isinstance(value, dict) else list(value)))
 
-    def take(self, earlier: dict[torch.Tensor, torch.Tensor]) -> None:
+    def note_states(self, states: list[Any], weights: list[torch.Tensor], earlier: _Copies | None) -> bool:
+        """``note`` for weights and their states: at the speed of C while they hold the same objects as earlier."""
+        content = [one for state in states for one in (state.values() if isinstance(state, dict) else [state])]
+        known = earlier._states if earlier is not None else None
+        if known is not None and known.is_of([*states, *content, *weights]):
+            self._states = known
+            self.tensors |= known.tensors
+            self._held += known.held
+            return True
+        tensors, held = self.tensors, self._held
+        self.tensors, self._held = {}, []
+        is_known = all(map(self.note, [*states, *weights]))
+        if all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in content):  # else one may change within
+            self._states = _States([*states, *content, *weights], self.tensors, self._held)
+        self.tensors, self._held = tensors | self.tensors, held + self._held
+        return is_known
+
+    def take(self, earlier: _Copies | None) -> None:
         """Copy the values of all tensors noted, over earlier copies if these are of the same tensors."""
-        if earlier.keys() == self.tensors.keys():
-            self.tensors = earlier
+        if earlier is not None and list(earlier.tensors) == list(self.tensors):
+            self._values = earlier._values
             with torch.no_grad():
-                torch._foreach_copy_(list(earlier.values()), list(earlier))
+                torch._foreach_copy_(self._values, list(self.tensors.values()))
         else:
-            self.tensors = {tensor: tensor.detach().clone() for tensor in self.tensors}
+            self._values = [tensor.detach().clone() for tensor in self.tensors.values()]
 
     def restore(self) -> None:
         """Put everything back."""
         with torch.no_grad():
-            for tensor, value in self.tensors.items():
+            for tensor, value in zip(self.tensors.values(), self._values, strict=True):
                 tensor.copy_(value)
         for held, before in self._held:
             held.clear()
@@ -114,7 +147,7 @@ class OptimizerGuard:
         self._layout: list[int] = []
         self._need = _Need([], [], [])
         self._reserve: list[torch.Tensor] = []
-        self._earlier: dict[torch.Tensor, torch.Tensor] = {}
+        self._earlier: _Copies | None = None
         self._is_small = self._in_parts = False
 
     def parameters(self) -> list[torch.Tensor]:
@@ -262,13 +295,15 @@ class OptimizerGuard:
         for group in self._groups():
             copies.note_items(group)
             changing += [value for name, value in group.items() if name != "params"]
-        for owner, state in optimizer.state.items():
-            if not isinstance(owner, torch.Tensor) or owner.grad is not None:
-                changing.append(state)
-        changing += [parameter for parameter in self.parameters() if parameter.grad is not None]
-        if not all(map(copies.note, changing)):
+        states = [
+            state
+            for owner, state in optimizer.state.items()
+            if not isinstance(owner, torch.Tensor) or owner.grad is not None
+        ]
+        weights = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        if not all(map(copies.note, changing)) or not copies.note_states(states, weights, self._earlier):
             return None
-        if sum(tensor.nbytes for tensor in copies.tensors) > MOST_COPIED_BYTES:
+        if sum(tensor.nbytes for tensor in copies.tensors.values()) > MOST_COPIED_BYTES:
             return None
         try:
             copies.take(self._earlier)
@@ -276,7 +311,7 @@ class OptimizerGuard:
             if classify_oom(error) is None:
                 raise
             return None
-        self._earlier = copies.tensors
+        self._earlier = copies
         return copies
 
     def _step_in_parts(self, call: Callable[[], Any] | None) -> None:
