@@ -4,6 +4,9 @@ import errno
 import os
 import resource
 import shutil
+import signal
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -201,7 +204,8 @@ def test_half_files_of_a_killed_writer_are_removed_and_nothing_else(folder):
     (folder / ".checkpoint_epoch_4.pt.4711.tmp").write_bytes(b"half")
     (folder / ".best_model.pt.4711.tmp").write_bytes(b"half")
     (folder / "mine.tmp").write_bytes(b"kept")
-    assert CheckpointFolder(folder, 3).newest()[1]["epoch"] == 3
+    with (held := CheckpointFolder(folder, 3)).held():
+        assert held.newest()[1]["epoch"] == 3
     assert names(folder) == sorted([*before, "mine.tmp"])
 
 
@@ -349,3 +353,59 @@ def test_a_missing_checkpoint_and_a_folder_are_named(tmp_path):
         load_checkpoint(tmp_path / "nothing.pt")
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
         load_checkpoint(tmp_path)
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from memfit.training._checkpoint import CheckpointFolder
+with CheckpointFolder(Path(sys.argv[1]), 2).held():
+    if os.fork() == 0:  # as a loader's worker, which lives on for a while when this process is killed
+        time.sleep(60)
+        os._exit(0)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_is_written_by_one_process_and_free_when_that_is_killed(tmp_path):
+    own = CheckpointFolder(tmp_path, 2)
+    half = tmp_path / ".checkpoint_epoch_1.pt.123.tmp"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, start_new_session=True
+    ) as other:
+        try:
+            assert other.stdout.readline() == b"held\n"
+            half.touch()
+            with pytest.raises(UsageError, match=f"Process {other.pid} trains into") as caught, own.held():
+                pass
+            assert "another checkpoint_dir" in caught.value.remedy and half.exists()
+            os.kill(other.pid, signal.SIGKILL)
+            other.wait()
+            with own.held():
+                assert not half.exists()
+            assert not list(tmp_path.iterdir())
+        finally:
+            os.killpg(other.pid, signal.SIGKILL)
+
+
+def test_a_fit_holds_its_folder(tmp_path):
+    model = torch.nn.Linear(2, 1)
+
+    def evaluate(model, batches):
+        with pytest.raises(UsageError, match="trains into"):
+            _refused_elsewhere(tmp_path)
+        return {"valid_loss": 1.0}
+
+    data = [torch.ones(2, 2)]
+    trainer = Trainer(model, loss=lambda model, x: (model(x).sum(), len(x)), checkpoint_dir=tmp_path)
+    trainer.fit(data, data, num_epochs=1, evaluate=evaluate, preflight=False)
+
+
+def _refused_elsewhere(folder):
+    """What another process is told that wants to train there."""
+    code = "import sys; from pathlib import Path; from memfit.training._checkpoint import CheckpointFolder\n"
+    code += "with CheckpointFolder(Path(sys.argv[1]), 2).held(): pass"
+    told = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True).stderr
+    if "trains into" in told:
+        raise UsageError(told, rule="-", remedy="-")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from memfit.errors import UsageError
 from memfit.training import WHOLE, ByGroup, BySample
@@ -134,8 +135,24 @@ def test_what_a_long_plain_list_costs_does_not_grow_with_it(make):
 
 
 def test_a_long_plain_tuple_is_one_leaf_and_one_that_holds_a_tensor_is_looked_through():
-    names = tuple("abcdefghijklmnopqrstuvwxyz")
-    assert [place for place, _ in leaves((names, numbers(3)))] == ["[0]", "[1]"]
-    assert BySample().take((names, numbers(3)), 0, 2)[0] is names
-    assert BySample().count((*names, numbers(3))) == 3
-    assert BySample().take((*names, numbers(3)), 0, 2)[-1].tolist() == [0, 1]
+    values = tuple(range(26))
+    assert [place for place, _ in leaves((values, numbers(3)))] == ["[0]", "[1]"]
+    assert BySample().take((values, numbers(3)), 0, 2)[0] is values
+    assert BySample().count((*values, numbers(3))) == 3
+    assert BySample().take((*values, numbers(3)), 0, 2)[-1].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("number", [3, 40])
+def test_the_texts_that_a_loader_collects_are_cut_with_their_samples(number):
+    samples = [(torch.tensor([float(i)]), f"name {i}", Pair(f"x {i}", "y")) for i in range(number)]
+    batch = default_collate(samples)
+    assert BySample().count(batch) == number
+    part = BySample().take(batch, 1, 3)
+    assert tuple(part[1]) == ("name 1", "name 2")
+    assert part[0].tolist() == [[1.0], [2.0]] and tuple(part[2].x) == ("x 1", "x 2")
+
+
+def test_a_named_tuple_of_texts_is_a_record_and_goes_into_every_part():
+    batch = {"x": torch.ones(4, 1), "meta": Pair("train", "v1")}
+    assert BySample().count(batch) == 4
+    assert BySample().take(batch, 0, 2)["meta"] == Pair("train", "v1")

@@ -21,7 +21,19 @@ from memfit.errors import (
     UsageError,
 )
 from memfit.rundir import RunDir
-from memfit.training import WHOLE, ByGroup, MicrobatchSizes, SafeStep, SkipPolicy, StepOutcome, seed_everything
+from memfit.training import (
+    WHOLE,
+    ByGroup,
+    MicrobatchSizes,
+    SafeStep,
+    SkipPolicy,
+    StepOutcome,
+    load_checkpoint,
+    rng_state,
+    save_checkpoint,
+    seed_everything,
+    set_rng_state,
+)
 from memfit.training._snapshot import _NumpyState
 
 OPTIMIZERS = {
@@ -920,3 +932,32 @@ def test_the_state_of_numpys_generator_is_told_after_every_kind_of_draw():
     finally:
         np.random.set_bit_generator(generator)
         np.random.set_state(before)
+
+
+def test_a_loop_of_ones_own_goes_on_bit_exact_from_what_it_saved(tmp_path):
+    def make():
+        seed_everything(3)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def loss(model, x):
+            if len(x) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return model(x).square().sum(), len(x)
+
+        return {"model": model, "optimizer": optimizer, "step": SafeStep(model, optimizer, loss)}
+
+    data = [torch.randn(8, 4) for _ in range(6)]
+    straight = make()
+    for number, x in enumerate(data):
+        straight["step"](x)
+        if number == 2:
+            state = {name: part.state_dict() for name, part in straight.items()}
+            save_checkpoint(tmp_path / "own.pt", state | {"rng": rng_state()})
+    resumed, state = make(), load_checkpoint(tmp_path / "own.pt")
+    for name, part in resumed.items():
+        part.load_state_dict(state[name])
+    set_rng_state(state["rng"])
+    assert [resumed["step"](x).num_ooms for x in data[3:]] == [0, 0, 0]
+    for one, other in zip(straight["model"].parameters(), resumed["model"].parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -401,7 +401,7 @@ def test_epochs_and_the_resume_are_told_where_no_run_shows_them(
     lines = capfd.readouterr().err.splitlines()
     assert [line.split("  ")[0] for line in lines] == [
         "memfit: epoch 1/1",
-        f"memfit: goes on after epoch 1 of 2 ({tmp_path / 'checkpoint_epoch_1.pt'})",
+        f"memfit: goes on after epoch 1, of 2 epochs ({tmp_path / 'checkpoint_epoch_1.pt'})",
         "memfit: epoch 1/2",  # its end is finished again: whether that had happened is not known
         "memfit: epoch 2/2",
     ]

@@ -16,6 +16,8 @@
     freeze_startup_heap      takes what lives at the start out of every later collection; gives a FrozenHeap
     classify_oom, OomKind    whether an exception is a failed allocation, and of which memory
     load_checkpoint          a checkpoint's content, after its checksum was checked
+    save_checkpoint          writes one, whole or not at all, from any loop
+    rng_state, set_rng_state   the state of all global generators, for such a checkpoint
     seed_everything          seeds Python, NumPy and torch; call it before building a model
     CheckpointWarning        a damaged checkpoint was passed over, or a resume cannot be bit-exact
 
@@ -31,14 +33,14 @@ except ModuleNotFoundError as error:
 
 from memfit.training._activations import CheckpointedBlocks, checkpoint_activations
 from memfit.training._average import average_checkpoints
-from memfit.training._checkpoint import CheckpointWarning, load_checkpoint
+from memfit.training._checkpoint import CheckpointWarning, load_checkpoint, save_checkpoint
 from memfit.training._ema import Ema
 from memfit.training._hygiene import CleanupPolicy, FrozenHeap, Leak, LeakDetector, freeze_startup_heap
 from memfit.training._loader import KeyedDataset, KeyedSampler
 from memfit.training._oom import OomKind, classify_oom
 from memfit.training._outcome import OomEvent, SkipPolicy, StepOutcome
 from memfit.training._preflight import Longest, PhaseMemory, PreflightReport, find_longest, preflight
-from memfit.training._process import seed_everything
+from memfit.training._process import rng_state, seed_everything, set_rng_state
 from memfit.training._result import EpochRecord, FitResult
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._split import WHOLE, ByGroup, BySample, Split
@@ -78,5 +80,8 @@ __all__ = [
     "freeze_startup_heap",
     "load_checkpoint",
     "preflight",
+    "rng_state",
+    "save_checkpoint",
     "seed_everything",
+    "set_rng_state",
 ]

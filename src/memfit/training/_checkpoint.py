@@ -19,6 +19,7 @@ the newest file was read back from the disk and found whole.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import pickle
@@ -26,7 +27,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -37,6 +38,7 @@ from memfit.rundir import record, sync_folder
 from memfit.units import format_bytes
 
 LATEST, BEST = "latest_checkpoint.pt", "best_model.pt"
+_LOCK = ".lock"
 
 #: Where a fit stands: whole epochs, then steps of the next one.
 Position = tuple[int, int]
@@ -76,8 +78,8 @@ class _HashingFile:
         self._file.flush()
 
 
-def save_checkpoint(path: Path, state: dict[str, Any], *, prove: bool) -> None:
-    """Write a checkpoint aside, force it to disk and rename it into place.
+def save_checkpoint(path: Path | str, state: dict[str, Any], *, prove: bool = True) -> None:
+    """Write a checkpoint aside, force it to disk and rename it into place, with a checksum that loading checks.
 
     Memory: no copy of the state; tensors go to the file one after the other.
 
@@ -90,7 +92,15 @@ def save_checkpoint(path: Path, state: dict[str, Any], *, prove: bool) -> None:
     Raises:
         OSError: For example on a full disk; what stood at ``path`` before is still there.
         UsageError: If it could not be loaded back.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "own.pt"
+        >>> save_checkpoint(path, {"epoch": 3, "weight": torch.ones(2)})
+        >>> load_checkpoint(path)["epoch"]
+        3
     """
+    path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(aside, "w+b") as file:
@@ -211,7 +221,7 @@ class CheckpointFolder:
     """One fit's checkpoints. It has one writer: the process of the fit.
 
     Args:
-        path: The folder; it is made if need be, and half-written files of a killed writer are removed.
+        path: The folder; it is made if need be.
         keep_epochs: How many of the newest epochs stay, beside the best.
         milestones: Epochs that stay as well.
 
@@ -228,15 +238,26 @@ class CheckpointFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             probe.touch()
-            for entry in path.iterdir():
-                if _ASIDE_FILE.fullmatch(entry.name):
-                    entry.unlink()
+            probe.unlink()
         except OSError as error:
             raise UsageError(
                 f"No checkpoint can be written to {path}: {error.strerror}.",
                 rule="checkpoint_dir is a folder, made if need be, in which files are made and removed.",
                 remedy="pass another checkpoint_dir, or make this one writable",
             ) from error
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the only process that writes here; half-written files of a killed writer are removed first.
+
+        Raises:
+            UsageError: If another live process writes here.
+        """
+        with _locked(self.path / _LOCK):
+            for entry in self.path.iterdir():
+                if _ASIDE_FILE.fullmatch(entry.name):
+                    entry.unlink(missing_ok=True)
+            yield
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -396,6 +417,46 @@ class CheckpointFolder:
         os.replace(aside, self.path / name)
         aside.unlink(missing_ok=True)  # a rename between two names of one file leaves both
         sync_folder(self.path)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock file, which is there only meanwhile.
+
+    A POSIX lock: the kernel frees it with its process, and loader workers that outlive a killed one hold no part of it.
+    """
+    with open(path, "a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            raise UsageError(
+                f"Process {file.read().strip() or 'unknown'} trains into {path.parent} now.",
+                rule="one fit at a time writes to a checkpoint_dir: two would remove each other's files.",
+                remedy="wait for its end, or pass another checkpoint_dir",
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        if _is_at(path, file.fileno()):
+            with suppress(OSError):
+                file.truncate(0)
+                file.write(str(os.getpid()))
+                file.flush()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+    with _locked(path):  # its holder removed it in that moment
+        yield
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """Whether an open file is still what lies at its path."""
+    try:
+        return path.stat().st_ino == os.fstat(handle).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def position_of(state: Mapping[str, Any]) -> Position:

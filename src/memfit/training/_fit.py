@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,11 @@ class Fit:
 
     def run(self) -> FitResult:
         """From the newest whole checkpoint, or the start, to the last epoch's end."""
+        folder = self.setup.folder
+        with nullcontext() if folder is None else folder.held():
+            return self._run()
+
+    def _run(self) -> FitResult:
         try:
             resumed_from = self._begin()
             while True:
@@ -153,7 +159,8 @@ class Fit:
         epoch, step = self.progress.position
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
         record("resume", path=str(path), epoch=epoch, step=step)
-        say(f"goes on after epoch {epoch}{f' and {step} steps' if step else ''} of {self.plan.num_epochs} ({path})")
+        where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
+        say(f"goes on {where}, of {self.plan.num_epochs} epochs ({path})")
 
     def _prepare(self, save: Callable[[], Path] | None) -> None:
         """Allocate what the first step would, and try the largest of each phase."""

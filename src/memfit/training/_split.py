@@ -39,7 +39,7 @@ class Split(Protocol):
 
 
 class BySample:
-    """Cuts dimension 0 of every tensor and array, and every list of plain values, wherever they are in the batch.
+    """Cuts dimension 0 of every tensor and array, every list of plain values and every tuple of texts in the batch.
 
     Looked through are mappings, tuples, named tuples, dataclasses, and lists that hold a tensor or array among their
     first items (a loader makes such lists of tuples); of a long list that begins with a number or a text only this one
@@ -175,7 +175,7 @@ def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
         for name, part in changed.items():
             other[name] = part
         return other
-    if isinstance(batch, tuple) and not _is_plain(batch):
+    if isinstance(batch, tuple) and not (_is_texts(batch) or _is_plain(batch)):
         parts = [rebuild(part, change) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, list) and _holds_arrays(batch):
@@ -195,6 +195,8 @@ def _parts(batch: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{name!r}]", part) for name, part in batch.items()]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return [(f".{name}", part) for name, part in zip(batch._fields, batch, strict=True)]
+    if _is_texts(batch):
+        return None
     if (isinstance(batch, tuple) and not _is_plain(batch)) or (isinstance(batch, list) and _holds_arrays(batch)):
         return [(f"[{index}]", part) for index, part in enumerate(batch)]
     if _is_record(batch):
@@ -224,10 +226,16 @@ def _holds_arrays(value: Any) -> bool:
     return any(_holds_arrays(part) for _, part in _parts(value) or ())
 
 
+def _is_texts(value: Any) -> bool:
+    """Whether it is a tuple of texts, as a loader makes of the samples' names."""
+    is_tuple = isinstance(value, tuple) and not hasattr(value, "_fields") and len(value) > 0
+    return is_tuple and set(map(type, value)) <= {str, bytes}
+
+
 def _length(leaf: Any) -> int | None:
     if isinstance(leaf, torch.Tensor | np.ndarray):
         return len(leaf) if leaf.ndim else None
-    return len(leaf) if isinstance(leaf, list) else None
+    return len(leaf) if isinstance(leaf, list) or _is_texts(leaf) else None
 
 
 def _is_shared(leaf: Any) -> bool:
