@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from memfit.errors import DataError, JobFailedError, StoppedError, UsageError
-from memfit.training import CheckpointWarning, Trainer, _fit, load_checkpoint, seed_everything
+from memfit.training import CheckpointWarning, SafeStep, Trainer, _fit, load_checkpoint, seed_everything
 
 
 class Shuffled:
@@ -335,12 +335,41 @@ def test_bad_arguments_are_refused_before_anything_is_trained():
         Trainer(torch.nn.Linear(2, 1), loss=lambda model, x: (model(x).sum(), 1), seed=-1)
     with pytest.raises(UsageError, match="num_epochs is 0"):
         make().fit(Shuffled(), num_epochs=0)
-    with pytest.raises(UsageError, match="has 0 batches"):
+    with pytest.raises(UsageError, match="an epoch has 0"):
         make().fit([], num_epochs=1)
     with pytest.raises(UsageError, match="The training data have no length"):
         make().fit(iter([torch.ones(1, 4)]), num_epochs=1)
     with pytest.raises(UsageError, match="keep_epochs is 0"):
         make(keep_epochs=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"ema": 0.99}, r"ema is 0.99 \(float\)"),
+        ({"seed": "3"}, "seed is '3'"),
+        ({"keep_epochs": True}, "keep_epochs is True"),
+        ({"checkpoint_seconds": None}, "checkpoint_seconds is None"),
+        ({"global_batch_size": 2.5}, "global_batch_size is 2.5"),
+        ({"max_grad_norm": "1"}, "max_grad_norm is '1'"),
+        ({"optimizer": torch.optim.AdamW}, "the optimizer is the class AdamW"),
+        ({"loss": 3}, r"the loss is 3 \(int\)"),
+        ({"split": "whole"}, r"split is 'whole' \(str\)"),
+    ],
+)
+def test_a_setting_of_the_wrong_kind_is_named(settings, text):
+    with pytest.raises(UsageError, match=text):
+        Trainer(torch.nn.Linear(2, 1), **{"loss": lambda model, x: (model(x).sum(), 1), **settings})
+
+
+def test_arguments_in_another_order_are_named():
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(UsageError, match="the model is SGD"):
+        SafeStep(torch.optim.SGD(model.parameters(), lr=0.1), model, lambda model, x: (model(x).sum(), 1))
+    with pytest.raises(UsageError, match="num_epochs is '3'"):
+        make().fit(Shuffled(), num_epochs="3")
+    with pytest.raises(UsageError, match="direction is 'up'"):
+        make().fit(Shuffled(), num_epochs=1, direction="up")
 
 
 def test_a_metric_that_validation_does_not_give_is_named():

@@ -20,6 +20,7 @@ import torch
 from memfit.errors import DoesNotFitError, JobFailedError, MemfitError, SampleTooLargeError, UsageError
 from memfit.memory import Budget
 from memfit.rundir import record
+from memfit.training._checks import check_parts, number
 from memfit.training._exactness import Exactness, Loss, place
 from memfit.training._flight import write_flight_record
 from memfit.training._oom import OomKind, classify_oom, clear_caches, device_bytes, release
@@ -128,12 +129,9 @@ class SafeStep:
                 rule="it is 'auto', a number of at least 1, or None for never splitting.",
                 remedy="pass microbatch_size='auto'",
             )
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise UsageError(
-                f"max_grad_norm is {max_grad_norm!r}.",
-                rule="gradients are cut to a 2-norm above 0.",
-                remedy="pass max_grad_norm=1.0, or leave it out",
-            )
+        if max_grad_norm is not None:
+            number("max_grad_norm", max_grad_norm, why="gradients are cut to this 2-norm", example="max_grad_norm=1.0")
+        check_parts(model, optimizer, loss, split)
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.split = BySample() if split is None else split
         self.weight, self.max_grad_norm = weight, max_grad_norm

@@ -11,6 +11,7 @@ import torch
 
 from memfit.errors import UsageError, nearest
 from memfit.training._checkpoint import CheckpointFolder
+from memfit.training._checks import number, of_type, whole_number
 from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
 from memfit.training._fit import Fit, Plan, Setup
@@ -91,18 +92,19 @@ class Trainer:
         **step: Unpack[StepSettings],
     ) -> None:
         max_grad_norm, scaler = step.get("max_grad_norm"), step.get("scaler")
-        if keep_epochs < 1 or (max_grad_norm is not None and not max_grad_norm > 0):
-            raise UsageError(
-                f"keep_epochs is {keep_epochs} and max_grad_norm is {max_grad_norm}.",
-                rule="keep_epochs is at least 1, so that a resume has a checkpoint; max_grad_norm is above 0 or None.",
-                remedy="pass for example keep_epochs=2, max_grad_norm=1.0",
-            )
-        if not 0 <= seed < 1 << 32:
-            raise UsageError(
-                f"seed is {seed}.",
-                rule="a seed is a whole number from 0 to 2**32 - 1, the largest that NumPy takes.",
-                remedy="pass for example seed=0",
-            )
+        whole_number("keep_epochs", keep_epochs, least=1, why="a resume has a checkpoint to go on from")
+        whole_number("seed", seed, least=0, most=(1 << 32) - 1, why="NumPy's largest seed is 2**32 - 1")
+        if global_batch_size is not None:
+            whole_number("global_batch_size", global_batch_size, least=1, why="the samples of one optimizer step")
+        number(
+            "checkpoint_seconds",
+            checkpoint_seconds,
+            zero=True,
+            why="seconds between two",
+            example="checkpoint_seconds=60",
+        )
+        if ema is not None:
+            of_type("ema", ema, Ema, rule="it is an average with its decay and epochs.", example="ema=Ema(0.999)")
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise UsageError(
                 "ReduceLROnPlateau cannot be the schedule.",
@@ -247,9 +249,16 @@ def _check(plan: Plan) -> None:
             rule="the steps of an epoch are known before it begins.",
             remedy="give the data set a __len__: samples, or of an IterableDataset those of one epoch",
         ) from error
-    if plan.num_epochs < 1 or num_batches == 0 or plan.direction not in ("minimize", "maximize"):
+    if num_batches == 0:
         raise UsageError(
-            f"num_epochs is {plan.num_epochs}, an epoch has {num_batches} batches, direction is {plan.direction}.",
-            rule="there is at least one epoch of at least one batch; direction is 'minimize' or 'maximize'.",
-            remedy="check num_epochs, direction, and how the training data were filtered",
+            "There are no training batches: an epoch has 0.",
+            rule="there is at least one batch to an epoch.",
+            remedy="check how the training data were filtered",
+        )
+    whole_number("num_epochs", plan.num_epochs, least=1, why="the epochs in all, those of a resume included")
+    if plan.direction not in ("minimize", "maximize"):
+        raise UsageError(
+            f"direction is {plan.direction!r}.",
+            rule="it says which best_metric is better.",
+            remedy="pass direction='minimize' or direction='maximize'",
         )
