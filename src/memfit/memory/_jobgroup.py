@@ -249,11 +249,14 @@ class JobGroup:
             seen.update(pids)
             try:
                 put(self.path / "cgroup.kill", "1")
-            except OSError:  # v1, and v2 before Linux 5.14
+            except OSError:  # v1, and v2 before Linux 5.14, where a frozen process cannot fork away and can be killed
+                self.freeze(True)
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)
+        with contextlib.suppress(OSError):
+            self.freeze(False)
         return len(seen)
 
     def freeze(self, frozen: bool) -> bool:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from memfit.memory import Walls, why_no_walls
+from memfit.memory import Walls, _jobgroup, why_no_walls
 from memfit.testing import wait_until
 from vm.guest.groups import MIB, NOBODY, TOP, call_in, events, groups_below, made_group, own_group
 
@@ -168,6 +168,33 @@ def test_a_job_that_is_held_shows_in_the_kernels_pressure_and_frozen_it_stands()
         counted = call_in(group, hold)
         assert counted["high"] > 0
         assert counted["oom_kill"] == 0
+        assert groups_below(group) == []
+
+
+def test_without_the_kernels_own_kill_a_group_is_frozen_while_its_processes_are_ended():
+    fork_away = "import os, time\nwhile True:\n    os.fork() or time.sleep(60)\n    time.sleep(0.02)"
+    written, put = [], _jobgroup.put
+
+    def before_linux_5_14(file, text):
+        if file.name == "cgroup.kill":
+            raise FileNotFoundError(file)
+        written.append((file.name, text))
+        put(file, text)
+
+    def end():
+        walls = Walls.build("frozen", 256 * MIB)
+        group = walls.make("a", 120 * MIB, 128 * MIB)
+        with subprocess.Popen([sys.executable, "-c", fork_away], preexec_fn=group.enter):
+            wait_until(lambda: len(group.pids()) > 3)
+            _jobgroup.put = before_linux_5_14
+            assert group.kill() > 3
+        assert group.pids() == []
+        walls.close()
+        return [text for name, text in written if name == "cgroup.freeze"]
+
+    with made_group() as group:
+        found = call_in(group, end)
+        assert found[0] == "1" and found[-1] == "0"
         assert groups_below(group) == []
 
 
