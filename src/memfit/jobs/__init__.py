@@ -3,7 +3,7 @@
 from memfit.jobs._budget_watch import ReadBudget
 from memfit.jobs._child import call_in_child, load_target, raise_error_of
 from memfit.jobs._job import ENDED, STATES, Backend, Grant, Job, JobStatus, State, Verdict
-from memfit.jobs._local import LocalBackend, read_status
+from memfit.jobs._local import LocalBackend, child_env, read_status
 from memfit.jobs._lock import is_at, lock_file
 from memfit.jobs._policy import HostClaims, OnFailure, Policy, StopRequest
 from memfit.jobs._scheduler import Scheduler
@@ -29,6 +29,7 @@ __all__ = [
     "StopRequest",
     "Verdict",
     "call_in_child",
+    "child_env",
     "find_supervisor",
     "forget_stops",
     "is_at",

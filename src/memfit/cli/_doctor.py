@@ -1,0 +1,94 @@
+"""``memfit doctor``: what is wrong with this place, or with a command's environment, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from memfit.cli._terminal import console
+from memfit.diagnosis import Check, Setup, examine
+from memfit.errors import UsageError
+from memfit.units import parse_bytes
+
+_STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green"}
+
+
+def doctor(
+    context: typer.Context,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Loader workers, when the script does not tell.", metavar="N")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="The size of one batch, for example 64MiB: checked against /dev/shm.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of each job's numerical libraries.", metavar="N")
+    ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Import what the script imports, in a child, and count its threads.")
+    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as problems.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all checks as a JSON list.")] = False,
+) -> None:
+    """Examine this place and, behind --, a command's environment; the command is not run.
+
+    memfit doctor -- python train.py
+
+    Its script is read for imports, loaders and forks; its interpreter is started once, in the environment that memfit
+    run gives it, to say what it sees. Each finding comes with its reason and a remedy.
+
+    Exit codes: 0 no problem was found, 2 a problem (with --strict also a warning), or bad usage.
+    """
+    checks = examine(context.obj or (), _setup(workers, batch, threads, deep))
+    if as_json:
+        typer.echo(json.dumps([check.to_dict() for check in checks], indent=2))
+    else:
+        print_checks(checks, console())
+    bad = {"problem", "warning"} if strict else {"problem"}
+    raise typer.Exit(UsageError.exit_code if any(check.verdict in bad for check in checks) else 0)
+
+
+def _setup(workers: int | None, batch: str | None, threads: int | None, deep: bool) -> Setup:
+    """How the command is to run: by flags, then by the settings that ``memfit run`` would use."""
+    from memfit.config import DEFAULT
+    from memfit.pipeline import resolve_settings
+
+    settings = resolve_settings()
+    if threads is None and settings.origins["threads_per_job"] != DEFAULT:
+        threads = settings.value.threads_per_job
+    return Setup(
+        threads=threads,
+        tight_malloc=settings.value.memory.tight_malloc,
+        runs_dir=Path(settings.value.runs_dir),
+        num_workers=workers,
+        batch_bytes=None if batch is None else parse_bytes(batch),
+        deep=deep,
+    )
+
+
+def print_checks(checks: Sequence[Check], out: Console) -> None:
+    """Print what is wrong with reason and remedy, then what is well, a line each, and the counts."""
+    width = max((len(check.check) for check in checks), default=0)
+    for check in checks:
+        style = _STYLES[check.verdict]
+        head = f"[{style}]{check.verdict:<7}[/{style}] [bold]{check.check:<{width}}[/bold] "
+        indent = 8 + width + 1
+        if check.verdict == "ok":
+            out.print(head + escape(check.finding), style="dim", soft_wrap=True)
+            continue
+        out.print(head + escape(check.finding), soft_wrap=True)
+        table = Table.grid(padding=(0, 1))
+        for name, text in (("why", check.reason), ("do", check.remedy), ("from", check.source)):
+            if text:
+                table.add_row(f"[dim]{name}[/dim]", escape(text))
+        out.print(Padding(table, (0, 0, 0, indent), expand=False))
+    counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in ("problem", "warning", "ok")}
+    out.print(f"problems: {counts['problem']}, warnings: {counts['warning']}, ok: {counts['ok']}")

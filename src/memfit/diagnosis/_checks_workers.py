@@ -1,0 +1,258 @@
+"""Checks of processes and threads: forks after threads, threads times workers, what the child really sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memfit.diagnosis._case import Case
+from memfit.diagnosis._check import Check, Verdict
+from memfit.diagnosis._script import LoaderCall, Site
+
+#: What does not survive a fork once it has been used: how sure that is, why, and who says so.
+_FORK_UNSAFE: dict[str, tuple[Verdict, str, str]] = {
+    "polars": ("problem", "once it has been used, its Rayon threads are not there in a forked process, and the first "
+               "query waits for them for ever, with POLARS_MAX_THREADS=1 too",
+               "docs.pola.rs, user guide, multiprocessing"),
+    "grpc": ("problem", "its threads and locks are copied without their owners", "grpc/doc/fork_support.md"),
+    "jax": ("problem", "it is multithreaded, and says itself that os.fork may deadlock", "jax, RuntimeWarning at fork"),
+    "tensorflow": ("problem", "its thread pools are not there in the forked process", "tensorflow issue 5448"),
+    "cv2": ("warning", "its thread pool may be copied while a lock is held", "opencv issue 5150"),
+    "sklearn": ("warning", "GNU OpenMP's threads are not there in the forked process",
+                "scikit-learn FAQ, why do I sometimes get a crash/freeze with n_jobs > 1"),
+    "lightgbm": ("warning", "GNU OpenMP's threads are not there in the forked process", "LightGBM FAQ, hangs"),
+    "numba": ("warning", "its OpenMP threading layer ends a forked process", "numba docs, threading layers"),
+}  # fmt: skip
+#: What starts a pool of threads in every process that uses it, a DataLoader's workers too.
+_POOLS = ("polars", "numpy", "scipy", "sklearn", "numexpr", "pandas", "numba", "cv2")
+_THREAD_VARIABLES = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
+    *("POLARS_MAX_THREADS", "RAYON_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
+)
+_MAY_FORK = ("fork", "")
+#: Threads that libraries start beside their pools: polars for files and streams, torch for autograd.
+_OTHER_THREADS = 16
+#: A verdict, what was found, why it matters, and who says so.
+_Unsafe = tuple[Verdict, str, str, str]
+_GUARD = 'if __name__ == "__main__":'
+_BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
+def check_fork(case: Case) -> Iterator[Check]:
+    """Whether processes are forked after threads were started."""
+    default, says = case.start_method
+    why = (
+        "fork copies one thread and every lock: a lock that another thread held is never released, and the new process "
+        "waits for ever"
+    )
+    chosen = [one for one in case.loaders if one.start_method is not None]
+    forking = [one for one in case.loaders if _method(one, default) in _MAY_FORK]
+    calls = [one for one in case.script.forks if _method(one, default) in _MAY_FORK]
+    if not forking and not calls:
+        how = f"{len(chosen)} of {len(case.loaders)} loaders name their own" if case.loaders else "nothing forks here"
+        yield Check("fork", "ok", f"start method {default}; {how}", why, source=says)
+        return
+    found = [*_unsafe_loaders(case, forking), *_unsafe_calls(case, calls)]
+    sites = [*(one.site for one in forking), *(one.site for one in calls)]
+    if not found:
+        finding = f"processes are forked at {_list(sites)}, after no library that is known not to survive it"
+        yield Check("fork", "ok", finding, why, source=says)
+    guard = "" if case.script.has_guard else f", with the script's work below {_GUARD}"
+    for verdict, finding, reason, source in found:
+        remedy = 'multiprocessing.get_context("spawn"), or "forkserver"' + guard
+        if finding.startswith("DataLoader"):
+            remedy = (
+                f'DataLoader(..., multiprocessing_context="spawn"), or "forkserver"{guard}; memfit.data.Loader never '
+                "forks the trainer. num_workers=0 is a fallback: safe, and the trainer waits for its data"
+            )
+        yield Check("fork", verdict, finding, f"{reason}; {why}", remedy, f"{says}; {source}")
+
+
+def _method(one: LoaderCall | Site, default: str) -> str:
+    """The start method of a call; empty when nothing tells."""
+    if isinstance(one, Site) and one.name.endswith("fork"):
+        return "fork"
+    named = one.more if isinstance(one, Site) else one.start_method
+    return default if named is None else named
+
+
+def check_guard(case: Case) -> Iterator[Check]:
+    """Whether a script whose processes are spawned can be imported by them."""
+    default = case.start_method[0]
+    starts: list[LoaderCall | Site] = [*case.loaders, *case.script.forks]
+    spawning = [one.site for one in starts if _method(one, default) in ("spawn", "forkserver")]
+    if spawning and not case.script.has_guard:
+        yield Check(
+            "main guard",
+            "problem",
+            f"processes are spawned at {_list(spawning)}, and {case.script.files[0]} has no {_GUARD}",
+            "a spawned process imports the script first: without it, each one would start the training anew",
+            f"put what the script does into a function, and its call below {_GUARD}",
+            case.script.files[0],
+        )
+
+
+def _unsafe_loaders(case: Case, forking: list[LoaderCall]) -> Iterator[_Unsafe]:
+    """What is unsafe in loaders that fork: one finding for all libraries."""
+    if not forking:
+        return
+    default = case.start_method[0]
+    certain = [one for one in forking if case.workers_of(one) and _method(one, default) == "fork"]
+    named = certain or forking
+    count = str(case.workers_of(named[0]) or f"{named[0].num_workers.text}, not known here: --workers tells")
+    verb = "forks" if _method(named[0], default) == "fork" else "forks, for all that can be told of its start method,"
+    what = f"DataLoader(num_workers={count}) at {_list([one.site for one in named])} {verb}"
+    yield from _after_libraries(case, what, certain=bool(certain))
+    if case.script.cuda is not None:
+        reason = "CUDA cannot be used in a process that was forked from one that uses it"
+        yield "warning", f"{what}, and the GPU is used at {case.script.cuda}", reason, "torch, notes on multiprocessing"
+    started = [one for one in case.script.threads if not one.name.startswith("torch.")]
+    if started:
+        yield "warning", f"{what}, and threads are started at {started[0].site}", "Python warns since 3.12", "os.fork"
+
+
+def _unsafe_calls(case: Case, calls: list[Site]) -> Iterator[_Unsafe]:
+    """What is unsafe in other calls that fork."""
+    if not calls:
+        return
+    what = f"{calls[0].name} at {_list([one.site for one in calls])} forks"
+    certain = any(_method(one, case.start_method[0]) == "fork" for one in calls)
+    yield from _after_libraries(case, what, certain=certain)
+    if "torch" in case.script.imports and case.threads > 1:
+        finding = f"{what} after import torch ({case.script.imports['torch']}) with {case.threads} OpenMP threads"
+        reason = "once torch has computed with several threads, the first such computation in a forked process hangs"
+        yield "warning", finding, reason, "GCC libgomp; a DataLoader's workers set one thread and are spared"
+
+
+def _after_libraries(case: Case, what: str, *, certain: bool) -> Iterator[_Unsafe]:
+    found = [(name, *_FORK_UNSAFE[name]) for name in _FORK_UNSAFE if name in case.script.imports]
+    if not found:
+        return
+    names = ", ".join(f"{name} ({case.script.imports[name]})" for name, *_ in found)
+    reasons = "; ".join(f"{name}: {reason}" for name, _, reason, _ in found)
+    sources = "; ".join(source for *_, source in found)
+    is_problem = certain and any(verdict == "problem" for _, verdict, _, _ in found)
+    yield "problem" if is_problem else "warning", f"{what} after import of {names}", reasons, sources
+
+
+def check_threads(case: Case) -> Iterator[Check]:
+    """Whether threads times processes fit the cores, and whether the number of threads is what was asked for."""
+    cores, workers, ranks, threads = case.num_cpus, case.num_workers, case.command.num_processes, case.threads
+    pools = [name for name in _POOLS if name in case.script.imports]
+    each = threads if pools else 1
+    total = ranks * (threads + workers * each)
+    parts = f"{threads} threads" + (f" + {workers} workers x {each}" if workers else "")
+    parts = f"{ranks} processes x ({parts})" if ranks > 1 else parts
+    host = case.place.num_host_cpus
+    parts = parts if ranks == 1 and not workers else f"{parts} = {total} threads"
+    finding = f"{parts} on {cores} cores ({case.place.budget.cpus_source})"
+    if host is not None and host > cores:
+        finding += f"; a library that is not told would take {host}"
+    own = [one.site for one in case.script.threads if one.name == "torch.set_num_threads"]
+    finding += f"; torch.set_num_threads at {own[0]} changes it" if own else ""
+    reason = "threads beyond the cores take turns: each step waits for the slowest, and every pool takes memory"
+    too_many = max(total - 2 * cores, ranks * max(threads, workers) - cores, 0) > 0
+    best = max(1, cores // (ranks * (1 + (workers if pools else 0))))
+    remedy = f"memfit run --threads {best} -- ..."
+    if ranks * workers > cores:
+        remedy = f"num_workers={max(1, cores // ranks - 1)}, and memfit run --threads 1 -- ..."
+    source = f"OMP_NUM_THREADS={threads}; workers: {case.workers_source}"
+    yield Check("threads", "warning" if too_many else "ok", finding, reason, remedy if too_many else "", source)
+    yield from _overridden(case)
+    yield from _late(case)
+    bound = [name for name in _BINDING if case.env.get(name, "false").lower() not in ("false", "disabled", "none")]
+    if bound:
+        yield Check(
+            "threads",
+            "warning",
+            f"{bound[0]}={case.env[bound[0]]} binds threads to cores",
+            "every job and every worker binds its threads to the same first cores, however many others are free",
+            f"unset {' '.join(bound)}",
+            bound[0],
+        )
+
+
+def _overridden(case: Case) -> Iterator[Check]:
+    """Variables of the user's that memfit replaces."""
+    lost = {
+        name: (case.given[name], case.added[name])
+        for name in case.added
+        if name in case.given and case.given[name] != case.added[name]
+    }
+    if lost:
+        told = ", ".join(f"{name}={old} becomes {new}" for name, (old, new) in lost.items())
+        numbers = [old for name, (old, _) in lost.items() if name in _THREAD_VARIABLES and old.isdigit()]
+        yield Check(
+            "overridden",
+            "warning",
+            told,
+            "memfit run fixes these for each job, whatever the shell exports",
+            f"memfit run --threads {numbers[0]} -- ..." if numbers else "memfit run --no-tight-malloc -- ...",
+            "the environment",
+        )
+
+
+def _late(case: Case) -> Iterator[Check]:
+    """Thread variables that the script sets when their readers are loaded already."""
+    for one in case.script.variables:
+        if one.name in _THREAD_VARIABLES and one.more is not None:
+            yield Check(
+                "threads",
+                "warning",
+                f"{one.name} is set at {one.site}, after import {one.more}",
+                "a library reads its number of threads once, when it is loaded: this changes nothing",
+                "leave it out (memfit run sets it before Python starts), or move it above the first import",
+                one.site,
+            )
+
+
+def check_environment(case: Case) -> Iterator[Check]:
+    """Whether the command's interpreter sees what was set."""
+    asked = case.interpreter
+    reason = "what a library finds when it is loaded is what counts, not what was exported somewhere"
+    if asked is None:
+        words = " ".join(case.command.words[:2])
+        finding = f"the interpreter of '{words}' cannot be told from its words" if words else "no interpreter was asked"
+        yield Check("environment", "ok", finding, reason, source="the command")
+        return
+    if asked.error:
+        what = f"{asked.executable} could not be asked: {asked.error}"
+        yield Check("environment", "problem", what, reason, f"try: {asked.executable} -c pass", asked.executable)
+        return
+    differ = [name for name, seen in asked.env.items() if seen != case.env.get(name)]
+    version = ".".join(map(str, asked.version))
+    if differ:
+        told = ", ".join(f"{name}={asked.env[name]} and not {case.env.get(name)}" for name in differ)
+        remedy = "look for what sets it: sitecustomize, usercustomize, a .pth file, a wrapper around python"
+        yield Check("environment", "problem", f"Python {version} sees {told}", reason, remedy, asked.executable)
+    else:
+        finding = f"Python {version} sees all {len(asked.env)} variables as set, and {asked.num_cpus} CPUs"
+        yield Check("environment", "ok", finding, reason, source=asked.executable)
+    if asked.imports:
+        yield _counted(case)
+
+
+def _counted(case: Case) -> Check:
+    """The threads that were counted in a child that used the script's libraries once."""
+    asked = case.interpreter
+    assert asked is not None
+    steps = ", ".join(
+        f"{count} after {name}" for name, count in asked.threads.items() if not asked.imports.get(name, "-")
+    )
+    most = max(asked.threads.values(), default=0)
+    finding = f"threads alive: {asked.threads.get('', 0)} at the start, {steps}"
+    if asked.torch_threads is not None:
+        finding += f"; torch computes with {asked.torch_threads}"
+    too_many = most > 4 * case.num_cpus + _OTHER_THREADS
+    remedy = f"memfit run --threads {case.num_cpus} -- ..." if too_many else ""
+    reason = "each process of the script starts so many, and a fork copies one of them"
+    return Check("threads alive", "warning" if too_many else "ok", finding, reason, remedy, "counted in a child")
+
+
+def _list(sites: list[str]) -> str:
+    """The first three places, and how many more there are.
+
+    >>> _list(["a:1", "a:2", "a:3", "a:4"])
+    'a:1, a:2, a:3 and 1 more'
+    """
+    more = f" and {len(sites) - 3} more" if len(sites) > 3 else ""
+    return ", ".join(sites[:3]) + more

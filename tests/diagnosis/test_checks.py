@@ -1,0 +1,278 @@
+"""What is found in a place and in a command: recorded trees, with one thing changed each."""
+
+import dataclasses
+import os
+
+import pytest
+
+from memfit.diagnosis import Interpreter, Setup
+
+GIB, MIB = 1 << 30, 1 << 20
+#: The shape of report 2's script: threads limited before torch is imported, workers from the environment.
+DEADLOCK = """
+import os
+if os.getenv("FORCE_SINGLE_PROCESS", "0") == "1":
+    os.environ["OMP_NUM_THREADS"] = "1"
+import polars as pl
+import torch
+from torch.utils.data import DataLoader
+
+def main():
+    workers = int(os.environ.get("NUM_WORKERS", 0))
+    return DataLoader(pl.read_parquet("panel.parquet"), batch_size=512, num_workers=workers)
+
+if __name__ == "__main__":
+    main()
+"""
+ASKED = Interpreter("/python", version=(3, 11, 7), start_method="fork")
+
+
+def verdicts(found, name):
+    return [check.verdict for check in found.get(name, [])]
+
+
+def test_polars_and_forked_workers_are_a_problem_named_by_their_lines(diagnose):
+    [check] = diagnose(DEADLOCK, env={"NUM_WORKERS": "8"})["fork"]
+    assert check.verdict == "problem"
+    assert "DataLoader(num_workers=8) at train.py:11" in check.finding
+    assert "polars (train.py:5)" in check.finding
+    assert "Python 3.11" in check.source
+    for word in ("spawn", "memfit.data.Loader", "num_workers=0 is a fallback"):
+        assert word in check.remedy
+
+
+def test_without_workers_or_with_another_start_method_the_same_script_is_well(diagnose):
+    newer = dataclasses.replace(ASKED, version=(3, 14, 0), start_method="forkserver")
+    spawned = DEADLOCK.replace("num_workers=workers", "num_workers=workers, multiprocessing_context='spawn'")
+    chosen = DEADLOCK.replace("    main()\n", "    torch.multiprocessing.set_start_method('forkserver')\n    main()\n")
+    for script, env, asked in [
+        (DEADLOCK, {}, ASKED),
+        (DEADLOCK, {"NUM_WORKERS": "8"}, newer),
+        (spawned, {"NUM_WORKERS": "8"}, ASKED),
+        (chosen, {"NUM_WORKERS": "8"}, ASKED),
+    ]:
+        found = diagnose(script, env=env, asked=asked)
+        assert verdicts(found, "fork") == ["ok"]
+        assert "main guard" not in found
+
+
+def test_workers_of_unknown_number_are_a_warning_that_says_so(diagnose):
+    [check] = diagnose(DEADLOCK.replace("int(os.environ.get", "choose(os.environ.get"))["fork"]
+    assert (check.verdict, "not known here" in check.finding) == ("warning", True)
+
+
+def test_what_env_assigns_in_the_command_counts_before_the_shell(diagnose):
+    words = ["env", "NUM_WORKERS=5", "OMP_NUM_THREADS=6", "python", "train.py"]
+    found = diagnose(DEADLOCK, words=words, env={"NUM_WORKERS": "0"})
+    assert "num_workers=5" in found["fork"][0].finding
+    assert "6 threads + 5 workers" in found["threads"][0].finding
+
+
+def test_what_the_user_says_of_workers_stands_for_what_the_script_does_not_tell(diagnose):
+    script = DEADLOCK.replace("int(os.environ.get", "choose(os.environ.get")
+    told = {count: diagnose(script, setup=Setup(threads=1, num_workers=count))["fork"][0] for count in (0, 3)}
+    assert told[0].verdict == "ok"
+    assert (told[3].verdict, "num_workers=3" in told[3].finding) == ("problem", True)
+
+
+def test_a_start_method_that_cannot_be_told_is_a_warning(diagnose):
+    loader = DEADLOCK.replace("num_workers=workers", "num_workers=2, multiprocessing_context=sys.argv[1]")
+    for_all = DEADLOCK.replace("    main()\n", "    torch.multiprocessing.set_start_method(how)\n    main()\n")
+    for script in (loader, for_all):
+        [check] = diagnose(script, env={"NUM_WORKERS": "2"})["fork"]
+        assert (check.verdict, "can be told of its start method" in check.finding) == ("warning", True)
+
+
+def test_a_fork_after_torch_has_threads_is_a_warning_and_with_one_thread_it_is_well(diagnose):
+    script = "import torch, multiprocessing\nif __name__ == '__main__':\n    multiprocessing.Pool(2)\n"
+    assert verdicts(diagnose(script, setup=Setup(threads=4)), "fork") == ["warning"]
+    assert verdicts(diagnose(script, setup=Setup(threads=1)), "fork") == ["ok"]
+
+
+def test_a_spawning_script_without_a_main_guard_is_a_problem(diagnose):
+    script = "from torch.utils.data import DataLoader\nDataLoader(d, num_workers=1, multiprocessing_context='spawn')\n"
+    [check] = diagnose(script)["main guard"]
+    assert (check.verdict, "train.py:2" in check.finding) == ("problem", True)
+
+
+def test_threads_times_processes_are_counted_against_the_cores_of_the_quota(diagnose, tree):
+    root = tree(**{"sys/devices/system/cpu/online": "0-63\n"})  # its group has a CPU quota of 1.5
+    script = "import numpy, torch\nfrom torch.utils.data import DataLoader\nDataLoader(d, num_workers=4)\n"
+    check = diagnose(script, root=root, setup=Setup(threads=2))["threads"][0]
+    assert check.verdict == "warning"
+    assert check.finding.startswith("2 threads + 4 workers x 2 = 10 threads on 1 cores (CPU quota 1.5")
+    assert "would take 64" in check.finding
+    assert "num_workers=1" in check.remedy
+    [alone] = diagnose("import torch\ntorch.set_num_threads(8)\n", root=root)["threads"]
+    assert (alone.verdict, "torch.set_num_threads at train.py:2" in alone.finding) == ("ok", True)
+
+
+def test_what_memfit_replaces_and_what_comes_too_late_are_told(diagnose):
+    script = "import torch, os\nos.environ['OMP_NUM_THREADS'] = '1'\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'x'\n"
+    found = diagnose(script, env={"OMP_NUM_THREADS": "8", "MALLOC_ARENA_MAX": "2"})
+    [replaced] = found["overridden"]
+    assert replaced.finding == "OMP_NUM_THREADS=8 becomes 1"
+    assert "--threads 8" in replaced.remedy
+    assert any("train.py:2, after import torch" in check.finding for check in found["threads"])
+    assert any("train.py:3, after import torch" in check.finding for check in found["torch allocator"])
+
+
+def test_batches_that_workers_have_ready_are_held_against_shm_and_against_the_budget(diagnose, tree):
+    mount = "42 41 0:28 / /dev/shm rw,relatime - tmpfs tmpfs rw,size={}\n40 39 0:30 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n"
+    loader = "from torch.utils.data import DataLoader\nDataLoader(d, num_workers=4, prefetch_factor=3)\n"
+
+    def check(size, batch, script=loader):
+        root = tree(**{"proc/self/mountinfo": mount.format(size)})
+        return diagnose(script, root=root, setup=Setup(threads=1, batch_bytes=batch))["/dev/shm"][0]
+
+    assert check("65536k", None).verdict == "problem"
+    assert check("65536k", None, script="").verdict == "warning"
+    assert check("1g", None).verdict == "ok"
+    full = check("64m", 8 * MIB)
+    assert (full.verdict, "4 workers x 3 batches x 8.0 MiB = 96.0 MiB" in full.finding) == ("problem", True)
+    assert "num_workers=2 fits" in full.remedy and "--shm-size" in full.remedy
+    beyond_the_group = check("100g", 100 * MIB)  # fits /dev/shm, and not the group of 512 MiB that is charged for it
+    assert beyond_the_group.verdict == "problem"
+    assert "--shm-size" not in beyond_the_group.remedy
+    assert check("64m", MIB).verdict == "ok"
+
+
+def test_segments_of_dead_processes_are_told_apart_from_those_in_use(diagnose, tree):
+    root = tree(**{"proc/77/maps": "7f00-7f10 rw-s 0 00:1c 5  /dev/shm/sem.mp-used\n", "proc/78/maps": ""})
+    shm = root / "dev/shm"
+    shm.mkdir(parents=True)
+    for name in ("torch_4242_1_0", "torch_78_1_0", "sem.mp-used", "other"):
+        with open(shm / name, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 20 * MIB)
+    [check] = diagnose(root=root)["leftovers"]
+    assert check.verdict == "warning"
+    assert check.finding == "20.0 MiB in 1 segments that no process seen here uses: torch_4242_1_0 (20.0 MiB)"
+    assert check.remedy.startswith("rm /dev/shm/torch_4242_1_0 ")
+    (shm / "torch_4242_1_0").unlink()
+    assert verdicts(diagnose(root=root), "leftovers") == ["ok"]
+
+
+LIMITS = "Max open files            {nofile}                4096                 files\n" \
+         "Max processes             {nproc}                5000                 processes\n" \
+         "Max locked memory         8388608              8388608              bytes\n" \
+         "Max address space         {space}            unlimited            bytes\n"  # fmt: skip
+
+
+def limits(nofile=1024, nproc="unlimited", space="unlimited"):
+    return {"proc/self/limits": LIMITS.format(nofile=nofile, nproc=nproc, space=space)}
+
+
+WORKERS = Setup(threads=8, num_workers=8)
+
+
+@pytest.mark.parametrize(
+    ("files", "setup", "name", "verdict", "said"),
+    [
+        (limits(), WORKERS, "open files", "warning", "1024 open files"),
+        (limits(), Setup(threads=1), "open files", "ok", "1024 open files"),
+        (limits(nofile=65536), WORKERS, "open files", "ok", "65536"),
+        (limits(nproc=100), WORKERS, "processes", "problem", "100 allowed"),
+        (limits(nproc=200), WORKERS, "processes", "warning", "200 allowed"),
+        ({"sys/fs/cgroup/pids.max": "64\n"}, WORKERS, "processes", "problem", "64 allowed"),
+        ({"sys/fs/cgroup/pids.max": "max\n", **limits(nproc=4000)}, WORKERS, "processes", "ok", "4000 allowed"),
+        (limits(space=4 * GIB), WORKERS, "address space", "warning", "RLIMIT_AS (ulimit -v) is 4.00 GiB"),
+        (limits(), WORKERS, "address space", "ok", "no limit"),
+        ({"sys/class/infiniband/mlx5_0": "", **limits()}, WORKERS, "locked memory", "warning", "8.0 MiB"),
+        (limits(), WORKERS, "locked memory", "ok", "8.0 MiB"),
+        ({"proc/sys/vm/max_map_count": "1000\n"}, WORKERS, "maps", "warning", "1000"),
+        ({"proc/sys/vm/max_map_count": "65530\n"}, WORKERS, "maps", "ok", "65530"),
+        ({"proc/sys/fs/file-nr": "990 0 1000\n"}, WORKERS, "host files", "problem", "990"),
+        ({"proc/sys/fs/file-nr": "90 0 1000\n"}, WORKERS, "host files", "ok", "90"),
+        ({"proc/sys/vm/overcommit_memory": "0\n"}, WORKERS, "overcommit", "ok", "=0"),
+        ({"proc/sys/vm/overcommit_memory": "2\n"}, WORKERS, "overcommit", "problem", "CommitLimit"),
+        ({"proc/swaps": "Filename Type Size\n/dev/zram0 partition 9 0 5\n"}, WORKERS, "swap", "ok", "/dev/zram0"),
+        ({"sys/kernel/mm/transparent_hugepage/enabled": "[always] madvise never\n",
+          "sys/kernel/mm/transparent_hugepage/khugepaged/max_ptes_none": "511\n"},
+         WORKERS, "huge pages", "warning", "511 of 512"),
+        ({"sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n"}, WORKERS, "huge pages", "ok", "madvise"),
+        ({"sys/fs/cgroup/memory.oom.group": "1\n"}, WORKERS, "walls", "warning", "memory.oom.group is 1"),
+    ],
+)  # fmt: skip
+def test_a_limit_or_a_setting_of_the_kernel_gets_its_verdict(diagnose, tree, files, setup, name, verdict, said):
+    found = diagnose(root=tree(**files), setup=setup)[name]
+    assert [check.verdict for check in found if said in check.finding] == [verdict]
+    assert all(check.reason and check.source and bool(check.remedy) == (check.verdict != "ok") for check in found)
+
+
+def test_under_v1_the_limit_on_processes_is_found_in_its_own_hierarchy(diagnose, tree):
+    root = tree("hybrid_v1_nested")
+    line = next(one for one in (root / "proc/self/cgroup").read_text().splitlines() if ":memory:" in one)
+    (root / "proc/self/cgroup").write_text(f"{line}\n9:pids:/a/b\n")
+    (root / "sys/fs/cgroup/pids/a").mkdir(parents=True)
+    (root / "sys/fs/cgroup/pids/a/pids.max").write_text("33\n")
+    [check] = diagnose(root=root)["processes"]
+    assert (check.source, "33 allowed" in check.finding) == ("/sys/fs/cgroup/pids/a/pids.max", True)
+
+
+def test_a_folder_in_memory_is_a_warning_for_it_is_charged(diagnose, tree):
+    mounts = (
+        "30 1 0:9 / / rw - ext4 /dev/a rw\n31 30 0:27 / /ram rw - tmpfs tmpfs rw\n40 30 0:3 / /net rw - nfs4 a:/b rw\n"
+    )
+    root = tree(**{"proc/self/mountinfo": mounts})
+
+    def temp(folder):
+        [check] = diagnose(root=root, env={"TMPDIR": folder})["temp folder"]
+        return check.verdict, check.finding
+
+    assert temp("/ram/x") == ("warning", "/ram/x is on tmpfs")
+    assert temp("/net/x") == ("warning", "/net/x is on nfs4")
+    assert temp("/var/tmp") == ("ok", "/var/tmp is on ext4")
+
+
+def test_allocators_and_debugging_variables_are_found_with_the_variable_that_set_them(diagnose, tree):
+    root = tree(**{"usr/lib/libjemalloc.so.2": ""})
+
+    def found(name, **env):
+        return [(check.verdict, check.finding) for check in diagnose(root=root, env=env).get(name, [])]
+
+    assert found("malloc", LD_PRELOAD="/usr/lib/libjemalloc.so.2") == [("warning", "jemalloc is preloaded")]
+    assert found("malloc", LD_PRELOAD="/usr/lib/libjemalloc.so.2", MALLOC_CONF="dirty_decay_ms:0")[0][0] == "ok"
+    assert found("preload", LD_PRELOAD="/usr/lib/gone.so") == [("problem", "LD_PRELOAD: /usr/lib/gone.so is not there")]
+    assert found("malloc", GLIBC_TUNABLES="glibc.malloc.arena_max=8")[0][0] == "warning"
+    assert found("malloc")[0][0] == "ok"
+    assert found("debugging", PYTORCH_NO_CUDA_MEMORY_CACHING="1")[0][0] == "warning"
+    assert found("debugging")[0][0] == "ok"
+    both = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "max_split_size_mb:32"}
+    assert (
+        "problem",
+        "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 and PYTORCH_ALLOC_CONF=max_split_size_mb:32",
+    ) in found("torch allocator", **both)
+
+
+@pytest.mark.parametrize(
+    ("packages", "missing", "imports", "verdict", "said"),
+    [
+        ({"torch": "2.13.0+cpu"}, (), {}, "ok", "torch 2.13.0+cpu"),
+        ({"torch": None}, ("torch",), {}, "problem", "torch is not installed (import at train.py:1)"),
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0"}, (), {}, "warning", "another device"),
+        ({"torch": "2.12.0", "torchvision": "0.28.0"}, (), {}, "warning", "made for torch 2.13"),
+        ({"torch": "2.13.0"}, ("polars",), {}, "warning", "not to be found: polars (train.py:1)"),
+        ({"torch": "2.13.0"}, (), {"torch": "ImportError: libx"}, "problem", "import torch fails: ImportError: libx"),
+    ],
+)
+def test_packages_that_are_missing_or_do_not_match_are_told(diagnose, packages, missing, imports, verdict, said):
+    asked = dataclasses.replace(ASKED, packages=packages, missing=missing, imports=imports)
+    [check] = diagnose("import torch, polars\n", asked=asked)["packages"]
+    assert (check.verdict, said in check.finding) == (verdict, True)
+
+
+def test_what_cannot_be_read_of_a_command_is_said(diagnose):
+    assert verdicts(diagnose(words=["bash", "run.sh"]), "script") == ["warning"]
+    assert "train.py" in diagnose("def f(:\n")["script"][0].finding
+    assert verdicts(diagnose("import os\n"), "script") == ["ok"]
+
+
+@pytest.mark.parametrize("name", ["hybrid_v1_nested", "kubernetes_v2", "bare_host_v2", "slurm_v1", "lxc_v2"])
+def test_every_recorded_place_is_examined_and_the_worst_comes_first(tree, name):
+    from memfit.diagnosis import VERDICTS, examine
+
+    checks = examine(root=tree(name), env={}, cwd=tree(name))
+    ranks = [VERDICTS.index(check.verdict) for check in checks]
+    assert ranks == sorted(ranks, reverse=True)
+    assert {"budget", "walls", "/dev/shm", "threads", "malloc"} <= {check.check for check in checks}
+    assert all(check.finding and check.reason for check in checks)
