@@ -39,6 +39,7 @@ from memfit.training._split import Split
 from memfit.training._state import Progress, capture, optimizer_identity, restore
 from memfit.training._step import SafeStep
 from memfit.training._validation import Evaluate, MeanLoss, OneBatch, Recovery, evaluated
+from memfit.training._worker_watch import warn_of_forks
 
 _STEP_EVENT_SECONDS = 0.5
 _MAX_ROLLBACKS = 3
@@ -61,6 +62,7 @@ class Setup:
     ema: Ema | None
     cleanup: CleanupPolicy | None
     checkpoint_seconds: float
+    first_batch_seconds: float
     allow_inexact: bool
     identity: Mapping[str, Any]
 
@@ -85,7 +87,9 @@ class Fit:
         self.setup = setup
         self.plan = plan
         self.stop = stop
-        self.data = TrainingData(plan.train, setup.seed)
+        self.data = TrainingData(plan.train, setup.seed, setup.first_batch_seconds)
+        for batches in (plan.train, plan.valid):
+            warn_of_forks(batches)
         if setup.folder is not None and not setup.allow_inexact:
             self.data.check_replayable()
         self.batches_per_step = _batches_per_step(self.data, setup)
@@ -93,7 +97,9 @@ class Fit:
         self.progress = Progress()
         self.recovery = Recovery(setup.model, setup.optimizer, self._where)
         exactness = Exactness(setup.model, setup.loss, setup.split, setup.allow_inexact)
-        self.mean_loss = MeanLoss(setup.loss, setup.split, exactness, self.recovery, self._leave_validation)
+        self.mean_loss = MeanLoss(
+            setup.loss, setup.split, exactness, self.recovery, self._leave_validation, setup.first_batch_seconds
+        )
         self.evaluate = plan.evaluate or self.mean_loss
         self.identity = self._identity()
         self._leaks = LeakDetector()
@@ -119,6 +125,10 @@ class Fit:
                 except HalfUpdatedError as error:
                     half = error
                 self._go_back(half)
+        except RuntimeError as error:  # wherever it struck: torch raises a worker's death from a signal handler
+            if (death := self.data.explain(error)) is None:
+                raise
+            raise death from error
         finally:
             self.data.close(persistent_too=True)
             self._clean("fold")
@@ -171,7 +181,7 @@ class Fit:
                 save()
             return
         self.data.set_epoch(epoch)
-        longest = find_longest(plan.train)
+        longest = find_longest(plan.train, setup.first_batch_seconds)
         validate = None
         if plan.valid is not None:
             view = self._longest_validation()
@@ -185,7 +195,7 @@ class Fit:
 
     def _longest_validation(self) -> Any:
         try:
-            return OneBatch(self.plan.valid, find_longest(self.plan.valid).batch)
+            return OneBatch(self.plan.valid, find_longest(self.plan.valid, self.setup.first_batch_seconds).batch)
         except (TypeError, UsageError):  # evaluate takes what is no batches
             return self.plan.valid
 

@@ -14,17 +14,11 @@ from the one that dropout draws from; *indexed* data alone draw from that one. G
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import os
 import random
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing import get_start_method, resource_tracker
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,9 +26,11 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate, default_convert
 
-from memfit.errors import DataError, UsageError
+from memfit.errors import DataError, JobFailedError, UsageError
 from memfit.rundir import record
-from memfit.training._process import STOP_SIGNALS
+from memfit.training._worker_death import workers_in
+from memfit.training._worker_watch import FIRST_BATCH_SECONDS, WorkerWatch
+from memfit.training._workers import workers_of
 
 
 class Batches(Protocol):
@@ -67,53 +63,6 @@ def keyed_rng(*key: int) -> Iterator[None]:
         random.setstate(python)
         torch.set_rng_state(torch_state)
         set_bit_generator(bits)
-
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-@dataclass(frozen=True)
-class _WorkerInit:
-    """A worker's first act: to die with the process that started it, then what the user wants done.
-
-    Attributes:
-        then: The loader's own ``worker_init_fn``.
-        parent: The pid of the process that starts the worker; 0 if it is the fork server.
-    """
-
-    then: Callable[[int], None] | None
-    parent: int
-
-    def __call__(self, number: int) -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if self.parent and os.getppid() != self.parent:  # it died before it was asked to be followed
-                os._exit(1)
-        if self.then is not None:
-            self.then(number)
-
-
-@contextmanager
-def _workers_of(loader: Any) -> Iterator[None]:
-    """Workers that are started inside end with this process, however that ends, and not by what asks a fit to stop.
-
-    They never receive its signals, as when all processes of a job are told: those that are forked would call the fit's
-    own handler, others would die of it, and the step's batches with them.
-    """
-    if getattr(loader, "num_workers", 0) == 0 or not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    context = getattr(loader, "multiprocessing_context", None)
-    method = get_start_method() if context is None else context.get_start_method()
-    then = getattr(loader, "worker_init_fn", None)
-    loader.worker_init_fn = _WorkerInit(then, 0 if method == "forkserver" else os.getpid())
-    resource_tracker.ensure_running()  # it unblocks SIGTERM when it is started
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        loader.worker_init_fn = then
 
 
 class KeyedDataset(Dataset[Any]):
@@ -218,9 +167,10 @@ class TrainingData:
     Args:
         batches: The user's.
         seed: The trainer's.
+        first_batch_seconds: How long an epoch's first batch may take while no worker of a ``DataLoader`` does anything.
     """
 
-    def __init__(self, batches: Batches, seed: int) -> None:
+    def __init__(self, batches: Batches, seed: int, first_batch_seconds: float = FIRST_BATCH_SECONDS) -> None:
         self.batches = batches
         self.seed = seed
         self.kind = _kind_of(batches)
@@ -228,6 +178,8 @@ class TrainingData:
         self._at_start: list[Any] = []
         self._iterator: Iterator[Any] | None = None
         self._key = (0, 0)
+        self._watch = WorkerWatch(batches, first_batch_seconds)
+        self._awaits_first = False
 
     def identity(self) -> dict[str, Any]:
         """What must not change between a checkpoint and its resume."""
@@ -286,8 +238,15 @@ class TrainingData:
             loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
         else:
             self._key = (epoch, 0)
-        with keyed_rng(self.seed, epoch, 0), _workers_of(loader):
+        has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
+        stacks = self._watch.prepare() if has_workers else ""
+        living = self._workers()
+        waiting = (
+            self._watch.waiting(f"epoch {epoch}", living) if living else nullcontext()
+        )  # a thread before a fork is a risk
+        with keyed_rng(self.seed, epoch, 0), workers_of(loader, stacks), waiting:
             self._iterator = iter(loader)
+        self._awaits_first = has_workers
         return self._key[1] == skip or self._run_forward(skip, stopped)
 
     def set_epoch(self, epoch: int) -> None:
@@ -321,7 +280,15 @@ class TrainingData:
         epoch, number = self._key
         self._key = (epoch, number + 1)
         with keyed_rng(self.seed, *self._key):
-            return next(self._iterator)
+            if not self._awaits_first:
+                return next(self._iterator)
+            self._awaits_first = False
+            with self._watch.waiting(f"epoch {epoch}", self._workers()):
+                return next(self._iterator)
+
+    def explain(self, error: RuntimeError) -> JobFailedError | None:
+        """What ended a worker, if that is what a ``DataLoader`` raised this for."""
+        return self._watch.explain_death(error)
 
     def state_dict(self, *, within_epoch: bool) -> dict[str, Any]:
         """What ``open`` needs to come back here, beside epoch and number of batches."""
@@ -343,7 +310,11 @@ class TrainingData:
     def worker_pids(self) -> list[int]:
         """The worker processes that live on between epochs."""
         iterator = getattr(self.batches, "_iterator", None)
-        return [worker.pid for worker in getattr(iterator, "_workers", ()) if worker.is_alive()]
+        return [worker.pid for worker in workers_in(iterator) if worker.is_alive()]
+
+    def _workers(self) -> list[Any]:
+        """The worker processes of this epoch, or those that live on from the last one."""
+        return workers_in(self._iterator or getattr(self.batches, "_iterator", None))
 
     def close(self, *, persistent_too: bool = False) -> None:
         """End the epoch's worker processes, by SIGKILL where they do not end; persistent ones only if told so."""
@@ -353,7 +324,7 @@ class TrainingData:
             if not persistent_too:
                 return
             iterator, loader._iterator = loader._iterator, None
-        workers = list(getattr(iterator, "_workers", ()))
+        workers = workers_in(iterator)
         for name in ("_shutdown_workers", "close"):
             if (end := getattr(iterator, name, None)) is not None:
                 end()
@@ -362,6 +333,7 @@ class TrainingData:
             if worker.is_alive():  # busy in the user's code: what torch sends it then is blocked
                 worker.kill()
                 worker.join()
+        self._watch.close()
 
 
 def _kind_of(batches: Any) -> str:

@@ -22,6 +22,8 @@ from memfit.training._process import preserved_rng
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import leaves
 from memfit.training._step import SafeStep, _memory_now
+from memfit.training._worker_watch import FIRST_BATCH_SECONDS
+from memfit.training._workers import watched
 
 T = TypeVar("T")
 
@@ -244,7 +246,7 @@ class _Peaks:
         }
 
 
-def find_longest(batches: Iterable[Any]) -> Longest:
+def find_longest(batches: Iterable[Any], first_batch_seconds: float = FIRST_BATCH_SECONDS) -> Longest:
     """The batch that will take most memory, without disturbing the batches or the random state.
 
     In this order: what the batches' own ``longest()`` gives; for a ``DataLoader`` whose dataset has ``lengths``, one of
@@ -254,9 +256,11 @@ def find_longest(batches: Iterable[Any]) -> Longest:
 
     Args:
         batches: What a training iterates over once per epoch.
+        first_batch_seconds: How long a worker of a ``DataLoader`` may do nothing before a first batch.
 
     Raises:
         UsageError: If it can be iterated only once, or gives no batch.
+        JobFailedError: If a worker was stuck.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -271,7 +275,7 @@ def find_longest(batches: Iterable[Any]) -> Longest:
         if callable(own):
             return Longest(copy.deepcopy(own()), "known")
         if isinstance(batches, DataLoader):
-            return _longest_of_loader(batches)
+            return _longest_of_loader(batches, first_batch_seconds)
         if isinstance(batches, list | tuple):
             return _largest(batches, "all", shared=True)
         iterator = iter(batches)
@@ -284,14 +288,14 @@ def find_longest(batches: Iterable[Any]) -> Longest:
         return _largest(itertools.islice(iterator, _NUM_SAMPLED), "sampled", shared=True)
 
 
-def _longest_of_loader(loader: DataLoader[Any]) -> Longest:
+def _longest_of_loader(loader: DataLoader[Any], seconds: float) -> Longest:
     lengths = getattr(loader.dataset, "lengths", None)
     if isinstance(loader.dataset, IterableDataset):
         probe = _probe(loader, batch_size=loader.batch_size, drop_last=loader.drop_last)
-        return _largest(itertools.islice(probe, _NUM_SAMPLED), "sampled")
-    if lengths is not None:
-        return _largest(_probe_indices(loader, [_longest_indices(loader, lengths)]), "lengths")
-    return _largest(_probe_indices(loader, _indices(loader, _NUM_SAMPLED)), "sampled")
+        return _largest(itertools.islice(watched(probe, seconds, "the preflight"), _NUM_SAMPLED), "sampled")
+    indices = _indices(loader, _NUM_SAMPLED) if lengths is None else [_longest_indices(loader, lengths)]
+    probe = _probe_indices(loader, indices)
+    return _largest(watched(probe, seconds, "the preflight"), "sampled" if lengths is None else "lengths")
 
 
 def _indices(loader: DataLoader[Any], count: int | None = None) -> list[Any]:

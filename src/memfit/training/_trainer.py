@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sized
+from collections.abc import Callable, Collection, Mapping, Sized
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -23,6 +23,7 @@ from memfit.training._result import Direction, FitResult
 from memfit.training._split import BySample, Split
 from memfit.training._step import SafeStep
 from memfit.training._validation import Evaluate
+from memfit.training._worker_watch import FIRST_BATCH_SECONDS
 
 
 class StepSettings(TypedDict, total=False):
@@ -55,6 +56,8 @@ class Trainer:
         checkpoint_seconds: A checkpoint is also written within an epoch when the last one is so old.
         keep_epochs: How many of the newest epochs' checkpoints stay, beside the best.
         milestones: Epochs whose checkpoints stay as well.
+        first_batch_seconds: How long the workers of a ``DataLoader`` may do nothing before an epoch's first batch; then
+            they are ended, and the fit fails with their stacks.
         cleanup: When to collect garbage and empty caches beyond what Python and torch do by themselves; None: never.
         **step: Settings of the ``SafeStep``: ``microbatch_size``, ``split``, ``weight``, ``max_grad_norm``, ``scaler``,
             ``allow_inexact``, ``skip``.
@@ -88,6 +91,7 @@ class Trainer:
         checkpoint_seconds: float = 600.0,
         keep_epochs: int = 2,
         milestones: Collection[int] = (),
+        first_batch_seconds: float = FIRST_BATCH_SECONDS,
         cleanup: CleanupPolicy | None = None,
         **step: Unpack[StepSettings],
     ) -> None:
@@ -103,6 +107,12 @@ class Trainer:
             why="seconds between two",
             example="checkpoint_seconds=60",
         )
+        number(
+            "first_batch_seconds",
+            first_batch_seconds,
+            why="so long workers may do nothing before an epoch's first batch",
+            example="first_batch_seconds=120, or float('inf') to wait for ever",
+        )
         if ema is not None:
             of_type("ema", ema, Ema, rule="it is an average with its decay and epochs.", example="ema=Ema(0.999)")
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -111,15 +121,7 @@ class Trainer:
                 rule="the schedule is stepped after each optimizer step, and this one wants a metric.",
                 remedy="take one that depends on the number of steps alone, such as OneCycleLR or CosineAnnealingLR",
             )
-        known = {*inspect.signature(Trainer).parameters, *StepSettings.__annotations__} - {"step"}
-        for name in step.keys() - known:
-            raise UsageError(
-                f"Trainer has no setting '{name}'.",
-                rule="a setting of its own or one of SafeStep's.",
-                remedy=nearest(
-                    name, {*inspect.signature(Trainer).parameters, *StepSettings.__annotations__} - {"step"}
-                ),
-            )
+        _refuse_unknown(step)
         optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
         safe_step = SafeStep(model, optimizer, loss, on_oom=_on_oom(cleanup), **step)
         self.model = model
@@ -138,6 +140,7 @@ class Trainer:
             ema=ema,
             cleanup=cleanup,
             checkpoint_seconds=checkpoint_seconds,
+            first_batch_seconds=first_batch_seconds,
             allow_inexact=step.get("allow_inexact", False),
             identity={
                 "seed": seed,
@@ -185,8 +188,8 @@ class Trainer:
                 status 75.
             SampleTooLargeError: If a single sample does not fit.
             DoesNotFitError: If the optimizer's memory, or the checkpoints on their disk, do not fit.
-            JobFailedError: If a loss or gradient is not finite, validation or saving went out of memory twice, or the
-                disk refuses a checkpoint.
+            JobFailedError: If a loss or gradient is not finite, validation or saving went out of memory twice, the
+                disk refuses a checkpoint, or a worker of a ``DataLoader`` is stuck before the first batch or has died.
             DamagedError: If there are checkpoints and none is whole.
             UsageError: If the checkpoint was made with another model, optimizer, seed or amount of data, or validation
                 does not give ``best_metric``.
@@ -195,6 +198,16 @@ class Trainer:
         _check(plan)
         with StopSignals(interrupt=self._setup.folder is not None) as stop:
             return Fit(self._setup, plan, stop).run()
+
+
+def _refuse_unknown(step: Mapping[str, Any]) -> None:
+    known = {*inspect.signature(Trainer).parameters, *StepSettings.__annotations__} - {"step"}
+    for name in step.keys() - known:
+        raise UsageError(
+            f"Trainer has no setting '{name}'.",
+            rule="a setting of its own or one of SafeStep's.",
+            remedy=nearest(name, known),
+        )
 
 
 #: What a schedule counts in, beside its constants.

@@ -17,6 +17,8 @@ from memfit.training._oom import classify_oom, clear_caches, release
 from memfit.training._process import preserved_rng, rng_state, set_rng_state
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import Split
+from memfit.training._worker_watch import FIRST_BATCH_SECONDS
+from memfit.training._workers import watched
 
 Evaluate = Callable[[Any, Any], Mapping[str, float]]
 
@@ -96,21 +98,29 @@ class MeanLoss:
         exactness: Refuses a loss that cannot be cut.
         recovery: What makes a failed try leave nothing behind.
         stopped: Asked before each batch; a reason to leave at once is raised by it.
+        first_batch_seconds: How long the workers of a ``DataLoader`` may do nothing before the first batch.
     """
 
     def __init__(
-        self, loss: Loss, split: Split, exactness: Exactness, recovery: Recovery, stopped: Callable[[], None]
+        self,
+        loss: Loss,
+        split: Split,
+        exactness: Exactness,
+        recovery: Recovery,
+        stopped: Callable[[], None],
+        first_batch_seconds: float = FIRST_BATCH_SECONDS,
     ) -> None:
         self.loss = loss
         self.split = split
         self.exactness = exactness
         self.recovery = recovery
         self.stopped = stopped
+        self.first_batch_seconds = first_batch_seconds
         self.size: int | None = None
 
     def __call__(self, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         total = weight_total = 0.0
-        for batch in batches:
+        for batch in watched(batches, self.first_batch_seconds, "validation"):
             self.stopped()
             loss_sum, weight = self._sum(model, batch)
             total += loss_sum
