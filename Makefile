@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vm check format bench-folds bench-stress bench-throughput bench-overhead bench-folklore clean
+.PHONY: help install demo test test-vm check format bench-folds bench-stress bench-throughput bench-overhead bench-folklore bench-loaders clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -39,7 +39,7 @@ check: install ## check format, lint, types and import layers, and run the comma
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/run_docs.py README.md docs/workload.md docs/commands.md docs/training.md
+	$(BIN)/python tools/run_docs.py README.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md
 
 format: install ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix
@@ -56,6 +56,9 @@ bench-overhead: install ## a safe step against a plain loop, several models
 
 bench-folklore: install ## cleaning up every few steps against never
 	$(BIN)/python benchmarks/folklore.py $(ARGS)
+
+bench-loaders: install ## day windows by memfit's loader beside pandas, polars, HF datasets and LitData
+	$(BIN)/python benchmarks/loaders.py $(ARGS)
 
 bench-throughput: install ## 1,000 tiny commands by memfit map against xargs -P
 	$(BIN)/python benchmarks/throughput.py $(ARGS)

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 CHILD = Path(__file__).with_name("child.py")
+PANEL_CHILD = Path(__file__).with_name("panel_child.py")
 
 
 def generate_table(
@@ -57,6 +58,24 @@ def start_child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append(child)
         return child
+
+    yield start
+    for child in started:
+        if child.poll() is None:
+            child.kill()
+        child.communicate()
+
+
+@pytest.fixture
+def start_panel_child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts panel_child.py with a verb and JSON arguments; ends what is left of it."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(verb: str, **arguments: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, str(PANEL_CHILD), verb, json.dumps(arguments, default=str)]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
 
     yield start
     for child in started:

@@ -195,10 +195,10 @@ def test_workers_draw_the_same_batches_however_they_are_started(
 ) -> None:
     panel = Panel.build(make_table(12, 300, missing=0.05), tmp_path, features=["f0", "f1"], targets=["ret"])
     digests = {}
-    for method in ("none", "fork", "forkserver", "spawn"):
+    for method in ("none", "fork", "spawn"):
         child = start_child("batches", path=panel.path, method=method)
         digests[method] = json.loads(child.communicate(timeout=60)[0])
         assert child.returncode == 0
     assert len(digests["none"]) > 20
     assert len(set(digests["none"])) == len(digests["none"])
-    assert digests["fork"] == digests["forkserver"] == digests["spawn"] == digests["none"]
+    assert digests["fork"] == digests["spawn"] == digests["none"]

@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memfit.data import Panel
+from memfit.data._dtypes import encode
+from memfit.data._manifest import _sealed
 from memfit.errors import DataError
 
 NAMES = ["values", "targets", "present", "history", "dates"]
@@ -62,6 +64,145 @@ def test_a_panel_holds_the_sources_rows_and_nan_elsewhere(
     assert (panel.feature_names, panel.target_names) == (("f2", "f0"), ("ret", "f1"))
     assert panel.num_rows == table.num_rows
     assert_holds(panel, table, ["f2", "f0"], ["ret", "f1"])
+
+
+def test_a_bfloat16_panel_keeps_the_bits_that_torch_would(make_table: Callable[..., pa.Table], tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    table = make_table(30, 20)
+    panel = Panel.build(table, tmp_path / "half", features=["f0", "f1", "f2"], targets=["ret"], dtype="bfloat16")
+    exact = Panel.build(table, tmp_path / "exact", features=["f0", "f1", "f2"], targets=["ret"])
+    assert (panel.dtype, panel.values.dtype, panel.targets.dtype) == ("bfloat16", np.uint16, np.float32)
+    expected = torch.tensor(exact.values).to(torch.bfloat16)
+    found = torch.tensor(panel.values).view(torch.bfloat16)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+    np.testing.assert_array_equal(panel.decode(panel.values), expected.float().numpy())
+    np.testing.assert_array_equal(panel.targets, exact.targets)
+    np.testing.assert_array_equal(panel.history, exact.history)
+    assert exact.decode(exact.values) is exact.values
+
+
+@pytest.mark.parametrize("bits", [0x0000, 0x3F80, 0x3F81, 0x7F7F, 0x0001, 0xBF80])
+def test_bfloat16_rounds_to_the_nearest_and_to_even(bits: int) -> None:
+    exact = np.array([bits << 16], np.uint32).view(np.float32)[0]
+    above = np.array([(bits + 1) << 16], np.uint32).view(np.float32)[0]
+    middle = np.array([(bits << 16) + 0x8000], np.uint32).view(np.float32)[0]
+    if not np.isfinite(above):  # the largest one: half a step above it is too large
+        with pytest.raises(DataError, match="bfloat16 cannot hold"):
+            encode("bfloat16", np.array([middle]), "f")
+        return
+    assert encode("bfloat16", np.array([exact]), "f") == bits
+    assert encode("bfloat16", np.array([middle]), "f") == bits + bits % 2
+    assert encode("bfloat16", np.array([np.nextafter(middle, above)]), "f") == bits + 1
+    assert encode("bfloat16", np.array([np.nextafter(middle, exact)]), "f") == bits
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8"])
+def test_integers_are_kept_exactly_and_rows_that_are_absent_are_told_by_present(tmp_path: Path, dtype: str) -> None:
+    limits = np.iinfo(dtype)
+    table = pa.table(
+        {
+            "date": ["2024-01-02", "2024-01-02", "2024-01-03"],
+            "code": ["A", "B", "B"],
+            "sector": pa.array([limits.min, limits.max, 7], pa.uint8() if dtype == "uint8" else pa.int64()),
+            "ret": [0.5, None, 1.5],
+        }
+    )
+    panel = Panel.build(table, tmp_path, features=["sector"], targets=["ret"], dtype=dtype)
+    assert (panel.values.dtype, panel.targets.dtype) == (dtype, np.float32)
+    assert panel.values[:, :, 0].tolist() == [[limits.min, limits.max], [0, 7]]
+    np.testing.assert_array_equal(panel.targets[:, :, 0], [[0.5, np.nan], [np.nan, 1.5]])
+    assert panel.present.tolist() == [[True, True], [False, True]]
+    assert panel.history.tolist() == [[1, 1], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0, 2.5], "holds 2.5, which int8"),
+        ([1.0, None], "has no value in a row, which int8"),
+        ([1, 128], "holds 128, which int8"),
+        ([1.0, -129.0], "holds -129, which int8"),
+        ([1.0, float("inf")], "holds inf, which int8"),
+    ],
+)
+def test_what_an_integer_cannot_hold_is_refused(tmp_path: Path, values: list[Any], message: str) -> None:
+    table = pa.table({"date": ["2024-01-02", "2024-01-03"], "code": ["A", "A"], "f": values})
+    with pytest.raises(DataError, match=message):
+        Panel.build(table, tmp_path, features=["f"], dtype="int8")
+    assert not list(tmp_path.glob("[!.]*"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_by_asset_holds_the_same_and_a_window_of_one_asset_is_one_block(
+    make_table: Callable[..., pa.Table], tmp_path: Path, dtype: str
+) -> None:
+    table = make_table(30, 130)
+    roles: dict[str, Any] = {"features": ["f0", "f1", "f2"], "targets": ["ret"], "dtype": dtype}
+    panel = Panel.build(table, tmp_path, order="asset", **roles)
+    other = Panel.build(table, tmp_path, **roles)
+    assert (panel.order, other.order, panel.fingerprint == other.fingerprint) == ("asset", "date", False)
+    assert panel.shape == other.shape == panel.values.shape
+    for name in NAMES:
+        np.testing.assert_array_equal(getattr(panel, name), getattr(other, name))
+    window = panel.values[5:25, 17]
+    assert window.flags.c_contiguous
+    assert not other.values[5:25, 17].flags.c_contiguous
+    assert not panel.values.flags.writeable
+    np.testing.assert_array_equal(np.load(panel.path / "values.npy"), other.values.transpose(1, 0, 2))
+    panel.verify()
+
+
+def test_the_first_and_last_row_of_an_asset_are_its_listing_and_delisting(tmp_path: Path) -> None:
+    rows = {"A": ["02", "03", "04"], "B": ["03"], "C": ["02", "04"]}
+    table = pa.Table.from_pylist(
+        [{"date": f"2024-01-{day}", "code": code, "f": 1.0} for code, days in rows.items() for day in days]
+    )
+    panel = Panel.build(table, tmp_path, features=["f"])
+    assert panel.first_dates.astype(str).tolist() == ["2024-01-02", "2024-01-03", "2024-01-02"]
+    assert panel.last_dates.astype(str).tolist() == ["2024-01-04", "2024-01-03", "2024-01-04"]
+
+
+@pytest.mark.parametrize("order", ["date", "asset"])
+def test_eligible_are_full_windows_with_a_target_on_dates_of_enough_assets(
+    make_table: Callable[..., pa.Table], tmp_path: Path, order: Any
+) -> None:
+    panel = Panel.build(make_table(25, 9), tmp_path, features=["f0", "f1", "f2"], targets=["ret"], order=order)
+    for lookback, target, min_assets in ((1, None, 1), (3, "ret", 1), (3, None, 3), (3, "ret", 4), (26, None, 1)):
+        expected = np.zeros(panel.shape[:2], bool)
+        for date in range(lookback - 1, 25):
+            whole = np.isfinite(panel.values[date - lookback + 1 : date + 1]).all(axis=(0, 2))
+            if target:
+                whole &= np.isfinite(panel.target(target)[date])
+            if whole.sum() >= min_assets:
+                expected[date] = whole
+        found = panel.eligible(lookback, target=target, min_assets=min_assets)
+        np.testing.assert_array_equal(found, expected)
+    assert panel.eligible(3).any()
+    with pytest.raises(DataError, match="no target"):
+        panel.eligible(3, target="rett")
+    with pytest.raises(DataError, match="lookback is 0"):
+        panel.eligible(0)
+
+
+def test_a_panel_of_the_first_format_is_still_read(panel: Panel) -> None:
+    file = panel.path / "manifest.json"
+    fields = {name: value for name, value in json.loads(file.read_text()).items() if name != "checksum"}
+    del fields["key"]["order"]
+    file.write_text(_sealed({**fields, "format": 1}))
+    old = Panel.open(panel.path, verify="full")
+    assert (old.order, old.parent, old.dtype) == ("date", None, "float32")
+    np.testing.assert_array_equal(old.values, panel.values)
+
+
+def test_the_newest_panel_of_a_cache_folder_is_found(panel: Panel, make_table: Callable[..., pa.Table]) -> None:
+    assert Panel.newest(panel.path).path == panel.path
+    later = Panel.build(make_table(seed=1), panel.path.parent, features=["f0"])
+    assert Panel.newest(panel.path.parent).path == later.path
+    empty = panel.path.parent / "empty"
+    empty.mkdir()
+    with pytest.raises(DataError, match="holds no panel"):
+        Panel.newest(empty)
 
 
 cells = st.dictionaries(

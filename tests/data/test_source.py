@@ -236,8 +236,8 @@ def test_chunks_are_hashed_each_by_itself(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(source_module, "CHUNK_BYTES", 3 << 20)
     content = np.random.default_rng(0).bytes((6 << 20) + 5)
     (tmp_path / "file").write_bytes(content)
-    digests = chunk_digests(tmp_path / "file")
+    digests = list(chunk_digests(tmp_path / "file"))
     assert len(digests) == len(set(digests)) == 3
     (tmp_path / "file").write_bytes(content[: 3 << 20] + b"x" + content[(3 << 20) + 1 :])
-    changed = chunk_digests(tmp_path / "file")
+    changed = list(chunk_digests(tmp_path / "file"))
     assert [a == b for a, b in zip(digests, changed, strict=True)] == [True, False, True]

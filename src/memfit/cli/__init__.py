@@ -10,8 +10,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from memfit.cli._average import average
+from memfit.cli._bench import bench
 from memfit.cli._budget import budget
+from memfit.cli._doctor import doctor
 from memfit.cli._map import map_
+from memfit.cli._panel import panel
 from memfit.cli._ps import ps
 from memfit.cli._resume import resume
 from memfit.cli._run import run
@@ -36,7 +39,10 @@ app.command(short_help="List the live runs of this host and their jobs.")(ps)
 app.command(short_help="Have a run, or one job, checkpoint and end.")(stop)
 app.command(short_help="Go on with a run that was stopped or killed.")(resume)
 app.command(short_help="Show what memory may be used, and who says so.")(budget)
+app.command(options_metavar="[OPTIONS] [-- COMMAND...]", short_help="Examine this place, or a command in it.")(doctor)
 app.command(short_help="Average checkpoints of one training.")(average)
+app.add_typer(panel, name="panel", short_help="Build, check, extend, prune and export panels.")
+app.add_typer(bench, name="bench", short_help="Measure a part of a training on this machine.")
 
 
 def _version(wanted: bool) -> None:
@@ -69,7 +75,7 @@ def main() -> None:
 
 def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
     """memfit's own words, and the user's command: all that stands behind the first -- of a verb that runs commands."""
-    if words[:1] not in (["run"], ["map"]) or "--" not in words:
+    if words[:1] not in (["run"], ["map"], ["doctor"]) or "--" not in words:
         return words, None
     at = words.index("--")
     return words[:at], tuple(words[at + 1 :])

@@ -1,14 +1,18 @@
-"""Windows and batches over a panel: one date is one batch."""
+"""Windows and batches over a panel by number: one date is one batch, or so many windows are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from memfit.data._gather import WindowReader
 from memfit.data._panel import Array, Panel
+from memfit.data._slots import Layout
 from memfit.errors import DataError
 
 
@@ -56,6 +60,23 @@ class DateBatch:
     """
 
     date_index: int
+    asset_indices: npt.NDArray[np.int64]
+    windows: npt.NDArray[np.float32]
+    targets: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class WindowBatch:
+    """Windows of any dates and assets.
+
+    Attributes:
+        date_indices: (n,) int64, the last date of each window, indices into ``panel.dates``.
+        asset_indices: (n,) int64, indices into ``panel.assets``.
+        windows: (n, lookback, num_features) float32, contiguous, finite, this batch's own memory.
+        targets: (n,) float32; all NaN when the batches were asked for no target.
+    """
+
+    date_indices: npt.NDArray[np.int64]
     asset_indices: npt.NDArray[np.int64]
     windows: npt.NDArray[np.float32]
     targets: npt.NDArray[np.float32]
@@ -112,47 +133,23 @@ class DateBatches:
         self.lookback = lookback
         self.target = target
         self._seed = shuffle_seed
-        self._check(date_indices, min_assets, max_assets)
+        _check(panel, date_indices, lookback, min_assets, shuffle_seed)
+        least = 2 * min_assets - 1
+        rule = f"it is at least 2 * min_assets - 1 = {least}, so that every chunk has min_assets."
+        _require(max_assets is None or max_assets >= least, f"max_assets is {max_assets}", rule)
         dates = np.asarray(date_indices, np.int64)
-        counts = np.array([np.count_nonzero(self._eligible(date)) for date in dates], np.int64)
+        counts = np.array([np.count_nonzero(_eligible(panel, date, lookback, target)) for date in dates], np.int64)
         kept = counts >= min_assets
         self.num_skipped = int(np.count_nonzero(~kept))
-        if not kept.any():
-            raise DataError(
-                f"none of {len(dates)} dates has {min_assets} eligible assets; the most is {counts.max(initial=0)}.",
-                rule=f"an asset needs {lookback} dates in a row with all features finite"
-                + (f", and a finite '{target}'." if target else "."),
-                remedy="give more dates, a shorter lookback, or a smaller min_assets",
-            )
+        _require_any(kept, counts, lookback, target, min_assets)
         num_chunks = np.ones_like(counts[kept]) if max_assets is None else -(-counts[kept] // max_assets)
         self._dates = np.repeat(dates[kept], num_chunks)
         self._num_chunks = np.repeat(num_chunks, num_chunks)
         self._chunks = np.concatenate([np.arange(count) for count in num_chunks])
         self._largest = int(np.argmax(np.repeat(-(-counts[kept] // num_chunks), num_chunks)))
-        largest = int(np.max(-(-counts[kept] // num_chunks)))
-        self.largest_batch_bytes = largest * lookback * panel.shape[2] * 4
+        self.layout = Layout(int(np.max(-(-counts[kept] // num_chunks))), lookback, panel.shape[2])
+        self.largest_batch_bytes = self.layout.max_size * lookback * panel.shape[2] * 4
         self.set_epoch(0)
-
-    def _check(self, date_indices: Sequence[int] | Array, min_assets: int, max_assets: int | None) -> None:
-        _require(self.lookback >= 1, f"lookback is {self.lookback}", "it is at least 1.")
-        _require(min_assets >= 1, f"min_assets is {min_assets}", "it is at least 1.")
-        least = 2 * min_assets - 1
-        rule = f"it is at least 2 * min_assets - 1 = {least}, so that every chunk has min_assets."
-        _require(max_assets is None or max_assets >= least, f"max_assets is {max_assets}", rule)
-        _require(self._seed is None or self._seed >= 0, f"shuffle_seed is {self._seed}", "it is None or at least 0.")
-        given = np.asarray(date_indices)
-        is_list = given.ndim == 1 and (given.size == 0 or np.issubdtype(given.dtype, np.integer))
-        _require(is_list, "date_indices are no list of whole numbers", "each is an index into panel.dates.")
-        if given.size:
-            last = self.panel.shape[0] - 1
-            what = f"date_indices go from {given.min()} to {given.max()}"
-            _require(given.min() >= 0 and given.max() <= last, what, f"the panel has dates 0 to {last}.")
-            _require(len(np.unique(given)) == len(given), "date_indices hold a date twice", "each comes once.")
-
-    def _eligible(self, date: int) -> npt.NDArray[np.bool_]:
-        """(num_assets,): a full finite window and, if asked for, a finite target."""
-        whole: npt.NDArray[np.bool_] = self.panel.history[date] >= self.lookback
-        return whole if self.target is None else whole & np.isfinite(self.panel.target(self.target)[date])
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of an epoch; without a ``shuffle_seed`` the order stays."""
@@ -170,53 +167,145 @@ class DateBatches:
     def __iter__(self) -> Iterator[DateBatch]:
         return (self[number] for number in range(len(self)))
 
-    def longest(self) -> DateBatch:
-        """A batch of the most assets: what takes most memory in a training."""
-        return self[int(np.flatnonzero(self._order == self._largest)[0])]
-
     def __getitem__(self, number: int) -> DateBatch:
         """The batch with this number in the order of the epoch."""
-        place = self._order[range(len(self))[number]]
+        cells = self.cells(range(len(self))[number])
+        windows = np.empty((len(cells), self.lookback, self.panel.shape[2]), np.float32)
+        targets = np.empty(len(cells), np.float32)
+        self._reader.read(cells, windows, targets)
+        return self.record(cells, windows, targets)
+
+    def longest(self) -> DateBatch:
+        """A batch of the most assets: what takes most memory in a training."""
+        return self[self.number_of_longest]
+
+    @property
+    def number_of_longest(self) -> int:
+        return int(np.flatnonzero(self._order == self._largest)[0])
+
+    @cached_property
+    def _reader(self) -> WindowReader:
+        return WindowReader(self.panel, self.lookback, self.target)
+
+    def cells(self, number: int) -> npt.NDArray[np.int64]:
+        """(n,): what a batch holds, each as date * num_assets + asset."""
+        place = self._order[number]
         date = int(self._dates[place])
-        assets = np.flatnonzero(self._eligible(date))
+        assets = np.flatnonzero(_eligible(self.panel, date, self.lookback, self.target))
         if self._num_chunks[place] > 1:
             if self._seed is not None:
                 assets = self._generator(date).permutation(assets)
             assets = np.sort(np.array_split(assets, self._num_chunks[place])[self._chunks[place]])
-        if self.target is None:
-            targets = np.full(len(assets), np.nan, np.float32)
-        else:
-            targets = _to_float32(self.panel.target(self.target)[date][assets], date)
-        return DateBatch(date, assets, _gather(self.panel, date, self.lookback, assets), targets)
+        return date * self.panel.shape[1] + assets
+
+    def record(self, cells: npt.NDArray[np.int64], windows: Array, targets: Array) -> DateBatch:
+        """The batch of these cells, which are all of one date."""
+        date = int(cells[0]) // self.panel.shape[1]
+        return DateBatch(date, cells - date * self.panel.shape[1], windows, targets)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_reader"}
+
+
+class WindowBatches:
+    """Batches of so many windows, drawn over all eligible cells of some dates; the last one holds what is left.
+
+    Addressable by number as `DateBatches`; in the dates' order without a seed.
+
+    Args:
+        panel: The panel.
+        date_indices: The dates to take, each once.
+        size: Windows per batch.
+        lookback: Dates per window.
+        target: The target's name, or None.
+        shuffle_seed: With one, all cells are drawn in an order of (seed, epoch).
+        min_assets: A date with fewer eligible assets is dropped and counted in ``num_skipped``.
+    """
+
+    def __init__(
+        self,
+        panel: Panel,
+        date_indices: Sequence[int] | npt.NDArray[np.integer],
+        size: int,
+        *,
+        lookback: int,
+        target: str | None,
+        shuffle_seed: int | None = None,
+        min_assets: int = 1,
+    ) -> None:
+        self.panel = panel
+        self.lookback = lookback
+        self.target = target
+        self._seed = shuffle_seed
+        self._size = size
+        _require(size >= 1, f"batch is {size}", 'it is "date" or a number of windows, at least 1.')
+        _check(panel, date_indices, lookback, min_assets, shuffle_seed)
+        found = [
+            date * panel.shape[1] + np.flatnonzero(_eligible(panel, date, lookback, target))
+            for date in np.asarray(date_indices, np.int64)
+        ]
+        counts = np.array([len(cells) for cells in found], np.int64)
+        kept = counts >= min_assets
+        self.num_skipped = int(np.count_nonzero(~kept))
+        _require_any(kept, counts, lookback, target, min_assets)
+        self._cells = np.concatenate([cells for cells, keep in zip(found, kept, strict=True) if keep])
+        self.layout = Layout(min(size, len(self._cells)), lookback, panel.shape[2])
+        self.largest_batch_bytes = self.layout.max_size * lookback * panel.shape[2] * 4
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of an epoch; without a ``shuffle_seed`` the order stays."""
+        self._epoch = epoch
+        self._order = self._cells
+        if self._seed is not None:
+            self._order = self._cells.copy()
+            np.random.default_rng([self._seed, epoch]).shuffle(self._order)
+
+    def __len__(self) -> int:
+        return -(-len(self._cells) // self._size)
+
+    number_of_longest = 0
+
+    def cells(self, number: int) -> npt.NDArray[np.int64]:
+        """(n,): what a batch holds, each as date * num_assets + asset."""
+        return self._order[number * self._size : (number + 1) * self._size]
+
+    def record(self, cells: npt.NDArray[np.int64], windows: Array, targets: Array) -> WindowBatch:
+        """The batch of these cells."""
+        dates, assets = np.divmod(cells, self.panel.shape[1])
+        return WindowBatch(dates, assets, windows, targets)
+
+
+def _eligible(panel: Panel, date: int, lookback: int, target: str | None) -> npt.NDArray[np.bool_]:
+    """(num_assets,): a full finite window and, if asked for, a finite target."""
+    whole: npt.NDArray[np.bool_] = panel.history[date] >= lookback
+    return whole if target is None else whole & np.isfinite(panel.target(target)[date])
+
+
+def _check(panel: Panel, date_indices: Sequence[int] | Array, lookback: int, min_assets: int, seed: int | None) -> None:
+    _require(lookback >= 1, f"lookback is {lookback}", "it is at least 1.")
+    _require(min_assets >= 1, f"min_assets is {min_assets}", "it is at least 1.")
+    _require(seed is None or seed >= 0, f"shuffle_seed is {seed}", "it is None or at least 0.")
+    given = np.asarray(date_indices)
+    is_list = given.ndim == 1 and (given.size == 0 or np.issubdtype(given.dtype, np.integer))
+    _require(is_list, "date_indices are no list of whole numbers", "each is an index into panel.dates.")
+    if given.size:
+        last = panel.shape[0] - 1
+        what = f"date_indices go from {given.min()} to {given.max()}"
+        _require(given.min() >= 0 and given.max() <= last, what, f"the panel has dates 0 to {last}.")
+        _require(len(np.unique(given)) == len(given), "date_indices hold a date twice", "each comes once.")
 
 
 def _require(holds: bool, what: str, rule: str) -> None:
     if not holds:
-        raise DataError(f"{what}.", rule=rule, remedy="correct that argument of DateBatches")
+        raise DataError(f"{what}.", rule=rule, remedy="correct that argument")
 
 
-def _gather(panel: Panel, date: int, lookback: int, assets: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """(n, lookback, num_features), copied row by row out of the map in one pass."""
-    num_assets, num_features = panel.shape[1:]
-    rows = panel.values.reshape(-1, num_features)
-    first = (date + 1 - lookback) * num_assets
-    places = (first + np.arange(lookback) * num_assets + assets[:, None]).ravel()
-    shape = (len(assets), lookback, num_features)
-    if rows.dtype != np.float32:
-        return _to_float32(rows[places].reshape(shape), date)
-    buffer = np.empty(shape, np.float32)
-    # mode="clip" lets numpy write into the buffer directly; the places are in range by construction.
-    np.take(rows, places, axis=0, out=buffer.reshape(-1, num_features), mode="clip")
-    return buffer
-
-
-def _to_float32(values: Array, date: int) -> npt.NDArray[np.float32]:
-    with np.errstate(over="raise"):
-        try:
-            return values.astype(np.float32)
-        except FloatingPointError:
-            raise DataError(
-                f"date {date} holds a value beyond float32 ({np.abs(values).max():g}).",
-                rule=f"batches are float32, up to {np.finfo(np.float32).max:g}.",
-                remedy="scale the column before the panel is built",
-            ) from None
+def _require_any(kept: Array, counts: Array, lookback: int, target: str | None, min_assets: int) -> None:
+    if not kept.any():
+        raise DataError(
+            f"none of {len(counts)} dates has {min_assets} eligible assets; the most is {counts.max(initial=0)}.",
+            rule=f"an asset needs {lookback} dates in a row with all features finite"
+            + (f", and a finite '{target}'." if target else "."),
+            remedy="give more dates, a shorter lookback, or a smaller min_assets",
+        )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 from memfit.data._source import CHUNK_BYTES, chunk_digests
 from memfit.errors import DamagedError, DataError
 
-#: The layout of a panel's folder. A reader refuses any other.
-FORMAT_VERSION = 1
+#: The layout of a panel's folder, as it is written now; those in `_READABLE` are read, all others refused.
+FORMAT_VERSION = 2
+_READABLE = (1, 2)
 
 MANIFEST = "manifest.json"
 ASSETS = "assets.json"
@@ -29,7 +31,7 @@ class Manifest:
         fingerprint: SHA-256-sized hash of ``key``; the folder's name is its first 16 digits.
         key: All that the values depend on: content of the source, columns and types, parameters, code version.
         num_rows: Rows in the source, one per date and asset.
-        arrays: By name, the dtype and shape of ``<name>.npy``.
+        arrays: By name, the dtype and shape of ``<name>.npy``; ``segments`` where an array lies in several files.
         files: By file name, its size and the hashes of its chunks.
     """
 
@@ -78,31 +80,58 @@ def read_manifest(path: Path) -> Manifest:
         is_whole = False
     if not is_whole:
         raise damaged(file, "does not match its own checksum")
-    if fields["format"] != FORMAT_VERSION:
+    if fields["format"] not in _READABLE:
         raise DataError(
             f"{path} has panel format {fields['format']}.",
-            rule=f"this memfit reads format {FORMAT_VERSION}.",
+            rule=f"this memfit reads formats {', '.join(map(str, _READABLE))}.",
             remedy=f"build it again: rm -r {path}",
         )
     return Manifest(**{name: fields[name] for name in Manifest.__dataclass_fields__})
 
 
-def check_files(path: Path, manifest: Manifest, *, full: bool) -> None:
+def check_files(
+    path: Path, manifest: Manifest, *, full: bool, progress: Callable[[int, int], None] | None = None
+) -> None:
     """Compare a panel's files with its manifest: sizes and the two label files always, every byte if ``full``.
+
+    Args:
+        path: The panel's folder.
+        manifest: What it is to hold.
+        full: Whether to read every byte.
+        progress: Called with (bytes read, bytes in all).
 
     Raises:
         DamagedError: Naming the first file that differs, and where.
     """
+    done, total = 0, sum(int(facts["bytes"]) for facts in manifest.files.values())
     for name, facts in manifest.files.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
         if size is None or size != facts["bytes"]:
             raise damaged(file, "is not there" if size is None else f"has {size} bytes instead of {facts['bytes']}")
         if full or name in _LABELS:
-            for i, (found, wanted) in enumerate(zip(chunk_digests(file), facts["chunks"], strict=True)):
-                if found != wanted:
-                    end = min((i + 1) * CHUNK_BYTES, size)
-                    raise damaged(file, f"was changed between bytes {i * CHUNK_BYTES} and {end}")
+            check_from(file, facts, 0, None if progress is None else partial(_advance, progress, done, total))
+        done += size
+
+
+def _advance(progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:
+    progress(before + done, total)
+
+
+def check_from(file: Path, facts: Mapping[str, Any], offset: int, advance: Callable[[int], None] | None = None) -> None:
+    """Compare a file's bytes, from the chunk that holds an offset on, with what its manifest says.
+
+    Raises:
+        DamagedError: Naming the chunk that differs.
+    """
+    first = offset // CHUNK_BYTES
+    found = chunk_digests(file, first)
+    for i, (digest, wanted) in enumerate(zip(found, facts["chunks"][first:], strict=True), first):
+        end = min((i + 1) * CHUNK_BYTES, facts["bytes"])
+        if digest != wanted:
+            raise damaged(file, f"was changed between bytes {i * CHUNK_BYTES} and {end}")
+        if advance:
+            advance(end)
 
 
 def damaged(file: Path, what: str) -> DamagedError:
@@ -116,4 +145,4 @@ def damaged(file: Path, what: str) -> DamagedError:
 
 def file_facts(file: Path) -> dict[str, Any]:
     """What a manifest says of one file."""
-    return {"bytes": file.stat().st_size, "chunks": chunk_digests(file)}
+    return {"bytes": file.stat().st_size, "chunks": list(chunk_digests(file))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -11,9 +11,16 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from memfit.data._build import PanelSpec, build_panel
-from memfit.data._manifest import ASSETS, DATES, Manifest, check_files, damaged, read_manifest
+from memfit.data._append import Base, append_panel
+from memfit.data._build import build_panel
+from memfit.data._dtypes import decode, dtype_name
+from memfit.data._export import export_panel
+from memfit.data._manifest import ASSETS, DATES, Manifest, check_files, read_manifest
+from memfit.data._publish import Progress
+from memfit.data._segments import map_array
 from memfit.data._source import Source, SourceLike
+from memfit.data._spec import PanelSpec
+from memfit.data._versions import newest
 from memfit.errors import DataError, nearest
 from memfit.units import format_bytes
 
@@ -27,14 +34,15 @@ class Panel:
     fails. Files are mapped when first used. A pickled panel is its path, so that each process maps for itself.
 
     The folder holds plain ``.npy`` files, ``assets.json`` and ``manifest.json``; it is never changed after it was
-    renamed into place. Make one with `Panel.build` or `Panel.open`.
+    renamed into place. Make one with `Panel.build`, `Panel.open`, or `append` for a later version.
 
     Shapes:
-        values: (num_dates, num_assets, num_features), the build's dtype; a missing value or row is NaN.
-        targets: (num_dates, num_assets, num_targets), the same.
+        values: (num_dates, num_assets, num_features), the build's dtype; a missing value or row is NaN, or 0 where
+            the dtype is one of integers. bfloat16, which numpy lacks, comes as its 16 bits (uint16): see `decode`.
+        targets: (num_dates, num_assets, num_targets), the same dtype; float32 beside bfloat16 and integers.
         present: (num_dates, num_assets), bool: the source had a row.
-        history: (num_dates, num_assets), int32: on how many dates in a row, up to and with this one, all features
-            are finite. A window of L dates that ends here is whole when this is at least L.
+        history: (num_dates, num_assets), int32: on how many dates in a row, up to and with this one, there is a row
+            and all features are finite. A window of L dates that ends here is whole when this is at least L.
         dates: (num_dates,), datetime64[D], ascending.
 
     Example:
@@ -70,8 +78,9 @@ class Panel:
         features: Sequence[str],
         targets: Sequence[str] = (),
         dtype: str = "float32",
+        order: Literal["date", "asset"] = "date",
         parameters: Mapping[str, Any] | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> Panel:
         """The panel of a source, taken from the cache folder if it is there and built into it otherwise.
 
@@ -96,7 +105,10 @@ class Panel:
             asset: The column of asset codes: text or integers, kept as text and sorted as text.
             features: Columns of numbers (floats, integers, booleans, decimals).
             targets: Columns of numbers, kept apart from the features.
-            dtype: ``float32``, ``float64`` or ``float16``.
+            dtype: ``float32``, ``float64``, ``float16``, ``bfloat16``, or ``int8`` to ``int64`` and ``uint8`` for
+                whole numbers and codes of which none is missing.
+            order: What lies together: all assets of one ``date``, or all dates of one ``asset``, so that the window
+                of one asset is one block. ``values`` is indexed (date, asset, feature) in both.
             parameters: Whatever else the values depend on, as plain values; part of the fingerprint.
             progress: Called by the process that builds with (rows done, rows in all) in the second pass; in a job of
                 a run these are its events when None.
@@ -107,7 +119,7 @@ class Panel:
                 source changes meanwhile. Nothing is left behind.
             DamagedError: If the panel lies there already and is not as it was written.
         """
-        spec = PanelSpec(date, asset, tuple(features), tuple(targets), np.dtype(dtype).name, parameters or {})
+        spec = PanelSpec(date, asset, tuple(features), tuple(targets), dtype_name(dtype), parameters or {}, order)
         built = build_panel(spec, Source.of(source), Path(directory), progress=progress)
         panel = cls.open(built.path)
         panel.reused, panel.changed = built.reused, built.changed
@@ -132,13 +144,77 @@ class Panel:
         check_files(folder, manifest, full=verify == "full")
         return cls(folder, manifest, reused=True)
 
-    def verify(self) -> None:
-        """Read every byte and compare it with the checksums.
+    @classmethod
+    def newest(cls, path: Path | str) -> Panel:
+        """The panel in a folder, or the newest one in a cache folder.
+
+        Raises:
+            DataError: If there is none.
+        """
+        return cls.open(newest(Path(path)))
+
+    def append(
+        self,
+        source: SourceLike,
+        *,
+        new_assets: Literal["refuse", "copy"] = "refuse",
+        progress: Progress | None = None,
+    ) -> Panel:
+        """The version of this panel that goes on with a source's later dates, written beside it if it is not there.
+
+        This version stays as it is. The new one shares its bytes: the folder names the same files (hard links) and
+        has new ones for the new dates, which readers map behind the old ones as one array. At most 64 KiB of each
+        array are written twice. Where the file system has no hard links, the old files are copied. A shared file that
+        is damaged is damaged in each version.
+
+        Args:
+            source: As for `build`, with the same columns; only dates after the last.
+            new_assets: Assets that the panel has not change the layout of every date. ``refuse`` them, or ``copy`` the
+                old dates, once checked in full, into a wider version that shares nothing.
+            progress: As for `build`.
+
+        Raises:
+            DataError: If a date is not after the last one, if an asset is new and to be refused, if the panel lies by
+                asset, and as `build` does.
+            DamagedError: If the old bytes that are written again are not as they were written.
+
+        Example:
+            >>> import tempfile, pyarrow as pa
+            >>> day = lambda date, value: pa.table({"date": [date], "code": ["A"], "close": [value]})
+            >>> panel = Panel.build(day("2024-01-02", 1.0), tempfile.mkdtemp(), features=["close"])
+            >>> panel.append(day("2024-01-03", 2.0)).values.ravel().tolist(), panel.shape
+            ([1.0, 2.0], (1, 1, 1))
+        """
+        base = Base(self.path, self._manifest, self.dates, self.assets)
+        built = append_panel(base, Source.of(source), new_assets=new_assets, progress=progress)
+        panel = Panel.open(built.path)
+        panel.reused = built.reused
+        return panel
+
+    def export(self, file: Path | str, *, progress: Progress | None = None) -> int:
+        """Write the rows that are present as one table for pandas, polars or R; returns their number.
+
+        Columns are the date, the asset, the features and the targets; a column of two roles comes once. Missing values
+        are null; float16 and bfloat16 become float32. Rows come as the panel lies, by date or by asset. A few MiB are
+        in memory at once; the file appears whole or not at all.
+
+        Args:
+            file: ``.parquet``; ``.feather``, ``.arrow`` or ``.ipc`` (Arrow file, not compressed, so that it can be
+                mapped); ``.arrows`` (Arrow stream). One that is there is replaced.
+            progress: Called with (cells done, cells in all).
+
+        Raises:
+            DataError: If the suffix is another, or if the disk is full.
+        """
+        return export_panel(self, Path(file), progress=progress)
+
+    def verify(self, *, progress: Progress | None = None) -> None:
+        """Read every byte and compare it with the checksums; ``progress`` is told (bytes done, bytes in all).
 
         Raises:
             DamagedError: Naming the first file that differs, and the 64 MiB in which it does.
         """
-        check_files(self.path, self._manifest, full=True)
+        check_files(self.path, self._manifest, full=True, progress=progress)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Panel.open, (str(self.path),))
@@ -151,8 +227,8 @@ class Panel:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(num_dates, num_assets, num_features)."""
-        num_dates, num_assets, num_features = self._manifest.arrays["values"]["shape"]
-        return num_dates, num_assets, num_features
+        num_dates, num_assets = self._manifest.arrays["present"]["shape"]
+        return num_dates, num_assets, len(self.feature_names)
 
     @property
     def fingerprint(self) -> str:
@@ -163,6 +239,27 @@ class Panel:
     def nbytes(self) -> int:
         """Bytes of all its arrays: what it takes on disk, and in the page cache when all of it was read."""
         return sum(int(facts["bytes"]) for facts in self._manifest.files.values())
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of `nbytes`, those in files that other versions name too."""
+        files = [(self.path / name).stat() for name in self._manifest.files]
+        return sum(file.st_size for file in files if file.st_nlink > 1)
+
+    @property
+    def parent(self) -> str | None:
+        """The fingerprint of the version that this one was appended to."""
+        return self._manifest.key.get("parent")
+
+    @property
+    def dtype(self) -> str:
+        """The name of the values' type, ``bfloat16`` included."""
+        return str(self._manifest.key["dtype"])
+
+    @property
+    def order(self) -> str:
+        """``date`` or ``asset``: what lies together."""
+        return str(self._manifest.key.get("order", "date"))
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -189,15 +286,15 @@ class Panel:
 
     @cached_property
     def dates(self) -> npt.NDArray[np.datetime64]:
-        return _map(self.path / DATES, "<M8[D]", (self.shape[0],))
+        return map_array(self.path, DATES.removesuffix(".npy"), {"dtype": "<M8[D]", "shape": (self.shape[0],)})
 
     @cached_property
     def values(self) -> Array:
-        return self._array("values")
+        return self._by_date("values")
 
     @cached_property
     def targets(self) -> Array:
-        return self._array("targets")
+        return self._by_date("targets")
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
@@ -207,9 +304,47 @@ class Panel:
     def history(self) -> npt.NDArray[np.int32]:
         return self._array("history")
 
+    @cached_property
+    def first_dates(self) -> npt.NDArray[np.datetime64]:
+        """(num_assets,): the date of each asset's first row: its listing, as far as the source knows."""
+        return np.asarray(self.dates[self.present.argmax(axis=0)])
+
+    @cached_property
+    def last_dates(self) -> npt.NDArray[np.datetime64]:
+        """(num_assets,): the date of each asset's last row."""
+        return np.asarray(self.dates[self.shape[0] - 1 - self.present[::-1].argmax(axis=0)])
+
     def _array(self, name: str) -> Array:
-        facts = self._manifest.arrays[name]
-        return _map(self.path / f"{name}.npy", facts["dtype"], tuple(facts["shape"]))
+        return map_array(self.path, name, self._manifest.arrays[name])
+
+    def _by_date(self, name: str) -> Array:
+        array = self._array(name)
+        return array if self.order == "date" else array.transpose(1, 0, 2)
+
+    def decode(self, values: Array) -> Array:
+        """Any part of ``values`` as numbers: bfloat16 bits as new float32, exactly; other types as they are."""
+        return decode(self.dtype, values)
+
+    def eligible(self, lookback: int, *, target: str | None = None, min_assets: int = 1) -> npt.NDArray[np.bool_]:
+        """Where a window may end: (num_dates, num_assets), in memory of its own.
+
+        Args:
+            lookback: Dates per window, all of them with a row and finite features.
+            target: A target that must be finite there, if any.
+            min_assets: A date on which fewer assets are left is left out as a whole.
+
+        Raises:
+            DataError: If the panel has no such target, or a number is below 1.
+        """
+        if min(lookback, min_assets) < 1:
+            raise DataError(
+                f"lookback is {lookback} and min_assets {min_assets}.", rule="both are at least 1.", remedy="raise it"
+            )
+        found: npt.NDArray[np.bool_] = self.history >= lookback
+        if target is not None:
+            found &= np.isfinite(self.target(target))
+        found[found.sum(axis=1) < min_assets] = False
+        return found
 
     def target(self, name: str) -> Array:
         """A target by name: a read-only view (num_dates, num_assets).
@@ -225,14 +360,3 @@ class Panel:
             )
         view: Array = self.targets[:, :, self.target_names.index(name)]
         return view
-
-
-def _map(file: Path, dtype: str, shape: tuple[int, ...]) -> Array:
-    """A read-only array that is a view of a file map (PROT_READ, shared)."""
-    try:
-        array: Array = np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-    except (OSError, ValueError):
-        raise damaged(file, "cannot be mapped") from None
-    if array.dtype != np.dtype(dtype) or array.shape != shape:
-        raise damaged(file, f"holds {array.dtype} {array.shape} instead of {dtype} {shape}")
-    return array

@@ -191,12 +191,17 @@ def ipc_batches(reader: Any) -> Iterator[pa.RecordBatch]:
         yield from reader
 
 
-def chunk_digests(path: Path) -> list[str]:
-    """A BLAKE2b hash (128 bits, hex) of each 64 MiB of a file, by up to four threads, a MiB each in memory."""
+def chunk_digests(path: Path, first: int = 0) -> Iterator[str]:
+    """A BLAKE2b hash (128 bits, hex) of each 64 MiB of a file, by up to four threads, a MiB each in memory.
+
+    Args:
+        path: The file.
+        first: The number of the chunk to begin with.
+    """
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    offsets = range(0, path.stat().st_size, CHUNK_BYTES)
+    offsets = range(first * CHUNK_BYTES, path.stat().st_size, CHUNK_BYTES)
     with ThreadPoolExecutor(max_workers=min(4, num_cpus)) as pool:
-        return list(pool.map(lambda offset: _digest_chunk(path, offset), offsets))
+        yield from pool.map(lambda offset: _digest_chunk(path, offset), offsets)
 
 
 def _digest_chunk(path: Path, offset: int) -> str:
@@ -229,18 +234,22 @@ def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[st
         _check_type(part, date, schema.field(date).type, _is_date, "dates are date32, timestamps or ISO 8601 text.")
         _check_type(part, asset, schema.field(asset).type, _is_code, "asset codes are text or integers.")
         for name in numbers:
-            _check_type(part, name, schema.field(name).type, _is_number, "features and targets are numbers.")
+            _check_type(part, name, schema.field(name).type, is_number, "features and targets are numbers.")
     return {name: sorted(found) for name, found in types.items()}
 
 
 def _check_type(part: str, name: str, kind: pa.DataType, fits: Callable[[pa.DataType], bool], rule: str) -> None:
-    value = kind.value_type if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind) else kind
-    if not fits(value):
+    if not fits(value_type(kind)):
         raise DataError(
             f"column '{name}' of {part} has type {kind}.",
             rule=rule,
             remedy=f"convert the column, or leave '{name}' out",
         )
+
+
+def value_type(kind: pa.DataType) -> pa.DataType:
+    """The type of a column's values, also where they are dictionary or run-end encoded."""
+    return kind.value_type if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind) else kind
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -255,7 +264,8 @@ def _is_code(kind: pa.DataType) -> bool:
     return bool(_is_text(kind) or pa.types.is_integer(kind))
 
 
-def _is_number(kind: pa.DataType) -> bool:
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a feature or target may have a type."""
     types = pa.types
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind))
 

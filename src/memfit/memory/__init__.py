@@ -10,7 +10,7 @@ from memfit.memory._jobgroup import GroupState, JobGroup, sweep_groups
 from memfit.memory._limit import Limit
 from memfit.memory._meter import Meter, Sample, TreeMeter, measure
 from memfit.memory._oom import memory_group, oom_kills_above
-from memfit.memory._process import nvml_reader
+from memfit.memory._process import ProcReader, nvml_reader
 from memfit.memory._series import SeriesWriter, read_series
 from memfit.memory._walls import Walls, systemd_scope_command, why_no_walls
 
@@ -30,6 +30,7 @@ __all__ = [
     "Meter",
     "Others",
     "PhasePeak",
+    "ProcReader",
     "Sample",
     "SeriesWriter",
     "SharedMemory",

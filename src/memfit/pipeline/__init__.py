@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from memfit.pipeline._bench import LoaderBench, bench_loader
 from memfit.pipeline._commands import resolve_settings, resume, run_commands
 from memfit.pipeline._config import CommandSettings, MemorySettings, RunConfig, parse_folds
 from memfit.pipeline._grid import expand, fill
@@ -19,11 +20,13 @@ __all__ = [
     "CommandSettings",
     "FoldContext",
     "FoldWorkload",
+    "LoaderBench",
     "MemorySettings",
     "PrepareContext",
     "Prepared",
     "RunConfig",
     "RunResult",
+    "bench_loader",
     "expand",
     "fill",
     "parse_folds",

@@ -11,7 +11,7 @@ import importlib.metadata
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -91,12 +91,16 @@ class FoldWorkload(Generic[P]):
         fingerprint: A hex digest of the data that the parameters name.
         prepare: Builds or opens the panel and splits its dates.
         train_fold: Trains and tests one fold; its numbers are the fold's metrics.
+        loader: For ``memfit bench loader``: a fold's training batches, made by so many worker processes.
+        step: For its ``--with-model``: a function that takes one training step of the fold's model on a batch.
     """
 
     params: type[P]
     fingerprint: Callable[[P], str]
     prepare: Callable[[PrepareContext, P], Prepared]
     train_fold: Callable[[FoldContext, P], Mapping[str, float]]
+    loader: Callable[[FoldContext, P, int], Iterable[Any]] | None = None
+    step: Callable[[FoldContext, P], Callable[[Any], object]] | None = None
 
 
 def load_workload(target: str) -> FoldWorkload[Any]:
@@ -224,6 +228,20 @@ def run_fold(target: str, params: Mapping[str, Any], run_dir: str, fold: int, se
             rule="a fold returns its metrics: a mapping of names to numbers.",
             remedy="return for example {'rank_ic': 0.03}",
         ) from error
+
+
+def first_fold(prepared: Prepared, seed: int, folder: Path) -> FoldContext:
+    """The first fold of what was prepared, outside of a run: what it writes goes into the folder."""
+    train, test = prepared.splits[0]
+    return FoldContext(
+        fold=1,
+        panel=prepared.panel,
+        train_dates=train,
+        test_dates=test,
+        checkpoint_dir=folder,
+        seed=_fold_seed(seed, 1),
+        job_dir=folder,
+    )
 
 
 def _fold_seed(seed: int, fold: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,7 +22,7 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from memfit import config
-from memfit.data import DateBatch, DateBatches, Panel
+from memfit.data import DateBatch, DateBatches, Loader, Panel
 from memfit.errors import DataError
 from memfit.evaluation import ICSummary, rank_ic_by_date, summarize_ic
 from memfit.pipeline import FoldContext, FoldWorkload, PrepareContext, Prepared
@@ -199,40 +200,24 @@ def train_fold(context: FoldContext, params: RankerParams) -> dict[str, float]:
         ``train_loss`` (of the last epoch).
     """
     mark_phase("load")
-    import torch
+    from memfit.training import WHOLE, Trainer
 
-    from memfit.training import WHOLE, Trainer, seed_everything
-    from memfit_workloads.ranker.model import PatchRanker
-
-    panel, data, settings = context.panel, params.data, params.train
-    target = panel.target_names[0]
-    train = DateBatches(
-        panel,
-        context.train_dates,
-        lookback=data.lookback,
-        target=target,
-        shuffle_seed=context.seed,
-        max_assets=settings.max_assets,
-    )
-    test = DateBatches(panel, context.test_dates, lookback=data.lookback, target=target)
-    seed_everything(context.seed)
-    model = PatchRanker(num_features=len(panel.feature_names), lookback=data.lookback, **params.model.model_dump())
-    model.scale.set(*map(torch.from_numpy, _scale(panel, context.train_dates)))
+    target = context.panel.target_names[0]
+    test = DateBatches(context.panel, context.test_dates, lookback=params.data.lookback, target=target)
+    model, optimizer = _model(context, params)
     trainer = Trainer(
         model,
         loss=_loss,
-        optimizer=torch.optim.AdamW(
-            model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
-        ),
+        optimizer=optimizer,
         checkpoint_dir=context.checkpoint_dir,
         seed=context.seed,
-        max_grad_norm=settings.max_grad_norm,
+        max_grad_norm=params.train.max_grad_norm,
         split=WHOLE,
     )
     result = trainer.fit(
-        train,
+        _train_batches(context, params),
         test,
-        num_epochs=settings.num_epochs,
+        num_epochs=params.train.num_epochs,
         evaluate=lambda model, batches: {"rank_ic": _rank_ic(_score(model, batches)).mean},
         best_metric="rank_ic",
         direction="maximize",
@@ -248,6 +233,65 @@ def train_fold(context: FoldContext, params: RankerParams) -> dict[str, float]:
         "num_dates": summary.num_dates,
         "train_loss": result.history[-1].train_loss,
     }
+
+
+def _train_batches(context: FoldContext, params: RankerParams) -> DateBatches:
+    return DateBatches(
+        context.panel,
+        context.train_dates,
+        lookback=params.data.lookback,
+        target=context.panel.target_names[0],
+        shuffle_seed=context.seed,
+        max_assets=params.train.max_assets,
+    )
+
+
+def _model(context: FoldContext, params: RankerParams) -> tuple[PatchRanker, torch.optim.Optimizer]:
+    import torch
+
+    from memfit.training import seed_everything
+    from memfit_workloads.ranker.model import PatchRanker
+
+    panel, settings = context.panel, params.train
+    seed_everything(context.seed)
+    model = PatchRanker(
+        num_features=len(panel.feature_names), lookback=params.data.lookback, **params.model.model_dump()
+    )
+    model.scale.set(*map(torch.from_numpy, _scale(panel, context.train_dates)))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+    )
+    return model, optimizer
+
+
+def loader(context: FoldContext, params: RankerParams, num_workers: int) -> Loader:
+    """The batches that a fold trains on, made by so many worker processes."""
+    return Loader(
+        context.panel,
+        context.train_dates,
+        lookback=params.data.lookback,
+        target=context.panel.target_names[0],
+        shuffle=context.seed,
+        max_assets=params.train.max_assets,
+        num_workers=num_workers,
+    )
+
+
+def training_step(context: FoldContext, params: RankerParams) -> Callable[[DateBatch], None]:
+    """One step of a fold's training on a batch, without what a trainer does around it."""
+    import torch
+
+    model, optimizer = _model(context, params)
+    model.train()
+
+    def step(batch: DateBatch) -> None:
+        total, weight = _loss(model, batch)
+        optimizer.zero_grad()
+        torch.autograd.backward(total / weight)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), params.train.max_grad_norm)
+        optimizer.step()
+
+    return step
 
 
 def _loss(model: PatchRanker, batch: DateBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,4 +338,11 @@ def _scale(panel: Panel, dates: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.f
     return mean.astype(np.float32), np.where(sd > 1e-6 * np.abs(mean), sd, 1.0).astype(np.float32)
 
 
-RANKER = FoldWorkload(params=RankerParams, fingerprint=fingerprint, prepare=prepare, train_fold=train_fold)
+RANKER = FoldWorkload(
+    params=RankerParams,
+    fingerprint=fingerprint,
+    prepare=prepare,
+    train_fold=train_fold,
+    loader=loader,
+    step=training_step,
+)

@@ -1,0 +1,314 @@
+"""``memfit panel``: build, inspect, check, extend, prune and export panels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from memfit.cli._terminal import console
+from memfit.errors import UsageError
+from memfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from memfit.data import Panel
+
+panel = typer.Typer(
+    help="Build, inspect, check, extend, prune and export panels: dates x assets x features in mapped files.\n\n"
+    "memfit panel build prices.parquet --index date,code --features 'f*' --targets ret -o panels/",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON; every size is in bytes.")]
+Where = Annotated[Path, typer.Argument(help="A panel's folder, or a cache folder: its newest panel.", metavar="PATH")]
+Sources = Annotated[
+    list[Path],
+    typer.Argument(help="Parquet or Arrow files, or folders of them; rows in any order.", metavar="SOURCE..."),
+]
+_NUM_NAMED = 12
+
+
+@panel.command(short_help="Build a panel, or find the one that is there.")
+def build(  # noqa: PLR0913 - one flag each
+    sources: Sources,
+    index: Annotated[str, typer.Option(help="The columns of dates and of asset codes.", metavar="DATE,ASSET")],
+    features: Annotated[
+        list[str], typer.Option(help="Names, or quoted patterns such as 'f*'; commas between them.", metavar="NAMES")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The cache folder.", metavar="FOLDER")],
+    targets: Annotated[list[str] | None, typer.Option(help="The same, for targets.", metavar="NAMES")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, float64, float16, bfloat16, int8 to int64 or uint8.", metavar="TYPE")
+    ] = "float32",
+    order: Annotated[
+        Literal["date", "asset"],
+        typer.Option(help="What lies together: all assets of one date, or all dates of one asset."),
+    ] = "date",
+    as_json: AsJson = False,
+) -> None:
+    """Build a panel from files, once; the same command again finds it.
+
+    memfit panel build prices.parquet --index date,code --features 'f*' --targets ret -o panels/
+
+    The panel lies in FOLDER/<fingerprint>/: plain .npy files that any number of processes map and none copies. A
+    pattern finds the columns of numbers that match it and are neither index nor target. Rows are read a few thousand at
+    a time. A date and asset without a row, and a missing value, are NaN.
+
+    Exit codes: 0 done, 2 bad input, a full disk, or a panel there that is damaged.
+    """
+    from memfit.data import Panel, match_columns
+
+    date, asset = _index(index)
+    wanted = match_columns(sources, _words(targets or []), taken=[date, asset])
+    found = match_columns(sources, _words(features), taken=[date, asset, *wanted.names])
+    with _bar("building") as progress:
+        built = Panel.build(
+            sources,
+            output,
+            date=date,
+            asset=asset,
+            features=found.names,
+            targets=wanted.names,
+            dtype=dtype,
+            order=order,
+            progress=progress,
+        )
+    left_out = [*wanted.left_out, *found.left_out]
+    if as_json:
+        more = {"reused": built.reused, "changed": list(built.changed), "left_out": left_out}
+        typer.echo(json.dumps(_facts(built) | more, indent=2))
+        return
+    log = console()
+    _say(log, f"{built.path}: {'was there already' if built.reused else 'built'}, {_shape(built)}")
+    _say_columns(log, built)
+    if left_out:
+        _say(log, f"  left out: {', '.join(left_out)}")
+    if built.changed:
+        _say(log, f"  differs from the panel before it in: {', '.join(built.changed)}")
+
+
+@panel.command(short_help="Show what a panel holds.")
+def info(path: Where, as_json: AsJson = False) -> None:
+    """Show a panel's dates, assets, columns, gaps and sizes, and what it shares with other versions.
+
+    Exit codes: 0 done, 2 no panel there, or it is damaged.
+    """
+    found = _open(path)
+    facts = _facts(found)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    log = console()
+    _say(log, f"{found.path}: {_shape(found)}")
+    _say(log, f"  dates: {facts['first_date']} to {facts['last_date']}")
+    _say(log, f"  assets: {_list(found.assets)}")
+    _say(
+        log, f"  rows: {found.num_rows}, {100 * found.num_rows / (found.shape[0] * found.shape[1]):.1f} % of all cells"
+    )
+    late, gone = facts["num_listed_later"], facts["num_delisted"]
+    _say(log, f"  first row after the first date: {late} assets; last row before the last date: {gone} assets")
+    _say_columns(log, found)
+    _say(log, f"  shared with other versions: {format_bytes(found.shared_bytes)}")
+    if found.parent:
+        _say(log, f"  goes on from: {found.parent[:16]}")
+    if found.parameters:
+        _say(log, f"  parameters: {json.dumps(found.parameters)}")
+
+
+@panel.command(short_help="Read every byte of a panel and compare checksums.")
+def verify(path: Where, as_json: AsJson = False) -> None:
+    """Read every byte of a panel and compare it with the checksums that were taken when it was written.
+
+    Exit codes: 0 whole, 2 damaged (the file and where in it are named), or no panel there.
+    """
+    found = _open(path)
+    with _bar("verifying") as progress:
+        found.verify(progress=progress)
+    if as_json:
+        typer.echo(json.dumps({"path": str(found.path), "whole": True, "bytes": found.nbytes}, indent=2))
+    else:
+        _say(console(), f"{found.path}: {format_bytes(found.nbytes)}, every byte as it was written")
+
+
+@panel.command(short_help="Write a version with later dates, which shares the old bytes.")
+def append(
+    path: Where,
+    sources: Sources,
+    new_assets: Annotated[
+        Literal["refuse", "copy"],
+        typer.Option(help="Assets that the panel has not: refuse them, or copy it into a wider one, sharing nothing."),
+    ] = "refuse",
+    as_json: AsJson = False,
+) -> None:
+    """Write a version of a panel with a source's later dates beside it; the old version stays as it is.
+
+    memfit panel append panels/ today.parquet
+
+    The new version shares the old one's bytes on disk and in memory; only the new dates are written. The source has the
+    same columns and only dates after the last one.
+
+    Exit codes: 0 done, 2 bad input, a full disk, or a panel that is damaged.
+    """
+    old = _open(path)
+    with _bar("appending") as progress:
+        new = old.append(sources, new_assets=new_assets, progress=progress)
+    more = {"reused": new.reused, "num_new_dates": new.shape[0] - old.shape[0]}
+    if as_json:
+        typer.echo(json.dumps(_facts(new) | more, indent=2))
+        return
+    log = console()
+    _say(log, f"{new.path}: {'was there already' if new.reused else 'appended'}, {_shape(new)}")
+    _say(log, f"  {more['num_new_dates']} dates after {old.dates[-1]} of {old.path.name}")
+    _say(log, f"  shared with other versions: {format_bytes(new.shared_bytes)} of {format_bytes(new.nbytes)}")
+
+
+@panel.command("prune", short_help="Remove old panels from a cache folder.")
+def prune_(
+    directory: Annotated[Path, typer.Argument(help="The cache folder.", metavar="FOLDER")],
+    keep: Annotated[int, typer.Option(help="How many of the newest stay.", min=1, metavar="N")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove all panels of a cache folder but the newest, and what killed writers left there.
+
+    One that a living process has mapped, as far as you may look, and one that is being written stay. Bytes that a
+    newer version shares are not lost to it.
+
+    Exit codes: 0 done, 2 no panel there.
+    """
+    from memfit.data import prune
+
+    found = prune(directory, keep=keep, dry_run=dry_run)
+    freed = sum(version.freed_bytes for version in found)
+    if as_json:
+        rows = [
+            {"path": str(one.path), "removed": one.removed, "reason": one.reason, "freed_bytes": one.freed_bytes}
+            for one in found
+        ]
+        typer.echo(json.dumps({"dry_run": dry_run, "freed_bytes": freed, "versions": rows}, indent=2))
+        return
+    log = console()
+    gone = "would be removed" if dry_run else "removed"
+    for one in found:
+        _say(
+            log, f"{one.path}: {gone + ', ' + format_bytes(one.freed_bytes) if one.removed else 'stays: ' + one.reason}"
+        )
+    number = sum(one.removed for one in found)
+    _say(log, f"{number} of {len(found)} panels {gone}; {format_bytes(freed)} {'would be ' if dry_run else ''}freed")
+
+
+@panel.command(short_help="Write a panel as one table for pandas, polars or R.")
+def export(
+    path: Where,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="A .parquet, .feather, .arrow, .ipc or .arrows file.", metavar="FILE")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Write a panel's rows as one table: date, asset, features, targets; missing values are null.
+
+    memfit panel export panels/ -o panel.feather
+
+    pandas.read_feather, polars.read_ipc and R's arrow::read_feather read .feather; the suffix .parquet gives Parquet. A
+    few MiB are in memory at once, and a file that is there is replaced only by a whole one.
+
+    Exit codes: 0 done, 2 bad input or a full disk.
+    """
+    found = _open(path)
+    with _bar("exporting") as progress:
+        num_rows = found.export(output, progress=progress)
+    size = output.stat().st_size
+    if as_json:
+        facts = {"path": str(found.path), "file": str(output), "num_rows": num_rows, "bytes": size}
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        _say(console(), f"{output}: {num_rows} rows of {found.path}, {format_bytes(size)}")
+
+
+def _open(path: Path) -> Panel:
+    from memfit.data import Panel
+
+    return Panel.newest(path)
+
+
+def _index(text: str) -> tuple[str, str]:
+    words = _words([text])
+    if len(words) != 2:
+        raise UsageError(
+            f"--index {text} names {len(words)} columns.",
+            rule="the index is the column of dates and the column of asset codes, with a comma between them.",
+            remedy="write for example --index date,code",
+        )
+    return words[0], words[1]
+
+
+def _words(texts: list[str]) -> list[str]:
+    """What stands between the commas.
+
+    >>> _words(["f1, f2", "g*"])
+    ['f1', 'f2', 'g*']
+    """
+    return [word.strip() for text in texts for word in text.split(",") if word.strip()]
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on a terminal, nothing elsewhere."""
+    log = console(stderr=True)
+    if not log.is_terminal:
+        yield None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=log, transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _facts(found: Panel) -> dict[str, Any]:
+    num_dates, num_assets, _ = found.shape
+    return {
+        "path": str(found.path),
+        "fingerprint": found.fingerprint,
+        "parent": found.parent,
+        "num_dates": num_dates,
+        "first_date": str(found.dates[0]),
+        "last_date": str(found.dates[-1]),
+        "num_assets": num_assets,
+        "num_listed_later": int((found.first_dates > found.dates[0]).sum()),
+        "num_delisted": int((found.last_dates < found.dates[-1]).sum()),
+        "num_rows": found.num_rows,
+        "features": list(found.feature_names),
+        "targets": list(found.target_names),
+        "dtype": found.dtype,
+        "order": found.order,
+        "bytes": found.nbytes,
+        "shared_bytes": found.shared_bytes,
+        "parameters": dict(found.parameters),
+    }
+
+
+def _shape(found: Panel) -> str:
+    num_dates, num_assets, num_features = found.shape
+    shape = f"{num_dates} dates x {num_assets} assets x {num_features} features"
+    return f"{shape}, {found.dtype} by {found.order}, {format_bytes(found.nbytes)}"
+
+
+def _say_columns(log: Console, found: Panel) -> None:
+    _say(log, f"  features: {_list(found.feature_names)}")
+    _say(log, f"  targets: {_list(found.target_names) or 'none'}")
+
+
+def _list(names: tuple[str, ...]) -> str:
+    more = f", ... ({len(names)} in all)" if len(names) > _NUM_NAMED else ""
+    return ", ".join(names[:_NUM_NAMED]) + more
+
+
+def _say(log: Console, line: str) -> None:
+    log.print(line, soft_wrap=True, markup=False)

@@ -1,0 +1,77 @@
+"""Rows of a panel copied once, from the map into the memory of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.data._panel import Panel
+from memfit.errors import DataError
+
+Array = npt.NDArray[Any]
+
+#: Copied at a time, so that nothing else than the batch itself takes memory that grows with it.
+_PIECE_BYTES = 1 << 21
+
+
+class WindowReader:
+    """Fills memory with windows and targets of a panel.
+
+    A *cell* is a date and an asset in one number, ``date * num_assets + asset``: its window ends on this date.
+
+    Args:
+        panel: The panel, in either order.
+        lookback: Dates per window.
+        target: The target's name; None for NaN.
+    """
+
+    def __init__(self, panel: Panel, lookback: int, target: str | None) -> None:
+        self.panel = panel
+        self.lookback = lookback
+        self.num_dates, self.num_assets, self.num_features = panel.shape
+        self._by_asset = not panel.values.flags.c_contiguous and panel.values.transpose(1, 0, 2).flags.c_contiguous
+        stored = panel.values.transpose(1, 0, 2) if self._by_asset else panel.values
+        self._rows = stored.reshape(-1, self.num_features)
+        self._steps = np.arange(1 - lookback, 1) * (1 if self._by_asset else self.num_assets)
+        self._targets = None if target is None else panel.target(target)
+
+    def read(self, cells: npt.NDArray[np.int64], windows: npt.NDArray[np.float32], targets: Array) -> None:
+        """Fill the windows and targets of some cells.
+
+        Args:
+            cells: (n,), whose windows lie in the panel.
+            windows: (n, lookback, num_features) float32, contiguous.
+            targets: (n,) float32.
+
+        Raises:
+            DataError: If a value is beyond float32.
+        """
+        piece = max(1, _PIECE_BYTES // (self.lookback * self.num_features * 4))
+        for start in range(0, len(cells), piece):
+            part = slice(start, start + piece)
+            dates, assets = np.divmod(cells[part], self.num_assets)
+            ends = assets * self.num_dates + dates if self._by_asset else cells[part]
+            places = (ends[:, None] + self._steps).ravel()
+            self._copy(places, windows[part].reshape(-1, self.num_features))
+            targets[part] = np.nan if self._targets is None else _to_float32(self._targets[dates, assets])
+
+    def _copy(self, places: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> None:
+        if self._rows.dtype == np.float32:
+            # mode="clip" lets numpy write into the memory directly; the places are in range by construction.
+            np.take(self._rows, places, axis=0, out=rows, mode="clip")
+        else:
+            rows[:] = _to_float32(self.panel.decode(self._rows[places]))
+
+
+def _to_float32(values: Array) -> npt.NDArray[np.float32]:
+    with np.errstate(over="raise"):
+        try:
+            return values.astype(np.float32, copy=False)
+        except FloatingPointError:
+            raise DataError(
+                f"a window holds a value beyond float32 ({np.nanmax(np.abs(values)):g}).",
+                rule=f"batches are float32, up to {np.finfo(np.float32).max:g}.",
+                remedy="scale the column before the panel is built",
+            ) from None

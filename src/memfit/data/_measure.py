@@ -1,0 +1,257 @@
+"""How fast a loader is beside its trainer: rates cold and warm, the share of time waited, the workers' memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memfit.data._pages import cached_share, drop_pages, warm_pages
+from memfit.data._panel import Panel
+from memfit.data._verdict import LoaderReport, Pace
+from memfit.errors import DataError, UsageError
+from memfit.memory import ProcReader
+
+
+def measure_loader(
+    make_loader: Callable[[int], Iterable[Any]],
+    *,
+    num_workers: Sequence[int] = (0, 1, 2, 4),
+    seconds: float = 3.0,
+    consume: Callable[[Any], object] | float | None = None,
+    files: Sequence[Path] | None = None,
+) -> list[LoaderReport]:
+    """Measure a loader with each count of workers: cold, warm and beside a trainer.
+
+    Every byte of a batch is read once: by the consumer, or else here and within the time waited. So a loader that
+    hands out a view of a map pays for the pages that it has not read.
+
+    Args:
+        make_loader: Makes, for a number of workers, a new loader: any iterable of batches with a batch after the
+            first, a PyTorch ``DataLoader`` for one. A batch is an array or tensor, or a dict, sequence or dataclass of
+            them. Its ``set_epoch`` and ``close`` are called where it has them.
+        num_workers: The counts to measure.
+        seconds: How long each of up to three measurements per count goes on; a batch that is begun is waited for.
+        consume: What the trainer does with a batch, or the seconds of one of its steps; then the batch is read and the
+            rest of the step slept, as on a device that computes by itself.
+        files: The data's files, to be dropped from and read into the page cache; those of the loader's ``panel``, or
+            of its data set's, when None.
+
+    Raises:
+        DataError: If the loader gives no batch.
+        UsageError: If a count or a time is out of range.
+
+    Example:
+        >>> batches = [{"x": np.ones((8, 100), np.float32)}] * 50
+        >>> report, = measure_loader(lambda num_workers: batches, num_workers=[0], seconds=0.01, consume=0.001)
+        >>> report.warm.num_samples == 8 * report.warm.num_batches, report.worker_private_bytes
+        (True, 0)
+    """
+    if not num_workers or min(num_workers) < 0 or seconds <= 0 or (isinstance(consume, float | int) and consume < 0):
+        raise UsageError(
+            f"a loader cannot be measured with workers {list(num_workers)}, {seconds} seconds and step {consume}.",
+            rule="workers are counted from 0, there is at least one count, and times are above 0.",
+            remedy="leave num_workers and seconds out for (0, 1, 2, 4) and 3.0",
+        )
+    others = _descendants()
+    return [_measure_one(make_loader, count, seconds, consume, files, others) for count in sorted(set(num_workers))]
+
+
+def _measure_one(
+    make_loader: Callable[[int], Iterable[Any]],
+    num_workers: int,
+    seconds: float,
+    consume: Callable[[Any], object] | float | None,
+    files: Sequence[Path] | None,
+    others: set[int],
+) -> LoaderReport:
+    loader = make_loader(num_workers)
+    data = _files_of(loader) if files is None else list(files)
+    cold = None
+    if data and drop_pages(data):
+        share = cached_share(data)
+        cold, _ = _pace(loader, None, seconds, num_epochs=1)
+        cold = dataclasses.replace(cold, cached_share=share) if cold.num_batches else None
+    _close(loader)
+    del loader
+    gc.collect()
+    warm_pages(data, most_seconds=seconds)
+    share = cached_share(data)
+    began = time.perf_counter()
+    loader = make_loader(num_workers)
+    made_seconds = time.perf_counter() - began
+    sizes: list[tuple[int, int]] = []
+    warm, first_seconds = _pace(loader, None, seconds, at_end=lambda: sizes.append(_memory_of_new(others)))
+    trained = None
+    if consume is not None:
+        step = consume if callable(consume) else _step_of(float(consume))
+        trained = dataclasses.replace(_pace(loader, step, seconds)[0], cached_share=share)
+    _close(loader)
+    private, pss = sizes[-1]
+    warm = dataclasses.replace(warm, cached_share=share)
+    return LoaderReport(num_workers, made_seconds + first_seconds, warm, cold, trained, private, pss)
+
+
+def _pace(
+    loader: Iterable[Any],
+    consume: Callable[[Any], object] | None,
+    seconds: float,
+    *,
+    num_epochs: int | None = None,
+    at_end: Callable[[], object] | None = None,
+) -> tuple[Pace, float]:
+    """A measurement, and the seconds to its first batch; ``at_end`` is called while the workers live."""
+    clock = time.perf_counter
+    waited = computed = first = 0.0
+    num_batches = num_samples = num_bytes = 0
+    began = asked = clock()
+    batches = _endless(loader, num_epochs)
+    for number, batch in enumerate(batches):
+        if consume is None:
+            _read(batch)
+        arrived = clock()
+        if number == 0:
+            first = arrived - began
+        else:
+            waited += arrived - asked
+            size = _size_of(batch)
+            num_batches, num_samples, num_bytes = num_batches + 1, num_samples + size[0], num_bytes + size[1]
+        begun = clock()
+        if consume is not None:
+            consume(batch)
+        asked = clock()
+        if number:
+            computed += asked - begun
+        if number and asked - began - first >= seconds:
+            break
+    if at_end is not None:
+        at_end()
+    batches.close()
+    return Pace(num_batches, num_samples, num_bytes, waited, computed if consume else 0.0), first
+
+
+def _endless(loader: Iterable[Any], num_epochs: int | None) -> Generator[Any, None, None]:
+    """The batches of epoch after epoch."""
+    for epoch in itertools.count(1) if num_epochs is None else range(1, num_epochs + 1):
+        if (set_epoch := getattr(loader, "set_epoch", None)) is not None:
+            set_epoch(epoch)
+        num_batches = 0
+        for batch in loader:
+            yield batch
+            num_batches += 1
+        if not num_batches:
+            raise DataError(
+                f"epoch {epoch} of the loader has no batch.",
+                rule="a loader is measured by the batches that it gives, epoch after epoch.",
+                remedy="have make_loader return a loader with batches, not an iterator that is used up",
+            )
+
+
+def _step_of(seconds: float) -> Callable[[Any], object]:
+    """A trainer whose step reads the batch and takes so long."""
+
+    def step(batch: Any) -> None:
+        end = time.perf_counter() + seconds
+        _read(batch)
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+    return step
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    """The arrays, tensors, texts and numbers of a batch."""
+    if isinstance(batch, Mapping):
+        parts: Iterable[Any] = batch.values()
+    elif isinstance(batch, list | tuple | set):
+        parts = batch
+    elif dataclasses.is_dataclass(batch):
+        parts = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+    else:
+        yield batch
+        return
+    for part in parts:
+        yield from _leaves(part)
+
+
+def _size_of(batch: Any) -> tuple[int, int]:
+    """Samples and bytes of a batch.
+
+    >>> _size_of({"x": np.zeros((3, 2), np.float32), "y": np.zeros(3, np.int64), "names": ["a", "bc", "d"]})
+    (3, 52)
+    """
+    num_samples, num_bytes = 0, 0
+    for leaf in _leaves(batch):
+        shape: Sequence[int] = getattr(leaf, "shape", ())
+        num_samples = num_samples or (int(shape[0]) if len(shape) else 0)
+        if isinstance(leaf, str | bytes):
+            num_bytes += len(leaf)
+        else:
+            num_bytes += int(getattr(leaf, "nbytes", 0))
+    return num_samples or (len(batch) if hasattr(batch, "__len__") else 1), num_bytes
+
+
+def _read(batch: Any) -> None:
+    """Read every byte of a batch that lies in host memory."""
+    for leaf in _leaves(batch):
+        array = _as_array(leaf)
+        if array is not None and array.size:
+            np.maximum.reduce(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _as_array(leaf: Any) -> np.ndarray[Any, Any] | None:
+    """An array, or a tensor on the CPU as the array of its bytes; None for all else."""
+    if isinstance(leaf, np.ndarray):
+        return None if leaf.dtype.hasobject else leaf
+    if (torch := sys.modules.get("torch")) is None or not isinstance(leaf, torch.Tensor):
+        return None
+    if leaf.device.type != "cpu" or leaf.layout != torch.strided:
+        return None
+    found: np.ndarray[Any, Any] = leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
+def _files_of(loader: Any) -> list[Path]:
+    """The arrays of the panel that a loader, or its data set, reads."""
+    for holder in (loader, getattr(loader, "dataset", None)):
+        panel = holder if isinstance(holder, Panel) else getattr(holder, "panel", None)
+        if isinstance(panel, Panel):
+            return sorted(panel.path.glob("*.npy"))
+    return []
+
+
+def _close(loader: Any) -> None:
+    """End a loader's workers; a PyTorch loader's end with its iterator."""
+    if (close := getattr(loader, "close", None)) is not None:
+        close()
+    elif getattr(loader, "persistent_workers", False):
+        loader._iterator = None
+
+
+def _descendants() -> set[int]:
+    import psutil
+
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def _memory_of_new(others: set[int]) -> tuple[int, int]:
+    """Non-reclaimable bytes and PSS of this process's descendants without the others."""
+    import psutil
+
+    reader = ProcReader()
+    private = pss = 0
+    for pid in _descendants() - others:
+        if (rollup := reader.rollup(pid)) is not None:
+            private, pss = private + rollup.held + rollup.shared_memory, pss + rollup.pss
+        elif not sys.platform.startswith("linux"):
+            with suppress(psutil.Error):  # ended since it was listed
+                unshared = int(psutil.Process(pid).memory_full_info().uss)
+                private, pss = private + unshared, pss + unshared
+    return private, pss

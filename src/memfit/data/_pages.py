@@ -1,0 +1,86 @@
+"""The page cache of files: what share of them it holds, dropped and filled on purpose, for measurements."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+_MADV_DONTNEED = 4
+_PIECE_BYTES = 8 << 20
+
+
+def drop_pages(files: Iterable[Path]) -> bool:
+    """Have the kernel drop files from its page cache; True where the kernel could be asked.
+
+    The kernel keeps pages that a process maps. This process's own maps are emptied first (they fill again when they
+    are touched); pages that others map stay. What share is left is told by `cached_share`.
+
+    Source: Linux mm/fadvise.c, POSIX_FADV_DONTNEED; madvise(2), MADV_DONTNEED on a shared file map.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    paths = {os.path.realpath(file) for file in files}
+    libc = ctypes.CDLL(None, use_errno=True)
+    for start, size in _maps_of(paths, Path("/proc/self/maps").read_text(errors="surrogateescape")):
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)
+    for path in paths:
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return True
+
+
+def _maps_of(paths: set[str], maps: str) -> list[tuple[int, int]]:
+    """Address and bytes of each shared, read-only map of the files in the text of ``/proc/<pid>/maps``.
+
+    >>> _maps_of({"/a b"}, "1000-3000 r--s 00000000 fe:01 12 /a b\\n3000-4000 rw-p 00000000 fe:01 12 /a b\\n")
+    [(4096, 8192)]
+    """
+    found = []
+    for line in maps.splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[1].startswith("r-") and fields[1].endswith("s") and fields[5] in paths:
+            start, _, end = fields[0].partition("-")
+            found.append((int(start, 16), int(end, 16) - int(start, 16)))
+    return found
+
+
+def cached_share(files: Iterable[Path]) -> float | None:
+    """The share of the files' pages that the page cache holds, 0 to 1; None where there is no way to tell.
+
+    Source: mincore(2); since Linux 5.2 it tells the truth of files that the caller owns or may write.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    num_cached = num_pages = 0
+    for path in files:
+        size = path.stat().st_size
+        if not size:
+            continue
+        flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            view = np.frombuffer(mapped, np.uint8)
+            address, found = ctypes.c_void_p(view.ctypes.data), ctypes.c_void_p(flags.ctypes.data)
+            known = libc.mincore(address, ctypes.c_size_t(size), found)
+            del view  # a map with views of it cannot be closed
+        if known != 0:
+            return None
+        num_cached, num_pages = num_cached + int(np.count_nonzero(flags & 1)), num_pages + len(flags)
+    return num_cached / num_pages if num_pages else None
+
+
+def warm_pages(files: Iterable[Path], most_seconds: float) -> None:
+    """Read files through, so that the page cache holds them as far as they fit, for so many seconds at most."""
+    deadline = time.monotonic() + most_seconds
+    buffer = bytearray(_PIECE_BYTES)
+    for path in files:
+        with open(path, "rb", buffering=0) as file:
+            while time.monotonic() < deadline and file.readinto(buffer):
+                pass

@@ -1,0 +1,149 @@
+"""A panel's folder appears whole or not at all: one writer at a time, written aside, forced to disk, renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from memfit.data._manifest import MANIFEST, Manifest, damaged, file_facts, read_manifest
+from memfit.errors import DataError
+from memfit.rundir import record, sync_folder
+from memfit.units import format_bytes
+
+Progress = Callable[[int, int], None]
+FreeBytes = Callable[[Path], int]
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that may still be written there."""
+    return shutil.disk_usage(directory).free
+
+
+def panel_lock(path: Path) -> FileLock:
+    """The lock of whoever writes or removes a panel's folder."""
+    return FileLock(path.with_name(f".{path.name}.lock"))
+
+
+def is_built(path: Path, fingerprint: str) -> bool:
+    """Whether the panel with this fingerprint lies there.
+
+    Raises:
+        DamagedError: If another one does.
+    """
+    if not path.exists():
+        return False
+    if read_manifest(path).fingerprint != fingerprint:
+        raise damaged(path / MANIFEST, "is another panel's")
+    return True
+
+
+def sweep(path: Path) -> None:
+    """Remove what killed writers left: of this panel, whose lock is held here, and of others whose lock is free."""
+    for suffix in (".building", ".removing"):
+        for aside in path.parent.glob(f".*{suffix}"):
+            owner = aside.with_name(aside.name.removeprefix(".").removesuffix(suffix))
+            if owner == path:
+                shutil.rmtree(aside)
+                continue
+            try:
+                with panel_lock(owner).acquire(timeout=0):
+                    shutil.rmtree(aside, ignore_errors=True)
+            except Timeout:
+                pass
+
+
+def check_space(directory: Path, what: str, needed: int, free: int) -> None:
+    """Refuse what is known not to fit before anything is written."""
+    if free < needed:
+        raise DataError(
+            f"{what} needs {format_bytes(needed)} ({needed} bytes) on disk; "
+            f"{format_bytes(free)} ({free} bytes) are free.",
+            rule=f"the file system of {directory} says so; nothing was written.",
+            remedy="free space there, name another cache folder, or build with fewer features or dtype='float16'",
+        )
+
+
+@contextmanager
+def writing(path: Path, needed: int) -> Iterator[Path]:
+    """A folder to write a panel into: renamed into place at the end, gone after an error; says what a full disk needs.
+
+    Args:
+        path: The panel's folder.
+        needed: Bytes that are written.
+    """
+    aside = path.with_name(f".{path.name}.building")
+    try:
+        aside.mkdir()
+        yield aside
+        sync_folder(aside)
+        aside.rename(path)
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise full_disk(error, "the panel", needed, aside.parent) from error
+        raise
+    sync_folder(path.parent)
+
+
+def full_disk(error: OSError, what: str, needed: int, folder: Path) -> DataError:
+    """The error for what could not be written for want of room."""
+    free = free_bytes(folder)
+    return DataError(
+        f"{what} could not be written ({error.strerror}): it needs {format_bytes(needed)} ({needed} bytes) "
+        f"on disk; {format_bytes(free)} ({free} bytes) are free.",
+        rule=f"the file system, the quota or ulimit -f of {folder} says so; nothing was left behind.",
+        remedy="free space there, raise that limit, or name another folder",
+    )
+
+
+def seal(aside: Path, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Force each file to disk; its size and checksums by name, those of shared files as they are ``known``."""
+    files = {}
+    for file in sorted(aside.iterdir()):
+        if known and file.name in known:
+            files[file.name] = known[file.name]
+            continue
+        with open(file, "r+b") as opened:
+            os.fsync(opened.fileno())
+        files[file.name] = file_facts(file)
+    return files
+
+
+def write_manifest(aside: Path, manifest: Manifest) -> None:
+    """The manifest is the last file of a folder."""
+    with open(aside / MANIFEST, "wb") as file:
+        file.write(manifest.to_text().encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def progress_events() -> Progress:
+    """Progress for whoever watches the run: an event at most twice a second; nothing outside a run."""
+    due = 0.0
+
+    def say(done: int, total: int) -> None:
+        nonlocal due
+        if time.monotonic() >= due or done == total:
+            due = time.monotonic() + 0.5
+            record("progress", phase="build", done=done, total=total)
+
+    return say
+
+
+def source_changed() -> DataError:
+    """The error for a source that is not what it was when its fingerprint was taken."""
+    return DataError(
+        "the source changed while the panel was built from it.",
+        rule="the fingerprint was taken of the content before; nothing was left behind.",
+        remedy="let its writer finish, then run again",
+    )

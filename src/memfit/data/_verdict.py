@@ -1,0 +1,190 @@
+"""What a loader was measured to deliver, whether it holds the trainer up, and how many workers are enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memfit.errors import DoesNotFitError, UsageError
+from memfit.units import format_bytes
+
+#: The largest share of its time that a trainer may wait before its loader is called a bottleneck.
+MOST_WAIT_SHARE = 0.02
+#: Without a trainer: a count of workers is as good as the best if it reaches this share of its rate.
+_AS_GOOD = 0.95
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a loader delivered in one measurement, counted from its first batch on.
+
+    Attributes:
+        num_batches: Batches after the first.
+        num_samples: Their samples: the length of the first array of each.
+        num_bytes: Their bytes: all arrays, texts and byte strings.
+        wait_seconds: Time in which a batch was waited for; without a consumer, reading its bytes included.
+        compute_seconds: Time in which the consumer had it; 0 without a consumer.
+        cached_share: The share of the data's pages in the page cache before the start; None where nobody can tell.
+    """
+
+    num_batches: int
+    num_samples: int
+    num_bytes: int
+    wait_seconds: float
+    compute_seconds: float = 0.0
+    cached_share: float | None = None
+
+    def per_second(self, count: float) -> float:
+        seconds = self.wait_seconds + self.compute_seconds
+        return count / seconds if seconds else 0.0
+
+    @property
+    def wait_share(self) -> float:
+        """Of the time between the first and the last batch, the share that was waited, 0 to 1."""
+        return self.per_second(self.wait_seconds)
+
+
+@dataclass(frozen=True)
+class LoaderReport:
+    """One count of workers, measured.
+
+    Attributes:
+        num_workers: The workers asked for.
+        start_seconds: From the making of the loader to its first batch, the data in the page cache.
+        warm: As fast as the loader goes, the data in the page cache.
+        cold: The same with the data dropped from the page cache, one epoch at most; None where there are no files to
+            drop, or a single batch is all there is.
+        trained: The same beside the consumer, the data in the page cache; None without a consumer.
+        worker_private_bytes: Non-reclaimable bytes (anonymous and shared memory, swap) of all processes that the loader
+            started, a page that several map split between them; 0 without workers.
+        worker_pss_bytes: Their proportional set size: pages of the data are counted once for all who map them.
+    """
+
+    num_workers: int
+    start_seconds: float
+    warm: Pace
+    cold: Pace | None = None
+    trained: Pace | None = None
+    worker_private_bytes: int = 0
+    worker_pss_bytes: int = 0
+
+    @property
+    def wait_share(self) -> float | None:
+        """The share of its time that the trainer waited, 0 to 1; None without one."""
+        return None if self.trained is None else self.trained.wait_share
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the loader holds the trainer up (None: no trainer was measured), and the sentence that says so."""
+
+    is_bottleneck: bool | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A number of workers, and the arithmetic that led to it."""
+
+    num_workers: int
+    text: str
+
+
+def verdict(report: LoaderReport, most_wait_share: float = MOST_WAIT_SHARE) -> Verdict:
+    """Whether the loader holds the trainer up: the time waited for data against the time computed.
+
+    A loader that is faster than the trainer is no bottleneck, however much faster it could be made.
+
+    Example:
+        >>> warm, trained = Pace(100, 3200, 0, 1.0), Pace(10, 320, 0, wait_seconds=0.001, compute_seconds=1.0)
+        >>> found = verdict(LoaderReport(2, 0.5, warm, trained=trained))
+        >>> found.is_bottleneck, found.text.partition(":")[0]
+        (False, 'no bottleneck')
+        >>> found.text.partition(": ")[2]
+        '2 workers give a batch every 10.0 ms, a step takes 100.0 ms; the trainer waits 0.1 % of its time (2 % at most)'
+    """
+    every = report.warm.wait_seconds / max(report.warm.num_batches, 1)
+    gives = f"{_workers(report.num_workers)} give a batch every {every * 1e3:.1f} ms"
+    pace = report.trained
+    if pace is None:
+        return Verdict(None, f"no trainer was measured: {gives}; one with longer steps is not held up")
+    step = f"a step takes {pace.compute_seconds / max(pace.num_batches, 1) * 1e3:.1f} ms"
+    waits = f"waits {pace.wait_share * 100:.1f} % of its time ({most_wait_share * 100:g} % at most)"
+    if pace.wait_share <= most_wait_share:
+        return Verdict(False, f"no bottleneck: {gives}, {step}; the trainer {waits}")
+    return Verdict(True, f"the trainer {waits}: {gives}, {step}")
+
+
+def choose_num_workers(
+    reports: Sequence[LoaderReport], most_wait_share: float = MOST_WAIT_SHARE, budget_bytes: int | None = None
+) -> Choice:
+    """The fewest workers that keep the trainer from waiting, among those that fit the budget.
+
+    If none does, the count with which it waits least. Without a trainer: the fewest that reach 95 % of the best rate.
+
+    Args:
+        reports: One per count of workers, all measured beside the same trainer or all without one.
+        most_wait_share: The share of its time that a trainer may wait.
+        budget_bytes: What the workers' private bytes may come to; None for no limit.
+
+    Raises:
+        DoesNotFitError: If no count that was measured fits the budget.
+        UsageError: If there is no report.
+
+    Example:
+        >>> warm = Pace(100, 3200, 0, 1.0)
+        >>> waited = {0: 0.3, 1: 0.1, 2: 0.01, 4: 0.0}
+        >>> reports = [LoaderReport(n, 0.1, warm, None, Pace(9, 9, 0, share, 1 - share), n << 28)
+        ...            for n, share in waited.items()]
+        >>> choose_num_workers(reports).num_workers, choose_num_workers(reports, budget_bytes=1 << 28).num_workers
+        (2, 1)
+        >>> print(choose_num_workers(reports).text)
+        2 workers, the fewest with which the trainer waits at most 2 %
+          0 workers: 100.0 batches/s, waits 30.0 %, 0 B
+          1 worker: 100.0 batches/s, waits 10.0 %, 256.0 MiB
+          2 workers: 100.0 batches/s, waits 1.0 %, 512.0 MiB
+          4 workers: 100.0 batches/s, waits 0.0 %, 1.00 GiB
+    """
+    if not reports:
+        raise UsageError(
+            "there is no report to choose from.",
+            rule="a number of workers is chosen among those that were measured.",
+            remedy="measure at least one: measure_loader(make_loader, num_workers=[0])",
+        )
+    ordered = sorted(reports, key=lambda one: one.num_workers)
+    fitting = [one for one in ordered if budget_bytes is None or one.worker_private_bytes <= budget_bytes]
+    if not fitting:
+        least = min(ordered, key=lambda one: one.worker_private_bytes)
+        raise DoesNotFitError(
+            f"{_workers(least.num_workers)} take {format_bytes(least.worker_private_bytes)}, the least measured.",
+            rule=f"the workers may take {format_bytes(budget_bytes or 0)}.",
+            remedy="measure 0 workers too, which take nothing beside the trainer",
+        )
+    chosen, why = _best_of(fitting, most_wait_share)
+    lines = [f"{_workers(chosen.num_workers)}, {why}"]
+    for one in ordered:
+        told = f"{one.warm.per_second(one.warm.num_batches):.1f} batches/s"
+        told += "" if one.wait_share is None else f", waits {one.wait_share * 100:.1f} %"
+        over = "" if one in fitting else f", more than the {format_bytes(budget_bytes or 0)} that are left"
+        lines.append(f"  {_workers(one.num_workers)}: {told}, {format_bytes(one.worker_private_bytes)}{over}")
+    return Choice(chosen.num_workers, "\n".join(lines))
+
+
+def _best_of(fitting: Sequence[LoaderReport], most_wait_share: float) -> tuple[LoaderReport, str]:
+    """The choice among reports in order of their workers, and why."""
+    shares = {one.num_workers: one.wait_share for one in fitting if one.wait_share is not None}
+    if len(shares) < len(fitting):
+        best = max(one.warm.per_second(one.warm.num_batches) for one in fitting)
+        enough = [one for one in fitting if one.warm.per_second(one.warm.num_batches) >= _AS_GOOD * best]
+        return enough[0], f"the fewest that reach {_AS_GOOD:.0%} of the best rate (no trainer was measured)"
+    enough = [one for one in fitting if shares[one.num_workers] <= most_wait_share]
+    most = f"{most_wait_share * 100:g} %"
+    if enough:
+        return enough[0], f"the fewest with which the trainer waits at most {most}"
+    return min(
+        fitting, key=lambda one: shares[one.num_workers]
+    ), f"with which it waits least; none keeps it below {most}"
+
+
+def _workers(number: int) -> str:
+    return f"{number} worker{'' if number == 1 else 's'}"

@@ -1,0 +1,145 @@
+"""The versions of panels in a cache folder: which is the newest, which may go."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import Timeout
+
+from memfit.data._manifest import MANIFEST
+from memfit.data._publish import panel_lock, sweep
+from memfit.errors import DataError
+
+
+@dataclass(frozen=True)
+class Version:
+    """What was decided about a version in a cache folder.
+
+    Attributes:
+        path: Its folder.
+        removed: Whether it was removed; with ``dry_run``, whether it would be.
+        reason: Why it stays; empty for one that goes.
+        freed_bytes: What its end frees: bytes that no version left shares.
+    """
+
+    path: Path
+    removed: bool
+    reason: str
+    freed_bytes: int
+
+
+def versions(directory: Path) -> list[Path]:
+    """The folders of the panels in a cache folder, oldest first."""
+    manifests = sorted(directory.glob(f"[!.]*/{MANIFEST}"), key=lambda file: (file.stat().st_mtime_ns, file))
+    return [manifest.parent.resolve() for manifest in manifests]
+
+
+def newest(path: Path) -> Path:
+    """The panel's folder that a path stands for: itself, or the newest one in a cache folder.
+
+    Raises:
+        DataError: If there is none.
+    """
+    if (path / MANIFEST).exists():
+        return path
+    found = versions(path)
+    if not found:
+        raise DataError(
+            f"{path} holds no panel." if path.is_dir() else f"{path} is no folder.",
+            rule=f"a panel is a folder with a {MANIFEST}; a cache folder holds such folders.",
+            remedy=f"build one there: memfit panel build SOURCE --index date,code --features ... -o {path}",
+        )
+    return found[-1]
+
+
+def prune(
+    directory: Path | str, *, keep: int = 1, dry_run: bool = False, proc: Path = Path("/proc")
+) -> tuple[Version, ...]:
+    """Remove the old panels of a cache folder, and what killed writers left there.
+
+    The newest ``keep`` stay, whatever they hold. So does one that a living process has mapped, as far as this user may
+    look (``/proc/<pid>/maps``), and one whose lock somebody holds. A process that has opened a panel and mapped none of
+    its files yet cannot be seen.
+
+    Args:
+        directory: The cache folder.
+        keep: How many of the newest stay, at least 1.
+        dry_run: Only say what would be removed.
+        proc: Where the kernel lists processes.
+
+    Returns:
+        What was decided about each version, oldest first.
+
+    Raises:
+        DataError: If ``keep`` is below 1 or there is no panel.
+
+    Example:
+        >>> import tempfile, pyarrow as pa
+        >>> from memfit.data import Panel
+        >>> folder = tempfile.mkdtemp()
+        >>> for value in (1.0, 2.0):
+        ...     rows = pa.table({"date": ["2024-01-02"], "code": ["A"], "close": [value]})
+        ...     panel = Panel.build(rows, folder, features=["close"])
+        >>> [version.removed for version in prune(folder)]
+        [True, False]
+    """
+    if keep < 1:
+        raise DataError(f"keep is {keep}.", rule="the newest version always stays.", remedy="pass keep=1 or more")
+    folder = Path(directory)
+    newest(folder)
+    found = versions(folder)
+    files = {path: [file.stat() for file in path.iterdir()] for path in found}
+    gone: Counter[int] = Counter()
+    decided = []
+    for number, path in enumerate(found):
+        if number >= len(found) - keep:
+            reason = f"is among the newest {keep}" if keep > 1 else "is the newest"
+        else:
+            reason = _remove(path, [file.st_ino for file in files[path]], proc, dry_run=dry_run)
+        freed = 0
+        if not reason:
+            gone.update(file.st_ino for file in files[path])
+            freed = sum(file.st_size for file in files[path] if gone[file.st_ino] == file.st_nlink)
+        decided.append(Version(path, not reason, reason, freed))
+    if not dry_run:
+        sweep(folder.resolve() / "-")
+    return tuple(decided)
+
+
+def _remove(path: Path, inodes: Sequence[int], proc: Path, *, dry_run: bool) -> str:
+    """Remove a panel's folder; or why it has to stay."""
+    try:
+        with panel_lock(path).acquire(timeout=0):
+            users = _users(path.name, inodes, proc)
+            if not users and not dry_run:
+                # Who maps it between the look and the renaming is seen by the second look.
+                aside = path.rename(path.with_name(f".{path.name}.removing"))
+                users = _users(aside.name, inodes, proc)
+                if users:
+                    aside.rename(path)
+                else:
+                    shutil.rmtree(aside)
+    except Timeout:
+        return "is being written or shared: its lock is held"
+    return f"is mapped by {', '.join(f'process {pid}' for pid in users[:3])}" if users else ""
+
+
+def _users(folder: str, inodes: Sequence[int], proc: Path) -> list[int]:
+    """The processes that map one of these files by its name in a folder, as far as this user may look."""
+    wanted = {str(inode) for inode in inodes}
+    found = []
+    for entry in proc.glob("[0-9]*") if proc.is_dir() else ():
+        try:
+            lines = (entry / "maps").read_bytes().decode(errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            parts = line.split(maxsplit=5)
+            if len(parts) == 6 and parts[4] in wanted and Path(parts[5]).parent.name == folder:
+                found.append(int(entry.name))
+                break
+    return found

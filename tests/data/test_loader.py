@@ -1,0 +1,333 @@
+"""The same batches in the same order, whoever makes them, wherever an epoch is entered."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import pickle
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from data import transforms
+from memfit.data import DateBatches, Loader, Panel, WindowBatch, WorkerPool
+from memfit.errors import DataError, UsageError
+
+
+@pytest.fixture(scope="module")
+def panel(tmp_path_factory: pytest.TempPathFactory) -> Panel:
+    from data.conftest import generate_table
+
+    table = generate_table(24, 40, missing=0.1)
+    return Panel.build(table, tmp_path_factory.mktemp("panel"), features=["f0", "f1"], targets=["ret"])
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Callable[[int], WorkerPool | None]]:
+    """Pools by their number of workers, each started once."""
+    made: dict[int, WorkerPool] = {}
+
+    def pool(num_workers: int) -> WorkerPool | None:
+        return made.setdefault(num_workers, WorkerPool(num_workers)) if num_workers else None
+
+    yield pool
+    for one in made.values():
+        one.close()
+
+
+def make(panel: Panel, pool: WorkerPool | None = None, **changes: Any) -> Loader:
+    arguments = {"date_indices": range(24), "lookback": 3, "target": "ret", "shuffle": 5, "pool": pool, **changes}
+    return Loader(panel, **arguments)
+
+
+def content(batch: Any) -> tuple[bytes, ...]:
+    dates = batch.date_indices if isinstance(batch, WindowBatch) else np.int64(batch.date_index)
+    return tuple(part.tobytes() for part in (dates, batch.asset_indices, batch.windows, batch.targets))
+
+
+KINDS = [{}, {"max_assets": 21}, {"batch": 32}, {"batch": 32, "transform": transforms.add_noise}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_is_entered_at_any_batch_with_any_number_of_workers(
+    panel: Panel, pools: Callable[[int], WorkerPool | None], kind: dict[str, Any]
+) -> None:
+    kind = {**kind, "date_indices": range(10, 22)}
+    whole = make(panel, **kind)
+    whole.set_epoch(2)
+    states, expected = [whole.state_dict()], []
+    for batch in whole:
+        expected.append(content(batch))
+        states.append(whole.state_dict())
+    assert len(set(expected)) == len(expected) == len(whole) >= 9
+    for num_workers, at in itertools.product((0, 1, 2, 4), range(len(states))):
+        loader = make(panel, pools(num_workers), **kind)
+        loader.load_state_dict(pickle.loads(pickle.dumps(states[at])))
+        assert [content(batch) for batch in loader] == expected[at:]
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (0, 2), (2, 0)])
+def test_a_state_taken_from_workers_ahead_counts_what_was_delivered(
+    panel: Panel, pools: Callable[[int], WorkerPool | None], before: int, after: int
+) -> None:
+    expected = [content(batch) for batch in make(panel)]
+    first = make(panel, pools(before))
+    head = [content(batch) for batch in itertools.islice(first, 5)]
+    second = make(panel, pools(after))
+    second.load_state_dict(first.state_dict())
+    assert head + [content(batch) for batch in second] == expected
+    assert len(list(second)) == len(expected)  # the next iteration is a whole one
+
+
+def test_windows_are_drawn_over_all_eligible_cells_each_once(panel: Panel) -> None:
+    by_date = DateBatches(panel, range(24), lookback=3, target="ret", min_assets=1)
+    expected = {(batch.date_index, asset) for batch in by_date for asset in batch.asset_indices.tolist()}
+    loader = make(panel, batch=50)
+    orders = []
+    for epoch in (1, 2):
+        loader.set_epoch(epoch)
+        batches = list(loader)
+        assert {len(batch.targets) for batch in batches[:-1]} == {50}
+        cells = [cell for b in batches for cell in zip(b.date_indices.tolist(), b.asset_indices.tolist(), strict=True)]
+        assert len(cells) == len(expected) and set(cells) == expected
+        orders.append(cells)
+        for batch in batches:
+            for date, asset, window, value in zip(
+                batch.date_indices, batch.asset_indices, batch.windows, batch.targets, strict=True
+            ):
+                np.testing.assert_array_equal(window, panel.values[date - 2 : date + 1, asset])
+                assert value == panel.target("ret")[date, asset]
+    assert orders[0] != orders[1]
+    unshuffled = [d for b in make(panel, batch=50, shuffle=None) for d in b.date_indices.tolist()]
+    assert unshuffled == sorted(unshuffled)
+
+
+def test_each_record_comes_exactly_once_in_each_of_many_epochs_with_resets(
+    panel: Panel, pools: Callable[[int], WorkerPool | None]
+) -> None:
+    loader = Loader(panel, range(8, 11), lookback=3, target="ret", batch=16, shuffle=1, pool=pools(2))
+    fixed = Counter(cell for batch in loader for cell in _cells(batch))
+    assert set(fixed.values()) == {1}
+    rng = np.random.default_rng(0)
+    for epoch in range(1, 1001):
+        loader.set_epoch(epoch)
+        if rng.random() < 0.5:  # reset in mid-epoch: what is under way must not show up later
+            for _ in itertools.islice(loader, int(rng.integers(1, len(loader)))):
+                pass
+            loader.set_epoch(epoch)
+        found: Counter[tuple[int, int]] = Counter()
+        stop = int(rng.integers(1, len(loader)))
+        for _ in range(2):  # an iteration that is left goes on with the rest of the epoch
+            for batch in itertools.islice(loader, stop):
+                found.update(_cells(batch))
+            stop = len(loader) - stop
+        assert found == fixed
+
+
+def _cells(batch: Any) -> list[tuple[int, int]]:
+    return list(zip(batch.date_indices.tolist(), batch.asset_indices.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_batch_that_is_kept_never_changes(
+    panel: Panel, pools: Callable[[int], WorkerPool | None], num_workers: int
+) -> None:
+    expected = [content(batch) for batch in make(panel)]
+    loader = make(panel, pools(num_workers))
+    kept = [batch.windows[1:] for batch in loader]  # a view is enough
+    for _ in loader:
+        pass
+    assert [view.tobytes() for view in kept] == [
+        windows[len(windows) // len(np.frombuffer(targets, np.float32)) :] for _, _, windows, targets in expected
+    ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_memory_is_used_again_once_the_batch_is_gone(panel: Panel, num_workers: int) -> None:
+    with make(panel, num_workers=num_workers) as loader:
+        places = []
+        for epoch in range(4):
+            loader.set_epoch(epoch)
+            for batch in loader:
+                places.append(batch.windows.ctypes.data)
+                assert batch.windows.ctypes.data % 64 == 0
+        # two workers make two batches each ahead, one is in use, and one is about to be replaced by it
+        assert len(places) > 80 and len(set(places)) <= (6 if num_workers else 2)
+        torch = pytest.importorskip("torch")
+        tensor = torch.from_numpy(next(iter(loader)).windows)
+        values = tensor.clone()
+        gc.collect()
+        for _ in loader:
+            pass
+        assert torch.equal(tensor, values)
+
+
+def test_no_epoch_starts_by_itself_and_an_ended_iteration_says_so(panel: Panel) -> None:
+    loader = make(panel)
+    first = [content(batch) for batch in loader]
+    assert [content(batch) for batch in loader] == first
+    loader.set_epoch(1)
+    assert [content(batch) for batch in loader] != first
+    old = iter(loader)
+    next(old)
+    next(iter(loader))
+    with pytest.raises(UsageError, match="an iteration goes on that was ended"):
+        next(old)
+    state = {"epoch": 1, "position": len(loader)}
+    loader.load_state_dict(state)
+    assert (list(loader), len(list(loader))) == ([], len(loader))
+
+
+def test_two_loaders_share_workers_side_by_side(panel: Panel) -> None:
+    with WorkerPool(2) as pool:
+        train, valid = make(panel, pool), make(panel, pool, lookback=9, shuffle=None)
+        expected = [[content(batch) for batch in make(panel, lookback=n, shuffle=s)] for n, s in ((3, 5), (9, None))]
+        found = []
+        for number, batch in enumerate(train):
+            found.append(content(batch))
+            if number in (3, 9):  # validation in the midst of training, with larger batches than any before
+                assert [content(batch) for batch in valid] == expected[1]
+        assert found == expected[0]
+        pids = pool.worker_pids()
+        assert train.worker_pids() == valid.worker_pids() == pids and len(pids) == 2
+        train.close()
+        assert pool.worker_pids() == pids
+        iterator = iter(train)
+        head = content(next(iterator))
+        pool.close()  # released in between: the iteration goes on with new workers
+        assert [head] + [content(batch) for batch in iterator] == expected[0]
+        assert set(pool.worker_pids()).isdisjoint(pids)
+
+
+def test_a_loader_pickles_with_its_position_as_the_panels_path(panel: Panel) -> None:
+    with make(panel, num_workers=1, batch=32) as loader:
+        head = [content(batch) for batch in itertools.islice(loader, 4)]
+        copied = pickle.dumps(loader)
+        assert len(copied) < 10_000 and b"panel" in copied
+        with pickle.loads(copied) as other:
+            assert other.num_workers == 1
+            assert head + [content(batch) for batch in other] == [content(batch) for batch in make(panel, batch=32)]
+
+
+def test_the_longest_batch_is_had_without_moving(panel: Panel, pools: Callable[[int], WorkerPool | None]) -> None:
+    for kind in KINDS[:3]:
+        loader = make(panel, pools(2), **kind)
+        sizes = [batch.windows.nbytes for batch in loader]
+        assert loader.longest().windows.nbytes == max(sizes) == loader.largest_batch_bytes
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+        loader.longest()
+        assert loader.state_dict() == state and len(list(iterator)) == len(sizes) - 1
+
+
+@pytest.mark.parametrize("order", ["date", "asset"])
+@pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16", "int16"])
+def test_batches_are_float32_from_a_panel_of_any_type_and_order(
+    make_table: Callable[..., pa.Table], tmp_path: Path, dtype: str, order: Any
+) -> None:
+    table = make_table(9, 12, missing=0)
+    names = ["f0", "f1"]
+    if dtype == "int16":
+        whole = pa.array(np.random.default_rng(0).integers(-300, 300, len(table)), pa.int16())
+        table, names = table.append_column("whole", whole), ["whole"]
+    panel = Panel.build(table, tmp_path, features=names, targets=["ret"], dtype=dtype, order=order)
+    num_seen = 0
+    for batch in Loader(panel, range(9), lookback=4, target="ret", shuffle=2):
+        window = panel.values[batch.date_index - 3 : batch.date_index + 1, batch.asset_indices]
+        expected = np.asarray(panel.decode(window)).astype(np.float32).transpose(1, 0, 2)
+        np.testing.assert_array_equal(batch.windows, expected)
+        num_seen += len(batch.targets)
+    assert num_seen > 20
+
+
+def test_a_value_beyond_float32_ends_the_epoch_at_its_batch(tmp_path: Path) -> None:
+    table = pa.table({"date": ["2024-01-01", "2024-01-02"] * 2, "code": ["a"] * 2 + ["b"] * 2, "f0": [1.0, 1e300] * 2})
+    panel = Panel.build(table, tmp_path, features=["f0"], dtype="float64")
+    for num_workers in (0, 1):
+        with Loader(panel, [0, 1], lookback=1, target=None, num_workers=num_workers) as loader:
+            iterator = iter(loader)
+            assert next(iterator).windows.tolist() == [[[1.0]], [[1.0]]]
+            with pytest.raises(DataError, match=r"beyond float32 \(1e\+300\)"):
+                next(iterator)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 0}, "batch is 0"),
+        ({"batch": "day"}, "batch='day'"),
+        ({"batch": 5, "max_assets": 5}, "max_assets=5"),
+        ({"num_workers": -1}, "num_workers=-1"),
+        ({"num_workers": 1.5}, "num_workers=1.5"),
+        ({"shuffle": -1}, "shuffle_seed is -1"),
+        ({"num_workers": 1, "transform": lambda windows, targets, generator: None}, "cannot be sent to a worker"),
+        ({"lookback": 25}, "none of 24 dates"),
+    ],
+)
+def test_bad_arguments_are_refused(panel: Panel, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((UsageError, DataError), match=message):
+        make(panel, **{"pool": None, **changes})
+    with pytest.raises(UsageError, match="at batch 99, and an epoch has"):
+        make(panel).load_state_dict({"epoch": 0, "position": 99})
+
+
+@pytest.mark.parametrize(("seconds", "fewest"), [(0.0, 1), (0.1, 0)])
+def test_auto_starts_workers_only_where_the_consumer_waits(panel: Panel, seconds: float, fewest: int) -> None:
+    expected = [content(batch) for batch in make(panel)]
+    with make(panel, num_workers="auto") as loader:
+        assert loader.num_workers == 0
+        for epoch_number in range(2):
+            found = []
+            for number, batch in enumerate(loader):
+                found.append(content(batch))
+                time.sleep(seconds if epoch_number == 0 and number < 17 else 0)
+            assert found == expected
+        assert (loader.num_workers > 0) == (len(loader.worker_pids()) > 0) == bool(fewest)
+    with pytest.raises(UsageError, match="cannot be sent to a worker"):
+        make(panel, num_workers="auto", transform=lambda windows, targets, generator: None)
+
+
+def test_a_training_that_was_cut_goes_on_in_mid_epoch_with_other_workers(
+    panel: Panel, pools: Callable[[int], WorkerPool | None], tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    from memfit.training import WHOLE, Trainer, seed_everything
+
+    def train(folder: str, num_workers: int, most_batches: int = 10**6) -> tuple[Any, int]:
+        num_seen = 0
+
+        def loss(model: Any, batch: Any) -> Any:
+            nonlocal num_seen
+            num_seen += 1
+            if num_seen > most_batches:
+                raise InterruptedError
+            scores = model(torch.from_numpy(batch.windows).flatten(1)).squeeze(1)
+            return ((scores - torch.from_numpy(batch.targets)) ** 2).sum(), len(scores)
+
+        seed_everything(0)
+        model = torch.nn.Linear(6, 1)
+        trainer = Trainer(
+            model,
+            loss=loss,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+            checkpoint_dir=tmp_path / folder,
+            checkpoint_seconds=0,
+            split=WHOLE,
+        )
+        with contextlib.suppress(InterruptedError):
+            trainer.fit(make(panel, pools(num_workers), batch=32, date_indices=range(10, 18)), num_epochs=2)
+        return model.weight.detach(), num_seen
+
+    whole, num_batches = train("whole", 0)
+    train("cut", 2, most_batches=num_batches // 2 + 3)
+    resumed, num_again = train("cut", 1)
+    assert torch.equal(resumed, whole)
+    assert num_again < num_batches // 2

@@ -1,0 +1,306 @@
+"""How loaders are measured, what is said of them, and which number of workers is chosen."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from memfit.data import (
+    DateBatches,
+    LoaderReport,
+    Pace,
+    Panel,
+    choose_num_workers,
+    measure_loader,
+    verdict,
+)
+from memfit.data import _measure as measuring
+from memfit.data._pages import cached_share, drop_pages, warm_pages
+from memfit.errors import DataError, DoesNotFitError, UsageError
+
+
+def report(
+    num_workers: int, *, load: float, wait: float | None = None, compute: float = 1.0, private: int = 0
+) -> LoaderReport:
+    """A report of 100 batches: seconds that each took to load alone; beside a trainer, to wait for and to train on."""
+    trained = None if wait is None else Pace(100, 3200, 0, wait_seconds=100 * wait, compute_seconds=100 * compute)
+    return LoaderReport(num_workers, 0.1, Pace(100, 3200, 0, 100 * load), None, trained, private, private)
+
+
+def test_a_loader_faster_than_its_trainer_is_no_bottleneck_and_the_verdict_says_so() -> None:
+    found = verdict(report(2, load=0.0001, wait=0.0002, compute=0.05))
+    assert found.is_bottleneck is False
+    assert found.text == (
+        "no bottleneck: 2 workers give a batch every 0.1 ms, a step takes 50.0 ms; "
+        "the trainer waits 0.4 % of its time (2 % at most)"
+    )
+
+
+def test_a_loader_slower_than_its_trainer_makes_it_wait() -> None:
+    found = verdict(report(1, load=0.08, wait=0.03, compute=0.05))
+    assert found.is_bottleneck is True
+    assert found.text.startswith("the trainer waits 37.5 % of its time (2 % at most): 1 worker give")
+
+
+@pytest.mark.parametrize(("wait", "is_bottleneck"), [(0.02, False), (0.0201, True)])
+def test_the_border_is_the_share_that_was_named(wait: float, is_bottleneck: bool) -> None:
+    assert verdict(report(0, load=0.1, wait=wait, compute=0.98)).is_bottleneck is is_bottleneck
+    assert verdict(report(0, load=0.1, wait=wait, compute=0.98), most_wait_share=0.5).is_bottleneck is False
+
+
+def test_without_a_trainer_nothing_is_said_about_waiting() -> None:
+    found = verdict(report(0, load=0.01))
+    assert found.is_bottleneck is None
+    assert "no trainer was measured" in found.text
+
+
+WAITS = [(0, 0.3, 0), (1, 0.1, 100), (2, 0.015, 200), (4, 0.001, 400)]
+
+
+@pytest.mark.parametrize(
+    ("most", "budget", "chosen"),
+    [(0.02, None, 2), (0.02, 200, 2), (0.02, 199, 1), (0.2, None, 1), (0.5, None, 0), (0.0001, None, 4), (0.02, 0, 0)],
+)
+def test_the_fewest_workers_are_chosen_that_keep_the_trainer_from_waiting_within_the_budget(
+    most: float, budget: int | None, chosen: int
+) -> None:
+    reports = [report(number, load=0.1, wait=wait, compute=1 - wait, private=size) for number, wait, size in WAITS]
+    found = choose_num_workers(reports[::-1], most, budget)
+    assert found.num_workers == chosen
+    lines = found.text.splitlines()
+    assert len(lines) == 5
+    assert [("more than" in line) for line in lines[1:]] == [
+        budget is not None and size > budget for _, _, size in WAITS
+    ]
+
+
+def test_without_a_trainer_the_fewest_workers_near_the_best_rate_are_chosen() -> None:
+    reports = [report(number, load=load) for number, load in [(0, 0.1), (1, 0.0104), (2, 0.01), (4, 0.02)]]
+    assert choose_num_workers(reports).num_workers == 1
+
+
+def test_when_no_count_fits_the_budget_the_refusal_names_what_the_smallest_takes() -> None:
+    with pytest.raises(DoesNotFitError, match=r"2 workers take 2\.0 MiB"):
+        choose_num_workers([report(2, load=0.1, private=2 << 20)], budget_bytes=1 << 20)
+    with pytest.raises(UsageError):
+        choose_num_workers([])
+
+
+class Clock:
+    """A clock that only its users advance, in the place of the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(measuring, "time", found)
+    return found
+
+
+class Timed:
+    """A loader of three batches of 8 samples and 48 bytes each, of which each takes so long."""
+
+    def __init__(self, clock: Clock, load: float) -> None:
+        self.clock, self.load = clock, load
+        self.epochs: list[int] = []
+        self.closed = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for _ in range(3):
+            self.clock.now += self.load
+            yield {"x": np.zeros((8, 2), np.int16), "y": np.zeros(8, np.float16)}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_waiting_and_computing_are_told_apart_to_the_second(clock: Clock) -> None:
+    loaders: list[Timed] = []
+
+    def make(num_workers: int) -> Timed:
+        loaders.append(Timed(clock, load=1.0))
+        return loaders[-1]
+
+    (found,) = measure_loader(make, num_workers=[0], seconds=40.0, consume=lambda batch: clock.sleep(9.0))
+    assert found.start_seconds == 1.0
+    assert found.warm == Pace(40, 320, 1920, wait_seconds=40.0)
+    assert found.trained == Pace(4, 32, 192, wait_seconds=4.0, compute_seconds=36.0)
+    assert found.wait_share == 0.1
+    assert (found.warm.per_second(found.warm.num_batches), found.cold) == (1.0, None)
+    assert verdict(found).is_bottleneck is True
+    assert loaders[-1].epochs == [*range(1, 15), 1, 2]
+    assert all(loader.closed for loader in loaders)
+
+
+def test_a_trainer_given_by_its_step_sleeps_the_rest_of_it(clock: Clock) -> None:
+    (found,) = measure_loader(lambda number: Timed(clock, 0.01), num_workers=[0], seconds=5.0, consume=0.99)
+    assert found.trained is not None
+    assert found.trained.compute_seconds / found.trained.num_batches == pytest.approx(0.99)
+    assert found.wait_share == pytest.approx(0.01)
+    assert verdict(found).is_bottleneck is False
+
+
+def test_counts_of_workers_are_measured_once_each_in_rising_order(clock: Clock) -> None:
+    asked: list[int] = []
+    found = measure_loader(lambda number: asked.append(number) or Timed(clock, 1.0), num_workers=[2, 0, 2], seconds=1.0)
+    assert [one.num_workers for one in found] == [0, 2]
+    assert sorted(set(asked)) == [0, 2]
+
+
+@pytest.mark.parametrize("more", [{"num_workers": []}, {"num_workers": [-1]}, {"seconds": 0.0}, {"consume": -1.0}])
+def test_what_cannot_be_measured_is_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        measure_loader(lambda number: [np.zeros(1)], **more)
+
+
+def test_a_loader_without_batches_and_one_that_is_used_up_are_refused() -> None:
+    with pytest.raises(DataError, match="epoch 1"):
+        measure_loader(lambda number: [], num_workers=[0], seconds=0.01)
+    with pytest.raises(DataError, match="epoch 2"):
+        measure_loader(lambda number: iter([np.zeros(2), np.zeros(2)]), num_workers=[0], seconds=0.01)
+
+
+@pytest.fixture
+def panel(make_table: Callable[..., pa.Table], tmp_path: Path) -> Panel:
+    return Panel.build(make_table(60, 500, 16, missing=0), tmp_path, features=["f0", "f1"], targets=["ret"])
+
+
+on_disk = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs Linux's page cache")
+
+
+@on_disk
+def test_a_panel_is_measured_cold_and_warm_and_every_byte_handed_out_is_counted(panel: Panel) -> None:
+    dates = range(20, 60)
+    (found,) = measure_loader(
+        lambda number: DateBatches(panel, dates, lookback=5, target="ret"), num_workers=[0], seconds=0.05
+    )
+    assert found.cold is not None
+    assert found.cold.cached_share is not None and found.warm.cached_share == 1.0
+    assert found.cold.cached_share < 0.5, "values.npy was not dropped"
+    assert found.cold.num_batches <= len(dates) - 1
+    one = next(iter(DateBatches(panel, dates, lookback=5, target="ret")))
+    assert one.windows.nbytes > 0
+    size = measuring._size_of(one)
+    assert size == (
+        len(one.asset_indices),
+        one.windows.nbytes + one.targets.nbytes + one.asset_indices.nbytes,
+    )
+
+
+@on_disk
+def test_pages_are_dropped_though_this_process_maps_them_and_a_view_of_a_map_is_read_in_full(tmp_path: Path) -> None:
+    path = tmp_path / "data.bin"
+    with open(path, "wb") as file:
+        file.write(os.urandom(1 << 20))
+        os.fsync(file.fileno())
+    view = np.memmap(path, np.uint8, mode="r")
+    assert int(view.max()) >= 0 and cached_share([path]) == 1.0
+    assert drop_pages([path])
+    share = cached_share([path])
+    assert share is not None and share < 0.1
+    measuring._read({"x": np.asarray(view)})
+    assert cached_share([path]) == 1.0
+    drop_pages([path])
+    warm_pages([path], most_seconds=10.0)
+    assert cached_share([path]) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["array", "strided", "empty", "bool", "object"])
+def test_arrays_of_any_kind_are_read(kind: str) -> None:
+    arrays = {
+        "array": np.zeros((3, 2)),
+        "strided": np.zeros((4, 6))[::2, ::3],
+        "empty": np.zeros((0, 3)),
+        "bool": np.zeros(7, bool),
+        "object": np.array([None, "x"], object),
+    }
+    measuring._read([arrays[kind], SimpleNamespace(), "text", 3])
+
+
+class Counted:
+    """Items that note in a file that they were made."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, b".")
+        os.close(descriptor)
+        return np.full(4, index, np.int64)
+
+
+class Logged:
+    """A PyTorch loader over ``Counted`` whose log begins anew with each epoch."""
+
+    def __init__(self, log: Path, num_workers: int) -> None:
+        torch = pytest.importorskip("torch")
+        self.log = log
+        more = {"prefetch_factor": 2, "multiprocessing_context": "fork"} if num_workers else {}
+        self.batches = torch.utils.data.DataLoader(
+            Counted(log), batch_size=2, collate_fn=np.stack, num_workers=num_workers, **more
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        self.log.unlink(missing_ok=True)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def test_beside_a_slow_trainer_a_pytorch_loader_stays_within_its_queue_and_its_workers_memory_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.3)  # how long it waits for a worker's end
+    log = tmp_path / "made"
+    ahead: list[int] = []
+
+    def slow(batch: Any) -> None:
+        ahead.append(log.stat().st_size - int(batch[-1, 0]) - 1)
+        time.sleep(0.005)
+
+    alone, two = measure_loader(lambda number: Logged(log, number), num_workers=[0, 2], seconds=0.1, consume=slow)
+    assert (alone.worker_private_bytes, alone.worker_pss_bytes) == (0, 0)
+    assert two.worker_pss_bytes >= two.worker_private_bytes > 0
+    assert 0 <= max(ahead) <= 2 * 2 * 2, "two workers with two batches each of two items"
+    assert alone.warm.num_samples == 2 * alone.warm.num_batches
+    assert alone.warm.num_bytes == 32 * alone.warm.num_samples
+
+
+def test_the_files_of_a_pytorch_loader_are_those_of_its_data_sets_panel(panel: Panel) -> None:
+    torch = pytest.importorskip("torch")
+    loader = torch.utils.data.DataLoader(DateBatches(panel, [30], lookback=5, target="ret"), batch_size=None)
+    assert {path.name for path in measuring._files_of(loader)} >= {"values.npy", "history.npy"}
+    assert measuring._files_of([1, 2]) == []
+
+
+def test_tensors_are_sized_and_read_as_arrays_are() -> None:
+    torch = pytest.importorskip("torch")
+    batch = (torch.ones(4, 3, dtype=torch.bfloat16), [torch.zeros(4), "ab"], torch.ones(6, 4).t(), torch.empty(0))
+    assert measuring._size_of(batch) == (4, 24 + 16 + 2 + 96)
+    measuring._read(batch)
+    assert measuring._as_array(torch.ones(2, device="meta")) is None
