@@ -78,7 +78,7 @@ def test_what_is_built_from_an_export_is_the_same_panel(
 def test_integers_and_a_column_of_two_roles_are_exported_as_they_are(tmp_path: Path) -> None:
     table = pa.table({"day": ["2024-01-02", "2024-01-03"], "id": [7, 7], "n": [1, -2], "r": [0.5, None]})
     panel = Panel.build(
-        table, tmp_path / "panels", date="day", asset="id", features=["n"], targets=["n", "r"], dtype="int8"
+        table, tmp_path / "panels", index=("day", "id"), features=["n"], targets=["n", "r"], dtype="int8"
     )
     panel.export(tmp_path / "out.parquet")
     found = pq.read_table(tmp_path / "out.parquet")

@@ -72,8 +72,7 @@ def build(  # noqa: PLR0913 - one flag each
         built = Panel.build(
             sources,
             output,
-            date=date,
-            asset=asset,
+            index=(date, asset),
             features=found.names,
             targets=wanted.names,
             dtype=dtype,

@@ -19,7 +19,7 @@ from memfit.data._manifest import ASSETS, DATES, Manifest, check_files, read_man
 from memfit.data._publish import Progress
 from memfit.data._segments import map_array
 from memfit.data._source import Source, SourceLike
-from memfit.data._spec import PanelSpec
+from memfit.data._spec import PanelSpec, index_columns
 from memfit.data._versions import newest
 from memfit.errors import DataError, nearest
 from memfit.units import format_bytes
@@ -73,8 +73,7 @@ class Panel:
         source: SourceLike,
         directory: Path | str,
         *,
-        date: str = "date",
-        asset: str = "code",
+        index: tuple[str, str] = ("date", "code"),
         features: Sequence[str],
         targets: Sequence[str] = (),
         dtype: str = "float32",
@@ -101,8 +100,8 @@ class Panel:
         Args:
             source: A Parquet or Arrow IPC file, a folder of them, a list of them, or a table; rows in any order.
             directory: The cache folder; the panel lies in ``directory/<first 16 digits of its fingerprint>/``.
-            date: The column of dates: date32, date64, timestamps on midnight (in their zone), or ISO 8601 text.
-            asset: The column of asset codes: text or integers, kept as text and sorted as text.
+            index: The column of dates (date32, date64, timestamps on midnight in their zone, or ISO 8601 text) and that
+                of asset codes (text or integers, kept as text and sorted as text).
             features: Columns of numbers (floats, integers, booleans, decimals).
             targets: Columns of numbers, kept apart from the features.
             dtype: ``float32``, ``float64``, ``float16``, ``bfloat16``, or ``int8`` to ``int64`` and ``uint8`` for
@@ -119,6 +118,7 @@ class Panel:
                 source changes meanwhile. Nothing is left behind.
             DamagedError: If the panel lies there already and is not as it was written.
         """
+        date, asset = index_columns(index)
         spec = PanelSpec(date, asset, tuple(features), tuple(targets), dtype_name(dtype), parameters or {}, order)
         built = build_panel(spec, Source.of(source), Path(directory), progress=progress)
         panel = cls.open(built.path)

@@ -21,6 +21,22 @@ from memfit.errors import DataError
 _SLACK_BYTES = 1 << 20
 
 
+def index_columns(index: Any) -> tuple[str, str]:
+    """The columns of dates and of assets that an index names.
+
+    >>> index_columns(("date", "code"))
+    ('date', 'code')
+    """
+    names = () if isinstance(index, str) else tuple(index)
+    if len(names) != 2 or not all(isinstance(name, str) for name in names):
+        raise DataError(
+            f"index is {index!r}.",
+            rule="it names two columns: that of dates and that of asset codes.",
+            remedy='pass index=("date", "code")',
+        )
+    return names[0], names[1]
+
+
 @dataclass(frozen=True)
 class PanelSpec:
     """What to build from a source: columns by role, type and order of the values, and the caller's own parameters."""
