@@ -180,7 +180,7 @@ def test_no_epoch_starts_by_itself_and_an_ended_iteration_says_so(panel: Panel) 
     next(iter(loader))
     with pytest.raises(UsageError, match="an iteration goes on that was ended"):
         next(old)
-    state = {"epoch": 1, "position": len(loader)}
+    state = {**loader.state_dict(), "position": len(loader)}
     loader.load_state_dict(state)
     assert (list(loader), len(list(loader))) == ([], len(loader))
 
@@ -267,7 +267,13 @@ def test_a_value_beyond_float32_ends_the_epoch_at_its_batch(tmp_path: Path) -> N
         ({"batch": 5, "max_assets": 5}, "max_assets=5"),
         ({"num_workers": -1}, "num_workers=-1"),
         ({"num_workers": 1.5}, "num_workers=1.5"),
-        ({"shuffle": -1}, "shuffle_seed is -1"),
+        ({"num_workers": 0, "pool": 3}, "pool=3"),
+        ({"transform": 3}, "transform=3"),
+        ({"shuffle": -1}, "shuffle is -1"),
+        ({"shuffle": False}, "shuffle is False"),
+        ({"shuffle": True, "batch": 32}, "shuffle is True"),
+        ({"shuffle": "a"}, "shuffle is 'a'"),
+        ({"shuffle": 1.5}, "shuffle is 1.5"),
         ({"num_workers": 1, "transform": lambda windows, targets, generator: None}, "cannot be sent to a worker"),
         ({"lookback": 25}, "none of 24 dates"),
     ],
@@ -275,8 +281,15 @@ def test_a_value_beyond_float32_ends_the_epoch_at_its_batch(tmp_path: Path) -> N
 def test_bad_arguments_are_refused(panel: Panel, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((UsageError, DataError), match=message):
         make(panel, **{"pool": None, **changes})
-    with pytest.raises(UsageError, match="at batch 99, and an epoch has"):
-        make(panel).load_state_dict({"epoch": 0, "position": 99})
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_transform_that_returns_something_is_refused(
+    panel: Panel, pools: Callable[[int], WorkerPool | None], num_workers: int
+) -> None:
+    with pytest.raises(UsageError, match="transform returned tuple for batch 0 of epoch 0") as raised:
+        next(iter(make(panel, pools(num_workers), transform=transforms.give_back)))
+    assert "in place and returns None" in raised.value.rule
 
 
 @pytest.mark.parametrize(("seconds", "fewest"), [(0.0, 1), (0.1, 0)])

@@ -102,6 +102,20 @@ def test_an_error_in_a_worker_is_raised_with_its_traceback(panel: Panel) -> None
         assert len(windows(make(panel, pool))) == 12  # the worker lives on
 
 
+@pytest.mark.parametrize(
+    ("transform", "text"), [(transforms.exit, "SystemExit: exit code 3"), (transforms.interrupt, "KeyboardInterrupt")]
+)
+def test_a_transform_that_exits_is_named_without_a_traceback_beside(
+    panel: Panel, transform: Any, text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with WorkerPool(1) as pool:
+        with pytest.raises(JobFailedError, match=f"a loader's worker failed: {text}") as raised:
+            windows(make(panel, pool, transform=transform))
+        assert f"in {transform.__name__}" in raised.value.what
+        assert len(windows(make(panel, pool))) == 12  # the worker lives on
+    assert capfd.readouterr() == ("", "")
+
+
 @linux_only
 @pytest.mark.parametrize(("transform", "cause"), [(transforms.sleep, "sleeps"), (transforms.lock, "waits for a lock")])
 def test_silent_workers_are_asked_where_they_are_and_ended(

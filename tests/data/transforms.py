@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -52,6 +53,18 @@ def lock(windows: Any, targets: Any, generator: np.random.Generator) -> None:
 
 def fail(windows: Any, targets: Any, generator: np.random.Generator) -> None:
     raise ValueError("no such thing")
+
+
+def exit(windows: Any, targets: Any, generator: np.random.Generator) -> None:
+    sys.exit(3)
+
+
+def interrupt(windows: Any, targets: Any, generator: np.random.Generator) -> None:
+    raise KeyboardInterrupt
+
+
+def give_back(windows: Any, targets: Any, generator: np.random.Generator) -> Any:
+    return windows + 1, targets
 
 
 def count(windows: Any, targets: Any, generator: np.random.Generator) -> None:

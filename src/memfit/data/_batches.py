@@ -285,7 +285,7 @@ def _eligible(panel: Panel, date: int, lookback: int, target: str | None) -> npt
 def _check(panel: Panel, date_indices: Sequence[int] | Array, lookback: int, min_assets: int, seed: int | None) -> None:
     _require(lookback >= 1, f"lookback is {lookback}", "it is at least 1.")
     _require(min_assets >= 1, f"min_assets is {min_assets}", "it is at least 1.")
-    _require(seed is None or seed >= 0, f"shuffle_seed is {seed}", "it is None or at least 0.")
+    check_seed(seed, "shuffle_seed")
     given = np.asarray(date_indices)
     is_list = given.ndim == 1 and (given.size == 0 or np.issubdtype(given.dtype, np.integer))
     _require(is_list, "date_indices are no list of whole numbers", "each is an index into panel.dates.")
@@ -294,6 +294,17 @@ def _check(panel: Panel, date_indices: Sequence[int] | Array, lookback: int, min
         what = f"date_indices go from {given.min()} to {given.max()}"
         _require(given.min() >= 0 and given.max() <= last, what, f"the panel has dates 0 to {last}.")
         _require(len(np.unique(given)) == len(given), "date_indices hold a date twice", "each comes once.")
+
+
+def check_seed(seed: Any, name: str) -> None:
+    """Refuse what is neither None nor a seed, such as False, which is an int and would shuffle."""
+    is_number = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
+    if seed is not None and not (is_number and seed >= 0):
+        raise DataError(
+            f"{name} is {seed!r}.",
+            rule="None keeps the dates' order; a seed, a whole number of at least 0, shuffles them.",
+            remedy=f"pass {name}=None or {name}=0",
+        )
 
 
 def _require(holds: bool, what: str, rule: str) -> None:

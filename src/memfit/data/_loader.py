@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.data._auto import WORKER_BYTES, Trial, enough_workers
-from memfit.data._batches import DateBatch, DateBatches, WindowBatch, WindowBatches
+from memfit.data._batches import DateBatch, DateBatches, WindowBatch, WindowBatches, check_seed
+from memfit.data._build import fingerprint_of
 from memfit.data._panel import Array, Panel
 from memfit.data._pool import Run, SilentWorkersError, WorkerPool, pickled
 from memfit.data._slots import Slots, can_pin
@@ -36,7 +37,7 @@ class Loader:
         target: The target's name, or None to score without one.
         batch: ``"date"`` for one date's eligible assets (`DateBatch`), or a number of windows drawn over all of them
             (`WindowBatch`; the last one holds what is left). Eligible are full finite windows with a finite target.
-        shuffle: None keeps the dates' order; a seed draws one for each (seed, epoch).
+        shuffle: None keeps the dates' order; a seed, a whole number, draws one for each (seed, epoch).
         min_assets: A date with fewer eligible assets is left out; None for 2 by date, and 1 otherwise.
         max_assets: By date only: a date with more is cut into chunks of nearly equal size, none larger than this.
         num_workers: Processes that make batches ahead: see `WorkerPool`. 0 makes them here. ``"auto"`` makes the first
@@ -44,9 +45,9 @@ class Loader:
             waiting, within the CPUs and the memory budget of this process; none if it waits at most 2 % of its time.
         pin_memory: Page-lock the batches if there is a CUDA device; see `WorkerPool`.
         pool: Workers to share with other loaders, in place of ``num_workers``. Its owner closes it.
-        transform: ``transform(windows, targets, generator)`` changes each batch in place, where it is made. What it
-            draws from the ``numpy.random.Generator`` given, or from the global generators of Python and NumPy, depends
-            on (shuffle or 0, epoch, number). With workers it is a function that can be imported.
+        transform: ``transform(windows, targets, generator)`` changes each batch in place, where it is made, and returns
+            None. What it draws from the ``numpy.random.Generator`` given, or from the global generators of Python and
+            NumPy, depends on (shuffle or 0, epoch, number). With workers it is a function that can be imported.
 
     Attributes:
         num_skipped: Dates left out: too little history before them, or too few eligible assets.
@@ -55,7 +56,7 @@ class Loader:
 
     Raises:
         DataError: If no date is left, or if an argument is out of range.
-        UsageError: If the transform cannot be sent to workers.
+        UsageError: If the transform cannot be sent to workers, or if an argument is of another kind.
 
     Example:
         >>> import tempfile, pyarrow as pa
@@ -66,9 +67,9 @@ class Loader:
         >>> panel = Panel.build(rows, tempfile.mkdtemp(), features=["close"], targets=["ret"])
         >>> loader = Loader(panel, [0, 1], lookback=1, target="ret")
         >>> for batch in loader:
-        ...     print(batch.date_index, batch.windows.ravel(), loader.state_dict())
-        0 [1. 2.] {'epoch': 0, 'position': 1}
-        1 [3. 4.] {'epoch': 0, 'position': 2}
+        ...     print(batch.date_index, batch.windows.ravel(), loader.state_dict()["position"])
+        0 [1. 2.] 1
+        1 [3. 4.] 2
         >>> [batch.windows.shape for batch in Loader(panel, [0, 1], lookback=1, target="ret", batch=3, shuffle=7)]
         [(3, 1, 1), (1, 1, 1)]
     """
@@ -91,29 +92,19 @@ class Loader:
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name not in ("self", "panel")}
         self.panel = panel
+        check_seed(shuffle, "shuffle")
+        _check_workers(num_workers, pin_memory, pool)
+        _check_transform(transform)
+        if min_assets is None:
+            min_assets = 2 if batch == "date" else 1
+        windows: dict[str, Any] = {"lookback": lookback, "target": target, "min_assets": min_assets}
         self._batches: DateBatches | WindowBatches
         if batch == "date":
-            self._batches = DateBatches(
-                panel,
-                date_indices,
-                lookback=lookback,
-                target=target,
-                shuffle_seed=shuffle,
-                min_assets=2 if min_assets is None else min_assets,
-                max_assets=max_assets,
-            )
+            self._batches = DateBatches(panel, date_indices, shuffle_seed=shuffle, max_assets=max_assets, **windows)
         else:
             _check_size(batch, max_assets)
-            self._batches = WindowBatches(
-                panel,
-                date_indices,
-                batch,
-                lookback=lookback,
-                target=target,
-                shuffle_seed=shuffle,
-                min_assets=1 if min_assets is None else min_assets,
-            )
-        _check_workers(num_workers, pin_memory, pool)
+            self._batches = WindowBatches(panel, date_indices, batch, shuffle_seed=shuffle, **windows)
+        self._fingerprint = _fingerprint_of(panel, {**self._arguments, "min_assets": min_assets})
         self._recipe = Recipe(panel, self._batches.layout, target, transform, shuffle or 0)
         self._is_pinned = pin_memory and can_pin()
         self._owns_pool = pool is None
@@ -163,21 +154,37 @@ class Loader:
             self._batches.set_epoch(epoch)
         self._epoch, self._position, self._is_exhausted = epoch, 0, False
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the loader stands: the epoch, and how many of its batches were delivered."""
-        return {"epoch": self._epoch, "position": self._position}
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, as plain values.
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        Returns:
+            ``epoch``, ``position`` (how many of its batches were delivered) and ``fingerprint``: 16 hex digits that
+            stand for all that the order of the batches depends on.
+        """
+        return {"epoch": int(self._epoch), "position": self._position, "fingerprint": self._fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where another loader with the same arguments stood; the number of workers may differ.
 
         Raises:
-            UsageError: If an epoch has no such position.
+            UsageError: If it is no state, or that of a loader with another order.
         """
-        if not 0 <= state["position"] <= len(self):
+        fingerprint = state.get("fingerprint") if isinstance(state, Mapping) else None
+        if isinstance(fingerprint, str) and fingerprint != self._fingerprint:
             raise UsageError(
-                f"the saved state is at batch {state['position']}, and an epoch has {len(self)} batches.",
-                rule="a loader resumes with the panel, dates and batch size that it was saved with.",
-                remedy="build it with the arguments that it had",
+                f"the saved state is of another loader: its fingerprint is {fingerprint}, not {self._fingerprint}.",
+                rule="a loader resumes with the panel, dates, lookback, target, batch, shuffle, min_assets and "
+                "max_assets that it was saved with.",
+                remedy="build it with the arguments that it had, or start from the beginning without the state",
+            )
+        is_state = fingerprint == self._fingerprint and all(
+            type(state.get(name)) is int and state[name] >= 0 for name in ("epoch", "position")
+        )
+        if not is_state or state["position"] > len(self):
+            raise UsageError(
+                f"{state!r:.200} is no state of this loader.",
+                rule=f"a state is what state_dict() gave: epoch from 0, position from 0 to {len(self)}, fingerprint.",
+                remedy="pass what state_dict() of a loader with the same arguments gave",
             )
         self.set_epoch(state["epoch"])
         self._position = state["position"]
@@ -295,7 +302,7 @@ class Loader:
         self.close()
 
 
-def _rebuild(panel: Panel, arguments: dict[str, Any], state: dict[str, int]) -> Loader:
+def _rebuild(panel: Panel, arguments: dict[str, Any], state: dict[str, Any]) -> Loader:
     loader = Loader(panel, **arguments)
     loader.load_state_dict(state)
     return loader
@@ -310,13 +317,35 @@ def _check_size(batch: Any, max_assets: int | None) -> None:
         )
 
 
-def _check_workers(num_workers: Any, pin_memory: bool, pool: WorkerPool | None) -> None:
+def _fingerprint_of(panel: Panel, arguments: Mapping[str, Any]) -> str:
+    """16 hex digits that stand for all that the order of the batches depends on, which workers do not change."""
+    names = ("lookback", "target", "batch", "shuffle", "min_assets", "max_assets")
+    values = {name: _plain(arguments[name]) for name in names}
+    dates = np.asarray(arguments["date_indices"], np.int64).tolist()
+    return fingerprint_of({"panel": panel.fingerprint, "dates": dates, **values})[:16]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _check_transform(transform: Any) -> None:
+    if transform is not None and not callable(transform):
+        raise UsageError(
+            f"a loader cannot have transform={transform!r}.",
+            rule="it is None or a function that is called as transform(windows, targets, generator).",
+            remedy="pass the function itself",
+        )
+
+
+def _check_workers(num_workers: Any, pin_memory: bool, pool: Any) -> None:
     if num_workers == "auto" and pool is None:
         return
     is_count = isinstance(num_workers, int | np.integer) and not isinstance(num_workers, bool) and num_workers >= 0
-    if not is_count or (pool is not None and (num_workers or pin_memory)):
+    is_pool = pool is None or isinstance(pool, WorkerPool)
+    if not is_count or not is_pool or (pool is not None and (num_workers or pin_memory)):
         raise UsageError(
             f"a loader cannot have num_workers={num_workers!r}, pin_memory={pin_memory} and pool={pool}.",
-            rule="num_workers counts processes from 0; with a pool, it says how many and whether batches are pinned.",
+            rule="num_workers counts processes from 0; a pool is a WorkerPool, and says how many and whether to pin.",
             remedy="pass num_workers and pin_memory, or pool alone",
         )

@@ -109,13 +109,21 @@ class Slots:
         self.shared, self.pinned = shared, pinned
         self.num_made = 0
         self._free: deque[Slot] = deque(maxlen=num_kept)
+        self._lent: dict[weakref.ref[_Lease], Slot] = {}
+        self._dropped: deque[weakref.ref[_Lease]] = deque()
 
     @property
     def num_free(self) -> int:
+        self._collect()
         return len(self._free)
+
+    def _collect(self) -> None:
+        while self._dropped:
+            self.put(self._lent.pop(self._dropped.popleft()))
 
     def take(self, wanted: frozenset[int] | set[int] = frozenset(), *, make: bool = True) -> Slot | None:
         """A free slot, one of the wanted numbers if there is any; a new one if none is free and ``make`` says so."""
+        self._collect()
         for _ in range(len(self._free)):
             slot = self._free.popleft()
             if slot.is_idle and (not wanted or slot.number in wanted):
@@ -136,12 +144,14 @@ class Slots:
     def lend(self, slot: Slot) -> Array:
         """(nbytes,) uint8: the slot's memory; it is free again when no view of this array is left."""
         lease = _Lease(slot)
-        weakref.finalize(lease, self._give_back, slot).atexit = False
+        if self.pinned:
+            weakref.finalize(lease, self._give_back, slot).atexit = False
+        else:  # nothing runs in Python when a batch is dropped: a Ctrl-C in that moment would be printed and forgotten
+            self._lent[weakref.ref(lease, self._dropped.append)] = slot
         return np.asarray(lease)
 
     def _give_back(self, slot: Slot) -> None:
-        if self.pinned:
-            slot.used_until = _event()
+        slot.used_until = _event()
         self.put(slot)
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from memfit.data._gather import WindowReader
 from memfit.data._panel import Panel
 from memfit.data._slots import Layout
-from memfit.errors import JobFailedError, MemfitError
+from memfit.errors import JobFailedError, MemfitError, UsageError
 from memfit.watchdog import register_stack_dump
 
 #: Changes windows (n, lookback, num_features) and targets (n,) in place, drawing from the generator that it is given.
@@ -67,7 +67,13 @@ class Recipe:
         reader.read(cells, windows, targets)
         if self.transform is not None:
             with _seeded(self.seed, *key) as generator:
-                self.transform(windows, targets, generator)
+                result: object = self.transform(windows, targets, generator)
+            if result is not None:
+                raise UsageError(
+                    f"transform returned {type(result).__name__} for batch {key[1]} of epoch {key[0]}.",
+                    rule="a transform changes windows and targets in place and returns None; nothing else is taken.",
+                    remedy="write into them, as in windows[:] = ..., and return nothing",
+                )
 
 
 @contextmanager
@@ -175,9 +181,10 @@ def _try_to_make(recipes: dict[int, Any], number: int, slot: mmap.mmap, size: in
         recipe.make(reader, recipe.layout.parts(np.frombuffer(slot, np.uint8), size), key)
     except MemfitError as error:
         return error
-    except Exception as error:
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: no signal comes here, so code raised them
+        text = f"exit code {error.code!r}" if isinstance(error, SystemExit) else f"{error}"
         return JobFailedError(
-            f"a loader's worker failed: {type(error).__name__}: {error}\n{traceback.format_exc()[-4000:]}".rstrip(),
+            f"a loader's worker failed: {type(error).__name__}: {text}\n{traceback.format_exc()[-4000:]}".rstrip(),
             rule="an error in a worker ends the iteration at the batch that it happened in.",
             remedy="see the traceback above; num_workers=0 raises it here, where a debugger can see it",
         )
