@@ -65,6 +65,7 @@ def test_build_takes_type_and_order_and_prints_json(memfit, prices):
     ("words", "message"),
     [
         (["--index", "day", "--features", "f1"], "--index day names 1 columns"),
+        (["--index", "day,day", "--features", "f1"], "--index day,day names one column twice"),
         (["--index", "day,id", "--features", "g*"], "the pattern 'g*' finds no column of numbers"),
         (["--index", "day,id", "--features", "f_nam"], "0 columns named 'f_nam'"),
         (["--index", "day,id", "--features", "f_name"], "column 'f_name' of prices.parquet has type string"),
@@ -78,6 +79,19 @@ def test_what_cannot_be_built_is_refused_in_three_parts(memfit, prices, words, m
     assert "\n  rule: " in done.err
     assert "\n  do:   " in done.err
     assert not list((prices / "out").glob("[!.]*"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[*BUILD[:-1], "file"], [*BUILD[:-1], "file/sub"], ["panel", "export", "out", "-o", "/proc/x.parquet"]],
+    ids=["a file", "in a file", "in /proc"],
+)
+def test_a_place_that_cannot_be_written_is_refused_without_settings_that_panel_has_not(memfit, prices, words):
+    assert memfit(*BUILD).exit_code == 0
+    (prices / "file").touch()
+    done = memfit(*words)
+    assert done.exit_code == 2
+    assert "do:   make that path usable, or name another one" in done.err
 
 
 def test_info_says_what_a_panel_holds(memfit, prices):

@@ -198,6 +198,7 @@ def test_old_and_restated_dates_are_refused(make_table: Callable[..., pa.Table],
     with pytest.raises(DataError, match=rf"{10 - border} of the source's {20 - border} dates are not after the panel"):
         panel.append(cut(table, border)[1])
     assert versions(tmp_path) == [panel.path]
+    assert {path.name for path in tmp_path.iterdir()} == {panel.path.name, f".{panel.path.name}.lock"}
 
 
 def test_new_assets_other_columns_and_panels_by_asset_are_refused(

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import pytest
 
 from memfit.data import Panel, _build
 from memfit.data._build import PanelSpec, build_panel
+from memfit.data._publish import locked
 from memfit.data._source import Source
 from memfit.errors import DataError
 from memfit.rundir import RunDir
@@ -139,6 +142,31 @@ def test_another_panels_builder_is_swept_when_dead_and_left_alone_when_alive(
 def test_building_takes_little_private_memory_whatever_the_panels_size(large_panel: dict[str, Any]) -> None:
     assert large_panel["nbytes"] > 190 << 20
     assert 0 < large_panel["grown_bytes"] < 112 << 20
+
+
+def test_a_build_that_fails_leaves_nothing(make_table: Callable[..., pa.Table], tmp_path: Path) -> None:
+    table = make_table(5, 4)
+    with pytest.raises(DataError, match="more than one row"):
+        Panel.build(pa.concat_tables([table, table]), tmp_path, features=FEATURES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_index_of_one_column_twice_is_refused(parquet: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"index is \('date', 'date'\)"):
+        Panel.build(parquet, tmp_path / "panels", index=("date", "date"), features=FEATURES)
+
+
+def test_a_lock_whose_file_goes_after_each_error_has_one_holder_at_a_time(tmp_path: Path) -> None:
+    def hold(number: int) -> None:
+        with suppress(RuntimeError), locked(tmp_path / "panel"):
+            (tmp_path / "held").mkdir()
+            time.sleep(0.001)
+            (tmp_path / "held").rmdir()
+            raise RuntimeError(number)
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        assert list(pool.map(hold, range(40))) == [None] * 40
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_source_that_only_moved_is_reused_without_writing_into_the_cache(parquet: Path, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_another_kind_is_refused_with_its_place_and_leaves_nothing(name, tmp_pat
         pack(iter([1, 2, value]), tmp_path / "packed")
     assert caught.value.rule
     assert caught.value.remedy
-    assert {path.name for path in tmp_path.iterdir()} <= {".packed.lock"}
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_list_that_holds_itself_is_refused():
@@ -182,7 +182,7 @@ def test_an_error_of_the_source_passes_through_and_leaves_nothing(tmp_path, monk
     for path in (tmp_path / "packed", None):
         with pytest.raises(RuntimeError, match="no more"):
             pack(source(), path)
-    assert {path.name for path in tmp_path.iterdir()} <= {".packed.lock"}
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_there_is_not_overwritten(tmp_path):
@@ -266,7 +266,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path):
     finally:
         signal.signal(signal.SIGXFSZ, ignored)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert {path.name for path in tmp_path.iterdir()} <= {".packed.lock"}
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_packer_leaves_no_data_set_and_the_next_one_sweeps(tmp_path):
@@ -332,3 +332,33 @@ def _try_to_pack(arguments):
     except DataError:
         return ""
     return name
+
+
+@pytest.mark.parametrize("value", [np.bytes_(b"x\0"), np.str_("x\0"), np.str_("\0")], ids=repr)
+def test_numpy_text_that_its_arrays_cut_is_refused(value, tmp_path):
+    with pytest.raises(DataError, match=r"object 1\['key'\] cannot be packed: it is a numpy.* that ends with a zero"):
+        pack([1, {"key": value}])
+    kept = [np.bytes_(b"\0x"), np.str_("x"), np.str_(""), value.item()]
+    data = pack(kept)
+    assert [(type(one), one) for one in data] == [(type(one), one) for one in kept]
+
+
+@pytest.mark.parametrize("one", ["abc", b"abc", bytearray(b"abc"), {"a": 1}, OrderedDict(a=1)], ids=repr)
+def test_one_object_in_place_of_a_list_is_refused(one, tmp_path):
+    with pytest.raises(DataError, match=f"the objects are one {type(one).__name__}") as caught:
+        pack(one, tmp_path / "packed")
+    assert "pack([one])" in str(caught.value.remedy)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["file/x", "file/sub/x"])
+def test_a_folder_that_cannot_be_made_is_refused(place, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"file.* cannot be made: ") as caught:
+        pack([1], tmp_path / place)
+    assert (caught.value.rule, caught.value.remedy) > ("", "")
+
+
+def test_a_folder_that_takes_no_lock_is_refused_at_once():
+    with pytest.raises(DataError, match="nothing can be written in /proc"):
+        pack([1], "/proc/packed")

@@ -184,6 +184,8 @@ def test_a_column_may_have_another_type_in_another_file(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("none", None, "is not there"),
+        ("none*.parquet", None, r"none\*.parquet is not there[^~]* a pattern is expanded by the shell"),
+        ("/dev/null", None, "/dev/null is neither a file nor a folder"),
         ("empty_folder", "folder", "holds no Parquet or Arrow file"),
         ("data.csv", b"date,code\n", "neither a Parquet nor an Arrow file: it begins with b'date,c'"),
         ("empty", b"", "neither a Parquet nor an Arrow file"),

@@ -93,5 +93,5 @@ def _refused(error: OSError) -> UsageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         remedy = "free space there, then run the same command again: it goes on where it stood"
     else:
-        remedy = "make that path usable, or name another with --set runs_dir=... or --set panels_dir=..."
+        remedy = "make that path usable, or name another one"
     return UsageError(what, rule=rule, remedy=remedy)

@@ -239,9 +239,10 @@ def _open(path: Path) -> Panel:
 
 def _index(text: str) -> tuple[str, str]:
     words = _words([text])
-    if len(words) != 2:
+    if len(set(words)) != 2 or len(words) != 2:
+        named = f"{len(words)} columns" if len(words) != 2 else "one column twice"
         raise UsageError(
-            f"--index {text} names {len(words)} columns.",
+            f"--index {text} names {named}.",
             rule="the index is the column of dates and the column of asset codes, with a comma between them.",
             remedy="write for example --index date,code",
         )

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
+from memfit.data._arrow import numpy_of, text_of
 from memfit.data._build import (
     Built,
     allocate,
@@ -33,6 +33,7 @@ from memfit.data._publish import (
     check_space,
     free_bytes,
     is_built,
+    locked,
     panel_lock,
     progress_events,
     seal,
@@ -144,7 +145,7 @@ def append_panel(
     path = base.path.parent / fingerprint[:16]
     if is_built(path, fingerprint):
         return Built(path, reused=True)
-    with panel_lock(path):
+    with locked(path):
         if is_built(path, fingerprint):
             return Built(path, reused=True)
         sweep(path)
@@ -192,7 +193,7 @@ def _new_axes(base: Base, source: Source, spec: PanelSpec, *, may_widen: bool) -
             remedy="have the old dates copied into a wider panel (new_assets='copy', --new-assets copy), which shares "
             "nothing; or drop those rows",
         )
-    return Axes(axes.dates, pa.array(sorted({*base.assets, *unknown}), pa.large_string()), axes.num_rows)
+    return Axes(axes.dates, text_of(sorted({*base.assets, *unknown})), axes.num_rows)
 
 
 def _write_wider(
@@ -204,7 +205,7 @@ def _write_wider(
     layout = whole.layout(spec)
     arrays = {name: create(aside / f"{name}.npy", dtype, shape) for name, (dtype, shape) in layout.items()}
     old = {name: map_array(base.path, name, facts) for name, facts in base.manifest.arrays.items()}
-    place = pc.index_in(pa.array(base.assets, pa.large_string()), value_set=whole.assets).to_numpy()
+    place = numpy_of(pc.index_in(text_of(base.assets), value_set=whole.assets))
     for date in range(num_old):
         arrays["values"][date] = missing(spec.dtype)
         arrays["targets"][date] = np.nan

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from memfit.data._arrow import numpy_of
 from memfit.data._dtypes import encode, is_finite, missing, storage, target_dtype
 from memfit.data._manifest import ASSETS, DATES, FORMAT_VERSION, MANIFEST, Manifest, canonical_json, read_manifest
 from memfit.data._publish import (
@@ -23,7 +24,7 @@ from memfit.data._publish import (
     check_space,
     free_bytes,
     is_built,
-    panel_lock,
+    locked,
     progress_events,
     seal,
     source_changed,
@@ -70,7 +71,7 @@ def build_panel(
     path = directory.resolve() / fingerprint[:16]
     if is_built(path, fingerprint):
         return Built(path, reused=True)
-    with panel_lock(path):
+    with locked(path):
         if is_built(path, fingerprint):
             return Built(path, reused=True)
         sweep(path)
@@ -179,7 +180,7 @@ def _places(batch: pa.RecordBatch, spec: PanelSpec, axes: Axes) -> tuple[Array, 
     date = np.minimum(np.searchsorted(axes.dates, dates), len(axes.dates) - 1)
     if asset.null_count or (axes.dates[date] != dates).any():
         raise source_changed()
-    return date, asset.to_numpy().astype(np.int64)
+    return date, numpy_of(asset).astype(np.int64)
 
 
 def _refuse_duplicates(cell: npt.NDArray[np.int64], present: Array, axes: Axes) -> None:

@@ -137,6 +137,8 @@ class Encoder:
                 raise RefusedError(f"a tensor of {value.dtype}, {value.layout} ({error})") from None
         elif kind is np.ndarray or kind is np.memmap or isinstance(value, np.generic):
             array = np.asarray(value)
+            if isinstance(value, np.str_ | np.bytes_) and len(array[()]) != len(value):
+                raise RefusedError(f"a numpy.{kind.__name__} that ends with a zero, which NumPy's arrays drop")
         else:
             raise RefusedError(f"a value of the type {kind.__module__}.{kind.__qualname__}")
         text = repr(np.lib.format.dtype_to_descr(array.dtype) if array.dtype.names else array.dtype.str).encode()

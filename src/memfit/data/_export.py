@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from memfit.data._arrow import arrow_of, text_of
 from memfit.data._publish import FULL, Progress, full_disk
 from memfit.errors import DataError
 from memfit.rundir import sync_folder
@@ -68,7 +69,7 @@ def _schema(panel: Panel) -> pa.Schema:
 def _batches(panel: Panel, schema: pa.Schema, num_cells: int, progress: Progress | None) -> Iterator[pa.RecordBatch]:
     """The rows that are present, cell by cell as the panel lies."""
     num_dates, num_assets = panel.shape[:2]
-    codes = pa.array(panel.assets, pa.string())
+    codes = text_of(panel.assets).cast(pa.string())
     total = num_dates * num_assets
     for start in range(0, total, num_cells):
         if progress:
@@ -80,8 +81,8 @@ def _batches(panel: Panel, schema: pa.Schema, num_cells: int, progress: Progress
             continue
         date, asset = date[present], asset[present]
         columns = {
-            _date(panel): pa.array(panel.dates[date]),
-            _asset(panel): codes.take(pa.array(asset)),
+            _date(panel): arrow_of(panel.dates[date].astype(np.int32), pa.date32()),
+            _asset(panel): codes.take(arrow_of(asset, pa.int64())),
         }
         values, targets = panel.decode(panel.values[date, asset]), panel.targets[date, asset]
         for names, block in ((panel.feature_names, values), (panel.target_names, targets)):
@@ -95,7 +96,7 @@ def _batches(panel: Panel, schema: pa.Schema, num_cells: int, progress: Progress
 
 def _column(numbers: Any, kind: pa.DataType) -> pa.Array:
     numbers = np.ascontiguousarray(numbers, kind.to_pandas_dtype())
-    return pa.array(numbers, kind, mask=np.isnan(numbers) if numbers.dtype.kind == "f" else None)
+    return arrow_of(numbers, kind, np.isnan(numbers) if numbers.dtype.kind == "f" else None)
 
 
 @contextmanager

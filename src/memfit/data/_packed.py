@@ -21,10 +21,10 @@ from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
-from filelock import FileLock
 
 from memfit.data._encoding import Encoder, RefusedError, decode
 from memfit.data._manifest import MANIFEST, canonical_json, file_facts
+from memfit.data._publish import locked
 from memfit.data._source import CHUNK_BYTES, chunk_digests
 from memfit.errors import DamagedError, DataError
 from memfit.rundir import sync_folder
@@ -58,7 +58,8 @@ def pack(objects: Iterable[Any], path: Path | str | None = None) -> PackedDatase
 
     Raises:
         DataError: If an object is of another kind (its place is named), if the folder is there already, or if the disk
-            is full. Nothing is left behind.
+            is full, if ``objects`` is one text, bytes or mapping, or if the folder cannot be made. Nothing is left
+            behind.
 
     Example:
         >>> data = pack({"text": text, "ids": np.arange(len(text))} for text in ("one", "three"))
@@ -67,6 +68,12 @@ def pack(objects: Iterable[Any], path: Path | str | None = None) -> PackedDatase
         >>> data[-1]["ids"].flags.writeable
         False
     """
+    if isinstance(objects, str | bytes | bytearray | Mapping):
+        raise DataError(
+            f"the objects are one {type(objects).__name__}.",
+            rule="packed are the objects that an iterable gives: of a text its characters, of a dict its keys alone.",
+            remedy="pack([one]) packs it as one object, pack(one.values()) the values of a dict",
+        )
     if path is None:
         owned = Path(tempfile.mkdtemp(prefix="memfit-packed-"))
         try:
@@ -75,8 +82,15 @@ def pack(objects: Iterable[Any], path: Path | str | None = None) -> PackedDatase
             shutil.rmtree(owned, ignore_errors=True)
             raise
     folder = Path(path).absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f".{folder.name}.lock")):
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{folder.parent} cannot be made: {error.strerror}.",
+            rule=f"packed objects are a folder in a folder; {error.filename} is no folder, or none can be made there.",
+            remedy="make that path usable, or name another one",
+        ) from error
+    with locked(folder):
         return PackedDataset(_Files(_write(objects, folder)))
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,30 @@ def free_bytes(directory: Path) -> int:
 def panel_lock(path: Path) -> FileLock:
     """The lock of whoever writes or removes a panel's folder."""
     return FileLock(path.with_name(f".{path.name}.lock"))
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a folder that is written; after an error its file is gone too.
+
+    The file goes while its lock is held: who waited for it finds that it has no name any more, and takes a new one's.
+    """
+    lock = panel_lock(path)
+    try:  # where none can be made, FileLock may wait for it for good
+        os.close(os.open(lock.lock_file, os.O_RDWR | os.O_CREAT, 0o644))
+    except OSError as error:
+        raise DataError(
+            f"nothing can be written in {path.parent}: {error.strerror}.",
+            rule=f"a folder is written under the lock of a file beside it, here {lock.lock_file}.",
+            remedy="make that path usable, or name another one",
+        ) from error
+    with lock:
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                Path(lock.lock_file).unlink()
+            raise
 
 
 def is_built(path: Path, fingerprint: str) -> bool:

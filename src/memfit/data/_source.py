@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from memfit.data._arrow import numpy_of
 from memfit.errors import DataError, nearest
 
 #: Files are hashed in pieces of this size, so that damage is named to within one.
@@ -122,11 +123,19 @@ def _expand(path: Path) -> list[Path]:
             return found
     elif path.is_file():
         return [path]
-    what = "holds no Parquet or Arrow file" if path.is_dir() else "is not there"
+    remedy = "name an existing file or folder"
+    if path.is_dir():
+        what = "holds no Parquet or Arrow file"
+    elif path.exists():
+        what = "is neither a file nor a folder"
+    else:
+        what = "is not there"
+        if set("*?[") & set(str(path)):
+            remedy += "; a pattern is expanded by the shell, where it is not in quotes and files match it"
     raise DataError(
         f"{path} {what}.",
         rule=f"a panel is built from files, or from a folder of {', '.join(_SUFFIXES)} files.",
-        remedy="name an existing file or folder",
+        remedy=remedy,
     )
 
 
@@ -305,10 +314,10 @@ def decode_dates(column: pa.Array, name: str) -> npt.NDArray[np.datetime64]:
     if pa.types.is_timestamp(column.type) and column.type.tz is not None:
         column = pc.local_timestamp(column)
     if pa.types.is_date32(column.type):
-        return np.asarray(column.cast(pa.int32()).to_numpy(zero_copy_only=False), np.int64).astype("datetime64[D]")
+        return numpy_of(column.cast(pa.int32())).astype(np.int64).astype("datetime64[D]")
     unit: Any = "ms" if pa.types.is_date64(column.type) else column.type.unit
     per_day = 86400 * {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
-    ticks = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    ticks = numpy_of(column.cast(pa.int64()))
     days, rest = np.divmod(ticks, per_day)
     if rest.any():
         first = np.datetime64(int(ticks[np.flatnonzero(rest)[0]]), unit)
@@ -337,4 +346,4 @@ def decode_numbers(column: pa.Array) -> npt.NDArray[Any]:
     column = _plain(column)
     if pa.types.is_boolean(column.type) or pa.types.is_decimal(column.type):
         column = column.cast(pa.float64())
-    return np.asarray(column.to_numpy(zero_copy_only=False))
+    return numpy_of(column)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from memfit.data._arrow import text_of
 from memfit.data._dtypes import dtype_name, storage, target_dtype
 from memfit.data._source import Source, decode_assets, decode_dates
 from memfit.errors import DataError
@@ -28,10 +29,10 @@ def index_columns(index: Any) -> tuple[str, str]:
     ('date', 'code')
     """
     names = () if isinstance(index, str) else tuple(index)
-    if len(names) != 2 or not all(isinstance(name, str) for name in names):
+    if len(names) != 2 or names[0] == names[1] or not all(isinstance(name, str) for name in names):
         raise DataError(
             f"index is {index!r}.",
-            rule="it names two columns: that of dates and that of asset codes.",
+            rule="it names two different columns: that of dates and that of asset codes.",
             remedy='pass index=("date", "code")',
         )
     return names[0], names[1]
@@ -109,7 +110,7 @@ class Axes:
             num_rows += batch.num_rows
         if not num_rows:
             raise DataError("the source has no rows.", rule="a panel has at least one.", remedy="name another source")
-        return cls(dates, pa.array(sorted(assets), pa.large_string()), num_rows)
+        return cls(dates, text_of(sorted(assets)), num_rows)
 
     def layout(self, spec: PanelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of each array that a source of these axes fills."""

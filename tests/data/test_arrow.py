@@ -1,0 +1,107 @@
+"""Arrow arrays and NumPy's, without the pandas that pyarrow's own ways import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+
+from memfit.data._arrow import arrow_of, numpy_of, text_of
+
+DAYS = np.repeat(np.arange("2024-01-01", "2024-01-11", dtype="datetime64[D]"), 3)
+WHOLE = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+GAPS = [1, None, 3, 4, 5, 6, 7, 8, None, 10, None]
+
+CHILD = """
+import sys
+
+asked = []
+
+
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "pandas":
+            asked.append(name)
+            raise ImportError(name)
+
+
+sys.meta_path.insert(0, Refuses())
+from memfit.data import Panel, match_columns
+
+old, new, wider, folder = sys.argv[1:]
+features = match_columns(old, ["f*"]).names
+for order in ("asset", "date"):
+    panel = Panel.build(old, folder, features=features, targets=["f1"], order=order)
+panel = panel.append(new).append(wider, new_assets="copy")
+for suffix in ("parquet", "feather", "arrows"):
+    panel.export(f"{folder}/table.{suffix}")
+assert not asked, asked
+print(panel.shape)
+"""
+
+
+def rows(days: pa.Array, codes: pa.Array) -> pa.Table:
+    numbers = np.arange(len(days))
+    gaps = pa.array([None if number % 5 == 1 else number for number in numbers.tolist()])
+    some = {"f1": gaps.cast(pa.float32()), "f2": gaps, "f3": numbers % 2 == 0, "f4": gaps.cast(pa.decimal128(30, 2))}
+    return pa.table({"date": days, "code": codes, **some})
+
+
+@pytest.mark.parametrize("kind", ["date32", "date64", "timestamp", "zone", "text"])
+def test_building_appending_and_exporting_import_no_pandas(kind: str, tmp_path: Path) -> None:
+    codes = pa.array(["a", "b", "c"] * 10)
+    if kind == "text":
+        codes = codes.dictionary_encode()
+    types = {"date32": pa.date32(), "date64": pa.date64(), "timestamp": pa.timestamp("us")}
+
+    def dates(first: int) -> pa.Array:
+        days = pa.array(DAYS + first)
+        if kind == "text":
+            return pa.array((DAYS + first).astype(str).tolist())
+        if kind == "zone":
+            return days.cast(pa.timestamp("ns")).cast(pa.timestamp("ns", "UTC"))
+        return days.cast(types[kind])
+
+    names = [tmp_path / name for name in ("old.parquet", "new.feather", "wider.parquet")]
+    pq.write_table(rows(dates(0), codes), names[0])
+    feather.write_feather(rows(dates(10), codes), names[1])
+    pq.write_table(rows(dates(20), pa.array(["a", "b", "new"] * 10)), names[2])
+    command = [sys.executable, "-c", CHILD, *map(str, names), str(tmp_path / "panels")]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr) == ("(30, 4, 4)\n", "")
+
+
+@pytest.mark.parametrize("values", [WHOLE, GAPS, [], [None, None]], ids=["whole", "gaps", "none", "all gaps"])
+@pytest.mark.parametrize("kind", ["int8", "uint16", "int32", "int64", "uint64", "float16", "float32", "float64"])
+def test_numbers_are_those_of_pyarrow_also_of_a_slice(kind: str, values: list[int | None]) -> None:
+    floats = [None if value is None else np.float16(value) for value in values]
+    column = pa.array(floats if kind == "float16" else values, kind)
+    for part in (column, column.slice(2), column.slice(1, 9)):
+        found, expected = numpy_of(part), part.to_numpy(zero_copy_only=False)
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_whole_numbers_are_a_view() -> None:
+    column = pa.array(WHOLE)
+    assert np.shares_memory(numpy_of(column), np.frombuffer(column.buffers()[1], np.int64))
+
+
+def test_arrays_become_arrow_columns_null_where_they_are_missing() -> None:
+    numbers = np.array([np.nan if value is None else value for value in GAPS])
+    assert arrow_of(numbers, pa.float64(), np.isnan(numbers)).equals(pa.array(GAPS, pa.float64()))
+    assert arrow_of(DAYS.astype(np.int32), pa.date32()).equals(pa.array(DAYS))
+    assert arrow_of(numbers[:0], pa.float64()).to_pylist() == []
+
+
+@pytest.mark.parametrize("words", [[], ["", "a", "", "ä€😀"], ["AAPL"] * 100])
+def test_words_become_large_text(words: list[str]) -> None:
+    made = text_of(words)
+    made.validate(full=True)
+    assert made.equals(pa.array(words, pa.large_string()))
