@@ -9,7 +9,11 @@ LOADER = "import polars, torch\nfrom torch.utils.data import DataLoader\nDataLoa
 
 
 @pytest.fixture
-def script(tmp_path):
+def script(tmp_path, monkeypatch):
+    (tmp_path / "libs/polars").mkdir(parents=True)
+    (tmp_path / "libs/polars/__init__.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", "libs")
+
     def write(text):
         (tmp_path / "train.py").write_text(text)
         return ["--", sys.executable, "train.py"]
@@ -82,3 +86,14 @@ def test_bad_usage_gives_2_and_no_traceback(memfit, words):
     assert done.exit_code == 2
     assert "Traceback" not in done.err
     assert "problems:" not in done.out
+
+
+@pytest.mark.parametrize("words", [("nothere.py",), ("-m", "nopkg_at_all"), ("adir.py",), ("syn.py",), ("nul.py",)])
+def test_what_python_cannot_run_gives_2(memfit, tmp_path, words):
+    (tmp_path / "adir.py").mkdir()
+    (tmp_path / "syn.py").write_text("def f(:\n")
+    (tmp_path / "nul.py").write_text("x\0")
+    done = memfit("doctor", "--", sys.executable, *words)
+    assert done.exit_code == 2
+    assert done.out.startswith("problem script")
+    assert "Traceback" not in done.err

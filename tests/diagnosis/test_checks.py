@@ -262,7 +262,7 @@ def test_packages_that_are_missing_or_do_not_match_are_told(diagnose, packages, 
 
 
 def test_what_cannot_be_read_of_a_command_is_said(diagnose):
-    assert verdicts(diagnose(words=["bash", "run.sh"]), "script") == ["warning"]
+    assert verdicts(diagnose(words=["bash", "run.sh"], files={"run.sh": "make\n"}), "script") == ["warning"]
     assert "train.py" in diagnose("def f(:\n")["script"][0].finding
     assert verdicts(diagnose("import os\n"), "script") == ["ok"]
 
@@ -276,3 +276,62 @@ def test_every_recorded_place_is_examined_and_the_worst_comes_first(tree, name):
     assert ranks == sorted(ranks, reverse=True)
     assert {"budget", "walls", "/dev/shm", "threads", "malloc"} <= {check.check for check in checks}
     assert all(check.finding and check.reason for check in checks)
+
+
+def test_a_library_that_is_not_installed_is_a_warning_that_says_so(diagnose):
+    absent = dataclasses.replace(ASKED, missing=["polars"])
+    [check] = diagnose(DEADLOCK, env={"NUM_WORKERS": "8"}, asked=absent)["fork"]
+    assert check.verdict == "warning"
+    assert "not installed for this interpreter: the import fails first" in check.finding
+    both = diagnose(DEADLOCK.replace("import torch", "import torch, jax"), env={"NUM_WORKERS": "8"}, asked=absent)
+    assert [(one.verdict, "jax" in one.finding) for one in both["fork"]] == [("problem", True), ("warning", False)]
+
+
+def test_the_source_of_a_start_method_is_the_call_that_names_it(diagnose):
+    loader = DEADLOCK.replace("num_workers=workers", "num_workers=2, multiprocessing_context='fork'")
+    pool = "import polars, multiprocessing as mp\nmp.get_context('fork').Pool(2)\n"
+    for script, site in ((loader, "train.py:11"), (pool, "train.py:2")):
+        [check] = diagnose(script)["fork"]
+        assert check.verdict == "problem"
+        assert check.source.startswith(f"fork is named at {site}; ")
+        assert "the default of Python" not in check.source
+
+
+def test_a_word_that_argparse_refuses_is_a_problem_and_no_number_that_is_not_known(diagnose):
+    script = DEADLOCK.replace(
+        "workers = int(os.environ.get", "p.add_argument('--workers', type=int)\n    x = int(os.getenv"
+    )
+    script = script.replace("num_workers=workers", "num_workers=args.workers")
+    found = diagnose(script, words=["python", "train.py", "--workers=abc"])
+    [check] = found["arguments"]
+    assert (check.verdict, check.source) == ("problem", "train.py:10")
+    assert "argparse will refuse --workers=abc" in check.finding
+    assert "which argparse refuses" in found["fork"][0].finding
+    assert "not known here" not in found["fork"][0].finding
+    assert "arguments" not in diagnose(script, words=["python", "train.py", "--workers=2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["nothere.py"], "there is no file 'nothere.py'"), (["-m", "nopkg"], "there is no module 'nopkg'"),
+     (["adir.py"], "the folder 'adir.py' has no __main__.py")],
+)  # fmt: skip
+def test_what_python_is_to_run_and_is_not_there_is_a_problem(diagnose, tmp_path, words, told):
+    (tmp_path / "project/adir.py").mkdir(parents=True)
+    asked = dataclasses.replace(ASKED, missing=["nopkg"])
+    found = diagnose(words=["python", *words], asked=asked)
+    [check] = found["script"]
+    assert not any("not to be found" in one.finding for one in found["packages"])
+    assert check.verdict == "problem"
+    assert told in check.finding
+    assert check.remedy
+
+
+def test_a_script_that_is_no_python_is_a_problem_unless_its_python_is_a_newer_one(diagnose):
+    script = "x = 1\ndef f(:\n"
+    [check] = diagnose(script)["script"]
+    assert (check.verdict, check.source) == ("problem", "train.py:2")
+    assert "train.py:2 is no Python" in check.finding
+    assert "train.py:2" in check.remedy
+    newer = dataclasses.replace(ASKED, version=(99, 0, 0))
+    assert verdicts(diagnose(script, asked=newer), "script") == ["warning"]

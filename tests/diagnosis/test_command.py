@@ -1,6 +1,7 @@
 """What a command is, from its words."""
 
 import sys
+import zipfile
 
 import pytest
 
@@ -37,6 +38,26 @@ def test_the_script_and_its_arguments_are_found_behind_the_options_of_what_runs_
 ):
     command = parse(text)
     assert (command.script, command.arguments) == (tmp_path / script, arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "script"),
+    [("python -um pkg.job", "pkg/job.py"), ("python -uW error train.py", "train.py"), ("python pkg", "pkg/__main__.py"),
+     ("python -mpkg", "pkg/__main__.py"), ("python - other.py", None), ("python /dev/null x", None),
+     ("python app.pyz", None), ("python -m elsewhere", None)],
+)  # fmt: skip
+def test_what_python_can_run_is_not_missing(parse, tmp_path, text, script):
+    with zipfile.ZipFile(tmp_path / "app.pyz", "w") as archive:
+        archive.writestr("__main__.py", "")
+    command = parse(text)
+    assert (command.script, command.missing) == (tmp_path / script if script else None, "")
+
+
+def test_a_module_that_a_package_of_the_folder_lacks_is_missing(parse, tmp_path):
+    (tmp_path / "pkg/__init__.py").write_text("")
+    assert "no module 'pkg.nothing'" in parse("python -m pkg.nothing").missing
+    (tmp_path / "pkg/nothing.cpython-311-x86_64-linux-gnu.so").write_text("")
+    assert parse("python -m pkg.nothing").missing == ""
 
 
 @pytest.mark.parametrize("text", ["python " + "x" * 9000, "sh -c " + "x" * 9000 + ".py"])

@@ -100,10 +100,10 @@ def test_a_script_is_never_run_and_one_that_is_no_python_is_told(tmp_path):
     (tmp_path / "bad.py").write_text("def f(:\n")
     assert read_script(tmp_path / "train.py", cwd=tmp_path).errors == []
     assert not (tmp_path / "trace").exists()
-    assert "bad.py" in read_script(tmp_path / "bad.py", cwd=tmp_path).errors[0]
+    assert read_script(tmp_path / "bad.py", cwd=tmp_path).errors[0].site == "bad.py:1"
     (tmp_path / "deep.py").write_text("x = " + "+".join(["1"] * 20_000))
     assert len(read_script(tmp_path / "deep.py", cwd=tmp_path).errors) == 1
-    assert "none.py" in read_script(tmp_path / "none.py", cwd=tmp_path).errors[0]
+    assert read_script(tmp_path / "none.py", cwd=tmp_path).errors[0].site == "none.py"
 
 
 @pytest.mark.parametrize(
@@ -113,3 +113,30 @@ def test_a_script_is_never_run_and_one_that_is_no_python_is_told(tmp_path):
 )  # fmt: skip
 def test_the_first_use_of_a_gpu_is_found(text, site):
     assert read(text).cuda == site
+
+
+@pytest.mark.parametrize(
+    ("data", "site"),
+    [(b"x = 1\ny = (\n", "a.py:2"), (b"x = 1\n\0", "a.py:2"), (b"x = 1\ny = '\xe4'\n", "a.py:2"),
+     (b"\xef\xbb\xbfx = 1\n", None), (b"# -*- coding: latin-1 -*-\nx = '\xe4'\n", None)],
+)  # fmt: skip
+def test_what_python_would_refuse_is_told_with_its_line_and_what_it_takes_is_read(tmp_path, data, site):
+    (tmp_path / "a.py").write_bytes(data)
+    errors = read_script(tmp_path / "a.py", cwd=tmp_path).errors
+    assert [(one.site, one.is_syntax) for one in errors] == ([(site, True)] if site else [])
+
+
+@pytest.mark.parametrize(
+    ("option", "word", "refused"),
+    [
+        ("type=int", "--num-workers=abc", ["--num-workers=abc"]),
+        ("type=float", "--num-workers=abc", ["--num-workers=abc"]),
+        ("type=int", "--num-workers=4", []),
+        ("type=int", "--num-workers=$N", []),
+        ("type=str", "--num-workers=abc", []),
+        ("type=int, nargs='*'", "--num-workers=abc", []),
+    ],
+)
+def test_a_value_that_argparse_refuses_is_found(option, word, refused):
+    script = read(f"p.add_argument('--num-workers', {option})\n", arguments=[word])
+    assert [one.name for one in script.refused] == refused

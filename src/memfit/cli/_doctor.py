@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,9 +14,11 @@ from rich.padding import Padding
 from rich.table import Table
 
 from memfit.cli._terminal import console
-from memfit.diagnosis import Check, Setup, examine
 from memfit.errors import UsageError
 from memfit.units import parse_bytes
+
+if TYPE_CHECKING:
+    from memfit.diagnosis import Check, Setup
 
 _STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green"}
 
@@ -47,6 +49,8 @@ def doctor(
 
     Exit codes: 0 no problem was found, 2 a problem (with --strict also a warning), or bad usage.
     """
+    from memfit.diagnosis import examine
+
     checks = examine(context.obj or (), _setup(workers, batch, threads, deep))
     if as_json:
         typer.echo(json.dumps([check.to_dict() for check in checks], indent=2))
@@ -64,6 +68,8 @@ def _setup(workers: int | None, batch: str | None, threads: int | None, deep: bo
     settings = resolve_settings()
     if threads is None and settings.origins["threads_per_job"] != DEFAULT:
         threads = settings.value.threads_per_job
+    from memfit.diagnosis import Setup
+
     return Setup(
         threads=threads,
         tight_malloc=settings.value.memory.tight_malloc,

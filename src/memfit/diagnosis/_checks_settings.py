@@ -126,7 +126,7 @@ def check_packages(case: Case) -> Iterator[Check]:
     if mismatch:
         yield Check("packages", "warning", f"torch {torch} with torchvision {vision}: {mismatch}", reason,
                     "pip uninstall torchvision, or install both from one index", asked.executable)  # fmt: skip
-    absent = [name for name in asked.missing if name != "torch"]
+    absent = [name for name in asked.missing if name != "torch" and name in case.script.imports]
     if absent:
         sites = ", ".join(f"{name} ({case.script.imports.get(name)})" for name in absent[:5])
         remedy = f"{asked.executable} -m pip install {' '.join(absent[:5])}"

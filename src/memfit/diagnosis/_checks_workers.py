@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from memfit.diagnosis._case import Case
 from memfit.diagnosis._check import Check, Verdict
@@ -31,7 +31,7 @@ _THREAD_VARIABLES = (
 _MAY_FORK = ("fork", "")
 #: Threads that libraries start beside their pools: polars for files and streams, torch for autograd.
 _OTHER_THREADS = 16
-#: A verdict, what was found, why it matters, and who says so.
+#: A verdict, what was found, why it matters, and who says so, the start method's source first.
 _Unsafe = tuple[Verdict, str, str, str]
 _GUARD = 'if __name__ == "__main__":'
 _BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -55,7 +55,7 @@ def check_fork(case: Case) -> Iterator[Check]:
     sites = [*(one.site for one in forking), *(one.site for one in calls)]
     if not found:
         finding = f"processes are forked at {_list(sites)}, after no library that is known not to survive it"
-        yield Check("fork", "ok", finding, why, source=says)
+        yield Check("fork", "ok", finding, why, source=_says(case, [*forking, *calls]))
     guard = "" if case.script.has_guard else f", with the script's work below {_GUARD}"
     for verdict, finding, reason, source in found:
         remedy = 'multiprocessing.get_context("spawn"), or "forkserver"' + guard
@@ -64,7 +64,7 @@ def check_fork(case: Case) -> Iterator[Check]:
                 f'DataLoader(..., multiprocessing_context="spawn"), or "forkserver"{guard}; memfit.data.Loader never '
                 "forks the trainer. num_workers=0 is a fallback: safe, and the trainer waits for its data"
             )
-        yield Check("fork", verdict, finding, f"{reason}; {why}", remedy, f"{says}; {source}")
+        yield Check("fork", verdict, finding, f"{reason}; {why}", remedy, source)
 
 
 def _method(one: LoaderCall | Site, default: str) -> str:
@@ -73,6 +73,15 @@ def _method(one: LoaderCall | Site, default: str) -> str:
         return "fork"
     named = one.more if isinstance(one, Site) else one.start_method
     return default if named is None else named
+
+
+def _says(case: Case, ones: Sequence[LoaderCall | Site]) -> str:
+    """Who says how these start their processes: each call that names a start method itself, else the default."""
+    default, says = case.start_method
+    own = [one.site for one in ones if isinstance(one, Site) and one.name.endswith("fork")]
+    named = [one for one in ones if (one.more if isinstance(one, Site) else one.start_method) is not None]
+    own += [f"{_method(one, default) or 'a start method'} is named at {one.site}" for one in named]
+    return "; ".join([*own, *([says] if len(own) < len(ones) else [])])
 
 
 def check_guard(case: Case) -> Iterator[Check]:
@@ -98,16 +107,28 @@ def _unsafe_loaders(case: Case, forking: list[LoaderCall]) -> Iterator[_Unsafe]:
     default = case.start_method[0]
     certain = [one for one in forking if case.workers_of(one) and _method(one, default) == "fork"]
     named = certain or forking
-    count = str(case.workers_of(named[0]) or f"{named[0].num_workers.text}, not known here: --workers tells")
+    number, says = named[0].num_workers, _says(case, named)
+    unknown = f"{number.refused}, which argparse refuses" if number.refused else "not known here: --workers tells"
+    count = str(case.workers_of(named[0]) or f"{number.text}, {unknown}")
     verb = "forks" if _method(named[0], default) == "fork" else "forks, for all that can be told of its start method,"
     what = f"DataLoader(num_workers={count}) at {_list([one.site for one in named])} {verb}"
-    yield from _after_libraries(case, what, certain=bool(certain))
+    yield from _after_libraries(case, what, says, certain=bool(certain))
     if case.script.cuda is not None:
         reason = "CUDA cannot be used in a process that was forked from one that uses it"
-        yield "warning", f"{what}, and the GPU is used at {case.script.cuda}", reason, "torch, notes on multiprocessing"
+        yield (
+            "warning",
+            f"{what}, and the GPU is used at {case.script.cuda}",
+            reason,
+            f"{says}; torch, notes on multiprocessing",
+        )
     started = [one for one in case.script.threads if not one.name.startswith("torch.")]
     if started:
-        yield "warning", f"{what}, and threads are started at {started[0].site}", "Python warns since 3.12", "os.fork"
+        yield (
+            "warning",
+            f"{what}, and threads are started at {started[0].site}",
+            "Python warns since 3.12",
+            f"{says}; os.fork",
+        )
 
 
 def _unsafe_calls(case: Case, calls: list[Site]) -> Iterator[_Unsafe]:
@@ -116,22 +137,31 @@ def _unsafe_calls(case: Case, calls: list[Site]) -> Iterator[_Unsafe]:
         return
     what = f"{calls[0].name} at {_list([one.site for one in calls])} forks"
     certain = any(_method(one, case.start_method[0]) == "fork" for one in calls)
-    yield from _after_libraries(case, what, certain=certain)
+    says = _says(case, calls)
+    yield from _after_libraries(case, what, says, certain=certain)
     if "torch" in case.script.imports and case.threads > 1:
         finding = f"{what} after import torch ({case.script.imports['torch']}) with {case.threads} OpenMP threads"
         reason = "once torch has computed with several threads, the first such computation in a forked process hangs"
-        yield "warning", finding, reason, "GCC libgomp; a DataLoader's workers set one thread and are spared"
+        source = "GCC libgomp; a DataLoader's workers set one thread and are spared"
+        yield "warning", finding, reason, f"{says}; {source}"
 
 
-def _after_libraries(case: Case, what: str, *, certain: bool) -> Iterator[_Unsafe]:
-    found = [(name, *_FORK_UNSAFE[name]) for name in _FORK_UNSAFE if name in case.script.imports]
-    if not found:
-        return
-    names = ", ".join(f"{name} ({case.script.imports[name]})" for name, *_ in found)
-    reasons = "; ".join(f"{name}: {reason}" for name, _, reason, _ in found)
-    sources = "; ".join(source for *_, source in found)
-    is_problem = certain and any(verdict == "problem" for _, verdict, _, _ in found)
-    yield "problem" if is_problem else "warning", f"{what} after import of {names}", reasons, sources
+def _after_libraries(case: Case, what: str, says: str, *, certain: bool) -> Iterator[_Unsafe]:
+    """One finding for the libraries that are there, and one for those that are not installed."""
+    missing = case.interpreter.missing if case.interpreter is not None else ()
+    imported = [name for name in _FORK_UNSAFE if name in case.script.imports]
+    for is_missing in (False, True):
+        found = [(name, *_FORK_UNSAFE[name]) for name in imported if (name in missing) == is_missing]
+        if not found:
+            continue
+        names = ", ".join(f"{name} ({case.script.imports[name]})" for name, *_ in found)
+        reasons = "; ".join(f"{name}: {reason}" for name, _, reason, _ in found)
+        sources = "; ".join([says, *(source for *_, source in found)])
+        is_problem = certain and not is_missing and any(verdict == "problem" for _, verdict, _, _ in found)
+        if is_missing:
+            names += ", not installed for this interpreter: the import fails first"
+            reasons = f"once it is installed: {reasons}"
+        yield "problem" if is_problem else "warning", f"{what} after import of {names}", reasons, sources
 
 
 def check_threads(case: Case) -> Iterator[Check]:

@@ -7,21 +7,26 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from memfit.diagnosis import _checks_command as commands
 from memfit.diagnosis import _checks_host as host
 from memfit.diagnosis import _checks_settings as settings
 from memfit.diagnosis import _checks_shm as shm
 from memfit.diagnosis import _checks_workers as workers
 from memfit.diagnosis._case import Case, Setup
 from memfit.diagnosis._check import Check, worst_first
-from memfit.diagnosis._command import Command, parse_command, which
+from memfit.diagnosis._command import Command
 from memfit.diagnosis._interpreter import Interpreter, ask_interpreter
 from memfit.diagnosis._place import REAL_ROOT, Place
 from memfit.diagnosis._script import Script, read_script
+from memfit.diagnosis._shell import commands_of
 from memfit.jobs import Job, child_env
 from memfit.memory import Budget
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
 
 _CHECKS: tuple[Callable[[Case], Iterator[Check]], ...] = (
+    commands.check_command,
+    commands.check_script,
+    commands.check_words,
     workers.check_fork,
     workers.check_guard,
     workers.check_threads,
@@ -77,7 +82,22 @@ def examine(
     setup, given = setup or Setup(), dict(os.environ if env is None else env)
     folder = Path.cwd() if cwd is None else cwd.absolute()
     place = Place(root, Budget.read(root=root, env=given))
-    parsed = parse_command(command, cwd=folder, env=given)
+    found: dict[Check, None] = {}  # each once: what a shell script starts shares the place
+    for parsed in commands_of(command, cwd=folder, env=given):
+        case = _case(parsed, setup, place, given, parsed.cwd or folder, interpreter)
+        found |= dict.fromkeys(check for one in _CHECKS for check in one(case))
+    return worst_first(list(found))
+
+
+def _case(
+    parsed: Command,
+    setup: Setup,
+    place: Place,
+    given: Mapping[str, str],
+    folder: Path,
+    interpreter: Interpreter | None,
+) -> Case:
+    """One command with what it is given, what its script says and what its interpreter says."""
     added = _added(setup, place)
     inside = {**given, **added, **(parsed.env or {})}
     script = read_script(
@@ -89,10 +109,16 @@ def examine(
         num_cpus=place.num_host_cpus,
     )
     if interpreter is None and place.is_real:
-        interpreter = _ask(parsed, script, setup, inside, list(added))
-    case = Case(place, setup, parsed, script, interpreter, given, added, folder)
-    found = [check for one in _CHECKS for check in one(case)]
-    return worst_first([*_unread(case), *found])
+        interpreter = _ask(parsed, script, setup, _with_whole_paths(inside, folder), list(added))
+    return Case(place, setup, parsed, script, interpreter, given, added, folder)
+
+
+def _with_whole_paths(env: dict[str, str], folder: Path) -> dict[str, str]:
+    """The environment with PYTHONPATH as it is meant from the command's folder."""
+    entries = env.get("PYTHONPATH", "")
+    if not entries:
+        return env
+    return {**env, "PYTHONPATH": os.pathsep.join(str(folder / one) for one in entries.split(os.pathsep))}
 
 
 def _added(setup: Setup, place: Place) -> dict[str, str]:
@@ -111,29 +137,5 @@ def _ask(
     if executable is None:
         return None
     modules = [name for name in _USED if name in script.imports] if setup.deep else []
-    return ask_interpreter(executable, env=env, names=names, modules=modules, wanted=sorted(script.imports))
-
-
-def _unread(case: Case) -> Iterator[Check]:
-    """What of the command could not be read."""
-    words, script = case.command.words, case.script
-    if words and case.place.is_real and which(words[0], case.cwd, case.env) is None:
-        what = f"there is no program '{words[0]}'"
-        rule = "a command begins with a program on the PATH, or with the path of an executable file"
-        yield Check("command", "problem", what, rule, "correct the name, or activate its environment", "PATH")
-    reason = "loaders, forks and imports are found in the script's text"
-    for error in script.errors:
-        yield Check("script", "warning", f"not read: {error}", reason, "", error.partition(":")[0])
-    if words and not script.files and not script.errors:
-        yield Check(
-            "script",
-            "warning",
-            f"no Python script is seen in '{' '.join(words)[:80]}'",
-            reason,
-            "name it: memfit doctor -- python train.py; and what its words do not tell: --workers, --batch",
-            "the command",
-        )
-    elif script.files:
-        more = f" and {len(script.files) - 1} modules beside it" if len(script.files) > 1 else ""
-        finding = f"{script.files[0]}{more} read: {len(script.imports)} imports, {len(script.loaders)} loaders"
-        yield Check("script", "ok", finding, reason, source=script.files[0])
+    wanted = {*script.imports, *([command.module.partition(".")[0]] if command.module else [])}
+    return ask_interpreter(executable, env=env, names=names, modules=modules, wanted=sorted(wanted))

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from memfit.diagnosis._syntax import Outside, constants_of, dotted, options_of, text_of
+
 _LOADERS = frozenset({"DataLoader", "StatefulDataLoader"})
 #: Calls whose keyword says how many workers a loader inside will have.
 _LOADER_KEYWORD = "dataloader_num_workers"
@@ -24,10 +26,14 @@ _MOST_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Number:
-    """A number in the code: its value, or None when the syntax does not tell, and the text that stands there."""
+    """A number in the code: its value, or None when the syntax does not tell, and the text that stands there.
+
+    ``refused`` is the option with its value on the command line, where argparse takes no such value.
+    """
 
     value: int | None
     text: str
+    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,15 @@ class Site:
     more: str | None = None
 
 
+@dataclass(frozen=True)
+class Unread:
+    """A file that could not be read as Python: ``file:line``, or the file alone, and why."""
+
+    site: str
+    why: str
+    is_syntax: bool = False
+
+
 @dataclass
 class Script:
     """What was read.
@@ -71,6 +86,7 @@ class Script:
         cuda: Where a GPU is first used, or None.
         threads: Where threads are started or their number is set.
         errors: Files that could not be read as Python, with the reason.
+        refused: Words of the command that argparse refuses; ``site`` is the option's, ``more`` its type.
         has_guard: The script has ``if __name__ == "__main__"``, or needs none, as the text of ``python -c``.
     """
 
@@ -83,7 +99,8 @@ class Script:
     variables: list[Site] = field(default_factory=list)
     cuda: str | None = None
     threads: list[Site] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
+    errors: list[Unread] = field(default_factory=list)
+    refused: list[Site] = field(default_factory=list)
     has_guard: bool = True
 
 
@@ -111,41 +128,51 @@ def read_script(
     ({'torch': '-c:1'}, '-c:2', 3)
     """
     script = Script()
-    outside = _Outside(arguments, env or {}, num_cpus)
+    outside = Outside(arguments, env or {}, num_cpus)
     folders = [cwd, *([path.parent] if path is not None else [])]
     if text is not None:
         _read_one(script, text, "-c", outside)
     elif path is not None:
-        tree = _read_one(script, _text_of(path, script), _label(path, cwd), outside)
+        label = _label(path, cwd)
+        tree = _read_one(script, _bytes_of(path, label, script), label, outside)
         script.has_guard = any(isinstance(one, ast.If) and "__main__" in ast.unparse(one.test) for one in tree.body)
         for local in _local_files(tree, folders):
             script.imports.pop(local.parent.name if local.name == "__init__.py" else local.stem, None)
             if local.resolve() != path.resolve():
-                _read_one(script, _text_of(local, script), _label(local, cwd), outside)
+                beside = _label(local, cwd)
+                _read_one(script, _bytes_of(local, beside, script), beside, outside)
     return script
 
 
-def _text_of(path: Path, script: Script) -> str:
+def _bytes_of(path: Path, label: str, script: Script) -> bytes:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise OSError(f"larger than {_MOST_BYTES >> 20} MiB")
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_bytes()
     except OSError as error:
-        script.errors.append(f"{path.name}: {error.strerror or error}")
-        return ""
+        script.errors.append(Unread(label, str(error.strerror or error)))
+        return b""
 
 
 def _label(path: Path, cwd: Path) -> str:
     return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
 
 
-def _read_one(script: Script, text: str, label: str, outside: _Outside) -> ast.Module:
+def _read_one(script: Script, text: str | bytes, label: str, outside: Outside) -> ast.Module:
     script.files.append(label)
+    tree = ast.Module(body=[], type_ignores=[])
+    data = text.encode(errors="replace") if isinstance(text, str) else text
     try:
-        tree = ast.parse(text)
+        if b"\0" in data:
+            why = "source code cannot contain null bytes"
+            raise SyntaxError(why, (label, data[: data.index(b"\0")].count(b"\n") + 1, None, None))
+        tree = ast.parse(data)
         _Reader(script, label, tree, outside).visit(tree)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        script.errors.append(f"{label}: {error}")
+    except SyntaxError as error:
+        site = label if error.lineno is None else f"{label}:{error.lineno}"
+        script.errors.append(Unread(site, error.msg, is_syntax=True))
+    except (ValueError, RecursionError) as error:
+        script.errors.append(Unread(label, str(error)))
         return ast.Module(body=[], type_ignores=[])
     return tree
 
@@ -169,33 +196,19 @@ def _local_files(tree: ast.Module, folders: list[Path]) -> Iterator[Path]:
                         yield path
 
 
-@dataclass(frozen=True)
-class _Outside:
-    """What a script is given from outside."""
-
-    arguments: Sequence[str]
-    env: Mapping[str, str]
-    num_cpus: int | None
-
-    def option(self, flags: Sequence[str]) -> str | None:
-        """The value of an option on the command line."""
-        for at, word in enumerate(self.arguments):
-            name, equals, value = word.partition("=")
-            if name in flags:
-                return value if equals else next(iter(self.arguments[at + 1 :]), None)
-        return None
-
-
 class _Reader(ast.NodeVisitor):
     """Fills a ``Script`` from one file."""
 
-    def __init__(self, script: Script, label: str, tree: ast.Module, outside: _Outside) -> None:
+    def __init__(self, script: Script, label: str, tree: ast.Module, outside: Outside) -> None:
         self.script, self.label, self.outside = script, label, outside
         self.renamed: dict[str, str] = {}
         self.origins: dict[str, str] = {}
         self.loaded: list[str] = []
-        self.constants = _constants(tree)
-        self.options = _options(tree)
+        self.constants = constants_of(tree)
+        self.options = options_of(tree)
+        for option in self.options.values():
+            if word := option.refused(outside.option(option.flags)):
+                script.refused.append(Site(word, f"{label}:{option.line}", option.type_name))
 
     def _site(self, node: ast.AST) -> str:
         return f"{self.label}:{getattr(node, 'lineno', 0)}"
@@ -221,7 +234,7 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        path = _dotted(node.func)
+        path = dotted(node.func)
         last = path.rpartition(".")[2]
         name = self.renamed.get(last, last)
         given = {one.arg: one.value for one in node.keywords if one.arg}
@@ -232,7 +245,7 @@ class _Reader(ast.NodeVisitor):
             method = self._context_of(path, node.func) if context is None else self._context(context)
             self.script.forks.append(Site(path, self._site(node), method))
         elif name in ("set_start_method", "set_sharing_strategy") and node.args:
-            chosen = _text(node.args[0]) or ""
+            chosen = text_of(node.args[0]) or ""
             where = self.script.start_methods if name == "set_start_method" else self.script.sharing
             where.append(Site(chosen, self._site(node)))
         elif name in ("setdefault", "putenv") and path.startswith("os.") and node.args:
@@ -244,7 +257,7 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _variable(self, name: ast.expr, node: ast.AST) -> None:
-        if text := _text(name):
+        if text := text_of(name):
             loaded = next((one for one in ("torch", "numpy", "polars") if one in self.loaded), None)
             self.script.variables.append(Site(text, self._site(node), loaded))
 
@@ -256,7 +269,9 @@ class _Reader(ast.NodeVisitor):
             if value is None:
                 unknown = any(one.arg is None for one in node.keywords)
                 return Number(None, "**") if unknown else Number(default, str(default))
-            return Number(self._value(value), ast.unparse(value))
+            option = self.options.get(value.attr) if isinstance(value, ast.Attribute) else None
+            refused = "" if option is None else option.refused(self.outside.option(option.flags))
+            return Number(self._value(value), ast.unparse(value), refused)
 
         if _LOADER_KEYWORD in given:
             workers, prefetch = number(_LOADER_KEYWORD, 0), number("dataloader_prefetch_factor", 2)
@@ -272,14 +287,14 @@ class _Reader(ast.NodeVisitor):
             node = self.constants.get(node.id, node)
         if isinstance(node, ast.Call) and node.args:
             node = node.args[0]
-        return _text(node) or ""
+        return text_of(node) or ""
 
     def _context_of(self, path: str, func: ast.expr) -> str | None:
         """The start method of ``get_context("spawn").Pool`` and of ``ctx.Pool``; None when nothing names one."""
         value = func.value if isinstance(func, ast.Attribute) else None
         if isinstance(value, ast.Name) and value.id in self.constants:
             value = self.constants[value.id]
-        if isinstance(value, ast.Call) and _dotted(value).endswith("get_context"):
+        if isinstance(value, ast.Call) and dotted(value).endswith("get_context"):
             return self._context(value)
         return next((one for one in _CONTEXTS if one in path.split(".")[:-1]), None)
 
@@ -301,24 +316,24 @@ class _Reader(ast.NodeVisitor):
                 self.constants |= {} if value is None else {node.id: value}
                 return found
             case ast.Attribute() if node.attr in self.options:
-                flags, default = self.options[node.attr]
-                return self.outside.option(flags) or (default and self._known(default))
+                option = self.options[node.attr]
+                return self.outside.option(option.flags) or (option.default and self._known(option.default))
             case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv()):
                 left, right = self._value(node.left), self._value(node.right)
                 return None if left is None or right is None else _arithmetic(node.op, left, right)
             case ast.Call():
                 return self._known_call(node)
             case ast.Subscript() if ast.unparse(node.value) in ("os.environ", "environ"):
-                return self.outside.env.get(_text(node.slice) or "")
+                return self.outside.env.get(text_of(node.slice) or "")
         return None
 
     def _known_call(self, node: ast.Call) -> Any:
-        path = _dotted(node.func)
+        path = dotted(node.func)
         if path == "int" and len(node.args) == 1:
             return self._known(node.args[0])
         if path in ("os.getenv", "getenv", "os.environ.get", "environ.get") and node.args:
             default = self._known(node.args[1]) if len(node.args) > 1 else None
-            return self.outside.env.get(_text(node.args[0]) or "", default)
+            return self.outside.env.get(text_of(node.args[0]) or "", default)
         if path in ("os.cpu_count", "cpu_count", "multiprocessing.cpu_count", "mp.cpu_count"):
             return self.outside.num_cpus
         return None
@@ -330,50 +345,6 @@ def _arithmetic(op: ast.operator, left: int, right: int) -> int | None:
     if isinstance(op, ast.Mult):
         return left * right
     return left + right if isinstance(op, ast.Add) else left - right
-
-
-def _constants(tree: ast.Module) -> dict[str, ast.expr]:
-    """What each name is set to, of those that are set once and to no other name."""
-    found: dict[str, list[ast.expr | None]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                if isinstance(target, ast.Name):
-                    found.setdefault(target.id, []).append(node.value)
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For)) and isinstance(node.target, ast.Name):
-            found.setdefault(node.target.id, []).append(node.value if isinstance(node, ast.AnnAssign) else None)
-    single = {name: values[0] for name, values in found.items() if len(values) == 1}
-    return {name: value for name, value in single.items() if value is not None and not isinstance(value, ast.Name)}
-
-
-def _options(tree: ast.Module) -> dict[str, tuple[list[str], ast.expr | None]]:
-    """The options that argparse is told of: their flags and defaults, by the attribute's name."""
-    found = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _dotted(node.func).rpartition(".")[2] == "add_argument":
-            flags = [text for text in map(_text, node.args) if text and text.startswith("-")]
-            given = {one.arg: one.value for one in node.keywords if one.arg}
-            long = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
-            dest = _text(given["dest"]) if "dest" in given else long.lstrip("-").replace("-", "_")
-            if dest:
-                found[dest] = (flags, given.get("default"))
-    return found
-
-
-def _dotted(node: ast.expr) -> str:
-    """``a.b.c`` of an attribute, calls within it left out; what stands before is left out where it has no name."""
-    if isinstance(node, ast.Call):
-        return _dotted(node.func)
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        before = _dotted(node.value)
-        return f"{before}.{node.attr}" if before else node.attr
-    return ""
-
-
-def _text(node: ast.expr) -> str | None:
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def _is_fork(path: str, name: str, origin: str) -> bool:
@@ -389,5 +360,5 @@ def _is_fork(path: str, name: str, origin: str) -> bool:
 def _uses_cuda(path: str, node: ast.Call) -> bool:
     if path.endswith(".cuda") or path in ("torch.cuda.init", "torch.cuda.set_device"):
         return True
-    texts = [_text(one) for one in (*node.args, *(one.value for one in node.keywords))]
+    texts = [text_of(one) for one in (*node.args, *(one.value for one in node.keywords))]
     return path.rpartition(".")[2] in ("to", "device") and any(one and one.startswith("cuda") for one in texts)

@@ -1,0 +1,211 @@
+"""The Python scripts that a shell script starts, of the lines that say so plainly; nothing of it is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from memfit.diagnosis._command import PYTHON, Command, parse_command, which
+from memfit.diagnosis._syntax import EXPANDED
+
+_SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh"})
+_LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed"})
+#: Words of the shell's own that may stand before a command.
+_BEFORE = frozenset({"if", "then", "else", "elif", "while", "until", "do", "!", "{", "time", "exec", "command"})
+_TAKE_A_WORD = frozenset({"-o", "+o", "-O", "+O", "--rcfile", "--init-file"})
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.S)
+_HERE = re.compile(r"<<-?\s*[\'\"]?([A-Za-z_]\w*)")
+#: What a shell makes other names of, in a path.
+_PATTERNS = frozenset("*?[{~")
+_MOST_COMMANDS = 3
+#: What a shell runs: its name, its text (None when its file is not there) and the words behind it.
+_Text = tuple[str, str | None, list[str]]
+_MOST_BYTES = 1 << 20
+#: The most lines of one command.
+_MOST_LINES = 200
+
+
+def commands_of(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> list[Command]:
+    """A command; of a shell script, or the text of ``bash -c``, the first Python commands that it starts.
+
+    Args:
+        words: The command.
+        cwd: The folder that it starts in.
+        env: Its environment.
+
+    >>> [one] = commands_of(["bash", "-c", "A=1 python -c 'import torch' && ls"], cwd=Path("/"), env={"PATH": ""})
+    >>> one.code, one.env, one.site
+    ('import torch', {'A': '1'}, 'bash -c line 1')
+    """
+    command = parse_command(words, cwd=cwd, env=env)
+    shell = _shell_text(command, cwd, {**env, **(command.env or {})})
+    if shell is None:
+        return [command]
+    label, text, arguments = shell
+    if text is None:
+        return [replace(command, missing=f"there is no file '{label}' in {cwd}")]
+    given = dict(command.env or {})
+    state = _Shell(cwd, {**env, **given}, given)
+    found = list(islice(_started(text, arguments, label, state), _MOST_COMMANDS))
+    return found or [replace(command, looked_at=label)]
+
+
+def _shell_text(command: Command, cwd: Path, env: Mapping[str, str]) -> _Text | None:
+    """What a shell is to run; None when no shell runs a text that can be read."""
+    words = list(command.words)
+    if not words:
+        return None
+    if Path(words[0]).name not in _SHELLS:
+        is_known = PYTHON.fullmatch(Path(words[0]).name) or command.script is not None  # a shim may be a shell script
+        program = None if is_known else which(words[0], cwd, env)
+        return _file(words[0], Path(program), words[1:], only_shell=True) if program else None
+    at = 1
+    while at < len(words) and words[at][:1] in "-+":
+        if re.fullmatch(r"-[A-Za-z]*c", words[at]) and at + 1 < len(words):
+            return f"{Path(words[0]).name} -c", words[at + 1], words[at + 3 :]
+        at += 2 if words[at] in _TAKE_A_WORD else 1
+    if at == len(words):
+        return None
+    is_there = os.path.lexists(cwd / words[at]) or which(words[at], cwd, env) is not None
+    return _file(words[at], cwd / words[at], words[at + 1 :]) if is_there else (words[at], None, words[at + 1 :])
+
+
+def _file(label: str, path: Path, arguments: list[str], *, only_shell: bool = False) -> _Text | None:
+    try:
+        if not path.is_file():  # a pipe would wait for its writer
+            return None
+        with open(path, "rb") as file:
+            text = file.read(_MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return None
+    first = re.match(r"#!\s*(\S+)(?:[ \t]+(?:-S[ \t]+)?(\S+))?", text)
+    names = {Path(one).name for one in first.groups() if one} if first else set()
+    return None if only_shell and not names & _SHELLS else (os.path.normpath(label), text, arguments)
+
+
+@dataclass
+class _Shell:
+    """What the lines so far have changed: the folder (None when it is not known) and the environment."""
+
+    cwd: Path | None
+    env: dict[str, str]
+    given: dict[str, str]
+    knows_python: bool = True
+
+    def export(self, pairs: Sequence[str]) -> None:
+        for name, equals, value in (one.partition("=") for one in pairs):
+            if equals and not EXPANDED & set(value):
+                self.env[name] = self.given[name] = value
+
+    def activate(self, path: str) -> None:
+        """What ``source`` changes: a virtual environment's PATH; of another file, nothing is known."""
+        folder = None if self.cwd is None or EXPANDED & set(path) else (self.cwd / path).parent
+        if folder is None or Path(path).name != "activate":
+            self.knows_python = False
+            return
+        self.export([f"PATH={folder}{os.pathsep}{self.env.get('PATH', os.defpath)}"])
+
+
+def _started(text: str, arguments: list[str], label: str, state: _Shell) -> Iterator[Command]:
+    """The Python commands of a shell's text, in order."""
+    for line, words in _simple_commands(text):
+        while words and words[0] in _BEFORE:
+            words = words[1:]
+        name = next((at for at, word in enumerate(words) if not _ASSIGNMENT.fullmatch(word)), len(words))
+        assigned, words = words[:name], words[name:]
+        if words[:1] == ["exec"]:
+            words = words[1:]
+        if not words:
+            continue
+        if words[0] == "cd":
+            is_plain = state.cwd is not None and len(words) == 2 and not EXPANDED & set(words[1])
+            state.cwd = state.cwd / words[1] if is_plain and state.cwd is not None else None
+        elif words[0] == "export":
+            state.export(words[1:])
+        elif words[0] in ("source", ".") and len(words) > 1:
+            state.activate(words[1])
+        elif words[0] in ("conda", "mamba", "micromamba", "module", "eval"):
+            state.knows_python = False
+        elif state.cwd is not None:
+            command = _python(_expanded(words, arguments), assigned, state.cwd, state)
+            if command is not None:
+                yield replace(command, site=f"{label} line {line}", cwd=state.cwd)
+
+
+def _python(words: list[str], assigned: list[str], cwd: Path, state: _Shell) -> Command | None:
+    """A command that plainly starts a Python script; None for another one."""
+    pairs = [one for one in assigned if not EXPANDED & set(one)]
+    own = {name: value for name, _, value in (one.partition("=") for one in pairs)}
+    command = parse_command(words, cwd=cwd, env={**state.env, **own})
+    program = Path(command.words[0]).name if command.words else ""
+    what = str(command.script or command.missing or command.code or "")
+    special = EXPANDED if command.code is not None else EXPANDED | _PATTERNS
+    if not what or special & set(what) or not (PYTHON.fullmatch(program) or program in _LAUNCHERS):
+        return None
+    given = {**state.given, **own, **(command.env or {})}
+    return replace(command, env=given, interpreter=command.interpreter if state.knows_python else None)
+
+
+def _expanded(words: list[str], arguments: list[str]) -> list[str]:
+    """The words with the shell script's own arguments in the place of ``$@`` and ``$1``.
+
+    >>> _expanded(["python", "a.py", "$1", "$@", "$2"], ["x"])
+    ['python', 'a.py', 'x', 'x', '$2']
+    """
+    found = []
+    for word in words:
+        if word in ("$@", "$*", "${@}"):
+            found += arguments
+        elif re.fullmatch(r"\$[1-9]", word) and int(word[1:]) <= len(arguments):
+            found.append(arguments[int(word[1:]) - 1])
+        else:
+            found.append(word)
+    return found
+
+
+def _simple_commands(text: str) -> Iterator[tuple[int, list[str]]]:
+    """The words of each simple command with its line; what stands behind ``>`` is left out, and here-documents."""
+    lines, at = text.splitlines(), 0
+    while at < len(lines):
+        first, line = at + 1, lines[at]
+        while line.endswith("\\") and at + 1 < len(lines):
+            at += 1
+            line = line[:-1] + " " + lines[at]
+        at += 1
+        if here := _HERE.search(line):
+            while at < len(lines) and lines[at].strip() != here.group(1):
+                at += 1
+            at += 1
+        found = _split(line)
+        while found is None and at < len(lines) and at - first < _MOST_LINES:  # its quotes go on in the next line
+            line, at = f"{line}\n{lines[at]}", at + 1
+            found = _split(line)
+        for words in found or []:
+            yield first, words
+
+
+def _split(line: str) -> list[list[str]] | None:
+    """The simple commands of one line; None when its quotes are open at the end.
+
+    >>> _split("cd src && python a.py --lr '1 2' > log; ls  # all")
+    [['cd', 'src'], ['python', 'a.py', '--lr', '1 2'], ['ls']]
+    """
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    found: list[list[str]] = [[]]
+    is_open = True
+    try:
+        for word in lexer:
+            if word and set(word) <= set(";&|()<>"):
+                is_open = not set(word) & set("<>")
+                found += [[]] if is_open else []
+            elif is_open:
+                found[-1].append(word)
+    except ValueError:
+        return None
+    return [words for words in found if words]
