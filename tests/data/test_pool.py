@@ -233,7 +233,10 @@ def test_nothing_is_left_when_the_parent_or_all_are_killed(
         child.kill()
     else:
         os.killpg(child.pid, signal.SIGKILL if whom == "all" else signal.SIGINT)
-    output, errors = child.communicate(timeout=30)
+    try:
+        output, errors = child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert wait_until(lambda: not any(map(is_alive, pids)))
     assert {path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("mem")} == set()
     assert errors == ""

@@ -14,10 +14,10 @@ from memfit.data._auto import WORKER_BYTES, Trial, enough_workers
 from memfit.data._batches import DateBatch, DateBatches, WindowBatch, WindowBatches, check_seed
 from memfit.data._build import fingerprint_of
 from memfit.data._panel import Array, Panel
-from memfit.data._pool import Run, SilentWorkersError, WorkerPool, pickled
+from memfit.data._pool import Run, WorkerPool, pickled
 from memfit.data._slots import Slots, can_pin
 from memfit.data._worker import Recipe, Transform
-from memfit.errors import UsageError
+from memfit.errors import SilentWorkersError, UsageError
 from memfit.memory import Budget
 
 Batch = DateBatch | WindowBatch

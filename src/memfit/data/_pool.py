@@ -21,7 +21,7 @@ from memfit.data._deaths import cause_of_death, oom_kills
 from memfit.data._launch import Launcher, StartMethod
 from memfit.data._slots import Layout, Slot, Slots, can_pin
 from memfit.data._worker import Recipe
-from memfit.errors import JobFailedError, UsageError
+from memfit.errors import JobFailedError, SilentWorkersError, UsageError
 from memfit.watchdog import likely_cause, stacks_of
 
 Array = npt.NDArray[Any]
@@ -29,10 +29,6 @@ Array = npt.NDArray[Any]
 #: Slots beyond those that are filled ahead: for the batch that is handed over, and for some that the user still holds.
 _SPARE = 4
 _SLICE_SECONDS = 1.0
-
-
-class SilentWorkersError(JobFailedError):
-    """No worker gave a batch in time."""
 
 
 @dataclass(eq=False)
