@@ -41,7 +41,8 @@ from memfit.pipeline import FoldContext
 from memfit.rundir import read_json
 from memfit.training import load_checkpoint
 from memfit.units import format_bytes, format_duration
-from memfit_workloads.ranker.job import RANKER, RankerParams
+from memfit_workloads.ranker.job import RANKER
+from memfit_workloads.ranker.params import RankerParams
 
 NUM_FOLDS = 5
 NUM_ASSETS, NUM_FEATURES = 2048, 512
@@ -88,7 +89,7 @@ class Group:
 
 def write_config(work: Path, gib: float) -> Path:
     """The config of a ranker on a generated market of at least ``gib``."""
-    row_bytes = NUM_ASSETS * (NUM_FEATURES + 1) * 4
+    row_bytes = NUM_ASSETS * (NUM_FEATURES + 3) * 4  # the features, two targets and the close
     num_dates = int(gib * 2**30 / row_bytes) + 1
     config = {
         "schema_version": 1,
@@ -104,12 +105,13 @@ def write_config(work: Path, gib: float) -> Path:
                 "num_assets": NUM_ASSETS,
                 "num_features": NUM_FEATURES,
                 "information_coefficient": 0.1,
-                "horizon": 5,
+                "horizons": [5],
+                "main_horizon": 5,
                 "lookback": 4,
             },
             "splits": {"n_splits": NUM_FOLDS, "embargo_size": 5},
             "model": {"patch_size": 2, "width": 16, "num_heads": 2, "num_layers": 1},
-            "train": {"num_epochs": 2},
+            "train": {"num_epochs": 2, "dates_per_batch": 1},
         },
     }
     path = work / "config.yaml"
@@ -135,12 +137,14 @@ class OwnCopy:
         dates = np.searchsorted(like.dates, table["date"].to_numpy().astype("datetime64[D]"))
         assets = np.searchsorted(np.array(like.assets), table["code"].to_numpy(zero_copy_only=False).astype(str))
         self.values = np.full(like.shape, np.nan, np.float32)
-        self.targets = np.full((*like.shape[:2], 1), np.nan, np.float32)
+        self.targets = np.full((*like.shape[:2], len(like.target_names)), np.nan, np.float32)
         for number, name in enumerate(like.feature_names):
             self.values[dates, assets, number] = table[name].to_numpy()
-        self.targets[dates, assets, 0] = table[like.target_names[0]].to_numpy()
+        for number, name in enumerate(like.target_names):
+            self.targets[dates, assets, number] = table[name].to_numpy()
         self.history, self.dates, self.assets, self.shape = like.history, like.dates, like.assets, like.shape
         self.feature_names, self.target_names = like.feature_names, like.target_names
+        self.fingerprint = like.fingerprint
 
     def target(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         return self.targets[:, :, self.target_names.index(name)]

@@ -3,12 +3,13 @@
 Each gives the same batches: of a date the windows of the assets that have one and their targets. What is eligible, and
 in which row of the source a date and asset lie, is worked out beforehand and handed to all of them (``Index``), so that
 what is compared is the way of the bytes. Each takes the rows of a window with one slice, which its library does best,
-and gathers the assets with one NumPy index.
+and gathers the assets with one NumPy index. The data that all of them and memfit read is written here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,44 @@ import numpy as np
 import numpy.typing as npt
 
 Batch = dict[str, Any]
+
+NUM_FEATURES, LOOKBACK, DATES_PER_GROUP = 112, 20, 16
+FEATURES = [f"f{number}" for number in range(NUM_FEATURES)]
+
+
+def write_data(folder: Path, num_dates: int, num_assets: int) -> dict[str, Any]:
+    """The source as a Parquet file sorted by date and code, its panel, and the peers' index."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from memfit.data import Panel
+
+    rng = np.random.default_rng(0)
+    first = np.where(rng.random(num_assets) < 0.1, rng.integers(0, num_dates, num_assets), 0)
+    last = np.where(rng.random(num_assets) < 0.1, rng.integers(0, num_dates, num_assets), num_dates)
+    last = np.where(last > first, last, num_dates)
+    is_listed = (np.arange(num_dates)[:, None] >= first) & (np.arange(num_dates)[:, None] < last)
+    names = [*FEATURES, "ret"]
+    schema = pa.schema([("date", pa.date32()), ("code", pa.string()), *((name, pa.float32()) for name in names)])
+    codes = np.array([f"A{code:05d}" for code in range(num_assets)])
+    source = folder / "source.parquet"
+    with pq.ParquetWriter(source, schema, use_dictionary=["code"], compression="snappy") as writer:
+        for start in range(0, num_dates, DATES_PER_GROUP):
+            day, asset = np.nonzero(is_listed[start : start + DATES_PER_GROUP])
+            columns = rng.random((len(names), len(day)), np.float32)
+            days = pa.array((np.datetime64("2000-01-01") + start + day).astype("datetime64[D]"))
+            arrays = [days, pa.array(codes[asset]), *map(pa.array, columns)]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema), row_group_size=len(day))
+    panel = Panel.build(source, folder / "panels", features=FEATURES, targets=["ret"])
+    assert panel.shape == (num_dates, num_assets, NUM_FEATURES)
+    row_of = np.where(is_listed, np.cumsum(is_listed).reshape(is_listed.shape) - 1, -1)
+    first_row = np.concatenate([[0], np.cumsum(is_listed.sum(axis=1))])
+    is_eligible = (panel.history >= LOOKBACK) & np.isfinite(panel.target("ret"))
+    np.savez(folder / "index.npz", row_of=row_of, first_row=first_row, is_eligible=is_eligible, lookback=LOOKBACK,
+             features=np.array(FEATURES))  # fmt: skip
+    order = np.random.default_rng(1).permutation(np.arange(LOOKBACK - 1, num_dates))
+    np.save(folder / "dates.npy", order)
+    return {}
 
 
 @dataclass(frozen=True)
@@ -204,3 +243,25 @@ def make_peer(name: str, folder: Path, dates: Sequence[int], num_workers: int) -
     _, days, _, method = PEERS[name]
     more = {"multiprocessing_context": method, "persistent_workers": True} if num_workers else {}
     return DataLoader(days(folder), batch_size=None, sampler=list(dates), num_workers=num_workers, **more)  # type: ignore[arg-type]
+
+
+class Memcpy:
+    """np.copyto of a batch's bytes out of a panel's values, place after place, by some threads at once."""
+
+    def __init__(self, values: npt.NDArray[np.float32], num_threads: int) -> None:
+        self.source = values.reshape(-1)
+        self.target = np.zeros(min(values.shape[1] * LOOKBACK * NUM_FEATURES, self.source.size), self.source.dtype)
+        self.parts = np.array_split(self.target, num_threads)
+        self.threads = ThreadPoolExecutor(num_threads)
+        self.at = 0
+
+    def __iter__(self) -> Iterator[npt.NDArray[np.float32]]:
+        while True:
+            size = self.target.size
+            self.at = 0 if self.at + 2 * size > self.source.size else self.at + size
+            sources = np.array_split(self.source[self.at : self.at + size], len(self.parts))
+            if len(self.parts) == 1:
+                np.copyto(self.target, sources[0])
+            else:
+                list(self.threads.map(np.copyto, self.parts, sources))
+            yield self.target

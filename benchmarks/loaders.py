@@ -1,13 +1,17 @@
 """Day windows by memfit's loader, beside PyTorch's DataLoader over pandas, polars, HF datasets and LitData.
 
-    python benchmarks/loaders.py [--gib 1] [--seconds 8] [--directory DIR] [--num-workers 0,2] [--json FILE]
+    python benchmarks/loaders.py [--gib 1] [--seconds 8] [--directory DIR] [--num-workers 0,1,2] [--json FILE]
 
 Everything is measured in this one run, on a generated panel of 4484 assets x 112 float32 features with listings and
 delistings and look-back 20, each contestant in a process of its own. The batches of all are the same: digests of the
 first ones are compared. *Cold* is from nothing to the 8th batch, opening included, its files dropped from the page
 cache; what share was still there is measured by mincore and printed. *Warm* are quarters of a second, and between any
-two of them one of np.copyto of as many bytes out of the panel, so that a busy spell of the machine meets both: "of
-memcpy" is the median of the ratios. The time of a batch, copied or loaded, holds one read of every byte handed out.
+two of them some of np.copyto of as many bytes out of the panel, so that a busy spell of the machine meets both. The
+time of a batch, copied or loaded, holds one read of every byte handed out, by the one thread that asks for it.
+
+"of memcpy" is the median of the ratios to as many threads that copy at once as there are workers, one without any;
+"of one" is that to one thread. "by CPU" is the ratio of bytes per second of CPU time, all processes and threads
+together, to one thread's: what a busy machine changes least, and what workers cannot make better.
 
 Then eight workers under spawn and forkserver, with batches of 256 windows: their PSS against the data plus eight empty
 workers, the start beyond that of empty ones, and what is left in /dev/shm after the group is killed.
@@ -35,23 +39,23 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 import loader_peers
+from loader_peers import LOOKBACK, NUM_FEATURES
 from memfit.data import Loader, Panel, WorkerPool
 from memfit.data._measure import _read as read_every_byte
 from memfit.data._pages import cached_share, drop_pages, warm_pages
 from memfit.memory import ProcReader
 from memfit.units import GIB, format_bytes
 
-NUM_ASSETS, NUM_FEATURES, LOOKBACK, DATES_PER_GROUP = 4484, 112, 20, 16
+NUM_ASSETS = 4484
 NUM_COMPARED, NUM_COLD = 4, 8
 SEGMENT_SECONDS = 0.25
 PSS_BATCH = 256
 LEAST_TIMES_BEST_PEER, LEAST_OF_MEMCPY = 10.0, 0.8
 MOST_PSS, MOST_START_PER_GIB = 1.05, 1.0
-FEATURES = [f"f{number}" for number in range(NUM_FEATURES)]
 
 
 def main() -> int:
@@ -59,7 +63,7 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=1.0, help="size of the panel's values in GiB (default: 1)")
     parser.add_argument("--assets", type=int, default=NUM_ASSETS, help=f"assets (default: {NUM_ASSETS})")
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each warm measurement (default: 8)")
-    parser.add_argument("--num-workers", default="0,2", help="worker counts of every contestant (default: 0,2)")
+    parser.add_argument("--num-workers", default="0,1,2", help="worker counts of every contestant (default: 0,1,2)")
     parser.add_argument("--pss-workers", type=int, default=8, help="workers whose PSS is measured (default: 8)")
     parser.add_argument("--directory", type=Path, default=None, help="where to write; default: the temporary folder")
     parser.add_argument("--json", type=Path, default=None, help="write the figures there too")
@@ -79,15 +83,15 @@ def benchmark(folder: Path, options: argparse.Namespace) -> int:
     names = ["memfit", *peers_here(folder)]
     counts = [int(count) for count in options.num_workers.split(",")]
     print(f"\n{'':12}{'workers':>8}{'open s':>8}{'cold GB/s':>11}{'cached':>8}{'warm GB/s':>11}{'memcpy GB/s':>13}"
-          f"{'of memcpy':>11}{'batches/s':>11}")  # fmt: skip
+          f"{'of memcpy':>11}{'of one':>8}{'by CPU':>8}{'batches/s':>11}")  # fmt: skip
     rows = []
     for name in names:
         for count in counts:
             row = in_child(folder, "pace", name=name, num_workers=count, seconds=options.seconds)
             rows.append(row)
             print(f"{name:12}{count:8}{row['open_seconds']:8.2f}{row['cold_rate']:11.3f}{row['cached_share']:8.0%}"
-                  f"{row['warm_rate']:11.3f}{row['memcpy_rate']:13.2f}{row['of_memcpy']:11.1%}"
-                  f"{row['batches_per_second']:11.1f}", flush=True)  # fmt: skip
+                  f"{row['warm_rate']:11.3f}{row['memcpy_rate']:13.2f}{row['of_memcpy']:11.1%}{row['of_one']:8.1%}"
+                  f"{row['of_one_by_cpu']:8.1%}{row['batches_per_second']:11.1f}", flush=True)  # fmt: skip
     print()
     is_same = len({row["digest"] for row in rows}) == 1
     met = [told(is_same, "batches are the same for all"), compare(rows)]
@@ -108,14 +112,15 @@ def told(holds: bool, text: str) -> bool:
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> bool:
-    """memfit, with the better of its counts of workers, beside the best peer and beside memcpy."""
-    ours = max((row for row in rows if row["name"] == "memfit"), key=lambda row: row["of_memcpy"])
-    best = max((row for row in rows if row["name"] != "memfit"), key=lambda row: row["of_memcpy"], default=None)
+    """memfit beside memcpy by as many threads and beside the best peer, each with its best count of workers."""
+    memfit = [row for row in rows if row["name"] == "memfit"]
+    ours = max(memfit, key=lambda row: row["of_memcpy"])
+    best = max((row for row in rows if row["name"] != "memfit"), key=lambda row: row["of_one"], default=None)
     text = f"{ours['num_workers']} workers deliver {ours['of_memcpy']:.2f} of memcpy ({LEAST_OF_MEMCPY})"
     times = 0.0
     if best is not None:
-        times = ours["of_memcpy"] / best["of_memcpy"]
-        text += f", {times:.1f} x the best peer, {best['name']} ({LEAST_TIMES_BEST_PEER:g} x); one of both is enough"
+        times = max(row["of_one"] for row in memfit) / best["of_one"]
+        text += f"; {times:.1f} x the best peer, {best['name']} ({LEAST_TIMES_BEST_PEER:g} x); one of both is enough"
     return told(times >= LEAST_TIMES_BEST_PEER or ours["of_memcpy"] >= LEAST_OF_MEMCPY, f"warm: {text}")
 
 
@@ -155,7 +160,7 @@ def in_child(folder: Path, what: str, **arguments: Any) -> dict[str, Any]:
 
 
 def child(what: str, folder: str, **arguments: Any) -> int:
-    work = {"data": write_data, "write": write_files, "pace": pace, "workers": workers, "hang": hang}[what]
+    work = {"data": loader_peers.write_data, "write": write_files, "pace": pace, "workers": workers, "hang": hang}[what]
     print(json.dumps(work(Path(folder), **arguments)))  # type: ignore[operator]
     return 0
 
@@ -184,52 +189,6 @@ def write_files(folder: Path, name: str) -> dict[str, float]:
     start = time.perf_counter()
     write(folder)
     return {"seconds": time.perf_counter() - start}
-
-
-def write_data(folder: Path, num_dates: int, num_assets: int) -> dict[str, Any]:
-    """The source as a Parquet file sorted by date and code, its panel, and the peers' index."""
-    rng = np.random.default_rng(0)
-    first = np.where(rng.random(num_assets) < 0.1, rng.integers(0, num_dates, num_assets), 0)
-    last = np.where(rng.random(num_assets) < 0.1, rng.integers(0, num_dates, num_assets), num_dates)
-    last = np.where(last > first, last, num_dates)
-    is_listed = (np.arange(num_dates)[:, None] >= first) & (np.arange(num_dates)[:, None] < last)
-    names = [*FEATURES, "ret"]
-    schema = pa.schema([("date", pa.date32()), ("code", pa.string()), *((name, pa.float32()) for name in names)])
-    codes = np.array([f"A{code:05d}" for code in range(num_assets)])
-    source = folder / "source.parquet"
-    with pq.ParquetWriter(source, schema, use_dictionary=["code"], compression="snappy") as writer:
-        for start in range(0, num_dates, DATES_PER_GROUP):
-            day, asset = np.nonzero(is_listed[start : start + DATES_PER_GROUP])
-            columns = rng.random((len(names), len(day)), np.float32)
-            days = pa.array((np.datetime64("2000-01-01") + start + day).astype("datetime64[D]"))
-            arrays = [days, pa.array(codes[asset]), *map(pa.array, columns)]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema), row_group_size=len(day))
-    panel = Panel.build(source, folder / "panels", features=FEATURES, targets=["ret"])
-    assert panel.shape == (num_dates, num_assets, NUM_FEATURES)
-    row_of = np.where(is_listed, np.cumsum(is_listed).reshape(is_listed.shape) - 1, -1)
-    first_row = np.concatenate([[0], np.cumsum(is_listed.sum(axis=1))])
-    is_eligible = (panel.history >= LOOKBACK) & np.isfinite(panel.target("ret"))
-    np.savez(folder / "index.npz", row_of=row_of, first_row=first_row, is_eligible=is_eligible, lookback=LOOKBACK,
-             features=np.array(FEATURES))  # fmt: skip
-    order = np.random.default_rng(1).permutation(np.arange(LOOKBACK - 1, num_dates))
-    np.save(folder / "dates.npy", order)
-    return {}
-
-
-class Memcpy:
-    """np.copyto of a batch's bytes out of the panel, place after place."""
-
-    def __init__(self, folder: Path) -> None:
-        panel = open_panel(folder)
-        self.source = panel.values.reshape(-1)
-        self.target = np.zeros(min(panel.shape[1] * LOOKBACK * NUM_FEATURES, self.source.size), self.source.dtype)
-        self.at = 0
-
-    def __iter__(self) -> Iterator[npt.NDArray[np.float32]]:
-        while True:
-            self.at = 0 if self.at + 2 * self.target.size > self.source.size else self.at + self.target.size
-            np.copyto(self.target, self.source[self.at : self.at + self.target.size])
-            yield self.target
 
 
 def make(folder: Path, name: str, num_workers: int) -> Iterable[Any]:
@@ -278,7 +237,10 @@ def pace(folder: Path, name: str, num_workers: int, seconds: float) -> dict[str,
             digest.update(array.tobytes())
         start = time.perf_counter()
     warm_pages(files, most_seconds=60)
-    rates = in_turns(batches, iter(Memcpy(folder)), num_workers, seconds)
+    values = open_panel(folder).values
+    memcpy, one = (iter(loader_peers.Memcpy(values, num_threads)) for num_threads in (max(1, num_workers), 1))
+    turns = Turns(batches, memcpy, one, num_workers)
+    rates = turns.run(seconds)
     batch_bytes = sum(array.nbytes for array in arrays)
     return {
         "name": name,
@@ -286,34 +248,68 @@ def pace(folder: Path, name: str, num_workers: int, seconds: float) -> dict[str,
         "open_seconds": open_seconds,
         "cold_rate": cold_bytes / cold_seconds / 1e9,
         "cached_share": share,
-        "warm_rate": statistics.median(rate for rate, _ in rates) / 1e9,
-        "memcpy_rate": statistics.median(memcpy for _, memcpy in rates) / 1e9,
-        "of_memcpy": statistics.median(rate / memcpy for rate, memcpy in rates),
-        "batches_per_second": statistics.median(rate for rate, _ in rates) / batch_bytes,
+        "warm_rate": statistics.median(rate for rate, _, _ in rates) / 1e9,
+        "memcpy_rate": statistics.median(memcpy for _, memcpy, _ in rates) / 1e9,
+        "of_memcpy": statistics.median(rate / memcpy for rate, memcpy, _ in rates),
+        "of_one": statistics.median(rate / one for rate, _, one in rates),
+        "of_one_by_cpu": turns.loader.rate / turns.one.rate,
+        "batches_per_second": statistics.median(rate for rate, _, _ in rates) / batch_bytes,
         "digest": digest.hexdigest(),
     }
 
 
-def in_turns(
-    batches: Iterator[Any], memcpy: Iterator[Any], num_workers: int, seconds: float
-) -> list[tuple[float, float]]:
-    """Bytes per second of the loader, and of memcpy before and after it, several times."""
-    end, found = time.perf_counter() + seconds, list[tuple[float, float]]()
-    bytes_per_second(memcpy)  # maps the pages of the panel
-    before = bytes_per_second(memcpy)
-    while time.perf_counter() < end or len(found) < 3:
-        ahead = sum(array.nbytes for _ in range(2 * num_workers + 2) for array in arrays_of(next(batches)))
-        rate = bytes_per_second(batches)  # what had been made ahead is not counted
-        if num_workers:
-            time.sleep(1.2 * ahead / rate)  # until the workers have made ahead what they may, and rest
-        after = bytes_per_second(memcpy)
-        found.append((rate, (before + after) / 2))
-        before = after
-    return found
+class Spent:
+    """Bytes, and the CPU time that they took, of this process and of what it had started by then."""
+
+    def __init__(self) -> None:
+        here = psutil.Process()
+        self.processes = [here, *here.children(recursive=True)]
+        self.num_bytes, self.seconds = 0, 0.0
+
+    def cpu_seconds(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self.processes)
+
+    @property
+    def rate(self) -> float:
+        return self.num_bytes / self.seconds
 
 
-def bytes_per_second(batches: Iterator[Any]) -> float:
-    """Over a quarter of a second or two batches, whichever takes longer; every byte is read."""
+class Turns:
+    """A loader, memcpy by as many threads and memcpy by one, in turns."""
+
+    def __init__(self, batches: Iterator[Any], memcpy: Iterator[Any], one: Iterator[Any], num_workers: int) -> None:
+        self.batches, self.memcpy, self.single = batches, memcpy, one
+        self.num_workers = num_workers
+        self.loader, self.one = Spent(), Spent()
+
+    def run(self, seconds: float) -> list[tuple[float, float, float]]:
+        """Bytes per second of the loader, and of both memcpys before and after it, several times."""
+        end, found = time.perf_counter() + seconds, list[tuple[float, float, float]]()
+        self.copies()  # maps the pages of the panel
+        before = self.copies()
+        while time.perf_counter() < end or len(found) < 3:
+            start = self.loader.cpu_seconds()
+            ahead = sum(a.nbytes for _ in range(2 * self.num_workers + 2) for a in arrays_of(next(self.batches)))
+            rate, num_bytes = bytes_per_second(self.batches)  # what had been made ahead is not counted
+            if self.num_workers:
+                time.sleep(1.2 * ahead / rate)  # until the workers have made ahead what they may, and rest
+            self.loader.seconds += self.loader.cpu_seconds() - start
+            self.loader.num_bytes += ahead + num_bytes
+            after = self.copies()
+            found.append((rate, (before[0] + after[0]) / 2, (before[1] + after[1]) / 2))
+            before = after
+        return found
+
+    def copies(self) -> tuple[float, float]:
+        start = self.one.cpu_seconds()
+        one, num_bytes = bytes_per_second(self.single)
+        self.one.seconds += self.one.cpu_seconds() - start
+        self.one.num_bytes += num_bytes
+        return (bytes_per_second(self.memcpy)[0] if self.num_workers > 1 else one), one
+
+
+def bytes_per_second(batches: Iterator[Any]) -> tuple[float, int]:
+    """Over a quarter of a second or two batches, whichever takes longer, and the bytes; each of them is read."""
     num_batches = num_bytes = 0
     start = now = time.perf_counter()
     while now - start < SEGMENT_SECONDS or num_batches < 2:
@@ -321,7 +317,7 @@ def bytes_per_second(batches: Iterator[Any]) -> float:
         read_every_byte(arrays)
         num_batches, num_bytes = num_batches + 1, num_bytes + sum(array.nbytes for array in arrays)
         now = time.perf_counter()
-    return num_bytes / (now - start)
+    return num_bytes / (now - start), num_bytes
 
 
 def endless(loader: Any) -> Generator[Any, None, None]:
@@ -335,14 +331,16 @@ def endless(loader: Any) -> Generator[Any, None, None]:
 
 def workers(folder: Path, method: Any, number: int = 8) -> dict[str, float]:
     """The PSS of workers that have read the whole panel, and of as many beside a panel of next to nothing."""
-    source = pa.table({"date": ["2024-01-01", "2024-01-02"], "code": ["a", "a"], "f": [1.0, 2.0], "ret": [1.0, 2.0]})
+    codes = [f"{code:02d}" for code in range(4 * number)]  # batches for every worker in each epoch
+    source = pa.table({"date": ["2024-01-01"] * len(codes), "code": codes, "f": [1.0] * len(codes)})
+    source = source.append_column("ret", source["f"])
     tiny = Panel.build(source, folder / "empty", features=["f"], targets=["ret"])
     dates, found = np.load(folder / "dates.npy"), {}
     for kind in ("empty", "full"):
         pool = WorkerPool(number, start_method=method)
         start = time.perf_counter()
         if kind == "empty":
-            loader = Loader(tiny, [0, 1], lookback=1, target="ret", batch=1, pool=pool)
+            loader = Loader(tiny, [0], lookback=1, target="ret", batch=1, pool=pool)
         else:
             loader = Loader(open_panel(folder), dates, lookback=LOOKBACK, target="ret", batch=PSS_BATCH, pool=pool)
         batches = endless(loader)

@@ -13,7 +13,7 @@ RANKER = Path(__file__).parents[2] / "src" / "memfit_workloads" / "ranker" / "co
 MODULE = """
 import dataclasses, time
 import tiny
-from memfit.data import DateBatches
+from memfit.data import DateBatches, Loader
 
 def loader(context, params, num_workers):
     assert context.checkpoint_dir.is_dir() and len(context.train_dates) and context.fold == 1
@@ -25,6 +25,11 @@ def step(context, params):
 
 BOTH = dataclasses.replace(tiny.TINY, loader=loader, step=step)
 NO_STEP = dataclasses.replace(tiny.TINY, loader=loader)
+
+def with_workers(context, params, num_workers):
+    return Loader(context.panel, context.train_dates, lookback=1, target="y", num_workers=num_workers)
+
+WITH_WORKERS = dataclasses.replace(tiny.TINY, loader=with_workers)
 """
 
 
@@ -95,23 +100,26 @@ def test_the_table_shows_each_count_and_dashes_where_nothing_was_measured(capsys
     fast = LoaderReport(2, 1.5, Pace(10, 320, 10**9, 0.5), Pace(5, 160, 10**9, 4.0, 0.0, 0.03), None, 1 << 20, 3 << 20)
     found = {
         "data": "Panel('/p'), 7 dates of fold 1",
-        "reports": [dataclasses.asdict(one) | {"verdict": dataclasses.asdict(verdict(one))} for one in (slow, fast)],
+        "reports": [
+            dataclasses.asdict(one) | {"verdict": dataclasses.asdict(verdict(one)), "forecast_bytes": forecast}
+            for one, forecast in ((slow, None), (fast, 2 << 20))
+        ],
         "num_workers": 0,
         "choice": choose_num_workers([slow]).text,
         "budget_bytes": 1 << 30,
     }
     _bench._print(found)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].split() == ["0", "160", "5.0", "0.500", "-", "-", "0.50", "s", "25.0", "%", "0", "B", "0", "B"]
+    assert lines[2].split() == ["0", "160", "5.0", "0.500", "-", "-", "0.50", "s", "25.0", "%", "0", "B", "-", "0", "B"]
     assert lines[3].split() == [
-        *["2", "640", "20.0", "2.000", "0.250", "3", "%", "1.50", "s", "-", "1.0", "MiB", "3.0", "MiB"]
+        *["2", "640", "20.0", "2.000", "0.250", "3", "%", "1.50", "s", "-", "1.0", "MiB", "2.0", "MiB", "3.0", "MiB"]
     ]
     assert "the trainer waits 25.0 % of its time (2 % at most)" in lines[5]
 
 
 def test_the_ranker_is_measured_out_of_the_box_beside_its_own_model(memfit):
     pytest.importorskip("torch")
-    data = {"source": "generated", "num_dates": 120, "num_assets": 20}
+    data = {"source": "generated", "num_dates": 300, "num_assets": 20}
     words = [word for name, value in data.items() for word in ("--set", f"params.data.{name}={value}")]
     words += ["--num-workers", "0", "--seconds", "0.05", "--with-model", "--json"]
     done = memfit("bench", "loader", RANKER, *words)
@@ -119,3 +127,26 @@ def test_the_ranker_is_measured_out_of_the_box_beside_its_own_model(memfit):
     (alone,) = json.loads(done.out)["reports"]
     assert 0 < alone["trained"]["num_samples"] <= 20 * alone["trained"]["num_batches"]
     assert alone["cold"]["num_batches"] > 0
+
+
+def test_modes_are_compared_and_one_is_chosen_with_a_reason_for_each_that_is_not(memfit, workload):
+    words = ["--modes", "--num-workers", "0,1", "--seconds", "0.02", "--step-ms", "5", "--epochs", "3"]
+    done = memfit("bench", "loader", workload("loading:NO_STEP"), *words, "--limit", "1GiB")
+    assert (done.exit_code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert "Panel(" in lines[0] and lines[1].split()[:5] == ["mode", "workers", "samples/s", "waits", "starts"]
+    assert [line.split()[:2] for line in lines[2:5]] == [["safe", "0"], ["preload", "0"], ["workers", "1"]]
+    assert lines[6].startswith("mode: ") and "(the loader may take 1.00 GiB)" in lines[7]
+
+    found = json.loads(memfit("bench", "loader", workload("loading:NO_STEP"), *words, "--limit", "1KiB", "--json").out)
+    preload = found["modes"][1]
+    assert preload["refused"].endswith("of data, more than the 1.0 KiB that are left") and preload["data_bytes"] > 1024
+    assert found["mode"] in ("safe", "workers") and found["choice"].count("\n") == 3
+
+
+def test_a_forecast_stands_beside_what_the_workers_were_measured_to_take(memfit, workload):
+    words = ["--num-workers", "0,1", "--seconds", "0.02", "--json", "--set", "params.n_splits=2"]
+    done = memfit("bench", "loader", workload("loading:WITH_WORKERS"), *words)
+    none, one = json.loads(done.out)["reports"]
+    assert none["forecast_bytes"] is None
+    assert 0.5 < one["forecast_bytes"] / one["worker_private_bytes"] < 2.0

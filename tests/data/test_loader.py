@@ -52,7 +52,13 @@ def content(batch: Any) -> tuple[bytes, ...]:
     return tuple(part.tobytes() for part in (dates, batch.asset_indices, batch.windows, batch.targets))
 
 
-KINDS = [{}, {"max_assets": 21}, {"batch": 32}, {"batch": 32, "transform": transforms.add_noise}]
+KINDS = [
+    {},
+    {"max_assets": 21},
+    {"batch": 32},
+    {"batch": 32, "transform": transforms.add_noise},
+    {"batch": 28, "drop_last": True},
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,6 +113,28 @@ def test_windows_are_drawn_over_all_eligible_cells_each_once(panel: Panel) -> No
     assert orders[0] != orders[1]
     unshuffled = [d for b in make(panel, batch=50, shuffle=None) for d in b.date_indices.tolist()]
     assert unshuffled == sorted(unshuffled)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_last_batch_of_fewer_windows_is_left_out_if_asked(
+    panel: Panel, pools: Callable[[int], WorkerPool | None], num_workers: int
+) -> None:
+    whole, cut = make(panel, batch=50), make(panel, pools(num_workers), batch=50, drop_last=True)
+    left_out = []
+    for epoch in (0, 1):
+        whole.set_epoch(epoch)
+        cut.set_epoch(epoch)
+        expected = [content(batch) for batch in whole]
+        *_, last = whole
+        assert 0 < len(last.targets) < 50
+        assert [content(batch) for batch in cut] == expected[:-1]
+        assert len(cut) == len(whole) - 1 == cut.state_dict()["position"]
+        left_out.append(set(_cells(last)))
+    assert left_out[0] != left_out[1]
+    num_windows = (len(whole) - 1) * 50 + len(left_out[0])
+    assert [len(make(panel, batch=size, drop_last=True)) for size in (1, num_windows)] == [num_windows, 1]
+    with pytest.raises(DataError, match=f"{num_windows} windows are eligible"):
+        make(panel, batch=num_windows + 1, drop_last=True)
 
 
 def test_each_record_comes_exactly_once_in_each_of_many_epochs_with_resets(
@@ -217,7 +245,7 @@ def test_a_loader_pickles_with_its_position_as_the_panels_path(panel: Panel) -> 
 
 
 def test_the_longest_batch_is_had_without_moving(panel: Panel, pools: Callable[[int], WorkerPool | None]) -> None:
-    for kind in KINDS[:3]:
+    for kind in (KINDS[0], KINDS[1], KINDS[2], KINDS[4]):
         loader = make(panel, pools(2), **kind)
         sizes = [batch.windows.nbytes for batch in loader]
         assert loader.longest().windows.nbytes == max(sizes) == loader.largest_batch_bytes
@@ -265,6 +293,8 @@ def test_a_value_beyond_float32_ends_the_epoch_at_its_batch(tmp_path: Path) -> N
         ({"batch": 0}, "batch is 0"),
         ({"batch": "day"}, "batch='day'"),
         ({"batch": 5, "max_assets": 5}, "max_assets=5"),
+        ({"drop_last": True}, "drop_last=True"),
+        ({"batch": 5, "drop_last": 1}, "drop_last=1"),
         ({"num_workers": -1}, "num_workers=-1"),
         ({"num_workers": 1.5}, "num_workers=1.5"),
         ({"num_workers": 0, "pool": 3}, "pool=3"),

@@ -13,6 +13,7 @@ import pytest
 from data import transforms
 from data.conftest import generate_table
 from memfit.data import Loader, Panel
+from memfit.data._build import fingerprint_of
 from memfit.errors import UsageError
 
 
@@ -71,6 +72,7 @@ def test_a_state_of_a_loader_with_another_order_is_refused(panel: Panel, tmp_pat
         make(panel, shuffle=None),
         make(panel, min_assets=3),
         make(panel, max_assets=30),
+        make(panel, batch=32, drop_last=True),
     ]
     assert len({other.state_dict()["fingerprint"] for other in others} - {state["fingerprint"]}) == len(others)
     for other in others:
@@ -91,3 +93,19 @@ def test_a_state_is_saved_as_plain_values(panel: Panel, tmp_path: Path) -> None:
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state == loader.state_dict() and json.loads(json.dumps(state)) == state
     make(panel).load_state_dict(state)
+
+
+def test_a_fingerprint_does_not_change_with_a_later_version(panel: Panel) -> None:
+    # States are kept for months: what is added to a loader later must leave the fingerprints of the others as they are.
+    key = {
+        "panel": panel.fingerprint,
+        "dates": list(range(24)),
+        "lookback": 3,
+        "target": "ret",
+        "batch": 32,
+        "shuffle": 5,
+        "min_assets": 1,
+        "max_assets": None,
+    }
+    assert make(panel, batch=32).state_dict()["fingerprint"] == fingerprint_of(key)[:16]
+    assert make(panel, batch=32, drop_last=True).state_dict()["fingerprint"] != fingerprint_of(key)[:16]

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 
 from memfit.data import Panel
-from memfit.data import _source as source_module
 from memfit.data._manifest import _sealed
 from memfit.errors import DamagedError, DataError
 
@@ -85,7 +84,7 @@ def test_a_damaged_panel_in_the_cache_is_refused_and_not_silently_rebuilt(
 def test_damage_is_named_to_within_a_chunk(
     make_table: Callable[..., pa.Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_module, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr("memfit.data._chunks.CHUNK_BYTES", 1024)
     monkeypatch.setattr("memfit.data._manifest.CHUNK_BYTES", 1024)
     panel = Panel.build(make_table(40, 30), tmp_path, features=["f0"])
     flip(panel.path / "values.npy", 3000, 4)

@@ -235,7 +235,7 @@ def test_rows_come_in_the_sources_order_in_small_batches(make_table: Callable[..
 
 
 def test_chunks_are_hashed_each_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "CHUNK_BYTES", 3 << 20)
+    monkeypatch.setattr("memfit.data._chunks.CHUNK_BYTES", 3 << 20)
     content = np.random.default_rng(0).bytes((6 << 20) + 5)
     (tmp_path / "file").write_bytes(content)
     digests = list(chunk_digests(tmp_path / "file"))

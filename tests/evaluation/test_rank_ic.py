@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-import memfit.evaluation._rank_ic as module
+import memfit.evaluation._matrix as module
 from memfit.errors import DataError
 from memfit.evaluation import rank_ic, rank_ic_by_date, summarize_ic
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from memfit.memory import Footprint, PhasePeak
-from memfit.reports import print_summary, summarize
+from memfit.reports import RunView, print_summary, summarize
 from memfit.reports._numbers import format_column, format_number
 from memfit.rundir import write_json
 
@@ -211,6 +211,16 @@ def test_the_json_form_of_commands_has_parameters_restarts_and_counts(swept):
     assert [job["params"]["fold"] for job in found["jobs"]] == ["1", "2", "3", "4"]
     assert [job["attempt"] for job in found["jobs"]] == [1, 1, 1, 2]
     assert found["jobs"][1]["log"].endswith("cmd_0002/out.log")
+
+
+def test_what_followed_a_run_to_its_end_sums_it_up_without_reading_the_outcomes_again(swept):
+    view = RunView(swept.run)
+    view.read()
+    followed = [row for row in view.rows() if row.status.ended]
+    fresh = summarize(swept.run)
+    for row in followed:
+        (swept.run.job_dir(row.status.job_id) / "outcome.json").unlink()
+    assert followed and summarize(swept.run, view)["jobs"] == fresh["jobs"]
 
 
 def test_an_attempt_that_the_user_stopped_is_no_restart_of_memfits(commands):

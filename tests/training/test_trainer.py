@@ -16,7 +16,16 @@ import pytest
 import torch
 
 from memfit.errors import DataError, JobFailedError, StoppedError, UsageError
-from memfit.training import CheckpointWarning, SafeStep, Trainer, _fit, load_checkpoint, seed_everything
+from memfit.training import (
+    CheckpointWarning,
+    Ema,
+    SafeStep,
+    Trainer,
+    _fit,
+    average_checkpoints,
+    load_checkpoint,
+    seed_everything,
+)
 
 
 class Shuffled:
@@ -461,3 +470,89 @@ def test_the_first_ctrl_c_saves_and_stops_and_the_second_interrupts(
     with pytest.raises(KeyboardInterrupt):
         Trainer(torch.nn.Linear(1, 1), loss=twice, checkpoint_dir=tmp_path / "twice").fit(data, num_epochs=1)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+class Counted(Shuffled):
+    """Validation batches that know which epoch's validation they serve."""
+
+    def __init__(self, calls=0):
+        super().__init__()
+        self.calls = calls
+        self.epochs = [1]
+
+
+def fit_with_patience(path, values, *, patience, num_epochs=8, done=0, **settings):
+    valid = Counted(done)
+
+    def evaluate(model, batches):
+        valid.calls += 1
+        return {"ic": values[valid.calls - 1]}
+
+    trainer = make(path, **settings)
+    chosen = {"best_metric": "ic", "direction": "maximize", "patience": patience, "preflight": False}
+    return trainer, trainer.fit(Shuffled(), valid, num_epochs=num_epochs, evaluate=evaluate, **chosen)
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "num_run", "best"),
+    [
+        ([0.1, 0.3, 0.2, 0.2, 0.9], 2, 4, 2),
+        ([0.1, 0.3, 0.2, 0.4, 0.3, 0.3, 0.3], 3, 7, 4),
+        ([math.nan, math.nan, 0.5], 2, 2, None),
+        ([0.4, 0.4, 0.4, 0.9], 2, 3, 1),  # as good is not better
+    ],
+)
+def test_patience_stops_after_so_many_epochs_without_a_better_metric(tmp_path, values, patience, num_run, best):
+    _, result = fit_with_patience(tmp_path, values, patience=patience)
+    assert (len(result.history), result.epochs_run, result.best_epoch) == (num_run, num_run, best)
+    assert result.stopped_early
+
+
+def test_patience_that_is_never_used_up_changes_nothing(tmp_path):
+    rising = [0.1 * n for n in range(1, 9)]
+    patient, result = fit_with_patience(tmp_path / "a", rising, patience=1)
+    plain, other = fit_with_patience(tmp_path / "b", rising, patience=None)
+    assert not result.stopped_early
+    assert result.history == other.history
+    assert same_tensors(patient.model.state_dict(), plain.model.state_dict())
+
+
+def test_a_fit_that_stopped_early_stays_stopped_and_a_resume_counts_the_epochs_before_it(tmp_path):
+    values = [0.5, 0.4, 0.3, 0.9]
+    _, first = fit_with_patience(tmp_path, values, patience=None, num_epochs=2)
+    _, second = fit_with_patience(tmp_path, values, patience=2, done=1)  # the newest epoch is validated again
+    _, third = fit_with_patience(tmp_path, values, patience=2, done=2)
+    assert (len(first.history), len(second.history), len(third.history)) == (2, 3, 3)
+    assert (second.epochs_run, third.epochs_run) == (1, 0)
+    assert second.stopped_early and third.stopped_early
+
+
+def test_an_early_stop_names_the_snapshots_that_there_will_not_be(tmp_path, events):
+    ema = Ema(0.5, snapshot_epochs=(1, 2, 6))
+    with pytest.warns(CheckpointWarning, match=r"\[6\]"):
+        fit_with_patience(tmp_path, [0.5, 0.4, 0.3], patience=2, ema=ema)
+    assert sorted(path.name for path in tmp_path.glob("ema_*.pt")) == ["ema_epoch_1.pt", "ema_epoch_2.pt"]
+    assert [(event["epoch"], event["best_epoch"]) for event in events("early_stop")] == [(3, 1)]
+
+
+@pytest.mark.parametrize("patience", [0, -1, 1.5, True])
+def test_a_patience_that_is_no_number_of_epochs_is_refused(patience):
+    with pytest.raises(UsageError, match="patience is"):
+        make().fit([torch.ones(2, 4)], [torch.ones(2, 4)], num_epochs=1, patience=patience)
+
+
+def test_patience_without_validation_is_refused():
+    with pytest.raises(UsageError, match="without validation"):
+        make().fit([torch.ones(2, 4)], num_epochs=1, patience=2)
+
+
+def test_every_checkpoint_and_snapshot_and_their_mean_says_where_it_comes_from(tmp_path):
+    told = {"run": "ab", "fold": 3, "trained": [["2020-01-01", "2020-02-01"]]}
+    trainer = make(tmp_path, provenance=told, ema=Ema(0.5, snapshot_epochs=(1, 2)))
+    trainer.fit(Shuffled(), num_epochs=2)
+    names = ["latest_checkpoint.pt", "ema_epoch_1.pt", "ema_epoch_2.pt"]
+    assert [load_checkpoint(tmp_path / name)["provenance"] for name in names] == [told] * 3
+    average_checkpoints([tmp_path / name for name in names[1:]], tmp_path / "mean.pt")
+    assert load_checkpoint(tmp_path / "mean.pt")["provenance"] == told
+    # It is no part of what a resume compares: a run's folder may be moved.
+    make(tmp_path, provenance={"run": "cd"}, ema=Ema(0.5, snapshot_epochs=(1, 2))).fit(Shuffled(), num_epochs=3)

@@ -31,7 +31,7 @@ def test_the_measured_rank_ic_of_the_signal_is_the_planted_one(tmp_path: Path, p
     market = Market(400, 500, 1, information_coefficient=planted, horizon=1, turnover=0.0, seed=1)
     table = written(tmp_path, market)
     signal = planted_signal(dense(table, market, "f00"))
-    measured = rank_ic(signal, dense(table, market, "target")[SIGNAL_DATES - 1 :])
+    measured = rank_ic(signal, dense(table, market, "target_h1")[SIGNAL_DATES - 1 :])
     # Each date's rank IC has a standard deviation of at most 1 / sqrt(assets - 1); take four of the mean's.
     assert np.nanmean(measured) == pytest.approx(planted, abs=4 / np.sqrt(499 * 395))
     assert np.isnan(measured).tolist() == [False] * 395 + [True]
@@ -40,7 +40,7 @@ def test_the_measured_rank_ic_of_the_signal_is_the_planted_one(tmp_path: Path, p
 def test_one_date_of_the_feature_finds_only_a_part_of_the_signal(tmp_path: Path) -> None:
     market = Market(400, 500, 1, information_coefficient=0.4, horizon=1, turnover=0.0, seed=1)
     table = written(tmp_path, market)
-    measured = np.nanmean(rank_ic(dense(table, market, "f00"), dense(table, market, "target")))
+    measured = np.nanmean(rank_ic(dense(table, market, "f00"), dense(table, market, "target_h1")))
     assert measured == pytest.approx(0.4 / np.sqrt(SIGNAL_DATES), abs=0.02)
 
 
@@ -48,22 +48,57 @@ def test_shuffled_targets_have_no_rank_ic(tmp_path: Path) -> None:
     market = Market(400, 500, 1, information_coefficient=0.6, horizon=1, turnover=0.0, seed=1)
     table = written(tmp_path, market)
     signal = planted_signal(dense(table, market, "f00"))[:-1]
-    targets = np.random.default_rng(0).permuted(dense(table, market, "target")[SIGNAL_DATES - 1 : -1], axis=1)
+    targets = np.random.default_rng(0).permuted(dense(table, market, "target_h1")[SIGNAL_DATES - 1 : -1], axis=1)
     assert abs(rank_ic(signal, targets).mean()) < 4 / np.sqrt(499 * 395)
 
 
 def test_features_without_the_signal_have_no_rank_ic(tmp_path: Path) -> None:
     market = Market(400, 500, 2, information_coefficient=0.6, horizon=1, turnover=0.0, seed=1)
     table = written(tmp_path, market)
-    measured = rank_ic(dense(table, market, "f01"), dense(table, market, "target"))[:-1]
+    measured = rank_ic(dense(table, market, "f01"), dense(table, market, "target_h1"))[:-1]
     assert abs(measured.mean()) < 4 / np.sqrt(499 * 399)
 
 
+@pytest.mark.parametrize(("main", "planted"), [(5, 0.3), (2, -0.2), (20, 0.1)])
+def test_the_measured_rank_ic_at_every_horizon_is_the_one_in_closed_form(
+    tmp_path: Path, main: int, planted: float
+) -> None:
+    market = Market(600, 300, 1, planted, horizon=main, horizons=(1, 5, 10, 20), turnover=0.0, seed=1)
+    assert market.rank_ic(main) == pytest.approx(planted, abs=1e-12)
+    table = written(tmp_path, market)
+    signal = planted_signal(dense(table, market, "f00"))
+    for horizon in market.labels:
+        measured = rank_ic(signal, dense(table, market, f"target_h{horizon}")[SIGNAL_DATES - 1 :])
+        # Labels overlap, so about one date in (horizon + signal) is new.
+        error = 1 / np.sqrt(299 * 596 / (horizon + SIGNAL_DATES - 1))
+        assert np.nanmean(measured) == pytest.approx(market.rank_ic(horizon), abs=4 * error), horizon
+
+
+def test_the_labels_of_all_horizons_are_the_returns_of_the_closes(tmp_path: Path) -> None:
+    market = Market(120, 30, 2, 0.2, horizon=5, horizons=(3, 20), turnover=0.0, seed=4)
+    table = written(tmp_path, market)
+    closes = dense(table, market, "close")
+    assert market.label_names == ("target_h1", "target_h3", "target_h5", "target_h20")
+    for horizon in market.labels:
+        labels = dense(table, market, f"target_h{horizon}")
+        assert labels[:-horizon] == pytest.approx(closes[horizon:] / closes[:-horizon] - 1, abs=1e-6)
+        assert np.isnan(labels[-horizon:]).all()
+    returns = np.diff(np.log(closes), axis=0)
+    assert returns.std() == pytest.approx(market.volatility, rel=0.03)
+
+
+def test_a_rank_ic_that_no_return_can_have_is_refused_with_the_most_there_is() -> None:
+    with pytest.raises(UsageError, match=r"information_coefficient=0\.35") as caught:
+        Market(100, 10, 1, information_coefficient=0.35, horizon=20)
+    assert "from -0.300 to 0.300 at a horizon of 20" in caught.value.rule
+    assert Market(100, 10, 1, information_coefficient=0.2999, horizon=20).loading == pytest.approx(1, abs=0.01)
+
+
 def test_labels_overlap_over_the_horizon_and_not_beyond(tmp_path: Path) -> None:
-    market = Market(300, 500, 1, information_coefficient=0.0, horizon=4, turnover=0.0, seed=2)
-    targets = dense(written(tmp_path, market), market, "target")[:-4]
+    market = Market(300, 500, 1, information_coefficient=0.0, horizon=4, volatility=0.01, turnover=0.0, seed=2)
+    targets = np.log1p(dense(written(tmp_path, market), market, "target_h4")[:-4])
     assert np.isfinite(targets).all()
-    assert targets.std() == pytest.approx(1, abs=0.01)
+    assert targets.std() == pytest.approx(0.01 * 4**0.5, rel=0.01)
     for lag in range(1, 7):
         measured = np.corrcoef(targets[lag:].ravel(), targets[:-lag].ravel())[0, 1]
         assert measured == pytest.approx(max(0, 1 - lag / 4), abs=0.02)
@@ -72,8 +107,9 @@ def test_labels_overlap_over_the_horizon_and_not_beyond(tmp_path: Path) -> None:
 def test_the_last_dates_have_no_target_and_all_others_have_one(tmp_path: Path) -> None:
     table = written(tmp_path, SMALL)
     dates = np.unique(table.column("date").to_numpy())
-    open_dates = np.unique(table.filter(table.column("target").is_null()).column("date").to_numpy())
-    assert open_dates.tolist() == dates[-SMALL.horizon :].tolist()
+    for horizon in (1, SMALL.horizon):
+        missing = table.filter(table.column(f"target_h{horizon}").is_null())
+        assert np.unique(missing.column("date").to_numpy()).tolist() == dates[-horizon:].tolist()
 
 
 def test_the_numbers_do_not_depend_on_the_row_groups(tmp_path: Path) -> None:
@@ -93,9 +129,10 @@ def test_the_seed_alone_changes_the_numbers(tmp_path: Path) -> None:
 def test_no_two_dates_and_no_two_features_hold_the_same_numbers(tmp_path: Path) -> None:
     market = replace(SMALL, turnover=0.0)
     table = written(tmp_path, market)
-    columns = [dense(table, market, name) for name in (*market.feature_names, "target")]
+    columns = [dense(table, market, name) for name in (*market.feature_names, "close", "target_h1", "target_h5")]
     rows = np.concatenate(columns)[: -market.horizon]  # the last dates have no target
-    assert len(np.unique(rows, axis=0)) == len(rows) == 4 * 60 - market.horizon
+    rows = rows[~np.isnan(rows).any(axis=1)]
+    assert len(np.unique(rows, axis=0)) == len(rows) == 6 * 60 - 1 - market.horizon
 
 
 def test_a_file_says_that_it_is_generated_and_from_what(tmp_path: Path) -> None:
@@ -103,6 +140,9 @@ def test_a_file_says_that_it_is_generated_and_from_what(tmp_path: Path) -> None:
     write_market(path, SMALL)
     assert pq.read_schema(path).metadata[b"memfit.generated"] == b"true"
     assert read_market(path) == SMALL
+    several = replace(SMALL, horizons=(1, 10))
+    write_market(path, several)
+    assert read_market(path) == several
     pq.write_table(pa.table({"date": [1]}), path)
     assert read_market(path) is None
 
@@ -130,13 +170,13 @@ def test_a_market_without_turnover_has_every_row(tmp_path: Path) -> None:
 
 def test_the_forecast_of_the_panel_is_the_size_of_its_arrays() -> None:
     market = Market(num_dates=50, num_assets=30, num_features=7)
-    values, targets = np.empty((50, 30, 7), np.float32), np.empty((50, 30, 1), np.float32)
+    values, targets = np.empty((50, 30, 7), np.float32), np.empty((50, 30, 3), np.float32)  # close, 1 and 5 dates
     assert market.panel_bytes == values.nbytes + targets.nbytes
 
 
 def test_a_resized_market_has_at_least_the_bytes_asked_for_and_less_than_one_date_more() -> None:
     market = Market(num_dates=10, num_assets=1000, num_features=64).resized(1 << 30)
-    assert 0 <= market.panel_bytes - (1 << 30) < 1000 * 65 * 4
+    assert 0 <= market.panel_bytes - (1 << 30) < 1000 * 67 * 4
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +196,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_aside(tmp_path: Path, mo
 @pytest.mark.parametrize(
     "wrong",
     [{"num_dates": 5}, {"num_assets": 1}, {"num_features": 0}, {"information_coefficient": 1.0}, {"horizon": 0},
-     {"turnover": 1.5}, {"seed": -1}],
+     {"turnover": 1.5}, {"seed": -1}, {"horizons": (0,)}, {"horizons": (90,), "num_dates": 60}, {"volatility": 0.0}],
 )  # fmt: skip
 def test_a_market_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match=f"{next(iter(wrong))}="):
+    with pytest.raises(UsageError, match=f"{list(wrong)[-1]}="):
         replace(SMALL, **wrong)

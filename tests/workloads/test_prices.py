@@ -62,23 +62,25 @@ def test_features_and_target_are_what_the_raw_file_gives_by_hand(
     by_hand["volatility_20"] = {c: volatility(c) for c in codes}
     by_hand["distance_high_60"] = {c: close(c, 0) / max(close(c, -k) for k in range(60)) - 1 for c in codes}
 
-    rows = daily_features("2005-01-01", "2020-12-31", horizon=5).to_pylist()
+    rows = daily_features("2005-01-01", "2020-12-31", horizons=[1, 5]).to_pylist()
     [row] = [row for row in rows if str(row["date"]) == day and row["code"] == code]
     for feature in FEATURES:
         assert row[feature] == pytest.approx(standardised(by_hand[feature], code), rel=1e-5, abs=1e-6)
-    assert row["target"] == pytest.approx(close(code, 5) / close(code, 0) - 1, rel=1e-6)
+    for horizon in (1, 5):
+        assert row[f"target_h{horizon}"] == pytest.approx(close(code, horizon) / close(code, 0) - 1, rel=1e-6)
+    assert row["close"] == close(code, 0)
 
 
 def test_the_rows_are_every_trading_day_and_asset_between_the_dates_in_order(raw: list[dict[str, str]]) -> None:
-    table = daily_features(datetime.date(2015, 3, 1), "2015-06-30", horizon=2)
+    table = daily_features(datetime.date(2015, 3, 1), "2015-06-30", horizons=[2])
     days = [row["Date"] for row in raw if "2015-03-01" <= row["Date"] <= "2015-06-30"]
     codes = sorted(name for name in raw[0] if name != "Date")
-    assert table.column_names == ["date", "code", *FEATURES, "target"]
+    assert table.column_names == ["date", "code", *FEATURES, "close", "target_h2"]
     assert [(str(row["date"]), row["code"]) for row in table.to_pylist()] == [(d, c) for d in days for c in codes]
 
 
 def test_every_feature_has_mean_zero_and_spread_one_on_each_date() -> None:
-    table = daily_features("1990-01-01", "2022-12-31", horizon=5)
+    table = daily_features("1990-01-01", "2022-12-31", horizons=[5])
     for feature in FEATURES:
         by_date = table.column(feature).to_numpy().reshape(-1, 20)
         assert np.abs(by_date.mean(axis=1)).max() < 1e-5
@@ -86,24 +88,25 @@ def test_every_feature_has_mean_zero_and_spread_one_on_each_date() -> None:
 
 
 def test_only_the_dates_whose_label_ends_after_the_last_date_have_no_target() -> None:
-    table = daily_features("2015-01-01", "2015-12-31", horizon=7)
-    missing = np.isnan(table.column("target").to_numpy().reshape(-1, 20))
-    assert missing.all(axis=1).tolist() == [False] * 245 + [True] * 7
-    assert missing.sum() == 7 * 20
+    table = daily_features("2015-01-01", "2015-12-31", horizons=[1, 7])
+    for horizon in (1, 7):
+        missing = np.isnan(table.column(f"target_h{horizon}").to_numpy().reshape(-1, 20))
+        assert missing.all(axis=1).tolist() == [False] * (252 - horizon) + [True] * horizon
+        assert missing.sum() == horizon * 20
 
 
 def test_a_later_end_resolves_labels_and_changes_nothing_else() -> None:
-    early = daily_features("2015-01-01", "2015-06-30", horizon=5)
-    late = daily_features("2015-01-01", "2015-12-31", horizon=5).slice(0, early.num_rows)
-    assert late.drop_columns("target") == early.drop_columns("target")
-    early_target, late_target = early.column("target").to_numpy(), late.column("target").to_numpy()
+    early = daily_features("2015-01-01", "2015-06-30", horizons=[5])
+    late = daily_features("2015-01-01", "2015-12-31", horizons=[5]).slice(0, early.num_rows)
+    assert late.drop_columns("target_h5") == early.drop_columns("target_h5")
+    early_target, late_target = early.column("target_h5").to_numpy(), late.column("target_h5").to_numpy()
     assert not np.isnan(late_target).any()
     resolved = ~np.isnan(early_target)
     assert (early_target[resolved] == late_target[resolved]).all()
 
 
 def test_the_first_rows_are_on_the_first_date_with_a_full_history(raw: list[dict[str, str]]) -> None:
-    first = daily_features("1980-01-01", "1990-12-31", horizon=5).column("date")[0].as_py()
+    first = daily_features("1980-01-01", "1990-12-31", horizons=[5]).column("date")[0].as_py()
     assert str(first) == raw[59]["Date"]
 
 
@@ -135,13 +138,13 @@ def test_the_fingerprint_is_the_hash_of_the_file(raw_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "horizon"),
-    [("2015-12-31", "2015-01-01", 5), ("2023-01-01", "2024-01-01", 5), ("2015-01-05", "2015-01-09", 5),
-     ("2015-01-01", "2015-12-31", 0), ("1990-01-02", "1990-03-01", 1)],
+    ("start", "end", "horizons"),
+    [("2015-12-31", "2015-01-01", [5]), ("2023-01-01", "2024-01-01", [5]), ("2015-01-05", "2015-01-09", [1, 5]),
+     ("2015-01-01", "2015-12-31", [0, 5]), ("1990-01-02", "1990-03-01", [1])],
 )  # fmt: skip
-def test_a_time_without_a_labelled_row_is_refused(start: str, end: str, horizon: int) -> None:
+def test_a_time_without_a_labelled_row_is_refused(start: str, end: str, horizons: list[int]) -> None:
     with pytest.raises(DataError, match="dates with features lie") as caught:
-        daily_features(start, end, horizon)
+        daily_features(start, end, horizons)
     assert "1990-03-27 to 2022-12-28" in caught.value.remedy
 
 
@@ -171,7 +174,7 @@ class Without:
 
 sys.meta_path.insert(0, Without())
 from memfit_workloads.ranker.prices import daily_features
-print(daily_features("2015-01-01", "2015-12-31", 5).num_rows, {"skfolio", "sklearn"} & set(sys.modules))
+print(daily_features("2015-01-01", "2015-12-31", [5]).num_rows, {"skfolio", "sklearn"} & set(sys.modules))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.split() == ["5040", "set()"]

@@ -1,36 +1,36 @@
-"""The ranker: its loss, its model, its data, and whether it finds a signal that is there, and none that is not."""
+"""The ranker's training: it finds a signal that is there and none that is not, on dates that it never looked at."""
 
-import subprocess
-import sys
-from importlib import resources
-from pathlib import Path
+import os
+import signal
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from pyarrow import feather
-from pydantic import ValidationError
 
-from memfit import config
 from memfit.data import Panel
-from memfit.errors import DataError, UsageError
-from memfit.evaluation import rank_ic_by_date, summarize_ic
-from memfit.pipeline import FoldContext, PrepareContext, RunConfig
-from memfit.training import load_checkpoint
+from memfit.errors import StoppedError, UsageError
+from memfit.evaluation import rank_ic_by_date
+from memfit.pipeline import FoldContext, PrepareContext, ScoreContext
+from memfit.training import CheckpointWarning, load_checkpoint
 from memfit_workloads.ranker import job
-from memfit_workloads.ranker.job import RANKER, RankerParams
-from memfit_workloads.ranker.loss import listnet_loss
+from memfit_workloads.ranker.data import hold_out
+from memfit_workloads.ranker.job import RANKER
+from memfit_workloads.ranker.loss import RankerLoss
 from memfit_workloads.ranker.market import Market, write_market
 from memfit_workloads.ranker.model import PatchRanker
+from memfit_workloads.ranker.params import RankerParams
 
 MODEL = {"patch_size": 5, "width": 16, "num_layers": 1, "num_heads": 2, "dropout": 0.1}
 GENERATED = {
     "source": "generated", "num_dates": 280, "num_assets": 50, "num_features": 3, "information_coefficient": 0.5,
-    "horizon": 2, "lookback": 10,
+    "horizons": (1, 2, 5), "main_horizon": 2, "lookback": 10,
 }  # fmt: skip
+SMALL = GENERATED | {"num_dates": 110, "num_assets": 10, "num_features": 2, "horizons": (1, 2)}
+FAST = {"dates_per_batch": 2, "learning_rate": 3e-3}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,115 +42,233 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def make_params(data=GENERATED, *, num_epochs=2, **train):
-    return RankerParams(
-        data=data, splits={"n_splits": 3, "embargo_size": 2}, model=MODEL, train={"num_epochs": num_epochs, **train}
-    )
+def make_params(data=GENERATED, splits=(("n_splits", 3), ("embargo_size", 2)), **train):
+    return RankerParams(data=data, splits=dict(splits), model=MODEL, train=FAST | train)
 
 
-def run_fold(tmp_path, params, fold=1):
-    """One fold, as the pipeline runs it; its metrics, and the folder of its tables."""
+def make_context(tmp_path, params, fold=1):
+    """What the pipeline gives a fold."""
     prepared = RANKER.prepare(PrepareContext(tmp_path / "panels"), params)
     train, test = prepared.splits[fold - 1]
     (tmp_path / "job").mkdir(exist_ok=True)
-    context = FoldContext(fold, prepared.panel, train, test, tmp_path / "checkpoints", 3, tmp_path / "job")
-    return RANKER.train_fold(context, params), context
+    folder = tmp_path / f"fold_{fold}"
+    folder.mkdir(exist_ok=True)
+    return FoldContext(fold, prepared.panel, train, test, folder, 3, tmp_path / "job", {"fold": fold, "run": "abc"})
+
+
+def scores_of(context):
+    return feather.read_table(context.job_dir / "scores.feather")
+
+
+def scored_by(context, params, name, dates=None):
+    dates = context.test_dates if dates is None else dates
+    return RANKER.score(ScoreContext(context.panel, dates, context.checkpoint_dir / name), params)
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
     """A fold of a market with a strong planted signal."""
-    tmp_path = tmp_path_factory.mktemp("planted")
-    params = make_params(num_epochs=3, learning_rate=3e-3)
-    metrics, context = run_fold(tmp_path, params)
-    return params, metrics, context, tmp_path
+    params = make_params(num_epochs=4, ema_epochs=(3, 4))
+    context = make_context(tmp_path_factory.mktemp("planted"), params)
+    return params, RANKER.train_fold(context, params), context
 
 
-def test_a_planted_signal_is_found(planted):
-    _, metrics, _, _ = planted
-    print(metrics)
+def test_a_planted_signal_is_found_at_every_horizon(planted):
+    params, metrics, _ = planted
+    market = Market(280, 50, 3, 0.5, horizon=2, horizons=(1, 2, 5))
+    planted_ic = {horizon: market.rank_ic(horizon) for horizon in params.data.horizons}
+    print(metrics, planted_ic)
     assert metrics["num_dates"] > 80
+    for horizon in params.data.horizons:
+        assert metrics[f"h{horizon}_rank_ic"] > 0.75 * planted_ic[horizon]
+        assert metrics[f"h{horizon}_delta_p_at_k_pos"] > 0.1
     standard_error = metrics["rank_ic_sd"] / (metrics["num_dates"] / 2) ** 0.5  # labels of 2 dates overlap
-    assert metrics["rank_ic"] > 0.25
-    assert metrics["rank_ic"] > 5 * standard_error
+    assert metrics["rank_ic"] == metrics["h2_rank_ic"] > 5 * standard_error
     assert metrics["icir"] == pytest.approx(metrics["rank_ic"] / metrics["rank_ic_sd"])
 
 
 def test_no_signal_is_found_when_the_targets_are_shuffled(tmp_path):
-    market = Market(num_dates=280, num_assets=50, num_features=3, information_coefficient=0.5, horizon=2)
+    market = Market(280, 50, 3, information_coefficient=0.5, horizon=2, turnover=0.0)
     write_market(tmp_path / "market.parquet", market)
     rows = pq.read_table(tmp_path / "market.parquet").drop_null()
-    shuffled = rows.column("target").take(pa.array(np.random.default_rng(0).permutation(len(rows))))
-    path = tmp_path / "mine.parquet"
-    pq.write_table(rows.set_column(rows.column_names.index("target"), "future", shuffled), path)
-    data = {"source": "parquet", "path": path, "features": ["f00", "f01", "f02"], "target": "future", "lookback": 10}
-    metrics, _ = run_fold(tmp_path, make_params(data | {"horizon": 2}, num_epochs=1, learning_rate=3e-3))
+    order = np.random.default_rng(0).permutation(len(rows))
+    for name in ("target_h1", "target_h2"):
+        rows = rows.set_column(rows.column_names.index(name), name, rows.column(name).take(pa.array(order)))
+    pq.write_table(rows, tmp_path / "mine.parquet")
+    data = {"source": "parquet", "path": tmp_path / "mine.parquet", "features": ["f00", "f01", "f02"], "lookback": 10,
+            "targets": {1: "target_h1", 2: "target_h2"}, "horizons": (1, 2), "main_horizon": 2}  # fmt: skip
+    params = make_params(data, num_epochs=2)
+    metrics = RANKER.train_fold(make_context(tmp_path, params), params)
     print(metrics)
     assert metrics["num_dates"] > 80
-    assert abs(metrics["rank_ic"]) < 3 * metrics["rank_ic_sd"] / metrics["num_dates"] ** 0.5
+    for horizon in (1, 2):
+        assert abs(metrics[f"h{horizon}_rank_ic"]) < 3 * metrics["rank_ic_sd"] / metrics["num_dates"] ** 0.5
 
 
 def test_the_reported_figures_are_those_of_the_saved_scores_on_test_dates_alone(planted):
-    _, metrics, context, tmp_path = planted
-    scores = feather.read_table(tmp_path / "job" / "scores.feather")
-    assert scores.column_names == ["date", "code", "score", "target"]
-    dates, ic = rank_ic_by_date(*(scores.column(name).to_numpy() for name in ("date", "score", "target")))
-    assert set(dates) == set(context.panel.dates[context.test_dates])
-    assert metrics["rank_ic"] == pytest.approx(np.nanmean(ic))
+    _, metrics, context = planted
+    scores = scores_of(context)
+    names = [f"{what}_h{horizon}" for what in ("score", "target") for horizon in (1, 2, 5)]
+    assert scores.column_names == ["date", "code", *names]
+    for horizon in (1, 2, 5):
+        columns = [scores.column(name).to_numpy() for name in ("date", f"score_h{horizon}", f"target_h{horizon}")]
+        dates, ic = rank_ic_by_date(*columns)
+        assert set(dates) == set(context.panel.dates[context.test_dates])
+        assert metrics[f"h{horizon}_rank_ic"] == pytest.approx(np.nanmean(ic))
     first = scores.slice(0, 1).to_pylist()[0]
     date = np.flatnonzero(context.panel.dates == np.datetime64(first["date"]))[0]
     asset = context.panel.assets.index(first["code"])
-    assert context.panel.targets[date, asset, 0] == np.float32(first["target"])
+    assert context.panel.target("target_h5")[date, asset] == np.float32(first["target_h5"])
 
 
-def test_the_scores_are_those_of_the_last_epoch_and_not_of_the_best(tmp_path, monkeypatch):
-    falling = iter([0.5, 0.9, 0.2, 0.2])  # the first is the preflight's
-    monkeypatch.setattr(job, "_rank_ic", lambda scores: summarize_ic([next(falling)]))
-    _, context = run_fold(tmp_path, make_params(num_epochs=2))
-    saved = {name: load_checkpoint(context.checkpoint_dir / name) for name in ("best_model.pt", "latest_checkpoint.pt")}
-    assert [state["epoch"] for state in saved.values()] == [1, 2]
-    batch = next(iter(job.DateBatches(context.panel, context.test_dates, lookback=10, target="target")))
-    scores = feather.read_table(tmp_path / "job" / "scores.feather").column("score").to_numpy()
-    same = []
-    for state in saved.values():
-        model = PatchRanker(num_features=3, lookback=10, **MODEL).eval()
-        model.load_state_dict(state["model"])
-        with torch.no_grad():
-            expected = model(torch.from_numpy(batch.windows)).numpy()
-        same.append(np.array_equal(scores[: len(expected)], expected))
-    assert same == [False, True]
+def test_a_checkpoint_scores_any_dates_and_the_test_dates_as_the_fold_did(planted):
+    params, _, context = planted
+    assert scored_by(context, params, "latest_checkpoint.pt").equals(scores_of(context))
+    average = scored_by(context, params, "ema_epoch_4.pt")
+    assert average.select(["date", "code", "target_h1"]).equals(
+        scores_of(context).select(["date", "code", "target_h1"])
+    )
+    assert not average.equals(scores_of(context))
+    newest = scored_by(context, params, "latest_checkpoint.pt", np.array([278, 279]))
+    assert (
+        newest.column("target_h1").null_count
+        == newest.num_rows
+        - newest.filter(pa.compute.equal(newest.column("date"), pa.scalar(context.panel.dates[278].item()))).num_rows
+    )
+    assert newest.column("score_h5").null_count == 0 < newest.num_rows
+    assert newest.column("target_h5").null_count == newest.num_rows
+
+
+def test_checkpoints_say_where_they_belong_and_the_step_size_has_come_down(planted):
+    params, metrics, context = planted
+    for name in ("latest_checkpoint.pt", "ema_epoch_3.pt", "best_model.pt"):
+        assert load_checkpoint(context.checkpoint_dir / name)["provenance"] == {"fold": 1, "run": "abc"}
+    (group,) = load_checkpoint(context.checkpoint_dir / "latest_checkpoint.pt")["optimizer"]["param_groups"]
+    assert group["lr"] == pytest.approx(params.train.learning_rate * params.train.final_share, rel=0.01)
+    assert (metrics["num_epochs"], metrics["num_snapshots"]) == (4, 2)
+    assert "warm_start" not in metrics
 
 
 def test_a_fold_run_again_trains_nothing_and_reports_the_same(planted):
-    params, metrics, context, tmp_path = planted
-    before = (tmp_path / "job" / "scores.feather").read_bytes()
+    params, metrics, context = planted
+    before = (context.job_dir / "scores.feather").read_bytes()
     saved = (context.checkpoint_dir / "latest_checkpoint.pt").stat().st_mtime_ns
     assert RANKER.train_fold(context, params) == metrics
-    assert (tmp_path / "job" / "scores.feather").read_bytes() == before
+    assert (context.job_dir / "scores.feather").read_bytes() == before
     assert (context.checkpoint_dir / "latest_checkpoint.pt").stat().st_mtime_ns == saved
 
 
-def test_folds_are_purged_by_the_horizon_and_every_usable_date_is_tested_once(planted):
-    params, _, _, tmp_path = planted
-    prepared = RANKER.prepare(PrepareContext(tmp_path / "panels"), params)
-    assert prepared.panel.reused
-    for train, test in prepared.splits:
-        gaps = np.abs(train[:, None] - test[None, :])
-        assert gaps.min() > GENERATED["horizon"]
-    tested = np.concatenate([test for _, test in prepared.splits])
-    # 280 dates: the first 9 have no whole window of 10, the last 2 no target yet
-    assert tested.tolist() == list(range(9, 278))
+def test_what_is_fitted_and_validated_is_of_the_training_dates_and_apart(tmp_path, monkeypatch):
+    seen = {"fit": set(), "valid": set()}
+    fitted, scored = job.ListBatches, job.lists_to_score
 
+    def fit(panel, dates, params, **options):
+        seen["fit"] |= set(dates.tolist())
+        return fitted(panel, dates, params, **options)
 
-def test_features_are_scaled_by_training_dates_alone(planted):
-    _, _, context, _ = planted
-    mean, sd = job._scale(context.panel, context.train_dates)
-    values = context.panel.values[context.train_dates].reshape(-1, 3).astype(np.float64)
+    def valid(panel, dates, params):
+        seen.setdefault("test" if seen.get("valid") else "valid", set()).update(dates.tolist())
+        return scored(panel, dates, params)
+
+    monkeypatch.setattr(job, "ListBatches", fit)
+    monkeypatch.setattr(job, "lists_to_score", valid)
+    params = make_params(SMALL, num_epochs=1, valid_share=0.2)
+    context = make_context(tmp_path, params, fold=2)
+    RANKER.train_fold(context, params)
+    assert seen["test"] == set(context.test_dates.tolist())
+    assert seen["fit"] | seen["valid"] <= set(context.train_dates.tolist())
+    assert max(seen["fit"]) + 2 < min(seen["valid"])
+    for part in ("fit", "valid"):
+        assert min(abs(one - other) for one in seen[part] for other in seen["test"]) > 2
+    fit_dates, _ = hold_out(context.train_dates, 0.2, 2)
+    mean, sd = job._scale(context.panel, fit_dates)
+    values = context.panel.values[fit_dates].reshape(-1, 2).astype(np.float64)
     assert mean == pytest.approx(np.nanmean(values, axis=0), abs=1e-5)
     assert sd == pytest.approx(np.nanstd(values, axis=0), abs=1e-5)
     saved = load_checkpoint(context.checkpoint_dir / "latest_checkpoint.pt")["model"]
     assert np.array_equal(saved["scale.mean_F"].numpy(), mean)
     assert np.array_equal(saved["scale.sd_F"].numpy(), sd)
+
+
+@pytest.mark.parametrize(
+    ("scored", "name"), [("last", "latest_checkpoint.pt"), ("best", "best_model.pt"), ("ema", "ema_epoch_3.pt")]
+)
+def test_the_scored_weights_are_those_that_were_asked_for(tmp_path, monkeypatch, scored, name):
+    falling = iter([0.5, 0.9, 0.2, 0.1])  # the first is the preflight's
+    monkeypatch.setattr(job, "validation_metrics", lambda scores, params: {"valid_lift": next(falling)})
+    params = make_params(SMALL, num_epochs=3, ema_epochs=(3,), scored=scored)
+    context = make_context(tmp_path, params)
+    RANKER.train_fold(context, params)
+    tables = {
+        file: scored_by(context, params, file) for file in ("latest_checkpoint.pt", "best_model.pt", "ema_epoch_3.pt")
+    }
+    assert [file for file, table in tables.items() if table.equals(scores_of(context))] == [name]
+    assert load_checkpoint(context.checkpoint_dir / "best_model.pt")["epoch"] == 1
+
+
+def test_an_early_stop_is_on_validation_and_reports_the_snapshots_that_are_missing(tmp_path, monkeypatch):
+    falling = iter([0.5, 0.9, 0.2, 0.1])
+    monkeypatch.setattr(job, "validation_metrics", lambda scores, params: {"valid_lift": next(falling)})
+    params = make_params(SMALL, num_epochs=6, patience=2, ema_epochs=(2, 5))
+    context = make_context(tmp_path, params)
+    with pytest.warns(CheckpointWarning, match=r"at epochs \[5\]"):
+        metrics = RANKER.train_fold(context, params)
+    assert (metrics["num_epochs"], metrics["num_snapshots"]) == (3, 1)
+    assert [path.name for path in context.checkpoint_dir.glob("ema_epoch_*")] == ["ema_epoch_2.pt"]
+
+
+def test_a_fold_that_was_stopped_in_mid_epoch_goes_on_bit_exact(tmp_path, monkeypatch):
+    params = make_params(SMALL, num_epochs=2, ema_epochs=(2,), tau_days=60.0, scored="ema")
+    straight = make_context(tmp_path, params)
+    metrics = RANKER.train_fold(straight, params)
+    table = scores_of(straight)
+    calls, plain = [], RankerLoss.__call__
+
+    def stopping(self, model, batch):
+        calls.append(len(batch.lists))
+        if len(calls) == 40:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, model, batch)
+
+    monkeypatch.setattr(RankerLoss, "__call__", stopping)
+    stopped = replace(straight, checkpoint_dir=tmp_path / "stopped")
+    with pytest.raises(StoppedError, match="in epoch 2, after its step"):
+        RANKER.train_fold(stopped, params)
+    assert RANKER.train_fold(stopped, params) == metrics
+    assert scores_of(stopped).equals(table)
+    for name in ("latest_checkpoint.pt", "ema_epoch_2.pt"):
+        first, second = (load_checkpoint(one.checkpoint_dir / name)["model"] for one in (straight, stopped))
+        assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_a_warm_start_begins_with_the_weights_of_the_fold_before_and_says_so(tmp_path):
+    splits = {"kind": "walk_forward", "n_splits": 3, "embargo_size": 1, "warm_start": True}
+    params = make_params(SMALL, splits, num_epochs=1, valid_share=0)
+    first, second = (make_context(tmp_path, params, fold) for fold in (1, 2))
+    assert RANKER.in_order(params)
+    assert RANKER.train_fold(first, params)["warm_start"] == 1
+    second = replace(second, previous_dir=first.checkpoint_dir)
+    assert set(first.train_dates) < set(second.train_dates)
+    trained = load_checkpoint(first.checkpoint_dir / "latest_checkpoint.pt")["model"]
+    warm = job._model(second, params, second.train_dates)[0].state_dict()
+    assert all(torch.equal(warm[name], trained[name]) for name in trained)
+    with pytest.raises(UsageError, match=r"fold 2 begins with the weights of fold 1, and .* is not there"):
+        job._model(replace(second, previous_dir=tmp_path / "nothing"), params, second.train_dates)
+    plain = make_params(SMALL, splits | {"warm_start": False})
+    assert not RANKER.in_order(plain)
+    cold = job._model(replace(second, previous_dir=None), plain, second.train_dates)[0].state_dict()
+    assert not torch.equal(cold["heads.weight"], trained["heads.weight"])
+
+
+def test_combinatorial_folds_name_the_path_of_each_date(tmp_path):
+    params = make_params(SMALL, {"kind": "combinatorial", "n_splits": 4, "embargo_size": 1}, num_epochs=1)
+    context = make_context(tmp_path, params, fold=6)
+    metrics = RANKER.train_fold(context, params)
+    scores = scores_of(context)
+    assert set(scores.column("date").to_numpy()) == set(context.panel.dates[context.test_dates])
+    # Fold 6 tests the last two of four blocks, as the third fold that tests each.
+    assert set(scores.column("path").to_pylist()) == {2}
+    assert metrics["num_dates"] == len(context.test_dates)
 
 
 def test_a_feature_that_never_changes_is_not_divided_by_zero(tmp_path):
@@ -160,137 +278,16 @@ def test_a_feature_that_never_changes_is_not_divided_by_zero(tmp_path):
     assert (mean.tolist(), sd.tolist()) == ([3.0, 1.0], [1.0, 1.0])
 
 
-def test_listnet_is_the_cross_entropy_of_being_first():
-    scores, targets = torch.tensor([0.3, -1.0, 2.0, 0.0]), torch.tensor([1.0, 2.0, 4.0, 1.0])
-    standard = (targets - 2) / 1.5**0.5
-    wanted = -sum(p * np.log(q) for p, q in zip(softmax(standard), softmax(scores), strict=True))
-    loss, weight = listnet_loss(scores, targets)
-    assert (loss.item(), weight.item()) == (pytest.approx(wanted, rel=1e-5), 1.0)
-
-
-def softmax(values):
-    odds = np.exp(values.numpy().astype(np.float64))
-    return odds / odds.sum()
-
-
-def test_listnet_sees_neither_the_level_nor_the_scale_of_a_days_returns():
-    scores, targets = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
-    assert torch.allclose(listnet_loss(scores, targets)[0], listnet_loss(scores, 0.01 * targets + 5)[0])
-
-
-def test_equal_targets_pull_all_scores_together_and_give_a_finite_gradient():
-    scores = torch.tensor([1.0, 0.0, -1.0], requires_grad=True)
-    listnet_loss(scores, torch.full((3,), 0.02))[0].backward()
-    assert scores.grad[0] > 0 > scores.grad[2]
-    assert torch.isfinite(scores.grad).all()
-
-
-def test_the_gradient_of_listnet_is_right():
-    scores = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    targets = torch.randn(6, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda s: listnet_loss(s, targets)[0], (scores,))
-
-
-def test_an_asset_is_scored_alone_and_by_its_whole_window():
+def test_an_asset_is_scored_alone_and_by_its_whole_window_with_a_head_for_each_horizon():
     torch.manual_seed(0)
-    model = PatchRanker(num_features=3, lookback=10, **MODEL).eval()
+    model = PatchRanker(num_features=3, lookback=10, num_horizons=2, **MODEL).eval()
     x = torch.randn(6, 10, 3)
     with torch.no_grad():
         together = model(x)
+        assert together.shape == (6, 2)
+        assert not torch.allclose(together[:, 0], together[:, 1])
         assert torch.allclose(model(x[2:3]), together[2:3], atol=1e-6)
         for date in range(10):
             changed = x.clone()
             changed[0, date, 1] += 1
-            assert model(changed)[0] != together[0]
-
-
-def test_a_generated_market_is_written_once_per_set_of_parameters(tmp_path):
-    RANKER.prepare(PrepareContext(tmp_path), make_params())
-    (path,) = (tmp_path / "markets").iterdir()
-    before = path.stat().st_mtime_ns
-    RANKER.prepare(PrepareContext(tmp_path), make_params())
-    assert path.stat().st_mtime_ns == before
-    RANKER.prepare(PrepareContext(tmp_path), make_params(GENERATED | {"market_seed": 1}))
-    assert len(list((tmp_path / "markets").iterdir())) == 2
-
-
-def test_the_fingerprint_follows_the_content_of_the_data(tmp_path):
-    path = tmp_path / "mine.parquet"
-    data = {"source": "parquet", "path": path, "features": ["x"], "target": "y"}
-    params = make_params(data | {"lookback": 10})
-    with pytest.raises(DataError, match=r"mine\.parquet is not there"):
-        RANKER.fingerprint(params)
-    pq.write_table(pa.table({"x": [1.0]}), path)
-    first = RANKER.fingerprint(params)
-    assert RANKER.fingerprint(params) == first
-    pq.write_table(pa.table({"x": [2.0]}), path)
-    assert RANKER.fingerprint(params) != first
-    folder = make_params(data | {"lookback": 10, "path": tmp_path})
-    assert RANKER.fingerprint(folder) == RANKER.fingerprint(params)
-    pq.write_table(pa.table({"x": [3.0]}), tmp_path / "more.parquet")
-    assert RANKER.fingerprint(folder) != RANKER.fingerprint(params)
-    seeds = {RANKER.fingerprint(make_params(GENERATED | {"market_seed": seed})) for seed in (0, 1)}
-    assert len(seeds) == 2
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"data": {"source": "generated", "start": "2015-01-01"}}, "start belongs to source: prices"),
-        ({"data": {"num_assets": 7}}, "num_assets belongs to source: generated, and source is prices"),
-        ({"data": {"source": "parquet"}}, "needs path, features and target"),
-        ({"data": {"lookback": 25}}, r"data.lookback \(25\) must be a multiple of model.patch_size \(10\)"),
-        ({"model": {"num_heads": 5}}, r"model.width \(32\) must be a multiple of model.num_heads \(5\)"),
-        ({"data": {"lokback": 20}}, "lokback"),
-    ],
-)
-def test_parameters_that_do_not_fit_together_are_refused(change, text):
-    with pytest.raises(ValidationError, match=text):
-        RankerParams.model_validate(change)
-
-
-def test_resolved_parameters_are_valid_parameters_of_their_own():
-    params = make_params()
-    assert RankerParams.model_validate(params.model_dump(mode="json")) == params
-
-
-def test_a_market_that_cannot_be_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="num_dates=3"):
-        RANKER.prepare(PrepareContext(tmp_path), make_params(GENERATED | {"num_dates": 3, "horizon": 5}))
-
-
-def test_the_shipped_config_is_valid_and_names_this_workload():
-    file = Path(str(resources.files("memfit_workloads.ranker"))) / "config.yaml"
-    settings = config.resolve(RunConfig, file=file, env={}).value
-    assert settings.target == "memfit_workloads.ranker.job:RANKER"
-    params = RankerParams.model_validate(settings.params)
-    assert (params.data.source, params.splits.n_splits) == ("prices", 5)
-
-
-def test_the_readmes_sample_config_is_valid():
-    text = (Path(job.__file__).parent / "README.md").read_text()
-    sample = text.split("```yaml\n")[1].split("```")[0]
-    settings = config.resolve(RunConfig, values=yaml.safe_load(sample), env={}).value
-    params = RankerParams.model_validate(settings.params)
-    assert (params.data.source, params.data.horizon) == ("parquet", 20)
-
-
-def test_the_demo_config_takes_a_generated_market_by_one_setting():
-    file = Path(job.__file__).parent / "config.yaml"
-    settings = config.resolve(RunConfig, file=file, env={}, overrides=["params.data.source=generated"])
-    assert config.resolve_nested(settings, "params", RankerParams).value.data.source == "generated"
-
-
-def test_real_prices_become_a_panel_whose_last_dates_are_in_no_fold(tmp_path):
-    params = RankerParams(data={"source": "prices", "start": "2021-01-01", "end": "2021-12-31"})
-    prepared = RANKER.prepare(PrepareContext(tmp_path), params)
-    assert prepared.panel.shape == (252, 20, 5)
-    tested = np.sort(np.concatenate([test for _, test in prepared.splits]))
-    assert tested.tolist() == list(range(39, 252 - 5))
-
-
-def test_preparing_a_run_loads_no_torch():
-    code = "import sys, memfit_workloads.ranker.job; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "False"
-    assert Path(job.__file__).name == "job.py"
+            assert (model(changed)[0] != together[0]).all()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import sys
 from typing import Annotated, NoReturn
 
 import typer
 
 from memfit.cli._average import average
+from memfit.cli._backtest import backtest
 from memfit.cli._bench import bench
 from memfit.cli._budget import budget
+from memfit.cli._compare import compare
 from memfit.cli._doctor import doctor
 from memfit.cli._map import map_
 from memfit.cli._panel import panel
@@ -20,6 +21,7 @@ from memfit.cli._resume import resume
 from memfit.cli._run import run
 from memfit.cli._stop import stop
 from memfit.cli._watch import watch
+from memfit.cli._workflow import workflow
 from memfit.errors import MemfitError, UsageError
 
 app = typer.Typer(
@@ -34,6 +36,7 @@ app.command(options_metavar="[OPTIONS] [-- COMMAND...]", short_help="Run folds, 
 app.command(
     "map", options_metavar="[OPTIONS] -- COMMAND...", short_help="Run a command for every combination of parameters."
 )(map_)
+app.command(short_help="Train a fold, pass a gate, train the others, judge them all.")(workflow)
 app.command(short_help="Show a run that goes on, from any terminal.")(watch)
 app.command(short_help="List the live runs of this host and their jobs.")(ps)
 app.command(short_help="Have a run, or one job, checkpoint and end.")(stop)
@@ -41,12 +44,16 @@ app.command(short_help="Go on with a run that was stopped or killed.")(resume)
 app.command(short_help="Show what memory may be used, and who says so.")(budget)
 app.command(options_metavar="[OPTIONS] [-- COMMAND...]", short_help="Examine this place, or a command in it.")(doctor)
 app.command(short_help="Average checkpoints of one training.")(average)
+app.command(short_help="Backtest checkpoints on dates that they never saw.")(backtest)
+app.command(short_help="Say whether one run is better than another, by their days.")(compare)
 app.add_typer(panel, name="panel", short_help="Build, check, extend, prune and export panels.")
 app.add_typer(bench, name="bench", short_help="Measure a part of a training on this machine.")
 
 
 def _version(wanted: bool) -> None:
     if wanted:
+        import importlib.metadata
+
         typer.echo(f"memfit {importlib.metadata.version('memfit')}")
         raise typer.Exit
 

@@ -50,7 +50,7 @@ def average(
             rule="each average has a file of its own, so every parameter stands in its name.",
             remedy="write for example --output 'blended_fold{fold}.pt'",
         )
-    groups = [_expand(fill(inputs, combination)) for combination in combinations]
+    groups = [expand_files(fill(inputs, combination)) for combination in combinations]
     log = console()
     for paths, name in zip(groups, outputs, strict=True):
         sources = average_checkpoints(paths, name, integer_buffers=integer_buffers, allow_unrelated=allow_unrelated)
@@ -60,7 +60,7 @@ def average(
             log.print(f"  {source.path}{epoch}  sha256 {source.sha256[:12]}", markup=False)
 
 
-def _expand(words: tuple[str, ...]) -> list[Path]:
+def expand_files(words: tuple[str, ...]) -> list[Path]:
     """The files that words name: a word that is no file and holds ``*``, ``?`` or ``[`` names all that match."""
     found: list[Path] = []
     for word in words:

@@ -26,8 +26,10 @@ _HEADINGS = (
     "first batch",
     "waits",
     "private",
+    "forecast",
     "PSS",
 )
+_MODE_HEADINGS = ("mode", "workers", "samples/s", "waits", "starts", "private", "data in memory", "")
 
 bench = typer.Typer(help="Measure a part of a training on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -51,6 +53,10 @@ def loader(  # noqa: PLR0913 - one each for what is measured and how
     limit: Annotated[
         str | None, typer.Option(help="What the workers may take; what is free when left out.", metavar="SIZE")
     ] = None,
+    modes: Annotated[
+        bool, typer.Option("--modes", help="Compare modes: safe, preload and workers, and choose one.")
+    ] = False,
+    epochs: Annotated[int, typer.Option(help="With --modes: the epochs of the training they are compared over.")] = 10,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,6 +76,9 @@ def loader(  # noqa: PLR0913 - one each for what is measured and how
     (--step-ms or --with-model) the share of its time that it waits for data. A loader that is faster than the trainer
     is no bottleneck.
 
+    --modes compares, over a training of --epochs: safe (batches are made in the training's process), preload (all data
+    are read into memory before) and workers, and chooses the simplest that fits and is fast enough.
+
     Exit codes: 0 done, 2 bad config or input, or a workload without a loader, 3 no count of workers fits.
     """
     if step_ms is not None and with_model:
@@ -84,6 +93,8 @@ def loader(  # noqa: PLR0913 - one each for what is measured and how
         step_seconds=None if step_ms is None else step_ms / 1e3,
         with_model=with_model,
         budget_bytes=Budget.read().lendable_bytes if limit is None else parse_bytes(limit),
+        modes=modes,
+        num_epochs=epochs,
     )
     found = bench_loader(config, how, overrides=set_ or [])
     if as_json:
@@ -111,6 +122,11 @@ def _parse_counts(text: str) -> tuple[int, ...]:
 def _print(found: Mapping[str, Any]) -> None:
     log = console()
     log.print(found["data"], markup=False, soft_wrap=True)
+    if "modes" in found:
+        log.print(_table_of_modes(found["modes"]))
+        log.print(f"\nmode: {found['choice'].splitlines()[0]}", markup=False, soft_wrap=True)
+        log.print(f"(the loader may take {format_bytes(found['budget_bytes'])})", markup=False, soft_wrap=True)
+        return
     log.print(_table(found["reports"]))
     chosen = next(one for one in found["reports"] if one["num_workers"] == found["num_workers"])
     log.print(f"\n{chosen['verdict']['text']}", markup=False, soft_wrap=True)
@@ -134,7 +150,26 @@ def _table(reports: list[Mapping[str, Any]]) -> Table:
             f"{one['start_seconds']:.2f} s",
             "-" if trained is None else f"{_rate(trained, 'wait_seconds') * 100:.1f} %",
             format_bytes(one["worker_private_bytes"]),
+            "-" if one["forecast_bytes"] is None else format_bytes(one["forecast_bytes"]),
             format_bytes(one["worker_pss_bytes"]),
+        )
+    return table
+
+
+def _table_of_modes(modes: list[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in _MODE_HEADINGS:
+        table.add_column(name, justify="left" if name in ("mode", "") else "right", no_wrap=True)
+    for one in modes:
+        table.add_row(
+            one["name"],
+            str(one["num_workers"]),
+            f"{one['samples_per_second']:,.0f}",
+            f"{one['wait_share'] * 100:.1f} %",
+            f"{one['start_seconds']:.2f} s",
+            format_bytes(one["private_bytes"]),
+            format_bytes(one["data_bytes"]),
+            f"refused: {one['refused']}" if one["refused"] else "",
         )
     return table
 

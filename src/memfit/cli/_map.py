@@ -82,4 +82,4 @@ def map_(
         )
     finally:
         live.close()
-    close(result, log, as_json=flags.as_json)
+    close(result, log, as_json=flags.as_json, view=live.view)

@@ -17,7 +17,7 @@ from memfit.cli._terminal import console, survive_hangup
 from memfit.errors import JobFailedError, StoppedError, UsageError
 from memfit.pipeline import RunResult, resolve_settings, run_commands
 from memfit.pipeline import run as run_config
-from memfit.reports import LiveRun, print_summary, summarize
+from memfit.reports import LiveRun, RunView, print_summary, summarize
 from memfit.rundir import RunDir
 
 _JOB = "cmd_0001"
@@ -120,13 +120,15 @@ def _exit_code(result: RunResult) -> int:
     return status.exit_code if status.exit_code > 0 else 128 - status.exit_code
 
 
-def close(result: RunResult, log: Console, *, as_json: bool, exit_code: int | None = None) -> NoReturn:
-    """Print what a run came to, and exit with its code, or with another."""
+def close(
+    result: RunResult, log: Console, *, as_json: bool, exit_code: int | None = None, view: RunView | None = None
+) -> NoReturn:
+    """Print what a run came to, and exit with its code, or with another; ``view`` has followed it so far."""
     run_dir = RunDir(result.path)
     if as_json:
-        typer.echo(json.dumps(summarize(run_dir), indent=2, allow_nan=False))
+        typer.echo(json.dumps(summarize(run_dir, view), indent=2, allow_nan=False))
     else:
-        print_summary(run_dir, log)
+        print_summary(run_dir, log, view)
         if result.exit_code == StoppedError.exit_code:
             log.print("\nstopped; the same command goes on from here")
     raise typer.Exit(result.exit_code if exit_code is None else exit_code)

@@ -220,9 +220,10 @@ class WindowBatches:
         target: The target's name, or None.
         shuffle_seed: With one, all cells are drawn in an order of (seed, epoch).
         min_assets: A date with fewer eligible assets is dropped and counted in ``num_skipped``.
+        drop_last: Leave out a last batch of fewer windows; with a seed, each epoch leaves out others.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what, and in which batches
         self,
         panel: Panel,
         date_indices: Sequence[int] | npt.NDArray[np.integer],
@@ -232,6 +233,7 @@ class WindowBatches:
         target: str | None,
         shuffle_seed: int | None = None,
         min_assets: int = 1,
+        drop_last: bool = False,
     ) -> None:
         self.panel = panel
         self.lookback = lookback
@@ -249,6 +251,9 @@ class WindowBatches:
         self.num_skipped = int(np.count_nonzero(~kept))
         _require_any(kept, counts, lookback, target, min_assets)
         self._cells = np.concatenate([cells for cells, keep in zip(found, kept, strict=True) if keep])
+        self._num_batches = len(self._cells) // size if drop_last else -(-len(self._cells) // size)
+        few = f"batch is {size} with drop_last=True, and {len(self._cells)} windows are eligible"
+        _require(self._num_batches > 0, few, "an epoch has at least one batch, and drop_last leaves out smaller ones.")
         self.layout = Layout(min(size, len(self._cells)), lookback, panel.shape[2])
         self.largest_batch_bytes = self.layout.max_size * lookback * panel.shape[2] * 4
         self.set_epoch(0)
@@ -262,7 +267,7 @@ class WindowBatches:
             np.random.default_rng([self._seed, epoch]).shuffle(self._order)
 
     def __len__(self) -> int:
-        return -(-len(self._cells) // self._size)
+        return self._num_batches
 
     number_of_longest = 0
 

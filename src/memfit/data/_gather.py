@@ -12,8 +12,10 @@ from memfit.errors import DataError
 
 Array = npt.NDArray[Any]
 
-#: Copied at a time, so that nothing else than the batch itself takes memory that grows with it.
-_PIECE_BYTES = 1 << 21
+#: Copied at a time, so that what a copy needs beside the batch stays small: 1 MiB of places, or 2 MiB of other types.
+#: Long pieces, because each one costs the time of some 100 KB copied.
+_PIECE_ROWS = 1 << 17
+_DECODED_BYTES = 1 << 21
 
 
 class WindowReader:
@@ -34,6 +36,8 @@ class WindowReader:
         self._by_asset = not panel.values.flags.c_contiguous and panel.values.transpose(1, 0, 2).flags.c_contiguous
         stored = panel.values.transpose(1, 0, 2) if self._by_asset else panel.values
         self._rows = stored.reshape(-1, self.num_features)
+        self._is_plain = self._rows.dtype == np.float32
+        self._most_rows = _PIECE_ROWS if self._is_plain else _DECODED_BYTES // (self.num_features * 4)
         self._steps = np.arange(1 - lookback, 1) * (1 if self._by_asset else self.num_assets)
         self._targets = None if target is None else panel.target(target)
 
@@ -48,17 +52,17 @@ class WindowReader:
         Raises:
             DataError: If a value is beyond float32.
         """
-        piece = max(1, _PIECE_BYTES // (self.lookback * self.num_features * 4))
+        dates, assets = np.divmod(cells, self.num_assets)
+        ends = assets * self.num_dates + dates if self._by_asset else cells
+        piece = max(1, self._most_rows // self.lookback)
         for start in range(0, len(cells), piece):
             part = slice(start, start + piece)
-            dates, assets = np.divmod(cells[part], self.num_assets)
-            ends = assets * self.num_dates + dates if self._by_asset else cells[part]
-            places = (ends[:, None] + self._steps).ravel()
+            places = (ends[part, None] + self._steps).ravel()
             self._copy(places, windows[part].reshape(-1, self.num_features))
-            targets[part] = np.nan if self._targets is None else _to_float32(self._targets[dates, assets])
+        targets[:] = np.nan if self._targets is None else _to_float32(self._targets[dates, assets])
 
     def _copy(self, places: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> None:
-        if self._rows.dtype == np.float32:
+        if self._is_plain:
             # mode="clip" lets numpy write into the memory directly; the places are in range by construction.
             np.take(self._rows, places, axis=0, out=rows, mode="clip")
         else:

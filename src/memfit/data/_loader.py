@@ -40,6 +40,8 @@ class Loader:
         shuffle: None keeps the dates' order; a seed, a whole number, draws one for each (seed, epoch).
         min_assets: A date with fewer eligible assets is left out; None for 2 by date, and 1 otherwise.
         max_assets: By date only: a date with more is cut into chunks of nearly equal size, none larger than this.
+        drop_last: By number only: leave out the last batch if it has fewer windows. With ``shuffle`` each epoch leaves
+            out others; without, the same ones always.
         num_workers: Processes that make batches ahead: see `WorkerPool`. 0 makes them here. ``"auto"`` makes the first
             16 here, times them against what is done with them, and then starts the fewest workers that keep it from
             waiting, within the CPUs and the memory budget of this process; none if it waits at most 2 % of its time.
@@ -85,6 +87,7 @@ class Loader:
         shuffle: int | None = None,
         min_assets: int | None = None,
         max_assets: int | None = None,
+        drop_last: bool = False,
         num_workers: int | Literal["auto"] = 0,
         pin_memory: bool = False,
         pool: WorkerPool | None = None,
@@ -95,6 +98,7 @@ class Loader:
         check_seed(shuffle, "shuffle")
         _check_workers(num_workers, pin_memory, pool)
         _check_transform(transform)
+        _check_batch(batch, max_assets, drop_last)
         if min_assets is None:
             min_assets = 2 if batch == "date" else 1
         windows: dict[str, Any] = {"lookback": lookback, "target": target, "min_assets": min_assets}
@@ -102,7 +106,7 @@ class Loader:
         if batch == "date":
             self._batches = DateBatches(panel, date_indices, shuffle_seed=shuffle, max_assets=max_assets, **windows)
         else:
-            _check_size(batch, max_assets)
+            windows["drop_last"] = bool(drop_last)
             self._batches = WindowBatches(panel, date_indices, batch, shuffle_seed=shuffle, **windows)
         self._fingerprint = _fingerprint_of(panel, {**self._arguments, "min_assets": min_assets})
         self._recipe = Recipe(panel, self._batches.layout, target, transform, shuffle or 0)
@@ -173,8 +177,8 @@ class Loader:
         if isinstance(fingerprint, str) and fingerprint != self._fingerprint:
             raise UsageError(
                 f"the saved state is of another loader: its fingerprint is {fingerprint}, not {self._fingerprint}.",
-                rule="a loader resumes with the panel, dates, lookback, target, batch, shuffle, min_assets and "
-                "max_assets that it was saved with.",
+                rule="a loader resumes with the panel, dates, lookback, target, batch, shuffle, min_assets, max_assets "
+                "and drop_last that it was saved with.",
                 remedy="build it with the arguments that it had, or start from the beginning without the state",
             )
         is_state = fingerprint == self._fingerprint and all(
@@ -308,12 +312,20 @@ def _rebuild(panel: Panel, arguments: dict[str, Any], state: dict[str, Any]) -> 
     return loader
 
 
-def _check_size(batch: Any, max_assets: int | None) -> None:
-    if isinstance(batch, bool) or not isinstance(batch, int | np.integer) or max_assets is not None:
+def _check_batch(batch: Any, max_assets: int | None, drop_last: Any) -> None:
+    if not isinstance(drop_last, bool | np.bool_):
         raise UsageError(
-            f"a loader cannot have batch={batch!r} and max_assets={max_assets}.",
-            rule='batch is "date" or a number of windows, and max_assets cuts dates.',
-            remedy="correct one of them",
+            f"a loader cannot have drop_last={drop_last!r}.",
+            rule="it is True or False: whether a last batch of fewer windows is left out.",
+            remedy="pass drop_last=True or leave it out",
+        )
+    by_date = isinstance(batch, str) and batch == "date"
+    is_size = isinstance(batch, int | np.integer) and not isinstance(batch, bool)
+    if not (by_date or is_size) or (by_date and drop_last) or (is_size and max_assets is not None):
+        raise UsageError(
+            f"a loader cannot have batch={batch!r}, max_assets={max_assets} and drop_last={bool(drop_last)}.",
+            rule='batch is "date" or a number of windows; max_assets cuts dates, and drop_last is for a number.',
+            remedy="correct one of them; by date, min_assets leaves out dates with few assets",
         )
 
 
@@ -321,6 +333,8 @@ def _fingerprint_of(panel: Panel, arguments: Mapping[str, Any]) -> str:
     """16 hex digits that stand for all that the order of the batches depends on, which workers do not change."""
     names = ("lookback", "target", "batch", "shuffle", "min_assets", "max_assets")
     values = {name: _plain(arguments[name]) for name in names}
+    if arguments["drop_last"]:  # else as it was before there was a choice, so that states from then are taken
+        values["drop_last"] = True
     dates = np.asarray(arguments["date_indices"], np.int64).tolist()
     return fingerprint_of({"panel": panel.fingerprint, "dates": dates, **values})[:16]
 

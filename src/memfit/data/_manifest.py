@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from memfit.data._source import CHUNK_BYTES, chunk_digests
+from memfit.data._chunks import CHUNK_BYTES, chunk_digests
 from memfit.errors import DamagedError, DataError
 
 #: The layout of a panel's folder, as it is written now; those in `_READABLE` are read, all others refused.

@@ -22,10 +22,10 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
+from memfit.data._chunks import CHUNK_BYTES, chunk_digests
 from memfit.data._encoding import Encoder, RefusedError, decode
 from memfit.data._manifest import MANIFEST, canonical_json, file_facts
 from memfit.data._publish import locked
-from memfit.data._source import CHUNK_BYTES, chunk_digests
 from memfit.errors import DamagedError, DataError
 from memfit.rundir import sync_folder
 from memfit.units import format_bytes

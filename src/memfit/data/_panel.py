@@ -6,23 +6,20 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from memfit.data._append import Base, append_panel
-from memfit.data._build import build_panel
 from memfit.data._dtypes import decode, dtype_name
-from memfit.data._export import export_panel
 from memfit.data._manifest import ASSETS, DATES, Manifest, check_files, read_manifest
-from memfit.data._publish import Progress
 from memfit.data._segments import map_array
-from memfit.data._source import Source, SourceLike
-from memfit.data._spec import PanelSpec, index_columns
-from memfit.data._versions import newest
 from memfit.errors import DataError, nearest
 from memfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from memfit.data._publish import Progress
+    from memfit.data._source import SourceLike
 
 Array = npt.NDArray[Any]
 
@@ -118,6 +115,11 @@ class Panel:
                 source changes meanwhile. Nothing is left behind.
             DamagedError: If the panel lies there already and is not as it was written.
         """
+        # Imported here: who maps a panel needs no Arrow, and each of a loader's workers would pay for it.
+        from memfit.data._build import build_panel
+        from memfit.data._source import Source
+        from memfit.data._spec import PanelSpec, index_columns
+
         date, asset = index_columns(index)
         spec = PanelSpec(date, asset, tuple(features), tuple(targets), dtype_name(dtype), parameters or {}, order)
         built = build_panel(spec, Source.of(source), Path(directory), progress=progress)
@@ -151,6 +153,8 @@ class Panel:
         Raises:
             DataError: If there is none.
         """
+        from memfit.data._versions import newest
+
         return cls.open(newest(Path(path)))
 
     def append(
@@ -185,6 +189,9 @@ class Panel:
             >>> panel.append(day("2024-01-03", 2.0)).values.ravel().tolist(), panel.shape
             ([1.0, 2.0], (1, 1, 1))
         """
+        from memfit.data._append import Base, append_panel
+        from memfit.data._source import Source
+
         base = Base(self.path, self._manifest, self.dates, self.assets)
         built = append_panel(base, Source.of(source), new_assets=new_assets, progress=progress)
         panel = Panel.open(built.path)
@@ -206,6 +213,8 @@ class Panel:
         Raises:
             DataError: If the suffix is another, or if the disk is full.
         """
+        from memfit.data._export import export_panel
+
         return export_panel(self, Path(file), progress=progress)
 
     def verify(self, *, progress: Progress | None = None) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -18,11 +16,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from memfit.data._arrow import numpy_of
+from memfit.data._chunks import chunk_digests
 from memfit.errors import DataError, nearest
 
-#: Files are hashed in pieces of this size, so that damage is named to within one.
-CHUNK_BYTES = 64 << 20
-_SLICE_BYTES = 1 << 20
 _BUFFER_BYTES = 1 << 18
 _DECODED_BYTES = 4 << 20
 _SUFFIXES = (".parquet", ".feather", ".arrow", ".arrows", ".ipc")
@@ -198,29 +194,6 @@ def ipc_batches(reader: Any) -> Iterator[pa.RecordBatch]:
         yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
     else:
         yield from reader
-
-
-def chunk_digests(path: Path, first: int = 0) -> Iterator[str]:
-    """A BLAKE2b hash (128 bits, hex) of each 64 MiB of a file, by up to four threads, a MiB each in memory.
-
-    Args:
-        path: The file.
-        first: The number of the chunk to begin with.
-    """
-    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    offsets = range(first * CHUNK_BYTES, path.stat().st_size, CHUNK_BYTES)
-    with ThreadPoolExecutor(max_workers=min(4, num_cpus)) as pool:
-        yield from pool.map(lambda offset: _digest_chunk(path, offset), offsets)
-
-
-def _digest_chunk(path: Path, offset: int) -> str:
-    digest, left = blake2b(digest_size=16), CHUNK_BYTES
-    with open(path, "rb", buffering=0) as file:
-        file.seek(offset)
-        while left and (piece := file.read(min(left, _SLICE_BYTES))):
-            digest.update(piece)
-            left -= len(piece)
-    return digest.hexdigest()
 
 
 def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[str]) -> dict[str, list[str]]:

@@ -1,4 +1,7 @@
-"""How good a ranking of assets was: the rank IC of each date, and its summary over dates.
+"""How good a ranking of assets was on each date, whether one is better than another, and how sure that is.
+
+Scores become matrices (`read_scores`), matrices a table of one row per date (`evaluate_days`, `evaluate_folds`), and
+two such tables a decision (`decide`, `decide_on_record`). The metrics and the tests work on plain arrays as well.
 
 Example:
     >>> import numpy as np
@@ -7,11 +10,108 @@ Example:
     >>> returns = np.array([[0.00, 0.02, 0.01], [0.03, 0.01, 0.02], [0.01, 0.02, 0.03]])
     >>> rank_ic(scores, returns)
     array([ 1. ,  0.5, -1. ])
-    >>> summary = summarize_ic(rank_ic(scores, returns))
-    >>> f"rank IC {summary.mean:.3f}, sd {summary.sd:.3f}, n {summary.num_dates}, ICIR {summary.icir:.2f}"
-    'rank IC 0.167, sd 1.041, n 3, ICIR 0.16'
+    >>> summary = summarize_ic(rank_ic(scores, returns), horizon=1)
+    >>> f"rank IC {summary.mean:.3f} ± {summary.standard_error:.3f}, n {summary.num_dates}, ICIR {summary.icir:.2f}"
+    'rank IC 0.167 ± 0.601, n 3, ICIR 0.16'
 """
 
+from memfit.evaluation._backtest import BacktestResult, BacktestSummary, QuantileRow, backtest
+from memfit.evaluation._bootstrap import Interval, bootstrap_interval
+from memfit.evaluation._controls import (
+    BacktestInput,
+    Controls,
+    ShiftTest,
+    SweepRow,
+    run_controls,
+    shift_scores,
+    shift_test,
+    shuffle_scores,
+    sweep,
+)
+from memfit.evaluation._days import evaluate_days, evaluate_folds, read_days, summarize_days
+from memfit.evaluation._decision import Decision, FoldEffect, decide
+from memfit.evaluation._forecasts import (
+    DieboldMariano,
+    adjust_p_value,
+    diebold_mariano,
+    minimal_detectable_effect,
+    minimum_dates,
+    power,
+)
+from memfit.evaluation._gate import GateSettings, Knob, Reason, Verdict, judge
+from memfit.evaluation._market import Finding, Market, QualitySettings, read_market
+from memfit.evaluation._quality import check_market
 from memfit.evaluation._rank_ic import ICSummary, rank_ic, rank_ic_by_date, summarize_ic
+from memfit.evaluation._ranking import hit_rate, lift_at_k, ndcg_at_k, positive_rate, precision_at_k, quantile_spread
+from memfit.evaluation._record import decide_on_record, read_record
+from memfit.evaluation._report import BacktestReport, beside, read_backtest, write_backtest
+from memfit.evaluation._scores import Scores, read_scores
+from memfit.evaluation._sharpe import Sharpe, deflated_sharpe, probabilistic_sharpe, sharpe
+from memfit.evaluation._sleeves import BacktestSettings
+from memfit.evaluation._variance import Summary, summarize
 
-__all__ = ["ICSummary", "rank_ic", "rank_ic_by_date", "summarize_ic"]
+__all__ = [
+    "BacktestInput",
+    "BacktestReport",
+    "BacktestResult",
+    "BacktestSettings",
+    "BacktestSummary",
+    "Controls",
+    "Decision",
+    "DieboldMariano",
+    "Finding",
+    "FoldEffect",
+    "GateSettings",
+    "ICSummary",
+    "Interval",
+    "Knob",
+    "Market",
+    "QualitySettings",
+    "QuantileRow",
+    "Reason",
+    "Scores",
+    "Sharpe",
+    "ShiftTest",
+    "Summary",
+    "SweepRow",
+    "Verdict",
+    "adjust_p_value",
+    "backtest",
+    "beside",
+    "bootstrap_interval",
+    "check_market",
+    "decide",
+    "decide_on_record",
+    "deflated_sharpe",
+    "diebold_mariano",
+    "evaluate_days",
+    "evaluate_folds",
+    "hit_rate",
+    "judge",
+    "lift_at_k",
+    "minimal_detectable_effect",
+    "minimum_dates",
+    "ndcg_at_k",
+    "positive_rate",
+    "power",
+    "precision_at_k",
+    "probabilistic_sharpe",
+    "quantile_spread",
+    "rank_ic",
+    "rank_ic_by_date",
+    "read_backtest",
+    "read_days",
+    "read_market",
+    "read_record",
+    "read_scores",
+    "run_controls",
+    "sharpe",
+    "shift_scores",
+    "shift_test",
+    "shuffle_scores",
+    "summarize",
+    "summarize_days",
+    "summarize_ic",
+    "sweep",
+    "write_backtest",
+]

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from memfit.errors import DataError
-
-# Dates are ranked in blocks of about this many cells, so that memory stays at some tens of MiB for a panel of any size.
-_BLOCK_CELLS = 1 << 18
+from memfit.evaluation._matrix import average_ranks, by_date, divide
+from memfit.evaluation._variance import summarize
 
 
 def rank_ic(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
@@ -43,20 +42,7 @@ def rank_ic(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
         >>> rank_ic([[1, 2, 3, 4], [1, 1, 1, 1]], [[10, 20, 40, 30], [1, 2, 3, 4]])
         array([0.8, nan])
     """
-    score_da, target_da = np.asarray(scores), np.asarray(targets)
-    if score_da.ndim != 2 or score_da.shape != target_da.shape:
-        raise DataError(
-            f"scores have the shape {score_da.shape} and targets {target_da.shape}.",
-            rule="rank_ic takes two arrays of one shape (num_dates, num_assets).",
-            remedy="fill absent assets with NaN, or use rank_ic_by_date for a long table",
-        )
-    num_dates, num_assets = score_da.shape
-    step = max(1, _BLOCK_CELLS // max(num_assets, 1))
-    blocks = [
-        _rank_ic_block(score_da[first : first + step], target_da[first : first + step])
-        for first in range(0, num_dates, step)
-    ]
-    return np.concatenate(blocks) if blocks else np.empty(0)
+    return by_date("rank_ic", scores, targets, _rank_ic_block)
 
 
 def rank_ic_by_date(
@@ -102,8 +88,7 @@ class ICSummary:
         sd: Standard deviation over those dates, with divisor ``num_dates - 1``.
         num_dates: Number of dates on which the rank IC is defined.
         icir: ``mean / sd``: per date, not annualised. No factor of sqrt(252) makes it annual when labels overlap.
-        standard_error: ``sd / sqrt(num_dates)``, given only for labels that span one date. It takes the dates as
-            independent, and with overlapping labels it would be too small.
+        standard_error: Standard error of the mean, right for labels that overlap; NaN where the horizon is not known.
         num_undefined: Number of dates that were left out because their rank IC is undefined.
     """
 
@@ -116,57 +101,38 @@ class ICSummary:
 
 
 def summarize_ic(ic: ArrayLike, *, horizon: int | None = None) -> ICSummary:
-    """Mean, spread and ICIR of a series of rank ICs.
+    """Mean, spread, ICIR and standard error of a series of rank ICs; `summarize` does it for any metric.
 
     Args:
-        ic: The rank IC of each date, shape (D,); NaN where it is undefined.
-        horizon: Number of dates that a label spans, where known. Only with 1 is a standard error given.
+        ic: The rank IC of each date in ascending order, shape (D,); NaN where it is undefined.
+        horizon: Number of dates that a label spans. Without it no standard error is given.
+
+    Raises:
+        UsageError: If the horizon is less than 1.
+        MissingExtraError: If the horizon is more than 1 and statsmodels is not installed.
 
     Example:
         >>> summarize_ic([0.25, 0.75, float("nan"), 0.5])
         ICSummary(mean=0.5, sd=0.25, num_dates=3, icir=2.0, standard_error=nan, num_undefined=1)
     """
-    series = np.asarray(ic, np.float64).ravel()
-    defined = series[~np.isnan(series)]
-    num = len(defined)
-    mean = float(defined.mean()) if num else float("nan")
-    sd = float(defined.std(ddof=1)) if num > 1 else float("nan")
-    if num > 1 and defined.min() == defined.max():
-        sd = 0.0  # rounding of the mean would leave 1e-17, and an ICIR of 1e16
+    summary = summarize(ic, horizon)
     return ICSummary(
-        mean=mean,
-        sd=sd,
-        num_dates=num,
-        icir=mean / sd if sd > 0 else float("nan"),
-        standard_error=sd / float(np.sqrt(num)) if horizon == 1 and num > 1 else float("nan"),
-        num_undefined=len(series) - num,
+        mean=summary.mean,
+        sd=summary.sd,
+        num_dates=summary.num_dates,
+        icir=summary.mean / summary.sd if summary.sd > 0 else float("nan"),
+        standard_error=summary.standard_error,
+        num_undefined=summary.num_undefined,
     )
 
 
-def _rank_ic_block(scores: NDArray[Any], targets: NDArray[Any]) -> NDArray[np.float64]:
+def _rank_ic_block(scores: NDArray[Any], targets: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Rank IC of a block of dates: Pearson's correlation of average ranks; both of shape (D, A)."""
-    common = ~(np.isnan(scores) | np.isnan(targets))
     # Average ranks of n values have the mean (n + 1) / 2 whatever the ties.
     middle = (common.sum(axis=1, keepdims=True) + 1) / 2
-    score = np.where(common, _average_ranks(np.where(common, scores, np.nan)) - middle, 0.0)
-    target = np.where(common, _average_ranks(np.where(common, targets, np.nan)) - middle, 0.0)
+    score = np.where(common, average_ranks(scores, common) - middle, 0.0)
+    target = np.where(common, average_ranks(targets, common) - middle, 0.0)
     scale = np.sqrt((score**2).sum(axis=1) * (target**2).sum(axis=1))
-    product = (score * target).sum(axis=1)
     # A constant row has deviations of exactly 0, since ranks are multiples of a half.
-    ic = np.full(len(scores), np.nan)
-    np.divide(product, scale, out=ic, where=scale > 0)
+    ic = divide((score * target).sum(axis=1), scale, scale > 0)
     return np.clip(ic, -1.0, 1.0, out=ic)
-
-
-def _average_ranks(values: NDArray[Any]) -> NDArray[np.float64]:
-    """Ranks from 1 within each row; equal values share their average rank, NaN come last; shape (D, A) in and out."""
-    order = np.argsort(values, axis=1, kind="stable")
-    ordered = np.take_along_axis(values, order, axis=1)
-    starts_run = np.ones(values.shape, bool)
-    starts_run[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    starts = np.flatnonzero(starts_run)
-    lengths = np.diff(starts, append=values.size)
-    average = starts % max(values.shape[1], 1) + (lengths + 1) / 2
-    ranks = np.empty(values.shape)
-    np.put_along_axis(ranks, order, np.repeat(average, lengths).reshape(values.shape), axis=1)
-    return ranks

@@ -27,6 +27,7 @@ class BudgetWatch:
         others: What other runs took and lent, as last seen.
         checkpoint_bytes: The largest checkpoint that a job of this run reported: so much is never lent, so that a job
             that is asked to step aside has the room to write one.
+        outsiders_bytes: By how much others than memfit's jobs have grown since the first reading, at the least.
     """
 
     def __init__(
@@ -34,10 +35,10 @@ class BudgetWatch:
     ) -> None:
         self.read_budget, self.read_others = read_budget, read_others
         self.others = self._others_then = Others()
-        self.checkpoint_bytes = 0
+        self.checkpoint_bytes = self.outsiders_bytes = 0
         self._clock = clock
         self._budget: Budget | None = None
-        self._read_at, self._in_use_then = 0.0, 0
+        self._read_at, self._in_use_then, self._reserve_left = 0.0, 0, 0
         self._outside_first: dict[str, int] = {}
 
     @property
@@ -58,6 +59,10 @@ class BudgetWatch:
         self.others = self._others_then = self.read_others()
         self._budget = self.read_budget(in_use_bytes)
         self._read_at, self._in_use_then = self._clock(), in_use_bytes
+        self.outsiders_bytes = self._measure_outsiders()
+        # The reserve, less what others took since the first reading: it is there for them.
+        reserve = self._budget.reserve_bytes
+        self._reserve_left = reserve - min(self.outsiders_bytes, int(reserve * _LENT_TO_OUTSIDERS))
 
     def lendable(self, in_use_bytes: int, claims: Mapping[str, Claim]) -> Lendable:
         """What may be lent now, beside the claims of the jobs that run."""
@@ -77,18 +82,10 @@ class BudgetWatch:
         others_bytes = self.others.unused_bytes + max(0, self.others.used_bytes - self._others_then.used_bytes)
         return min(limit.headroom_bytes - (0 if limit.name == "cap" else others_bytes) for limit in limits)
 
-    @property
-    def outsiders_bytes(self) -> int:
-        """By how much others than memfit's jobs have grown since the first reading, at the least."""
+    def _measure_outsiders(self) -> int:
         binding = self.now.binding
         inside = self._in_use_then + self._others_then.used_bytes
         outside = binding.limit_bytes - binding.headroom_bytes - inside
         first = self._outside_first.setdefault(f"{binding.name} {binding.source}", outside)
         # What other runs lent may be in use already: they tell of it later than the kernel does.
         return max(0, outside - self._others_then.unused_bytes - first)
-
-    @property
-    def _reserve_left(self) -> int:
-        """The reserve, less what others took since the first reading: it is there for them."""
-        reserve = self.now.reserve_bytes
-        return reserve - min(self.outsiders_bytes, int(reserve * _LENT_TO_OUTSIDERS))

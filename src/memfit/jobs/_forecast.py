@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from operator import mul
 
 from memfit.errors import ConfigError
 from memfit.jobs._job import Job
@@ -128,12 +129,15 @@ class _Line:
         xs, ys = zip(*self.points, strict=True)
         number, self.largest = len(xs), max(ys)
         mean_x, mean_y = sum(xs) / number, sum(ys) / number
-        spread = sum((x - mean_x) ** 2 for x in xs)
         self.error = math.inf
-        if number >= _LEAST_POINTS and spread > 0:
-            self.slope = sum((x - mean_x) * (y - mean_y) for x, y in self.points) / spread
-            self.offset = mean_y - self.slope * mean_x
-            self.error = max(abs(y - self.at(x)) for x, y in self.points)
+        if number < _LEAST_POINTS:
+            return
+        far_x, far_y = [x - mean_x for x in xs], [y - mean_y for y in ys]
+        spread = sum(map(mul, far_x, far_x))
+        if spread > 0:
+            slope = self.slope = sum(map(mul, far_x, far_y)) / spread
+            self.offset = mean_y - slope * mean_x
+            self.error = max([abs(y - slope * x) for x, y in zip(far_x, far_y, strict=True)])
 
     @property
     def is_good(self) -> bool:

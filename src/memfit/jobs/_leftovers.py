@@ -101,14 +101,17 @@ def remove_segments(pids: Iterable[int], *, since: float, folder: Path = Path("/
         folder: Where shared memory has its names.
     """
     removed: list[str] = []
-    ours = set(pids)
+    ours = {str(pid) for pid in pids}
     try:
         names = [entry.name for entry in os.scandir(folder)]
     except OSError:
         return removed
+    listing = "\n".join(names)
+    if not any(pid in listing for pid in ours):  # others may have left many names, and patterns take their time
+        return removed
     for name in names:
         found = _SEGMENT.match(name)
-        if not found or int(found[1]) not in ours or Path(f"/proc/{found[1]}").exists():
+        if not found or found[1] not in ours or Path(f"/proc/{found[1]}").exists():
             continue
         path = folder / name
         with suppress(OSError):

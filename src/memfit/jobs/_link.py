@@ -37,7 +37,6 @@ class KeeperLink:
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=log, stderr=log, start_new_session=True
             )
-        self._socket.setblocking(False)
         self.close = weakref.finalize(self, _close, self._socket, self._process)
 
     def fileno(self) -> int:
@@ -49,18 +48,14 @@ class KeeperLink:
         Raises:
             ConnectionError: If the keeper has died.
         """
-        self._socket.setblocking(True)
-        try:
-            self._socket.sendall(f"{job_id}\n".encode())
-        finally:
-            self._socket.setblocking(False)
+        self._socket.sendall(f"{job_id}\n".encode())
 
     def ends(self) -> list[tuple[str, int]] | None:
         """The jobs whose shims ended since the last call, with the shims' exit codes; None when the keeper has died."""
         chunks, is_there = [self._unread], True
         while is_there:
             try:
-                chunk = self._socket.recv(65536)
+                chunk = self._socket.recv(65536, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
             except ConnectionError:

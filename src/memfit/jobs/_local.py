@@ -142,16 +142,15 @@ class LocalBackend:
             UsageError: If this backend runs a job of that id already.
             OSError: For example on a full disk.
         """
-        self._hear()
-        if job.id in self._live and self._read(job.id, self._live[job.id]) is not None:
+        if job.id in self._live and job.id in self.running():
             raise UsageError(
                 f"job {job.id} is running already.",
                 rule="a job never runs twice at once.",
                 remedy="wait for its end, or give the other job another id",
             )
         folder = self.run.job_dir(job.id)
-        is_new = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
+        if is_new := not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
         if job.id in self._found_running or (not is_new and is_held(folder)):
             self._found_running.discard(job.id)
             self._follow(job.id, self._taken_over(folder))
@@ -174,7 +173,7 @@ class LocalBackend:
             "data_limit_bytes": grant.wall_bytes if grant and has_limit else None,
         }
         # Not forced to disk: what a power cut takes is run again.
-        write_atomic(folder / JOB, json.dumps(described) + "\n", durable=False)
+        write_atomic(f"{folder}/{JOB}", json.dumps(described) + "\n", durable=False)
         self._follow(job.id, _Submitted(folder, attempt, group, read_at=time.monotonic()))
         self._order_shim(job.id)
 
@@ -376,7 +375,7 @@ def _read_running(job_id: str, submitted: _Submitted) -> JobStatus:
     except OSError:
         changed = 0
     if known is None or changed != submitted.changed or time.time_ns() - changed > 2_000_000_000:
-        found = read_json(folder / STATUS) if changed else None
+        found = read_json(f"{folder}/{STATUS}") if changed else None
         holder = read_holder(folder)
         if holder is not None and submitted.attempt not in (0, holder.attempt):
             holder = None
@@ -412,12 +411,13 @@ def _has_no_end(folder: Path) -> bool:
 
 def _read_outcome(folder: Path) -> dict[str, Any] | None:
     """``outcome.json``; None also for an empty one, which is what a power cut leaves of one not forced to disk."""
-    path = folder / OUTCOME
     try:
-        size = path.stat().st_size
-    except OSError:
+        return read_json(f"{folder}/{OUTCOME}")
+    except DamagedError:
+        with contextlib.suppress(OSError):  # moved away meanwhile
+            if (folder / OUTCOME).stat().st_size:
+                raise
         return None
-    return read_json(path) if size else None
 
 
 def _bury(submitted: _Submitted) -> dict[str, Any]:
@@ -486,7 +486,7 @@ def to_status(job_id: str, found: Mapping[str, Any]) -> JobStatus:
 def read_status(run: RunDir, job_id: str) -> JobStatus:
     """A job's status from its files alone, for readers that did not submit it."""
     folder = run.job_dir(job_id)
-    found = _read_outcome(folder) or read_json(folder / STATUS)
+    found = _read_outcome(folder) or read_json(f"{folder}/{STATUS}")
     if found is not None:
         return to_status(job_id, found)
     return JobStatus(job_id, "pending")

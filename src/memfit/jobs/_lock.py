@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,17 +48,18 @@ class Holder:
 def read_holder(folder: Path) -> Holder | None:
     """What the lock file says, or None when it is not there or just being written; the lock itself is not looked at."""
     try:
-        return Holder(**json.loads((folder / LOCK).read_bytes()))
+        with open(f"{folder}/{LOCK}", "rb") as file:
+            return Holder(**json.loads(file.read()))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def is_held(folder: Path) -> bool:
     """Whether a shim holds this job's lock: the sure sign that it runs."""
-    return is_locked(folder / LOCK)
+    return is_locked(f"{folder}/{LOCK}")
 
 
-def is_locked(path: Path) -> bool:
+def is_locked(path: Path | str) -> bool:
     """Whether a process holds a lock on this file; False when it is not there."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -117,7 +118,7 @@ class JobLock:
     @classmethod
     def take(cls, folder: Path) -> JobLock | None:
         """The lock, or None when another process holds it."""
-        descriptor = lock_file(folder / LOCK)
+        descriptor = lock_file(Path(f"{folder}/{LOCK}"))
         return None if descriptor is None else cls(descriptor, Holder(os.getpid(), 0))
 
     def release(self) -> None:
@@ -126,7 +127,7 @@ class JobLock:
 
     def tell(self, **changes: int | float | str | None) -> None:
         """Write what changed into the lock file, in place: once it has its block that works on a full disk too."""
-        self.holder = replace(self.holder, **changes)  # type: ignore[arg-type]
+        self.holder = Holder(**vars(self.holder) | changes)
         # Padded, so that a shorter text leaves no rest of a longer one and the file never needs to grow.
         os.pwrite(self._descriptor, json.dumps(vars(self.holder)).ljust(255).encode() + b"\n", 0)
 

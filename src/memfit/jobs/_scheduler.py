@@ -182,28 +182,30 @@ class Scheduler:
         for job_id, slot in self._running.items():
             slot.status = self.statuses[job_id] = found[job_id]
             self._budget.checkpoint_bytes = max(self._budget.checkpoint_bytes, slot.status.checkpoint_bytes)
+        if any(list(map(self._learn, self._running.values()))):  # a list: each of them is asked
+            self._revise()
         for job_id, slot in list(self._running.items()):
-            self._learn(slot)
             if slot.status.state in ENDED:
                 del self._running[job_id]
                 self._settle(slot)
 
-    def _learn(self, slot: Slot) -> None:
+    def _learn(self, slot: Slot) -> bool:
+        """Take in what a job took so far, if that speaks for its like; whether it does."""
         status, footprint = slot.status, slot.status.footprint
         if footprint is None or (footprint.private_bytes <= slot.learned_bytes and status.state != "completed"):
-            return
+            return False
         expected = self.forecast.predict(slot.job)
         is_measured = expected is not None and expected.method == "measured"
         outgrew = expected is not None and is_measured and status.peak_bytes > expected.private_bytes
         if not (status.state == "completed" or status.settled or outgrew):
-            return
+            return False
         slot.learned_bytes = footprint.private_bytes
         self.forecast.learn(slot.job, footprint, is_final=status.state == "completed")
-        self._revise()
         if not is_measured or (expected and footprint.private_bytes > 1.01 * expected.private_bytes):
             needed = reservation_bytes(footprint, self.policy.slack)
             told = {"footprint": footprint.to_dict(), "reservation_bytes": needed, "in_use_bytes": self._in_use_bytes()}
             self.say("footprint", job=slot.job.id, **told)
+        return True
 
     def _revise(self) -> None:
         """Reservations of running jobs follow what was measured on their like; a hint may also turn out too large."""
@@ -329,11 +331,11 @@ class Scheduler:
         if self.policy.force:
             return
         self._cap_of_part()
-        changes = []
+        changes, capacity = [], self._capacity_bytes()
         for job_id, slot in self._running.items():
             if slot.set_aside is not None:
                 continue  # it has what it needs to leave
-            grant, old = slot.grant_of(self._part_of(slot, free_bytes), self._capacity_bytes()), slot.grant
+            grant, old = slot.grant_of(self._part_of(slot, free_bytes), capacity), slot.grant
             is_pressed = slot.status.stalled or slot.status.used_bytes > 0.8 * (old.wall_bytes if old else 0)
             least = 0 if is_pressed else grant.wall_bytes // 64
             more = grant.wall_bytes - (old.wall_bytes if old else 0)

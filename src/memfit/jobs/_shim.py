@@ -97,11 +97,11 @@ def main(job_dir: Path) -> int:
 
 
 def _main(job_dir: Path, lock: JobLock) -> int:
-    if (job_dir / OUTCOME).exists():  # ordered twice, when a keeper died, and over already
+    if os.access(f"{job_dir}/{OUTCOME}", os.F_OK):  # ordered twice, when a keeper died, and over already
         return 0
-    job = read_json(job_dir / JOB)
+    job = read_json(f"{job_dir}/{JOB}")
     if job is None:
-        complain(f"{job_dir / JOB} is missing")
+        complain(f"{job_dir}/{JOB} is missing")
         return 1
     stop = _Stop()
     become_subreaper()
@@ -111,7 +111,7 @@ def _main(job_dir: Path, lock: JobLock) -> int:
     is_durable = time.time() - outcome["started"] > _DURABLE_SECONDS
     # Whoever asked for its end does not wait for a disk for ever: without an outcome it runs again.
     lock.patiently(
-        lambda: write_atomic(job_dir / OUTCOME, json.dumps(outcome) + "\n", durable=is_durable),
+        lambda: write_atomic(f"{job_dir}/{OUTCOME}", json.dumps(outcome) + "\n", durable=is_durable),
         gives_up=lambda: stop.asked_at is not None and time.monotonic() - stop.asked_at > _FULL_SECONDS,
     )
     (job_dir / STATUS).unlink(missing_ok=True)

@@ -14,10 +14,10 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,6 +32,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _OOM_SCORE_ADJ = 500
 #: With less to be had in a group the watcher itself might wait at the wall there.
 _ROOM_BYTES = 64 * MIB
+#: What Python ignores, its program would ignore too.
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 _libc = ctypes.CDLL(None)
 
 
@@ -61,8 +63,8 @@ def start(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None, is_ende
         write_json(job_dir / REQUEST, {"target": job["target"], "arguments": job["arguments"]}, durable=False)
         command = [sys.executable, "-m", "memfit.jobs", "child", str(job_dir)]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    logs = [os.open(job_dir / name, flags, 0o644) for name in ("out.log", "err.log")]
-    env = os.environ | job["env"]
+    logs = [os.open(f"{job_dir}/{name}", flags, 0o644) for name in ("out.log", "err.log")]
+    env = {**_own_env(), **{os.fsencode(name): os.fsencode(value) for name, value in job["env"].items()}}
     home = _home(os.getpid()) if group is not None and group.has_room(_ROOM_BYTES) else None
     try:
         if group is not None and home is not None:
@@ -74,6 +76,12 @@ def start(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None, is_ende
 
 
 @cache
+def _own_env() -> dict[bytes, bytes]:
+    """The variables of this process, which changes none; as bytes, for to decode and encode all of them takes long."""
+    return dict(os.environb)
+
+
+@cache
 def _home(pid: int) -> Path | None:
     """The group of this process, which stays where it began, if it may come back there; a fork may begin elsewhere."""
     home = memory_group()
@@ -81,25 +89,51 @@ def _home(pid: int) -> Path | None:
 
 
 def _spawn(
-    job: Mapping[str, Any], command: list[str], env: Mapping[str, str], group: JobGroup, *, home: Path, logs: list[int]
+    job: Mapping[str, Any],
+    command: list[str],
+    env: Mapping[bytes, bytes],
+    group: JobGroup,
+    *,
+    home: Path,
+    logs: list[int],
 ) -> int:
     """Start it by vfork from inside its group; what this process handles or was given stays with this process."""
+    streams = [(os.POSIX_SPAWN_DUP2, logs[0], 1), (os.POSIX_SPAWN_DUP2, logs[1], 2)]
     with contextlib.ExitStack() as stack:
-        stdin = stack.enter_context(open(job["stdin"])) if _has_stdin(job) else None
+        if _has_stdin(job):
+            stdin = stack.enter_context(open(job["stdin"]))
+            streams.append((os.POSIX_SPAWN_DUP2, stdin.fileno(), 0))
+        if job["cwd"] is not None:
+            stack.enter_context(_in_folder(job["cwd"]))
+        program = _find_program(command[0], env)
         with group.hosting(home):
-            process = subprocess.Popen(
-                command,
-                stdin=stdin,
-                stdout=logs[0],
-                stderr=logs[1],
-                cwd=job["cwd"],
-                env=env,
-                start_new_session=True,
-                close_fds=False,
-            )
-    process.returncode = 0  # it is waited for elsewhere
-    _set_oom_score(process.pid)
-    return process.pid
+            pid = os.posix_spawn(program, command, env, file_actions=streams, setsid=True, setsigdef=_IGNORED_BY_PYTHON)
+    _set_oom_score(pid)
+    return pid
+
+
+@contextlib.contextmanager
+def _in_folder(folder: str) -> Iterator[None]:
+    """Have this process in a folder until the end of the block; it comes back to its own even if that was removed."""
+    back = os.open(".", os.O_PATH | os.O_CLOEXEC)
+    try:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.fchdir(back)
+    finally:
+        os.close(back)
+
+
+def _find_program(name: str, env: Mapping[bytes, bytes]) -> str:
+    """Where the job's own PATH has the program; the name itself when it is a path."""
+    if os.sep in name:
+        return name
+    found = shutil.which(name, path=os.fsdecode(env.get(b"PATH", os.defpath.encode())))
+    if found is None:  # its name alone would be looked for in the job's folder
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    return found
 
 
 def _has_stdin(job: Mapping[str, Any]) -> bool:
@@ -109,7 +143,7 @@ def _has_stdin(job: Mapping[str, Any]) -> bool:
 def _fork(
     job: Mapping[str, Any],
     command: list[str],
-    env: Mapping[str, str],
+    env: Mapping[bytes, bytes],
     group: JobGroup | None,
     *,
     logs: list[int],
@@ -148,7 +182,7 @@ def _hear(told: int, pid: int, is_ended: Callable[[], bool]) -> bytes:
 def _become(
     job: Mapping[str, Any],
     command: list[str],
-    env: Mapping[str, str],
+    env: Mapping[bytes, bytes],
     group: JobGroup | None,
     *,
     watcher: int,
@@ -165,7 +199,7 @@ def _become(
             if os.getppid() != watcher:  # it died before that held
                 os._exit(127)
             _set_oom_score("self")
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # what Python ignores, its program would ignore too
+        for number in _IGNORED_BY_PYTHON:
             signal.signal(number, signal.SIG_DFL)
         if group is not None:
             name = str(group.path)

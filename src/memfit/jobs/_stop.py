@@ -102,9 +102,9 @@ def forget_stops(run: RunDir, job_ids: Iterable[str]) -> None:
 
 def take_stop(run: RunDir, job_id: str) -> str:
     """Why a job that waits is not to be started any more, which its outcome says from now on; empty when it is."""
-    folder = run.job_dir(job_id)
-    if not (folder / STOP_REQUESTED).exists():
+    if not os.access(f"{run.path}/jobs/{job_id}/{STOP_REQUESTED}", os.F_OK):
         return ""
+    folder = run.job_dir(job_id)
     outcome = (read_json(folder / OUTCOME) or {}) | {"state": "cancelled", "cause": _NEVER_BEGAN, "ended": time.time()}
     with contextlib.suppress(OSError):  # on a full disk the run's own outcome says it
         write_atomic(folder / OUTCOME, json.dumps(outcome) + "\n", durable=False)

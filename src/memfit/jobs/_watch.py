@@ -77,9 +77,8 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._grown_at, self._num_met = self.born, self.met_before
-        folder = self.run.job_dir(self.job_id)
-        for path in (folder / "out.log", folder / "err.log"):
-            self._log_offsets[path] = path.stat().st_size if self.attempt > 1 and path.exists() else 0
+        if self.attempt > 1:
+            self._log_offsets = {path: path.stat().st_size for path in self._logs() if path.exists()}
 
     @property
     def age(self) -> float:
@@ -160,10 +159,15 @@ class Watch:
         elif self.phase_source != "log" and (shape := phase_of_shape(self._levels)) is not None:
             self.phase, self.phase_source = shape, "shape"
 
+    def _logs(self) -> list[Path]:
+        folder = self.run.job_dir(self.job_id)
+        return [folder / "out.log", folder / "err.log"]
+
     def _read_logs(self) -> str:
         """What the logs gained since the last call, of each the last 64 KiB."""
         chunks = []
-        for path, offset in self._log_offsets.items():
+        for path in self._logs():
+            offset = self._log_offsets.get(path, 0)
             with suppress(OSError), open(path, "rb") as log:
                 size = os.fstat(log.fileno()).st_size
                 if size > offset:

@@ -94,7 +94,7 @@ def _judge_v2(root: Path, placement: Placement, group: Group, may_write: Callabl
 
 def pids_in(directory: Path) -> tuple[int, ...]:
     """The processes of one group, without the groups below it."""
-    return tuple(int(pid) for pid in (read_text(directory / "cgroup.procs") or "").split())
+    return tuple(int(pid) for pid in (read_text(f"{directory}/cgroup.procs") or "").split())
 
 
 def _descends(root: Path, pid: int, ancestor: int) -> bool:

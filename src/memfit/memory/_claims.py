@@ -20,7 +20,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _SUFFIX, _HOST_LOCK = ".run", "host.lock"
@@ -107,7 +107,8 @@ class Claims:
 
     def others(self) -> Others:
         """What all other live runs on this host took and lent."""
-        entries = [entry for entry in list_entries(self._folder) if self._counts(entry)]
+        found = (_look(path) for path in _files(self._folder) if path != str(self._path))
+        entries = [entry for entry in found if entry is not None and self._counts(entry)]
         used_bytes = sum(entry.used_bytes for entry in entries)
         return Others(len(entries), used_bytes, sum(entry.unused_bytes for entry in entries))
 
@@ -190,12 +191,7 @@ def list_entries(folder: Path | None = None) -> list[Entry]:
     Args:
         folder: The list; ``memfit-claims`` in the folder for temporary files when None.
     """
-    folder = _folder_of(folder)
-    try:
-        paths = [Path(found.path) for found in os.scandir(folder) if found.name.endswith(_SUFFIX)]
-    except OSError:
-        return []
-    entries = [entry for path in paths if (entry := _look(path)) is not None]
+    entries = [entry for path in _files(_folder_of(folder)) if (entry := _look(path)) is not None]
     return sorted(entries, key=lambda entry: (entry.started, entry.run))
 
 
@@ -224,6 +220,13 @@ def sweep_entries(folder: Path | None = None) -> list[Entry]:
         finally:
             os.close(descriptor)
     return removed
+
+
+def _files(folder: Path) -> list[str]:
+    try:
+        return [found.path for found in os.scandir(folder) if found.name.endswith(_SUFFIX)]
+    except OSError:
+        return []
 
 
 def _folder_of(folder: Path | None) -> Path:
@@ -289,7 +292,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _look(path: Path) -> Entry | None:
+def _look(path: str) -> Entry | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -310,7 +313,7 @@ def _look(path: Path) -> Entry | None:
 
 def _encode(entry: Entry) -> bytes:
     """An entry as one line after its checksum, filled up to whole blocks."""
-    fields = asdict(entry) | {"run": str(entry.run)}
+    fields = vars(entry) | {"run": str(entry.run)}
     text = json.dumps({name: value for name, value in fields.items() if name not in ("alive", "uid")}).encode()
     line = b"%08x %s\n" % (zlib.crc32(text), text)
     return line.ljust(-(-len(line) // _BLOCK_BYTES) * _BLOCK_BYTES)

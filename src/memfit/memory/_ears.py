@@ -12,7 +12,7 @@ from memfit.memory._jobgroup import NO_WALL_BYTES, JobGroup, put
 
 #: How long a group that had news, or false news by page cache, is not listened to.
 QUIET_SECONDS = 1.0
-_SAMPLE_SECONDS = 0.05
+SAMPLE_SECONDS = 0.05
 #: So many microseconds of waiting for memory within so many: the kernel takes windows from half a second on and,
 #: without CAP_SYS_RESOURCE, only multiples of two seconds. Source: Linux Documentation/accounting/psi.rst.
 _PRESSURES = ("some 50000 500000", "some 200000 2000000")
@@ -53,15 +53,19 @@ class Ear:
     look_at: float = 0.0
     soft_from: float = 0.0
     wall_from: float = 0.0
-    pause: float = _SAMPLE_SECONDS
+    pause: float = SAMPLE_SECONDS
     soft_fd: int | None = None
     wall_fd: int | None = None
     usage_fd: int | None = None
+    is_open: bool = False
     can_notify: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.can_notify = self.group.version == 1 and self.soft_bytes < NO_WALL_BYTES
-        path = self.group.path
+
+    def open(self) -> None:
+        """Listen from now on; what happened before shows in the next look."""
+        path, self.is_open = self.group.path, True
         if self.group.version == 1:
             self.wall_fd = _eventfd(path, "memory.oom_control")
             self.usage_fd = _open(path / "memory.usage_in_bytes")
@@ -84,7 +88,7 @@ class Ear:
             os.close(self.soft_fd)
             self.soft_fd, self.born = None, now
         self.soft_bytes, self.look_at, self.soft_from, self.wall_from = soft_bytes, 0.0, 0.0, 0.0
-        self.pause = _SAMPLE_SECONDS
+        self.pause = SAMPLE_SECONDS
 
     def ask_to_be_notified(self) -> None:
         """Have the kernel tell when the threshold is crossed, instead of being sampled."""
@@ -94,10 +98,13 @@ class Ear:
 
     def look(self, now: float, met_wall: bool = False) -> bool | None:
         """Whether there is news, None when the group is gone; and when to look or listen next."""
-        self._drain()
+        if self.is_open:
+            self._drain()
+        else:  # of a brief job that is never needed
+            self.open()
         is_sampled = self.soft_fd is None and self.soft_bytes < NO_WALL_BYTES
         if is_sampled and not met_wall and self._charged_bytes() < self.soft_bytes:
-            self.look_at = now + _SAMPLE_SECONDS
+            self.look_at = now + SAMPLE_SECONDS
             return False
         state = self.group.state()
         if state is None:
@@ -107,7 +114,7 @@ class Ear:
             self.soft_from = self.wall_from = self.look_at = now + QUIET_SECONDS
             return True
         if not met_wall and state.charged_bytes < self.soft_bytes:
-            self.pause, self.look_at = _SAMPLE_SECONDS, now + _SAMPLE_SECONDS if is_sampled else math.inf
+            self.pause, self.look_at = SAMPLE_SECONDS, now + SAMPLE_SECONDS if is_sampled else math.inf
             return False
         # Page cache: the event tells no more, so that it is looked at, ever more seldom.
         self.soft_from, self.look_at = now + QUIET_SECONDS, now + self.pause

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from memfit.errors import UsageError
@@ -102,7 +102,14 @@ class Footprint:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form; ``from_dict`` reads it back."""
-        return asdict(self)
+        # Not asdict, which copies all that lies deeper one by one.
+        phases = {name: {**vars(peak), "device_bytes": dict(peak.device_bytes)} for name, peak in self.phases.items()}
+        return {
+            **vars(self),
+            "device_bytes": dict(self.device_bytes),
+            "parts": dict(self.parts),
+            "phases": phases,
+        }
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Footprint:

@@ -71,7 +71,7 @@ class Host:
 _PAIR = re.compile(r"^([^\s:]+):?[ \t]+(\d+)(?: (kB)$|$|(?=\s))", re.M | re.A)
 
 
-def read_text(path: Path) -> str | None:
+def read_text(path: Path | str) -> str | None:
     """The text of a file of the kernel's, or None where there is none or it may not be read."""
     try:
         with open(path, "rb", buffering=0) as file:
@@ -124,7 +124,7 @@ def parse_mountinfo(text: str | None) -> tuple[Mount, ...]:
 
 
 def _unescape(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), text)
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), text) if "\\" in text else text
 
 
 def parse_limits(text: str | None) -> dict[str, int]:

@@ -62,7 +62,7 @@ class JobGroup:
     @classmethod
     def at(cls, path: Path) -> JobGroup:
         """The group of a directory; its version by the files there or, when it is gone, above it."""
-        if (path / "memory.limit_in_bytes").exists():
+        if os.access(f"{path}/memory.limit_in_bytes", os.F_OK):
             return cls(path, 1)
         marks = (one for one in (path, *path.parents) if (one / "cgroup.procs").exists())
         return cls(path, 1 if (next(marks, path) / "memory.limit_in_bytes").exists() else 2)
@@ -80,7 +80,7 @@ class JobGroup:
         Raises:
             OSError: If the group is gone, or this user may not.
         """
-        put(self.path / "cgroup.procs", "0")
+        put(f"{self.path}/cgroup.procs", "0")
 
     @contextlib.contextmanager
     def hosting(self, home: Path) -> Iterator[None]:
@@ -93,7 +93,7 @@ class JobGroup:
             OSError: As ``enter``; or if it may not go back, and then it has not entered.
             RuntimeError: If it could not go back although it may: it is to end now.
         """
-        back = os.open(home / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+        back = os.open(f"{home}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
         try:
             try:
                 self.enter()
@@ -211,14 +211,14 @@ class JobGroup:
                 self._set_wall_v2(wall_bytes)
 
     def _set_wall_v1(self, wall_bytes: int) -> None:
-        file = self.path / "memory.limit_in_bytes"
-        present = self._wall(file.name)
+        name = "memory.limit_in_bytes"
+        present = self._wall(name)
         for above in (None, 0, MIB, 16 * MIB, 64 * MIB, 256 * MIB):
             wanted = wall_bytes if above is None else max(wall_bytes, self.charged_bytes() + above)
             if above is not None and wanted >= present:
                 return
             try:
-                put(file, str(wanted))
+                put(f"{self.path}/{name}", str(wanted))
                 return
             except OSError as error:  # More is charged than that, and reclaim did not help.
                 if error.errno != errno.EBUSY:
@@ -230,7 +230,7 @@ class JobGroup:
         if wall_bytes > self._wall("memory.high"):
             knobs.reverse()
         for name, value in knobs:
-            put(self.path / name, str(value))
+            put(f"{self.path}/{name}", str(value))
 
     def pids(self) -> list[int]:
         """The processes of the group and its descendants."""
@@ -290,7 +290,7 @@ def backstop_bytes(wall_bytes: int) -> int:
     return wall_bytes + max(256 * MIB, wall_bytes // 2)
 
 
-def put(file: Path, text: str) -> None:
+def put(file: Path | str, text: str) -> None:
     """Write a knob in one write, so that its refusal is seen; never makes a file."""
     handle = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
     try:

@@ -28,7 +28,7 @@ from typing import Literal
 
 from memfit.memory._base import OUTSIDE, Base, find_base, pids_in
 from memfit.memory._cgroup import locate
-from memfit.memory._ears import QUIET_SECONDS, Ear, pressure_trigger
+from memfit.memory._ears import QUIET_SECONDS, SAMPLE_SECONDS, Ear, pressure_trigger
 from memfit.memory._host import REAL_ROOT, read_text
 from memfit.memory._jobgroup import NO_WALL_BYTES, JobGroup, put
 
@@ -77,6 +77,7 @@ class Walls:
         self._base = base
         self._ears: dict[str, Ear] = {}
         self._parent_ear: Ear | None = Ear(parent, NO_WALL_BYTES, time.monotonic(), look_at=math.inf)
+        self._parent_ear.open()
         self._pressure_fd = pressure_trigger(parent)
 
     @classmethod
@@ -118,10 +119,12 @@ class Walls:
         Raises:
             OSError: If the kernel refuses it.
         """
-        group = self._group(job_id)
+        group, now = self._group(job_id), time.monotonic()
         self.forget(job_id)
+        look_at = 0.0
         try:
             group.path.mkdir()
+            look_at = now + SAMPLE_SECONDS  # nothing is in it yet
         except FileExistsError:
             if group.version == 1 and not group.pids():
                 put(group.path / "memory.max_usage_in_bytes", "0")
@@ -129,7 +132,7 @@ class Walls:
             with contextlib.suppress(FileNotFoundError):  # Linux 4.19
                 put(group.path / "memory.oom.group", "1")
         group.set_wall(wall_bytes)
-        self._ears[job_id] = Ear(group, soft_bytes, time.monotonic())
+        self._ears[job_id] = Ear(group, soft_bytes, now, look_at)
         return group
 
     def existing(self) -> dict[str, JobGroup]:
@@ -151,7 +154,7 @@ class Walls:
 
     def left_bytes(self) -> int:
         """What jobs that ended left charged to the run: files in /dev/shm that are still there, above all."""
-        live = sum(self._group(job_id).used_bytes() for job_id in self._ears)
+        live = sum(ear.group.used_bytes() for ear in self._ears.values())
         return max(0, self.parent.used_bytes() - live)
 
     def resize(self, job_id: str, soft_bytes: int, wall_bytes: int) -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from memfit.pipeline._backtest import backtest_checkpoints
 from memfit.pipeline._bench import LoaderBench, bench_loader
 from memfit.pipeline._commands import resolve_settings, resume, run_commands
 from memfit.pipeline._config import CommandSettings, MemorySettings, RunConfig, parse_folds
 from memfit.pipeline._grid import expand, fill
 from memfit.pipeline._run import run
 from memfit.pipeline._supervise import RunResult, read_budget
+from memfit.pipeline._workflow import GATE_EXIT_CODES, workflow
 
 if TYPE_CHECKING:
-    from memfit.pipeline._workload import FoldContext, FoldWorkload, PrepareContext, Prepared
+    from memfit.pipeline._workload import FoldContext, FoldWorkload, PrepareContext, Prepared, ScoreContext
 
-_OF_WORKLOADS = ("FoldContext", "FoldWorkload", "PrepareContext", "Prepared")
+_OF_WORKLOADS = ("FoldContext", "FoldWorkload", "PrepareContext", "Prepared", "ScoreContext")
 
 __all__ = [
+    "GATE_EXIT_CODES",
     "CommandSettings",
     "FoldContext",
     "FoldWorkload",
@@ -26,6 +29,8 @@ __all__ = [
     "Prepared",
     "RunConfig",
     "RunResult",
+    "ScoreContext",
+    "backtest_checkpoints",
     "bench_loader",
     "expand",
     "fill",
@@ -35,6 +40,7 @@ __all__ = [
     "resume",
     "run",
     "run_commands",
+    "workflow",
 ]
 
 

@@ -19,8 +19,8 @@ from memfit.jobs import Job, JobStatus, read_status
 from memfit.memory import Budget, Footprint
 from memfit.pipeline._config import CommandSettings, of_commands
 from memfit.pipeline._grid import expand, fill
-from memfit.pipeline._run import resume_folds
 from memfit.pipeline._supervise import Known, RunResult, View, supervised
+from memfit.pipeline._workflow import resume_folds
 from memfit.rundir import RunDir, write_json
 
 _INTERPRETER = re.compile(r"(?:python|pypy)[0-9.]*|(?:ba|da|z|k)?sh|torchrun|Rscript|julia|node|perl|ruby")

@@ -95,6 +95,7 @@ class RunConfig(CommandSettings):
         folds: ``all``, or numbers and ranges such as ``2-5`` or ``1,3``.
         panels_dir: The cache of panels, shared by all runs.
         params: The workload's own parameters.
+        workflow: How its folds are judged, for ``memfit workflow`` and ``memfit backtest``: see `WorkflowSettings`.
     """
 
     experiment: _Name
@@ -103,6 +104,7 @@ class RunConfig(CommandSettings):
     folds: str = "all"
     panels_dir: _Folder = Path("panels")
     params: dict[str, Any] = Field(default_factory=dict)
+    workflow: dict[str, Any] = Field(default_factory=dict)
 
 
 def of_commands(env: Mapping[str, str]) -> dict[str, str]:

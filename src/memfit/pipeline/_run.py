@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,16 @@ _WORKLOAD = "memfit.pipeline._workload"
 
 
 @dataclass(frozen=True)
-class _Order:
-    """A resolved order to run: the config, what it means for each child, and its fingerprint."""
+class Order:
+    """A resolved order to run: the config, what it means for each child, and its fingerprint.
+
+    ``workflow`` holds the settings of the workflow around the folds; None where the workload has none.
+    """
 
     settings: RunConfig
     params: Mapping[str, Any]
+    workflow: Mapping[str, Any] | None
+    in_order: bool
     yaml: str
     origins: Mapping[str, str]
     fingerprint: str
@@ -80,12 +85,15 @@ def run(
         ...     print(error.remedy)
         did you mean 'folds'?
     """
-    order = _resolve(source, overrides, os.environ if env is None else env, force)
-    return _go_on(order, None if new else _find(order), view)
+    order = resolve_order(source, overrides, os.environ if env is None else env, force)
+    return go_on(order, None if new else find_run(order), view)
 
 
-def resume_folds(run_dir: RunDir, view: View | None = None) -> RunResult:
-    """Go on with a run of folds as its ``config.yaml`` says; the current folder is that in which it was started.
+Stages = Callable[[Order, Supervisor], RunResult]
+
+
+def reread_order(run_dir: RunDir) -> Order:
+    """The order that a run of folds was given, by its ``config.yaml``; the current folder is that of its start.
 
     Raises:
         UsageError: If its config was never written, or code or data are others now.
@@ -98,40 +106,43 @@ def resume_folds(run_dir: RunDir, view: View | None = None) -> RunResult:
             remedy="start it by its config: memfit run <config>",
         )
     others = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
-    order = _resolve(path, (), others, False, folders=run_dir.header.get("folders", ()))
+    order = resolve_order(path, (), others, False, folders=run_dir.header.get("folders", ()))
     if order.fingerprint != run_dir.header.get("fingerprint"):
         raise UsageError(
             f"the code or the data of {run_dir.path} changed since it was started.",
             rule="all folds of a run are trained by one code on one data set (the fingerprint in run.json).",
             remedy="start a run of its own by its config: memfit run <config>",
         )
-    return _go_on(order, run_dir, view)
+    return order
 
 
-def _go_on(order: _Order, found: RunDir | None, view: View | None) -> RunResult:
+def go_on(order: Order, found: RunDir | None, view: View | None, stages: Stages | None = None) -> RunResult:
+    """Take up a run, or begin one, and pass its stages: those of a run of folds, or others."""
     run_dir = found or _create(order)
     _check_folds(order, run_dir)
     told = {"state": "continued" if found else "started", "fingerprint": order.fingerprint}
     with supervised(run_dir, order.settings, force=order.force, view=view, told=told) as supervisor:
-        if not (run_dir.path / "config.yaml").exists():  # new, or killed at birth
-            write_atomic(run_dir.path / "config.yaml", order.yaml)
-        return _run_stages(order, supervisor)
+        written = run_dir.path / "config.yaml"
+        if not written.exists() or written.read_text() != order.yaml:  # new, killed at birth, or other settings of runs
+            write_atomic(written, order.yaml)
+        return (stages or run_stages)(order, supervisor)
 
 
-def _check_folds(order: _Order, run_dir: RunDir) -> None:
+def _check_folds(order: Order, run_dir: RunDir) -> None:
     """Refuse a fold that there is not while what the run came to before still stands."""
     with contextlib.suppress(DamagedError):  # prepare writes a damaged stage anew
         if stage := read_json(run_dir.path / "checkpoints" / "stage_prepare.json"):
             parse_folds(order.settings.folds, len(stage["folds"]))
 
 
-def _resolve(
+def resolve_order(
     source: Path | str | Mapping[str, Any],
     overrides: Sequence[config.Override],
     env: Mapping[str, str],
     force: bool,
     folders: Sequence[str] = (),
-) -> _Order:
+) -> Order:
+    """The order that a config gives, its workload asked in a process of its own."""
     file = Path(source) if isinstance(source, str | Path) else None
     values = None if isinstance(source, str | Path) else source
     resolved = config.resolve(RunConfig, file=file, values=values, env=env, overrides=overrides)
@@ -151,9 +162,11 @@ def _resolve(
         "code": described["code"],
         "data": described["data"],
     }
-    return _Order(
+    return Order(
         settings=settings,
         params=described["params"],
+        workflow=described["workflow"],
+        in_order=described["in_order"],
         yaml=described["yaml"],
         origins=described["origins"],
         fingerprint=config.fingerprint(content),
@@ -163,13 +176,13 @@ def _resolve(
     )
 
 
-def _find(order: _Order) -> RunDir | None:
+def find_run(order: Order) -> RunDir | None:
     """The newest run of this very config, code and data."""
     runs = RunDir.all(order.settings.runs_dir, order.settings.experiment)
     return next((run for run in runs if run.header.get("fingerprint") == order.fingerprint), None)
 
 
-def _create(order: _Order) -> RunDir:
+def _create(order: Order) -> RunDir:
     facts = {
         "kind": "folds",
         "target": order.settings.target,
@@ -180,35 +193,46 @@ def _create(order: _Order) -> RunDir:
     return RunDir.create(order.settings.runs_dir, order.settings.experiment, order.fingerprint, facts)
 
 
-def _run_stages(order: _Order, supervisor: Supervisor) -> RunResult:
-    run_dir = supervisor.run
-    stage = _prepare(order, supervisor)
+def run_stages(order: Order, supervisor: Supervisor) -> RunResult:
+    """Prepare the panel, train the folds that the config chooses, and settle what they came to."""
+    stage = prepare_panel(order, supervisor)
     if stage is None:
-        return _finish(supervisor, {})
-    jobs = [_fold_job(order, run_dir, fold) for fold in parse_folds(order.settings.folds, len(stage["folds"]))]
-    every = [f"fold_{fold}" for fold in range(1, len(stage["folds"]) + 1)]
+        return finish(supervisor, {})
+    folds = parse_folds(order.settings.folds, len(stage["folds"]))
+    return finish(supervisor, train_folds(order, supervisor, folds, len(stage["folds"])))
+
+
+def train_folds(order: Order, supervisor: Supervisor, folds: Sequence[int], num_folds: int) -> dict[str, JobStatus]:
+    """Train those of the folds that are not done yet; the last status of each fold of the run that has one."""
+    run_dir = supervisor.run
+    jobs = [fold_job(order, run_dir, fold) for fold in folds]
+    every = [f"fold_{fold}" for fold in range(1, num_folds + 1)]
     done = {
         job_id: status
         for job_id in every
-        if not supervisor.backend.is_running(job_id) and (status := _finished(run_dir, job_id)) is not None
+        if not supervisor.backend.is_running(job_id) and (status := finished(run_dir, job_id)) is not None
     }
     left = [job for job in jobs if job.id not in done]
     if not left:
         supervisor.journal.write("done", num_done=len(jobs))
-    ended = supervisor.schedule(left, known=_known(run_dir, order.settings), num_planned=len(jobs))
+    ended: dict[str, JobStatus] = {}
+    for batch in [[job] for job in left] if order.in_order else [left]:
+        ended |= supervisor.schedule(batch, known=_known(run_dir, order.settings), num_planned=len(jobs))
+        if order.in_order and any(ended[job.id].state != "completed" for job in batch if job.id in ended):
+            break
     # Folds of earlier commands count too: the table is the run's, not the command's.
     statuses = {job.id: JobStatus(job.id, "pending") for job in jobs} | done | ended
-    return _finish(supervisor, {job_id: statuses[job_id] for job_id in every if job_id in statuses})
+    return {job_id: statuses[job_id] for job_id in every if job_id in statuses}
 
 
-def _finished(run_dir: RunDir, job_id: str) -> JobStatus | None:
-    """The status of a fold that is done: completed, and its result is there; one without it is trained again."""
+def finished(run_dir: RunDir, job_id: str) -> JobStatus | None:
+    """The status of a job that is done: completed, and its result is there; one without it is run again."""
     status = read_status(run_dir, job_id)
     has_result = status.state == "completed" and (run_dir.job_dir(job_id) / "result.json").exists()
     return status if has_result else None
 
 
-def _prepare(order: _Order, supervisor: Supervisor) -> dict[str, Any] | None:
+def prepare_panel(order: Order, supervisor: Supervisor) -> dict[str, Any] | None:
     """Have the panel built or opened by a job of its own; the stage that it left, or None when it was stopped."""
     run_dir = supervisor.run
     settings = order.settings
@@ -240,7 +264,8 @@ def _prepare(order: _Order, supervisor: Supervisor) -> dict[str, Any] | None:
     return read_json(run_dir.path / "checkpoints" / "stage_prepare.json")
 
 
-def _fold_job(order: _Order, run_dir: RunDir, fold: int) -> Job:
+def fold_job(order: Order, run_dir: RunDir, fold: int) -> Job:
+    """The job that trains one fold."""
     settings = order.settings
     declared = settings.memory.job
     return Job(
@@ -270,7 +295,7 @@ def _known(run_dir: RunDir, settings: RunConfig) -> Known:
     return [({}, Footprint.from_dict(decided["footprint"]))]
 
 
-def _finish(supervisor: Supervisor, statuses: Mapping[str, JobStatus]) -> RunResult:
+def finish(supervisor: Supervisor, statuses: Mapping[str, JobStatus]) -> RunResult:
     """Settle the run's state, and write the table of results."""
     result = supervisor.settle(statuses)
     if result.metrics:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import signal
 import sys
@@ -45,7 +44,7 @@ from memfit.memory import (
 )
 from memfit.pipeline._config import CommandSettings
 from memfit.planning import plan
-from memfit.rundir import EventWriter, RunDir, read_json, write_json
+from memfit.rundir import EventWriter, RunDir, encode_event, read_json, write_json
 from memfit.units import MIB, format_bytes
 
 View = Callable[[RunDir], Callable[[], None]]
@@ -100,7 +99,7 @@ class Journal(EventWriter):
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event, with the time of now, as soon as there is room for it."""
         own = {"time": time.time(), "job": fields.get("job"), "kind": kind}
-        self._lines += (json.dumps(own | fields | own, separators=(",", ":")) + "\n").encode()
+        self._lines += encode_event(own | fields | own)
         self.flush()
 
     def put(self, name: str, value: Mapping[str, Any]) -> None:

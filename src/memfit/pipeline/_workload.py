@@ -12,7 +12,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,12 +24,15 @@ from pydantic import BaseModel
 
 from memfit import config
 from memfit.data import Panel
-from memfit.errors import DataError, SplitError, UsageError
+from memfit.errors import ConfigError, DataError, SplitError, UsageError
 from memfit.jobs import load_target
 from memfit.pipeline._config import RunConfig
+from memfit.pipeline._provenance import Provenance
+from memfit.pipeline._workflow_settings import WorkflowSettings
 from memfit.rundir import RunDir, mark_phase, read_json, write_json
 
 P = TypeVar("P", bound=BaseModel)
+_SECTIONS = ("params", "workflow")
 Indices = npt.NDArray[np.int64]
 
 
@@ -47,10 +50,17 @@ class Prepared:
     Attributes:
         panel: The panel that every fold maps.
         splits: Per fold the positions in ``panel.dates`` to train on and to test on, int64.
+        label_dates: How many dates the longest label looks ahead: no model scores a date whose labels overlap with
+            those that it was trained on.
+        embargo_size: Dates that are kept apart beyond that, after the dates that a model scores.
+        forward_only: Whether a model scores only dates after those that it was trained on, as in a walk forward.
     """
 
     panel: Panel
     splits: Sequence[tuple[Indices, Indices]]
+    label_dates: int = 0
+    embargo_size: int = 0
+    forward_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,9 @@ class FoldContext:
         checkpoint_dir: Where its checkpoints go.
         seed: Its own seed, from the run's seed and its number alone.
         job_dir: The folder of its logs and tables.
+        provenance: What its checkpoints must say of themselves, so that a backtest knows which dates they may score:
+            hand it on as ``Trainer(..., provenance=context.provenance)``.
+        previous_dir: The checkpoints of the fold before, in a workload whose folds go one after another; else None.
     """
 
     fold: int
@@ -73,6 +86,8 @@ class FoldContext:
     checkpoint_dir: Path
     seed: int
     job_dir: Path
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    previous_dir: Path | None = None
 
     def save_table(self, name: str, table: pa.Table) -> Path:
         """Save a result table beside the fold's logs as ``<name>.feather``."""
@@ -80,6 +95,21 @@ class FoldContext:
         aside = path.with_suffix(".tmp")
         feather.write_feather(table, str(aside), compression="zstd")
         return aside.replace(path)
+
+
+@dataclass(frozen=True)
+class ScoreContext:
+    """What is to be scored.
+
+    Attributes:
+        panel: The shared panel, mapped read-only.
+        dates: Positions in ``panel.dates``, int64, ascending.
+        checkpoint: A file with the weights under ``model``, as `Trainer`, `Ema` and ``memfit average`` write them.
+    """
+
+    panel: Panel
+    dates: Indices
+    checkpoint: Path
 
 
 @dataclass(frozen=True)
@@ -93,6 +123,13 @@ class FoldWorkload(Generic[P]):
         train_fold: Trains and tests one fold; its numbers are the fold's metrics.
         loader: For ``memfit bench loader``: a fold's training batches, made by so many worker processes.
         step: For its ``--with-model``: a function that takes one training step of the fold's model on a batch.
+        score: For ``memfit backtest`` and ``memfit workflow``: a checkpoint's scores on given dates, a table of
+            ``date``, ``code`` and for each horizon h of dates ``score_h{h}`` and ``target_h{h}``, the return over it;
+            ``target_h1`` is always there, for positions are marked by it from day to day.
+        market: What is checked before a profit counts: a table of ``date``, ``code``, ``close`` and, where there is
+            one, ``volume``.
+        in_order: Whether each fold needs the one before to be done, as a warm start does; the folds then run one
+            after another.
     """
 
     params: type[P]
@@ -101,6 +138,9 @@ class FoldWorkload(Generic[P]):
     train_fold: Callable[[FoldContext, P], Mapping[str, float]]
     loader: Callable[[FoldContext, P, int], Iterable[Any]] | None = None
     step: Callable[[FoldContext, P], Callable[[Any], object]] | None = None
+    score: Callable[[ScoreContext, P], pa.Table] | None = None
+    market: Callable[[Panel, P], pa.Table] | None = None
+    in_order: Callable[[P], bool] | None = None
 
 
 def load_workload(target: str) -> FoldWorkload[Any]:
@@ -120,11 +160,25 @@ def describe(target: str, resolved: str) -> dict[str, Any]:
     workload = load_workload(target)
     whole = config.Resolved.from_json(RunConfig, resolved)
     nested = config.resolve_nested(whole, "params", workload.params)
-    origins = {name: origin for name, origin in whole.origins.items() if not name.startswith("params")}
+    sections: list[config.Resolved[Any]] = [nested]
+    workflow = None
+    if workload.score is not None:
+        judged = config.resolve_nested(whole, "workflow", WorkflowSettings)
+        sections.append(judged)
+        workflow = judged.value.model_dump(mode="json")
+    elif whole.value.workflow:
+        raise ConfigError(
+            f"the config has a section 'workflow', and {target} gives no scores.",
+            rule="a workflow judges the scores of a FoldWorkload with score=...",
+            remedy="leave the section out, or write score(context, params)",
+        )
+    origins = {name: origin for name, origin in whole.origins.items() if name.partition(".")[0] not in _SECTIONS}
     return {
         "params": nested.value.model_dump(mode="json"),
-        "origins": origins | dict(nested.origins),
-        "yaml": whole.to_yaml(nested),
+        "workflow": workflow,
+        "in_order": bool(workload.in_order and workload.in_order(nested.value)),
+        "origins": origins | {name: origin for one in sections for name, origin in one.origins.items()},
+        "yaml": whole.to_yaml(*sections),
         "code": fingerprint_code(workload),
         "data": workload.fingerprint(nested.value),
     }
@@ -145,7 +199,7 @@ def run_prepare(target: str, params: Mapping[str, Any], run_dir: str, panels_dir
     mark_phase("load")
     workload, run = load_workload(target), RunDir(Path(run_dir))
     try:
-        done = workload.prepare(PrepareContext(Path(panels_dir)), _read_params(workload, params))
+        done = workload.prepare(PrepareContext(Path(panels_dir)), read_params(workload, params))
     except OSError as error:
         if error.filename is None or not Path(error.filename).is_relative_to(panels_dir):
             raise
@@ -179,6 +233,9 @@ def run_prepare(target: str, params: Mapping[str, Any], run_dir: str, panels_dir
         "num_features": len(done.panel.feature_names),
         "first_date": str(done.panel.dates[0]),
         "last_date": str(done.panel.dates[-1]),
+        "label_dates": done.label_dates,
+        "embargo_size": done.embargo_size,
+        "forward_only": done.forward_only,
         "splits_sha256": hashlib.sha256(splits.read_bytes()).hexdigest(),
         "folds": [{"num_train_dates": len(train), "num_test_dates": len(test)} for train, test in done.splits],
     }
@@ -186,7 +243,8 @@ def run_prepare(target: str, params: Mapping[str, Any], run_dir: str, panels_dir
     return stage
 
 
-def _read_params(workload: FoldWorkload[P], params: Mapping[str, Any]) -> P:
+def read_params(workload: FoldWorkload[P], params: Mapping[str, Any]) -> P:
+    """A workload's parameters from the JSON of a resolved config."""
     return workload.params.model_validate_json(json.dumps(params))
 
 
@@ -195,31 +253,30 @@ def _by_name(splits: Sequence[tuple[Indices, Indices]]) -> dict[str, Any]:
     return rows | {f"test_{fold}": np.asarray(test, np.int64) for fold, (_, test) in enumerate(splits, 1)}
 
 
-def run_fold(target: str, params: Mapping[str, Any], run_dir: str, fold: int, seed: int) -> dict[str, float]:
-    """Train and test one fold from what the prepare stage left."""
+def run_fold(
+    target: str, params: Mapping[str, Any], run_dir: str, fold: int, seed: int, job_id: str | None = None
+) -> dict[str, float]:
+    """Train and test one fold from what the prepare stage left; as another job of the same fold where one is named."""
     mark_phase("load")
     workload, run = load_workload(target), RunDir(Path(run_dir))
-    stage = read_json(run.path / "checkpoints" / "stage_prepare.json")
-    if stage is None:
-        raise UsageError(
-            f"{run.path} holds no prepared stage.",
-            rule="a fold trains on the panel and the splits that the prepare stage left.",
-            remedy="start the run again: memfit run <its config>",
-        )
-    with np.load(run.path / "checkpoints" / "stage_prepare.npz", allow_pickle=False) as splits:
-        train, test = splits[f"train_{fold}"], splits[f"test_{fold}"]
-    job_id = f"fold_{fold}"
+    stage, panel = read_stage(run)
+    train, test = read_split(run, fold)
+    job_id = job_id or f"fold_{fold}"
+    previous = run.checkpoint_dir(f"fold_{fold - 1}")
+    read = read_params(workload, params)
     context = FoldContext(
         fold=fold,
-        panel=Panel.open(Path(stage["panel"])),
+        panel=panel,
         train_dates=train,
         test_dates=test,
         checkpoint_dir=run.checkpoint_dir(job_id),
         seed=_fold_seed(seed, fold),
         job_dir=run.job_dir(job_id),
+        provenance=Provenance.of_fold(run.header.get("fingerprint", ""), fold, panel, train, stage).to_dict(),
+        previous_dir=previous if fold > 1 and workload.in_order and workload.in_order(read) else None,
     )
     context.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-    metrics = workload.train_fold(context, _read_params(workload, params))
+    metrics = workload.train_fold(context, read)
     try:
         return {str(name): float(value) for name, value in metrics.items()}
     except (AttributeError, TypeError, ValueError) as error:
@@ -228,6 +285,24 @@ def run_fold(target: str, params: Mapping[str, Any], run_dir: str, fold: int, se
             rule="a fold returns its metrics: a mapping of names to numbers.",
             remedy="return for example {'rank_ic': 0.03}",
         ) from error
+
+
+def read_stage(run: RunDir) -> tuple[dict[str, Any], Panel]:
+    """What the prepare stage left, and the panel that it named."""
+    stage = read_json(run.path / "checkpoints" / "stage_prepare.json")
+    if stage is None:
+        raise UsageError(
+            f"{run.path} holds no prepared stage.",
+            rule="a fold trains on the panel and the splits that the prepare stage left.",
+            remedy="start the run again: memfit run <its config>",
+        )
+    return stage, Panel.open(Path(stage["panel"]))
+
+
+def read_split(run: RunDir, fold: int) -> tuple[Indices, Indices]:
+    """The positions that a fold trains on and is tested on."""
+    with np.load(run.path / "checkpoints" / "stage_prepare.npz", allow_pickle=False) as splits:
+        return splits[f"train_{fold}"], splits[f"test_{fold}"]
 
 
 def first_fold(prepared: Prepared, seed: int, folder: Path) -> FoldContext:

@@ -5,6 +5,7 @@ from memfit.reports._live import LiveRun
 from memfit.reports._run_view import JobRow, RunView
 from memfit.reports._runs import Overview, Target, find_run, find_target, has_supervisor, is_live, list_runs
 from memfit.reports._summary import print_summary, summarize
+from memfit.reports._workflow import print_backtest, print_workflow, summarize_workflow
 
 __all__ = [
     "JobRow",
@@ -17,7 +18,10 @@ __all__ = [
     "has_supervisor",
     "is_live",
     "list_runs",
+    "print_backtest",
     "print_budget",
     "print_summary",
+    "print_workflow",
     "summarize",
+    "summarize_workflow",
 ]

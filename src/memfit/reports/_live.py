@@ -73,14 +73,15 @@ class LiveRun:
         self.console = console
         self.here = here
         self.quiet = quiet
-        self._view: RunView | None = None
+        #: The run as it was read so far; None before ``show``.
+        self.view: RunView | None = None
         self._live: Live | None = None
         self._next = 0.0
 
     def show(self, run: RunDir) -> Callable[[], None]:
         """Begin to show a run: what happens from now on, not what an earlier command did."""
-        self._view = RunView(run)
-        self._view.read()
+        self.view = RunView(run)
+        self.view.read()
         if self.quiet:
             return self._tick
         self.console.print(f"Run {run.path}", soft_wrap=True, highlight=False, markup=False)
@@ -94,8 +95,8 @@ class LiveRun:
             return
         self._next = time.monotonic() + _REFRESH_SECONDS
         self._print_new_lines()
-        if self._live is not None and self._view is not None:
-            table = render(self._view, read_room(self._view, here=self.here), self.console.width, read_pressure())
+        if self._live is not None and self.view is not None:
+            table = render(self.view, read_room(self.view, here=self.here), self.console.width, read_pressure())
             self._live.update(table, refresh=True)
 
     def close(self) -> None:
@@ -106,13 +107,13 @@ class LiveRun:
             self._live = None
 
     def _print_new_lines(self) -> None:
-        if self._view is None:
+        if self.view is None:
             return
         lines = [
             f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(float(event['time'])))}  "
             + re.sub(r"\s*\n\s*", "; ", text)
-            for event in self._view.read()
-            if self._is_told(event, self._view) and (text := describe(event, self._view))
+            for event in self.view.read()
+            if self._is_told(event, self.view) and (text := describe(event, self.view))
         ]
         if lines:  # at once: on a terminal each printing draws the table anew
             self.console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)

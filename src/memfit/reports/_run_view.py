@@ -168,13 +168,13 @@ class RunView:
         self._last_time = now
         if kind in ("run", "stop"):
             self._queued.clear()  # nothing is queued any more, and what ended has ended
-            self._settled.clear()
         if kind == "run":
             self._admitted.clear()  # what still runs is admitted anew
         elif kind in ("end", "retry"):
             self._admitted.pop(str(job), None)
         if kind == "run" and event["state"] in ("started", "continued"):
             self.started, self._ended, self.num_commands = now, None, self.num_commands + 1
+            self._settled.clear()
         elif kind == "run":
             self._ended = now
         elif kind == "retry":
@@ -291,7 +291,7 @@ class RunView:
             epochs_done=progress.last[1],
             num_epochs=progress.num_epochs,
             eta_seconds=progress.eta_seconds(now) if is_running and seconds is not None else None,
-            metrics=self._metrics(job_id) if status.state == "completed" else {},
+            metrics=self._metrics(job_id) if status.state == "completed" and self.kind != "commands" else {},
             params=self.params.get(job_id, {}),
             phase_source=self._phase_source(job_id, status),
         )

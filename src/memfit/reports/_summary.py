@@ -32,11 +32,15 @@ class _Column:
     right: bool = True
 
 
-def summarize(run: RunDir) -> dict[str, Any]:
+def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
     """The summary as JSON: budget, plan, panel, jobs, metrics, durations, where everything lies.
 
     The jobs are called ``folds`` in a run of folds and ``jobs`` in one of commands. Sizes are in bytes, durations in
     seconds; a metric that is not finite is null, as JSON has no word for it.
+
+    Args:
+        run: The run directory.
+        view: What has followed the run so far, so that not all is read a second time.
 
     Example:
         >>> import tempfile
@@ -44,7 +48,7 @@ def summarize(run: RunDir) -> dict[str, Any]:
         >>> found["state"], found["folds"], found["wall_seconds"]
         ('running', [], 0.0)
     """
-    view = RunView(run)
+    view = view or RunView(run)
     view.read()
     rows = view.rows()
     total, lost = view.work(rows)
@@ -99,17 +103,29 @@ def _log(view: RunView, row: JobRow) -> Path:
     """Where the job's last words are: its standard error or, when that is empty, its standard output."""
     folder = view.run.job_dir(row.status.job_id)
     out, err = folder / "out.log", folder / "err.log"
-    is_silent = err.exists() and not err.stat().st_size
-    return out if is_silent and out.exists() and out.stat().st_size else err
+    return out if _size(err) == 0 and _size(out) else err
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def print_summary(run: RunDir, console: Console) -> None:
-    """Print the summary as people read it: what was decided and why, the jobs, then where everything lies."""
-    view = RunView(run)
+def print_summary(run: RunDir, console: Console, view: RunView | None = None) -> None:
+    """Print the summary as people read it: what was decided and why, the jobs, then where everything lies.
+
+    Args:
+        run: The run directory.
+        console: Where to print it.
+        view: What has followed the run so far, so that not all is read a second time.
+    """
+    view = view or RunView(run)
     view.read()
     rows = view.rows()
     is_one = view.kind == "commands" and len(view.params) == 1

@@ -1,6 +1,8 @@
 """Splits of dated rows into train and test that let no label leak.
 
-`PurgedKFold` is used like a scikit-learn splitter; `SplitSummary` and `sizes_table` say what each fold keeps and drops.
+`PurgedKFold` tests every date once, and trains on both sides of the test block; `WalkForward` trains on its past alone;
+`CombinatorialPurged` tests every date several times. All are used like scikit-learn's splitters. `SplitSummary` and
+`sizes_table` say what each fold keeps and drops.
 
 Example:
     >>> import numpy as np
@@ -18,6 +20,8 @@ Example:
        3           6            6          4           4              2             0          0          0
 """
 
+from memfit.splits._combinatorial import CombinatorialPurged
 from memfit.splits._purged import PurgedKFold, SplitSummary, sizes_table
+from memfit.splits._walk_forward import WalkForward
 
-__all__ = ["PurgedKFold", "SplitSummary", "sizes_table"]
+__all__ = ["CombinatorialPurged", "PurgedKFold", "SplitSummary", "WalkForward", "sizes_table"]

@@ -113,6 +113,7 @@ def average_checkpoints(
         "model": averaged,
         "fit": sources[0].fit if len(fits) == 1 else None,
         "identity": first.get("identity"),
+        "provenance": first.get("provenance") if len(fits) == 1 else None,
         "epoch": max((source.epoch for source in sources if source.epoch is not None), default=None),
         "sources": [asdict(source) for source in sources],
         "integer_buffers": integer_buffers,

@@ -64,6 +64,7 @@ class Setup:
     checkpoint_seconds: float
     first_batch_seconds: float
     allow_inexact: bool
+    provenance: Mapping[str, Any]
     identity: Mapping[str, Any]
 
 
@@ -77,6 +78,7 @@ class Plan:
     evaluate: Evaluate | None
     best_metric: str
     direction: Direction
+    patience: int | None
     preflight: bool
 
 
@@ -136,7 +138,8 @@ class Fit:
                 print(f"memfit: {line}", file=sys.stderr)
         self.setup.model.eval()
         history = tuple(self.progress.history)
-        return FitResult(history, self._best_epoch(), self.plan.num_epochs - (resumed_from or 0), resumed_from)
+        epochs_run = len(history) - (resumed_from or 0)
+        return FitResult(history, self._best_epoch(), epochs_run, resumed_from, self._is_early())
 
     # --- the way to the first step, and back to a checkpoint
 
@@ -153,7 +156,7 @@ class Fit:
         done = len(self.progress.history)
         if setup.ema is not None and folder is not None:
             setup.ema.report_missing(folder.path, done=done, num_epochs=self.plan.num_epochs)
-        if done < self.plan.num_epochs:
+        if done < self.plan.num_epochs and not self._is_early():
             self._prepare(save=self._save if taken is None and folder is not None else None)
         return None if taken is None else done
 
@@ -253,10 +256,12 @@ class Fit:
         progress = self.progress
         if progress.history and not progress.step:
             self._finish_epoch()  # of a resumed fit: its validation is still to be done
-        while len(self.progress.history) < self.plan.num_epochs:
+        while len(self.progress.history) < self.plan.num_epochs and not self._is_early():
             self._train_epoch()
             self._save()
             self._finish_epoch()
+        if self._is_early():
+            self._tell_early()
 
     def _open_epoch(self) -> None:
         if self._is_open:
@@ -343,6 +348,7 @@ class Fit:
         def save() -> Path:
             state = capture(self._parts(), progress, self.identity)
             state["data"] = self.data.state_dict(within_epoch=progress.step > 0)
+            state["provenance"] = dict(self.setup.provenance)
             if not self._has_room:
                 folder.check_room(tensor_bytes(state) + self.setup.step.pending_bytes, self.plan.num_epochs)
                 self._has_room = True
@@ -364,10 +370,9 @@ class Fit:
         setup, history = self.setup, self.progress.history
         newest, folder = history[-1], setup.folder
         if setup.ema is not None and folder is not None:
+            facts = {"fit": self.progress.fit, "identity": self.identity, "provenance": dict(setup.provenance)}
             with folder.writing():
-                setup.ema.snapshot(
-                    setup.model, newest.epoch, folder.path, {"fit": self.progress.fit, "identity": self.identity}
-                )
+                setup.ema.snapshot(setup.model, newest.epoch, folder.path, facts)
         if self.plan.valid is not None and newest.metrics is None:
             newest = history[-1] = replace(newest, metrics=self._validate())
         best = self._best_epoch()
@@ -422,6 +427,21 @@ class Fit:
         return best_epoch(self.progress.history, plan.best_metric, plan.direction) if plan.valid is not None else None
 
     # --- stops
+
+    def _is_early(self) -> bool:
+        """Whether so many epochs in a row brought no better metric; a metric that was never a number counts as none."""
+        history, patience = self.progress.history, self.plan.patience
+        if patience is None or not history or history[-1].metrics is None:
+            return False
+        return len(history) < self.plan.num_epochs and len(history) - (self._best_epoch() or 0) >= patience
+
+    def _tell_early(self) -> None:
+        done, best, metric = len(self.progress.history), self._best_epoch(), self.plan.best_metric
+        record("early_stop", epoch=done, num_epochs=self.plan.num_epochs, best_epoch=best, metric=metric)
+        say(f"stops early after epoch {done} of {self.plan.num_epochs}: {metric} was best in epoch {best}")
+        setup = self.setup
+        if setup.ema is not None and setup.folder is not None:
+            setup.ema.report_missing(setup.folder.path, done=done, num_epochs=done)
 
     def _leave_validation(self) -> None:
         if self.stop.noted and self.setup.folder is not None:

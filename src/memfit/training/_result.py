@@ -43,6 +43,7 @@ class FitResult:
         epochs_run: How many epochs this call trained to their end.
         resumed_from: How many whole epochs the checkpoint had behind it that this call went on from; None if it began
             anew.
+        stopped_early: Whether ``patience`` ended it before the last epoch.
 
     Example:
         >>> history = (EpochRecord(1, 0.9, 10), EpochRecord(2, 0.7, 10))
@@ -54,6 +55,7 @@ class FitResult:
     best_epoch: int | None
     epochs_run: int
     resumed_from: int | None
+    stopped_early: bool = False
 
 
 def best_epoch(history: Sequence[EpochRecord], metric: str, direction: Direction) -> int | None:

@@ -59,6 +59,8 @@ class Trainer:
         first_batch_seconds: How long the workers of a ``DataLoader`` may do nothing before an epoch's first batch; then
             they are ended, and the fit fails with their stacks.
         cleanup: When to collect garbage and empty caches beyond what Python and torch do by themselves; None: never.
+        provenance: Plain values that say where this training belongs, such as its run, fold and training dates. Every
+            checkpoint and snapshot holds them as ``provenance``; a resume does not compare them.
         **step: Settings of the ``SafeStep``: ``microbatch_size``, ``split``, ``weight``, ``max_grad_norm``, ``scaler``,
             ``allow_inexact``, ``skip``.
 
@@ -93,6 +95,7 @@ class Trainer:
         milestones: Collection[int] = (),
         first_batch_seconds: float = FIRST_BATCH_SECONDS,
         cleanup: CleanupPolicy | None = None,
+        provenance: Mapping[str, Any] | None = None,
         **step: Unpack[StepSettings],
     ) -> None:
         max_grad_norm, scaler = step.get("max_grad_norm"), step.get("scaler")
@@ -142,6 +145,7 @@ class Trainer:
             checkpoint_seconds=checkpoint_seconds,
             first_batch_seconds=first_batch_seconds,
             allow_inexact=step.get("allow_inexact", False),
+            provenance=dict(provenance or {}),
             identity={
                 "seed": seed,
                 "max_grad_norm": max_grad_norm,
@@ -152,7 +156,7 @@ class Trainer:
             },
         )
 
-    def fit(
+    def fit(  # noqa: PLR0913 - one each for the data, how long, and what is best
         self,
         train: Batches,
         valid: Batches | None = None,
@@ -161,6 +165,7 @@ class Trainer:
         evaluate: Evaluate | None = None,
         best_metric: str = "valid_loss",
         direction: Direction = "minimize",
+        patience: int | None = None,
         preflight: bool = True,
     ) -> FitResult:
         """Train up to ``num_epochs`` epochs in all, going on from the newest whole checkpoint if there is one.
@@ -180,6 +185,7 @@ class Trainer:
                 with all of them: what it raises then is raised before the first step.
             best_metric: Which of these names decides what is best.
             direction: Whether less or more of it is better.
+            patience: Stop early when so many epochs in a row brought no better ``best_metric``; None never does.
             preflight: Before the first step, try the largest batch of training and of validation, the optimizer's
                 memory and a checkpoint: what would fail later fails now, and nothing else changes.
 
@@ -194,7 +200,7 @@ class Trainer:
             UsageError: If the checkpoint was made with another model, optimizer, seed or amount of data, or validation
                 does not give ``best_metric``.
         """
-        plan = Plan(train, valid, num_epochs, evaluate, best_metric, direction, preflight)
+        plan = Plan(train, valid, num_epochs, evaluate, best_metric, direction, patience, preflight)
         _check(plan)
         with StopSignals(interrupt=self._setup.folder is not None) as stop:
             return Fit(self._setup, plan, stop).run()
@@ -268,6 +274,14 @@ def _check(plan: Plan) -> None:
             rule="there is at least one batch to an epoch.",
             remedy="check how the training data were filtered",
         )
+    if plan.patience is not None:
+        whole_number("patience", plan.patience, least=1, why="epochs in a row without a better metric")
+        if plan.valid is None:
+            raise UsageError(
+                "patience was given without validation batches.",
+                rule="an early stop compares what validation gave after each epoch.",
+                remedy="pass valid=..., or leave patience out",
+            )
     whole_number("num_epochs", plan.num_epochs, least=1, why="the epochs in all, those of a resume included")
     if plan.direction not in ("minimize", "maximize"):
         raise UsageError(

@@ -1,291 +1,151 @@
-"""The ranker as a workload of memfit: where its data come from, how its dates are split, how a fold is trained.
+"""The ranker as a workload of memfit: how a fold is trained, and how a checkpoint scores dates.
 
 Importing this module loads no torch, for the processes that only prepare a run. ``RANKER`` is what a config names as
 ``target: memfit_workloads.ranker.job:RANKER``.
 
-The rank IC that a fold reports is that of its *last* epoch's model on dates that it neither trained on nor overlapped.
-The best epoch is marked too (``best_model.pt``), but it is chosen on those same dates: its rank IC there is too good.
+The figures of a fold are those of one model, chosen before the test dates are looked at: the weights of the last epoch,
+their average, or the epoch that was best on dates that were kept apart from the training dates for it. They are taken
+on dates that the fold neither trained on nor overlapped.
 """
 
 from __future__ import annotations
 
-import datetime
-import hashlib
-from collections.abc import Callable
-from dataclasses import asdict
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import Field, model_validator
 
-from memfit import config
-from memfit.data import DateBatch, DateBatches, Loader, Panel
-from memfit.errors import DataError
-from memfit.evaluation import ICSummary, rank_ic_by_date, summarize_ic
-from memfit.pipeline import FoldContext, FoldWorkload, PrepareContext, Prepared
+from memfit.data import Panel
+from memfit.errors import UsageError
+from memfit.pipeline import FoldContext, FoldWorkload, ScoreContext
 from memfit.rundir import mark_phase
-from memfit.splits import PurgedKFold
-from memfit_workloads.ranker import market, prices
+from memfit_workloads.ranker.batches import ListBatch, ListBatches
+from memfit_workloads.ranker.data import fingerprint, hold_out, market, path_of_dates, prepare
+from memfit_workloads.ranker.params import RankerParams, TrainParams
+from memfit_workloads.ranker.scoring import fold_metrics, lists_to_score, score_table, validation_metrics
 
 if TYPE_CHECKING:
     import torch
 
+    from memfit.training import Ema, FitResult
+    from memfit_workloads.ranker.loss import RankerLoss
     from memfit_workloads.ranker.model import PatchRanker
 
-_OF_SOURCE = {
-    "prices": ("start", "end"),
-    "generated": ("num_dates", "num_assets", "num_features", "information_coefficient", "turnover", "market_seed"),
-    "parquet": ("path", "features", "target"),
-}
 _SCALE_DATES = 256
 
 
-class DataParams(config.Settings):
-    """Where the panel comes from. A setting of a source that is not chosen is refused, unless it has its default."""
-
-    source: Literal["prices", "generated", "parquet"] = "prices"
-    lookback: int = Field(40, ge=1, description="dates in a window")
-    horizon: int = Field(5, ge=1, description="dates that a target looks ahead")
-    start: datetime.date = Field(datetime.date(2012, 1, 1), description="prices: the first date")
-    end: datetime.date = Field(datetime.date(2022, 12, 28), description="prices: the last date")
-    num_dates: int = Field(1000, ge=2, description="generated: dates")
-    num_assets: int = Field(100, ge=2, description="generated: assets")
-    num_features: int = Field(8, ge=1, description="generated: features")
-    information_coefficient: float = Field(0.1, gt=-1, lt=1, description="generated: the rank IC that is planted")
-    turnover: float = Field(0.1, ge=0, le=1, description="generated: share of assets not listed all the time")
-    market_seed: int = Field(0, ge=0, description="generated: seed of the market")
-    path: Path | None = Field(None, description="parquet: a file, or a folder of files")
-    features: tuple[str, ...] = Field((), description="parquet: columns to learn from, known on their date")
-    target: str | None = Field(None, description="parquet: the column to rank by, known horizon dates later")
-
-    @model_validator(mode="after")
-    def _settings_fit_the_source(self) -> DataParams:
-        for source, names in _OF_SOURCE.items():
-            for name in names if source != self.source else ():
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name} belongs to source: {source}, and source is {self.source}")
-        if self.source == "parquet" and not (self.path and self.features and self.target):
-            raise ValueError("source: parquet needs path, features and target")
-        return self
-
-
-class SplitParams(config.Settings):
-    """How dates become folds; labels are purged by ``data.horizon`` in any case."""
-
-    n_splits: int = Field(5, ge=2, description="folds")
-    embargo_size: int = Field(5, ge=0, description="dates dropped after a test block's labels have ended")
-    lookback_size: int = Field(0, ge=0, description="dates of feature overlap to drop as well")
-
-
-class ModelParams(config.Settings):
-    """The encoder."""
-
-    patch_size: int = Field(10, ge=1, description="dates in a patch")
-    width: int = Field(32, ge=1, description="width of a token")
-    num_layers: int = Field(1, ge=1, description="encoder layers")
-    num_heads: int = Field(4, ge=1, description="attention heads")
-    dropout: float = Field(0.1, ge=0, lt=1, description="share of activations dropped in training")
-
-
-class TrainParams(config.Settings):
-    """The training of a fold."""
-
-    num_epochs: int = Field(2, ge=1, description="epochs")
-    learning_rate: float = Field(1e-3, gt=0, description="step size of AdamW")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
-    max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are cut to this norm")
-    max_assets: int | None = Field(
-        None, ge=3, description="dates with more assets are cut into lists of at most so many"
-    )
-
-
-class RankerParams(config.Settings):
-    """The ``params`` section of a ranker's config.
-
-    Example:
-        >>> RankerParams(data={"source": "generated", "num_assets": 50}).data.num_assets
-        50
-    """
-
-    data: DataParams = DataParams()
-    splits: SplitParams = SplitParams()
-    model: ModelParams = ModelParams()
-    train: TrainParams = TrainParams()
-
-    @model_validator(mode="after")
-    def _sizes_divide(self) -> RankerParams:
-        for whole, part in (("data.lookback", "model.patch_size"), ("model.width", "model.num_heads")):
-            sizes = [getattr(getattr(self, section), key) for section, key in (whole.split("."), part.split("."))]
-            if sizes[0] % sizes[1]:
-                raise ValueError(f"{whole} ({sizes[0]}) must be a multiple of {part} ({sizes[1]})")
-        return self
-
-
-def fingerprint(params: RankerParams) -> str:
-    """A digest of the data that the parameters name: of their content where they are files."""
-    data = params.data
-    if data.source == "prices":
-        return prices.prices_fingerprint()
-    if data.source == "generated":
-        return config.fingerprint(asdict(_market(data)))
-    assert data.path is not None  # checked by DataParams
-    files = sorted(path for path in data.path.iterdir() if path.is_file()) if data.path.is_dir() else [data.path]
-    if not files or not files[0].exists():
-        raise DataError(
-            f"{data.path} is not there, or an empty folder.",
-            rule="params.data.path names a Parquet file or a folder of them.",
-            remedy="--set params.data.path=<a file>",
-        )
-    digest = hashlib.sha256()
-    for path in files:
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
-def prepare(context: PrepareContext, params: RankerParams) -> Prepared:
-    """The panel and its purged folds.
-
-    The dates that are split are those on which at least two assets have a whole window and a known target.
-    """
-    mark_phase("load")
-    source, features, target = _source(context.panels_dir, params.data)
-    mark_phase("build")
-    panel = Panel.build(source, context.panels_dir, features=features, targets=[target])
-    usable = np.flatnonzero(_eligible(panel, params.data.lookback).sum(axis=1) >= 2)
-    splitter = PurgedKFold(
-        params.splits.n_splits,
-        purged_size=params.data.horizon,
-        embargo_size=params.splits.embargo_size,
-        lookback_size=params.splits.lookback_size,
-    )
-    folds = splitter.split(panel.dates[usable])
-    return Prepared(panel, [(usable[train], usable[test]) for train, test in folds])
-
-
-def _eligible(panel: Panel, lookback: int) -> npt.NDArray[np.bool_]:
-    """(num_dates, num_assets): a whole window, and a known target."""
-    known: npt.NDArray[np.bool_] = (panel.history >= lookback) & np.isfinite(panel.targets[:, :, 0])
-    return known
-
-
-def _source(panels_dir: Path, data: DataParams) -> tuple[pa.Table | Path, list[str], str]:
-    """The rows to build the panel from, the columns of features, and the column of the target."""
-    if data.source == "parquet":
-        assert data.path is not None and data.target is not None  # checked by DataParams
-        return data.path, list(data.features), data.target
-    if data.source == "prices":
-        return prices.daily_features(data.start, data.end, data.horizon), list(prices.FEATURES), "target"
-    settings = _market(data)
-    path = panels_dir / "markets" / f"{config.fingerprint(asdict(settings))[:16]}.parquet"
-    if not path.exists() or market.read_market(path) != settings:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        market.write_market(path, settings)
-    return path, list(settings.feature_names), "target"
-
-
-def _market(data: DataParams) -> market.Market:
-    names = {"seed" if name == "market_seed" else name: name for name in ("horizon", *_OF_SOURCE["generated"])}
-    return market.Market(**{name: getattr(data, ours) for name, ours in names.items()})
-
-
 def train_fold(context: FoldContext, params: RankerParams) -> dict[str, float]:
-    """Train one fold, score its test dates with the last epoch's model, and save the scores as a table.
+    """Train one fold, score its test dates, and save the scores as a table.
 
     Returns:
-        ``rank_ic`` (mean over the test dates), ``rank_ic_sd``, ``icir``, ``num_dates`` (that they are taken over) and
-        ``train_loss`` (of the last epoch).
+        ``rank_ic`` (of the main horizon, mean over the test dates), ``rank_ic_sd``, ``icir``, ``num_dates`` (that they
+        are taken over); ``h5_rank_ic`` and ``h5_delta_p_at_k_pos`` of each horizon; ``train_loss`` of the last epoch;
+        ``num_epochs`` that were trained; ``num_snapshots`` of the average, and ``warm_start``, where they were asked
+        for.
     """
     mark_phase("load")
-    from memfit.training import WHOLE, Trainer
+    fit_dates, valid_dates = hold_out(context.train_dates, params.train.valid_share, max(params.data.labels))
+    model, ema, result = _fit(context, params, fit_dates, valid_dates)
+    mark_phase("validate")
+    with _scored(model, ema, context.checkpoint_dir, params.train):
+        scores = score_table(model, context.panel, lists_to_score(context.panel, context.test_dates, params), params)
+    paths = path_of_dates(context.panel, params, context.fold)
+    if paths is not None:
+        place = np.searchsorted(context.panel.dates, scores.column("date").to_numpy().astype("datetime64[D]"))
+        scores = scores.append_column("path", pa.array(paths[place]))
+    context.save_table("scores", scores)
+    found = fold_metrics(scores, params)
+    found |= {"train_loss": result.history[-1].train_loss, "num_epochs": len(result.history)}
+    if params.train.ema_epochs:
+        found["num_snapshots"] = len(list(context.checkpoint_dir.glob("ema_epoch_*.pt")))
+    return found | ({"warm_start": 1.0} if params.splits.warm_start else {})
 
-    target = context.panel.target_names[0]
-    test = DateBatches(context.panel, context.test_dates, lookback=params.data.lookback, target=target)
-    model, optimizer = _model(context, params)
+
+def _fit(
+    context: FoldContext, params: RankerParams, fit_dates: npt.NDArray[np.int64], valid_dates: npt.NDArray[np.int64]
+) -> tuple[PatchRanker, Ema | None, FitResult]:
+    """The model with the weights of its last epoch, and their average."""
+    from memfit.training import ByGroup, Ema, Trainer
+
+    settings, panel = params.train, context.panel
+    model, optimizer = _model(context, params, fit_dates)
+    batches = _batches(context, params, fit_dates, settings.num_workers)
+    averaged = settings.ema_decay is not None and (settings.ema_epochs or settings.scored == "ema")
+    ema = Ema(settings.ema_decay or 0.0, snapshot_epochs=settings.ema_epochs) if averaged else None
+
+    def evaluate(model: PatchRanker, lists: Any) -> dict[str, float]:
+        with ema.applied(model) if ema is not None and settings.scored == "ema" else contextlib.nullcontext():
+            return validation_metrics(score_table(model, panel, lists, params), params)
+
     trainer = Trainer(
         model,
-        loss=_loss,
+        loss=_loss(params),
         optimizer=optimizer,
+        schedule=_schedule(optimizer, settings, len(batches)),
+        ema=ema,
         checkpoint_dir=context.checkpoint_dir,
         seed=context.seed,
-        max_grad_norm=params.train.max_grad_norm,
-        split=WHOLE,
+        max_grad_norm=settings.max_grad_norm,
+        provenance=context.provenance,
+        split=ByGroup(lambda batch: batch.lists),
     )
-    result = trainer.fit(
-        _train_batches(context, params),
-        test,
-        num_epochs=params.train.num_epochs,
-        evaluate=lambda model, batches: {"rank_ic": _rank_ic(_score(model, batches)).mean},
-        best_metric="rank_ic",
-        direction="maximize",
-    )
-    mark_phase("validate")
-    scores = _score(model, test)
-    context.save_table("scores", scores)
-    summary = _rank_ic(scores)
-    return {
-        "rank_ic": summary.mean,
-        "rank_ic_sd": summary.sd,
-        "icir": summary.icir,
-        "num_dates": summary.num_dates,
-        "train_loss": result.history[-1].train_loss,
-    }
+    has_validation = len(valid_dates) > 0
+    with contextlib.closing(batches):
+        result = trainer.fit(
+            batches,
+            lists_to_score(panel, valid_dates, params) if has_validation else None,
+            num_epochs=settings.num_epochs,
+            evaluate=evaluate if has_validation else None,
+            best_metric="valid_lift",
+            direction="maximize",
+            patience=settings.patience,
+        )
+    return model, ema, result
 
 
-def _train_batches(context: FoldContext, params: RankerParams) -> DateBatches:
-    return DateBatches(
-        context.panel,
-        context.train_dates,
-        lookback=params.data.lookback,
-        target=context.panel.target_names[0],
-        shuffle_seed=context.seed,
-        max_assets=params.train.max_assets,
-    )
+@contextlib.contextmanager
+def _scored(model: PatchRanker, ema: Ema | None, folder: Path, settings: TrainParams) -> Iterator[None]:
+    """Inside, the model has the weights that the test dates are scored with."""
+    from memfit.training import load_checkpoint
+
+    if settings.scored == "best":
+        model.load_state_dict(load_checkpoint(folder / "best_model.pt")["model"])
+    with ema.applied(model) if ema is not None and settings.scored == "ema" else contextlib.nullcontext():
+        yield
 
 
-def _model(context: FoldContext, params: RankerParams) -> tuple[PatchRanker, torch.optim.Optimizer]:
-    import torch
+def score(context: ScoreContext, params: RankerParams) -> pa.Table:
+    """A checkpoint's scores on given dates: the columns of `score_table`, for every asset with a whole window."""
+    from memfit.training import load_checkpoint
 
-    from memfit.training import seed_everything
-    from memfit_workloads.ranker.model import PatchRanker
-
-    panel, settings = context.panel, params.train
-    seed_everything(context.seed)
-    model = PatchRanker(
-        num_features=len(panel.feature_names), lookback=params.data.lookback, **params.model.model_dump()
-    )
-    model.scale.set(*map(torch.from_numpy, _scale(panel, context.train_dates)))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
-    )
-    return model, optimizer
+    model = _new_model(context.panel, params)
+    model.load_state_dict(load_checkpoint(context.checkpoint)["model"])
+    model.eval()
+    return score_table(model, context.panel, lists_to_score(context.panel, context.dates, params), params)
 
 
-def loader(context: FoldContext, params: RankerParams, num_workers: int) -> Loader:
+def loader(context: FoldContext, params: RankerParams, num_workers: int) -> ListBatches:
     """The batches that a fold trains on, made by so many worker processes."""
-    return Loader(
-        context.panel,
-        context.train_dates,
-        lookback=params.data.lookback,
-        target=context.panel.target_names[0],
-        shuffle=context.seed,
-        max_assets=params.train.max_assets,
-        num_workers=num_workers,
-    )
+    fit_dates, _ = hold_out(context.train_dates, params.train.valid_share, max(params.data.labels))
+    return _batches(context, params, fit_dates, num_workers)
 
 
-def training_step(context: FoldContext, params: RankerParams) -> Callable[[DateBatch], None]:
+def training_step(context: FoldContext, params: RankerParams) -> Callable[[ListBatch], None]:
     """One step of a fold's training on a batch, without what a trainer does around it."""
     import torch
 
-    model, optimizer = _model(context, params)
+    model, optimizer = _model(context, params, context.train_dates)
+    loss = _loss(params)
     model.train()
 
-    def step(batch: DateBatch) -> None:
-        total, weight = _loss(model, batch)
+    def step(batch: ListBatch) -> None:
+        total, weight = loss(model, batch)
         optimizer.zero_grad()
         torch.autograd.backward(total / weight)
         torch.nn.utils.clip_grad_norm_(model.parameters(), params.train.max_grad_norm)
@@ -294,34 +154,91 @@ def training_step(context: FoldContext, params: RankerParams) -> Callable[[DateB
     return step
 
 
-def _loss(model: PatchRanker, batch: DateBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def _batches(context: FoldContext, params: RankerParams, dates: npt.NDArray[np.int64], num_workers: int) -> ListBatches:
+    return ListBatches(context.panel, dates, params, seed=context.seed, num_workers=num_workers)
+
+
+def _loss(params: RankerParams) -> RankerLoss:
+    from memfit_workloads.ranker.loss import RankerLoss
+
+    return RankerLoss(**params.train.loss.model_dump(), horizon_weights=params.horizon_weights)
+
+
+def _new_model(panel: Panel, params: RankerParams) -> PatchRanker:
+    from memfit_workloads.ranker.model import PatchRanker
+
+    return PatchRanker(
+        num_features=len(panel.feature_names),
+        lookback=params.data.lookback,
+        num_horizons=len(params.data.horizons),
+        **params.model.model_dump(),
+    )
+
+
+def _model(
+    context: FoldContext, params: RankerParams, dates: npt.NDArray[np.int64]
+) -> tuple[PatchRanker, torch.optim.Optimizer]:
+    """A new model, or one with the weights of the fold before where that was asked for, and its optimizer."""
     import torch
 
-    from memfit_workloads.ranker.loss import listnet_loss
+    from memfit.training import load_checkpoint, seed_everything
 
-    return listnet_loss(model(torch.from_numpy(batch.windows)), torch.from_numpy(batch.targets))
+    seed_everything(context.seed)
+    model = _new_model(context.panel, params)
+    model.scale.set(*map(torch.from_numpy, _scale(context.panel, dates)))
+    if context.previous_dir is not None:
+        path = context.previous_dir / "latest_checkpoint.pt"
+        if not path.exists():
+            raise UsageError(
+                f"fold {context.fold} begins with the weights of fold {context.fold - 1}, and {path} is not there.",
+                rule="with splits.warm_start each fold goes on from the one before.",
+                remedy=f"train fold {context.fold - 1} first, or --set params.splits.warm_start=false",
+            )
+        model.load_state_dict(load_checkpoint(path)["model"])
+    settings = params.train
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+    )
+    return model, optimizer
 
 
-def _score(model: PatchRanker, batches: DateBatches) -> pa.Table:
-    """A row for each date and asset: ``date``, ``code``, ``score``, ``target``. The model is in evaluation mode."""
+@dataclass(frozen=True)
+class WarmupCosine:
+    """The share of the highest step size at a step: a straight line up, then half a cosine down.
+
+    Attributes:
+        num_warmup: Steps of the line.
+        num_steps: Steps in all.
+        final_share: What the cosine ends at, and where it stays.
+
+    Source:
+        I. Loshchilov, F. Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017, without restarts.
+
+    Example:
+        >>> share = WarmupCosine(num_warmup=2, num_steps=10, final_share=0.0)
+        >>> [round(share(step), 2) for step in (0, 1, 2, 6, 10, 11)]
+        [0.33, 0.67, 1.0, 0.5, 0.0, 0.0]
+    """
+
+    num_warmup: int
+    num_steps: int
+    final_share: float
+
+    def __call__(self, step: int) -> float:
+        if step < self.num_warmup:
+            return (step + 1) / (self.num_warmup + 1)
+        done = min(1.0, (step - self.num_warmup) / max(1, self.num_steps - self.num_warmup))
+        return self.final_share + (1 - self.final_share) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _schedule(
+    optimizer: torch.optim.Optimizer, settings: TrainParams, steps_per_epoch: int
+) -> torch.optim.lr_scheduler.LRScheduler:
     import torch
 
-    panel = batches.panel
-    dates, codes, scores, targets = [], [], [], []
-    with torch.no_grad():
-        for batch in batches:
-            dates.append(np.repeat(panel.dates[batch.date_index], len(batch.asset_indices)))
-            codes.append(batch.asset_indices)
-            scores.append(model(torch.from_numpy(batch.windows)).numpy())
-            targets.append(batch.targets)
-    names = pa.array(panel.assets).take(pa.array(np.concatenate(codes)))
-    columns = [pa.array(np.concatenate(parts)) for parts in (dates, scores, targets)]
-    return pa.table({"date": columns[0], "code": names, "score": columns[1], "target": columns[2]})
-
-
-def _rank_ic(scores: pa.Table) -> ICSummary:
-    columns = [scores.column(name).to_numpy() for name in ("date", "score", "target")]
-    return summarize_ic(rank_ic_by_date(*columns)[1])
+    num_steps = settings.num_epochs * steps_per_epoch
+    share = WarmupCosine(int(settings.warmup_share * num_steps), num_steps, settings.final_share)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
 
 def _scale(panel: Panel, dates: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
@@ -338,11 +255,19 @@ def _scale(panel: Panel, dates: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.f
     return mean.astype(np.float32), np.where(sd > 1e-6 * np.abs(mean), sd, 1.0).astype(np.float32)
 
 
-RANKER = FoldWorkload(
+def in_order(params: RankerParams) -> bool:
+    """Whether a fold needs the one before."""
+    return params.splits.warm_start
+
+
+RANKER: FoldWorkload[RankerParams] = FoldWorkload(
     params=RankerParams,
     fingerprint=fingerprint,
     prepare=prepare,
     train_fold=train_fold,
     loader=loader,
     step=training_step,
+    score=score,
+    market=market,
+    in_order=in_order,
 )

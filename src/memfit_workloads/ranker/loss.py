@@ -1,37 +1,170 @@
-"""The loss of a ranker: how far the order by score is from the order by target, within one date."""
+"""The losses of a ranker: how far the order by score is from the order by target, within one date.
+
+Each loss takes the values of one list along the last dimension, any number of lists in the dimensions before, and which
+of them are known; it gives one number per list. A list with fewer than two known targets has no order and costs 0.
+
+A tensor's suffix names its shape:
+
+    G   lists of a batch            B   assets of all lists
+    A   assets of the longest list  R   pairs per asset
+    H   horizons
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch.nn import functional
+
+from memfit_workloads.ranker.batches import ListBatch
 
 
-def listnet_loss(scores_B: torch.Tensor, targets_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ListNet loss of one list, as a sum and a weight of 1: every date counts the same, however many assets it has.
+def listnet_loss(scores: torch.Tensor, targets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """The ListNet loss of each list: every list counts the same, however many assets it has.
 
     Targets and scores become the probabilities of being first (softmax); the loss is their cross entropy. Targets are
     standardised within the list first, so that a quiet day says as much as a wild one. A score that knows nothing costs
-    ``log(B)``; a perfect one costs the entropy of the targets' probabilities, not 0.
-
-    The loss couples the assets of a date: a batch may be split between dates, never within one.
+    ``log(n)`` for n assets; a perfect one costs the entropy of the targets' probabilities, not 0.
 
     Args:
-        scores_B: (B,) scores.
-        targets_B: (B,) finite targets, in any unit.
+        scores: (..., A) scores.
+        targets: (..., A) targets, in any unit; what is not known may be NaN.
+        known: (..., A) bool.
 
     Returns:
-        The summed loss and its weight, both without dimensions.
+        (...), without dimension.
 
     Source:
         Z. Cao, T. Qin, T.-Y. Liu, M.-F. Tsai, H. Li, Learning to Rank: From Pairwise Approach to Listwise Approach,
         ICML 2007: the top-one probability with the exponential as the increasing function.
 
     Example:
-        >>> loss, weight = listnet_loss(torch.zeros(8), torch.arange(8.0))
-        >>> round(loss.item(), 4), weight.item()
-        (2.0794, 1.0)
+        >>> round(listnet_loss(torch.zeros(8), torch.arange(8.0), torch.ones(8, dtype=torch.bool)).item(), 4)
+        2.0794
     """
-    centred_B = targets_B - targets_B.mean()
-    sd = centred_B.square().mean().sqrt()
-    standard_B = torch.where(sd > 0, centred_B / sd, 0.0)  # equal targets name no order: every asset is first as likely
-    loss = -(standard_B.softmax(0) * scores_B.log_softmax(0)).sum()
-    return loss, torch.ones_like(loss)
+    absent = torch.finfo(scores.dtype).min
+    first = standardized(targets, known).masked_fill(~known, absent).softmax(-1)
+    logs = scores.masked_fill(~known, absent).log_softmax(-1).masked_fill(~known, 0.0)
+    return -(first * logs).sum(-1) * _has_order(known)
+
+
+def ranknet_loss(
+    scores: torch.Tensor, targets: torch.Tensor, known: torch.Tensor, partners: torch.Tensor
+) -> torch.Tensor:
+    """The RankNet loss of each list: the mean of ``log(1 + exp(-d))`` over its pairs, d the better asset's lead.
+
+    Pairs of equal targets, and those with an unknown one, do not count.
+
+    Args:
+        scores: (..., A) scores.
+        targets: (..., A) targets; what is not known may be NaN.
+        known: (..., A) bool.
+        partners: (..., A, R) int64: the places, within the list, of the assets that each is compared with.
+
+    Returns:
+        (...), without dimension; ``log(2)`` for scores that are all equal.
+
+    Source:
+        C. Burges et al., Learning to Rank using Gradient Descent, ICML 2005, with a target probability of 0 or 1.
+
+    Example:
+        >>> known, both = torch.tensor([True, True]), torch.tensor([[1], [0]])
+        >>> round(ranknet_loss(torch.tensor([2.0, 0.0]), torch.tensor([0.1, -0.1]), known, both).item(), 4)
+        0.1269
+    """
+    places = partners.flatten(-2)
+
+    def of_partner(values: torch.Tensor) -> torch.Tensor:
+        return values.gather(-1, places).view(partners.shape)
+
+    better = torch.sign(targets.nan_to_num().unsqueeze(-1) - of_partner(targets.nan_to_num()))
+    counts = (better != 0) & known.unsqueeze(-1) & of_partner(known)
+    costs = functional.softplus(-better * (scores.unsqueeze(-1) - of_partner(scores)))
+    return torch.where(counts, costs, 0.0).sum((-2, -1)) / counts.sum((-2, -1)).clamp_min(1)
+
+
+def mse_loss(scores: torch.Tensor, targets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """The mean squared error of each list between scores and targets that are standardised within it.
+
+    Args:
+        scores: (..., A) scores.
+        targets: (..., A) targets, in any unit; what is not known may be NaN.
+        known: (..., A) bool.
+
+    Returns:
+        (...), without dimension; 1 for scores of 0.
+
+    Example:
+        >>> targets = torch.tensor([1.0, 2.0, 9.0])
+        >>> round(mse_loss(torch.zeros(3), targets, torch.ones(3, dtype=torch.bool)).item(), 4)
+        1.0
+    """
+    errors = torch.where(known, (scores - standardized(targets, known)).square(), 0.0)
+    return errors.sum(-1) / known.sum(-1).clamp_min(1) * _has_order(known)
+
+
+def standardized(targets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Targets less their mean in the list, over their standard deviation; 0 where not known or where all are equal."""
+    count = known.sum(-1, keepdim=True).clamp_min(1)
+    plain = torch.where(known, targets, 0.0)
+    centred = torch.where(known, plain - plain.sum(-1, keepdim=True) / count, 0.0)
+    sd = (centred.square().sum(-1, keepdim=True) / count).sqrt()
+    return torch.where(sd > 0, centred / sd, 0.0)  # equal targets name no order: every asset is first as likely
+
+
+def _has_order(known: torch.Tensor) -> torch.Tensor:
+    return known.sum(-1) >= 2
+
+
+@dataclass(frozen=True)
+class RankerLoss:
+    """The loss of a batch: a weighted sum over losses, horizons and dates, and the weight that it is the sum of.
+
+    The weight is that of the dates times that of the horizons, over those (date, horizon) that have an order. So within
+    a batch a date with half the weight pulls half as much, whatever optimizer and clipping do to the whole gradient.
+
+    Attributes:
+        listnet, ranknet, mse: How much each loss counts.
+        horizon_weights: How much each horizon counts, in the order of the model's heads.
+    """
+
+    listnet: float
+    ranknet: float
+    mse: float
+    horizon_weights: tuple[float, ...]
+
+    def __call__(self, model: torch.nn.Module, batch: ListBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        scores_BH = model(torch.from_numpy(batch.windows))
+        lists = _Lists(torch.from_numpy(batch.lists))
+        scores_GHA = lists.padded(scores_BH, 0.0).transpose(1, 2)
+        targets_GHA = lists.padded(torch.from_numpy(batch.targets).to(scores_BH), float("nan")).transpose(1, 2)
+        known_GHA = targets_GHA.isfinite()
+        loss_GH = torch.zeros_like(scores_GHA[:, :, 0])
+        if self.listnet:
+            loss_GH = loss_GH + self.listnet * listnet_loss(scores_GHA, targets_GHA, known_GHA)
+        if self.ranknet:
+            partners_GAR = lists.padded(torch.from_numpy(batch.partners), 0)
+            partners_GHAR = partners_GAR.unsqueeze(1).expand(-1, scores_GHA.shape[1], -1, -1)
+            loss_GH = loss_GH + self.ranknet * ranknet_loss(scores_GHA, targets_GHA, known_GHA, partners_GHAR)
+        if self.mse:
+            loss_GH = loss_GH + self.mse * mse_loss(scores_GHA, targets_GHA, known_GHA)
+        date_G = torch.from_numpy(batch.weights).to(scores_BH)[lists.first]
+        weight_GH = date_G[:, None] * scores_BH.new_tensor(self.horizon_weights) * _has_order(known_GHA)
+        # A batch without any order, as the last part of a cut date can be, has a loss of 0 and must have a weight.
+        return (loss_GH * weight_GH).sum(), weight_GH.sum().clamp_min(1e-12)
+
+
+class _Lists:
+    """Rows of several lists, one after the other, as a matrix of lists padded to the longest."""
+
+    def __init__(self, lists_B: torch.Tensor) -> None:
+        _, self.list_B, counts = torch.unique_consecutive(lists_B, return_inverse=True, return_counts=True)
+        self.first = counts.cumsum(0) - counts
+        self.place_B = torch.arange(len(lists_B)) - self.first[self.list_B]
+        self.shape = (len(counts), int(counts.max()))
+
+    def padded(self, values: torch.Tensor, fill: float) -> torch.Tensor:
+        """(B, ...) values as (G, A, ...)."""
+        empty = torch.full((*self.shape, *values.shape[1:]), fill, dtype=values.dtype)
+        return empty.index_put((self.list_B, self.place_B), values)

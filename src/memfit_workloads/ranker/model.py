@@ -6,10 +6,11 @@ speak about one another.
 
 A tensor's suffix names its shape:
 
-    B   assets of one date          S   dates per patch
+    B   assets of a batch           S   dates per patch
     L   dates of look-back          D   width of a token
     F   features                    P   patches, L / S
     H   attention heads             K   width of a head, D / H
+    Z   horizons
 
 Source: Y. Nie, N. H. Nguyen, P. Sinthong, J. Kalagnanam, A Time Series is Worth 64 Words, ICLR 2023 (PatchTST).
 """
@@ -66,7 +67,9 @@ class EncoderBlock(nn.Module):
 
 
 class PatchRanker(nn.Module):
-    """A score for each asset of a date: the higher, the better its return is expected to be against the others.
+    """A score for each asset and horizon: the higher, the better its return is expected to be against the others.
+
+    All horizons share the encoder; each has a head of its own.
 
     Args:
         num_features: Features of an asset and date.
@@ -76,15 +79,16 @@ class PatchRanker(nn.Module):
         num_layers: Encoder layers.
         num_heads: Attention heads.
         dropout: The share of activations dropped in training.
+        num_horizons: Heads.
 
     Example:
         >>> sizes = {"num_features": 4, "lookback": 20, "patch_size": 5, "width": 16, "num_layers": 1, "num_heads": 2}
-        >>> model = PatchRanker(**sizes, dropout=0.1)
+        >>> model = PatchRanker(**sizes, dropout=0.1, num_horizons=3)
         >>> model(torch.randn(30, 20, 4)).shape
-        torch.Size([30])
+        torch.Size([30, 3])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one each for the sizes that make an encoder
         self,
         *,
         num_features: int,
@@ -94,6 +98,7 @@ class PatchRanker(nn.Module):
         num_layers: int,
         num_heads: int,
         dropout: float,
+        num_horizons: int,
     ) -> None:
         super().__init__()
         self.patch_size = patch_size
@@ -102,13 +107,13 @@ class PatchRanker(nn.Module):
         self.position_PD = nn.Parameter(0.02 * torch.randn(lookback // patch_size, width))
         self.blocks = nn.ModuleList(EncoderBlock(width, num_heads, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(lookback // patch_size * width, 1)
+        self.heads = nn.Linear(lookback // patch_size * width, num_horizons)
 
     def forward(self, x_BLF: torch.Tensor) -> torch.Tensor:
-        """Scores (B,) of windows (B, L, F)."""
+        """Scores (B, Z) of windows (B, L, F)."""
         patches_BPSF = self.scale(x_BLF).unflatten(1, (-1, self.patch_size))
         z_BPD = self.embed(patches_BPSF.flatten(2)) + self.position_PD
         for block in self.blocks:
             z_BPD = block(z_BPD)
-        scores_B: torch.Tensor = self.head(self.norm(z_BPD).flatten(1)).squeeze(-1)
-        return scores_B
+        scores_BZ: torch.Tensor = self.heads(self.norm(z_BPD).flatten(1))
+        return scores_BZ

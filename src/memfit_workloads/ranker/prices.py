@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -79,52 +80,55 @@ def prices_fingerprint() -> str:
     return hashlib.sha256(_prices_path().read_bytes()).hexdigest()
 
 
-def daily_features(start: date | str, end: date | str, horizon: int) -> pa.Table:
-    """One row per date and asset: the features known at the close, and the return from there over ``horizon`` dates.
+def daily_features(start: date | str, end: date | str, horizons: Sequence[int]) -> pa.Table:
+    """One row per date and asset: the features known at the close, the close, and the returns from there on.
 
-    Nothing after ``end`` is used: a label that would be known later is null, as on the last ``horizon`` dates. Features
-    of the first rows look back before ``start``. The target is the plain return: within a date, rank IC and ranking
-    losses do not change when the mean of the date is taken off.
+    Nothing after ``end`` is used: a label that would be known later is null, as on the last dates. Features of the
+    first rows look back before ``start``. A target is the plain return: within a date, rank IC and ranking losses do
+    not change when the mean of the date is taken off.
 
     Args:
         start: First date, included.
         end: Last date, included.
-        horizon: Number of trading days that the target looks ahead.
+        horizons: Numbers of trading days that the targets look ahead.
 
     Returns:
-        Columns ``date`` (date32), ``code`` (string), `FEATURES` (float32, see `features_of`) and ``target`` (float32,
-        null where not resolved), ordered by date and code.
+        Columns ``date`` (date32), ``code`` (string), `FEATURES` (float32, see `features_of`), ``close`` (float64, in
+        dollars) and for each horizon h ``target_h<h>`` (float32, null where not resolved), ordered by date and code.
 
     Raises:
         MissingExtraError: If skfolio is not installed.
-        DataError: If ``horizon`` is below 1, or no row between the two dates has a target.
+        DataError: If a horizon is below 1, or no row between the two dates has a target at the longest.
 
     Example:
-        >>> table = daily_features("2015-01-01", "2015-12-31", horizon=5)
-        >>> table.num_rows, table.column("target").null_count  # 252 days, 20 assets, 5 days without a label
+        >>> table = daily_features("2015-01-01", "2015-12-31", horizons=[1, 5])
+        >>> table.num_rows, table.column("target_h5").null_count  # 252 days, 20 assets, 5 days without a label
         (5040, 100)
     """
     prices = read_prices()
     first, stop = np.searchsorted(prices.dates, [np.datetime64(start, "D"), np.datetime64(end, "D") + 1]).tolist()
     first = max(first, HISTORY_DATES - 1)
-    if horizon < 1 or stop - first <= horizon:
+    if min(horizons) < 1 or stop - first <= max(horizons):
+        named = ", ".join(map(str, horizons))
         raise DataError(
-            f"{max(stop - first, 0)} dates with features lie from {start} to {end}, at a horizon of {horizon}.",
+            f"{max(stop - first, 0)} dates with features lie from {start} to {end}, at a horizon of {named}.",
             rule=f"the prices run from {prices.dates[0]} to {prices.dates[-1]}; the first {HISTORY_DATES - 1} dates "
-            "are history for the features, and the last `horizon` dates before the end have no target.",
+            "are history for the features, and the last dates before the end have no target at their horizon.",
             remedy=f"choose start and end within {prices.dates[HISTORY_DATES - 1]} to {prices.dates[-1]}, more than "
-            "`horizon` trading days apart, and a horizon of at least 1",
+            "the longest horizon apart in trading days, and horizons of at least 1",
         )
     known = prices.closes[:stop]
     features = features_of(known)[first:]
-    targets = np.full((stop - first, len(prices.codes)), np.nan)
-    targets[:-horizon] = known[first + horizon :] / known[first:-horizon] - 1
     columns = {
         "date": pa.array(np.repeat(prices.dates[first:stop], len(prices.codes))),
         "code": pa.array(list(prices.codes) * (stop - first)),
         **{name: pa.array(features[:, :, i].ravel().astype(np.float32)) for i, name in enumerate(FEATURES)},
-        "target": pa.array(targets.ravel().astype(np.float32), from_pandas=True),
+        "close": pa.array(known[first:].ravel()),
     }
+    for horizon in horizons:
+        targets = np.full((stop - first, len(prices.codes)), np.nan)
+        targets[:-horizon] = known[first + horizon :] / known[first:-horizon] - 1
+        columns[f"target_h{horizon}"] = pa.array(targets.ravel().astype(np.float32), from_pandas=True)
     return pa.table(columns)
 
 

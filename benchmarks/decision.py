@@ -1,0 +1,156 @@
+"""Whether a comparison of two forecasts rejects as often as it says, covers as it says, and finds what is there.
+
+    python benchmarks/decision.py [--num-series 1000] [--seed 0]
+
+Series of daily differences with the dependence of overlapping labels are drawn: each date's is the sum of ``h`` daily
+shocks, of which its neighbour shares all but one (normal, with fat tails, or skewed; or normal, in five folds with
+gaps between them, over which nothing is shared). Under no true difference, the share of rejections at 5 % is the
+test's *size*, the share of intervals that hold 0 their *coverage*, and the share of series on which both conditions of
+a decision hold the *false decisions*; with a true difference, the share of rejections is the *power*. Beside memfit's
+test stand others on the same series: one that multiplies by sqrt(n) a statistic that is divided by a standard error
+already, one without lags, one with the Bartlett kernel (``statsmodels.tsa.stattools.diebold_mariano_test``), and the
+basic interval of ``arch``.
+
+At the fewest dates that memfit accepts for a horizon, less is asked of the test, and as much of the decision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+from arch.bootstrap import CircularBlockBootstrap
+from numpy.typing import NDArray
+from scipy import stats
+from statsmodels.tsa.stattools import diebold_mariano_test
+
+from memfit.evaluation import bootstrap_interval, diebold_mariano, minimal_detectable_effect, minimum_dates, power
+
+ALPHA = 0.05
+#: What is asked of size, false decisions and coverage; the second size where n is the least that memfit accepts.
+SIZES, FALSE_DECISIONS, COVERAGE = ((0.03, 0.08), (0.03, 0.12)), (0.0, 0.08), (0.90, 0.97)
+CASES = (
+    (240, 5, "normal"),
+    (240, 5, "fat tails"),
+    (240, 5, "skewed"),
+    (240, 5, "five folds"),
+    (240, 1, "normal"),
+    (240, 10, "normal"),
+    (480, 20, "normal"),
+    (1000, 5, "normal"),
+    (60, 5, "normal"),
+    (240, 20, "normal"),
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Shares of series: rejections of the tests, decisions, and intervals that hold 0."""
+
+    size: float
+    decided: float
+    root_n: float
+    no_lags: float
+    bartlett: float
+    coverage: float
+    basic: float
+
+
+def draw(rng: np.random.Generator, num_dates: int, horizon: int, shocks: str) -> NDArray[np.float64]:
+    """One series with mean 0: sums of ``horizon`` neighbouring shocks of variance 1, shape (num_dates,)."""
+    if shocks == "five folds":
+        return np.concatenate([draw(rng, num_dates // 5, horizon, "normal") for _ in range(5)])
+    num = num_dates + horizon - 1
+    if shocks == "normal":
+        values = rng.standard_normal(num)
+    elif shocks == "fat tails":
+        values = rng.standard_t(5, num) / math.sqrt(5 / 3)
+    else:
+        values = rng.exponential(size=num) - 1
+    return np.convolve(values, np.ones(horizon), "valid")
+
+
+def true_standard_error(num_dates: int, horizon: int) -> float:
+    """That of the mean of such a series."""
+    lags = np.arange(1, horizon)
+    return float(np.sqrt((horizon + 2 * ((1 - lags / num_dates) * (horizon - lags)).sum()) / num_dates))
+
+
+def rates(num_dates: int, horizon: int, shocks: str, *, num_series: int, seed: int, num_resamples: int = 300) -> Rates:
+    """Draw series without a true difference and test each."""
+    rng = np.random.default_rng(seed)
+    counts = np.zeros(7)
+    for _ in range(num_series):
+        series = draw(rng, num_dates, horizon, shocks)
+        test = diebold_mariano(series, horizon)
+        found = bootstrap_interval(series, horizon, 1 - ALPHA, seed=seed, num_resamples=num_resamples)
+        blocks = CircularBlockBootstrap(found.block_length, series, seed=seed)
+        basic = blocks.conf_int(lambda part: part.mean(keepdims=True), num_resamples, method="basic")[:, 0]
+        zeros = np.zeros(num_dates)
+        bartlett = diebold_mariano_test(
+            zeros, series, zeros, criterion=lambda _, forecast: forecast, lags=horizon - 1, harvey_adj=True,
+            horizon=horizon,
+        )  # fmt: skip
+        counts += [
+            test.p_value < ALPHA,
+            test.p_value < ALPHA and not found.lower <= 0 <= found.upper,
+            2 * stats.norm.sf(abs(test.statistic) * math.sqrt(num_dates)) < ALPHA,
+            stats.ttest_1samp(series, 0).pvalue < ALPHA,
+            bartlett.pvalue < ALPHA,
+            found.lower <= 0 <= found.upper,
+            basic[0] <= 0 <= basic[1],
+        ]
+    return Rates(*(counts / num_series).tolist())
+
+
+def found_share(num_dates: int, horizon: int, effect: float, *, num_series: int, seed: int) -> float:
+    """The share of series with a true mean of ``effect`` whose test rejects on its side."""
+    rng = np.random.default_rng(seed)
+    found = 0
+    for _ in range(num_series):
+        test = diebold_mariano(draw(rng, num_dates, horizon, "normal") + effect, horizon)
+        found += test.p_value < ALPHA and test.mean > 0
+    return found / num_series
+
+
+def judge(text: str, value: float, bounds: tuple[float, float]) -> bool:
+    """Print whether a share is within bounds."""
+    holds = bounds[0] <= value <= bounds[1]
+    print(f"{'met   ' if holds else 'MISSED'} {text}: {value:.3f} ({bounds[0]:.2f} to {bounds[1]:.2f})", flush=True)
+    return holds
+
+
+def main() -> None:
+    """Print the tables and what was met; exit with 1 if anything was missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-series", type=int, default=1000, help="series a case")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    met = []
+    for num_dates, horizon, shocks in CASES:
+        found = rates(num_dates, horizon, shocks, num_series=options.num_series, seed=options.seed)
+        least = int(num_dates == minimum_dates(horizon))
+        case = f"n {num_dates}, h {horizon}, {shocks}"
+        met.append(judge(f"{case}: size", found.size, SIZES[least]))
+        met.append(judge(f"{case}: false decisions", found.decided, FALSE_DECISIONS))
+        met.append(judge(f"{case}: coverage", found.coverage, COVERAGE))
+        others = f"times sqrt(n) {found.root_n:.3f}, no lags {found.no_lags:.3f}, Bartlett {found.bartlett:.3f}"
+        print(f"       others: size {others}; coverage of the basic interval {found.basic:.3f}", flush=True)
+    print("\npower at n 240, h 5, by the true effect in standard errors: simulated beside foreseen")
+    error = true_standard_error(240, 5)
+    for size in (0.0, 1.0, 2.0, 2.8, 4.0):
+        share = found_share(240, 5, size * error, num_series=options.num_series, seed=options.seed)
+        print(f"       {size:.1f}: {share:.3f} {power(size * error, error, 240):.3f}")
+    effect = minimal_detectable_effect(error, 240)
+    share = found_share(240, 5, effect, num_series=options.num_series, seed=options.seed)
+    met.append(
+        judge(f"power at the minimal detectable effect ({effect / error:.2f} standard errors)", share, (0.76, 0.86))
+    )
+    sys.exit(not all(met))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Which examples make which batch: those of about one length together, drawn for each (seed, epoch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.errors import DataError
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Which examples make which batch of which epoch.
+
+    Attributes:
+        number: Examples.
+        widths: (number,) what each is filled up to by itself; None where nothing depends on it.
+        batch, max_tokens, seed, bucket: See `SequenceLoader`.
+    """
+
+    number: int
+    widths: Array | None
+    batch: int | None
+    max_tokens: int | None
+    seed: int | None
+    bucket: int
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.widths is not None and self.widths.max() > self.max_tokens:
+            place = int(self.widths.argmax())
+            raise DataError(
+                f"example {place} takes {self.widths[place]} tokens by itself.",
+                rule=f"a batch has at most max_tokens={self.max_tokens}, with what fills it up.",
+                remedy="raise max_tokens, or cut long examples: Padding(max_length=...)",
+            )
+
+    def key(self) -> dict[str, Any]:
+        """What the order depends on, as plain values."""
+        is_sorted = self.max_tokens is not None or (self.seed is not None and self.bucket > 1)
+        values = np.ascontiguousarray(self.widths, "<i8").tobytes() if is_sorted else b""
+        numbers = [self.number, self.batch, self.max_tokens, self.seed, self.bucket]
+        plain = [None if number is None else int(number) for number in numbers]
+        return {"numbers": plain, "widths": blake2b(values, digest_size=16).hexdigest()}
+
+    def batches(self, epoch: int) -> list[Array]:
+        """The indices of each batch."""
+        if self.seed is None:
+            return self._cut(np.arange(self.number))
+        generator = np.random.default_rng((self.seed, epoch))
+        order = generator.permutation(self.number)
+        if self.max_tokens is not None:
+            parts = self._cut(self._sorted(order))
+        else:
+            assert self.batch is not None
+            if self.bucket > 1:
+                size = self.bucket * self.batch
+                order = np.concatenate([self._sorted(order[at : at + size]) for at in range(0, self.number, size)])
+            parts = self._cut(order)
+        return [parts[place] for place in generator.permutation(len(parts))]
+
+    def _sorted(self, indices: Array) -> Array:
+        """From the longest to the shortest; those of one width as they come."""
+        assert self.widths is not None
+        ordered: Array = indices[np.argsort(-self.widths[indices], kind="stable")]
+        return ordered
+
+    def _cut(self, order: Array) -> list[Array]:
+        if self.max_tokens is None:
+            return [order[at : at + (self.batch or 0)] for at in range(0, len(order), self.batch or 1)]
+        assert self.widths is not None
+        widths, most = self.widths[order].tolist(), self.batch or len(order)
+        starts, width = [0], 0
+        for place, own in enumerate(widths):
+            width = max(width, own)
+            size = place - starts[-1] + 1
+            if size > most or size * width > self.max_tokens:
+                starts.append(place)
+                width = own
+        return [order[start:end] for start, end in zip(starts, [*starts[1:], len(order)], strict=True)]
+
+    def longest(self) -> Array:
+        """A batch of the most numbers: with ``batch`` alone, of the longest examples."""
+        assert self.widths is not None
+        if self.max_tokens is None:
+            return self._sorted(np.arange(self.number))[: self.batch]
+        widths = self.widths
+        return max(self.batches(0), key=lambda part: len(part) * int(widths[part].max()))
+
+    @property
+    def most_size(self) -> int:
+        """Examples in the largest batch."""
+        return max(len(part) for part in self.batches(0))
+
+    @property
+    def most_numbers(self) -> int:
+        """Numbers in the largest array of a batch."""
+        assert self.widths is not None
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return self.most_size * int(self.widths.max())

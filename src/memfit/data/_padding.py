@@ -1,0 +1,289 @@
+"""Texts as token ids, and examples of several lengths as rectangular arrays with masks. Loads no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.errors import DataError, UsageError
+
+Array = npt.NDArray[Any]
+Side = Literal["left", "right"]
+
+_ALIGN = 64  # bytes: a cache line
+_AT_ONCE = 256  # texts that are tokenised in one call when all are
+_ATTENTION = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
+
+
+class Tokenized(Sequence[Any]):
+    """Examples whose texts are token ids: tokenised when they are asked for, or once with ``pack(Tokenized(...))``.
+
+    Args:
+        examples: A text or a mapping each, in anything with a length and an index; a `PackedDataset` is copied by no
+            worker.
+        tokenize: Makes ids of one text: a tokenizer of ``transformers``, ``encode`` of one of ``tokenizers`` or
+            ``sentencepiece``, or a function. What it returns is a sequence of ids, or has them as ``["input_ids"]`` or
+            ``ids``. It adds the special tokens and cuts what is too long, since it knows which to keep. To be used in
+            worker processes it is one that can be pickled.
+        fields: Which field of a mapping goes by which name: of a text its ids do, anything else as it is. The others
+            are left out. None for examples that are texts, which become ``input_ids``.
+        batched: ``tokenize`` takes a list of texts and returns the ids of each: a tokenizer of ``transformers``, or
+            ``encode_batch_fast`` of one of ``tokenizers``. Saves time by the call, and uses all cores where the
+            library does.
+
+    Example:
+        >>> rows = [{"text": "to be", "label": 1, "source": "a play"}, {"text": "or not to be", "label": 0}]
+        >>> data = Tokenized(rows, lambda text: [len(word) for word in text.split()], {"text": "input_ids",
+        ...                                                                             "label": "labels"})
+        >>> len(data), data[1]
+        (2, {'input_ids': array([2, 3, 2, 2], dtype=int32), 'labels': 0})
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Any],
+        tokenize: Callable[[Any], Any],
+        fields: Mapping[str, str] | None = None,
+        *,
+        batched: bool = False,
+    ) -> None:
+        self.examples, self.tokenize, self.batched = examples, tokenize, batched
+        self.fields = None if fields is None else dict(fields)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Tokenized: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return Tokenized(self.examples[index], self.tokenize, self.fields, batched=self.batched)
+        return self._tokenized([self.examples[index]])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Several at once, which a ``DataLoader`` asks for too."""
+        return self._tokenized([self.examples[index] for index in indices])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        examples = iter(self.examples)
+        while chunk := list(itertools.islice(examples, _AT_ONCE)):
+            yield from self._tokenized(chunk)
+
+    def _tokenized(self, examples: Sequence[Any]) -> list[dict[str, Any]]:
+        renamed = [self._renamed(example) for example in examples]
+        places = [(row, name) for row in renamed for name, value in row.items() if isinstance(value, str)]
+        texts = [row[name] for row, name in places]
+        for (row, name), found in zip(places, self._ids(texts), strict=True):
+            row[name] = np.asarray(getattr(found, "ids", found), np.int32)
+        return renamed
+
+    def _renamed(self, example: Any) -> dict[str, Any]:
+        if self.fields is None and isinstance(example, str):
+            return {"input_ids": example}
+        if self.fields is None or not isinstance(example, Mapping) or not self.fields.keys() <= example.keys():
+            names = sorted(example) if isinstance(example, Mapping) else f"a {type(example).__name__}"
+            raise DataError(
+                f"an example has the fields {names}, and those to take are {self.fields and sorted(self.fields)}.",
+                rule="examples are texts, or mappings that have every field that is named.",
+                remedy='name fields that each example has: Tokenized(rows, tokenize, {"text": "input_ids"})',
+            )
+        return {name: example[field] for field, name in self.fields.items()}
+
+    def _ids(self, texts: list[str]) -> Iterable[Any]:
+        if self.batched and texts:
+            found: Any = self.tokenize(texts)
+            several: Iterable[Any] = found["input_ids"] if isinstance(found, Mapping) else found
+            return several
+        each = map(self.tokenize, texts)
+        return (found["input_ids"] if isinstance(found, Mapping) else found for found in each)
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A field of a batch: the name, what a row is filled up with (None: it is one number each), and its type."""
+
+    name: str
+    pad: int | None
+    dtype: str = "int64"
+    mask: str = ""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Makes rectangular arrays of examples of several lengths: ``padding(examples)``.
+
+    An example is a mapping of sequences of ids and of single numbers, all examples the same names. The batch has
+    (examples, width) int64 for a sequence, and (examples,) int64 or float32 for a number. The width is that of the
+    longest sequence. It holds a mask beside ``input_ids``, ``attention_mask``, and beside ``decoder_input_ids``,
+    ``decoder_attention_mask``: 1 where there is a token, 0 where there is none; given ones are padded and kept.
+    ``labels`` are padded with ``label_pad``, what ends in ``mask`` or ``type_ids`` with 0, all else with ``pad_id``.
+
+    Attributes:
+        pad_id: The id that fills ``input_ids`` up.
+        label_pad: What fills ``labels`` up; -100 is what ``torch.nn.functional.cross_entropy`` leaves out.
+        multiple_of: Widths are rounded up to multiples of it; 8 suits the matrix units of GPUs.
+        max_length: Sequences are cut to this many ids, special ones at the end too; a tokenizer cuts with more care.
+        side: Where it is filled up; ``left`` for generating with a decoder.
+        truncate: Where it is cut.
+        with_label_mask: Add ``label_mask``, 1 where ``labels`` has a label, for losses that know no -100.
+
+    Raises:
+        UsageError: If a number is out of range, or if ``max_length`` is no multiple of ``multiple_of``.
+
+    Example:
+        >>> padding = Padding(pad_id=0, multiple_of=4)
+        >>> batch = padding([{"input_ids": [5, 6, 7], "labels": [8]}, {"input_ids": [9], "labels": [8, 1]}])
+        >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist()
+        ([[5, 6, 7, 0], [9, 0, 0, 0]], [[1, 1, 1, 0], [1, 0, 0, 0]])
+        >>> batch["labels"].tolist()
+        [[8, -100, -100, -100], [8, 1, -100, -100]]
+    """
+
+    pad_id: int
+    label_pad: int = -100
+    multiple_of: int = 1
+    max_length: int | None = None
+    side: Side = "right"
+    truncate: Side = "right"
+    with_label_mask: bool = False
+
+    def __post_init__(self) -> None:
+        most = self.multiple_of if self.max_length is None else self.max_length
+        sides = {self.side, self.truncate} <= {"left", "right"}
+        if self.multiple_of < 1 or most < 1 or most % self.multiple_of or not sides:
+            raise UsageError(
+                f"a padding cannot have multiple_of={self.multiple_of}, max_length={self.max_length}, "
+                f"side={self.side!r} and truncate={self.truncate!r}.",
+                rule="lengths count from 1, max_length is a multiple of multiple_of; sides are left and right.",
+                remedy="correct that argument, for example multiple_of=8 and max_length=512",
+            )
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
+        """The batch of at least one example.
+
+        Raises:
+            DataError: If an example's fields are not those of the first, or if one holds anything but numbers.
+        """
+        fields = self.fields_of(examples[0])
+        return self.fill(fields, examples, lambda nbytes: np.empty(nbytes, np.uint8))[0]
+
+    def width(self, length: Any) -> Any:
+        """What a sequence, or each of an array of lengths, is filled up to by itself."""
+        most = np.iinfo(np.int64).max // 2 if self.max_length is None else self.max_length
+        return -(-np.minimum(np.maximum(length, 1), most) // self.multiple_of) * self.multiple_of
+
+    def fields_of(self, example: Mapping[str, Any]) -> tuple[_Field, ...]:
+        """What each batch will hold, as an example shows it."""
+        if not isinstance(example, Mapping) or not example:
+            raise DataError(
+                f"an example is {example!r:.80}.",
+                rule="an example is a mapping of names to sequences of ids and to numbers.",
+                remedy='make it {"input_ids": ids}; memfit.data.Tokenized makes such of texts',
+            )
+        fields = []
+        for name, value in example.items():
+            array = _checked(name, value)
+            if array.ndim == 0:
+                fields.append(_Field(name, None, "float32" if array.dtype.kind == "f" else "int64"))
+                continue
+            mask = _ATTENTION.get(name, "")
+            if name == "labels":
+                pad, mask = self.label_pad, "label_mask" if self.with_label_mask else ""
+            else:
+                pad = 0 if name.endswith(("mask", "type_ids")) else self.pad_id
+            fields.append(_Field(name, pad, mask="" if mask in example else mask))
+        return tuple(fields)
+
+    def most_bytes(self, fields: Sequence[_Field], size: int, width: int) -> int:
+        """Bytes of a batch of so many examples whose sequences are filled up to a width."""
+        return sum(
+            _aligned(size * 8 * (1 if field.pad is None else width)) * (1 + bool(field.mask)) for field in fields
+        )
+
+    def fill(
+        self, fields: Sequence[_Field], examples: Sequence[Mapping[str, Any]], memory_of: Callable[[int], Array]
+    ) -> tuple[dict[str, Array], list[int]]:
+        """The batch, in memory that is asked for by its bytes, and the width of each field (0 for a number)."""
+        columns = [self._column(field, examples) for field in fields]
+        lengths = [np.fromiter(map(len, column), np.int64, len(column)) if field.pad is not None else None
+                   for field, column in zip(fields, columns, strict=True)]  # fmt: skip
+        widths = [0 if found is None else int(self.width(found.max())) for found in lengths]
+        size = len(examples)
+        batch = views(fields, size, widths, memory_of(_bytes_of(fields, size, widths)))
+        for field, column, found, width in zip(fields, columns, lengths, widths, strict=True):
+            if found is None:
+                batch[field.name][:] = column
+                continue
+            places = np.arange(width)
+            filled = places < found[:, None] if self.side == "right" else places >= width - found[:, None]
+            batch[field.name].fill(field.pad or 0)
+            batch[field.name][filled] = np.concatenate(column)
+            if field.mask:
+                batch[field.mask][:] = filled
+        return batch, widths
+
+    def _column(self, field: _Field, examples: Sequence[Mapping[str, Any]]) -> list[Any]:
+        column = []
+        for number, example in enumerate(examples):
+            if field.name not in example:
+                raise DataError(
+                    f"example {number} of a batch has no {field.name!r}, and {sorted(example)}.",
+                    rule="all examples have the fields of the first.",
+                    remedy="give each example that field, or none",
+                )
+            value = _checked(field.name, example[field.name])
+            if (value.ndim == 0) != (field.pad is None):
+                raise _bad(field.name, "a number in one example and a sequence in another")
+            if self.max_length is not None and value.ndim and len(value) > self.max_length:
+                value = value[: self.max_length] if self.truncate == "right" else value[-self.max_length :]
+            column.append(value)
+        return column
+
+
+def _checked(name: str, value: Any) -> Array:
+    """A number or a sequence of ids as an array."""
+    array = np.asarray(value)
+    if array.size == 0 and array.ndim == 1:
+        return array.astype(np.int64)
+    if array.dtype.kind not in ("biuf" if array.ndim == 0 else "biu") or array.ndim > 1:
+        what = f"of the shape {array.shape}" if array.ndim > 1 else f"of the type {array.dtype}"
+        raise _bad(name, f"{what}: {value!r:.60}")
+    return array
+
+
+def _bad(name: str, what: str) -> DataError:
+    return DataError(
+        f"the field {name!r} of an example is {what}.",
+        rule="a field is one number or one sequence of whole numbers.",
+        remedy="tokenise texts first (memfit.data.Tokenized), and leave out what is not for the model",
+    )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _bytes_of(fields: Sequence[_Field], size: int, widths: Sequence[int]) -> int:
+    return sum(
+        _aligned(size * max(width, 1) * 8) * (1 + bool(field.mask)) for field, width in zip(fields, widths, strict=True)
+    )
+
+
+def views(fields: Sequence[_Field], size: int, widths: Sequence[int], memory: Array) -> dict[str, Array]:
+    """A batch's arrays, one after another in (nbytes,) uint8."""
+    batch: dict[str, Array] = {}
+    start = 0
+    for field, width in zip(fields, widths, strict=True):
+        shape = (size,) if field.pad is None else (size, width)
+        nbytes = int(np.prod(shape)) * np.dtype(field.dtype).itemsize
+        for name in filter(None, (field.name, field.mask)):
+            batch[name] = memory[start : start + nbytes].view(field.dtype).reshape(shape)
+            start += _aligned(size * max(width, 1) * 8)
+    return batch

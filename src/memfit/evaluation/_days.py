@@ -1,0 +1,231 @@
+"""The day table: how good the scores were on each date, by fold and horizon."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from memfit.errors import DataError, UsageError
+from memfit.evaluation._rank_ic import rank_ic
+from memfit.evaluation._ranking import hit_rate, ndcg_at_k, positive_rate, precision_at_k, quantile_spread
+from memfit.evaluation._scores import Scores, read_scores
+from memfit.evaluation._series import KEYS, by_date
+from memfit.evaluation._variance import Summary, summarize
+
+_METADATA = b"memfit_days"
+_IN_FOLDER = ("days.feather", "results/days.feather")
+
+
+def evaluate_days(
+    scores: Scores,
+    *,
+    horizons: Sequence[int],
+    k: int | None = None,
+    k_ratio: float | None = None,
+    num_quantiles: int = 5,
+    fold: int = 0,
+) -> pa.Table:
+    """The day table of some scores: one row per date.
+
+    ``fold``, ``date``, ``num_assets`` (assets with a score for any of the horizons), and for each horizon h
+
+    - ``h{h}_rank_ic``: `rank_ic`;
+    - ``h{h}_p_at_k_pos``: `precision_at_k`, the share of the k best-scored assets with a return above 0;
+    - ``h{h}_random_p_at_k_pos``: `positive_rate`, that share among all eligible assets;
+    - ``h{h}_delta_p_at_k_pos``: the first less the second, 0 for random scores in expectation;
+    - ``h{h}_ndcg_at_k``: `ndcg_at_k`;
+    - ``h{h}_spread``: `quantile_spread`, in returns over h dates;
+    - ``h{h}_hit_rate``: `hit_rate`.
+
+    A figure that is undefined on a date is NaN; each function says when. What two tables must share to be comparable
+    (k, the quantiles, the assets) is in the table's metadata.
+
+    Args:
+        scores: Of one fold, or of folds that share no date.
+        horizons: Numbers of dates, each with a score and a target.
+        k: Number of assets to select.
+        k_ratio: In place of k, the share of the eligible assets to select.
+        num_quantiles: Groups of the spread.
+        fold: The number of the fold; 0 where there is none.
+
+    Raises:
+        DataError: If a horizon has no score or no target.
+        UsageError: If no horizon is named, or not exactly one of k and k_ratio is given.
+
+    Example:
+        >>> dates = np.array(["2024-01-02", "2024-01-03"], "datetime64[D]")
+        >>> values = {"score_h1": np.array([[3.0, 2, 1], [1, 2, 3]]), "target_h1": np.array([[0.1, 0, -0.1]] * 2)}
+        >>> days = evaluate_days(Scores(dates, ("A", "B", "C"), values), horizons=[1], k=1, num_quantiles=3)
+        >>> days.column("h1_rank_ic").to_pylist(), days.column("h1_delta_p_at_k_pos").to_numpy().round(2).tolist()
+        ([1.0, -1.0], [0.67, -0.33])
+    """
+    return evaluate_folds({fold: scores}, horizons=horizons, k=k, k_ratio=k_ratio, num_quantiles=num_quantiles)
+
+
+def evaluate_folds(
+    folds: Mapping[int, Scores | pa.Table],
+    *,
+    horizons: Sequence[int],
+    k: int | None = None,
+    k_ratio: float | None = None,
+    num_quantiles: int = 5,
+) -> pa.Table:
+    """The day table of several folds, as `evaluate_days` for each; sorted by date, then fold.
+
+    A date may be tested by several folds (combinatorial splits): it has a row of each.
+
+    Args:
+        folds: The scores, or tables for `read_scores`, by the number of the fold.
+        horizons: As in `evaluate_days`, like the rest.
+        k: Number of assets to select.
+        k_ratio: In place of k, the share of the eligible assets to select.
+        num_quantiles: Groups of the spread.
+
+    Raises:
+        DataError: If a table is not one of scores, or a horizon has no score or no target.
+        UsageError: If there is no fold or no horizon, or not exactly one of k and k_ratio is given.
+    """
+    if not folds or not horizons:
+        raise UsageError(
+            f"{len(folds)} folds and {len(horizons)} horizons are to be evaluated.",
+            rule="a day table has at least one of each.",
+            remedy="name the folds' score tables and horizons that they hold",
+        )
+    parts, codes, size = [], set[str](), {"k": k, "k_ratio": k_ratio}
+    for fold, source in folds.items():
+        scores = read_scores(source) if isinstance(source, pa.Table) else source
+        scored: NDArray[np.bool_] = np.zeros((len(scores.dates), len(scores.codes)), bool)
+        columns: dict[str, Any] = {}
+        for horizon in horizons:
+            score, target = scores.of(f"score_h{horizon}"), scores.of(f"target_h{horizon}")
+            scored = scored | ~np.isnan(score)
+            precision, random = precision_at_k(score, target, **size), positive_rate(score, target)  # type: ignore[arg-type]
+            columns |= {
+                f"h{horizon}_rank_ic": rank_ic(score, target),
+                f"h{horizon}_p_at_k_pos": precision,
+                f"h{horizon}_random_p_at_k_pos": random,
+                f"h{horizon}_delta_p_at_k_pos": precision - random,
+                f"h{horizon}_ndcg_at_k": ndcg_at_k(score, target, **size),  # type: ignore[arg-type]
+                f"h{horizon}_spread": quantile_spread(score, target, num_quantiles=num_quantiles),
+                f"h{horizon}_hit_rate": hit_rate(score, target),
+            }
+        codes |= {scores.codes[column] for column in np.flatnonzero(scored.any(axis=0))}
+        head = {"fold": np.full(len(scores.dates), fold, np.int32), "date": pa.array(scores.dates, pa.date32())}
+        parts.append(pa.table(head | {"num_assets": scored.sum(axis=1).astype(np.int32)} | columns))
+    described = {**size, "num_quantiles": num_quantiles, "num_codes": len(codes), "universe": _digest(codes)}
+    table = pa.concat_tables(parts).sort_by([("date", "ascending"), ("fold", "ascending")])
+    return table.replace_schema_metadata({_METADATA: json.dumps(described).encode()})
+
+
+def read_days(path: Path) -> pa.Table:
+    """The day table in a file (.feather, .csv or .parquet), or in the ``days.feather`` of a run's folder.
+
+    A CSV file does not hold what the table was evaluated with, so that a comparison cannot check it.
+
+    Args:
+        path: A file; or a folder that has ``days.feather`` in it or in ``results/``.
+
+    Raises:
+        UsageError: If it is not there, or its name is not one of a day table.
+        DataError: If a folder holds no day table, or a file cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "days.csv").write_text("date,h1_rank_ic\\n2024-01-02,0.1\\n")
+        ...     read_days(Path(folder) / "days.csv").num_rows
+        1
+    """
+    import pyarrow.csv
+    import pyarrow.feather
+    import pyarrow.parquet
+
+    readers = {
+        ".feather": pyarrow.feather.read_table,
+        ".csv": pyarrow.csv.read_csv,
+        ".parquet": pyarrow.parquet.read_table,
+    }
+    if path.is_dir():
+        inside = [path / name for name in _IN_FOLDER if (path / name).is_file()]
+        if not inside:
+            raise DataError(
+                f"{path} holds neither {' nor '.join(_IN_FOLDER)}.",
+                rule="a run that was evaluated has a day table in one of these.",
+                remedy="name the folder of a finished workflow, or a day table itself",
+            )
+        path = inside[0]
+    if path.suffix not in readers or not path.exists():
+        raise UsageError(
+            f"{path} is {'not there' if path.suffix in readers else 'not a name of a day table'}.",
+            rule=f"a day table is a file that ends in {', '.join(readers)}, or in a run's folder.",
+            remedy="check the path; the baseline may also be the word random",
+        )
+    try:
+        table: pa.Table = readers[path.suffix](path)
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            f"{path} cannot be read: {error}.",
+            rule=f"a file that ends in {path.suffix} is one.",
+            remedy="write it again, or name it by what it is",
+        ) from error
+    return table
+
+
+def summarize_days(days: pa.Table) -> dict[str, Summary]:
+    """Each metric of a day table with its mean, number of dates and standard error, by the name of its column.
+
+    The standard error is right for labels that overlap, with the horizon in the column's name; it is NaN for a column
+    that names none. A date of several folds counts once, with their mean.
+
+    Raises:
+        DataError: If the table has no dates, or a metric is no number.
+        MissingExtraError: If a horizon is more than 1 and statsmodels is not installed.
+
+    Example:
+        >>> days = pa.table({"date": ["2024-01-02", "2024-01-03", "2024-01-04"], "h1_rank_ic": [0.1, 0.0, 0.2]})
+        >>> summary = summarize_days(days)["h1_rank_ic"]
+        >>> f"{summary.mean:.2f} ± {summary.standard_error:.3f} over {summary.num_dates} dates"
+        '0.10 ± 0.058 over 3 dates'
+    """
+    found = {}
+    for name in days.column_names:
+        if name not in KEYS:
+            horizon = re.match(r"h([1-9]\d*)_", name)
+            found[name] = summarize(by_date(days, name, "the table").values, int(horizon[1]) if horizon else None)
+    return found
+
+
+def description(days: pa.Table) -> dict[str, Any]:
+    """What a day table was evaluated with, of its metadata: k, k_ratio, num_quantiles, num_codes and universe.
+
+    Empty where the table does not say, as one that was read from a CSV file.
+
+    >>> description(pa.table({"date": []}))
+    {}
+    """
+    text = (days.schema.metadata or {}).get(_METADATA)
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise DataError(
+            "the day table's metadata cannot be read.",
+            rule="its key memfit_days holds a JSON object.",
+            remedy="evaluate the scores again",
+        )
+    return found
+
+
+def _digest(codes: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(codes)).encode()).hexdigest()[:16]

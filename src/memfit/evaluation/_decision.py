@@ -1,0 +1,277 @@
+"""Whether A is better than B: a test, an interval and what they could have shown, on the dates that both have."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from memfit.errors import DataError, UsageError
+from memfit.evaluation._bootstrap import bootstrap_interval
+from memfit.evaluation._days import description
+from memfit.evaluation._forecasts import adjust_p_value, diebold_mariano, minimal_detectable_effect, minimum_dates
+from memfit.evaluation._scores import as_days
+from memfit.evaluation._series import Series, by_date, column
+
+Verdict = Literal["A better", "B better", "no difference shown"]
+
+#: What random scores have in expectation, by the end of a metric's name; `ndcg` depends on k and the number of assets.
+_RANDOM = {"_delta_p_at_k_pos": 0.0, "_rank_ic": 0.0, "_spread": 0.0, "_hit_rate": 0.5}
+_HAVE_TO_AGREE = ("k", "k_ratio", "num_quantiles", "universe")
+
+
+@dataclass(frozen=True)
+class FoldEffect:
+    """The mean difference within one fold of A."""
+
+    fold: int
+    effect: float
+    num_dates: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a comparison of A with B came to. A higher metric is better.
+
+    Attributes:
+        verdict: ``A better`` or ``B better`` where both conditions hold: the adjusted p-value is below ``1 - level``,
+            and the interval lies on that side of 0. Otherwise ``no difference shown``, which is not "equal":
+            ``minimal_detectable_effect`` says what the dates could have shown.
+        metric: The column compared.
+        horizon: Dates that a label spans.
+        level: Of the interval; the test's alpha is ``1 - level``.
+        effect: Mean of A less B over the paired dates.
+        lower: Lower end of the interval, of `bootstrap_interval`.
+        upper: Upper end.
+        standard_error: Of the effect, for labels that overlap.
+        num_dates: Paired dates.
+        num_folds: Folds of A among them.
+        statistic: Of `diebold_mariano`; NaN where all differences are equal.
+        p_value: Of that test.
+        num_comparisons: Comparisons tried, this one among them.
+        adjusted_p_value: After Holm's correction for them, of `adjust_p_value`.
+        minimal_detectable_effect: Smallest true effect that the test would show 4 times in 5, at the alpha that
+            Bonferroni's correction leaves for one comparison.
+        mean_a: Mean of A over the paired dates.
+        mean_b: Mean of B.
+        kernel: How the variance was estimated, see `DieboldMariano`.
+        block_length: Dates in a block of the bootstrap.
+        num_only_a: Dates that only A has, dropped.
+        num_only_b: Dates that only B has, dropped.
+        num_undefined: Dates that both have but on which the metric of either is undefined, dropped.
+        num_other_assets: Paired dates on which A and B scored different numbers of assets; the verdict may then owe
+            something to the assets.
+        folds: The effect in each fold of A.
+    """
+
+    verdict: Verdict
+    metric: str
+    horizon: int
+    level: float
+    effect: float
+    lower: float
+    upper: float
+    standard_error: float
+    num_dates: int
+    num_folds: int
+    statistic: float
+    p_value: float
+    num_comparisons: int
+    adjusted_p_value: float
+    minimal_detectable_effect: float
+    mean_a: float
+    mean_b: float
+    kernel: str
+    block_length: int
+    num_only_a: int
+    num_only_b: int
+    num_undefined: int
+    num_other_assets: int
+    folds: tuple[FoldEffect, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; a figure that is undefined or infinite is None."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in (dataclasses.asdict(self) | {"folds": [*map(dataclasses.asdict, self.folds)]}).items()
+        }
+
+
+def decide(
+    days_a: pa.Table,
+    days_b: pa.Table | Literal["random"],
+    metric: str,
+    horizon: int,
+    *,
+    level: float = 0.95,
+    num_comparisons: int = 1,
+    other_p_values: Sequence[float] = (),
+) -> Decision:
+    """Compare a metric of two day tables on the dates that both have.
+
+    Both conditions must hold for a verdict: the paired test's p-value, corrected for all comparisons that were tried,
+    is below ``1 - level``; and the block bootstrap's interval excludes 0 on the same side. A date that a table has in
+    several folds counts once, with the mean of its folds. The models are taken as they are: how far another training
+    with another seed would differ is not in the figures.
+
+    Args:
+        days_a: The day table of A, of `evaluate_days`.
+        days_b: That of B, or ``random``: scores without information, of which the expectation is known.
+        metric: A column of both, higher being better, for example ``h5_delta_p_at_k_pos``.
+        horizon: Dates that the metric's labels span.
+        level: At least 0.5, below 1.
+        num_comparisons: Comparisons tried in all, this one among them.
+        other_p_values: The p-values of the others, as far as they are known; `adjust_p_value` says how they enter.
+
+    Raises:
+        DataError: If a table lacks the metric, the tables say that they were evaluated on different k, quantiles or
+            assets, or fewer than `minimum_dates` can be paired.
+        UsageError: If the level is out of range, or random scores have no known expectation of the metric.
+        MissingExtraError: If arch, scipy or statsmodels is not installed.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> dates = np.arange("2024-01-01", "2024-05-01", dtype="datetime64[D]")
+        >>> days = pa.table({"date": dates, "h1_rank_ic": rng.normal(0.05, 0.1, len(dates))})
+        >>> found = decide(days, "random", "h1_rank_ic", 1)
+        >>> found.verdict, found.num_dates
+        ('A better', 121)
+    """
+    _check(metric, level, is_random=isinstance(days_b, str))
+    a = by_date(days_a, metric, "A")
+    if isinstance(days_b, str):
+        constant = next(value for end, value in _RANDOM.items() if metric.endswith(end))
+        b = Series(a.dates, np.full(len(a.dates), constant), a.num_assets)
+    else:
+        _refuse_unlike(description(days_a), description(days_b))
+        b = by_date(days_b, metric, "B")
+    pairs = _pair(a, b, horizon)
+    differences = pairs.a - pairs.b
+    test = diebold_mariano(differences, horizon)
+    interval = bootstrap_interval(differences, horizon, level)
+    num_comparisons = max(num_comparisons, 1 + len(other_p_values))
+    adjusted = adjust_p_value(test.p_value, other_p_values, num_comparisons=num_comparisons)
+    alpha = 1 - level
+    sign = (interval.lower > 0) - (interval.upper < 0) if adjusted < alpha else 0
+    verdicts: dict[int, Verdict] = {1: "A better", -1: "B better", 0: "no difference shown"}
+    folds = _fold_effects(days_a, metric, pairs)
+    return Decision(
+        verdict=verdicts[sign if sign * test.mean > 0 else 0],
+        metric=metric,
+        horizon=horizon,
+        level=level,
+        effect=test.mean,
+        lower=interval.lower,
+        upper=interval.upper,
+        standard_error=test.standard_error,
+        num_dates=test.num_dates,
+        num_folds=len(folds),
+        statistic=test.statistic,
+        p_value=test.p_value,
+        num_comparisons=num_comparisons,
+        adjusted_p_value=adjusted,
+        minimal_detectable_effect=minimal_detectable_effect(
+            test.standard_error, test.num_dates, alpha=alpha / num_comparisons
+        ),
+        mean_a=float(pairs.a.mean()),
+        mean_b=float(pairs.b.mean()),
+        kernel=test.kernel,
+        block_length=interval.block_length,
+        num_only_a=pairs.num_only_a,
+        num_only_b=pairs.num_only_b,
+        num_undefined=pairs.num_undefined,
+        num_other_assets=pairs.num_other_assets,
+        folds=folds,
+    )
+
+
+def digest(days: pa.Table | Literal["random"], metric: str) -> str:
+    """A digest of a metric's values by date: the same for tables that no comparison of the metric can tell apart."""
+    if isinstance(days, str):
+        return days
+    series = by_date(days, metric, "the table")
+    content = series.dates.astype(np.int64).tobytes() + series.values.tobytes()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    dates: NDArray[np.datetime64]
+    a: NDArray[np.float64]
+    b: NDArray[np.float64]
+    num_only_a: int
+    num_only_b: int
+    num_undefined: int
+    num_other_assets: int
+
+
+def _check(metric: str, level: float, *, is_random: bool) -> None:
+    if not 0.5 <= level < 1:
+        raise UsageError(
+            f"the level is {level}.",
+            rule="a level is the share of intervals that hold the truth, at least 0.5 and less than 1.",
+            remedy="0.95 is usual; the test's alpha is 1 less the level",
+        )
+    if is_random and not metric.endswith(tuple(_RANDOM)):
+        raise UsageError(
+            f"what random scores have for {metric} is not known beforehand.",
+            rule=f"it is known of metrics that end in {', '.join(_RANDOM)}.",
+            remedy="compare with the day table of a baseline, for example of shuffled scores",
+        )
+
+
+def _pair(a: Series, b: Series, horizon: int) -> _Pairs:
+    dates, of_a, of_b = np.intersect1d(a.dates, b.dates, assume_unique=True, return_indices=True)
+    both = ~(np.isnan(a.values[of_a]) | np.isnan(b.values[of_b]))
+    of_a, of_b, num_common = of_a[both], of_b[both], len(dates)
+    if len(of_a) < minimum_dates(horizon):
+        raise DataError(
+            f"{len(of_a)} dates can be paired: A has {len(a.dates)}, B {len(b.dates)}, both {num_common}, and on "
+            f"{num_common - len(of_a)} of these the metric of either is undefined.",
+            rule=f"labels over {horizon} dates are compared on at least {minimum_dates(horizon)} dates: 30, and 12 "
+            "labels that do not overlap.",
+            remedy="evaluate both on the same dates, and more of them, or compare a shorter horizon",
+        )
+    sizes = np.column_stack([a.num_assets[of_a], b.num_assets[of_b]])
+    differ = (sizes[:, 0] != sizes[:, 1]) & ~np.isnan(sizes).any(axis=1)
+    return _Pairs(
+        dates=dates[both],
+        a=a.values[of_a],
+        b=b.values[of_b],
+        num_only_a=len(a.dates) - num_common,
+        num_only_b=len(b.dates) - num_common,
+        num_undefined=num_common - len(of_a),
+        num_other_assets=int(differ.sum()),
+    )
+
+
+def _fold_effects(days_a: pa.Table, metric: str, pairs: _Pairs) -> tuple[FoldEffect, ...]:
+    days_a = days_a.sort_by("date")  # sums of floats depend on the order of rows
+    values, dates = column(days_a, metric), as_days(days_a.column("date"))
+    folds = column(days_a, "fold").astype(np.int64) if "fold" in days_a.column_names else np.zeros(len(dates), np.int64)
+    place = np.minimum(np.searchsorted(pairs.dates, dates), len(pairs.dates) - 1)
+    paired = (pairs.dates[place] == dates) & ~np.isnan(values)
+    differences = values - pairs.b[place]
+    found = []
+    for fold in np.unique(folds[paired]):
+        of_fold = differences[paired & (folds == fold)]
+        found.append(FoldEffect(int(fold), float(of_fold.mean()), len(of_fold)))
+    return tuple(found)
+
+
+def _refuse_unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
+    for name in _HAVE_TO_AGREE if a and b else ():
+        if a.get(name) != b.get(name):
+            shown = "num_codes" if name == "universe" and a.get("num_codes") != b.get("num_codes") else name
+            raise DataError(
+                f"A was evaluated with {shown} {a.get(shown)}, and B with {b.get(shown)}.",
+                rule="two day tables compare when they were evaluated with the same k, quantiles and assets.",
+                remedy="evaluate the scores of both again, alike and on the assets that both scored",
+            )

@@ -1,0 +1,69 @@
+"""The section ``workflow`` of a config: how the folds of a run are judged."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from memfit.config import Settings
+from memfit.evaluation import BacktestSettings, GateSettings, QualitySettings
+
+
+class DecisionSettings(Settings):
+    """What the scores are compared with, and when the difference counts.
+
+    Attributes:
+        baseline: ``random``, or a folder or table of the days of another run.
+        metric: A column of the table of days; None for the lift of precision at k at the backtest's horizon.
+        level: The level of the interval; a test counts at one minus it, corrected for the comparisons tried.
+    """
+
+    baseline: str = "random"
+    metric: str | None = None
+    level: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
+
+
+class WorkflowSettings(Settings):
+    """How the folds of a run are judged.
+
+    Attributes:
+        blend: Which checkpoints of a fold are averaged: a pattern in its folder. Name late ones.
+        k_ratio: The share of a date's assets that precision at k and NDCG look at.
+        start_date: The first date that is judged, included; None for all.
+        end_date: The last one, included.
+        on_yellow: Whether a yellow gate lets the other folds train.
+        sweep: What a gate that is not green tries on the first fold: names below ``params`` with their values, such as
+            ``{train.tau_days: [60, 250]}``. Shares held (``k_ratio``) are always tried, for they need no training.
+        backtest: How scores become positions, and what trading costs; its horizon is the one that counts.
+        quality: Bounds of the data checks.
+        gate: When a backtest is green, yellow or red.
+        decision: What the scores are compared with.
+
+    Example:
+        >>> WorkflowSettings().backtest.horizon
+        5
+    """
+
+    blend: Annotated[str, Field(min_length=1)] = "ema_epoch_*.pt"
+    k_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    start_date: datetime.date | None = None
+    end_date: datetime.date | None = None
+    on_yellow: Literal["continue", "stop"] = "continue"
+    sweep: dict[str, list[Any]] = Field(default_factory=dict)
+    backtest: BacktestSettings = BacktestSettings()
+    quality: QualitySettings = QualitySettings()
+    gate: GateSettings = GateSettings()
+    decision: DecisionSettings = DecisionSettings()
+
+    @model_validator(mode="after")
+    def _dates_are_in_order(self) -> WorkflowSettings:
+        if self.start_date and self.end_date and self.start_date > self.end_date:
+            raise ValueError(f"start_date ({self.start_date}) is after end_date ({self.end_date})")
+        return self
+
+    @property
+    def metric(self) -> str:
+        """The metric that decides."""
+        return self.decision.metric or f"h{self.backtest.horizon}_delta_p_at_k_pos"

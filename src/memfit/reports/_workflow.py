@@ -1,0 +1,154 @@
+"""What a workflow or a backtest came to, for the terminal and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from memfit.rundir import RunDir, read_json
+
+Detail = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+_STYLES = {"green": "green", "yellow": "yellow", "red": "bold red"}
+_PERCENT = ("total_return", "annual_return", "annual_benchmark", "max_drawdown", "volatility", "mean_turnover")
+_PHASES = ("health", "results")
+
+
+def summarize_workflow(run: RunDir) -> dict[str, Any]:
+    """What the phases of a workflow came to, by name; one that was not passed is None.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> summarize_workflow(RunDir.create(Path(tempfile.mkdtemp()), "demo", "0" * 64))
+        {'health': None, 'results': None, 'sweep': []}
+    """
+    found: dict[str, Any] = {name: _result(run, name) for name in _PHASES}
+    found["sweep"] = [
+        {"job": path.parent.name, "params": job["params"], "metrics": result["result"]}
+        for path in sorted(run.path.glob("jobs/sweep_*/result.json"))
+        if (result := read_json(path)) and (job := read_json(path.with_name("job.json")))
+    ]
+    return found
+
+
+def _result(run: RunDir, name: str) -> dict[str, Any] | None:
+    content = read_json(run.job_dir(name) / "result.json")
+    return None if content is None else dict(content["result"])
+
+
+def print_workflow(run: RunDir, log: Console) -> None:
+    """Print what the phases of a workflow came to, and where their files lie."""
+    found = summarize_workflow(run)
+    for name in _PHASES:
+        phase = found[name]
+        if phase is None:
+            continue
+        folder = "results/health" if name == "health" else "results"
+        log.print(f"\n{name}: {_what(name, phase)}", style="bold", markup=False)
+        print_backtest(phase, log)
+        log.print(f"files: {run.path / folder}", markup=False, soft_wrap=True)
+    if found["sweep"]:
+        log.print("\nother settings on the first fold (for a look, not to choose the best by)", markup=False)
+        for one in found["sweep"]:
+            metrics = "  ".join(f"{name} {value:.4g}" for name, value in one["metrics"].items())
+            chosen = "  ".join(f"{name}={value}" for name, value in one["params"].items())
+            log.print(f"  {one['job']}  {chosen}  {metrics}", markup=False, soft_wrap=True)
+
+
+def _what(name: str, phase: Mapping[str, Any]) -> str:
+    folds = phase["folds"]
+    if name == "health":
+        return f"fold {folds[0]['fold']}, the mean of {', '.join(folds[0]['sources'])}"
+    return f"{len(folds)} folds, each date scored by the model that did not see it"
+
+
+def print_backtest(found: Mapping[str, Any], log: Console, detail: Detail = "WARNING") -> None:
+    """Print a verdict with its reasons, the backtest in numbers, the metrics, and the decision where there is one.
+
+    Args:
+        found: What a phase or ``backtest_checkpoints`` gave.
+        log: Where to.
+        detail: ``ERROR`` prints the verdict alone; ``WARNING`` what is not green and the numbers; ``INFO`` also which
+            dates each checkpoint scored; ``DEBUG`` also what is green.
+    """
+    verdict, summary = found["verdict"], found["summary"]
+    log.print(f"gate: {verdict['colour']}", style=_STYLES[verdict["colour"]], markup=False)
+    if detail == "ERROR":
+        return
+    for reason in verdict["reasons"]:
+        if reason["colour"] != "green" or detail == "DEBUG":
+            log.print(f"  {reason['colour']:<6}  {reason['name']}: {reason['text']}", markup=False, soft_wrap=True)
+    for knob in verdict["knobs"]:
+        value = f" (now {knob['value']} {knob['unit']})" if knob["value"] else f" ({knob['unit']})"
+        log.print(f"  turn    {knob['name']}{value}: {knob['direction']}", markup=False, soft_wrap=True)
+    for finding in found["findings"]:
+        text = f"{finding['name']}: {finding['evidence']} {finding['remedy']}"
+        log.print(f"  data    {text}", markup=False, soft_wrap=True)
+    if detail in ("INFO", "DEBUG"):
+        for one in found["folds"]:
+            log.print(f"  fold {one['fold']}: {one['checkpoint']} scored {one['num_dates']} dates", markup=False)
+    _print_numbers(summary, log)
+    log.print(_metrics_table(found["metrics"]))
+    if len(found["tried"]) > 1:
+        log.print(_tried_table(found["tried"]))
+    if decision := found.get("decision"):
+        _print_decision(decision, log)
+
+
+def _print_numbers(summary: Mapping[str, Any], log: Console) -> None:
+    shown = {name: summary[name] for name in _PERCENT if summary[name] is not None}
+    text = "  ".join(f"{name} {value:+.2%}" for name, value in shown.items())
+    when = f"{summary['start']} to {summary['end']}, {summary['num_dates']} dates"
+    log.print(f"{when}: {text}", markup=False, soft_wrap=True)
+    if summary["sharpe"] is not None:
+        log.print(
+            f"sharpe {summary['sharpe']:.2f} ± {summary['sharpe_error']:.2f}  held {summary['mean_held']:.1f} assets  "
+            f"fallback {summary['share_fallback'] or 0:.1%}  empty {summary['share_empty'] or 0:.1%} of the days",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _metrics_table(metrics: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("metric", "mean", "± error", "n"):
+        table.add_column(name, justify="left" if name == "metric" else "right", no_wrap=True)
+    for name, one in metrics.items():
+        table.add_row(name, _number(one["mean"]), _number(one["standard_error"], signed=False), str(one["num_dates"]))
+    return table
+
+
+def _tried_table(tried: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("k_ratio", "held", "annual return", "before costs", "sharpe"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in tried:
+        summary = row["summary"]
+        figures = (summary["annual_return"], summary["annual_return_gross"])
+        percents = ["-" if value is None else f"{value:+.2%}" for value in figures]
+        table.add_row(f"{row['k_ratio']:g}", f"{row['mean_held']:.1f}", *percents, _number(summary["sharpe"]))
+    return table
+
+
+def _print_decision(decision: Mapping[str, Any], log: Console) -> None:
+    log.print(
+        f"decision: {decision['verdict']} ({decision['metric']}, A is this, B is {decision['b']})",
+        style="bold",
+        markup=False,
+    )
+    log.print(
+        f"  effect {_number(decision['effect'])}, {decision['level']:.0%} interval {_number(decision['lower'])} to "
+        f"{_number(decision['upper'])}; n {decision['num_dates']} dates in {decision['num_folds']} folds; "
+        f"p {_number(decision['p_value'], signed=False)}, {_number(decision['adjusted_p_value'], signed=False)} after "
+        f"{decision['num_comparisons']} comparisons; these dates could have shown "
+        f"{_number(decision['minimal_detectable_effect'], signed=False)}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _number(value: float | None, *, signed: bool = True) -> str:
+    return "-" if value is None else f"{value:{'+' if signed else ''}.4f}"

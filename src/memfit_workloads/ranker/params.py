@@ -1,0 +1,206 @@
+"""The parameters of the ranker: the ``params`` section of its config."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from memfit import config
+
+_OF_SOURCE = {
+    "prices": ("start", "end"),
+    "generated": ("num_dates", "num_assets", "num_features", "information_coefficient", "turnover", "market_seed"),
+    "parquet": ("path", "features", "targets", "close"),
+}
+_OF_KIND = {
+    "purged": ("lookback_size",),
+    "walk_forward": ("train_size", "warm_start"),
+    "combinatorial": ("n_test_splits",),
+}
+Dates = Annotated[int, Field(ge=1)]
+Weight = Annotated[float, Field(ge=0)]
+
+
+def _refuse_others(settings: config.Settings, choice: str, owned: Mapping[str, Iterable[str]]) -> None:
+    """Refuse a setting that belongs to another choice than the one made."""
+    chosen = getattr(settings, choice)
+    for owner, names in owned.items():
+        for name in names if owner != chosen else ():
+            if getattr(settings, name) != type(settings).model_fields[name].default:
+                raise ValueError(f"{name} belongs to {choice}: {owner}, and {choice} is {chosen}")
+
+
+class DataParams(config.Settings):
+    """Where the panel comes from. A setting of a source that is not chosen is refused, unless it has its default."""
+
+    source: Literal["prices", "generated", "parquet"] = "prices"
+    lookback: int = Field(40, ge=1, description="dates in a window")
+    horizons: tuple[Dates, ...] = Field((1, 5, 10, 20), min_length=1, description="dates that targets look ahead")
+    main_horizon: Dates = Field(5, description="one of the horizons: that of the figures without a prefix")
+    start: datetime.date = Field(datetime.date(2012, 1, 1), description="prices: the first date")
+    end: datetime.date = Field(datetime.date(2022, 12, 28), description="prices: the last date")
+    num_dates: int = Field(1000, ge=2, description="generated: dates")
+    num_assets: int = Field(100, ge=2, description="generated: assets")
+    num_features: int = Field(8, ge=1, description="generated: features")
+    information_coefficient: float = Field(0.1, gt=-1, lt=1, description="generated: rank IC at the main horizon")
+    turnover: float = Field(0.1, ge=0, le=1, description="generated: share of assets not listed all the time")
+    market_seed: int = Field(0, ge=0, description="generated: seed of the market")
+    path: Path | None = Field(None, description="parquet: a file, or a folder of files")
+    features: tuple[str, ...] = Field((), description="parquet: columns to learn from, known on their date")
+    targets: dict[Dates, str] = Field({}, description="parquet: the column of the simple return over so many dates")
+    close: str | None = Field(None, description="parquet: the column of closing prices, for the market's checks")
+
+    @model_validator(mode="after")
+    def _settings_fit_the_source(self) -> DataParams:
+        _refuse_others(self, "source", _OF_SOURCE)
+        if len(set(self.horizons)) < len(self.horizons):
+            raise ValueError(f"horizons {list(self.horizons)} name one twice")
+        if self.main_horizon not in self.horizons:
+            raise ValueError(f"main_horizon {self.main_horizon} is none of the horizons {list(self.horizons)}")
+        if self.source == "parquet":
+            if not (self.path and self.features):
+                raise ValueError("source: parquet needs path and features")
+            missing = [horizon for horizon in self.labels if horizon not in self.targets]
+            if missing:
+                raise ValueError(
+                    f"source: parquet needs a column in targets for the horizons {missing}: each of horizons, and 1, "
+                    "of which daily results are made"
+                )
+        return self
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """The horizons that have a target in the panel: those that are trained, and 1."""
+        return tuple(sorted({1, *self.horizons}))
+
+    def target(self, horizon: int) -> str:
+        """The name of a horizon's target in the panel."""
+        return self.targets[horizon] if self.source == "parquet" else f"target_h{horizon}"
+
+
+class SplitParams(config.Settings):
+    """How dates become folds; labels are purged by the longest horizon in any case."""
+
+    kind: Literal["purged", "walk_forward", "combinatorial"] = "purged"
+    n_splits: int = Field(5, ge=2, description="folds; combinatorial: blocks, of which each fold tests some")
+    embargo_size: int = Field(5, ge=0, description="dates dropped after a test block's labels; walk_forward: before it")
+    lookback_size: int = Field(0, ge=0, description="purged: dates of feature overlap to drop as well")
+    train_size: int | None = Field(None, ge=1, description="walk_forward: the most dates to train on, None for all")
+    warm_start: bool = Field(False, description="walk_forward: begin a fold with the weights of the one before")
+    n_test_splits: int = Field(2, ge=2, description="combinatorial: blocks that a fold tests")
+
+    @model_validator(mode="after")
+    def _settings_fit_the_kind(self) -> SplitParams:
+        if self.warm_start and self.kind != "walk_forward":
+            raise ValueError(
+                f"warm_start needs kind: walk_forward, and kind is {self.kind}: the fold before was trained on dates "
+                "that this one is tested on, so its weights would leak them"
+            )
+        if self.warm_start and self.train_size is not None:
+            raise ValueError(
+                "warm_start needs train_size: null: the weights know dates that train_size leaves behind, and a model "
+                "must name all dates it was trained on"
+            )
+        _refuse_others(self, "kind", _OF_KIND)
+        if self.kind == "combinatorial" and self.n_test_splits >= self.n_splits:
+            raise ValueError(f"n_test_splits ({self.n_test_splits}) must be less than n_splits ({self.n_splits})")
+        return self
+
+
+class ModelParams(config.Settings):
+    """The encoder."""
+
+    patch_size: int = Field(10, ge=1, description="dates in a patch")
+    width: int = Field(32, ge=1, description="width of a token")
+    num_layers: int = Field(1, ge=1, description="encoder layers")
+    num_heads: int = Field(4, ge=1, description="attention heads")
+    dropout: float = Field(0.1, ge=0, lt=1, description="share of activations dropped in training")
+
+
+class LossParams(config.Settings):
+    """How much each loss counts; a loss with weight 0 is not computed."""
+
+    listnet: Weight = Field(1.0, description="cross entropy of being first")
+    ranknet: Weight = Field(0.5, description="logistic loss of sampled pairs")
+    mse: Weight = Field(0.1, description="squared error to the standardised target")
+
+    @model_validator(mode="after")
+    def _one_counts(self) -> LossParams:
+        if self.listnet == self.ranknet == self.mse == 0:
+            raise ValueError("one of the losses needs a weight above 0")
+        return self
+
+
+class TrainParams(config.Settings):
+    """The training of a fold."""
+
+    num_epochs: int = Field(4, ge=1, description="epochs")
+    dates_per_batch: int = Field(8, ge=1, description="dates of an optimizer step")
+    learning_rate: float = Field(1e-3, gt=0, description="highest step size of AdamW")
+    warmup_share: float = Field(0.1, ge=0, lt=1, description="share of all steps in which the step size grows")
+    final_share: float = Field(0.05, ge=0, le=1, description="of the highest step size, what the cosine ends at")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
+    max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are cut to this norm")
+    max_assets: int | None = Field(
+        None, ge=3, description="dates with more assets are cut into lists of at most so many"
+    )
+    num_workers: int = Field(0, ge=0, description="processes that make batches ahead")
+    loss: LossParams = LossParams()
+    pairs_per_asset: int = Field(8, ge=1, description="pairs of the RankNet loss that an asset is drawn into")
+    horizon_weights: dict[Dates, Weight] = Field({}, description="how much a horizon counts, 1 where not named")
+    tau_days: float | None = Field(None, gt=0, description="calendar days in which a date's weight falls to 1/e")
+    ema_decay: float | None = Field(0.98, ge=0, lt=1, description="of the average of the weights, None for none")
+    ema_epochs: tuple[Dates, ...] = Field((), description="epochs after which a snapshot of the average is written")
+    valid_share: float = Field(0.15, ge=0, lt=1, description="the last of the training dates, kept for validation")
+    k_ratio: float = Field(0.2, gt=0, le=1, description="share of a date's assets that precision at k looks at")
+    patience: int | None = Field(None, ge=1, description="epochs without a better validation before an early stop")
+    scored: Literal["last", "ema", "best"] = Field("last", description="the weights that score the test dates")
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> TrainParams:
+        if self.tau_days is not None and self.dates_per_batch == 1:
+            raise ValueError(
+                "tau_days needs dates_per_batch of 2 or more: the weight of a single date scales the whole loss, which "
+                "dividing by it takes back"
+            )
+        if self.ema_decay is None and (self.ema_epochs or self.scored == "ema"):
+            raise ValueError("ema_epochs and scored: ema need an ema_decay")
+        if self.valid_share == 0 and (self.patience is not None or self.scored == "best"):
+            raise ValueError("patience and scored: best need a valid_share above 0")
+        return self
+
+
+class RankerParams(config.Settings):
+    """The ``params`` section of a ranker's config.
+
+    Example:
+        >>> RankerParams(data={"source": "generated", "num_assets": 50}).data.num_assets
+        50
+    """
+
+    data: DataParams = DataParams()
+    splits: SplitParams = SplitParams()
+    model: ModelParams = ModelParams()
+    train: TrainParams = TrainParams()
+
+    @model_validator(mode="after")
+    def _sections_fit_together(self) -> RankerParams:
+        for whole, part in (("data.lookback", "model.patch_size"), ("model.width", "model.num_heads")):
+            sizes = [getattr(getattr(self, section), key) for section, key in (whole.split("."), part.split("."))]
+            if sizes[0] % sizes[1]:
+                raise ValueError(f"{whole} ({sizes[0]}) must be a multiple of {part} ({sizes[1]})")
+        unknown = sorted(self.train.horizon_weights.keys() - set(self.data.horizons))
+        if unknown:
+            raise ValueError(f"train.horizon_weights names {unknown}, and data.horizons are {list(self.data.horizons)}")
+        if not any(self.horizon_weights):
+            raise ValueError("train.horizon_weights gives every horizon the weight 0")
+        return self
+
+    @property
+    def horizon_weights(self) -> tuple[float, ...]:
+        """How much each of ``data.horizons`` counts, in their order."""
+        return tuple(self.train.horizon_weights.get(horizon, 1.0) for horizon in self.data.horizons)

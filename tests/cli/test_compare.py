@@ -1,0 +1,117 @@
+"""``memfit compare``: day tables of every kind, the printed verdict, and JSON."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+
+from memfit.cli import app
+from memfit.cli._compare import compare
+
+pytest.importorskip("arch")
+pytest.importorskip("statsmodels")
+
+METRIC = "h5_delta_p_at_k_pos"
+
+
+def days(seed, effect=0.0, num=240):
+    noise = np.convolve(np.random.default_rng(seed).standard_normal(num + 4), np.ones(5), "valid") / 50
+    dates = np.datetime64("2024-01-01", "D") + np.arange(num)
+    fold = np.repeat([1, 2], [num // 2, num - num // 2])
+    return pa.table(
+        {"fold": fold, "date": pa.array(dates, pa.date32()), METRIC: noise + effect, "num_assets": [50] * num}
+    )
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """A better A as a run's folder, and B as a file of each kind."""
+    (tmp_path / "new/results").mkdir(parents=True)
+    pyarrow.feather.write_feather(days(0, 0.1), tmp_path / "new/results/days.feather")
+    pyarrow.feather.write_feather(days(1), tmp_path / "old.feather")
+    pyarrow.csv.write_csv(days(1), tmp_path / "old.csv")
+    pyarrow.parquet.write_table(days(1), tmp_path / "old.parquet")
+    return tmp_path
+
+
+@pytest.fixture
+def run(memfit, tables):
+    """Runs ``memfit compare``."""
+    if not any(command.callback is compare for command in app.registered_commands):
+        app.command()(compare)
+    return lambda *words: memfit("compare", *words)
+
+
+def test_the_verdict_comes_first_and_the_figures_below_it(run, tables):
+    done = run("new", "old.feather", "--metric", METRIC)
+    assert (done.exit_code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[0] == f"A better: {METRIC}, A less B"
+    assert lines[1].split() == ["A", lines[1].split()[1], "new"]
+    text = " ".join(done.out.split())
+    assert "95 % interval +0.0" in text
+    assert "labels over 5 dates" in text
+    assert "240 paired; dropped: none" in text
+    assert "this one alone; p " in text
+    assert "(fold 1, 120)" in text and "(fold 2, 120)" in text
+    assert (tables / "comparisons.jsonl").exists()
+
+
+def test_a_file_of_every_kind_gives_the_same_and_counts_as_one_comparison(run, tables):
+    found = []
+    for kind in ("feather", "csv", "parquet"):
+        done = run("new", f"old.{kind}", "--metric", METRIC, "--json", "--record", "tried/here.jsonl")
+        found.append(json.loads(done.out) | {"b": None})
+    assert found[0] == found[1] == found[2]
+    assert found[0]["num_comparisons"] == 1
+    assert found[0]["verdict"] == "A better"
+    assert found[0]["record"] == "tried/here.jsonl"
+    assert not (tables / "comparisons.jsonl").exists()
+
+
+def test_what_was_dropped_and_tried_is_said(run, tables):
+    pyarrow.feather.write_feather(days(2, num=200), tables / "short.feather")
+    run("new", "old.csv", "--metric", METRIC)
+    done = run("short.feather", "old.csv", "--metric", METRIC)
+    text = " ".join(done.out.split())
+    assert text.startswith("no difference shown")
+    assert "200 paired; dropped: 40 only in B" in text
+    assert "2 tried; p " in text and "after Holm, against 0.05" in text
+
+
+def test_random_is_a_baseline(run, tables):
+    done = run("new", "random", "--metric", METRIC, "--level", "0.9", "--json")
+    found = json.loads(done.out)
+    assert (found["verdict"], found["mean_b"], found["level"]) == ("A better", 0.0, 0.9)
+
+
+def test_a_metric_without_a_horizon_needs_one(run, tables):
+    renamed = days(1).rename_columns(["fold", "date", "gain", "num_assets"])
+    pyarrow.parquet.write_table(renamed, tables / "gain.parquet")
+    done = run("gain.parquet", "gain.parquet", "--metric", "gain")
+    assert done.exit_code == 2
+    assert "--horizon 1" in done.err
+    assert run("gain.parquet", "gain.parquet", "--metric", "gain", "--horizon", "5").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("empty", "old.csv"), "empty holds neither days.feather nor results/days.feather"),
+        (("old.xlsx", "old.csv"), "not a name of a day table"),
+        (("absent.feather", "old.csv"), "absent.feather is not there"),
+        (("damaged.feather", "old.csv"), "damaged.feather cannot be read"),
+        (("short.parquet", "old.csv"), "40 dates can be paired: A has 40, B 240, both 40"),
+    ],
+)
+def test_what_is_no_day_table_is_refused(run, tables, words, message):
+    (tables / "empty").mkdir()
+    (tables / "damaged.feather").write_bytes(b"no table")
+    pyarrow.parquet.write_table(days(1, num=40), tables / "short.parquet")
+    done = run(*words, "--metric", METRIC)
+    assert done.exit_code == 2
+    assert message in done.err

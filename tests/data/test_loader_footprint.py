@@ -1,0 +1,224 @@
+"""What a loader will take is told before it runs, within a fifth of what its processes then take."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from memfit.data import Loader, Padding, Panel, SequenceLoader, WorkerPool, _loader_footprint, loader_footprint, pack
+from memfit.data._copies import data_size
+from memfit.errors import JobFailedError, UsageError
+from memfit.memory import ProcReader
+
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /proc")
+CHILD, VALIDATION = (Path(__file__).with_name(name) for name in ("footprint_child.py", "validation_child.py"))
+MIB = 1 << 20
+
+
+def rows(number):
+    return [{"id": n, "text": f"record number {n}", "labels": [n, n + 1]} for n in range(number)]
+
+
+# --- what a data set holds
+
+
+def test_a_list_of_dicts_is_told_from_a_thousand_of_them():
+    every = data_size(rows(1900))
+    many = data_size(rows(190_000))
+    assert many.object_bytes == pytest.approx(100 * every.object_bytes, rel=0.05)
+    assert 0.6 * many.object_bytes < many.touched_bytes < many.object_bytes
+    assert many.sent_bytes == pytest.approx(many.object_bytes, rel=0.1) and many.array_bytes == 0
+
+
+def test_numbers_are_told_apart_by_where_they_lie(tmp_path):
+    torch = pytest.importorskip("torch")
+    array = np.zeros((1000, 100), np.float32)
+    np.save(tmp_path / "a.npy", array)
+    mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
+    found = data_size({"array": array, "view": [mapped[5:]], "tensor": torch.zeros(1000)})
+    assert (found.array_bytes, found.mapped_bytes, found.tensor_bytes) == (400_000, 398_000, 4000)
+    assert found.touched_bytes < 4000
+    assert 798_000 < found.sent_bytes < 800_000, "an array is sent as a copy, of a map too"
+    packed = data_size(pack(rows(5000), tmp_path / "packed"))
+    assert packed.sent_bytes < 4000 and packed.touched_bytes < 4000
+
+
+def test_what_all_elements_hold_counts_once_and_what_one_holds_twice_is_its_own():
+    large = "x" * 100_000
+    assert data_size([{"common": large, "id": n} for n in range(5000)]).object_bytes < 3_000_000
+    once, twice = ([(f"text {n}" * 20,) * times for n in range(5000)] for times in (1, 2))
+    assert data_size(twice).object_bytes == pytest.approx(data_size(once).object_bytes + 5000 * 16, rel=0.05)
+    texts = np.array([f"text {n}" * 5 for n in range(9000)], object)
+    assert data_size(texts).object_bytes == pytest.approx(sum(map(sys.getsizeof, texts)), rel=0.15)
+
+
+# --- the arithmetic
+
+
+@pytest.fixture
+def torch_loader(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(_loader_footprint, "idle_torch_worker", lambda method, modules: 10 * MIB)
+
+    def make(data, size, **settings):
+        return torch.utils.data.DataLoader(data, size, **settings)
+
+    return make
+
+
+def test_workers_copies_and_batches_are_counted_for_each_rank(torch_loader):
+    data = list(np.zeros((400, 1024), np.float32))
+    one = loader_footprint(torch_loader(data, 8, num_workers=2, prefetch_factor=4))
+    assert one.parts["workers"] == 20 * MIB and one.parts["pinned"] == 0
+    assert one.parts["batches"] == (2 * 4 + 2 + 1) * 8 * 4096
+    assert 400 * 4096 < one.parts["data"] < 400 * 4096 * 1.2
+    assert one.private_bytes == sum(one.parts.values()) and one.method == "declared"
+    four = loader_footprint(torch_loader(data, 8, num_workers=2, prefetch_factor=4), num_ranks=4)
+    assert dict(four.parts) == {name: 4 * size for name, size in one.parts.items()}
+    assert loader_footprint(torch_loader(data, 8)).parts["workers"] == 0
+
+
+def test_a_forked_worker_copies_what_it_reads_and_a_spawned_one_what_it_is_sent(torch_loader):
+    listed, array = rows(20_000), np.zeros((20_000, 20), np.float32)
+    size = data_size(listed)
+
+    def copies(data, **settings):
+        return loader_footprint(torch_loader(data, 8, num_workers=2, collate_fn=len, **settings)).parts[
+            "dataset copies"
+        ]
+
+    fork, spawn = {"multiprocessing_context": "fork"}, {"multiprocessing_context": "spawn"}
+    assert copies(listed, **fork) == size.touched_bytes, "in order each reads its half"
+    shuffled = copies(listed, shuffle=True, **fork)
+    assert 1.9 * size.touched_bytes < shuffled <= 2 * size.touched_bytes, "nearly all pages in an epoch"
+    assert copies(listed, shuffle=True, persistent_workers=True, **fork) == 2 * size.touched_bytes
+    assert copies(listed, **spawn) == 2 * size.sent_bytes
+    assert copies(array, shuffle=True, **fork) < 10_000 < 2 * array.nbytes <= copies(array, **spawn)
+
+
+def test_pinned_batches_are_counted_as_the_allocator_rounds_them(torch_loader, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = loader_footprint(torch_loader(np.zeros((64, 300), np.float32), 4, num_workers=2, pin_memory=True))
+    assert found.parts["pinned"] == (2 * 2 + 1) * 8192
+    assert found.parts["batches"] == (2 + 2) * 4800
+
+
+def test_validation_comes_on_top_of_workers_that_live_on_unless_they_are_released_or_ranks_take_turns(torch_loader):
+    data = np.zeros((64, 256), np.float32)
+
+    def peak(persistent, **settings):
+        train = torch_loader(data, 4, num_workers=2, persistent_workers=persistent, multiprocessing_context="fork")
+        valid = torch_loader(data, 4, num_workers=1, multiprocessing_context="fork")
+        found = loader_footprint(train, valid, **settings)
+        assert found.private_bytes == max(phase.private_bytes for phase in found.phases.values())
+        return round((found.phases["validate"].private_bytes - found.parts["data"]) / MIB)
+
+    assert (peak(True), peak(True, release=True), peak(False)) == (30, 10, 10)
+    assert peak(True, num_ranks=4) == 120
+    assert peak(True, num_ranks=4, num_validating=1) == 90
+    assert peak(True, num_ranks=4, num_validating=1, release=True) == 10
+
+
+def test_a_pool_that_two_loaders_share_is_counted_once(monkeypatch):
+    monkeypatch.setattr(_loader_footprint, "idle_worker", lambda method: (20 * MIB, 5 * MIB))
+    data = pack({"input_ids": np.arange(n % 9 + 1)} for n in range(100))
+    with WorkerPool(2) as pool:
+        train, valid = (SequenceLoader(data, Padding(0), batch=4, pool=pool) for _ in range(2))
+        found = loader_footprint(train, valid)
+    assert found.phases["validate"].private_bytes - found.phases["train"].private_bytes < MIB
+    assert found.parts["workers"] == 30 * MIB and found.shared_bytes == data.nbytes
+    own = SequenceLoader(data, Padding(0), batch=4, num_workers=2)
+    assert loader_footprint(own, train).phases["validate"].private_bytes > 60 * MIB
+
+
+def test_what_cannot_be_forecast_is_refused(torch_loader, monkeypatch):
+    import torch
+
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    for loader, said in (([1], "what a list takes"), (torch_loader(Endless(), 1), "has no items by number")):
+        with pytest.raises(UsageError, match=said):
+            loader_footprint(loader)
+    with pytest.raises(UsageError, match="for 2 ranks of which 3 validate"):
+        loader_footprint([1], num_ranks=2, num_validating=3)
+    monkeypatch.undo()
+    with pytest.raises(JobFailedError, match="should specify a valid start method"):
+        _loader_footprint.idle_torch_worker("fork-server", ())
+
+
+def test_making_a_batch_to_see_its_size_draws_nothing(torch_loader):
+    import torch
+
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, number):
+            return torch.rand(4) + np.random.rand()
+
+    torch.manual_seed(1)
+    np.random.seed(1)
+    expected = torch.rand(1), np.random.rand()
+    torch.manual_seed(1)
+    np.random.seed(1)
+    loader_footprint(torch_loader(Noisy(), 3))
+    assert (torch.rand(1), np.random.rand()) == expected
+
+
+# --- what real processes take
+
+
+def told(script, *words):
+    pytest.importorskip("torch")
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@LINUX
+def test_two_workers_of_a_data_loader_take_what_was_forecast_within_a_fifth(tmp_path):
+    listed, array, spawned = told(CHILD, str(tmp_path), "list:fork", "array:fork", "list:spawn")
+    for found in (listed, array, spawned):
+        forecast = sum(size for name, size in found["parts"].items() if name != "data")
+        assert forecast == pytest.approx(found["grown_bytes"], rel=0.2), found
+    assert listed["parts"]["dataset copies"] > 20 * MIB > MIB > array["parts"]["dataset copies"]
+    assert listed["grown_bytes"] - array["grown_bytes"] > 20 * MIB
+
+
+@LINUX
+def test_validation_peaks_lower_when_the_workers_of_training_are_released_by_what_was_forecast():
+    both, released = told(VALIDATION, "1", "0")
+    saved = both["grown"]["validate"] - released["grown"]["validate"]
+    assert saved == pytest.approx(both["phases"]["validate"] - released["phases"]["validate"], rel=0.25)
+    assert both["grown"]["validate"] > 1.6 * both["grown"]["train"]
+    assert released["grown"]["validate"] < 1.2 * released["grown"]["train"]
+
+
+@LINUX
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_memfits_workers_take_what_was_forecast(make_table, tmp_path, start_method):
+    panel = Panel.build(
+        make_table(80, 300, 40, missing=0), tmp_path, features=[f"f{j}" for j in range(40)], targets=["ret"]
+    )
+    with WorkerPool(2, start_method=start_method) as pool:
+        loader = Loader(panel, range(80), lookback=20, target=None, batch=512, shuffle=1, pool=pool)
+        found = loader_footprint(loader)
+        before, most = held(), 0
+        for number, _ in enumerate(loader):
+            most = max(most, held() - before) if number % 4 == 3 else most
+    assert most == pytest.approx(found.private_bytes, rel=0.3)
+    assert found.shared_bytes == panel.nbytes and found.parts["data"] == found.parts["dataset copies"] == 0
+
+
+def held():
+    pids = [psutil.Process().pid, *(child.pid for child in psutil.Process().children(recursive=True))]
+    rollups = [ProcReader().rollup(pid) for pid in pids]
+    return sum(found.held + found.shared_memory for found in rollups if found is not None)

@@ -1,0 +1,93 @@
+"""The record counts each comparison once, survives a torn line, and refuses one that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from memfit.errors import DataError
+from memfit.evaluation import decide, decide_on_record, read_record
+
+pytest.importorskip("arch")
+pytest.importorskip("statsmodels")
+
+
+def days(seed: int, effect: float = 0.0) -> pa.Table:
+    dates = np.datetime64("2024-01-01", "D") + np.arange(60)
+    return pa.table({"date": dates, "h1_rank_ic": np.random.default_rng(seed).normal(effect, 0.1, 60)})
+
+
+def compare(path: Path, a: pa.Table, b, **settings):
+    return decide_on_record(a, b, "h1_rank_ic", 1, record=path, **settings)
+
+
+def test_every_new_comparison_counts_and_repeating_one_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "comparisons.jsonl"
+    a, b, c = days(0, 0.1), days(1), days(2)
+    assert compare(path, a, b).num_comparisons == 1
+    assert compare(path, a, c).num_comparisons == 2
+    assert compare(path, a, b, level=0.9).num_comparisons == 2
+    assert compare(path, b, a).num_comparisons == 2  # the same question the other way round
+    assert compare(path, a, "random").num_comparisons == 3
+    assert len(path.read_text().splitlines()) == 5
+    assert len(read_record(path)) == 3
+
+
+def test_the_p_value_is_corrected_by_those_on_record(tmp_path: Path) -> None:
+    path = tmp_path / "comparisons.jsonl"
+    pairs = [(days(seed, 0.04), days(seed + 50)) for seed in range(6)]
+    found = [compare(path, a, b) for a, b in pairs]
+    raw = [one.p_value for one in found]
+    again = compare(path, *pairs[0])
+    assert again.num_comparisons == 6
+    assert again == decide(*pairs[0], "h1_rank_ic", 1, other_p_values=raw[1:])
+    assert again.adjusted_p_value > again.p_value
+
+
+def test_a_line_says_what_was_compared(tmp_path: Path) -> None:
+    path = tmp_path / "comparisons.jsonl"
+    found = compare(path, days(0), days(1), names=("new", "old"))
+    line = json.loads(path.read_text())
+    assert (line["a"], line["b"], line["metric"], line["verdict"]) == ("new", "old", "h1_rank_ic", found.verdict)
+    assert line["time"].endswith("+00:00")
+
+
+def test_a_line_that_a_kill_cut_short_is_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "comparisons.jsonl"
+    compare(path, days(0), days(1))
+    with open(path, "a") as file:
+        file.write('{"key": "abc", "p_v')
+    assert len(read_record(path)) == 1
+    assert compare(path, days(0), days(2)).num_comparisons == 2
+    assert compare(path, days(0), days(3)).num_comparisons == 3
+
+
+@pytest.mark.parametrize("line", ["no json", "[]", '{"key": "abc"}', '{"key": "abc", "p_value": null}'])
+def test_another_line_that_cannot_be_read_is_refused_by_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "comparisons.jsonl"
+    path.write_text(f'{{"key": "abc", "p_value": 0.5}}\n{line}\n')
+    with pytest.raises(DataError, match=r"comparisons.jsonl, line 2: not a comparison"):
+        compare(path, days(0), days(1))
+    assert path.read_text().endswith(f"{line}\n")
+
+
+def test_comparisons_at_the_same_time_are_all_counted(tmp_path: Path) -> None:
+    path = tmp_path / "comparisons.jsonl"
+    with ThreadPoolExecutor(4) as pool:
+        counts = list(pool.map(lambda seed: compare(path, days(seed), days(99)).num_comparisons, range(6)))
+    assert sorted(counts) == [1, 2, 3, 4, 5, 6]
+    assert len(read_record(path)) == 6
+
+
+def test_nothing_is_recorded_of_a_comparison_that_was_refused(tmp_path: Path) -> None:
+    path = tmp_path / "comparisons.jsonl"
+    with pytest.raises(DataError, match="can be paired"):
+        compare(path, days(0).slice(0, 20), days(1))
+    assert read_record(path) == {}
+    assert math.isfinite(compare(path, days(0), days(1)).p_value)

@@ -1,0 +1,273 @@
+"""The ranker's parameters, panels, splits, held-out dates, and the market to check."""
+
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from memfit import config
+from memfit.errors import DataError, SplitError, UsageError
+from memfit.pipeline import PrepareContext, RunConfig
+from memfit.splits import CombinatorialPurged, PurgedKFold, WalkForward
+from memfit_workloads.ranker import data as module
+from memfit_workloads.ranker import job
+from memfit_workloads.ranker.data import hold_out, path_of_dates
+from memfit_workloads.ranker.job import RANKER
+from memfit_workloads.ranker.params import RankerParams
+
+MODEL = {"patch_size": 5, "width": 16, "num_layers": 1, "num_heads": 2, "dropout": 0.1}
+GENERATED = {
+    "source": "generated", "num_dates": 120, "num_assets": 12, "num_features": 2, "information_coefficient": 0.4,
+    "horizons": (2, 4), "main_horizon": 2, "lookback": 10,
+}  # fmt: skip
+PARQUET = {"source": "parquet", "path": "mine.parquet", "features": ["x"], "targets": {1: "a", 5: "b"},
+           "horizons": (5,)}  # fmt: skip
+
+
+def make_params(data=GENERATED, *, splits=(("n_splits", 3), ("embargo_size", 2)), **train):
+    return RankerParams(data=data, splits=dict(splits), model=MODEL, train=train)
+
+
+def prepare(tmp_path, params):
+    return RANKER.prepare(PrepareContext(tmp_path), params)
+
+
+def test_folds_are_purged_by_the_longest_horizon_and_every_usable_date_is_tested_once(tmp_path):
+    prepared = prepare(tmp_path, make_params())
+    for train, test in prepared.splits:
+        assert np.abs(train[:, None] - test[None, :]).min() > 4
+    tested = np.concatenate([test for _, test in prepared.splits])
+    # 120 dates: the first 9 have no whole window of 10, the last 4 no target at the longest horizon yet
+    assert tested.tolist() == list(range(9, 116))
+    assert (prepared.label_dates, prepared.embargo_size) == (4, 2)
+    assert prepared.panel.target_names == ("target_h1", "target_h2", "target_h4", "close")
+
+
+@pytest.mark.parametrize(
+    ("splits", "kind", "num_folds"),
+    [
+        ({"n_splits": 4}, PurgedKFold, 4),
+        ({"kind": "walk_forward", "n_splits": 4, "train_size": 15}, WalkForward, 4),
+        ({"kind": "combinatorial", "n_splits": 4, "embargo_size": 1}, CombinatorialPurged, 6),
+    ],
+)
+def test_each_kind_of_split_gives_its_folds_and_none_leaks_a_label(tmp_path, splits, kind, num_folds):
+    params = make_params(splits=splits)
+    cut = module.splitter(params)
+    assert isinstance(cut, kind)
+    folds = prepare(tmp_path, params).splits
+    assert len(folds) == num_folds
+    for train, test in folds:
+        assert np.abs(train[:, None] - test[None, :]).min() > 4
+        if kind is WalkForward:
+            assert train.max() < test.min()
+            assert len(train) <= 15
+
+
+def test_the_paths_of_combinatorial_folds_hold_each_usable_date_once(tmp_path):
+    params = make_params(splits={"kind": "combinatorial", "n_splits": 4, "embargo_size": 1})
+    prepared = prepare(tmp_path, params)
+    paths = np.stack([path_of_dates(prepared.panel, params, fold) for fold in range(1, 7)])
+    for fold, (_, test) in enumerate(prepared.splits):
+        assert np.flatnonzero(paths[fold] >= 0).tolist() == test.tolist()
+    for path in range(3):
+        assert (paths[:, 9:116] == path).sum(axis=0).tolist() == [1] * 107
+    assert path_of_dates(prepared.panel, make_params(), 1) is None
+
+
+@given(st.integers(3, 200), st.floats(0, 0.9), st.integers(1, 30), st.integers(0, 5))
+def test_held_out_dates_are_the_last_and_no_fitted_label_reaches_into_them(num, share, reach, gap):
+    dates = np.concatenate([np.arange(num // 2), np.arange(num // 2 + gap, num + gap)])  # around a test block
+    try:
+        fit, valid = hold_out(dates, share, reach)
+    except SplitError:
+        assert dates[0] + reach >= dates[-max(1, round(share * num)) :][0]
+        return
+    if share == 0:
+        assert (fit.tolist(), valid.tolist()) == (dates.tolist(), [])
+        return
+    assert valid.tolist() == dates[num - len(valid) :].tolist()
+    assert abs(len(valid) - share * num) <= 1
+    assert fit.max() + reach < valid.min()
+    assert [date for date in dates.tolist() if date + reach < valid.min()] == fit.tolist()
+
+
+def test_dates_that_leave_nothing_to_fit_are_refused_with_the_numbers():
+    with pytest.raises(SplitError, match="of 10 training dates 5 are kept for validation, and none is left"):
+        hold_out(np.arange(10), 0.5, 20)
+
+
+@pytest.mark.parametrize("source", ["generated", "prices"])
+def test_the_market_to_check_has_the_closes_that_the_returns_are_made_of(tmp_path, source):
+    data = GENERATED if source == "generated" else {"source": "prices", "start": "2021-01-01", "end": "2021-12-31"}
+    params = RankerParams(data=data)
+    prepared = prepare(tmp_path, params)
+    table = RANKER.market(prepared.panel, params)
+    assert table.column_names == ["date", "code", "close"]
+    assert (table.schema.field("date").type, table.schema.field("close").type) == (pa.date32(), pa.float64())
+    closes = np.full(prepared.panel.shape[:2], np.nan)
+    date = np.searchsorted(prepared.panel.dates, table.column("date").to_numpy().astype("datetime64[D]"))
+    asset = np.searchsorted(prepared.panel.assets, table.column("code").to_numpy(zero_copy_only=False).astype(str))
+    closes[date, asset] = table.column("close").to_numpy()
+    assert (np.isfinite(closes) == prepared.panel.present).all()
+    both = np.isfinite(closes[1:]) & np.isfinite(closes[:-1])
+    returns = (closes[1:] / closes[:-1] - 1)[both]
+    assert len(returns) > 1000
+    assert prepared.panel.target("target_h1")[:-1][both] == pytest.approx(returns, abs=1e-6)
+
+
+def test_the_market_of_a_file_is_its_column_of_closes_and_without_one_is_refused(tmp_path):
+    days = np.repeat(np.arange("2024-01-02", "2024-01-12", dtype="datetime64[D]"), 2)
+    rows = {"date": days, "code": ["A", "B"] * 10, "x": np.arange(20.0), "a": np.ones(20), "b": np.ones(20)}
+    pq.write_table(pa.table(rows | {"price": 5.0 + np.arange(20)}), tmp_path / "mine.parquet")
+    data = PARQUET | {"path": tmp_path / "mine.parquet", "lookback": 1}
+    splits = {"n_splits": 2, "embargo_size": 0}
+    named = RankerParams(
+        data=data | {"close": "price", "horizons": (1,), "main_horizon": 1}, splits=splits, model={"patch_size": 1}
+    )
+    table = RANKER.market(prepare(tmp_path / "panels", named).panel, named)
+    assert table.column("close").to_pylist() == [5.0 + number for number in range(20)]
+    unnamed = RankerParams(data=data, model={"patch_size": 1})
+    with pytest.raises(DataError, match="names no closing prices"):
+        RANKER.market(None, unnamed)
+
+
+def test_real_prices_become_a_panel_whose_last_dates_are_in_no_fold(tmp_path):
+    params = RankerParams(data={"source": "prices", "start": "2021-01-01", "end": "2021-12-31", "horizons": (1, 5)})
+    prepared = prepare(tmp_path, params)
+    assert prepared.panel.shape == (252, 20, 5)
+    tested = np.sort(np.concatenate([test for _, test in prepared.splits]))
+    assert tested.tolist() == list(range(39, 252 - 5))
+
+
+def test_a_generated_market_is_written_once_per_set_of_parameters(tmp_path):
+    prepare(tmp_path, make_params())
+    (path,) = (tmp_path / "markets").iterdir()
+    before = path.stat().st_mtime_ns
+    prepare(tmp_path, make_params())
+    assert path.stat().st_mtime_ns == before
+    prepare(tmp_path, make_params(GENERATED | {"market_seed": 1}))
+    prepare(tmp_path, make_params(GENERATED | {"horizons": (2, 3)}))
+    assert len(list((tmp_path / "markets").iterdir())) == 3
+
+
+def test_the_fingerprint_follows_the_content_of_the_data(tmp_path):
+    path = tmp_path / "mine.parquet"
+    data = PARQUET | {"path": path, "lookback": 10}
+    params = make_params(data)
+    with pytest.raises(DataError, match=r"mine\.parquet is not there"):
+        RANKER.fingerprint(params)
+    pq.write_table(pa.table({"x": [1.0]}), path)
+    first = RANKER.fingerprint(params)
+    assert RANKER.fingerprint(params) == first
+    pq.write_table(pa.table({"x": [2.0]}), path)
+    assert RANKER.fingerprint(params) != first
+    folder = make_params(data | {"path": tmp_path})
+    assert RANKER.fingerprint(folder) == RANKER.fingerprint(params)
+    pq.write_table(pa.table({"x": [3.0]}), tmp_path / "more.parquet")
+    assert RANKER.fingerprint(folder) != RANKER.fingerprint(params)
+    seeds = {RANKER.fingerprint(make_params(GENERATED | {"market_seed": seed})) for seed in (0, 1)}
+    assert len(seeds) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"data": {"source": "generated", "start": "2015-01-01"}}, "start belongs to source: prices"),
+        ({"data": {"num_assets": 7}}, "num_assets belongs to source: generated, and source is prices"),
+        ({"data": {"source": "parquet"}}, "needs path and features"),
+        ({"data": PARQUET | {"targets": {5: "b"}}}, r"needs a column in targets for the horizons \[1\]"),
+        ({"data": PARQUET | {"horizons": (1, 5, 20)}}, r"in targets for the horizons \[20\]"),
+        ({"data": {"main_horizon": 3}}, r"main_horizon 3 is none of the horizons \[1, 5, 10, 20\]"),
+        ({"data": {"horizons": (5, 5)}}, r"horizons \[5, 5\] name one twice"),
+        ({"data": {"horizons": ()}}, "horizons"),
+        ({"data": {"horizons": (0, 5)}}, "greater than or equal to 1"),
+        ({"data": {"horizon": 5}}, "horizon"),
+        ({"data": {"lookback": 25}}, r"data.lookback \(25\) must be a multiple of model.patch_size \(10\)"),
+        ({"model": {"num_heads": 5}}, r"model.width \(32\) must be a multiple of model.num_heads \(5\)"),
+        ({"data": {"lokback": 20}}, "lokback"),
+        ({"splits": {"train_size": 100}}, "train_size belongs to kind: walk_forward, and kind is purged"),
+        ({"splits": {"kind": "combinatorial", "lookback_size": 3}}, "lookback_size belongs to kind: purged"),
+        ({"splits": {"kind": "combinatorial", "n_test_splits": 5}}, r"n_test_splits \(5\) must be less"),
+        ({"splits": {"warm_start": True}}, "warm_start needs kind: walk_forward, and kind is purged: .* leak"),
+        ({"splits": {"warm_start": True, "kind": "combinatorial"}}, "warm_start needs kind: walk_forward"),
+        ({"splits": {"warm_start": True, "kind": "walk_forward", "train_size": 9}}, "warm_start needs train_size"),
+        ({"train": {"tau_days": 60, "dates_per_batch": 1}}, "tau_days needs dates_per_batch of 2 or more"),
+        ({"train": {"ema_decay": None, "ema_epochs": (3,)}}, "need an ema_decay"),
+        ({"train": {"ema_decay": None, "scored": "ema"}}, "need an ema_decay"),
+        ({"train": {"valid_share": 0, "patience": 3}}, "need a valid_share above 0"),
+        ({"train": {"valid_share": 0, "scored": "best"}}, "need a valid_share above 0"),
+        ({"train": {"loss": {"listnet": 0, "ranknet": 0, "mse": 0}}}, "one of the losses needs a weight"),
+        ({"train": {"horizon_weights": {7: 1.0}}}, r"horizon_weights names \[7\]"),
+        ({"train": {"horizon_weights": {1: 0, 5: 0, 10: 0, 20: 0}}}, "every horizon the weight 0"),
+    ],
+)  # fmt: skip
+def test_parameters_that_do_not_fit_together_are_refused(change, text):
+    with pytest.raises(ValidationError, match=text):
+        RankerParams.model_validate(change)
+
+
+def test_horizons_have_a_weight_of_one_where_none_is_named_and_a_daily_target_in_any_case():
+    params = make_params(horizon_weights={4: 0.5})
+    assert params.horizon_weights == (1.0, 0.5)
+    assert params.data.labels == (1, 2, 4)
+
+
+def test_resolved_parameters_are_valid_parameters_of_their_own():
+    for params in (make_params(horizon_weights={4: 0.5}), RankerParams(data=PARQUET, train={"tau_days": 60.0})):
+        assert RankerParams.model_validate(params.model_dump(mode="json")) == params
+        assert RankerParams.model_validate_json(params.model_dump_json()) == params
+
+
+def test_a_market_that_cannot_be_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="num_dates=3"):
+        prepare(tmp_path, make_params(GENERATED | {"num_dates": 3}))
+
+
+def test_the_shipped_config_is_valid_and_names_this_workload():
+    file = Path(str(resources.files("memfit_workloads.ranker"))) / "config.yaml"
+    settings = config.resolve(RunConfig, file=file, env={}).value
+    assert settings.target == "memfit_workloads.ranker.job:RANKER"
+    params = RankerParams.model_validate(settings.params)
+    assert (params.data.source, params.splits.n_splits) == ("prices", 5)
+    assert max(params.train.ema_epochs) <= params.train.num_epochs
+
+
+def test_the_readmes_sample_config_is_valid(tmp_path):
+    text = (Path(job.__file__).parent / "README.md").read_text()
+    file = tmp_path / "mine.yaml"
+    file.write_text(text.split("```yaml\n")[1].split("```")[0])
+    resolved = config.resolve(RunConfig, file=file, env={}, overrides=["params.data.targets.5=return_5d"])
+    params = config.resolve_nested(resolved, "params", RankerParams).value
+    assert (params.data.source, params.data.main_horizon) == ("parquet", 20)
+    assert params.data.targets == {1: "return_1d", 5: "return_5d", 20: "return_20d"}
+
+
+def test_the_demo_config_takes_a_generated_market_by_one_setting():
+    file = Path(job.__file__).parent / "config.yaml"
+    settings = config.resolve(RunConfig, file=file, env={}, overrides=["params.data.source=generated"])
+    assert config.resolve_nested(settings, "params", RankerParams).value.data.source == "generated"
+
+
+def test_horizons_losses_and_columns_of_targets_can_be_set_one_by_one():
+    file = Path(job.__file__).parent / "config.yaml"
+    words = ["data.horizons=[1,5]", "train.loss.mse=0", "train.horizon_weights={5: 2.0}", "splits.kind=walk_forward"]
+    settings = config.resolve(RunConfig, file=file, env={}, overrides=[f"params.{word}" for word in words])
+    params = config.resolve_nested(settings, "params", RankerParams).value
+    assert (params.data.horizons, params.train.loss.mse, params.horizon_weights) == ((1, 5), 0, (1.0, 2.0))
+    assert isinstance(module.splitter(params), WalkForward)
+
+
+def test_preparing_a_run_loads_no_torch():
+    code = "import sys, memfit_workloads.ranker.job; print({'torch', 'skfolio', 'pandas'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "set()"
+    assert Path(job.__file__).name == "job.py"
