@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vm check format bench-folds bench-stress bench-throughput bench-overhead bench-folklore bench-loaders clean
+.PHONY: help install demo test test-vm check format bench-folds bench-stress bench-throughput bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-workflow clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -39,7 +39,7 @@ check: install ## check format, lint, types and import layers, and run the comma
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/run_docs.py README.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md
+	$(BIN)/python tools/run_docs.py README.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md
 
 format: install ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix
@@ -59,6 +59,15 @@ bench-folklore: install ## cleaning up every few steps against never
 
 bench-loaders: install ## day windows by memfit's loader beside pandas, polars, HF datasets and LitData
 	$(BIN)/python benchmarks/loaders.py $(ARGS)
+
+bench-sequences: install ## padded token batches by memfit's loader beside PyTorch's
+	$(BIN)/python benchmarks/sequences.py $(ARGS)
+
+bench-decision: install ## size, coverage and power of a comparison of two rankings, by simulation
+	$(BIN)/python benchmarks/decision.py $(ARGS)
+
+bench-workflow: install ## the ranker's workflow: folds side by side against one by one, and ten kills
+	$(BIN)/python benchmarks/workflow.py $(ARGS)
 
 bench-throughput: install ## 1,000 tiny commands by memfit map against xargs -P
 	$(BIN)/python benchmarks/throughput.py $(ARGS)

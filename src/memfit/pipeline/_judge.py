@@ -165,6 +165,7 @@ def summarize_judged(judged: Judged) -> dict[str, Any]:
     """What scores came to, as plain values for JSON; a figure that is undefined is None."""
     return {
         "verdict": judged.verdict.model_dump(mode="json"),
+        "settings": judged.result.settings.model_dump(mode="json"),
         "summary": _plain(judged.result.summary),
         "metrics": {name: _finite(asdict(one)) for name, one in judged.metrics.items()},
         "findings": [finding.model_dump(mode="json") for finding in judged.findings],

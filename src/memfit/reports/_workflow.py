@@ -61,7 +61,11 @@ def print_workflow(run: RunDir, log: Console) -> None:
 def _what(name: str, phase: Mapping[str, Any]) -> str:
     folds = phase["folds"]
     if name == "health":
-        return f"fold {folds[0]['fold']}, the mean of {', '.join(folds[0]['sources'])}"
+        told = f"fold {folds[0]['fold']}, the mean of {', '.join(folds[0]['sources'])}"
+        alone = folds[0].get("newest_rank_ic")
+        if alone is None or folds[0]["rank_ic"] is None:
+            return told
+        return f"{told}: rank IC {folds[0]['rank_ic']:+.4f}, of the newest checkpoint alone {alone:+.4f}"
     return f"{len(folds)} folds, each date scored by the model that did not see it"
 
 
@@ -71,8 +75,8 @@ def print_backtest(found: Mapping[str, Any], log: Console, detail: Detail = "WAR
     Args:
         found: What a phase or ``backtest_checkpoints`` gave.
         log: Where to.
-        detail: ``ERROR`` prints the verdict alone; ``WARNING`` what is not green and the numbers; ``INFO`` also which
-            dates each checkpoint scored; ``DEBUG`` also what is green.
+        detail: ``ERROR`` prints the verdict alone; ``WARNING`` what is not green and the numbers; ``INFO`` also how
+            many dates each checkpoint scored, and all horizons; ``DEBUG`` also what is green.
     """
     verdict, summary = found["verdict"], found["summary"]
     log.print(f"gate: {verdict['colour']}", style=_STYLES[verdict["colour"]], markup=False)
@@ -91,7 +95,10 @@ def print_backtest(found: Mapping[str, Any], log: Console, detail: Detail = "WAR
         for one in found["folds"]:
             log.print(f"  fold {one['fold']}: {one['checkpoint']} scored {one['num_dates']} dates", markup=False)
     _print_numbers(summary, log)
-    log.print(_metrics_table(found["metrics"]))
+    prefix = "" if detail in ("INFO", "DEBUG") else f"h{found['settings']['horizon']}_"
+    log.print(_metrics_table({name: one for name, one in found["metrics"].items() if name.startswith(prefix)}))
+    if (deflated := found["deflated_sharpe"]) is not None:
+        log.print(f"probability that the true Sharpe ratio is above 0, after the shares tried below: {deflated:.2f}")
     if len(found["tried"]) > 1:
         log.print(_tried_table(found["tried"]))
     if decision := found.get("decision"):

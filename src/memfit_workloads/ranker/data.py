@@ -60,10 +60,9 @@ def prepare(context: PrepareContext, params: RankerParams) -> Prepared:
     """The panel and its folds, purged by the longest horizon."""
     mark_phase("load")
     data = params.data
-    source, features, close = _source(context.panels_dir, data)
+    source, features, checked = _source(context.panels_dir, data)
     mark_phase("build")
-    targets = [data.target(horizon) for horizon in data.labels]
-    targets += [close] if close is not None and close not in targets else []
+    targets = list(dict.fromkeys([*(data.target(horizon) for horizon in data.labels), *checked]))
     panel = Panel.build(source, context.panels_dir, features=features, targets=targets)
     usable = usable_dates(panel, params)
     folds = splitter(params).split(panel.dates[usable])
@@ -144,6 +143,8 @@ def hold_out(dates: Dates, share: float, reach: int) -> tuple[Dates, Dates]:
 def market(panel: Panel, params: RankerParams) -> pa.Table:
     """The closing prices that the returns are made of: ``date``, ``code``, ``close``, where there is one.
 
+    A Parquet file whose column of volumes was named adds ``volume``.
+
     Raises:
         DataError: If the source is a Parquet file whose column of closing prices was not named.
     """
@@ -156,28 +157,31 @@ def market(panel: Panel, params: RankerParams) -> pa.Table:
         )
     closes = panel.target(name)
     date, asset = np.nonzero(np.isfinite(closes))
+    columns = {"close": closes}
+    if params.data.volume is not None:
+        columns["volume"] = panel.target(params.data.volume)
     return pa.table(
         {
             "date": pa.array(panel.dates[date], pa.date32()),
             "code": pa.array(panel.assets).take(pa.array(asset)),
-            "close": pa.array(closes[date, asset].astype(np.float64)),
+            **{column: pa.array(values[date, asset].astype(np.float64)) for column, values in columns.items()},
         }
     )
 
 
-def _source(panels_dir: Path, data: DataParams) -> tuple[pa.Table | Path, list[str], str | None]:
-    """The rows to build the panel from, the columns of features, and the column of closing prices."""
+def _source(panels_dir: Path, data: DataParams) -> tuple[pa.Table | Path, list[str], list[str]]:
+    """The rows to build the panel from, the columns of features, and those that only the market's checks look at."""
     if data.source == "parquet":
         assert data.path is not None  # checked by DataParams
-        return data.path, list(data.features), data.close
+        return data.path, list(data.features), [name for name in (data.close, data.volume) if name is not None]
     if data.source == "prices":
-        return prices.daily_features(data.start, data.end, data.labels), list(prices.FEATURES), "close"
+        return prices.daily_features(data.start, data.end, data.labels), list(prices.FEATURES), ["close"]
     settings = _market(data)
     path = panels_dir / "markets" / f"{config.fingerprint(asdict(settings))[:16]}.parquet"
     if not path.exists() or markets.read_market(path) != settings:
         path.parent.mkdir(parents=True, exist_ok=True)
         markets.write_market(path, settings)
-    return path, list(settings.feature_names), "close"
+    return path, list(settings.feature_names), ["close"]
 
 
 def _market(data: DataParams) -> markets.Market:

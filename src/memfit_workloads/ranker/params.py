@@ -14,7 +14,7 @@ from memfit import config
 _OF_SOURCE = {
     "prices": ("start", "end"),
     "generated": ("num_dates", "num_assets", "num_features", "information_coefficient", "turnover", "market_seed"),
-    "parquet": ("path", "features", "targets", "close"),
+    "parquet": ("path", "features", "targets", "close", "volume"),
 }
 _OF_KIND = {
     "purged": ("lookback_size",),
@@ -53,6 +53,7 @@ class DataParams(config.Settings):
     features: tuple[str, ...] = Field((), description="parquet: columns to learn from, known on their date")
     targets: dict[Dates, str] = Field({}, description="parquet: the column of the simple return over so many dates")
     close: str | None = Field(None, description="parquet: the column of closing prices, for the market's checks")
+    volume: str | None = Field(None, description="parquet: the column of shares or money traded, to be checked as well")
 
     @model_validator(mode="after")
     def _settings_fit_the_source(self) -> DataParams:
@@ -64,6 +65,8 @@ class DataParams(config.Settings):
         if self.source == "parquet":
             if not (self.path and self.features):
                 raise ValueError("source: parquet needs path and features")
+            if self.volume is not None and self.close is None:
+                raise ValueError("volume needs close: volumes are checked with the closing prices")
             missing = [horizon for horizon in self.labels if horizon not in self.targets]
             if missing:
                 raise ValueError(

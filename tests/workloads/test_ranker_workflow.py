@@ -1,0 +1,222 @@
+"""The ranker's workflow stops at data that are at fault, finds a signal that is there, and none that is not."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from pyarrow import feather
+from pydantic import ValidationError
+
+from memfit.evaluation import evaluate_folds
+from memfit.pipeline import PrepareContext
+from memfit.pipeline._judge import decide_on, judge_scores
+from memfit.pipeline._workflow import GATE_EXIT_CODES
+from memfit.pipeline._workflow_settings import WorkflowSettings
+from memfit.rundir import read_json
+from memfit_workloads.ranker.job import RANKER
+from memfit_workloads.ranker.params import RankerParams
+from memfit_workloads.ranker.prices import FEATURES, daily_features
+
+NUM_STOCKS = 20
+MODEL = {"patch_size": 5, "width": 8, "num_layers": 1, "num_heads": 1}
+WORKFLOW = {"k_ratio": 0.2, "backtest": {"horizon": 5, "k_ratio": 0.2}}
+PARQUET = {
+    "source": "parquet", "features": list(FEATURES), "targets": {1: "target_h1", 5: "target_h5"},
+    "close": "close", "volume": "volume", "horizons": [5], "main_horizon": 5, "lookback": 5,
+}  # fmt: skip
+#: A generated market pays what it was asked to pay, which the gate would call implausible.
+PLANTED = {
+    "schema_version": 1, "experiment": "planted", "target": "memfit_workloads.ranker.job:RANKER", "seed": 3,
+    "workflow": {
+        "k_ratio": 0.2,
+        "backtest": {"horizon": 2, "k_ratio": 0.2},
+        "gate": {"max_annual_return": 100.0, "max_sharpe": 50.0, "max_hit_rate": 1.0},
+    },
+    "params": {
+        "data": {"source": "generated", "num_dates": 300, "num_assets": 60, "num_features": 2, "lookback": 5,
+                 "information_coefficient": 0.12, "horizons": [2], "main_horizon": 2},
+        "splits": {"n_splits": 3, "embargo_size": 2},
+        "model": MODEL,
+        "train": {"num_epochs": 3, "dates_per_batch": 2, "learning_rate": 3e-3, "ema_decay": 0.9, "ema_epochs": [2, 3]},
+    },
+}  # fmt: skip
+
+
+def memfit(folder, *words):
+    """Run the command line in a folder."""
+    command = [sys.executable, "-m", "memfit", *map(str, words)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def stocks():
+    """Two years of real prices with features, targets, and volumes that were drawn."""
+    table = daily_features("2014-01-01", "2015-12-31", [1, 5])
+    volumes = np.random.default_rng(0).lognormal(14, 1, len(table))
+    return table.append_column("volume", pa.array(volumes))
+
+
+def by_date(table, name):
+    """(num_dates, NUM_STOCKS): a column of rows ordered by date and code."""
+    return table[name].to_numpy(zero_copy_only=False).reshape(-1, NUM_STOCKS).copy()
+
+
+def with_column(table, name, values):
+    array = pa.array(values.ravel(), from_pandas=True)
+    return table.set_column(table.column_names.index(name), name, array)
+
+
+def a_date_early(table, name):
+    """A column whose every value stands a date before the one that it is of."""
+    values = by_date(table, name)
+    values[:-1], values[-1] = values[1:], np.nan if name.startswith("target") else 0.0
+    return with_column(table, name, values)
+
+
+def with_price_error(table):
+    closes = by_date(table, "close")
+    closes[100, 7] *= 100
+    return with_column(table, "close", closes)
+
+
+def with_ranks_for_volumes(table):
+    ranks = by_date(table, "volume").argsort(axis=1).argsort(axis=1)
+    return with_column(table, "volume", (ranks + 1) / NUM_STOCKS)
+
+
+def judged(folder, table):
+    """What the health phase says to a file, of scores that were drawn."""
+    pq.write_table(table, folder / "stocks.parquet")
+    params = RankerParams(data=PARQUET | {"path": folder / "stocks.parquet"}, model=MODEL)
+    prepared = RANKER.prepare(PrepareContext(folder / "panels"), params)
+    panel, dates = prepared.panel, prepared.splits[0][1]
+    scores = {
+        "date": pa.array(np.repeat(panel.dates[dates], NUM_STOCKS), pa.date32()),
+        "code": list(panel.assets) * len(dates),
+        "score_h5": np.random.default_rng(1).standard_normal(len(dates) * NUM_STOCKS),
+    }
+    for horizon in (1, 5):
+        known = panel.target(f"target_h{horizon}")[dates].ravel()
+        scores[f"target_h{horizon}"] = pa.array(known, from_pandas=True)
+    rows = pa.table(scores)
+    return judge_scores({1: rows}, rows, panel, RANKER.market(panel, params), WorkflowSettings(**WORKFLOW))
+
+
+def test_real_prices_without_a_fault_have_no_finding(tmp_path, stocks):
+    found = judged(tmp_path, stocks)
+    assert found.findings == ()
+    assert found.verdict.colour != "red"
+
+
+@pytest.mark.parametrize(
+    ("plant", "names", "places"),
+    [
+        (lambda table: a_date_early(table, "return_1"), ["look_ahead_feature"], "return_1"),
+        (lambda table: a_date_early(table, "return_20"), ["look_ahead_feature"], "return_20"),
+        (with_price_error, ["price_jump"], "2014-05-28"),
+        (with_ranks_for_volumes, ["volume_is_rank"], ""),
+        (lambda table: a_date_early(table, "target_h5"), ["target_shifted"], ""),
+    ],
+    ids=["look_ahead", "look_ahead_of_20_dates", "price_100_times", "ranks_for_volumes", "target_shifted"],
+)
+def test_a_planted_fault_alone_is_found_by_its_name_and_the_gate_is_red(tmp_path, stocks, plant, names, places):
+    found = judged(tmp_path, plant(stocks))
+    assert [one.name for one in found.findings if one.severity == "red"] == names
+    assert any(places in place for place in found.findings[0].where)
+    assert f"data:{names[0]}" in [reason.name for reason in found.verdict.reasons if reason.colour == "red"]
+    assert GATE_EXIT_CODES[found.verdict.colour] == 11
+
+
+@pytest.fixture(scope="module")
+def config_of_stocks(tmp_path_factory):
+    """Writes a table as the file of a config, and gives the config's folder."""
+
+    def write(table):
+        folder = tmp_path_factory.mktemp("stocks")
+        pq.write_table(table, folder / "stocks.parquet")
+        params = {"data": PARQUET | {"path": "stocks.parquet"}, "splits": {"n_splits": 3}, "model": MODEL}
+        params["train"] = {"num_epochs": 1, "ema_epochs": [1]}
+        config = PLANTED | {"experiment": "stocks", "workflow": WORKFLOW, "params": params}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        return folder
+
+    return write
+
+
+def test_a_feature_that_looks_ahead_stops_the_command_after_one_fold(config_of_stocks, stocks):
+    folder = config_of_stocks(a_date_early(stocks, "return_1"))
+    done = memfit(folder, "workflow", "config.yaml")
+    assert done.returncode == 11, done.stdout + done.stderr
+    (run,) = folder.glob("runs/stocks/run_*")
+    cause = read_json(run / "outcome.json")["cause"]
+    assert "the gate is red" in cause and "data:look_ahead_feature: return_1 has a mean rank IC" in cause
+    assert not (run / "jobs" / "fold_2").exists()
+    assert json.loads((run / "results/health/backtest.json").read_text())["verdict"]["colour"] == "red"
+
+
+def test_a_date_that_comes_twice_stops_the_command_before_any_fold(config_of_stocks, stocks):
+    folder = config_of_stocks(pa.concat_tables([stocks, stocks.slice(40 * NUM_STOCKS, NUM_STOCKS)]))
+    done = memfit(folder, "workflow", "config.yaml")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "more than one row for a date and asset; the first are (2014-03-03, AAPL)" in " ".join(done.stderr.split())
+    assert not list(folder.glob("runs/stocks/run_*/jobs/fold_1"))
+
+
+def test_volumes_without_closes_are_refused():
+    with pytest.raises(ValidationError, match="volume needs close"):
+        RankerParams(data=PARQUET | {"path": "stocks.parquet", "close": None})
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """The folder of a whole workflow on a generated market with a signal, and its run."""
+    folder = tmp_path_factory.mktemp("planted")
+    (folder / "config.yaml").write_text(yaml.safe_dump(PLANTED))
+    done = memfit(folder, "workflow", "config.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = folder.glob("runs/planted/run_*")
+    return folder, run
+
+
+def test_a_planted_signal_is_better_than_random_out_of_fold(planted):
+    _, run = planted
+    found = read_json(run / "jobs" / "results" / "result.json")["result"]
+    assert found["decision"]["verdict"] == "A better"
+    assert found["metrics"]["h2_rank_ic"]["mean"] > 0.06
+    assert found["summary"]["total_return_gross"] > 0.5
+    assert found["findings"] == []
+
+
+def test_with_its_targets_shuffled_the_same_scores_show_no_difference(planted, tmp_path):
+    _, run = planted
+    table = feather.read_table(run / "results" / "scores.feather")
+    date, draw = table["date"].to_numpy(), np.random.default_rng(4).random(len(table))
+    order = pa.array(np.lexsort((draw, date)))  # rows are ordered by date: others of the same date
+    for name in ("target_h1", "target_h2"):
+        table = table.set_column(table.column_names.index(name), name, table[name].take(order))
+    tables = {fold: table.filter(pa.compute.equal(table["fold"], fold)) for fold in (1, 2, 3)}
+    days = evaluate_folds(tables, horizons=(2,), k_ratio=0.2)
+    settings = WorkflowSettings.model_validate(PLANTED["workflow"])
+    decision = decide_on(days, settings, name="shuffled", record=tmp_path / "comparisons.jsonl")
+    assert decision["verdict"] == "no difference shown"
+
+
+def test_a_fold_with_the_checkpoints_of_another_run_is_refused(planted, tmp_path):
+    folder, run = planted
+    other = memfit(tmp_path, "run", folder / "config.yaml", "--folds", "1", "--set", "seed=4", "--json")
+    assert other.returncode == 0, other.stdout + other.stderr
+    shutil.copytree(folder / "runs", tmp_path / "mixed")
+    target = tmp_path / "mixed" / "planted" / run.name / "checkpoints" / "fold_1"
+    for path in Path(json.loads(other.stdout)["run"]).glob("checkpoints/fold_1/ema_epoch_*.pt"):
+        shutil.copy(path, target / path.name)
+    changed = ("--set", "workflow.backtest.cost_bps=1")  # or all is done already
+    done = memfit(tmp_path, "workflow", folder / "config.yaml", "--runs-dir", "mixed", *changed)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "is of the run" in done.stderr and "and this run is" in done.stderr
