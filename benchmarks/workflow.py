@@ -254,8 +254,9 @@ def compare_killed(parent: Path, options: Options) -> bool:
     first = Path(calm["run"])
     print(f"left alone           {format_duration(calm['seconds'])}", flush=True)
     drawn = random.Random(options.seed)
-    # From a supervisor that has hardly begun, to a fold or two in one go.
-    moments = [drawn.uniform(0.5, max(1.0, calm["seconds"] / 4)) for _ in range(options.kills)]
+    # From a supervisor that has hardly begun to a fold or two in one go, and so that all kills fit into the time.
+    longest = max(1.0, min(calm["seconds"] / 4, 1.3 * options.seconds / max(options.kills, 1)))
+    moments = [drawn.uniform(0.5, longest) for _ in range(options.kills)]
     started, killed, runs = time.monotonic(), 0, 0
     differ: list[str] = []
     num_tensors = 0

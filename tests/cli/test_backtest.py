@@ -60,8 +60,12 @@ def test_a_health_check_and_the_smoke_backtest_of_its_blend(memfit, config, tmp_
     [
         ((), "was given no checkpoint"),
         (("--checkpoint", "absent.pt"), "absent.pt is not there"),
-        (("--checkpoint", "memoriser.py", "--start-date", "2020-05-01", "--end-date", "2020-01-01"), "is after end_date"),
+        (
+            ("--checkpoint", "memoriser.py", "--start-date", "2020-05-01", "--end-date", "2020-01-01"),
+            "is after end_date",
+        ),
         (("--checkpoint", "memoriser.py", "--start-date", "soon"), "workflow.start_date"),
+        (("--checkpoint", "memoriser.py", "--output", "out/dir"), "is no JSON file"),
     ],
 )
 def test_what_cannot_be_judged_is_refused_with_status_2(memfit, config, words, what):

@@ -9,9 +9,6 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
-from memfit.cli import app
-from memfit.cli._compare import compare
-
 pytest.importorskip("arch")
 pytest.importorskip("statsmodels")
 
@@ -41,8 +38,6 @@ def tables(tmp_path):
 @pytest.fixture
 def run(memfit, tables):
     """Runs ``memfit compare``."""
-    if not any(command.callback is compare for command in app.registered_commands):
-        app.command()(compare)
     return lambda *words: memfit("compare", *words)
 
 
@@ -115,3 +110,10 @@ def test_what_is_no_day_table_is_refused(run, tables, words, message):
     done = run(*words, "--metric", METRIC)
     assert done.exit_code == 2
     assert message in done.err
+
+
+def test_fewer_dates_than_the_metric_names_are_refused_as_its_labels_span(run, tables):
+    done = run("new", "random", "--metric", METRIC, "--horizon", "1")
+    assert done.exit_code == 2
+    assert "is less than the 5 dates" in done.err
+    assert not (tables / "comparisons.jsonl").exists()

@@ -564,7 +564,7 @@ def group_of(pid):
 def test_a_job_begins_in_its_group_and_its_watcher_stays_outside(run_dir, walls, wall_mib):
     backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
     code = (
-        "read line; echo $line; cat /proc/self/cgroup; cat /proc/self/oom_score_adj; ulimit -d; pwd;"
+        "sleep 0.3; read line; echo $line; cat /proc/self/cgroup; cat /proc/self/oom_score_adj; ulimit -d; pwd;"
         "grep -E 'SigIgn|SigBlk' /proc/self/status; exec sleep 300"
     )
     (run_dir.path / "words").write_text("hello\n")

@@ -126,4 +126,5 @@ MEMORISER = FoldWorkload(
     train_fold=train_fold,
     score=score,
     market=market,
+    horizons=lambda params: [HORIZON],
 )

@@ -22,7 +22,12 @@ class Dates:
 
 def of(panel, train, labels, embargo, fold=1, forward=False):
     return Provenance.of_fold(
-        "run", fold, panel, np.asarray(train), {"label_dates": labels, "embargo_size": embargo, "forward_only": forward}
+        "run",
+        fold,
+        panel,
+        np.asarray(train),
+        {"label_dates": labels, "embargo_size": embargo, "forward_only": forward},
+        {},
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 from pyarrow import feather
 
 from memfit.data import Panel
-from memfit.errors import UsageError
+from memfit.errors import MemfitError, UsageError
 from memfit.evaluation import rank_ic, read_scores
 from memfit.pipeline import ScoreContext, backtest_checkpoints, resume, workflow
 from memfit.pipeline._provenance import read_provenance
@@ -218,7 +218,7 @@ def test_checkpoints_anywhere_score_only_dates_that_they_did_not_see(done, tmp_p
 
 def test_a_period_without_scored_dates_is_refused(done):
     config, run = done
-    with pytest.raises(UsageError, match="none of the 1 checkpoints may score"):
+    with pytest.raises(UsageError, match="no date from 2031-01-01"):
         backtest_checkpoints(
             config, [run / "checkpoints/fold_1/blended.pt"], overrides=["workflow.start_date=2031-01-01"]
         )
@@ -234,7 +234,7 @@ def test_two_checkpoints_of_one_fold_are_refused(done):
 def test_folds_in_order_run_one_after_another_and_see_the_one_before(memoriser, tmp_path):
     config, source = memoriser(n_splits=3), tmp_path / "memoriser.py"
     changes = {
-        "    market=market,\n)": "    market=market,\n    in_order=lambda params: True,\n)",
+        "    market=market,\n": "    market=market,\n    in_order=lambda params: True,\n",
         '    return {"num_train"': "    assert (context.fold == 1) == (context.previous_dir is None)\n"
         '    assert context.fold == 1 or (context.previous_dir / "ema_epoch_2.pt").exists()\n'
         '    return {"num_train"',
@@ -249,3 +249,59 @@ def test_folds_in_order_run_one_after_another_and_see_the_one_before(memoriser, 
     spans = sorted((status.started, status.ended) for status in result.statuses.values())
     assert len(spans) == 3
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+def test_results_that_were_deleted_are_made_again_and_a_red_gate_takes_old_ones_back(done):
+    config, run = done
+    shutil.rmtree(run / "results")
+    assert workflow(config).exit_code == 0
+    assert (run / "results" / "backtest.json").exists() and (run / "results" / "health" / "days.csv").exists()
+    config.write_text(config.read_text().replace("workflow:", "workflow:\n  gate: {max_hit_rate: 0.01}"))
+    assert workflow(config).exit_code == 11
+    assert [path.name for path in (run / "results").iterdir()] == ["health"]
+
+
+def test_a_checkpoint_is_scored_with_the_parameters_that_it_was_trained_with(done):
+    config, run = done
+    blended = run / "checkpoints/fold_1/blended.pt"
+    mine = backtest_checkpoints(config, [blended])
+    other = backtest_checkpoints(config, [blended], overrides=["params.skill=0.9"])
+    assert (mine["summary"], mine["metrics"]) == (other["summary"], other["metrics"])
+
+
+def test_a_period_leaves_out_the_folds_without_its_dates(done):
+    config, run = done
+    days = sorted(set(feather.read_table(run / "results/days.feather")["date"].to_pylist()))
+    config.write_text(config.read_text().replace("workflow:", f"workflow:\n  start_date: {days[90]}"))
+    assert workflow(config).exit_code == 0
+    assert [one["fold"] for one in stage(run, "health")["folds"]] == [3]
+    assert [one["fold"] for one in stage(run, "results")["folds"]] == [3, 4]
+    assert stage(run, "results")["summary"]["start"] == str(days[90])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("start_date: 2031-01-01", "no fold tests a date"),
+        ("decision: {metric: rank_ic}", "workflow.decision.metric"),
+        ("decision: {baseline: runs/absent}", "baseline runs/absent is not there"),
+        ("decision: {metric: h7_rank_ic}", "asks for the horizon 7"),
+        ("sweep: {skil: [1.0]}", "sweep sets params.skil"),
+        ("sweep: {skill: 1.0}", "needs a list of values"),
+    ],
+)
+def test_what_could_only_fail_after_the_training_is_refused_before_it(memoriser, tmp_path, setting, message):
+    with pytest.raises(MemfitError, match=message):
+        workflow(memoriser(workflow=f"  {setting}"))
+    assert not list(tmp_path.glob("runs/*/*/jobs/fold_1"))
+
+
+def test_too_few_dates_for_a_decision_leave_the_rest_standing(done):
+    config, run = done
+    days = sorted(set(feather.read_table(run / "results/days.feather")["date"].to_pylist()))
+    period = f"workflow:\n  start_date: {days[10]}\n  end_date: {days[30]}"
+    config.write_text(config.read_text().replace("workflow:", period))
+    assert workflow(config).exit_code == 0
+    found = stage(run, "results")
+    assert "decision" not in found and "21 dates can be paired" in found["no_decision"]
+    assert (run / "results/backtest.json").exists()

@@ -173,3 +173,15 @@ def test_files_that_are_not_there_or_named_twice_are_refused(save, tmp_path):
     with pytest.raises(UsageError, match="nothing to average"):
         average_checkpoints([], tmp_path / "out.pt")
     assert equal(load_checkpoint(a)["model"], weights(1))
+
+
+def test_a_changed_byte_is_damage_wherever_it_lies(save, tmp_path):
+    path = save("one.pt", weights(1))
+    size = path.stat().st_size
+    for place in range(20, size - 200, max(1, size // 40)):
+        content = bytearray(path.read_bytes())
+        content[place] ^= 0x55
+        other = tmp_path / "changed.pt"
+        other.write_bytes(content)
+        with pytest.raises(DamagedError):
+            average_checkpoints([other], tmp_path / "mean.pt")

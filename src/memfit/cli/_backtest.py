@@ -59,6 +59,14 @@ def backtest(  # noqa: PLR0913 - one each for what is judged, when and where it 
             rule="what is judged are the scores of trained models.",
             remedy="name one: memfit backtest --config ranker.yaml --checkpoint runs/.../fold_1/blended.pt",
         )
+    if output is not None:
+        if output.suffix != ".json":
+            raise UsageError(
+                f"--output {output} is no JSON file.",
+                rule="the result is a JSON file; scores, days, trades and a plot are named after it.",
+                remedy=f"write --output {output.with_suffix('.json')}",
+            )
+        output.parent.mkdir(parents=True, exist_ok=True)
     dates = [f"workflow.{name}={text}" for name, text in (("start_date", start_date), ("end_date", end_date)) if text]
     found = backtest_checkpoints(config, paths, overrides=[*dates, *(set_ or [])], output=output)
     if as_json:

@@ -56,6 +56,13 @@ def compare(
                 remedy="--horizon 1 for a metric of single days",
             )
         horizon = int(found[1])
+    named = re.match(r"h([1-9]\d*)_", metric)
+    if named and horizon < int(named[1]):
+        raise UsageError(
+            f"--horizon {horizon} is less than the {named[1]} dates that {metric} names.",
+            rule="labels that overlap make neighbouring dates alike; taken as fewer dates they understate the error.",
+            remedy="leave --horizon out",
+        )
     days_a = read_days(Path(a))
     days_b: pa.Table | Literal["random"] = "random" if b == "random" else read_days(Path(b))
     decision = decide_on_record(days_a, days_b, metric, horizon, record=record, level=level, names=(a, b))

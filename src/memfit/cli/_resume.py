@@ -9,6 +9,8 @@ import typer
 from memfit.cli._run import close
 from memfit.cli._settings import AsJson, Quiet
 from memfit.cli._terminal import console, survive_hangup
+from memfit.cli._workflow import close_workflow
+from memfit.pipeline import WORKFLOW_FILE
 from memfit.pipeline import resume as resume_run
 from memfit.reports import LiveRun, find_run
 
@@ -33,4 +35,6 @@ def resume(
         result = resume_run(find_run(run).path, view=live.show)
     finally:
         live.close()
+    if (result.path / WORKFLOW_FILE).exists():
+        close_workflow(result, log, as_json=as_json)
     close(result, log, as_json=as_json)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
+from rich.console import Console
 
 from memfit.cli._settings import Flags, with_flags
 from memfit.cli._terminal import console, survive_hangup
 from memfit.errors import StoppedError
+from memfit.pipeline import RunResult
 from memfit.pipeline import workflow as run_workflow
 from memfit.reports import LiveRun, print_summary, print_workflow, summarize, summarize_workflow
 from memfit.rundir import RunDir
@@ -45,8 +47,13 @@ def workflow(
         result = run_workflow(config, overrides=given, new=flags.new, force=flags.force, until=until, view=live.show)
     finally:
         live.close()
+    close_workflow(result, log, as_json=flags.as_json)
+
+
+def close_workflow(result: RunResult, log: Console, *, as_json: bool) -> NoReturn:
+    """Print what a workflow came to, and exit with its code."""
     run_dir = RunDir(result.path)
-    if flags.as_json:
+    if as_json:
         found = summarize(run_dir) | {"workflow": summarize_workflow(run_dir)}
         typer.echo(json.dumps(found, indent=2, allow_nan=False))
     else:

@@ -274,7 +274,7 @@ def _of_controls(
     yield Reason(
         name="luck",
         colour="green" if rank > limits.min_rank_of_real else "yellow",
-        text=f"the scores earn more than {rank:.0%} of the shuffled ones (more than {limits.min_rank_of_real:.0%})",
+        text=f"the scores earn more than {rank:.0%} of the shuffled ones (must be above {limits.min_rank_of_real:.0%})",
     )
     shift, horizon = controls.shift, backtest_settings.horizon
     least = limits.min_kept_share * (horizon - 1) / horizon

@@ -181,7 +181,7 @@ def _turnover(axes: Axes, column: dict[str, NDArray[Any]]) -> None:
 def _dated(axes: Axes) -> None:
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 
-    locator = AutoDateLocator(maxticks=8)  # type: ignore[no-untyped-call]
+    locator = AutoDateLocator(minticks=3, maxticks=8)  # type: ignore[no-untyped-call]
     axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
     axes.grid(color="#dddddd", linewidth=0.6)

@@ -11,7 +11,7 @@ from memfit.pipeline._config import CommandSettings, MemorySettings, RunConfig, 
 from memfit.pipeline._grid import expand, fill
 from memfit.pipeline._run import run
 from memfit.pipeline._supervise import RunResult, read_budget
-from memfit.pipeline._workflow import GATE_EXIT_CODES, workflow
+from memfit.pipeline._workflow import GATE_EXIT_CODES, WORKFLOW_FILE, workflow
 
 if TYPE_CHECKING:
     from memfit.pipeline._workload import FoldContext, FoldWorkload, PrepareContext, Prepared, ScoreContext
@@ -29,6 +29,7 @@ __all__ = [
     "Prepared",
     "RunConfig",
     "RunResult",
+    "WORKFLOW_FILE",
     "ScoreContext",
     "backtest_checkpoints",
     "bench_loader",

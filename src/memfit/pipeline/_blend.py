@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from memfit.data import Panel
 from memfit.errors import UsageError
 from memfit.pipeline._provenance import Indices, Provenance, read_provenance
-from memfit.pipeline._workload import FoldWorkload, ScoreContext
+from memfit.pipeline._workload import FoldWorkload, ScoreContext, read_params
 
 _NUM_NAMED = 5
 
@@ -59,9 +59,9 @@ def score(workload: FoldWorkload[Any], params: Any, panel: Panel, checkpoint: Pa
 
 
 def score_out_of_fold(
-    workload: FoldWorkload[Any], params: Any, panel: Panel, checkpoints: Sequence[Path], dates: Indices
+    workload: FoldWorkload[Any], panel: Panel, checkpoints: Sequence[Path], dates: Indices
 ) -> tuple[dict[int, pa.Table], list[dict[str, Any]]]:
-    """The scores of several models, each on those of the dates that it may score.
+    """The scores of several models, each on those of the dates that it may score, with the parameters of its training.
 
     Returns:
         The tables by fold; and per checkpoint what it is and how many dates it scored.
@@ -84,6 +84,7 @@ def score_out_of_fold(
         mine = dates[provenance.scorable(panel)[dates]]
         told.append({"fold": provenance.fold, "checkpoint": str(path), "run": provenance.run, "num_dates": len(mine)})
         if len(mine):
+            params = read_params(workload, provenance.params)
             tables[provenance.fold] = score(workload, params, panel, path, mine)
     if not tables:
         raise UsageError(

@@ -142,3 +142,16 @@ def parse_folds(text: str, num_folds: int) -> list[int]:
             )
         chosen |= set(range(first, last + 1))
     return sorted(chosen)
+
+
+def replaced(params: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters with other values under dotted names.
+
+    >>> replaced({"train": {"tau": 1, "rate": 2}}, {"train.tau": 5})
+    {'train': {'tau': 5, 'rate': 2}}
+    """
+    changed = dict(params)
+    for name, value in chosen.items():
+        first, _, rest = name.partition(".")
+        changed[first] = replaced(changed.get(first) or {}, {rest: value}) if rest else value
+    return changed

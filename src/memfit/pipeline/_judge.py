@@ -154,9 +154,14 @@ def decide_on(days: pa.Table, settings: WorkflowSettings, *, name: str, record: 
     """Whether the scores are better than the baseline, corrected for all comparisons on record."""
     baseline = settings.decision.baseline
     other = "random" if baseline == "random" else read_days(Path(baseline))
-    horizon = int(settings.metric[1:].partition("_")[0])
     decision = decide_on_record(
-        days, other, settings.metric, horizon, record=record, level=settings.decision.level, names=(name, baseline)
+        days,
+        other,
+        settings.metric,
+        settings.metric_horizon,
+        record=record,
+        level=settings.decision.level,
+        names=(name, baseline),
     )
     return {"a": name, "b": baseline, **decision.to_dict()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Provenance:
         label_dates: How many dates its longest label looked ahead.
         embargo_size: Dates kept apart beyond that.
         forward_only: Whether it scores only dates after those that it was trained on.
+        params: The workload's parameters that it was trained with; it scores with the same.
 
     Example:
         >>> found = Provenance("ab", 2, "cd", (("2020-01-01", "2020-01-03"),), label_dates=1, embargo_size=0)
@@ -42,9 +43,18 @@ class Provenance:
     label_dates: int
     embargo_size: int
     forward_only: bool = False
+    params: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of_fold(cls, run: str, fold: int, panel: Panel, train_dates: Indices, stage: Mapping[str, Any]) -> Provenance:
+    def of_fold(
+        cls,
+        run: str,
+        fold: int,
+        panel: Panel,
+        train_dates: Indices,
+        stage: Mapping[str, Any],
+        params: Mapping[str, Any],
+    ) -> Provenance:
         """What the checkpoints of a fold say; ``stage`` is what the prepare stage left."""
         return cls(
             run=run,
@@ -54,6 +64,7 @@ class Provenance:
             label_dates=int(stage["label_dates"]),
             embargo_size=int(stage["embargo_size"]),
             forward_only=bool(stage["forward_only"]),
+            params=dict(params),
         )
 
     @classmethod

@@ -30,6 +30,7 @@ class Order:
     settings: RunConfig
     params: Mapping[str, Any]
     workflow: Mapping[str, Any] | None
+    sweep: Mapping[str, Sequence[Any]]
     in_order: bool
     yaml: str
     origins: Mapping[str, str]
@@ -166,6 +167,7 @@ def resolve_order(
         settings=settings,
         params=described["params"],
         workflow=described["workflow"],
+        sweep=described["sweep"],
         in_order=described["in_order"],
         yaml=described["yaml"],
         origins=described["origins"],

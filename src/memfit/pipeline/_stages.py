@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from memfit import config
 from memfit.data import Panel
-from memfit.errors import UsageError
+from memfit.errors import DataError, UsageError
 from memfit.evaluation import rank_ic, read_scores, summarize_ic
 from memfit.pipeline._blend import blend, check_related, join_scores, score, score_out_of_fold
 from memfit.pipeline._config import RunConfig
@@ -71,6 +71,8 @@ class _Work:
         check_related({checkpoint: provenance}, self.panel, run=self.run.header.get("fingerprint"))
         dates = chosen_dates(self.panel, read_split(self.run, fold)[1], self.settings)
         dates = dates[provenance.scorable(self.panel)[dates]]
+        if not len(dates):
+            raise no_dates(self.panel, self.settings)
         table = score(self.workload, self.params, self.panel, checkpoint, dates)
         told: dict[str, Any] = {
             "fold": fold,
@@ -101,6 +103,16 @@ def chosen_dates(panel: Panel, dates: Indices, settings: WorkflowSettings) -> In
     return dates[kept]
 
 
+def no_dates(panel: Panel, settings: WorkflowSettings) -> UsageError:
+    """That the period holds no date to judge."""
+    return UsageError(
+        f"no date from {settings.start_date or 'the first'} to {settings.end_date or 'the last'} can be judged.",
+        rule=f"the panel has the dates {panel.dates[0]} to {panel.dates[-1]}, and a model scores those that it was not "
+        "trained on.",
+        remedy="choose another workflow.start_date and workflow.end_date (--start-date, --end-date)",
+    )
+
+
 def run_health(
     target: str, params: Mapping[str, Any], run_dir: str, folds: Sequence[int], settings: Mapping[str, Any], inputs: str
 ) -> dict[str, Any]:
@@ -129,11 +141,16 @@ def run_results(
     table = join_scores(tables)
     judged = judge_scores(tables, table, work.panel, work.market(), work.settings)
     run, name = work.run.path, f"{work.run.path.parent.name}/{work.run.path.name}"
-    decision = decide_on(judged.days, work.settings, name=name, record=run.parent / "comparisons.jsonl")
-    facts = work.facts(told) | {"decision": decision}
+    decision: dict[str, Any]
+    try:
+        decided = decide_on(judged.days, work.settings, name=name, record=run.parent / "comparisons.jsonl")
+        decision = {"decision": decided}
+    except (DataError, UsageError) as error:  # too few dates, or a baseline of other assets: the rest stands
+        decision = {"no_decision": f"{error.what} {error.remedy}."}
+    facts = work.facts(told) | decision
     files = write_judged(run / "results" / "backtest.json", judged, table, facts=facts)
     write_json(run / "results" / "inventory.json", {"files": inventory(run)})
-    return {"inputs": inputs, **summarize_judged(judged), "decision": decision, "folds": told, "files": files}
+    return {"inputs": inputs, **summarize_judged(judged), **decision, "folds": told, "files": files}
 
 
 def inventory(run: Path) -> list[dict[str, Any]]:
@@ -166,7 +183,9 @@ def backtest_in_child(target: str, resolved: str, checkpoints: Sequence[str], ou
     settings = config.resolve_nested(whole, "workflow", WorkflowSettings).value
     panel = workload.prepare(PrepareContext(whole.value.panels_dir), params).panel
     dates = chosen_dates(panel, np.arange(len(panel.dates)), settings)
-    tables, told = score_out_of_fold(workload, params, panel, [Path(one) for one in checkpoints], dates)
+    if not len(dates):
+        raise no_dates(panel, settings)
+    tables, told = score_out_of_fold(workload, panel, [Path(one) for one in checkpoints], dates)
     table = join_scores(tables)
     market = None if workload.market is None else workload.market(panel, params)
     judged = judge_scores(tables, table, panel, market, settings)

@@ -172,7 +172,7 @@ class RunLock:
         raise UsageError(
             f"{self._path.parent} is being run by another process.",
             rule="one supervisor at a time admits a run's jobs (supervisor.lock).",
-            remedy="wait for it, or start a separate run: memfit run or memfit map with --new",
+            remedy="wait for it, or start a separate run: the same command with --new",
         )
 
     @property

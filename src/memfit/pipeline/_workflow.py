@@ -17,7 +17,7 @@ from typing import Any
 from memfit import config
 from memfit.errors import JobFailedError, UsageError, nearest
 from memfit.jobs import Job, JobStatus, raise_error_of
-from memfit.pipeline._config import parse_folds
+from memfit.pipeline._config import parse_folds, replaced
 from memfit.pipeline._run import (
     Order,
     find_run,
@@ -35,7 +35,7 @@ from memfit.rundir import RunDir, read_json, write_json
 
 _STAGES = "memfit.pipeline._stages"
 #: Its presence says that the run is a workflow's; it holds how far that has come.
-STATE_FILE = "workflow.json"
+WORKFLOW_FILE = "workflow.json"
 #: In their order.
 PHASES = ("health", "folds", "results")
 #: What the process ends with when the gate lets nothing pass, by the gate's colour.
@@ -84,6 +84,7 @@ def workflow(
             remedy=nearest(until, PHASES),
         )
     order = resolve_order(source, overrides, os.environ if env is None else env, force)
+    _check_baseline(order)
     if order.workflow is None:
         raise UsageError(
             f"the workload {order.settings.target} gives no scores.",
@@ -93,13 +94,23 @@ def workflow(
     return go_on(order, None if new else find_run(order), view, partial(_stages, until=until))
 
 
+def _check_baseline(order: Order) -> None:
+    baseline = (order.workflow or {}).get("decision", {}).get("baseline", "random")
+    if baseline != "random" and not Path(baseline).exists():
+        raise UsageError(
+            f"the baseline {baseline} is not there.",
+            rule="workflow.decision.baseline is random, or the folder or table of days of another run.",
+            remedy="correct the path, or --set workflow.decision.baseline=random",
+        )
+
+
 def resume_folds(run_dir: RunDir, view: View | None = None) -> RunResult:
     """Go on with a run of folds as its ``config.yaml`` says, and with the workflow around them if it began as one.
 
     Raises:
         UsageError: If its config was never written, or code or data are others now.
     """
-    state = read_json(run_dir.path / STATE_FILE)
+    state = read_json(run_dir.path / WORKFLOW_FILE)
     stages = None if state is None else partial(_stages, until=state["until"])
     return go_on(reread_order(run_dir), run_dir, view, stages)
 
@@ -118,27 +129,46 @@ class _Workflow:
 
     def run(self, until: str) -> RunResult:
         """Pass the phases up to one of them."""
-        write_json(self.run_dir.path / STATE_FILE, {"schema_version": 1, "until": until})
+        write_json(self.run_dir.path / WORKFLOW_FILE, {"schema_version": 1, "until": until})
         stage = prepare_panel(self.order, self.supervisor)
         if stage is None:
             return finish(self.supervisor, {})
         num_folds = len(stage["folds"])
         folds = parse_folds(self.order.settings.folds, num_folds)
-        if not self._train(folds[:1], num_folds):
+        judged = self._in_period(folds, stage["folds"])
+        if not self._train(judged[:1], num_folds):
             return finish(self.supervisor, self.statuses)
-        health = self._stage("health", folds[:1])
+        health = self._stage("health", judged[:1])
         if health is None:
             return self._stopped()
         colour = health["verdict"]["colour"]
         reasons = [f"{one['name']}: {one['text']}" for one in health["verdict"]["reasons"] if one["colour"] == colour]
         self.supervisor.journal.write("gate", colour=colour, why="" if colour == "green" else "; ".join(reasons))
         if colour != "green":
-            self._sweep(folds[0])
+            self._sweep(judged[0])
         if colour == "red" or (colour == "yellow" and self.settings["on_yellow"] == "stop"):
             return self._refused(colour, reasons)
         if until == "health" or not self._train(folds, num_folds) or until == "folds":
             return finish(self.supervisor, self.statuses)
-        return finish(self.supervisor, self.statuses) if self._stage("results", folds) else self._stopped()
+        return finish(self.supervisor, self.statuses) if self._stage("results", judged) else self._stopped()
+
+    def _in_period(self, folds: Sequence[int], facts: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Those of the folds that test dates of the period that is judged.
+
+        Raises:
+            UsageError: If there is none.
+        """
+        start, end = self.settings["start_date"] or "", self.settings["end_date"] or "9999"
+        dates = {fold: (facts[fold - 1]["first_test_date"], facts[fold - 1]["last_test_date"]) for fold in folds}
+        found = [fold for fold, (first, last) in dates.items() if first[:10] <= end and last[:10] >= start]
+        if not found:
+            raise UsageError(
+                f"no fold tests a date from {start or 'the first'} to {self.settings['end_date'] or 'the last'}.",
+                rule=f"the folds {', '.join(map(str, folds))} test {min(dates.values())[0][:10]} to "
+                f"{max(last for _, last in dates.values())[:10]}, and what is judged are their test dates.",
+                remedy="choose another workflow.start_date and workflow.end_date",
+            )
+        return found
 
     def _train(self, folds: Sequence[int], num_folds: int) -> bool:
         """Whether all these folds are trained now."""
@@ -154,7 +184,8 @@ class _Workflow:
         inputs = config.fingerprint({"settings": self.settings, "ended": ended})
         folder = self.run_dir.job_dir(name)
         before = read_json(folder / "result.json")
-        if before is not None and before["result"]["inputs"] == inputs and finished(self.run_dir, name) is not None:
+        is_same = before is not None and before["result"]["inputs"] == inputs and self._is_whole(name, before["result"])
+        if before is not None and is_same and finished(self.run_dir, name) is not None:
             self.supervisor.journal.write("stage", name=name, state="kept")
             return dict(before["result"])
         arguments = {
@@ -178,14 +209,21 @@ class _Workflow:
             )
         return dict((read_json(folder / "result.json") or {})["result"])
 
+    def _is_whole(self, name: str, result: Mapping[str, Any]) -> bool:
+        """Whether all files that a phase wrote are still there."""
+        return all((self._folder(name) / file).exists() for file in result["files"])
+
+    def _folder(self, name: str) -> Path:
+        return self.run_dir.path / "results" / ("health" if name == "health" else "")
+
     def _sweep(self, fold: int) -> None:
         """Train the fold anew with each other setting that the config names, for the table of what to tune."""
-        names = dict(self.settings["sweep"])
+        names = self.order.sweep
         jobs = []
         for number, values in enumerate(itertools.product(*names.values()) if names else (), start=1):
             chosen = dict(zip(names, values, strict=True))
             job = fold_job(self.order, self.run_dir, fold)
-            changed = {**job.arguments, "params": _changed(self.order.params, chosen), "job_id": f"sweep_{number:02d}"}
+            changed = {**job.arguments, "params": replaced(self.order.params, chosen), "job_id": f"sweep_{number:02d}"}
             params = {name: str(value) for name, value in chosen.items()}
             jobs.append(replace(job, id=f"sweep_{number:02d}", arguments=changed, params=params))
         left = [job for job in jobs if finished(self.run_dir, job.id) is None]
@@ -194,6 +232,8 @@ class _Workflow:
 
     def _refused(self, colour: str, reasons: Sequence[str]) -> RunResult:
         """The run as one that the gate let not pass."""
+        for left in self._folder("results").glob("*.*"):
+            left.unlink()  # of an earlier judgement, which this one takes back
         result = finish(self.supervisor, self.statuses)
         cause = f"the gate is {colour}: {'; '.join(reasons)}"
         outcome = read_json(self.run_dir.path / "outcome.json") or {}
@@ -208,16 +248,3 @@ class _Workflow:
         """The run as one that was asked to stop between two folds."""
         result = finish(self.supervisor, self.statuses | {"stage": JobStatus("stage", "preempted")})
         return replace(result, statuses=self.statuses)
-
-
-def _changed(params: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters with other values under dotted names.
-
-    >>> _changed({"train": {"tau": 1, "rate": 2}}, {"train.tau": 5})
-    {'train': {'tau': 5, 'rate': 2}}
-    """
-    changed = dict(params)
-    for name, value in chosen.items():
-        first, _, rest = name.partition(".")
-        changed[first] = _changed(changed.get(first) or {}, {rest: value}) if rest else value
-    return changed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -10,18 +11,21 @@ from pydantic import Field, model_validator
 from memfit.config import Settings
 from memfit.evaluation import BacktestSettings, GateSettings, QualitySettings
 
+_METRIC = r"^h[1-9]\d*_(rank_ic|p_at_k_pos|delta_p_at_k_pos|ndcg_at_k|spread|hit_rate)$"
+
 
 class DecisionSettings(Settings):
     """What the scores are compared with, and when the difference counts.
 
     Attributes:
         baseline: ``random``, or a folder or table of the days of another run.
-        metric: A column of the table of days; None for the lift of precision at k at the backtest's horizon.
+        metric: A column of the table of days, such as ``h5_rank_ic``; None for the lift of precision at k at the
+            backtest's horizon.
         level: The level of the interval; a test counts at one minus it, corrected for the comparisons tried.
     """
 
     baseline: str = "random"
-    metric: str | None = None
+    metric: Annotated[str, Field(pattern=_METRIC)] | None = None
     level: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
 
 
@@ -34,8 +38,9 @@ class WorkflowSettings(Settings):
         start_date: The first date that is judged, included; None for all.
         end_date: The last one, included.
         on_yellow: Whether a yellow gate lets the other folds train.
-        sweep: What a gate that is not green tries on the first fold: names below ``params`` with their values, such as
-            ``{train.tau_days: [60, 250]}``. Shares held (``k_ratio``) are always tried, for they need no training.
+        sweep: What a gate that is not green tries on the first fold: settings below ``params``, each with its values,
+            such as ``{train: {tau_days: [60, 250]}}``. Shares held (``k_ratio``) are always tried, for they need no
+            training.
         backtest: How scores become positions, and what trading costs; its horizon is the one that counts.
         quality: Bounds of the data checks.
         gate: When a backtest is green, yellow or red.
@@ -51,7 +56,7 @@ class WorkflowSettings(Settings):
     start_date: datetime.date | None = None
     end_date: datetime.date | None = None
     on_yellow: Literal["continue", "stop"] = "continue"
-    sweep: dict[str, list[Any]] = Field(default_factory=dict)
+    sweep: dict[str, Any] = Field(default_factory=dict)
     backtest: BacktestSettings = BacktestSettings()
     quality: QualitySettings = QualitySettings()
     gate: GateSettings = GateSettings()
@@ -63,7 +68,36 @@ class WorkflowSettings(Settings):
             raise ValueError(f"start_date ({self.start_date}) is after end_date ({self.end_date})")
         return self
 
+    @model_validator(mode="after")
+    def _sweep_ends_in_lists(self) -> WorkflowSettings:
+        for name, values in self.swept.items():
+            if not isinstance(values, list) or not values:
+                raise ValueError(f"sweep: {name} needs a list of values, and has {values!r}")
+        return self
+
+    @property
+    def swept(self) -> dict[str, list[Any]]:
+        """The values to try, by the dotted name below ``params``.
+
+        >>> WorkflowSettings(sweep={"train": {"tau_days": [60, 250]}}).swept
+        {'train.tau_days': [60, 250]}
+        """
+        return dict(_leaves(self.sweep, ""))
+
+    @property
+    def metric_horizon(self) -> int:
+        """How many dates the labels of that metric span."""
+        return int(self.metric[1:].partition("_")[0])
+
     @property
     def metric(self) -> str:
         """The metric that decides."""
         return self.decision.metric or f"h{self.backtest.horizon}_delta_p_at_k_pos"
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

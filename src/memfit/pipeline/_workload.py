@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import feather
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from memfit import config
 from memfit.data import Panel
 from memfit.errors import ConfigError, DataError, SplitError, UsageError
 from memfit.jobs import load_target
-from memfit.pipeline._config import RunConfig
+from memfit.pipeline._config import RunConfig, replaced
 from memfit.pipeline._provenance import Provenance
 from memfit.pipeline._workflow_settings import WorkflowSettings
 from memfit.rundir import RunDir, mark_phase, read_json, write_json
@@ -128,6 +128,7 @@ class FoldWorkload(Generic[P]):
             ``target_h1`` is always there, for positions are marked by it from day to day.
         market: What is checked before a profit counts: a table of ``date``, ``code``, ``close`` and, where there is
             one, ``volume``.
+        horizons: The horizons that ``score`` gives, so that a workflow that asks for another is refused beforehand.
         in_order: Whether each fold needs the one before to be done, as a warm start does; the folds then run one
             after another.
     """
@@ -140,6 +141,7 @@ class FoldWorkload(Generic[P]):
     step: Callable[[FoldContext, P], Callable[[Any], object]] | None = None
     score: Callable[[ScoreContext, P], pa.Table] | None = None
     market: Callable[[Panel, P], pa.Table] | None = None
+    horizons: Callable[[P], Iterable[int]] | None = None
     in_order: Callable[[P], bool] | None = None
 
 
@@ -161,11 +163,13 @@ def describe(target: str, resolved: str) -> dict[str, Any]:
     whole = config.Resolved.from_json(RunConfig, resolved)
     nested = config.resolve_nested(whole, "params", workload.params)
     sections: list[config.Resolved[Any]] = [nested]
-    workflow = None
+    workflow, swept = None, dict[str, Any]()
     if workload.score is not None:
         judged = config.resolve_nested(whole, "workflow", WorkflowSettings)
         sections.append(judged)
         workflow = judged.value.model_dump(mode="json")
+        swept = judged.value.swept
+        _check_workflow(workload, nested.value, judged.value)
     elif whole.value.workflow:
         raise ConfigError(
             f"the config has a section 'workflow', and {target} gives no scores.",
@@ -176,12 +180,40 @@ def describe(target: str, resolved: str) -> dict[str, Any]:
     return {
         "params": nested.value.model_dump(mode="json"),
         "workflow": workflow,
+        "sweep": swept,
         "in_order": bool(workload.in_order and workload.in_order(nested.value)),
         "origins": origins | {name: origin for one in sections for name, origin in one.origins.items()},
         "yaml": whole.to_yaml(*sections),
         "code": fingerprint_code(workload),
         "data": workload.fingerprint(nested.value),
     }
+
+
+def _check_workflow(workload: FoldWorkload[P], params: P, settings: WorkflowSettings) -> None:
+    """Refuse before anything is trained what could only fail afterwards."""
+    known = sorted(workload.horizons(params)) if workload.horizons else None
+    for name, horizon in (
+        ("backtest.horizon", settings.backtest.horizon),
+        ("decision.metric", settings.metric_horizon),
+    ):
+        if known is not None and horizon not in known:
+            raise ConfigError(
+                f"workflow.{name} asks for the horizon {horizon}, and the models score {', '.join(map(str, known))}.",
+                rule="positions are held, and metrics are taken, at a horizon that the models are trained for.",
+                remedy=f"--set workflow.backtest.horizon={known[0]}, or train that horizon too",
+            )
+    for name, values in settings.swept.items():
+        for value in values:
+            try:
+                changed = replaced(params.model_dump(mode="json"), {name: value})
+                workload.params.model_validate_json(json.dumps(changed))
+            except ValidationError as error:
+                first = error.errors()[0]
+                raise ConfigError(
+                    f"workflow.sweep sets params.{name} to {value!r}: {first['msg']}.",
+                    rule="a sweep names settings below params, each with values that they take.",
+                    remedy="correct the name or the value: sweep: {train: {tau_days: [60, 250]}}",
+                ) from error
 
 
 def fingerprint_code(workload: FoldWorkload[Any]) -> str:
@@ -237,7 +269,15 @@ def run_prepare(target: str, params: Mapping[str, Any], run_dir: str, panels_dir
         "embargo_size": done.embargo_size,
         "forward_only": done.forward_only,
         "splits_sha256": hashlib.sha256(splits.read_bytes()).hexdigest(),
-        "folds": [{"num_train_dates": len(train), "num_test_dates": len(test)} for train, test in done.splits],
+        "folds": [
+            {
+                "num_train_dates": len(train),
+                "num_test_dates": len(test),
+                "first_test_date": str(done.panel.dates[min(test)]),
+                "last_test_date": str(done.panel.dates[max(test)]),
+            }
+            for train, test in done.splits
+        ],
     }
     write_json(run.path / "checkpoints" / "stage_prepare.json", stage)
     return stage
@@ -272,7 +312,9 @@ def run_fold(
         checkpoint_dir=run.checkpoint_dir(job_id),
         seed=_fold_seed(seed, fold),
         job_dir=run.job_dir(job_id),
-        provenance=Provenance.of_fold(run.header.get("fingerprint", ""), fold, panel, train, stage).to_dict(),
+        provenance=Provenance.of_fold(
+            run.header.get("fingerprint", ""), fold, panel, train, stage, read.model_dump(mode="json")
+        ).to_dict(),
         previous_dir=previous if fold > 1 and workload.in_order and workload.in_order(read) else None,
     )
     context.checkpoint_dir.mkdir(parents=True, exist_ok=True)

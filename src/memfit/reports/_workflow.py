@@ -103,6 +103,8 @@ def print_backtest(found: Mapping[str, Any], log: Console, detail: Detail = "WAR
         log.print(_tried_table(found["tried"]))
     if decision := found.get("decision"):
         _print_decision(decision, log)
+    if why := found.get("no_decision"):
+        log.print(f"decision: none. {why}", style="bold", markup=False, soft_wrap=True)
 
 
 def _print_numbers(summary: Mapping[str, Any], log: Console) -> None:
@@ -150,7 +152,8 @@ def _print_decision(decision: Mapping[str, Any], log: Console) -> None:
         f"  effect {_number(decision['effect'])}, {decision['level']:.0%} interval {_number(decision['lower'])} to "
         f"{_number(decision['upper'])}; n {decision['num_dates']} dates in {decision['num_folds']} folds; "
         f"p {_number(decision['p_value'], signed=False)}, {_number(decision['adjusted_p_value'], signed=False)} after "
-        f"{decision['num_comparisons']} comparisons; these dates could have shown "
+        f"{decision['num_comparisons']} comparison{'s' if decision['num_comparisons'] > 1 else ''}; these dates could "
+        "have shown "
         f"{_number(decision['minimal_detectable_effect'], signed=False)}",
         markup=False,
         soft_wrap=True,

@@ -269,5 +269,6 @@ RANKER: FoldWorkload[RankerParams] = FoldWorkload(
     step=training_step,
     score=score,
     market=market,
+    horizons=lambda params: params.data.horizons,
     in_order=in_order,
 )
