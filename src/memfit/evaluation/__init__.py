@@ -38,6 +38,7 @@ from memfit.evaluation._forecasts import (
     minimum_dates,
     power,
 )
+from memfit.evaluation._gap import Gap, generalization_gap
 from memfit.evaluation._gate import GateSettings, Knob, Reason, Verdict, judge
 from memfit.evaluation._market import Finding, Market, QualitySettings, read_market
 from memfit.evaluation._quality import check_market
@@ -61,6 +62,7 @@ __all__ = [
     "DieboldMariano",
     "Finding",
     "FoldEffect",
+    "Gap",
     "GateSettings",
     "ICSummary",
     "Interval",
@@ -86,6 +88,7 @@ __all__ = [
     "diebold_mariano",
     "evaluate_days",
     "evaluate_folds",
+    "generalization_gap",
     "hit_rate",
     "judge",
     "lift_at_k",

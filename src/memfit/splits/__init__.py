@@ -1,7 +1,8 @@
-"""Splits of dated rows into train and test that let no label leak.
+"""Splits into train and test that let no label leak: of dated rows, and of rows in groups.
 
 `PurgedKFold` tests every date once, and trains on both sides of the test block; `WalkForward` trains on its past alone;
-`CombinatorialPurged` tests every date several times. All are used like scikit-learn's splitters. `SplitSummary` and
+`CombinatorialPurged` tests every date several times. `StratifiedGroups` keeps near-duplicates together, and puts a test
+set aside. All are used like scikit-learn's splitters. `SplitSummary` and
 `sizes_table` say what each fold keeps and drops.
 
 Example:
@@ -22,6 +23,7 @@ Example:
 
 from memfit.splits._combinatorial import CombinatorialPurged
 from memfit.splits._purged import PurgedKFold, SplitSummary, sizes_table
+from memfit.splits._stratified_groups import StratifiedGroups
 from memfit.splits._walk_forward import WalkForward
 
-__all__ = ["CombinatorialPurged", "PurgedKFold", "SplitSummary", "WalkForward", "sizes_table"]
+__all__ = ["CombinatorialPurged", "PurgedKFold", "SplitSummary", "StratifiedGroups", "WalkForward", "sizes_table"]
