@@ -85,12 +85,13 @@ def test_random_is_a_baseline(run, tables):
 
 
 def test_a_metric_without_a_horizon_needs_one(run, tables):
-    renamed = days(1).rename_columns(["fold", "date", "gain", "num_assets"])
-    pyarrow.parquet.write_table(renamed, tables / "gain.parquet")
-    done = run("gain.parquet", "gain.parquet", "--metric", "gain")
+    for seed, name in ((1, "gain.parquet"), (2, "other.parquet")):
+        renamed = days(seed).rename_columns(["fold", "date", "gain", "num_assets"])
+        pyarrow.parquet.write_table(renamed, tables / name)
+    done = run("gain.parquet", "other.parquet", "--metric", "gain")
     assert done.exit_code == 2
     assert "--horizon 1" in done.err
-    assert run("gain.parquet", "gain.parquet", "--metric", "gain", "--horizon", "5").exit_code == 0
+    assert run("gain.parquet", "other.parquet", "--metric", "gain", "--horizon", "5").exit_code == 0
 
 
 @pytest.mark.parametrize(

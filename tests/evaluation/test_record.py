@@ -91,3 +91,10 @@ def test_nothing_is_recorded_of_a_comparison_that_was_refused(tmp_path: Path) ->
         compare(path, days(0).slice(0, 20), days(1))
     assert read_record(path) == {}
     assert math.isfinite(compare(path, days(0), days(1)).p_value)
+
+
+def test_a_table_compared_with_itself_is_refused_and_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "comparisons.jsonl"
+    with pytest.raises(DataError, match="A and B have the same h1_rank_ic"):
+        compare(path, days(0), days(0))
+    assert read_record(path) == {}

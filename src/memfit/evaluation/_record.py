@@ -42,12 +42,19 @@ def decide_on_record(
         names: What to call the two in the record, for example their files.
 
     Raises:
-        DataError: As `decide`; or if a line of the record cannot be read.
+        DataError: As `decide`; or if A and B are the same, or a line of the record cannot be read.
         UsageError: As `decide`.
         MissingExtraError: As `decide`.
         OSError: If the record cannot be written.
     """
-    key = _key(digest(days_a, metric), digest(days_b, metric), metric)
+    ours, theirs = digest(days_a, metric), digest(days_b, metric)
+    if ours == theirs:
+        raise DataError(
+            f"A and B have the same {metric} on the same dates.",
+            rule="a table compared with itself shows nothing, and would count among the comparisons tried.",
+            remedy="name another run or baseline",
+        )
+    key = _key(ours, theirs, metric)
     record.parent.mkdir(parents=True, exist_ok=True)
     # Opened before it is locked: where no file can be made, waiting for the lock would never end.
     with open(record, "ab") as file, FileLock(record.with_name(f".{record.name}.lock")):
