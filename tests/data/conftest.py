@@ -16,6 +16,8 @@ import pytest
 
 CHILD = Path(__file__).with_name("child.py")
 PANEL_CHILD = Path(__file__).with_name("panel_child.py")
+#: Programs of tests, not modules of them.
+collect_ignore = ["footprint_child.py", "validation_child.py"]
 
 
 def generate_table(
