@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from memfit import config
-from memfit.jobs import call_in_child, limit_threads
-from memfit.pipeline._config import RunConfig
+from memfit.pipeline._alone import call_alone
 
 
 def backtest_checkpoints(
@@ -36,20 +34,8 @@ def backtest_checkpoints(
         UsageError: If the config is bad, its workload gives no scores, a checkpoint does not belong to the others or to
             the data, or none may score any of the dates.
     """
-    env = os.environ if env is None else env
-    file = Path(source)
-    resolved = config.resolve(RunConfig, file=file, env=env, overrides=overrides)
-    folders = [str(file.resolve().parent), str(Path.cwd()), *filter(None, [env.get("PYTHONPATH")])]
-    child_env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    limit_threads(resolved.value.threads_per_job, env=child_env, modules=())
-    found: dict[str, Any] = call_in_child(
-        "memfit.pipeline._stages:backtest_in_child",
-        {
-            "target": resolved.value.target,
-            "resolved": resolved.to_json(),
-            "checkpoints": [str(path.absolute()) for path in checkpoints],
-            "output": None if output is None else str(output.absolute()),
-        },
-        env=child_env,
-    )
-    return found
+    arguments = {
+        "checkpoints": [str(path.absolute()) for path in checkpoints],
+        "output": None if output is None else str(output.absolute()),
+    }
+    return call_alone("memfit.pipeline._stages:backtest_in_child", source, arguments, overrides=overrides, env=env)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 from memfit import config
 from memfit.errors import UsageError
-from memfit.jobs import call_in_child, limit_threads
+from memfit.pipeline._alone import call_alone
 from memfit.pipeline._config import RunConfig
 
 _HERE = "memfit.pipeline._bench"
@@ -63,18 +62,8 @@ def bench_loader(
         UsageError: If the config is bad, or its workload names no loader, or no step where one is asked for.
         DoesNotFitError: If no count of workers fits the budget.
     """
-    env = os.environ if env is None else env
-    file = Path(source)
-    resolved = config.resolve(RunConfig, file=file, env=env, overrides=overrides)
-    folders = [str(file.resolve().parent), str(Path.cwd()), *filter(None, [env.get("PYTHONPATH")])]
-    child_env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    limit_threads(resolved.value.threads_per_job, env=child_env, modules=())
-    found: dict[str, Any] = call_in_child(
-        f"{_HERE}:measure_in_child",
-        {"target": resolved.value.target, "resolved": resolved.to_json(), "how": asdict(how)},
-        env=child_env,
-    )
-    return found
+    arguments = {"how": asdict(how)}
+    return call_alone(f"{_HERE}:measure_in_child", source, arguments, overrides=overrides, env=env)
 
 
 def measure_in_child(target: str, resolved: str, how: Mapping[str, Any]) -> dict[str, Any]:
