@@ -9,6 +9,8 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
+from memfit.evaluation import evaluate_days, read_scores
+
 pytest.importorskip("arch")
 pytest.importorskip("statsmodels")
 
@@ -118,3 +120,48 @@ def test_fewer_dates_than_the_metric_names_are_refused_as_its_labels_span(run, t
     assert done.exit_code == 2
     assert "is less than the 5 dates" in done.err
     assert not (tables / "comparisons.jsonl").exists()
+
+
+def scored(folder, seed, codes):
+    """The folder of a run that scored some assets, better the smaller its seed."""
+    dates, rng = np.datetime64("2024-01-01", "D") + np.arange(80), np.random.default_rng(9)
+    target = rng.standard_normal((80, 8))
+    score = target / (1 + seed) + np.random.default_rng(seed).standard_normal((80, 8))
+    names = [f"A{number}" for number in range(8)]
+    places = [names.index(code) for code in codes]
+    columns = {"score_h1": score[:, places].ravel(), "target_h1": target[:, places].ravel()}
+    rows = {"date": pa.array(np.repeat(dates, len(codes)), pa.date32()), "code": list(codes) * 80} | columns
+    table = pa.table(rows)
+    (folder / "results").mkdir(parents=True)
+    pyarrow.feather.write_feather(table, folder / "results/scores.feather")
+    found = evaluate_days(read_scores(table), horizons=[1], k=2, fold=seed)
+    pyarrow.feather.write_feather(found, folder / "results/days.feather")
+
+
+def test_runs_of_other_assets_are_compared_on_those_that_both_scored(run, tmp_path):
+    scored(tmp_path / "more", 0, ["A0", "A1", "A2", "A3", "A4", "A5", "A6", "A7"])
+    scored(tmp_path / "less", 3, ["A2", "A3", "A4", "A5", "A6", "A7"])
+    scored(tmp_path / "same", 0, ["A2", "A3", "A4", "A5", "A6", "A7"])
+    refused = run("more", "less", "--metric", "h1_rank_ic")
+    assert refused.exit_code == 2
+    assert "A was evaluated with num_codes 8, and B with 6" in refused.err and "--common-assets" in refused.err
+    found = json.loads(run("more", "less", "--metric", "h1_rank_ic", "--common-assets", "--json").out)
+    # As if A had never scored the others.
+    expected = json.loads(run("same", "less", "--metric", "h1_rank_ic", "--json").out)
+    for name in ("verdict", "effect", "p_value", "mean_a", "mean_b", "num_dates", "folds"):
+        assert found[name] == expected[name], name
+    assert (found["verdict"], found["num_other_assets"]) == ("A better", 0)
+    assert [one["fold"] for one in found["folds"]] == [0]
+    alone = run("more", "old.feather", "--metric", "h1_rank_ic", "--common-assets")
+    assert alone.exit_code == 2 and "old.feather has no scores beside it" in alone.err
+
+
+def test_the_days_of_a_backtest_are_no_day_table(run, tables):
+    columns = {name: [0.0] * 240 for name in ("net", "equity")} | {"is_rebalance": [True] * 240}
+    joined = days(1)
+    for name, values in columns.items():
+        joined = joined.append_column(name, [values])
+    pyarrow.csv.write_csv(joined, tables / "five_days.csv")
+    done = run("new", "five_days.csv", "--metric", METRIC)
+    assert done.exit_code == 2
+    assert "five_days.csv holds what a backtest earned" in done.err and "name five_days.feather" in done.err

@@ -139,7 +139,7 @@ def test_the_maps_are_gone_with_the_last_view(grown: tuple[Panel, Panel, Panel])
     assert not [span for span in spans(grown[1].path) if span[3].startswith("values")]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     borders=st.lists(st.integers(1, 39), min_size=1, max_size=4, unique=True).map(sorted),
     num_assets=st.integers(1, 9),

@@ -314,7 +314,7 @@ def test_workers_that_read_all_objects_do_not_copy_them(tmp_path):
     assert len(lines) == 2
     for line in lines:
         empty, packed, listed = map(int, line.split())
-        assert listed - empty > 12 << 20
+        assert listed - empty > 6 << 20
         assert packed - empty < 0.1 * (listed - empty)
 
 

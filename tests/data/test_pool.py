@@ -261,7 +261,7 @@ def test_many_workers_hold_the_data_once(tmp_path_factory: pytest.TempPathFactor
         with WorkerPool(4, start_method=method) as pool:
             start = time.monotonic()
             loader = Loader(panel, range(lookback, panel.shape[0]), lookback=lookback, target=None, pool=pool)
-            for _ in range(4):
+            for _ in range(2):
                 for batch in loader:
                     assert batch.windows.size
             seconds = time.monotonic() - start

@@ -1,9 +1,11 @@
-"""A config of the tiny workload in a folder of its own."""
+"""A config of the tiny workload in a folder of its own, and scores that are judged in this process."""
 
 import shutil
 from pathlib import Path
 
 import pytest
+
+import judging
 
 
 @pytest.fixture
@@ -20,3 +22,10 @@ def tiny(tmp_path, monkeypatch):
         return path
 
     return write
+
+
+@pytest.fixture
+def judged_here(tmp_path):
+    """Scores are judged in this process."""
+    with judging.judged_here(tmp_path, module="memoriser"):
+        yield

@@ -97,6 +97,7 @@ def test_a_perfect_memory_of_the_training_dates_earns_nothing_out_of_fold(done):
     assert np.nanmean(rank_ic(scores.of("score_h5"), scores.of("target_h5"))) > 0.9
 
 
+@pytest.mark.usefixtures("judged_here")
 def test_scores_that_are_too_good_on_unseen_dates_are_red(memoriser):
     config = memoriser(skill=1.0)
     result = workflow(config, until="health")
@@ -104,6 +105,7 @@ def test_scores_that_are_too_good_on_unseen_dates_are_red(memoriser):
     assert stage(result.path, "health")["verdict"]["colour"] == "red"  # too good is as bad as too bad
 
 
+@pytest.mark.usefixtures("judged_here")
 def test_a_red_gate_stops_before_the_other_folds(memoriser):
     config = memoriser(price_error="true")
     result = workflow(config)
@@ -118,6 +120,7 @@ def test_a_red_gate_stops_before_the_other_folds(memoriser):
     assert again.statuses["fold_1"].attempt == 1
 
 
+@pytest.mark.usefixtures("judged_here")
 def test_a_yellow_gate_names_what_to_tune_sweeps_and_stops_where_the_config_says_so(memoriser):
     config = memoriser(workflow="  on_yellow: stop\n  sweep: {skill: [0.02]}\n")
     result = workflow(config)
@@ -131,6 +134,7 @@ def test_a_yellow_gate_names_what_to_tune_sweeps_and_stops_where_the_config_says
     assert not (result.path / "jobs" / "fold_2").exists()
 
 
+@pytest.mark.usefixtures("judged_here")
 def test_phases_that_are_done_stay_done_until_their_settings_change(done):
     config, run = done
     files = [run / "jobs" / name / "result.json" for name in ("health", "results")]
@@ -148,7 +152,7 @@ def test_phases_that_are_done_stay_done_until_their_settings_change(done):
 
 def test_killed_at_any_moment_it_goes_on_to_the_same_tables(memoriser, tmp_path, finished):
     command = [sys.executable, "-m", "memfit", "workflow", str(memoriser()), "--quiet"]
-    for name, seconds in (("prepare", 1.0), ("fold_1", 2.0), ("health", 1.0), ("fold_2", 1.0), ("results", 3.0)):
+    for name, seconds in (("prepare", 0.5), ("fold_1", 1.5), ("health", 1.0), ("fold_2", 0.5), ("results", 2.0)):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_until(lambda name=name: any(tmp_path.glob(f"runs/memory/*/jobs/{name}/job.json")))
         time.sleep(seconds)
@@ -199,6 +203,7 @@ def test_an_unknown_phase_is_refused_with_the_nearest_known_one(memoriser):
         workflow(memoriser(), until="helth")
 
 
+@pytest.mark.usefixtures("judged_here")
 def test_checkpoints_anywhere_score_only_dates_that_they_did_not_see(done, tmp_path):
     config, run = done
     moved = [Path(shutil.copy(run / f"checkpoints/fold_{i}/blended.pt", tmp_path / f"fold{i}.pt")) for i in (1, 2)]
@@ -216,6 +221,7 @@ def test_checkpoints_anywhere_score_only_dates_that_they_did_not_see(done, tmp_p
     assert sum(one["num_dates"] for one in limited["folds"]) <= 41
 
 
+@pytest.mark.usefixtures("judged_here")
 def test_a_period_without_scored_dates_is_refused(done):
     config, run = done
     with pytest.raises(UsageError, match="no date from 2031-01-01"):
@@ -224,6 +230,7 @@ def test_a_period_without_scored_dates_is_refused(done):
         )
 
 
+@pytest.mark.usefixtures("judged_here")
 def test_two_checkpoints_of_one_fold_are_refused(done):
     config, run = done
     with pytest.raises(UsageError, match="so is another"):
@@ -231,6 +238,7 @@ def test_two_checkpoints_of_one_fold_are_refused(done):
         backtest_checkpoints(config, [folder / "blended.pt", folder / "ema_epoch_1.pt"])
 
 
+@pytest.mark.usefixtures("judged_here")
 def test_folds_in_order_run_one_after_another_and_see_the_one_before(memoriser, tmp_path):
     config, source = memoriser(n_splits=3), tmp_path / "memoriser.py"
     changes = {
@@ -251,6 +259,7 @@ def test_folds_in_order_run_one_after_another_and_see_the_one_before(memoriser, 
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
 
 
+@pytest.mark.usefixtures("judged_here")
 def test_results_that_were_deleted_are_made_again_and_a_red_gate_takes_old_ones_back(done):
     config, run = done
     shutil.rmtree(run / "results")
@@ -261,6 +270,7 @@ def test_results_that_were_deleted_are_made_again_and_a_red_gate_takes_old_ones_
     assert [path.name for path in (run / "results").iterdir()] == ["health"]
 
 
+@pytest.mark.usefixtures("judged_here")
 def test_a_checkpoint_is_scored_with_the_parameters_that_it_was_trained_with(done):
     config, run = done
     blended = run / "checkpoints/fold_1/blended.pt"
@@ -269,6 +279,7 @@ def test_a_checkpoint_is_scored_with_the_parameters_that_it_was_trained_with(don
     assert (mine["summary"], mine["metrics"]) == (other["summary"], other["metrics"])
 
 
+@pytest.mark.usefixtures("judged_here")
 def test_a_period_leaves_out_the_folds_without_its_dates(done):
     config, run = done
     days = sorted(set(feather.read_table(run / "results/days.feather")["date"].to_pylist()))
@@ -296,6 +307,7 @@ def test_what_could_only_fail_after_the_training_is_refused_before_it(memoriser,
     assert not list(tmp_path.glob("runs/*/*/jobs/fold_1"))
 
 
+@pytest.mark.usefixtures("judged_here")
 def test_too_few_dates_for_a_decision_leave_the_rest_standing(done):
     config, run = done
     days = sorted(set(feather.read_table(run / "results/days.feather")["date"].to_pylist()))

@@ -13,6 +13,7 @@ import yaml
 from pyarrow import feather
 from pydantic import ValidationError
 
+import judging
 from memfit.evaluation import evaluate_folds
 from memfit.pipeline import PrepareContext
 from memfit.pipeline._judge import decide_on, judge_scores
@@ -147,14 +148,14 @@ def refused(tmp_path_factory, stocks):
     """The command on a file with a feature that looks ahead, and the run that it left."""
     folder = tmp_path_factory.mktemp("refused")
     write_config(folder, a_date_early(stocks, "return_1"))
-    done = memfit(folder, "workflow", "config.yaml")
+    done = judging.command(folder, "workflow", "config.yaml")
     (run,) = folder.glob("runs/stocks/run_*")
     return done, run
 
 
 def test_a_feature_that_looks_ahead_stops_the_command_after_one_fold(refused):
     done, run = refused
-    assert done.returncode == 11, done.stdout + done.stderr
+    assert done.exit_code == 11, done.out + done.err
     cause = read_json(run / "outcome.json")["cause"]
     assert "the gate is red" in cause and "data:look_ahead_feature: return_1 has a mean rank IC" in cause
     assert not (run / "jobs" / "fold_2").exists()
@@ -179,8 +180,8 @@ def planted(tmp_path_factory):
     """The folder of a whole workflow on a generated market with a signal, and its run."""
     folder = tmp_path_factory.mktemp("planted")
     (folder / "config.yaml").write_text(yaml.safe_dump(PLANTED))
-    done = memfit(folder, "workflow", "config.yaml")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = judging.command(folder, "workflow", "config.yaml")
+    assert done.exit_code == 0, done.out + done.err
     (run,) = folder.glob("runs/planted/run_*")
     return folder, run
 

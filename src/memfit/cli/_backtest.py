@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -67,7 +68,17 @@ def backtest(  # noqa: PLR0913 - one each for what is judged, when and where it 
                 remedy=f"write --output {output.with_suffix('.json')}",
             )
         output.parent.mkdir(parents=True, exist_ok=True)
-    dates = [f"workflow.{name}={text}" for name, text in (("start_date", start_date), ("end_date", end_date)) if text]
+        if not os.access(output.parent, os.W_OK | os.X_OK):
+            raise UsageError(
+                f"no file can be made in {output.parent}.",
+                rule="the folder of --output takes six files: it is asked for before anything is scored.",
+                remedy="let it be written to, or name another --output",
+            )
+    dates = [
+        (flag, f"workflow.{name}={text}")
+        for flag, name, text in (("--start-date", "start_date", start_date), ("--end-date", "end_date", end_date))
+        if text
+    ]
     found = backtest_checkpoints(config, paths, overrides=[*dates, *(set_ or [])], output=output)
     if as_json:
         typer.echo(json.dumps(found, indent=2, allow_nan=False))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memfit.evaluation import Decision
 
 
-def compare(
+def compare(  # noqa: PLR0913 - one each for what is compared, how, and where it is listed
     a: Annotated[str, typer.Argument(help="A day table (.feather, .csv, .parquet), or a run's folder.", metavar="A")],
     b: Annotated[str, typer.Argument(help="The baseline: the same, or the word random.", metavar="B")],
     metric: Annotated[str, typer.Option(help="The column to compare; higher is better.", metavar="COLUMN")],
@@ -32,6 +32,9 @@ def compare(
     record: Annotated[
         Path, typer.Option(help="Where the comparisons that were tried are listed and counted.", metavar="FILE")
     ] = Path("comparisons.jsonl"),
+    common_assets: Annotated[
+        bool, typer.Option("--common-assets", help="Evaluate both anew on the assets that both scored.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Say whether A is better than B on a metric, by the dates that both have.
@@ -43,9 +46,12 @@ def compare(
     record; and a block bootstrap's interval for the difference lies above 0. B is better likewise. Otherwise no
     difference is shown, and the smallest effect that these dates could show is given.
 
+    Runs that scored different assets are refused; with --common-assets the scores beside both day tables are evaluated
+    anew, on the dates and assets that both have.
+
     Exit codes: 0 done, whatever the verdict; 2 bad input, or too few dates.
     """
-    from memfit.evaluation import decide_on_record, read_days
+    from memfit.evaluation import common_days, decide_on_record, read_days
 
     if horizon is None:
         found = re.match(r"h([1-9]\d*)_", metric)
@@ -63,8 +69,11 @@ def compare(
             rule="labels that overlap make neighbouring dates alike; taken as fewer dates they understate the error.",
             remedy="leave --horizon out",
         )
-    days_a = read_days(Path(a))
-    days_b: pa.Table | Literal["random"] = "random" if b == "random" else read_days(Path(b))
+    days_b: pa.Table | Literal["random"] = "random"
+    if common_assets and b != "random":
+        days_a, days_b = common_days(Path(a), Path(b))
+    else:
+        days_a, days_b = read_days(Path(a)), days_b if b == "random" else read_days(Path(b))
     decision = decide_on_record(days_a, days_b, metric, horizon, record=record, level=level, names=(a, b))
     if as_json:
         typer.echo(json.dumps({"a": a, "b": b, "record": str(record)} | decision.to_dict(), indent=2))

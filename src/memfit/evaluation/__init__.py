@@ -28,7 +28,7 @@ from memfit.evaluation._controls import (
     shuffle_scores,
     sweep,
 )
-from memfit.evaluation._days import evaluate_days, evaluate_folds, read_days, summarize_days
+from memfit.evaluation._days import common_days, evaluate_days, evaluate_folds, read_days, summarize_days
 from memfit.evaluation._decision import Decision, FoldEffect, decide
 from memfit.evaluation._forecasts import (
     DieboldMariano,
@@ -82,6 +82,7 @@ __all__ = [
     "beside",
     "bootstrap_interval",
     "check_market",
+    "common_days",
     "decide",
     "decide_on_record",
     "deflated_sharpe",

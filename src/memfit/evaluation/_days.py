@@ -11,17 +11,20 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from memfit.errors import DataError, UsageError
 from memfit.evaluation._rank_ic import rank_ic
 from memfit.evaluation._ranking import hit_rate, ndcg_at_k, positive_rate, precision_at_k, quantile_spread
-from memfit.evaluation._scores import Scores, read_scores
+from memfit.evaluation._scores import Scores, in_common, read_scores
 from memfit.evaluation._series import KEYS, by_date
 from memfit.evaluation._variance import Summary, summarize
 
 _METADATA = b"memfit_days"
 _IN_FOLDER = ("days.feather", "results/days.feather")
+#: What the days of a backtest have and a day table has not.
+_OF_BACKTEST = {"net", "equity", "is_rebalance"}
 
 
 def evaluate_days(
@@ -128,14 +131,16 @@ def evaluate_folds(
 def read_days(path: Path) -> pa.Table:
     """The day table in a file (.feather, .csv or .parquet), or in the ``days.feather`` of a run's folder.
 
-    A CSV file does not hold what the table was evaluated with, so that a comparison cannot check it.
+    A CSV file does not hold what the table was evaluated with, so that a comparison cannot check it. The ``days.csv``
+    of a backtest is refused: its metrics are those of the scores that were traded, which on a date of several folds are
+    the mean of theirs, and a day table has the metrics of each fold's.
 
     Args:
         path: A file; or a folder that has ``days.feather`` in it or in ``results/``.
 
     Raises:
         UsageError: If it is not there, or its name is not one of a day table.
-        DataError: If a folder holds no day table, or a file cannot be read.
+        DataError: If a folder holds no day table, or a file cannot be read or is of a backtest.
 
     Example:
         >>> import tempfile
@@ -153,15 +158,7 @@ def read_days(path: Path) -> pa.Table:
         ".csv": pyarrow.csv.read_csv,
         ".parquet": pyarrow.parquet.read_table,
     }
-    if path.is_dir():
-        inside = [path / name for name in _IN_FOLDER if (path / name).is_file()]
-        if not inside:
-            raise DataError(
-                f"{path} holds neither {' nor '.join(_IN_FOLDER)}.",
-                rule="a run that was evaluated has a day table in one of these.",
-                remedy="name the folder of a finished workflow, or a day table itself",
-            )
-        path = inside[0]
+    path = _file_of(path)
     if path.suffix not in readers or not path.exists():
         raise UsageError(
             f"{path} is {'not there' if path.suffix in readers else 'not a name of a day table'}.",
@@ -176,7 +173,82 @@ def read_days(path: Path) -> pa.Table:
             rule=f"a file that ends in {path.suffix} is one.",
             remedy="write it again, or name it by what it is",
         ) from error
+    if set(table.column_names) >= _OF_BACKTEST:
+        raise DataError(
+            f"{path} holds what a backtest earned by date.",
+            rule="its metrics are of the scores that were traded, which join the folds; a day table has each fold's.",
+            remedy=f"name {path.with_suffix('.feather')}, or the run's folder",
+        )
     return table
+
+
+def _file_of(path: Path) -> Path:
+    """The day table of a run's folder, or the path itself."""
+    if not path.is_dir():
+        return path
+    inside = [path / name for name in _IN_FOLDER if (path / name).is_file()]
+    if not inside:
+        raise DataError(
+            f"{path} holds neither {' nor '.join(_IN_FOLDER)}.",
+            rule="a run that was evaluated has a day table in one of these.",
+            remedy="name the folder of a finished workflow, or a day table itself",
+        )
+    return inside[0]
+
+
+def common_days(path_a: Path, path_b: Path) -> tuple[pa.Table, pa.Table]:
+    """The day tables of two runs, made anew from the dates and assets that both scored.
+
+    Each is evaluated with its own k and quantiles, from the ``scores.feather`` beside its day table.
+
+    Args:
+        path_a: As for `read_days`: a run's folder, or the ``..._days.feather`` of a backtest.
+        path_b: The same.
+
+    Raises:
+        UsageError: If one is not there.
+        DataError: If one has no scores beside it, they have no asset in common, or a date was scored by several folds:
+            of such a date one mean score is kept.
+    """
+    (days_a, a), (days_b, b) = _with_scores(path_a), _with_scores(path_b)
+    a, b = in_common(a, b)
+    return _anew(a, days_a), _anew(b, days_b)
+
+
+def _with_scores(path: Path) -> tuple[pa.Table, Scores]:
+    """A day table, a row for each date, and the scores beside it."""
+    import pyarrow.feather
+
+    path = _file_of(path)
+    days, beside = read_days(path), path.with_name(path.name.replace("days", "scores"))
+    if path.suffix != ".feather" or beside == path or not beside.is_file():
+        raise DataError(
+            f"{path} has no scores beside it.",
+            rule="a workflow and memfit backtest --output leave scores.feather beside days.feather.",
+            remedy="name the folder of a finished workflow, or the ..._days.feather of a backtest",
+        )
+    if len(days) != len(pc.unique(days.column("date"))):
+        raise DataError(
+            f"{path} has dates of several folds.",
+            rule="of such a date one mean score is kept, and a day table has a row for each fold.",
+            remedy="evaluate each fold's scores on the common assets: memfit.evaluation.evaluate_folds",
+        )
+    return days, read_scores(pyarrow.feather.read_table(str(beside)))
+
+
+def _anew(scores: Scores, days: pa.Table) -> pa.Table:
+    """The day table of some scores, evaluated as another one was, with its folds."""
+    told = description(days)
+    found = evaluate_days(
+        scores,
+        horizons=scores.horizons,
+        k=told.get("k"),
+        k_ratio=told.get("k_ratio"),
+        num_quantiles=told.get("num_quantiles", 5),
+    )
+    folds = dict(zip(days.column("date").to_pylist(), days.column("fold").to_pylist(), strict=True))
+    of_date = pa.array([folds.get(date, 0) for date in found.column("date").to_pylist()], pa.int32())
+    return found.set_column(found.column_names.index("fold"), "fold", of_date)
 
 
 def summarize_days(days: pa.Table) -> dict[str, Summary]:

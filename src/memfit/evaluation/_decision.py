@@ -269,9 +269,10 @@ def _fold_effects(days_a: pa.Table, metric: str, pairs: _Pairs) -> tuple[FoldEff
 def _refuse_unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
     for name in _HAVE_TO_AGREE if a and b else ():
         if a.get(name) != b.get(name):
+            remedy = "memfit compare --common-assets evaluates both anew on what both scored"
             shown = "num_codes" if name == "universe" and a.get("num_codes") != b.get("num_codes") else name
             raise DataError(
                 f"A was evaluated with {shown} {a.get(shown)}, and B with {b.get(shown)}.",
                 rule="two day tables compare when they were evaluated with the same k, quantiles and assets.",
-                remedy="evaluate the scores of both again, alike and on the assets that both scored",
+                remedy=remedy if name == "universe" else f"evaluate the scores of both with the same {name}",
             )

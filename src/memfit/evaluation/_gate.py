@@ -227,10 +227,13 @@ def _of_plausibility(summary: BacktestSummary, limits: GateSettings) -> Iterable
         text=f"{active:+,.1%} a year beyond the universe before costs (plausible: from {least:+.0%})",
     )
     most = limits.max_sharpe + 2 * error
+    colour = _within(summary.sharpe, -math.inf, most)
+    hint = "; many assets that move independently, as generated ones do, pass it honestly: raise gate.max_sharpe"
     yield Reason(
         name="sharpe",
-        colour=_within(summary.sharpe, -math.inf, most),
-        text=f"Sharpe {summary.sharpe:.2f}, n {summary.num_dates} dates (plausible: up to {most:.2f})",
+        colour=colour,
+        text=f"Sharpe {summary.sharpe:.2f}, n {summary.num_dates} dates (plausible: up to {most:.2f})"
+        + (hint if colour == "red" else ""),
     )
     most = limits.max_hit_rate + 1 / math.sqrt(summary.num_dates)
     yield Reason(

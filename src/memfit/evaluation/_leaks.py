@@ -6,7 +6,7 @@ Shapes: D dates, A assets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ _Floats = NDArray[np.float64]
 # Targets are stored in 32 bits, and closes may be rounded to cents.
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4
 _ALL, _MOST = 0.99, 0.9
+#: The dates that volatilities are usually taken over: looked at beside the horizons of the targets, and one by one.
+_SIZE_DATES = 20
 
 
 def forward_returns(closes: _Floats, horizon: int, shift: int = 0) -> _Floats:
@@ -103,9 +105,14 @@ def _target_finding(
 
 
 def check_features(market: Market, bounds: QualitySettings) -> Iterable[Finding]:
-    """Each feature against the returns after its date.
+    """Each feature against the returns after its date, and against their sizes.
 
     A rank IC is taken on evenly spread dates, with as many of them as independent as their distance makes them.
+
+    A feature that looks ahead may know how large returns become and not which way they go, as a volatility of coming
+    dates does. Sizes last: what is made of past returns ranks the sizes of coming ones nearly as well as those of past
+    ones, no better, and hardly worse one date further on. What ranks the coming ones better, or falls off at a later
+    date, is yellow and not red, for it may be known beforehand: a date of earnings, a volatility that options imply.
     """
     if not market.features:
         return
@@ -116,10 +123,14 @@ def check_features(market: Market, bounds: QualitySettings) -> Iterable[Finding]
     ahead = {h: forward_returns(market.closes, h)[rows] for h in sorted({1, *market.targets})}
     day_after = forward_returns(market.closes, 1, 1)[rows]
     day_before = forward_returns(market.closes, 1, -1)[rows]
+    thin = rows[:: math.ceil(10 * len(rows) * len(market.codes) / bounds.max_ic_cells) or 1]
+    windows, days = _sizes(market.closes, sorted({*ahead, _SIZE_DATES}), rows), _sizes_by_day(market.closes, thin)
     for name, values in market.features.items():
         feature = values[rows]
         finding = _too_good(name, feature, ahead, spacing, bounds)
         finding = finding or _falls_late(name, feature, (day_before, ahead[1], day_after), bounds)
+        finding = finding or _knows_sizes(name, feature, windows, spacing, bounds)
+        finding = finding or _falls_late_on_sizes(name, values[thin], days, bounds)
         if finding is not None:
             yield finding
 
@@ -151,6 +162,74 @@ def _falls_late(
         f"before ({gone:+.3f}), and loses it only a day later (by {drop:+.3f}, t {t:.0f}): it looks a date ahead."
     )
     return _feature_finding(name, what)
+
+
+def _sizes(closes: _Floats, horizons: Sequence[int], rows: NDArray[np.int64]) -> dict[int, tuple[_Floats, _Floats]]:
+    """By horizon, the mean size of the daily returns over so many dates after each row's, and over as many before."""
+    size = np.abs(forward_returns(closes, 1))  # of the date after
+    total = np.vstack([np.zeros((1, size.shape[1])), np.cumsum(np.nan_to_num(size), axis=0)])
+    known = np.vstack([np.zeros((1, size.shape[1])), np.cumsum(np.isfinite(size), axis=0)])
+
+    def mean(first: int, length: int) -> _Floats:
+        """From ``first`` dates after each row's on; NaN where one is not known."""
+        begin = rows + first
+        inside = (begin >= 0) & (begin + length <= len(size))
+        begin = np.where(inside, begin, 0)
+        end = np.minimum(begin + length, len(size))
+        is_whole = inside[:, None] & (known[end] - known[begin] == length)
+        return np.where(is_whole, (total[end] - total[begin]) / length, np.nan)
+
+    return {horizon: (mean(0, horizon), mean(-horizon, horizon)) for horizon in horizons}
+
+
+def _sizes_by_day(closes: _Floats, rows: NDArray[np.int64]) -> list[_Floats]:
+    """The sizes of the returns of each of the dates after each row's."""
+    return [np.abs(forward_returns(closes, 1, after))[rows] for after in range(_SIZE_DATES + 1)]
+
+
+def _knows_sizes(
+    name: str, feature: _Floats, sizes: Mapping[int, tuple[_Floats, _Floats]], spacing: float, bounds: QualitySettings
+) -> Finding | None:
+    for horizon, (coming, past) in sizes.items():
+        ahead, back = rank_ic(feature, coming), rank_ic(feature, past)
+        now, before = _mean_and_t(ahead, 1.0)[0], _mean_and_t(back, 1.0)[0]
+        more, t = _mean_and_t(np.sign(now) * ahead - np.sign(before) * back, min(1.0, spacing / (2 * horizon)))
+        if more > bounds.max_ic_drop and t > bounds.least_t:
+            what = (
+                f"{name} ranks the sizes of the returns over the {horizon} dates after it better ({now:+.3f} mean "
+                f"rank IC) than over the {horizon} dates before ({before:+.3f}, t {t:.0f}); sizes of the past do not."
+            )
+            return _size_finding(name, what)
+    return None
+
+
+def _falls_late_on_sizes(
+    name: str, feature: _Floats, sizes: Sequence[_Floats], bounds: QualitySettings
+) -> Finding | None:
+    at = rank_ic(feature, sizes[0])
+    for number, following in enumerate(sizes[1:], start=1):
+        behind = rank_ic(feature, following)
+        now, later = _mean_and_t(at, 1.0)[0], _mean_and_t(behind, 1.0)[0]
+        drop, t = _mean_and_t(np.sign(now) * at - np.sign(later) * behind, 1.0)
+        if drop > bounds.max_ic_drop and t > bounds.least_t:
+            what = (
+                f"{name} ranks the sizes of returns up to {number} dates after its own ({now:+.3f} mean rank IC) and "
+                f"falls off at the next ({later:+.3f}, t {t:.0f}); what is made of the past falls off at its own date."
+            )
+            return _size_finding(name, what)
+        at = behind
+    return None
+
+
+def _size_finding(name: str, what: str) -> Finding:
+    return Finding(
+        name="looks_ahead_at_sizes",
+        severity="yellow",
+        evidence=what,
+        where=(name,),
+        count=1,
+        remedy=f"make {name} of what is known at the close of its date; leave it if it is announced or implied by then",
+    )
 
 
 def _mean_and_t(series: _Floats, share_independent: float) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from memfit.data import Panel
-from memfit.errors import UsageError
+from memfit.errors import DamagedError, UsageError
 from memfit.pipeline._provenance import Indices, Provenance, read_provenance
 from memfit.pipeline._workload import FoldWorkload, ScoreContext, read_params
 
@@ -23,6 +23,7 @@ def blend(folder: Path, pattern: str) -> tuple[Path, list[str]]:
 
     Raises:
         UsageError: If none matches.
+        DamagedError: If one is cut short or differs from its checksum.
     """
     from memfit.training import average_checkpoints
 
@@ -36,7 +37,13 @@ def blend(folder: Path, pattern: str) -> tuple[Path, list[str]]:
             "of later epochs.",
             remedy="list earlier epochs for the snapshots, or --set workflow.blend=latest_checkpoint.pt",
         )
-    average_checkpoints(paths, output)
+    try:
+        average_checkpoints(paths, output)
+    except DamagedError as error:
+        remedy = (
+            "remove that file, and the others are averaged by the same command; or train anew: memfit workflow --new"
+        )
+        raise DamagedError(error.what, rule=error.rule, remedy=remedy) from error
     return output, [path.name for path in paths]
 
 

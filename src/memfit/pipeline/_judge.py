@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from pyarrow import feather
 from pydantic import BaseModel
 
 from memfit.data import Panel
-from memfit.errors import UsageError
+from memfit.errors import DataError, UsageError
 from memfit.evaluation import (
     BacktestInput,
     BacktestResult,
@@ -42,6 +44,7 @@ from memfit.evaluation import (
     write_backtest,
 )
 from memfit.pipeline._workflow_settings import WorkflowSettings
+from memfit.units import format_bytes
 
 #: Shares of the assets that are tried beside the one that was asked for, as multiples of it.
 _SWEEP = (0.5, 1.0, 2.0)
@@ -199,16 +202,35 @@ def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
 def write_judged(file: Path, judged: Judged, table: pa.Table, *, facts: Mapping[str, Any]) -> list[str]:
     """Write what scores came to into a JSON file, with scores, days, trades and a plot beside it; gives their names.
 
-    Each is written aside and renamed, the JSON file last.
+    All are written aside first, and then renamed one after another, the JSON file last: where not all can be written,
+    those of an earlier backtest stay as they are.
+
+    Raises:
+        DataError: If the folder cannot be written to, or has not the room.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    tables = {"scores": table, "days": judged.days}
+    aside = file.parent / f".{file.stem}.tmp"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
+        aside.mkdir()
+        names = _write_aside(aside / file.name, judged, table, facts)
+        for name in names:
+            (aside / name).replace(file.parent / name)
+    except OSError as error:
+        raise _unwritten(file, error) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    picture = file.with_suffix(".png")
+    if picture.name not in names:
+        picture.unlink(missing_ok=True)  # one of an earlier backtest would not belong to these numbers
+    return names
+
+
+def _write_aside(file: Path, judged: Judged, table: pa.Table, facts: Mapping[str, Any]) -> list[str]:
     written = []
-    for name, content in tables.items():
+    for name, content in {"scores": table, "days": judged.days}.items():
         path = beside(file, f"{name}.feather")
-        aside = path.with_name(f".{path.name}.tmp")
-        feather.write_feather(content, str(aside), compression="zstd")
-        aside.replace(path)
+        feather.write_feather(content, str(path), compression="zstd")
         written.append(path.name)
     more = {"metrics": {name: _finite(asdict(one)) for name, one in judged.metrics.items()}}
     paths = write_backtest(
@@ -221,3 +243,17 @@ def write_judged(file: Path, judged: Judged, table: pa.Table, *, facts: Mapping[
         controls=judged.controls,
     )
     return [*written, *(path.name for path in paths)]
+
+
+def _unwritten(file: Path, error: OSError) -> DataError:
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    try:
+        room = f"{format_bytes(shutil.disk_usage(file.parent).free)} is free in {file.parent}"
+    except OSError:
+        room = f"they go into {file.parent}"
+    return DataError(
+        f"{file} and the files beside it could not be written: {reason}.",
+        rule=f"{room}; what stood there before is as it was.",
+        remedy="free space there or let the folder be written to, then run the same command again; memfit backtest "
+        "also takes another --output",
+    )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.data import Panel
-from memfit.errors import UsageError
+from memfit.errors import DamagedError, UsageError
 
 Indices = npt.NDArray[np.int64]
 
@@ -137,7 +137,11 @@ def read_provenance(path: Path) -> Provenance:
     """
     from memfit.training import load_checkpoint
 
-    content = load_checkpoint(path, mmap=True).get("provenance")
+    try:
+        content = load_checkpoint(path, mmap=True).get("provenance")
+    except DamagedError as error:
+        remedy = f"name another checkpoint of this fold: {path.parent}/*.pt; or make it again: memfit workflow --new"
+        raise DamagedError(error.what, rule=error.rule, remedy=remedy) from error
     try:
         return Provenance.of(content or {})
     except (KeyError, TypeError, ValueError) as error:

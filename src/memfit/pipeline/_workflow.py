@@ -232,7 +232,7 @@ class _Workflow:
 
     def _refused(self, colour: str, reasons: Sequence[str]) -> RunResult:
         """The run as one that the gate let not pass."""
-        for left in self._folder("results").glob("*.*"):
+        for left in self._folder("results").glob("[!.]*.*"):
             left.unlink()  # of an earlier judgement, which this one takes back
         result = finish(self.supervisor, self.statuses)
         cause = f"the gate is {colour}: {'; '.join(reasons)}"

@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from memfit.config import Settings
 from memfit.evaluation import BacktestSettings, GateSettings, QualitySettings
@@ -62,11 +62,13 @@ class WorkflowSettings(Settings):
     gate: GateSettings = GateSettings()
     decision: DecisionSettings = DecisionSettings()
 
-    @model_validator(mode="after")
-    def _dates_are_in_order(self) -> WorkflowSettings:
-        if self.start_date and self.end_date and self.start_date > self.end_date:
-            raise ValueError(f"start_date ({self.start_date}) is after end_date ({self.end_date})")
-        return self
+    @field_validator("end_date")
+    @classmethod
+    def _dates_are_in_order(cls, end_date: datetime.date | None, info: ValidationInfo) -> datetime.date | None:
+        start_date = info.data.get("start_date")
+        if start_date and end_date and start_date > end_date:
+            raise ValueError(f"must not be before start_date, {start_date}")
+        return end_date
 
     @model_validator(mode="after")
     def _sweep_ends_in_lists(self) -> WorkflowSettings:

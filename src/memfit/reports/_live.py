@@ -144,7 +144,9 @@ def describe(event: Event, view: RunView) -> str:
         return str(event["why"])
     if kind == "done":
         starter = "memfit run" if view.kind == "folds" or len(view.params) == 1 else "memfit map"
-        return f"all {event['num_done']} {view.kind} were done already; {starter} with --new starts over"
+        num = int(event["num_done"])
+        done = f"all {num} {view.kind} were" if num > 1 else f"the {view.kind.removesuffix('s')} was"
+        return f"{done} done already; {starter} with --new starts over"
     if kind == "resume":
         return f"{job} goes on after epoch {event['epoch']}" + (
             f" and {step} steps" if (step := event.get("step")) else ""
