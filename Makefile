@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vm check format bench-folds bench-stress bench-throughput bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-workflow clean
+.PHONY: help install demo test test-vm check format bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-throughput bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-workflow clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -28,8 +28,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## train the stock ranker's five folds side by side in one budget (ARGS=--new starts over)
 	$(BIN)/memfit run src/memfit_workloads/ranker/config.yaml $(ARGS)
 
-test: install ## run the test suite; names what was skipped and why (ARGS are handed to pytest)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+test: install ## run the test suite in two processes; names what was skipped and why (ARGS are handed to pytest)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-vm: install ## run the tests that need cgroup v2 in a small virtual machine (needs root and QEMU; ARGS as above)
 	$(BIN)/python tests/vm/run.py $(ARGS)
@@ -39,7 +39,7 @@ check: install ## check format, lint, types and import layers, and run the comma
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/run_docs.py README.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md
+	$(BIN)/python tools/run_docs.py README.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md
 
 format: install ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix
@@ -68,6 +68,15 @@ bench-decision: install ## size, coverage and power of a comparison of two ranki
 
 bench-workflow: install ## the ranker's workflow: folds side by side against one by one, and ten kills
 	$(BIN)/python benchmarks/workflow.py $(ARGS)
+
+bench-ground-truth: install ## estimates beside published peaks (ARGS="--table FILE"; --peers asks other estimators too)
+	$(BIN)/python benchmarks/ground_truth.py $(ARGS)
+
+bench-estimate: install ## time and memory of estimating a 3B and an 8B model, and what of an XL model fits which GPU
+	$(BIN)/python benchmarks/estimate.py $(ARGS)
+
+bench-diagnosis: install ## verdicts on labelled excerpts of logs (ARGS="--corpus FILE")
+	$(BIN)/python benchmarks/diagnosis.py $(ARGS)
 
 bench-throughput: install ## 1,000 tiny commands by memfit map against xargs -P
 	$(BIN)/python benchmarks/throughput.py $(ARGS)

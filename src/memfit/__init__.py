@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memfit.data import Panel
+    from memfit.diagnosis import diagnose
+    from memfit.estimation import estimate
     from memfit.jobs import Job
     from memfit.memory import Budget, Footprint, measure
     from memfit.pipeline import run
@@ -22,12 +24,14 @@ _HOMES = {
     "Job": "jobs",
     "Panel": "data",
     "Trainer": "training",
+    "diagnose": "diagnosis",
+    "estimate": "estimation",
     "measure": "memory",
     "plan": "planning",
     "run": "pipeline",
 }
 
-__all__ = ["Budget", "Footprint", "Job", "Panel", "Trainer", "measure", "plan", "run"]
+__all__ = ["Budget", "Footprint", "Job", "Panel", "Trainer", "diagnose", "estimate", "measure", "plan", "run"]
 
 
 def __getattr__(name: str) -> Any:

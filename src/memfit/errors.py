@@ -9,7 +9,8 @@ what to *do*, as a command or a setting.
     │   ├── DataError            2   data that a panel cannot hold, or a panel that cannot be used
     │   │   └── DamagedError     2   a file whose content does not match its checksum
     │   ├── SplitError           2   a split that would be empty or would leak
-    │   └── MissingExtraError    2   an optional package that is not installed
+    │   ├── MissingExtraError    2   an optional package that is not installed
+    │   └── UntraceableError     2   a training step that cannot be run without its data
     ├── DoesNotFitError          3   refused before it starts, with the arithmetic
     │   └── SampleTooLargeError  3   the smallest part of a batch does not fit
     ├── JobFailedError           4   a job of the run failed
@@ -88,6 +89,28 @@ class MissingExtraError(UsageError):
             rule=f"{package} belongs to the optional extra [{extra}].",
             remedy=f"pip install 'memfit[{extra}]'",
         )
+
+
+class UntraceableError(UsageError):
+    """A training step does what cannot be followed without real data.
+
+    Attributes:
+        module: The path of the module in which it happened; empty if in none.
+    """
+
+    module = ""
+
+    @classmethod
+    def at(cls, module: str, reason: str) -> UntraceableError:
+        """An error that says which operation it was, and of which module."""
+        error = cls(
+            f"{module or 'the training step'} cannot be traced: {reason}",
+            rule="a step is run on tensors that have shapes and no values: what it does must not depend on values.",
+            remedy="estimate from the model's config: memfit estimate --hf-config config.json --formula; or measure a "
+            "step on the device",
+        )
+        error.module = module
+        return error
 
 
 class DoesNotFitError(MemfitError):

@@ -102,7 +102,17 @@ def test_what_stands_behind_the_first_dashes_is_the_commands_alone(memfit, tmp_p
 def test_every_flag_is_in_the_help_with_what_it_does(memfit):
     text = memfit("map", "--help").out
     flags = "param param-file dry-run max-parallel memory gpu-memory limit reserve retries on-failure name runs-dir"
-    for flag in [*flags.split(), "threads", "grace", "no-tight-malloc", "set", "new", "force", "json"]:
+    for flag in [
+        *flags.split(),
+        "threads",
+        "grace",
+        "no-tight-malloc",
+        "cuda-allocator",
+        "set",
+        "new",
+        "force",
+        "json",
+    ]:
         assert re.search(rf"^ +--{flag}\b.*  \w|^ +--{flag}\b.*\n +\w", text, re.MULTILINE), flag
 
 

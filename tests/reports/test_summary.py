@@ -113,10 +113,24 @@ def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
         "cause": "killed by the kernel for memory in phase train",
         "attempt": 1,
         "log": str(finished.path / "jobs/fold_2/err.log"),
+        "diagnosis": None,
         "heap": None,
         "metrics": {},
     }
     assert found["metrics"]["num_dates"] == {"mean": 544.5, "sd": pytest.approx(0.5**0.5), "n": 2}
+
+
+def test_a_failed_job_comes_with_what_its_log_says_of_its_end(made):
+    made.job("fold_1", state="failed", cause="exit code 1")
+    made.job("fold_2", state="failed", cause="killed with SIGKILL by somebody else")
+    made.job("fold_3")
+    for fold, text in ((1, "OSError: [Errno 28] No space left on device"), (2, "Killed"), (3, "MemoryError")):
+        (made.path / f"jobs/fold_{fold}/err.log").write_text(f"step 1\n{text}\n")
+    text = printed(made.run, 160)
+    assert "  diagnosis: disk full" in text and "line 2: OSError: [Errno 28]" in text
+    assert text.count("diagnosis:") == 1  # of a kill memfit knows more than its log, and of a success there is nothing
+    told = [one["diagnosis"] for one in summarize(made.run)["folds"]]
+    assert told[0].startswith("disk full") and told[1:] == [None, None]
 
 
 def test_the_widest_gap_between_live_and_resident_heap_is_told(made):

@@ -13,7 +13,9 @@ from memfit.cli._backtest import backtest
 from memfit.cli._bench import bench
 from memfit.cli._budget import budget
 from memfit.cli._compare import compare
+from memfit.cli._diagnose import diagnose
 from memfit.cli._doctor import doctor
+from memfit.cli._estimate import estimate
 from memfit.cli._map import map_
 from memfit.cli._panel import panel
 from memfit.cli._ps import ps
@@ -42,7 +44,9 @@ app.command(short_help="List the live runs of this host and their jobs.")(ps)
 app.command(short_help="Have a run, or one job, checkpoint and end.")(stop)
 app.command(short_help="Go on with a run that was stopped or killed.")(resume)
 app.command(short_help="Show what memory may be used, and who says so.")(budget)
+app.command(short_help="Say what device memory a training will take, and what fits.")(estimate)
 app.command(options_metavar="[OPTIONS] [-- COMMAND...]", short_help="Examine this place, or a command in it.")(doctor)
+app.command(short_help="Say what killed a job, and what to do about it.")(diagnose)
 app.command(short_help="Average checkpoints of one training.")(average)
 app.command(short_help="Backtest checkpoints on dates that they never saw.")(backtest)
 app.command(short_help="Say whether one run is better than another, by their days.")(compare)

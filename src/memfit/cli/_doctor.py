@@ -73,6 +73,7 @@ def _setup(workers: int | None, batch: str | None, threads: int | None, deep: bo
     return Setup(
         threads=threads,
         tight_malloc=settings.value.memory.tight_malloc,
+        cuda_allocator=settings.value.memory.cuda_allocator,
         runs_dir=Path(settings.value.runs_dir),
         num_workers=workers,
         batch_bytes=None if batch is None else parse_bytes(batch),

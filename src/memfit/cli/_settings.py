@@ -56,6 +56,14 @@ class Flags:
         bool,
         typer.Option("--no-tight-malloc", help="Leave glibc's allocator as it is: faster, and keeps freed memory."),
     ] = False
+    cuda_allocator: Annotated[
+        str | None,
+        typer.Option(
+            help="What torch's allocator for CUDA is told before a job starts: expandable_segments:True. A variable "
+            "PYTORCH_CUDA_ALLOC_CONF of your own wins.",
+            metavar="KEY:VALUE,...",
+        ),
+    ] = None
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="A setting, for example memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
@@ -77,6 +85,8 @@ class Flags:
         if "memory.job" in given and "{" in given["memory.job"][1]:
             flag, text = given.pop("memory.job")
             given["memory.job_of"] = (flag, json.dumps(text))
+        if self.cuda_allocator is not None:
+            given["memory.cuda_allocator"] = ("--cuda-allocator", json.dumps(self.cuda_allocator))
         if self.no_tight_malloc:
             given["memory.tight_malloc"] = ("--no-tight-malloc", "false")
         for text in self.set_ or []:

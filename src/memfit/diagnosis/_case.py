@@ -23,6 +23,7 @@ class Setup:
     Attributes:
         threads: Threads of each numerical library; None for all usable cores, as ``memfit run`` gives an only job.
         tight_malloc: glibc gives freed memory back at once, as ``memfit run`` sets it.
+        cuda_allocator: What ``memfit run`` tells torch's allocator for CUDA; None for nothing.
         runs_dir: The folder of all runs.
         num_workers: Loader workers; None for what the script tells.
         batch_bytes: The size of one batch, or None when it is not known.
@@ -31,6 +32,7 @@ class Setup:
 
     threads: int | None = None
     tight_malloc: bool = True
+    cuda_allocator: str | None = None
     runs_dir: Path = Path("runs")
     num_workers: int | None = None
     batch_bytes: int | None = None

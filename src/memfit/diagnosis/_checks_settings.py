@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from memfit.diagnosis._allocator import allocator_faults
 from memfit.diagnosis._case import Case
 from memfit.diagnosis._check import Check
+from memfit.estimation import allocator_faults
 
 #: As torch 2.13 reads them: the first one that is set counts. Source: c10/cuda/CUDAAllocatorConfig.h.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

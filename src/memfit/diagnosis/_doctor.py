@@ -124,7 +124,13 @@ def _with_whole_paths(env: dict[str, str], folder: Path) -> dict[str, str]:
 def _added(setup: Setup, place: Place) -> dict[str, str]:
     """What memfit sets for a job, without what only names the run and the job."""
     threads = setup.threads or place.budget.num_cpus
-    job = Job("cmd_0001", command=("true",), threads=threads, tight_malloc=setup.tight_malloc)
+    job = Job(
+        "cmd_0001",
+        command=("true",),
+        threads=threads,
+        tight_malloc=setup.tight_malloc,
+        cuda_allocator=setup.cuda_allocator,
+    )
     added = child_env(job, RunDir(setup.runs_dir))
     return {name: value for name, value in added.items() if name not in (RUN_DIR_VARIABLE, JOB_ID_VARIABLE)}
 

@@ -31,6 +31,8 @@ class Job:
         phases: The phases that must each be passed once before the job's measured footprint speaks for its like.
         threads: Threads for its numerical libraries; fixed, however many jobs run beside it.
         tight_malloc: Make glibc give freed memory back at once, so that resident memory follows live memory.
+        cuda_allocator: What torch's allocator for CUDA is told, as in ``PYTORCH_CUDA_ALLOC_CONF``; None for what the
+            environment says.
         env: Further variables for the child.
         params: What tells it from its like, as ``{"fold": "3", "lr": "1e-3"}``: the footprints of those that share the
             most of them speak for it.
@@ -56,6 +58,7 @@ class Job:
     phases: tuple[str, ...] = ()
     threads: int = 1
     tight_malloc: bool = True
+    cuda_allocator: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     params: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None

@@ -34,6 +34,8 @@ from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, read_json, 
 
 #: glibc: freed memory goes back to the kernel at once, so that resident follows live memory.
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
+#: torch reads them once, when it is imported, 2.13 the first that is set, later versions perhaps the second alone.
+_CUDA_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 #: A status read so recently is still good.
 _FRESH_SECONDS = 0.1
 #: Without a descriptor that tells of its end, a job's lock is looked at so often.
@@ -50,6 +52,8 @@ def child_env(job: Job, run: RunDir) -> dict[str, str]:
     env = thread_env(job.threads)
     if job.tight_malloc:
         env |= _TIGHT_MALLOC
+    if job.cuda_allocator is not None:
+        env |= dict.fromkeys(_CUDA_ALLOCATOR, job.cuda_allocator)
     if job.command:
         env["PYTHONUNBUFFERED"] = "1"  # its log is read while it runs
     return env | {RUN_DIR_VARIABLE: str(run.path), JOB_ID_VARIABLE: job.id} | dict(job.env)

@@ -8,6 +8,7 @@ from memfit.pipeline._backtest import backtest_checkpoints
 from memfit.pipeline._bench import LoaderBench, bench_loader
 from memfit.pipeline._commands import resolve_settings, resume, run_commands
 from memfit.pipeline._config import CommandSettings, MemorySettings, RunConfig, parse_folds
+from memfit.pipeline._estimate import estimate_workload
 from memfit.pipeline._grid import expand, fill
 from memfit.pipeline._run import run
 from memfit.pipeline._supervise import RunResult, read_budget
@@ -33,6 +34,7 @@ __all__ = [
     "ScoreContext",
     "backtest_checkpoints",
     "bench_loader",
+    "estimate_workload",
     "expand",
     "fill",
     "parse_folds",

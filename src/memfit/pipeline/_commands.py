@@ -17,7 +17,7 @@ from memfit import config
 from memfit.errors import UsageError
 from memfit.jobs import Job, JobStatus, read_status
 from memfit.memory import Budget, Footprint
-from memfit.pipeline._config import CommandSettings, of_commands
+from memfit.pipeline._config import CommandSettings, kept_allocator, of_commands, resolve_with_allocator
 from memfit.pipeline._grid import expand, fill
 from memfit.pipeline._supervise import Known, RunResult, View, supervised
 from memfit.pipeline._workflow import resume_folds
@@ -65,7 +65,7 @@ def resolve_settings(
         ConfigError: If one is unknown or has a bad value.
     """
     env = of_commands(os.environ if env is None else env)
-    return config.resolve(CommandSettings, env=env, overrides=overrides)
+    return resolve_with_allocator(CommandSettings, env=env, overrides=overrides)
 
 
 def run_commands(
@@ -202,6 +202,8 @@ def _go_on(order: _Order, found: RunDir | None, *, force: bool, view: View | Non
         before = run.header
         if before["settings"] != facts["settings"]:
             write_json(run.path / "run.json", before | facts)
+        if kept := kept_allocator(settings, order.origins):
+            supervisor.journal.write("plan", why=kept)
         jobs = _jobs(order)
         done: dict[str, JobStatus] = {}
         if found is not None:
@@ -235,6 +237,7 @@ def _jobs(order: _Order) -> list[Job]:
             footprint=declared(combination),
             threads=settings.threads_per_job,
             tight_malloc=memory.tight_malloc,
+            cuda_allocator=memory.cuda_allocator,
             cwd=order.cwd,
             stdin=_own_stdin(order.combinations),
             device_bytes=memory.gpu_job,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -33,6 +34,17 @@ def _not_empty(path: object) -> object:
     return path
 
 
+def _allocator(text: str) -> str:
+    from memfit.estimation import check_allocator  # only where the setting is given
+
+    try:
+        check_allocator(text)
+    except ConfigError as error:
+        raise ValueError(f"{error.what.partition(': ')[2]} {error.rule} {error.remedy}") from None
+    return text
+
+
+_ALLOCATOR = "memory.cuda_allocator"
 _Name = Annotated[str, Field(min_length=1)]
 _Folder = Annotated[Path, BeforeValidator(_not_empty)]
 
@@ -49,6 +61,8 @@ class MemorySettings(Settings):
         job_of: The same for each command of a sweep on its own, in terms of its parameters: ``"{memory}"``.
         gpu_job: What one job is declared to take on one GPU; jobs that name it are placed on a GPU with that much room.
         tight_malloc: Have glibc give freed memory back at once, so that resident memory follows live memory.
+        cuda_allocator: What torch's allocator for CUDA is told, as in ``PYTORCH_CUDA_ALLOC_CONF``. It is set before a
+            job's interpreter starts; where you set that variable, or ``PYTORCH_ALLOC_CONF``, yourself, yours counts.
     """
 
     limit: Annotated[ByteSize, AfterValidator(_enough)] | None = None
@@ -58,6 +72,7 @@ class MemorySettings(Settings):
     job_of: str | None = None
     gpu_job: ByteSize | None = None
     tight_malloc: bool = True
+    cuda_allocator: Annotated[str, AfterValidator(_allocator)] | None = None
 
 
 class CommandSettings(Settings):
@@ -105,6 +120,48 @@ class RunConfig(CommandSettings):
     panels_dir: _Folder = Path("panels")
     params: dict[str, Any] = Field(default_factory=dict)
     workflow: dict[str, Any] = Field(default_factory=dict)
+
+
+C = TypeVar("C", bound=CommandSettings)
+
+
+def resolve_with_allocator(
+    model: type[C],
+    *,
+    file: Path | None = None,
+    values: Mapping[str, Any] | None = None,
+    env: Mapping[str, str],
+    overrides: Sequence[config.Override] = (),
+) -> config.Resolved[C]:
+    """Settings as ``config.resolve`` gives them; over ``memory.cuda_allocator`` goes the user's own variable for torch.
+
+    >>> env = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    >>> given = ["memory.cuda_allocator=expandable_segments:True"]
+    >>> found = resolve_with_allocator(CommandSettings, env=env, overrides=given)
+    >>> found.value.memory.cuda_allocator, found.origins["memory.cuda_allocator"]
+    ('max_split_size_mb:64', 'environment PYTORCH_CUDA_ALLOC_CONF, over --set expandable_segments:True')
+    """
+    found = config.resolve(model, file=file, values=values, env=env, overrides=overrides)
+    asked = found.value.memory.cuda_allocator
+    if asked is None:
+        return found
+    from memfit.estimation import ALLOCATOR_VARIABLES
+
+    name = next((name for name in ALLOCATOR_VARIABLES if env.get(name)), None)
+    if name is None or env[name] == asked:
+        return found
+    origin = f"environment {name}, over {found.origins[_ALLOCATOR]} {asked}"
+    own = (origin, f"{_ALLOCATOR}={json.dumps(env[name])}")
+    return config.resolve(model, file=file, values=values, env=env, overrides=[*overrides, own])
+
+
+def kept_allocator(settings: CommandSettings, origins: Mapping[str, str]) -> str:
+    """That the user's own variable for torch counts and not the setting, in words; empty where they agree."""
+    name, over, asked = origins.get(_ALLOCATOR, "").partition(", over ")
+    if not over:
+        return ""
+    kept = f"{name.removeprefix('environment ')}={settings.memory.cuda_allocator}"
+    return f"torch's allocator: your own {kept} counts, and not {asked}; unset it for the other"
 
 
 def of_commands(env: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from memfit import config
 from memfit.errors import DamagedError, JobFailedError, UsageError
 from memfit.jobs import Job, JobStatus, call_in_child, raise_error_of, read_status
 from memfit.memory import Footprint
-from memfit.pipeline._config import FOLD_PHASES, RunConfig, parse_folds
+from memfit.pipeline._config import FOLD_PHASES, RunConfig, kept_allocator, parse_folds, resolve_with_allocator
 from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
 from memfit.rundir import RunDir, read_json, write_atomic
 
@@ -126,6 +126,8 @@ def go_on(order: Order, found: RunDir | None, view: View | None, stages: Stages 
         written = run_dir.path / "config.yaml"
         if not written.exists() or written.read_text() != order.yaml:  # new, killed at birth, or other settings of runs
             write_atomic(written, order.yaml)
+        if kept := kept_allocator(order.settings, order.origins):
+            supervisor.journal.write("plan", why=kept)
         return (stages or run_stages)(order, supervisor)
 
 
@@ -146,7 +148,7 @@ def resolve_order(
     """The order that a config gives, its workload asked in a process of its own."""
     file = Path(source) if isinstance(source, str | Path) else None
     values = None if isinstance(source, str | Path) else source
-    resolved = config.resolve(RunConfig, file=file, values=values, env=env, overrides=overrides)
+    resolved = resolve_with_allocator(RunConfig, file=file, values=values, env=env, overrides=overrides)
     settings = resolved.value
     folders = folders or ([str(file.resolve().parent)] if file else [])
     child_env = {"PYTHONPATH": os.pathsep.join([*folders, str(Path.cwd()), *filter(None, [env.get("PYTHONPATH")])])}
@@ -248,6 +250,7 @@ def prepare_panel(order: Order, supervisor: Supervisor) -> dict[str, Any] | None
         "prepare",
         target=f"{_WORKLOAD}:run_prepare",
         arguments=arguments,
+        cuda_allocator=settings.memory.cuda_allocator,
         env=order.env,
         phases=("load", "build"),
         keeps_group=True,  # the panel's page cache stays charged to it
@@ -284,6 +287,7 @@ def fold_job(order: Order, run_dir: RunDir, fold: int) -> Job:
         phases=FOLD_PHASES,
         threads=settings.threads_per_job,
         tight_malloc=settings.memory.tight_malloc,
+        cuda_allocator=settings.memory.cuda_allocator,
         env=order.env,
         device_bytes=settings.memory.gpu_job,
     )

@@ -196,7 +196,13 @@ class _Workflow:
             "settings": self.settings,
             "inputs": inputs,
         }
-        job = Job(name, target=f"{_STAGES}:run_{name}", arguments=arguments, env=self.order.env)
+        job = Job(
+            name,
+            target=f"{_STAGES}:run_{name}",
+            arguments=arguments,
+            cuda_allocator=self.order.settings.memory.cuda_allocator,
+            env=self.order.env,
+        )
         status = self.supervisor.schedule([job]).get(name)
         if status is None or status.state in ("cancelled", "preempted"):
             return None

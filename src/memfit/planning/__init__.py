@@ -1,5 +1,6 @@
-"""Decisions from budgets and footprints, before anything runs."""
+"""Decisions from budgets, footprints and estimates, before anything runs."""
 
+from memfit.planning._estimate import Question, ask
 from memfit.planning._plan import Plan, plan
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "Question", "ask", "plan"]

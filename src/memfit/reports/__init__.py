@@ -1,6 +1,8 @@
 """Reports, read from run directories alone, and the runs of this host."""
 
 from memfit.reports._budget import print_budget
+from memfit.reports._diagnosis import explain_in_a_line, print_diagnosis, print_fix, print_verification
+from memfit.reports._estimate import print_estimate
 from memfit.reports._live import LiveRun
 from memfit.reports._run_view import JobRow, RunView
 from memfit.reports._runs import Overview, Target, find_run, find_target, has_supervisor, is_live, list_runs
@@ -13,6 +15,7 @@ __all__ = [
     "Overview",
     "RunView",
     "Target",
+    "explain_in_a_line",
     "find_run",
     "find_target",
     "has_supervisor",
@@ -20,7 +23,11 @@ __all__ = [
     "list_runs",
     "print_backtest",
     "print_budget",
+    "print_diagnosis",
+    "print_estimate",
+    "print_fix",
     "print_summary",
+    "print_verification",
     "print_workflow",
     "summarize",
     "summarize_workflow",

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.reports import _record
+from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import format_column
 from memfit.reports._run_view import JobRow, RunView, summarize_metrics
 from memfit.rundir import RunDir
@@ -23,6 +24,8 @@ from memfit.units import format_bytes, format_duration
 #: So many commands have a line each in the closing summary; of more, those that did not go smoothly.
 _MOST_LINES = 60
 _BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
+#: What a log says where memfit itself knows more: it has the exit and the kernel's counters.
+_TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def _job(view: RunView, row: JobRow) -> dict[str, Any]:
         "cause": status.cause,
         "attempt": status.attempt,
         "log": str(_log(view, row)),
+        "diagnosis": _said(view, row) if status.state in _BAD else None,
         "heap": _heap(view, status.job_id),
         "metrics": {name: _finite(value) for name, value in row.metrics.items()},
     }
@@ -104,6 +108,16 @@ def _log(view: RunView, row: JobRow) -> Path:
     folder = view.run.job_dir(row.status.job_id)
     out, err = folder / "out.log", folder / "err.log"
     return out if _size(err) == 0 and _size(out) else err
+
+
+def _said(view: RunView, row: JobRow) -> str | None:
+    """What the job's logs say of its end, in a line; None where they tell less than its cause does."""
+    from memfit.diagnosis import diagnose_logs
+
+    folder = view.run.job_dir(row.status.job_id)
+    logs = [path for path in (folder / "err.log", folder / "out.log") if _size(path)]
+    found = diagnose_logs(logs) if logs else None
+    return None if found is None or found.cause in _TELLS_LESS else explain_in_a_line(found)
 
 
 def _size(path: Path) -> int | None:
@@ -141,6 +155,8 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None) ->
     for row in rows:
         if row.status.state in _BAD:
             text = f"{row.name} {row.status.state}: {row.status.cause}\n  log: {_short(_log(view, row))}"
+            if said := _said(view, row):
+                text += f"\n  diagnosis: {said}"
             console.print(Text(f"\n{text}", style="red"), soft_wrap=True)
     console.print()
     for name, text in _of_one(view, rows) if is_one else _places(view, rows):

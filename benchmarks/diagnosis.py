@@ -1,0 +1,214 @@
+"""How often `memfit diagnose` names the right cause of excerpts that people have labelled, beside a rule of substrings.
+
+    python benchmarks/diagnosis.py --corpus FILE [--json] [--stream-gb 2]
+
+FILE has one JSON object a line: ``id``, ``text``, ``label`` (``oom``, ``recovered``, ``kind``, ``phase`` and four
+figures in GiB) and ``notes``. Excerpts whose notes begin with AMBIGUOUS are scored apart: there the text does not
+decide, and right is the label or "killed, by whom is not shown". A phase counts where the label knows one. Figures are
+exact when each is within a thousandth, and None where the label has none. Beside it stands the rule that looks for
+five substrings anywhere in the text, as training code in the field does.
+
+With ``--stream-gb``, a log of that size is written to a scratch folder, diagnosed, and deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import resource
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.diagnosis._diagnose import Diagnosis, diagnose, diagnose_streams
+from memfit.diagnosis._text import read_streams
+
+#: What is asked: shares of kinds and phases, of figures, the false alarms, and the memory of a large log in MiB.
+KINDS, PHASES, FIGURES, FALSE_ALARMS, STREAM_MIB = 0.95, 0.90, 1.0, 0, 200
+SUBSTRINGS = ("out of memory", "cuda out of memory", "oom", "memory allocation failed", "allocation failed")
+_NAMES = ("device_total_gib", "allocated_gib", "reserved_gib", "tried_gib")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One excerpt's marks.
+
+    Attributes:
+        name: Its id.
+        label: Its label.
+        found: What was found, as JSON.
+        ambiguous: Whether its text does not decide.
+        kind: Whether kind, ``oom`` and ``recovered`` are right.
+        phase: Whether the phase is; None where the label knows none.
+        figures: Whether all four are exact.
+        substring: What the rule of substrings says.
+    """
+
+    name: str
+    label: dict[str, Any]
+    found: dict[str, Any]
+    ambiguous: bool
+    kind: bool
+    phase: bool | None
+    figures: bool
+    substring: bool
+
+
+def score(excerpt: dict[str, Any]) -> Score:
+    """The marks of one excerpt."""
+    label, text = excerpt["label"], excerpt["text"]
+    source = io.BytesIO(text.encode("utf-8", errors="surrogatepass"))
+    found = diagnose_streams(read_streams(excerpt["id"], source)).to_dict()
+    right = all(found[name] == label[name] for name in ("oom", "recovered", "kind"))
+    ambiguous = excerpt.get("notes", "").startswith("AMBIGUOUS")
+    if ambiguous:
+        right = found["kind"] == label["kind"] or found["cause"] == "killed"
+    return Score(
+        excerpt["id"],
+        label,
+        found,
+        ambiguous,
+        right,
+        None if label["phase"] == "unknown" else found["phase"] == label["phase"],
+        all(_same(found[name], label.get(name)) for name in _NAMES),
+        any(word in text.lower() for word in SUBSTRINGS),
+    )
+
+
+def _same(found: float | None, expected: float | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    return abs(found - expected) <= max(2e-4, 1e-3 * expected)
+
+
+def wilson(hits: int, total: int) -> tuple[float, float]:
+    """The 95 % interval of a share.
+
+    >>> tuple(round(end, 3) for end in wilson(0, 20))
+    (0.0, 0.161)
+    """
+    if total == 0:
+        return 0.0, 1.0
+    z, share = 1.96, hits / total
+    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def summarize(scores: Sequence[Score]) -> dict[str, Any]:
+    """Counts and shares of all marks."""
+    clear = [one for one in scores if not one.ambiguous]
+    known = [one for one in scores if one.phase is not None]
+    healthy = [one for one in clear if not one.label["oom"]]
+    alarms = [one for one in healthy if one.found["oom"]]
+    totals = Counter(one.label["kind"] for one in clear)
+    hits = Counter(one.label["kind"] for one in clear if one.kind)
+    silent = [one for one in scores if one.phase is None]
+    return {
+        "kinds": {kind: [hits[kind], totals[kind]] for kind in sorted(totals)},
+        "kind": [sum(one.kind for one in clear), len(clear)],
+        "phase": [sum(bool(one.phase) for one in known), len(known)],
+        "phase_unknown": [sum(one.found["phase"] == "unknown" for one in silent), len(silent)],
+        "figures": [sum(one.figures for one in scores), len(scores)],
+        "false_oom": [len(alarms), len(healthy)],
+        "false_oom_interval": wilson(len(alarms), len(healthy)),
+        "ambiguous": [sum(one.kind for one in scores if one.ambiguous), len(scores) - len(clear)],
+        "substrings": [sum(one.substring == one.label["oom"] for one in clear), len(clear)],
+        "substrings_false_oom": [sum(one.substring for one in healthy), len(healthy)],
+        "wrong": [one.name for one in scores if not one.kind or one.phase is False or not one.figures],
+    }
+
+
+def verdicts(found: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Each thing asked, and whether it is met."""
+
+    def share(name: str) -> float:
+        hits, total = found[name]
+        return hits / total if total else 1.0
+
+    asked = [
+        (f"kind right in {share('kind'):.1%} of {found['kind'][1]} (asked: {KINDS:.0%})", share("kind") >= KINDS),
+        (f"phase right in {share('phase'):.1%} of {found['phase'][1]} (asked: {PHASES:.0%})", share("phase") >= PHASES),
+        (f"figures exact in {share('figures'):.1%} of {found['figures'][1]}", share("figures") >= FIGURES),
+        (
+            f"false 'out of memory': {found['false_oom'][0]} of {found['false_oom'][1]} (asked: {FALSE_ALARMS})",
+            found["false_oom"][0] <= FALSE_ALARMS,
+        ),
+    ]
+    if "stream" in found:
+        peak = found["stream"]["peak_mib"]
+        asked.append(
+            (f"a log of {found['stream']['gb']} GB in {peak:.0f} MiB (asked: {STREAM_MIB})", peak < STREAM_MIB)
+        )
+    return asked
+
+
+def stream(gigabytes: float, folder: Path) -> dict[str, Any]:
+    """Seconds and peak memory of diagnosing a log of that size whose cause stands in its middle."""
+    path = folder / "large.log"
+    block = "".join(f"step {at} loss 0.{at:05d} lr 1e-4 data 0.01 s mem 71.2 GB eta 3:12:00\n" for at in range(20000))
+    count = max(2, int(gigabytes * 1e9 / len(block)))
+    with open(path, "wb") as file:
+        for at in range(count):
+            file.write(block.encode())
+            if at == count // 2:
+                file.write(b'Traceback (most recent call last):\n  File "train.py", line 7, in train\n')
+                file.write(b"    loss.backward()\nRuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
+    start = time.perf_counter()
+    diagnosis: Diagnosis = diagnose(path)
+    seconds = time.perf_counter() - start
+    size = path.stat().st_size
+    path.unlink()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"gb": round(size / 1e9, 2), "seconds": round(seconds, 1), "peak_mib": peak, "kind": diagnosis.kind}
+
+
+def report(found: dict[str, Any]) -> str:
+    """The table for people."""
+    lines = [f"{'kind':20} {'right':>6} {'of':>4}"]
+    lines += [f"{kind:20} {hits:6} {total:4}" for kind, (hits, total) in found["kinds"].items()]
+    low, high = found["false_oom_interval"]
+    lines += [
+        "",
+        f"false 'out of memory': {found['false_oom'][0]} of {found['false_oom'][1]} (95 %: {low:.1%} to {high:.1%})",
+        f"phase 'unknown' where the label knows none: {found['phase_unknown'][0]} of {found['phase_unknown'][1]}",
+        f"ambiguous, label or 'killed, by whom is not shown': {found['ambiguous'][0]} of {found['ambiguous'][1]}",
+        f"five substrings: out of memory or not right in {found['substrings'][0]} of {found['substrings'][1]},"
+        f" false 'out of memory' {found['substrings_false_oom'][0]} of {found['substrings_false_oom'][1]}",
+    ]
+    if "stream" in found:
+        lines.append(
+            "large log: {gb} GB in {seconds} s, peak {peak_mib:.0f} MiB, found {kind}".format(**found["stream"])
+        )
+    if found["wrong"]:
+        lines.append(f"not all right: {', '.join(found['wrong'])}")
+    return "\n".join([*lines, "", *(f"{'met   ' if met else 'MISSED'} {text}" for text, met in verdicts(found))])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; 0 when everything asked is met."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--stream-gb", type=float, default=0.0)
+    parser.add_argument("--scratch", type=Path, default=None, help="folder for the large log")
+    options = parser.parse_args(argv)
+    found: dict[str, Any] = {}
+    if options.stream_gb > 0:  # first, so that the peak is its own
+        with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+            found["stream"] = stream(options.stream_gb, Path(folder))
+    excerpts = [json.loads(line) for line in options.corpus.read_text(encoding="utf-8").splitlines() if line.strip()]
+    found |= summarize([score(excerpt) for excerpt in excerpts])
+    print(json.dumps(found, indent=1) if options.json else report(found))
+    return 0 if all(met for _, met in verdicts(found)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

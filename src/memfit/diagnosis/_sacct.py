@@ -1,0 +1,505 @@
+"""What Slurm's tools print of a job: ``sacct`` in all its forms, ``seff``, ``scontrol show``, ``sinfo``; parsed purely.
+
+Whose number it is matters more here than the number: MaxRSS and AveRSS are of one task, a request is of a node, of a
+CPU or of the whole job, a state is of a step. Each record says so, and `_slurm_account` reckons with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from memfit.diagnosis._facts import Fact, FactKind
+from memfit.diagnosis._text import Line
+from memfit.units import GIB, KIB, MIB, TIB
+
+Scope = Literal["node", "cpu", "job"]
+_UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB, "T": TIB, "P": TIB << 10}
+_STATES = (
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "CONFIGURING", "DEADLINE", "FAILED", "NODE_FAIL",
+    "OUT_OF_MEMORY", "PENDING", "PREEMPTED", "REQUEUED", "RESIZING", "REVOKED", "RUNNING", "STOPPED", "SUSPENDED",
+    "TIMEOUT",
+)  # fmt: skip
+#: Names of columns that tell a header of sacct from another table's.
+_COLUMNS = frozenset((
+    "jobid", "jobidraw", "jobname", "partition", "account", "alloccpus", "state", "exitcode", "derivedexitcode",
+    "reqmem", "maxrss", "maxrssnode", "maxrsstask", "averss", "ntasks", "nnodes", "reqnodes", "allocnodes",
+    "reqcpus", "ncpus", "elapsed", "timelimit", "start", "end", "nodelist", "alloctres", "reqtres",
+    "tresusageinmax", "tresusageintot", "tresusageinave", "maxvmsize", "user", "cluster", "submit",
+))  # fmt: skip
+_ID = re.compile(r"\d+(?:_(?:\d+|\[[\d,%-]+\]))?(?:\+\d+)?(?:\.(?:\d+|[a-z]+\+?|\+)(?:\+\d+)?)?")
+_PAIR = re.compile(r"\d+:\d+")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Memory that was asked for.
+
+    Attributes:
+        bytes: How much; 0 is all that a node has.
+        scope: Of what: each node, each CPU, or the whole job.
+    """
+
+    bytes: int
+    scope: Scope
+
+
+@dataclass(frozen=True)
+class Row:
+    """A job or one of its steps, as the accounting has it.
+
+    Attributes:
+        job: The job's number, of an array's task as in ``12_3``.
+        step: ``batch``, ``extern``, ``interactive`` or a number; empty for the job itself.
+        raw_job: The number that Slurm's daemons use of an array's task in ``StepId=``.
+        state: In full, however it was cut; empty when it is not told.
+        exit_code, signal: Of its ``ExitCode``; signal 125 stands for memory.
+        derived_exit_code, derived_signal: The worst of a job's steps.
+        request: The memory asked for.
+        allocated_bytes: The memory that it got, over all of its nodes.
+        max_rss_bytes: The largest sample of one task. A task that died between two samples may show nothing.
+        ave_rss_bytes: The mean over the tasks; one that was not sampled counts as nothing in it.
+        total_rss_bytes: The sum over the tasks.
+        num_tasks, num_nodes, num_cpus: How many it had; None when not told.
+        seconds, limit_seconds: It ran, and was allowed to run.
+        start, end: As written.
+        nodes: Their names, as written.
+        max_rss_node: Where the largest task ran.
+        name, partition: As written.
+        attempt: From 1; a requeued job has several.
+        line: Where it stands.
+    """
+
+    job: str
+    step: str = ""
+    raw_job: str = ""
+    state: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    derived_exit_code: int | None = None
+    derived_signal: int | None = None
+    request: Request | None = None
+    allocated_bytes: int | None = None
+    max_rss_bytes: int | None = None
+    ave_rss_bytes: int | None = None
+    total_rss_bytes: int | None = None
+    num_tasks: int | None = None
+    num_nodes: int | None = None
+    num_cpus: int | None = None
+    seconds: int | None = None
+    limit_seconds: int | None = None
+    start: str = ""
+    end: str = ""
+    nodes: str = ""
+    max_rss_node: str = ""
+    name: str = ""
+    partition: str = ""
+    attempt: int = 1
+    line: Line | None = None
+
+    @property
+    def id(self) -> str:
+        """As sacct writes it."""
+        return f"{self.job}.{self.step}" if self.step else self.job
+
+
+def lines_of(text: str, file: str = "-") -> list[Line]:
+    """A text's lines as they are."""
+    return [Line(file, number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1)]
+
+
+def parse_sacct(text: str, file: str = "-") -> list[Row]:
+    """The rows of what ``sacct`` printed, alone or amid other text; in order, requeued attempts numbered.
+
+    It reads ``-P``, ``-p`` and other delimiters, wide tables with cut columns, both without a header as far as that
+    goes, and ``--json`` of Slurm 21.08 and later.
+
+    >>> parse_sacct("JobID|State|MaxRSS\\n7.0|OUT_OF_MEMORY|258908K\\n")[0].max_rss_bytes == 258908 * 1024
+    True
+    >>> wide = "JobID             State ReqMem\\n------------ ---------- ------\\n7            OUT_OF_ME+ 4000Mn\\n"
+    >>> parse_sacct(wide)[0].state, parse_sacct(wide)[0].request.scope
+    ('OUT_OF_MEMORY', 'node')
+    """
+    opening = text.lstrip("\ufeff \t\r\n")
+    rows = list(_from_json(opening, file)) if opening[:1] == "{" else []
+    return _numbered(rows or _from_lines(lines_of(text, file)))
+
+
+def parse_sacct_lines(lines: Sequence[Line]) -> list[Row]:
+    """The rows of ``sacct`` among the lines of a log."""
+    return _numbered(_from_lines(lines))
+
+
+def _numbered(rows: Sequence[Row]) -> list[Row]:
+    """Rows with their attempt: a job's own row that comes again begins the next."""
+    attempts: dict[str, int] = {}
+    found = []
+    for row in rows:
+        if not row.step:
+            attempts[row.job] = attempts.get(row.job, 0) + 1
+        found.append(replace(row, attempt=attempts.get(row.job, 1)))
+    return found
+
+
+# Tables.
+
+
+def _from_lines(lines: Sequence[Line]) -> list[Row]:
+    rows: list[Row] = []
+    names: list[str] = []
+    delimiter = ""
+    spans: list[tuple[int, int]] = []
+    for place, line in enumerate(lines):
+        header = _header(line.text)
+        if header:
+            delimiter, names = header
+            below = lines[place + 1].text if place + 1 < len(lines) else ""
+            spans = [found.span() for found in re.finditer(r"-+", below)] if set(below.strip()) == {"-", " "} else []
+            continue
+        cells = _cells(line.text, delimiter, names, spans) if names else {}
+        row = (_row(cells, line) if cells else None) or _bare_row(line)
+        if row is not None:
+            rows.append(row)
+    return rows
+
+
+def _header(text: str) -> tuple[str, list[str]] | None:
+    """The delimiter (empty for a table of columns) and the names of a header.
+
+    >>> _header("JobID|State|MaxRSS|"), _header("       JobID    JobName  Partition      State")
+    (('|', ['jobid', 'state', 'maxrss', '']), ('', ['jobid', 'jobname', 'partition', 'state']))
+    """
+    for delimiter in ("|", ",", ";", "\t", ""):
+        parts = text.split(delimiter) if delimiter else text.split()
+        names = [part.strip().lower() for part in parts]
+        known = sum(name in _COLUMNS for name in names)
+        if known >= min(5, max(2, 0.6 * len([name for name in names if name]))) and {"jobid", "jobidraw"} & set(names):
+            return delimiter, names
+    return None
+
+
+def _cells(text: str, delimiter: str, names: list[str], spans: list[tuple[int, int]]) -> dict[str, str]:
+    """A row's cells by column; empty for a line that is no row."""
+    if delimiter:
+        parts = text.split(delimiter)
+        return dict(zip(names, parts, strict=False)) if abs(len(parts) - len(names)) <= 1 else {}
+    words = text.split()
+    if len(words) == len(names):
+        return dict(zip(names, words, strict=True))
+    if len(spans) != len(names):
+        return {}
+    # A column is as wide as its dashes; a cell that a column's end would cut is not from this table.
+    shift = next((at for at in (0, -1, 1) if _fits(text, spans, at)), None)
+    if shift is None:
+        return {}
+    return {
+        name: text[max(0, start + shift) : end + shift].strip() for name, (start, end) in zip(names, spans, strict=True)
+    }
+
+
+def _fits(text: str, spans: list[tuple[int, int]], shift: int) -> bool:
+    return all(text[end + shift : end + shift + 1] in ("", " ") for _, end in spans)
+
+
+def _row(cells: Mapping[str, str], line: Line) -> Row | None:
+    cells = {name: value.strip() for name, value in cells.items()}
+    shown = cells.get("jobid") or cells.get("jobidraw") or ""
+    if not _ID.fullmatch(shown):
+        return None
+    job, _, step = shown.partition(".")
+    exit_code, signal = _pair(cells.get("exitcode", ""))
+    derived, derived_signal = _pair(cells.get("derivedexitcode", ""))
+    tres = parse_tres(cells.get("alloctres") or cells.get("reqtres") or "")
+    return Row(
+        job,
+        _step(step),
+        raw_job=cells.get("jobidraw", "").partition(".")[0] or job,
+        state=full_state(cells.get("state", "")),
+        exit_code=exit_code,
+        signal=signal,
+        derived_exit_code=derived,
+        derived_signal=derived_signal,
+        request=parse_request(cells.get("reqmem", "")),
+        allocated_bytes=tres.get("mem"),
+        max_rss_bytes=_or(parse_size(cells.get("maxrss", "")), parse_tres(cells.get("tresusageinmax", "")).get("mem")),
+        ave_rss_bytes=_or(parse_size(cells.get("averss", "")), parse_tres(cells.get("tresusageinave", "")).get("mem")),
+        total_rss_bytes=parse_tres(cells.get("tresusageintot", "")).get("mem"),
+        num_tasks=_number(cells.get("ntasks", "")),
+        num_nodes=_or(_number(cells.get("nnodes") or cells.get("allocnodes") or ""), tres.get("node")),
+        num_cpus=_or(_number(cells.get("alloccpus") or cells.get("ncpus") or ""), tres.get("cpu")),
+        seconds=parse_seconds(cells.get("elapsed", "")),
+        limit_seconds=parse_seconds(cells.get("timelimit", "")),
+        start=cells.get("start", ""),
+        end=cells.get("end", ""),
+        nodes=cells.get("nodelist", ""),
+        max_rss_node=cells.get("maxrssnode", ""),
+        name=cells.get("jobname", ""),
+        partition=cells.get("partition", ""),
+        line=line,
+    )
+
+
+def _bare_row(line: Line) -> Row | None:
+    """A row without its header: only what says by itself what it is.
+
+    >>> _bare_row(Line("-", 1, "7.batch|OUT_OF_MEMORY||0")).state
+    'OUT_OF_MEMORY'
+    >>> _bare_row(Line("-", 1, "7.bat+      batch               root          1 OUT_OF_ME+    0:125 ")).signal
+    125
+    """
+    parts = [part.strip() for part in line.text.split("|")] if "|" in line.text else line.text.split()
+    if len(parts) < 2 or not _ID.fullmatch(parts[0]) or f"{parts[0]} |" in line.text:  # a table of something else
+        return None
+    states = [state for part in parts[1:] if (state := full_state(part))]
+    pairs = [part for part in parts[1:] if _PAIR.fullmatch(part)]
+    if not states or not ("|" in line.text or pairs):
+        return None
+    exit_code, signal = _pair(pairs[0] if pairs else "")
+    job, _, step = parts[0].partition(".")
+    request = next((found for part in parts[1:] if part[-1:] in ("n", "c") and (found := parse_request(part))), None)
+    return Row(job, _step(step), job, states[0], exit_code, signal, request=request, line=line)
+
+
+def _step(text: str) -> str:
+    """A step's name, however it was cut."""
+    if text.endswith("+"):
+        return next((name for name in ("batch", "extern", "interactive") if name.startswith(text[:-1])), text)
+    return text
+
+
+def full_state(text: str) -> str:
+    """A state in full; empty for what is none.
+
+    >>> full_state("OUT_OF_ME+"), full_state("CANCELLED by 1000"), full_state("CANCELLED+"), full_state("OK")
+    ('OUT_OF_MEMORY', 'CANCELLED', 'CANCELLED', '')
+    """
+    word = text.split()[0] if text.split() else ""
+    cut = word.endswith("+")
+    word = word.removesuffix("+")
+    fitting = [state for state in _STATES if state == word or (cut and len(word) >= 3 and state.startswith(word))]
+    return fitting[0] if fitting else ""
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of a size as Slurm writes it, in powers of 1024; a bare number is bytes (``--noconvert``).
+
+    >>> parse_size("258908K") == 258908 << 10, parse_size("0.25G"), parse_size("265121792"), parse_size("")
+    (True, 268435456, 265121792, None)
+    """
+    found = re.fullmatch(r"([\d.]{1,20})\s*([KMGTP]?)i?B?", text.strip(), re.IGNORECASE)
+    if not found or found[1].count(".") > 1 or found[1] == ".":
+        return None
+    return round(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def parse_request(text: str) -> Request | None:
+    """A request with its scope: ``n`` of each node, ``c`` of each CPU; since Slurm 21.08, without, of the whole job.
+
+    A bare number is MiB. Measured on Slurm 22.05: two nodes with ``--mem=300M`` show ``600M``.
+
+    >>> parse_request("4Gn"), parse_request("2Gc")
+    (Request(bytes=4294967296, scope='node'), Request(bytes=2147483648, scope='cpu'))
+    >>> parse_request("600M").scope
+    'job'
+    """
+    found = re.fullmatch(r"([\d.]{1,20})([KMGTP]?)([nc?]?)", text.strip())
+    if not found or found[1].count(".") > 1 or found[1] == ".":
+        return None
+    scope: Scope = "node" if found[3] == "n" else "cpu" if found[3] == "c" else "job"
+    return Request(round(float(found[1]) * _UNITS[found[2] or "M"]), scope)
+
+
+def parse_seconds(text: str) -> int | None:
+    """Seconds of ``[days-]hours:minutes:seconds``, ``minutes:seconds`` or minutes.
+
+    >>> parse_seconds("1-02:03:04"), parse_seconds("22:54"), parse_seconds("1440"), parse_seconds("UNLIMITED")
+    (93784, 1374, 86400, None)
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?(?:\.\d+)?", text.strip())
+    if not found:
+        return None
+    days, first, second, third = (int(group) if group else 0 for group in found.groups())
+    if found[1]:  # after days come hours
+        return days * 86400 + first * 3600 + second * 60 + third
+    if found[4]:
+        return first * 3600 + second * 60 + third
+    return first * 60 + (second if found[3] else 0)
+
+
+def parse_tres(text: str) -> dict[str, int]:
+    """Counts of ``cpu=4,mem=600M,node=2``; a list that was cut gives what is whole."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if value.endswith("+"):
+            continue
+        count = parse_size(value) if name == "mem" else _number(value)
+        if count is not None:
+            found[name] = count
+    return found
+
+
+def _pair(text: str) -> tuple[int | None, int | None]:
+    return (int(text.partition(":")[0]), int(text.partition(":")[2])) if _PAIR.fullmatch(text) else (None, None)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def _or(first: int | None, second: int | None) -> int | None:
+    return second if first is None else first
+
+
+# JSON.
+
+
+def _from_json(text: str, file: str) -> Iterator[Row]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return
+    numbers = _numbers_of_ids(text)
+    for job in found.get("jobs", []) if isinstance(found, dict) else []:
+        array = job.get("array") or {}
+        task = _plain(array.get("task_id"))
+        owner = _plain(array.get("job_id"))
+        name = f"{owner}_{task}" if owner and task is not None else str(job.get("job_id", ""))
+        number = numbers.get(str(job.get("job_id")), 1)
+        yield _json_row(job, name, "", Line(file, number, f"job {name}: {_state_of(job)}"))
+        for step in job.get("steps") or []:
+            step_name = str(((step.get("step") or {}).get("id")) or (step.get("step") or {}).get("name") or "")
+            if isinstance((step.get("step") or {}).get("id"), int):
+                step_name = str(step["step"]["id"])
+            step_name = step_name.rpartition(".")[2].lower()
+            yield _json_row(
+                step, name, step_name, Line(file, number, f"step {name}.{step_name}: {_state_of(step)}"), job
+            )
+
+
+def _numbers_of_ids(text: str) -> dict[str, int]:
+    """The line of each job's number."""
+    found: dict[str, int] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        if match := re.search(r'"job_id": ?(\d+)', line):
+            found.setdefault(match[1], number)
+    return found
+
+
+def _json_row(one: Mapping[str, Any], job: str, step: str, line: Line, owner: Mapping[str, Any] | None = None) -> Row:
+    tres = one.get("tres") or {}
+    requested = tres.get("requested") if isinstance(tres.get("requested"), dict) else {}
+    most, mean, total = (_memory_of(requested, name) for name in ("max", "average", "total"))
+    exit_code, signal = _json_exit(one.get("exit_code"))
+    derived, derived_signal = _json_exit(one.get("derived_exit_code"))
+    time, nodes = one.get("time") or {}, one.get("nodes")
+    allocated = _memory_of(tres, "allocated")
+    limit = _plain(time.get("limit"))
+    return Row(
+        job,
+        step,
+        raw_job=str((owner or one).get("job_id") or job),
+        state=_state_of(one),
+        exit_code=exit_code,
+        signal=signal,
+        derived_exit_code=derived,
+        derived_signal=derived_signal,
+        request=_json_request(one.get("required") or {}),
+        allocated_bytes=allocated * MIB if allocated is not None else None,  # counted in MiB there, usage in bytes
+        max_rss_bytes=most,
+        ave_rss_bytes=mean,
+        total_rss_bytes=total,
+        num_tasks=_plain((one.get("tasks") or {}).get("count")),
+        num_nodes=_plain(nodes.get("count")) if isinstance(nodes, dict) else _plain(one.get("allocation_nodes")),
+        num_cpus=_count_of(tres.get("allocated"), "cpu"),
+        seconds=_plain(time.get("elapsed")),
+        limit_seconds=limit * 60 if limit else None,
+        start=str(_plain(time.get("start")) or ""),
+        end=str(_plain(time.get("end")) or ""),
+        nodes=str(nodes.get("range") or "") if isinstance(nodes, dict) else str(nodes or ""),
+        name=str(one.get("name") or (one.get("step") or {}).get("name") or ""),
+        partition=str(one.get("partition") or ""),
+        line=line,
+    )
+
+
+def _json_request(required: Mapping[str, Any]) -> Request | None:
+    for name, scope in (("memory_per_node", "node"), ("memory_per_cpu", "cpu"), ("memory", "node")):
+        if (count := _plain(required.get(name))) is not None:
+            return Request(count * MIB, scope)  # type: ignore[arg-type]
+    return None
+
+
+def _plain(value: Any) -> int | None:
+    """A number that newer versions wrap: ``{"set": true, "infinite": false, "number": 300}``."""
+    if isinstance(value, dict):
+        value = value.get("number") if value.get("set") and not value.get("infinite") else None
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _state_of(one: Mapping[str, Any]) -> str:
+    state = one.get("state")
+    state = state.get("current") if isinstance(state, dict) else state
+    return full_state(str(state[0] if isinstance(state, list) and state else state or ""))
+
+
+def _json_exit(found: Any) -> tuple[int | None, int | None]:
+    if not isinstance(found, dict):
+        return None, None
+    signal = found.get("signal") or {}
+    number = _plain(signal.get("signal_id", signal.get("id"))) if isinstance(signal, dict) else None
+    return _plain(found.get("return_code")) or 0, number or 0
+
+
+def _count_of(entries: Any, kind: str) -> int | None:
+    found = (one.get("count") for one in entries or [] if isinstance(one, dict) and one.get("type") == kind)
+    return next((int(count) for count in found if count is not None), None)
+
+
+def _memory_of(tres: Any, name: str) -> int | None:
+    return _count_of(tres.get(name), "mem") if isinstance(tres, dict) else None
+
+
+# What the states say.
+
+_FACTS: dict[str, FactKind] = {
+    "OUT_OF_MEMORY": "cgroup_kill",
+    "TIMEOUT": "walltime",
+    "DEADLINE": "walltime",
+    "PREEMPTED": "preempted",
+    "NODE_FAIL": "node_fail",
+    "BOOT_FAIL": "node_fail",
+    "CANCELLED": "cancelled",
+}
+#: The signal that stands in an exit code for a kill by the out-of-memory handler. Source: Slurm, slurm_errno.h.
+OOM_SIGNAL = 125
+
+
+def sacct_facts(rows: Sequence[Row], index: int = 0) -> list[Fact]:
+    """What the last attempt of each job says of its end; of a job and its steps, each that says something.
+
+    A step's state is its own: a job may end FAILED by its script while one of its steps ran out of memory, and a job
+    is OUT_OF_MEMORY though its script went on and ended with 0.
+    """
+    last = {row.job: row.attempt for row in rows}
+    found = []
+    for row in rows:
+        if row.attempt != last[row.job] or row.line is None:
+            continue
+        values: dict[str, Any] = {"who": "Slurm", "step": row.id, "exit_code": row.exit_code, "state": row.state}
+        kind: FactKind | None = _FACTS.get(row.state)
+        if row.signal == OOM_SIGNAL or row.derived_signal == OOM_SIGNAL:
+            kind = "cgroup_kill"
+        elif kind is None and row.signal == 9:
+            kind = "sigkill"
+        elif row.state == "COMPLETED" and not row.step and not row.exit_code:
+            kind = "success"
+        if kind is None or (kind == "cancelled" and row.step):
+            continue
+        if row.max_rss_bytes:
+            values["task_peak_bytes"] = row.max_rss_bytes
+        found.append(Fact(kind, (row.line,), values, index, row.line.number - 1))
+    return found

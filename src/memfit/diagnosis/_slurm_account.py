@@ -1,0 +1,275 @@
+"""The memory of a Slurm job, reckoned by scope: what a task took, times the tasks of a node, against the node's limit.
+
+A MaxRSS below ``--mem`` proves nothing: it is of one task, and the limit holds for all tasks of a node together.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from memfit.diagnosis._sacct import Request, Row
+from memfit.diagnosis._scontrol import Efficiency, Limit, Shape
+from memfit.diagnosis._text import Line
+from memfit.units import GIB, format_bytes
+
+Verdict = Literal["over_in_steady_state", "over_if_tasks_are_alike", "below", "unknown"]
+
+
+_TOTAL = "ReqMem over its nodes"
+
+
+@dataclass(frozen=True)
+class NodeAccount:
+    """A step's memory on one node against what the node may use.
+
+    Attributes:
+        step: The step whose tasks count, as ``273202.0``.
+        limit_bytes: What all of its processes on one node may use together; None when not told.
+        limit_source: Which setting says so.
+        num_nodes, tasks_per_node: The step's shape; the fullest node counts.
+        average_bytes: AveRSS, of one task; None when not sampled.
+        peak_bytes: MaxRSS, of the largest task; None when not sampled.
+        verdict: Whether the node was over its limit.
+        notes: What was assumed or is missing, a sentence each.
+        lines: Where the figures stand.
+    """
+
+    step: str
+    limit_bytes: int | None
+    limit_source: str
+    num_nodes: int
+    tasks_per_node: int
+    average_bytes: int | None
+    peak_bytes: int | None
+    verdict: Verdict
+    notes: tuple[str, ...] = ()
+    lines: tuple[Line, ...] = ()
+
+    @property
+    def steady_bytes(self) -> int | None:
+        """What the tasks of a node take together on average."""
+        return None if self.average_bytes is None else self.average_bytes * self.tasks_per_node
+
+    @property
+    def worst_bytes(self) -> int | None:
+        """What they take when each is as large as the largest."""
+        return None if self.peak_bytes is None else self.peak_bytes * self.tasks_per_node
+
+    @property
+    def text(self) -> str:
+        """The arithmetic in a sentence."""
+        if self.limit_bytes is None:
+            return f"step {self.step}: the limit of a node is not told, so its tasks' memory cannot be held against it"
+        limit = f"{format_bytes(self.limit_bytes)} of a node ({self.limit_source})"
+        product = f"{self.tasks_per_node} task{'s' if self.tasks_per_node != 1 else ''} x {{}} = {{}}"
+        steady, worst = self.steady_bytes, self.worst_bytes
+        if steady is not None and self.average_bytes is not None and self.verdict == "over_in_steady_state":
+            return (
+                f"{product.format(format_bytes(self.average_bytes), format_bytes(steady))} on average, over the {limit}"
+            )
+        if worst is not None and self.peak_bytes is not None:
+            what = product.format(format_bytes(self.peak_bytes), format_bytes(worst))
+            if self.verdict == "over_if_tasks_are_alike":
+                return f"{what} when all are as large as the largest, over the {limit}; their mean is below it"
+            return f"{what} at most, below the {limit}: what was sampled does not explain a kill"
+        return f"step {self.step}: no sample of its tasks' memory to hold against the {limit}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready form; every figure's name tells its scope."""
+        return {
+            "step": self.step,
+            "node_limit_bytes": self.limit_bytes,
+            "node_limit_source": self.limit_source,
+            "num_nodes": self.num_nodes,
+            "tasks_per_node": self.tasks_per_node,
+            "task_average_bytes": self.average_bytes,
+            "task_peak_bytes": self.peak_bytes,
+            "node_average_bytes": self.steady_bytes,
+            "node_worst_bytes": self.worst_bytes,
+            "verdict": self.verdict,
+            "text": self.text,
+            "notes": list(self.notes),
+        }
+
+
+def account_nodes(
+    rows: Sequence[Row],
+    *,
+    shape: Shape | None = None,
+    seff: Efficiency | None = None,
+    asked: Request | None = None,
+    tasks_per_node: int | None = None,
+) -> list[NodeAccount]:
+    """The account of each step that ran tasks, of the last attempt of one job; the step that was killed comes first.
+
+    Args:
+        rows: The job's rows, from ``sacct``.
+        shape: The job in ``scontrol show job``, when there is one.
+        seff: The job in ``seff``, when there is one.
+        asked: What the script asks for, ``--mem`` (node) or ``--mem-per-cpu`` (cpu).
+        tasks_per_node: The script's ``--ntasks-per-node``.
+    """
+    last = max((row.attempt for row in rows), default=1)
+    rows = [row for row in rows if row.attempt == last]
+    job = next((row for row in rows if not row.step), None)
+    steps = [
+        row for row in rows if row.step and row.step != "extern" and (row.max_rss_bytes is not None or row.num_tasks)
+    ]
+    found = []
+    for step in steps:
+        known = _count_nodes(step, job, shape, seff)
+        nodes = known or 1
+        limit, source, notes = _node_limit(job, step, nodes, shape, seff, asked)
+        tasks = step.num_tasks or (shape.num_tasks if shape else None) or 1
+        each = math.ceil(tasks / nodes)
+        fullest = tasks_per_node or (shape.tasks_per_node if shape else None)
+        if fullest and each <= fullest <= tasks:
+            each = fullest
+        elif known is None and tasks > 1 and source != _TOTAL:
+            each = 1
+            notes.append(f"the number of nodes is not told: one of its {tasks} tasks is counted on a node")
+        if not step.step.isdigit():
+            each = 1
+        lines = tuple(row.line for row in (step, job) if row is not None and row.line is not None)
+        found.append(_judge(step, limit, source, nodes, each, notes, lines))
+    return sorted(found, key=lambda one: not _is_killed(one.step, steps))
+
+
+def _count_nodes(step: Row, job: Row | None, shape: Shape | None, seff: Efficiency | None) -> int | None:
+    told = [step.num_nodes, count_names(step.nodes), shape.num_nodes if shape else None]
+    told += [job.num_nodes, count_names(job.nodes)] if job else []
+    return next((count for count in [*told, seff.num_nodes if seff else None] if count), None)
+
+
+def count_names(nodes: str) -> int | None:
+    """How many nodes a list names; None for none, or one that was cut.
+
+    >>> count_names("n[1-2,5]"), count_names("a1,b[01-03]"), count_names("n[1-+"), count_names("None assigned")
+    (3, 4, None, None)
+    """
+    count = 0
+    for name, inside in re.findall(r"([\w.-]+)(?:\[([\d,-]+)\])?(?:,|$)", nodes.strip()):
+        spans = [span.partition("-") for span in inside.split(",")] if inside else []
+        count += sum(int(last or first) - int(first) + 1 for first, _, last in spans) if spans else bool(name)
+    whole = re.fullmatch(r"(?:[\w.-]+(?:\[[\d,-]+\])?(?:,|$))+", nodes.strip())
+    return count if whole else None
+
+
+def _is_killed(step: str, rows: Iterable[Row]) -> bool:
+    return any(row.id == step and row.state == "OUT_OF_MEMORY" for row in rows)
+
+
+def _judge(
+    step: Row, limit: int | None, source: str, nodes: int, each: int, notes: list[str], lines: tuple[Line, ...]
+) -> NodeAccount:
+    # A task that was never sampled shows 0: that is no measurement.
+    peak = step.max_rss_bytes or None
+    average = step.ave_rss_bytes or (step.total_rss_bytes // (step.num_tasks or 1) if step.total_rss_bytes else None)
+    verdict: Verdict = "unknown"
+    if limit is not None and (peak is not None or average is not None):
+        if average is not None and average * each > limit:
+            verdict = "over_in_steady_state"
+            notes.append("memory that its processes share counts once in the limit and in each process's RSS")
+        elif peak is not None and peak * each > limit:
+            verdict = "over_if_tasks_are_alike"
+            notes.append("the mean is a lower bound: a task that was not sampled counts as nothing in it")
+        elif peak is not None:
+            verdict = "below"
+            notes.append("samples miss what comes and goes between them, and page cache and /dev/shm are not in an RSS")
+    elif limit is not None:
+        notes.append("it was killed before it was sampled, or sampling is off")
+    return NodeAccount(step.id, limit, source, nodes, each, average, peak, verdict, tuple(notes), lines)
+
+
+def _node_limit(
+    job: Row | None, step: Row, nodes: int, shape: Shape | None, seff: Efficiency | None, asked: Request | None
+) -> tuple[int | None, str, list[str]]:
+    """What one node's processes may use, which setting says so, and what had to be assumed."""
+    cpus = (step.num_cpus or (job.num_cpus if job else None) or (shape.num_cpus if shape else None) or 0) // nodes
+    for request, source in (
+        (shape and shape.request, "scontrol's MinMemory"),
+        (asked, "the script's --mem"),
+        (job and job.request, "ReqMem"),
+        (step.request, "ReqMem"),
+        (seff and seff.request, "seff"),
+    ):
+        if not request or not request.bytes:
+            continue
+        if request.scope == "node":
+            return request.bytes, source, []
+        if request.scope == "cpu" and cpus:
+            return request.bytes * cpus, f"{source} of a CPU x {cpus} CPUs", []
+    for total, count, source in (
+        (step.allocated_bytes, nodes, "AllocTRES over its nodes"),
+        (job and job.allocated_bytes, (job and job.num_nodes) or nodes, "AllocTRES over its nodes"),
+        (shape and shape.allocated_bytes, (shape and shape.num_nodes) or nodes, "AllocTRES over its nodes"),
+    ):
+        if total:
+            return total // count, source, []
+    if job is not None and job.request is not None and job.request.bytes:
+        count = job.num_nodes or nodes
+        notes = ["ReqMem without n or c is of the whole job since Slurm 21.08"] if count > 1 else []
+        return job.request.bytes // count, _TOTAL, notes
+    return None, "", []
+
+
+@dataclass(frozen=True)
+class Margin:
+    """What a request leaves above what was measured.
+
+    Attributes:
+        limit_bytes: The request, of a node.
+        measured_bytes: The node's measured peak.
+    """
+
+    limit_bytes: int
+    measured_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """What is left; below 0 when it does not fit."""
+        return self.limit_bytes - self.measured_bytes
+
+    @property
+    def share(self) -> float:
+        """Of the request."""
+        return self.bytes / self.limit_bytes
+
+    @property
+    def text(self) -> str:
+        """In a sentence: the formula with its figures."""
+        left = f"{format_bytes(self.limit_bytes)} asked - {format_bytes(self.measured_bytes)} measured"
+        return f"{left} = {format_bytes(self.bytes)} left ({self.share:.0%} of the request)"
+
+
+def request_bytes(account: NodeAccount, *, reserve: float = 0.15, limits: Sequence[Limit] = ()) -> tuple[int, str]:
+    """A request for a node, in whole GiB, from the measured peak and a reserve; and its arithmetic.
+
+    The request may be more than any node has; the text says so then.
+    """
+    peak = account.worst_bytes or account.steady_bytes
+    if peak is None:
+        return 0, "nothing was measured to make a request from"
+    wanted = -(-round(peak * (1 + reserve)) // GIB) * GIB
+    said = f"{format_bytes(peak)} measured + {reserve:.0%} = {format_bytes(wanted)}"
+    most = [limit for limit in limits if limit.scope == "node" and limit.bytes]
+    if most:
+        largest = max(most, key=lambda limit: limit.bytes or 0)
+        fits = "within" if (largest.bytes or 0) >= wanted else "MORE THAN"
+        said += f", {fits} the {format_bytes(largest.bytes or 0)} of {largest.name} ({largest.source})"
+    return wanted, said
+
+
+def last_straw(account: NodeAccount, phase: str) -> str:
+    """What a phase has to do with a death in it, for a node that was over its limit all the time; empty otherwise."""
+    if account.verdict != "over_in_steady_state":
+        return ""
+    above = ""
+    if account.peak_bytes and account.average_bytes:
+        more = account.peak_bytes / account.average_bytes - 1
+        above = f"; the largest task stood {more:.0%} above the mean" if more > 0 else ""
+    return f"it died when it began to {phase}, which is at most the last straw: {account.text}{above}"

@@ -1,0 +1,84 @@
+"""What device memory a training step will take, told before it runs and without the device.
+
+Only what traces a step loads torch; `estimate_formula`, `find_gpu` and the records do not.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from memfit.estimation._allocator_faults import AllocatorFault, allocator_faults, check_allocator
+from memfit.estimation._allocator_settings import VARIABLES as ALLOCATOR_VARIABLES
+from memfit.estimation._allocator_settings import AllocatorSettings
+from memfit.estimation._changes import Change, find_batch, find_change, list_changes
+from memfit.estimation._estimate import METRICS, Estimate, Metric
+from memfit.estimation._estimator import (
+    estimate,
+    estimate_config,
+    estimate_formula,
+    estimate_program,
+    estimate_step,
+)
+from memfit.estimation._gpus import GPUS, Gpu, find_gpu
+from memfit.estimation._interval import Interval
+from memfit.estimation._setup import (
+    Attention,
+    Dtype,
+    Optimizer,
+    Quantization,
+    Setup,
+    Strategy,
+    equation_of_batch,
+    split_batch,
+)
+
+if TYPE_CHECKING:
+    from memfit.estimation._lengths import (
+        LengthStatistics,
+        read_lengths,
+        simulate_batches,
+    )
+
+_OF_LENGTHS = ("LengthStatistics", "read_lengths", "simulate_batches")
+
+__all__ = [
+    "ALLOCATOR_VARIABLES",
+    "GPUS",
+    "METRICS",
+    "AllocatorFault",
+    "AllocatorSettings",
+    "Attention",
+    "Change",
+    "Dtype",
+    "Estimate",
+    "Gpu",
+    "Interval",
+    "LengthStatistics",
+    "Metric",
+    "Optimizer",
+    "Quantization",
+    "Setup",
+    "Strategy",
+    "allocator_faults",
+    "check_allocator",
+    "equation_of_batch",
+    "estimate",
+    "estimate_config",
+    "estimate_formula",
+    "estimate_program",
+    "estimate_step",
+    "find_batch",
+    "find_change",
+    "find_gpu",
+    "list_changes",
+    "read_lengths",
+    "simulate_batches",
+    "split_batch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Lengths load NumPy; a process that only checks the allocator's settings needs none.
+    if name in _OF_LENGTHS:
+        from memfit.estimation import _lengths
+
+        return getattr(_lengths, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,289 @@
+"""From a model to an estimate: trace its step on fake tensors, replay the allocator, add what lies beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from memfit.errors import UntraceableError
+from memfit.estimation._allocator import replay
+from memfit.estimation._allocator_settings import AllocatorSettings
+from memfit.estimation._bounds import bound_device
+from memfit.estimation._estimate import Estimate, Metric, Verdict
+from memfit.estimation._events import Trace, find_peaks
+from memfit.estimation._formula import estimate_by_formula
+from memfit.estimation._gpus import Gpu, find_gpu
+from memfit.estimation._interval import Interval
+from memfit.estimation._setup import Setup
+
+if TYPE_CHECKING:
+    import torch
+
+    from memfit.estimation._program import Program
+
+#: A device of which nothing is known, with memory without end.
+_ANY = "1024TiB"
+#: The architecture by compute capability, from the newest down; 8.6 has the shared memory of 8.9, and its kernels.
+_ARCHITECTURES = ((10.0, "blackwell"), (9.0, "hopper"), (8.1, "ada"), (8.0, "ampere"), (7.5, "turing"), (0.0, "volta"))
+_RETRIES = (
+    "torch's allocator has to give back what it has cached {} times in two iterations, which costs time; try "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+)
+Loss = Callable[["torch.nn.Module", Any], "torch.Tensor"]
+
+
+def _architecture(gpu: Gpu) -> str:
+    if gpu.compute_capability is None:
+        return "ampere"
+    capability = float(gpu.compute_capability)
+    return next(name for least, name in _ARCHITECTURES if capability >= least)
+
+
+def estimate_program(
+    make: Callable[[], Program],
+    *,
+    gpu: Gpu | None = None,
+    world_size: int = 1,
+    allocator: AllocatorSettings | None = None,
+) -> Estimate:
+    """What a program's training step takes of a device, by tracing two iterations of it.
+
+    Args:
+        make: Makes the program; called within a fake tensor mode.
+        gpu: The device; None for any.
+        world_size: Devices that exchange data.
+        allocator: The settings of torch's allocator; its defaults if None.
+
+    Raises:
+        UntraceableError: The program does what fake tensors cannot follow.
+    """
+    from memfit.estimation._trace import trace
+
+    found = trace(make, architecture=_architecture(gpu or find_gpu(_ANY)))
+    return _estimate_trace(found, gpu, world_size=world_size, allocator=allocator)
+
+
+def estimate_step(
+    make: Callable[[], Callable[[], object]], *, gpu: Gpu | None = None, allocator: AllocatorSettings | None = None
+) -> Estimate:
+    """What a training step of any kind takes of a device, by tracing two runs of it.
+
+    Args:
+        make: Makes the step, with its model and optimizer; called within a fake tensor mode. What it gives runs the
+            step once.
+        gpu: The device; None for any.
+        allocator: The settings of torch's allocator; its defaults if None.
+
+    Raises:
+        UntraceableError: The step does what fake tensors cannot follow.
+    """
+    from memfit.estimation._step_trace import trace_step
+
+    found = trace_step(make, architecture=_architecture(gpu or find_gpu(_ANY)))
+    return _estimate_trace(found, gpu, world_size=1, allocator=allocator)
+
+
+def _estimate_trace(found: Trace, gpu: Gpu | None, *, world_size: int, allocator: AllocatorSettings | None) -> Estimate:
+    device = gpu or find_gpu(_ANY)
+    peaks = find_peaks(found)
+    at_will = replay(found, allocator)
+    figures, by_phase, parts = bound_device(peaks, at_will, device, found, world_size=world_size)
+    if gpu is None:
+        return Estimate(figures, parts, by_phase, "traced", notes=found.notes)
+    beside = device.context_bytes + device.nccl_bytes(world_size)
+    verdict: Verdict = "fits"
+    notes = found.notes
+    if figures["device_bytes"].upper > gpu.total_bytes:  # then the allocator gives back what it has cached
+        above = figures["allocated_bytes"].upper - figures["allocated_bytes"].value
+        tight = replay(found, allocator, capacity_bytes=max(0, gpu.total_bytes - beside.value))
+        tightest = replay(found, allocator, capacity_bytes=max(0, gpu.total_bytes - beside.upper - above))
+        if tight.out_of_memory_at is not None:
+            verdict = "does not fit"
+        else:
+            verdict = "may fit" if tightest.out_of_memory_at is not None else "fits"
+            figures, by_phase, parts = bound_device(peaks, tight, device, found, world_size=world_size)
+            if verdict == "fits":
+                figures = _capped(figures, gpu.total_bytes, gpu.total_bytes - beside.value)
+            if tight.num_retries:
+                notes = (*notes, _RETRIES.format(tight.num_retries))
+    return Estimate(figures, parts, by_phase, "traced", gpu, verdict, notes)
+
+
+def _capped(figures: dict[Metric, Interval], total_bytes: int, lendable_bytes: int) -> dict[Metric, Interval]:
+    """Figures of what runs within a device: no bound is above what it has."""
+    most = {**dict.fromkeys(figures, lendable_bytes), "device_bytes": total_bytes}
+    return {name: Interval(min(one.value, most[name]), min(one.upper, most[name])) for name, one in figures.items()}
+
+
+def estimate_config(
+    config: Mapping[str, Any],
+    setup: Setup,
+    *,
+    gpu: Gpu | None = None,
+    allocator: AllocatorSettings | None = None,
+) -> Estimate:
+    """What training the model of a ``config.json`` takes: traced where that works, else by the formula.
+
+    Raises:
+        ConfigError: The config or the setup makes no model.
+        MissingExtraError: Neither torch and transformers are there, nor does the formula know the config.
+    """
+    try:
+        return estimate_program(
+            lambda: _program_of(config, setup), gpu=gpu, world_size=setup.world_size, allocator=allocator
+        )
+    except ImportError as error:
+        reason = f"{error.name or error} is not installed"
+    except UntraceableError as error:
+        reason = error.what
+    return estimate_formula(config, setup, gpu=gpu, reason=reason)
+
+
+def _program_of(config: Mapping[str, Any], setup: Setup) -> Program:
+    from memfit.estimation._huggingface import build_program
+
+    return transform(build_program(config, replace(setup, gradient_checkpointing="none")), setup)
+
+
+def transform(program: Program, setup: Setup) -> Program:
+    """A program whose blocks are compiled, checkpointed and shared out as a setup says; within a fake tensor mode."""
+    from memfit.estimation._blocks import checkpoint_blocks
+    from memfit.estimation._compile import compile_blocks
+    from memfit.estimation._parallel import shard
+    from memfit.estimation._program import find_blocks
+
+    blocks = find_blocks(program.model)
+    if setup.compiled:
+        program = compile_blocks(program, blocks)
+    checkpoint_blocks(blocks, setup.gradient_checkpointing)
+    return shard(program, setup) if setup.world_size > 1 and setup.strategy != "none" else program
+
+
+def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None = None, reason: str = "") -> Estimate:
+    """What training the model of a ``config.json`` takes by arithmetic alone, on a machine without torch too."""
+    found = estimate_by_formula(config, setup)
+    device = gpu or find_gpu(_ANY)
+    peak = found.peak
+    fragments = Interval(peak.value // 50, peak.upper // 10)
+    reserved = peak + fragments
+    beside = device.context_bytes + device.nccl_bytes(setup.world_size)
+    figures: dict[Metric, Interval] = {
+        "allocated_bytes": peak,
+        "active_bytes": peak,
+        "reserved_bytes": reserved,
+        "device_bytes": reserved + beside,
+    }
+    notes = (*((f"computed, not traced: {reason}",) if reason else ()), *found.notes)
+    verdict: Verdict | None = None
+    if gpu is not None:
+        need = figures["device_bytes"]
+        fits = need.upper <= gpu.total_bytes
+        verdict = "fits" if fits else "may fit" if need.value <= gpu.total_bytes else "does not fit"
+    return Estimate(figures, found.parts, found.by_phase, "formula", gpu, verdict, notes)
+
+
+def estimate(
+    build_model: Callable[[], torch.nn.Module],
+    example_batch: Any,
+    *,
+    loss: Loss | None = None,
+    setup: Setup | None = None,
+    gpu: Gpu | str | None = None,
+    allocator: str | None = None,
+) -> Estimate:
+    """What training a model takes of a device, before it runs and without the device.
+
+    Nothing of it is allocated: model and batch are made of fake tensors, a training step is run on them twice, and what
+    it would do with a GPU's memory is replayed through a model of torch's allocator.
+
+    Args:
+        build_model: Makes the model. It is called here, among fake tensors.
+        example_batch: A tree of tensors, of which only shapes and dtypes count: the largest batch of the training.
+        loss: ``loss(model, batch)`` gives the scalar to differentiate; by default the model's own ``.loss``, or the sum
+            of what it gives.
+        setup: Everything else: dtype, optimizer, checkpointing, sharding. Its ``batch`` and lengths do not count here.
+        gpu: A name such as ``A100-80GB``, or a size such as ``24GiB``.
+        allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``.
+
+    Raises:
+        UntraceableError: The step does what fake tensors cannot follow.
+        UsageError: There is no such GPU, or no such setting of the allocator.
+
+    Example:
+        >>> import torch
+        >>> found = estimate(lambda: torch.nn.Linear(1024, 1024), torch.zeros(8, 1024), setup=Setup(dtype="fp32"))
+        >>> found.parts["weights"].value, found.method
+        (4198400, 'traced')
+    """
+    setup = setup or Setup(dtype="fp32")
+    return estimate_program(
+        lambda: _program_from(build_model, example_batch, loss, setup),
+        gpu=find_gpu(gpu) if isinstance(gpu, str) else gpu,
+        world_size=setup.world_size,
+        allocator=None if allocator is None else AllocatorSettings.parse(allocator),
+    )
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def _program_from(
+    build_model: Callable[[], torch.nn.Module], example_batch: Any, loss: Loss | None, setup: Setup
+) -> Program:
+    import torch
+    from torch.utils._pytree import tree_map
+
+    from memfit.estimation._lora import add_lora
+    from memfit.estimation._optimizers import build_optimizer
+    from memfit.estimation._program import Program
+
+    amp = setup.dtype.endswith("-amp")
+    dtype = getattr(torch, _DTYPES["fp32" if amp else setup.dtype])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = build_model()
+    finally:
+        torch.set_default_dtype(before)
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        wanted = dtype if leaf.is_floating_point() and leaf.dtype == torch.float32 else leaf.dtype
+        return torch.empty(leaf.shape, dtype=wanted)
+
+    batch = tree_map(fake, example_batch)
+    if setup.lora_rank:
+        add_lora(model, setup.lora_rank, setup.lora_targets or ("all-linear",), dtype=torch.float32)
+    optimizer, notes = build_optimizer(model, setup)
+    program = Program(
+        model=model,
+        batch=batch,
+        loss=loss or _own_loss,
+        optimizer=optimizer,
+        autocast_dtype=getattr(torch, _DTYPES[setup.dtype.removesuffix("-amp")]) if amp else None,
+        num_microbatches=setup.num_microbatches,
+        clip_grad_norm=setup.clip_grad_norm and not setup.optimizer_in_backward,
+        notes=notes,
+    )
+    return transform(program, setup)
+
+
+def _own_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """The model's own loss, or the sum of what it gives."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    output = (
+        model(**batch)
+        if isinstance(batch, Mapping)
+        else model(*batch)
+        if isinstance(batch, tuple | list)
+        else model(batch)
+    )
+    found = getattr(output, "loss", None)
+    if isinstance(found, torch.Tensor):
+        return found
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return torch.stack([tensor.float().sum() for tensor in tensors]).sum() if tensors else torch.zeros(())

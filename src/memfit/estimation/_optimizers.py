@@ -1,0 +1,294 @@
+"""Optimizers on fake tensors: torch's own where it has them, the states and temporaries of others where it has not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import ConfigError
+from memfit.estimation._setup import Setup
+from memfit.units import format_bytes
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: bitsandbytes 0.45, optim/optimizer.py, Optimizer2State: smaller tensors keep fp32 moments; one fp32 maximum is kept
+#: for every 256 moments (2048 before 0.44: fewer bytes). torchao 0.7, optim/adam.py, draws the same line at 4096.
+_MIN_QUANTIZED_SIZE = 4096
+_BLOCK_SIZE_8_BIT = 256
+#: torchao 0.7, optim/adam.py: the default of AdamW4bit.
+_BLOCK_SIZE_4_BIT = 128
+#: bitsandbytes 0.45, optim/optimizer.py, get_state_buffer: smaller moments are ordinary tensors.
+_MIN_PAGED_SIZE = 100_000
+
+_Factory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+
+def build_optimizer(
+    model: nn.Module, setup: Setup, *, embeddings_in_32_bit: bool = False
+) -> tuple[torch.optim.Optimizer | None, tuple[str, ...]]:
+    """The optimizer of a setup over the weights of a model that are trained, and what was assumed.
+
+    With ``optimizer_in_backward`` each weight's optimizer runs as soon as its gradient is complete, and the optimizer
+    that is given back has a step that does nothing.
+
+    Args:
+        model: On fake tensors, in the dtype of its weights.
+        setup: Names the optimizer, the dtype of its states and when it runs.
+        embeddings_in_32_bit: Whether 8-bit optimizers keep fp32 moments of embeddings, as transformers' trainer asks of
+            bitsandbytes.
+
+    Raises:
+        ConfigError: The setup contradicts itself.
+    """
+    if setup.optimizer == "none":
+        return None, ()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ConfigError(
+            f"No weight of {type(model).__name__} is trained, and the optimizer is {setup.optimizer}.",
+            rule="An optimizer needs at least one weight.",
+            remedy="use --optimizer none, or --lora with a rank above 0",
+        )
+    exempt = _embedding_weights(model) if embeddings_in_32_bit else set()
+    factory = _wrap_in_masters(_choose(setup, exempt), setup)
+    notes = _describe(setup, parameters, exempt)
+    if not setup.optimizer_in_backward:
+        return factory(list(parameters)), notes
+    if setup.num_microbatches > 1:
+        raise ConfigError(
+            f"Weights are updated within the backward pass, and {setup.num_microbatches} of them make one update.",
+            rule="A gradient that is dropped after its backward pass cannot be added to.",
+            remedy="use one microbatch, or leave out --optimizer-in-backward",
+        )
+    return _InBackward(parameters, factory), notes
+
+
+def _embedding_weights(model: nn.Module) -> set[int]:
+    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def _choose(setup: Setup, exempt: set[int]) -> _Factory:
+    name, foreach = setup.optimizer, setup.foreach
+    fast: dict[str, Any] = {"foreach": True} if foreach else {"fused": True}
+    if name in ("adamw8bit", "paged_adamw8bit"):
+        paged = name.startswith("paged")
+        maps: dict[str, torch.Tensor] = {}
+        return lambda parameters: _Kernel(parameters, lambda weight: _state_8_bit(weight, maps, exempt, paged=paged))
+    if name == "adamw4bit":
+        return lambda parameters: _Kernel(parameters, _state_4_bit, _temporaries_4_bit)
+    if name == "adafactor":
+        return _make_adafactor
+    if name == "lion":
+        return lambda parameters: _Lion(parameters, foreach, _DTYPES.get(setup.state_dtype or ""))
+    if name == "sgd" or name == "momentum":
+        momentum = 0.9 if name == "momentum" else 0.0
+        return lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=momentum, **fast)
+    if setup.state_dtype is not None and not setup.master_weights:
+        dtype = _DTYPES[setup.state_dtype]
+        return lambda parameters: _MixedAdam(parameters, dtype, foreach)
+    kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
+    return lambda parameters: kind(parameters, lr=1e-3, **fast)
+
+
+def _wrap_in_masters(factory: _Factory, setup: Setup) -> _Factory:
+    if not setup.master_weights:
+        return factory
+    return lambda parameters: _MasterWeights(parameters, factory)
+
+
+def _make_adafactor(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    # As transformers' trainer does; torch's own is seldom used and runs over all weights at once only when asked to.
+    from transformers.optimization import Adafactor
+
+    kind: Any = Adafactor
+    made: torch.optim.Optimizer = kind(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
+    return made
+
+
+def _describe(setup: Setup, parameters: Sequence[torch.Tensor], exempt: set[int]) -> tuple[str, ...]:
+    notes = []
+    if setup.optimizer == "paged_adamw8bit":
+        paged = sum(
+            weight.numel() * (8 if id(weight) in exempt else 2)
+            for weight in parameters
+            if weight.numel() >= _MIN_PAGED_SIZE
+        )
+        notes.append(
+            f"{format_bytes(paged)} of optimizer states are paged by CUDA, outside of torch's allocator: they take "
+            "what the device has left and wait in host memory otherwise"
+        )
+    if setup.optimizer in ("adamw8bit", "paged_adamw8bit"):
+        kept = "fp32, as transformers' trainer asks for" if exempt else "8 bits, as bitsandbytes does by itself"
+        notes.append(f"8-bit moments are laid out as in bitsandbytes; those of embeddings in {kept}")
+    if setup.optimizer == "adamw4bit":
+        notes.append("4-bit moments are laid out as in torchao; its compiled step holds two fp32 copies of one weight")
+    if setup.master_weights:
+        notes.append("the step makes fp32 gradients of all weights that have a master copy")
+    fixed = ("adamw8bit", "paged_adamw8bit", "adamw4bit", "adafactor", "sgd", "momentum")
+    if setup.state_dtype is not None and (setup.optimizer in fixed or setup.master_weights):
+        notes.append(f"state_dtype has no effect on {setup.optimizer}{' with fp32 masters' * setup.master_weights}")
+    return tuple(notes)
+
+
+def _state_8_bit(weight: torch.Tensor, maps: dict[str, torch.Tensor], exempt: set[int], *, paged: bool) -> Any:
+    size = weight.numel()
+    outside = paged and size >= _MIN_PAGED_SIZE
+    if size < _MIN_QUANTIZED_SIZE or id(weight) in exempt:
+        if outside:
+            return {}
+        return {name: torch.zeros_like(weight, dtype=torch.float32) for name in ("state1", "state2")}
+    state: dict[str, torch.Tensor] = {}
+    for index in ("1", "2"):
+        if f"qmap{index}" not in maps:
+            maps[f"qmap{index}"] = torch.zeros(256)
+        if not outside:
+            state[f"state{index}"] = torch.zeros_like(weight, dtype=torch.uint8)
+        state[f"qmap{index}"] = maps[f"qmap{index}"]
+        state[f"absmax{index}"] = torch.zeros(math.ceil(size / _BLOCK_SIZE_8_BIT), dtype=torch.float32)
+    return state
+
+
+def _state_4_bit(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    size = weight.numel()
+    if size < _MIN_QUANTIZED_SIZE or size % _BLOCK_SIZE_4_BIT:
+        return {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+    state = {}
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[f"{name}_codes"] = torch.zeros(size // 2, dtype=torch.uint8)
+        state[f"{name}_scale"] = torch.zeros(size // _BLOCK_SIZE_4_BIT, dtype=torch.float32)
+        state[f"{name}_qmap"] = torch.zeros(16, dtype=torch.float32)
+    return state
+
+
+def _temporaries_4_bit(weight: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.empty_like(weight, dtype=torch.float32) for _ in range(2)]
+
+
+class _Kernel(torch.optim.Optimizer):
+    """An optimizer that updates weight after weight by one kernel each: only states and temporaries take memory."""
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        make_state: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+        make_temporaries: Callable[[torch.Tensor], list[torch.Tensor]] = lambda weight: [],
+    ) -> None:
+        super().__init__(parameters, {})
+        self._make_state = make_state
+        self._make_temporaries = make_temporaries
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        #: bitsandbytes updates in place; torchao's compiled step may write both moments of a weight in fp32.
+        self.slack_bytes = 2 * 4 * max((weight.numel() for weight in weights), default=0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Makes the states of weights that have none, and temporaries, one weight at a time."""
+        for weight in _weights_with_gradients(self):
+            if not self.state[weight]:
+                self.state[weight] = self._make_state(weight)
+            self._make_temporaries(weight)
+
+
+class _MixedAdam(torch.optim.Optimizer):
+    """Adam whose moments have a dtype of their own: gradients are cast to it before they are used."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], dtype: torch.dtype, foreach: bool) -> None:
+        super().__init__(parameters, {})
+        self._dtype = dtype
+        self._foreach = foreach
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates all weights at once, with temporaries of all, or one after the other, with none."""
+        weights = _weights_with_gradients(self)
+        for weight in weights:
+            if not self.state[weight]:
+                names = ("exp_avg", "exp_avg_sq")
+                self.state[weight] = {name: torch.zeros_like(weight, dtype=self._dtype) for name in names}
+        if self._foreach:
+            gradients = [weight.grad.to(self._dtype) for weight in weights if weight.grad is not None]
+            denominators = torch._foreach_sqrt([self.state[weight]["exp_avg_sq"] for weight in weights])
+            del gradients, denominators
+
+
+class _Lion(torch.optim.Optimizer):
+    """Lion (Chen et al., 2023): one moment; the update is a sign, made in a temporary of the weight's size."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], foreach: bool, dtype: torch.dtype | None) -> None:
+        super().__init__(parameters, {})
+        self._foreach = foreach
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates all weights at once or one after the other."""
+        weights = _weights_with_gradients(self)
+        for weight in weights:
+            if not self.state[weight]:
+                self.state[weight] = {"exp_avg": torch.zeros_like(weight, dtype=self._dtype)}
+        for group in [weights] if self._foreach else [[weight] for weight in weights]:
+            updates = torch._foreach_mul([self.state[weight]["exp_avg"] for weight in group], 0.9)
+            del updates
+
+
+class _MasterWeights(torch.optim.Optimizer):
+    """An optimizer over fp32 copies of 16-bit weights: gradients are cast for the step, results are copied back."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], factory: _Factory) -> None:
+        super().__init__(parameters, {})
+        owned = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        self._pairs = []
+        for weight in owned:
+            master = weight
+            if weight.dtype is not torch.float32:
+                master = nn.Parameter(torch.empty_like(weight, dtype=torch.float32))
+                self.state[weight]["master"] = master.detach()
+            self._pairs.append((weight, master))
+        self._inner = factory([master for _, master in self._pairs])
+        self._inner.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Casts gradients, updates the copies and writes them back."""
+        pairs = [(weight, master) for weight, master in self._pairs if weight is not master]
+        for weight, master in pairs:
+            master.grad = None if weight.grad is None else weight.grad.float()
+        self._inner.step()
+        for weight, master in pairs:
+            weight.copy_(master)
+            master.grad = None
+
+
+class _InBackward(torch.optim.Optimizer):
+    """One optimizer a weight, each run by the hook that its weight's gradient sets off."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], factory: _Factory) -> None:
+        super().__init__(parameters, {})
+        self.slack_bytes = 0
+        for weight in parameters:
+            inner = factory([weight])
+            self.slack_bytes = max(self.slack_bytes, getattr(inner, "slack_bytes", 0))
+            self.state.update(inner.state)
+            inner.state = self.state
+            if isinstance(inner, _MasterWeights):
+                inner._inner.state = self.state
+            weight.register_post_accumulate_grad_hook(_make_hook(inner))  # type: ignore[no-untyped-call]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Does nothing: the updates are made."""
+
+
+def _make_hook(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+    def update(_: torch.Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return update
+
+
+def _weights_with_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]

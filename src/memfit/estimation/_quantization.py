@@ -1,0 +1,173 @@
+"""Frozen weights in 4 or 8 bits: their bytes, and the weights that are made of them for each product and dropped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+#: bitsandbytes 0.45, functional.py, quantize_4bit and quantize_blockwise: one fp32 maximum for 64 weights; doubly
+#: quantised, that is one byte for 64 weights, one fp32 maximum for 256 of these bytes, and their mean and code.
+_BLOCK_SIZE = 64
+_BLOCK_SIZE_OF_MAXIMA = 256
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer whose frozen weight is held in 4 or 8 bits, with the memory of bitsandbytes' layers.
+
+    Nothing of the 4-bit layer's input is kept for the backward pass: the weight is made again there. The 8-bit layer
+    keeps its input (bitsandbytes 0.45, autograd/_functions.py, MatMul8bitLt).
+
+    Args:
+        in_features: Of the weight.
+        out_features: Of the weight.
+        bias: The layer's own, frozen; or None.
+        kind: ``nf4`` or ``int8``.
+        compute_dtype: Of the product and of the weight that is made for it.
+        double: Whether the maxima of 4-bit blocks are quantised too.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: torch.Tensor | None,
+        kind: Literal["nf4", "int8"],
+        *,
+        compute_dtype: torch.dtype,
+        double: bool = False,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.kind = kind
+        self.compute_dtype = compute_dtype
+        size = in_features * out_features
+        self._num_maxima = math.ceil(size / _BLOCK_SIZE)
+        if kind == "int8":
+            self.weight = _freeze(torch.empty(out_features, in_features, dtype=torch.int8))
+            self.scales = _freeze(torch.empty(out_features, dtype=torch.float32))
+        else:
+            self.weight = _freeze(torch.empty(math.ceil(size / 2), 1, dtype=torch.uint8))
+            self.code = _freeze(torch.empty(16, dtype=torch.float32))
+            if double:
+                self.maxima = _freeze(torch.empty(self._num_maxima, dtype=torch.uint8))
+                num_outer = math.ceil(self._num_maxima / _BLOCK_SIZE_OF_MAXIMA)
+                self.outer_maxima = _freeze(torch.empty(num_outer, dtype=torch.float32))
+                self.outer_code = _freeze(torch.empty(256, dtype=torch.float32))
+                self.mean = _freeze(torch.empty(1, dtype=torch.float32))
+            else:
+                self.maxima = _freeze(torch.empty(self._num_maxima, dtype=torch.float32))
+        self.is_double = double
+        self.bias = None if bias is None else _freeze(bias.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The product in ``compute_dtype``, in the dtype of ``x``."""
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        result: torch.Tensor = _Product.apply(x.to(self.compute_dtype), bias, self)  # type: ignore[no-untyped-call]
+        return result.to(x.dtype)
+
+    def make_weight(self) -> torch.Tensor:
+        """New bytes for the weight in ``compute_dtype``."""
+        if self.is_double:
+            maxima = torch.empty(self._num_maxima, dtype=torch.float32)
+            weight = torch.empty(self.out_features, self.in_features, dtype=self.compute_dtype)
+            del maxima
+            return weight
+        return torch.empty(self.out_features, self.in_features, dtype=self.compute_dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, layer: QuantizedLinear) -> torch.Tensor:
+        ctx.layer = layer
+        if layer.kind == "nf4":
+            return functional.linear(x, layer.make_weight(), bias)
+        ctx.save_for_backward(x)
+        rows = x.numel() // layer.in_features
+        quantized = torch.empty_like(x, dtype=torch.int8)
+        scales = torch.empty(rows, dtype=torch.float32)
+        sums = torch.empty(rows, layer.out_features, dtype=torch.int32)
+        result = torch.empty(*x.shape[:-1], layer.out_features, dtype=x.dtype)
+        del quantized, scales, sums
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        (gradient,) = gradients
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        return gradient @ ctx.layer.make_weight().to(gradient.dtype), None, None
+
+
+def quantize_linears(
+    model: nn.Module,
+    kind: Literal["nf4", "int8"],
+    *,
+    compute_dtype: torch.dtype,
+    double: bool = False,
+    skip: Collection[nn.Module] = (),
+) -> int:
+    """Replaces the linear layers of a model, and GPT-2's transposed ones, by quantised ones and freezes the model.
+
+    Args:
+        model: Changed in place.
+        kind: How weights are held.
+        compute_dtype: Of products.
+        double: Whether the maxima of 4-bit blocks are quantised too.
+        skip: Layers that stay: the output layer above all.
+
+    Returns:
+        How many were replaced.
+    """
+    model.requires_grad_(False)
+    kept = {id(module) for module in skip}
+    num_replaced = 0
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if id(child) in kept or not is_linear(child):
+                continue
+            features_in, features_out = find_features(child)
+            bias: torch.Tensor | None = child.bias  # type: ignore[assignment]
+            layer = QuantizedLinear(
+                features_in, features_out, bias, kind, compute_dtype=compute_dtype, double=double and kind == "nf4"
+            )
+            setattr(parent, name, layer)
+            num_replaced += 1
+    return num_replaced
+
+
+def cast_rest_to_fp32(model: nn.Module) -> None:
+    """Casts what is not quantised to fp32, as PEFT's ``prepare_model_for_kbit_training`` does."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                if id(parameter) not in made:
+                    copy = torch.empty_like(parameter, dtype=torch.float32)
+                    made[id(parameter)] = nn.Parameter(copy, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer with a weight of its own: torch's, GPT-2's transposed one, or quantised."""
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D" or isinstance(module, QuantizedLinear)
+
+
+def find_features(module: nn.Module) -> tuple[int, int]:
+    """How many features a linear layer takes and gives."""
+    if type(module).__name__ == "Conv1D":
+        features_in, features_out = module.get_parameter("weight").shape
+        return int(features_in), int(features_out)
+    layer: Any = module
+    return int(layer.in_features), int(layer.out_features)
+
+
+def _freeze(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

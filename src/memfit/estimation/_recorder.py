@@ -1,0 +1,241 @@
+"""Births and deaths of storages, written down by a dispatch mode that sees every operation on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memfit.estimation._cuda_ops import CudaOps
+from memfit.estimation._events import Event, Part, Phase
+
+_forced_parts: list[tuple[Part, int]] = []
+
+_aten = torch.ops.aten
+#: The number of every block that is not on the device: a number made into a tensor, such as Adam's count of steps.
+_ON_HOST = -1
+_DEPENDS_ON_DATA = (_aten.index.Tensor, _aten.masked_select.default, _aten.nonzero.default)
+
+
+@contextlib.contextmanager
+def part(name: Part, *, stream: int = 0) -> Iterator[None]:
+    """Counts every block born within as ``name``, whatever becomes of it, and as one of a stream.
+
+    Torch's allocator keeps what it caches apart by stream; 0 is the one that computes.
+    """
+    _forced_parts.append((name, stream))
+    try:
+        yield
+    finally:
+        _forced_parts.pop()
+
+
+@dataclass
+class Block:
+    """What is known of a block.
+
+    Attributes:
+        phase: When it was born.
+        iteration: Of which training step; 0 before the first.
+        num_bytes: Bytes asked for.
+        forced: What it is for, said by ``part`` at its birth.
+        claimed: What it is for, said afterwards by what holds it.
+        cast: Whether it is a weight in the dtype of autocast.
+        outlived_birth_phase: Whether it was alive when the phase of its birth ended.
+        module: The path of the module that ran at its birth.
+        stream: The stream that it was born on.
+    """
+
+    phase: Phase
+    iteration: int
+    num_bytes: int
+    forced: Part | None = None
+    claimed: Part | None = None
+    cast: bool = False
+    outlived_birth_phase: bool = False
+    module: str = ""
+    stream: int = 0
+
+
+@dataclass
+class Log:
+    """Events so far, and what is known of each block."""
+
+    events: list[Event] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    alive: dict[int, tuple[int, weakref.ref[Any]]] = field(default_factory=dict)
+    phase: Phase = "build"
+    iteration: int = 0
+    in_autocast: bool = False
+    has_foreach: bool = False
+    module_path: list[str] = field(default_factory=list)
+
+    def bear(self, num_bytes: int) -> int:
+        number = len(self.blocks)
+        forced, stream = _forced_parts[-1] if _forced_parts else (None, 0)
+        module = self.module_path[-1] if self.module_path else ""
+        self.blocks.append(Block(self.phase, self.iteration, num_bytes, forced, module=module, stream=stream))
+        self.events.append(Event(number, num_bytes, self.phase))
+        return number
+
+    def bury(self, number: int) -> None:
+        self.events.append(Event(number, 0, self.phase))
+
+    def watch(self, tensor: torch.Tensor, *, on_host: bool = False) -> int | None:
+        """The number of the block under a tensor; None if it has no bytes."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self.alive.get(key)
+        if known is not None:
+            return known[0] if known[0] != _ON_HOST else None
+        num_bytes = storage.nbytes()
+        if not num_bytes:
+            return None
+        number = _ON_HOST if on_host else self.bear(num_bytes)
+
+        def die(_: object) -> None:
+            if self.alive.pop(key, (None,))[0] == number and not on_host:
+                self.bury(number)
+
+        self.alive[key] = (number, weakref.ref(storage, die))
+        return number
+
+    def resize(self, tensor: torch.Tensor) -> None:
+        """Ends a block whose storage has changed its size and begins another."""
+        storage = tensor.untyped_storage()
+        known = self.alive.get(storage._cdata)
+        if known is not None and known[0] == _ON_HOST:
+            return
+        if known is None or self.blocks[known[0]].num_bytes != storage.nbytes():
+            if known is not None:
+                del self.alive[storage._cdata]
+                self.bury(known[0])
+            self.watch(tensor)
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        known = self.alive.get(tensor.untyped_storage()._cdata)
+        return known[0] if known and known[0] != _ON_HOST else None
+
+    def claim(self, tensors: Iterable[Any], name: Part) -> None:
+        """Says what the blocks under some tensors are for, unless that is said already."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                number = self.find(tensor)
+                if number is not None and self.blocks[number].claimed is None:
+                    self.blocks[number].claimed = name
+
+    def enter(self, phase: Phase) -> None:
+        """Begins a phase: what was born in the one before and lives on has outlived it."""
+        for number, _ in self.alive.values():
+            if number != _ON_HOST:
+                self.blocks[number].outlived_birth_phase = True
+        self.phase = phase
+
+
+_Effect = Literal["births", "resizes", "none"]
+
+
+def _effect_of(func: Any) -> _Effect:
+    """What an operation can do to storages: views and most operations in place do nothing."""
+    returns = func._schema.returns
+    aliases = [one.alias_info for one in returns]
+    name = func._schema.name
+    if name == "aten::lift_fresh" or any(alias is None for alias in aliases):
+        return "births"
+    if name in ("aten::resize_", "aten::resize_as_", "aten::set_") or func._schema.overload_name.endswith("out"):
+        return "resizes"
+    return "none"
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation below autograd: on top of the fake tensor mode, so that results are fake already."""
+
+    def __init__(self, log: Log, cuda: CudaOps | None, notes: dict[str, None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.longest = 1
+        self.log = log
+        self.cuda = cuda
+        self.notes = notes
+        self.plans: dict[Any, tuple[_Effect, bool]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default:
+            return self._guess_number(func, args[0])
+        if func in _DEPENDS_ON_DATA:
+            func, args, kwargs = self._pick_all(func, args)
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # autograd on a fake "cuda" tensor ends the process
+        result = func(*args, **kwargs)
+        plan = self.plans.get(func)
+        if plan is None:
+            plan = self.plans[func] = (_effect_of(func), self.cuda is not None and self.cuda.concerns(func))
+        effect, is_concern = plan
+        if effect == "births":
+            for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    self._bear(func, args, tensor)
+        elif effect == "resizes":
+            for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    self.log.resize(tensor)
+        if is_concern:
+            self._count_inside(func, args, result)
+        return result
+
+    def _bear(self, func: Any, args: tuple[Any, ...], tensor: torch.Tensor) -> None:
+        log = self.log
+        number = log.watch(tensor, on_host=func is _aten.lift_fresh.default and not tensor.dim())
+        if number is not None and log.in_autocast and func is _aten._to_copy.default:
+            source = log.find(args[0])
+            log.blocks[number].cast = source is not None and log.blocks[source].claimed == "weights"
+
+    def _count_inside(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Counts what a kernel of CUDA allocates beside its results."""
+        log = self.log
+        if self.cuda is not None:
+            for number in [log.bear(num_bytes) for num_bytes in self.cuda.scratch(func, args, result)]:
+                log.bury(number)
+            for num_bytes in self.cuda.workspaces(func, in_backward=log.phase == "backward"):
+                with part("workspaces"):
+                    log.bear(num_bytes)
+
+    def _guess_number(self, func: Any, tensor: torch.Tensor) -> bool | int | float:
+        with contextlib.suppress(DataDependentOutputException):
+            known: bool | int | float = func(tensor)
+            return known
+        # A whole number may become a length: the longest is on the safe side.
+        guess: bool | int | float = self.longest
+        if tensor.dtype is torch.bool or tensor.is_floating_point():
+            guess = True if tensor.dtype is torch.bool else 1.0
+        self.notes[f"a number that depends on the data was taken to be {guess}"] = None
+        return guess
+
+    def _pick_all(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """An operation as if a mask picked every element: the most that it can."""
+        options: dict[str, Any] = {}
+        if func is _aten.masked_select.default:
+            func, args = _aten.new_empty.default, (args[0], ((args[0] == args[1]).numel(),))
+        elif func is _aten.nonzero.default and args[0].dim() == 1:
+            func, args, options = _aten.new_empty.default, (args[0], (len(args[0]), 1)), {"dtype": torch.int64}
+        elif func is _aten.index.Tensor and any(one is not None and one.dtype is torch.bool for one in args[1]):
+            indices: list[torch.Tensor | None] = []
+            for index in args[1]:
+                if index is None or index.dtype is not torch.bool:
+                    indices.append(index)
+                else:
+                    indices += [torch.empty(index.numel(), dtype=torch.int64)] * index.dim()
+            args = (args[0], indices)
+        else:
+            return func, args, options
+        self.notes["masks that pick elements were taken to pick all of them"] = None
+        return func, args, options

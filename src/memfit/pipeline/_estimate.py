@@ -1,0 +1,207 @@
+"""What ``memfit estimate`` says of a config: its workload's own step, on the longest batch of its own data."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from memfit import config
+from memfit.errors import MissingExtraError, UntraceableError, UsageError
+from memfit.pipeline._alone import call_alone
+from memfit.pipeline._config import RunConfig
+from memfit.units import format_bytes
+
+#: Batches of a loader that does not name its longest, of which the largest counts.
+_LOOKED_AT = 64
+_HOW = (
+    "write loader(context, params, num_workers), the batches of a fold, and step(context, params), a function that "
+    "takes one training step on a batch, and name them: FoldWorkload(..., loader=loader, step=step)"
+)
+
+
+@dataclass(frozen=True)
+class _Longest:
+    """The batch that takes the most.
+
+    Attributes:
+        batch: What the loader gives.
+        is_sure: The loader says that no batch takes more; else it is the largest of ``num_seen``.
+        num_seen: Batches that were looked at.
+    """
+
+    batch: Any
+    is_sure: bool
+    num_seen: int
+
+
+def estimate_workload(
+    source: Path | str,
+    *,
+    gpu: str | None = None,
+    available_bytes: int | None = None,
+    allocator: str | None = None,
+    overrides: Sequence[config.Override] = (),
+    env: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Estimate the training step of a config's workload, on its first fold, in an interpreter of its own.
+
+    Args:
+        source: The config.
+        gpu: The device's name or size; None for any.
+        available_bytes: What others leave of the device; None for all of it.
+        allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``; None for the config's ``memory.cuda_allocator``.
+        overrides: Further settings of the config.
+        env: The environment; this process's when None.
+
+    Returns:
+        What ``memfit.planning.ask`` gives, without a ``setup``, for the step is the workload's own: ``data`` says what
+        the batch is; ``host`` what the host's memory holds beside it, which is never added to the device's: ``panel``
+        (mapped, and shared by all jobs), ``batch_bytes``, and ``loader`` (see ``memfit.data.loader_footprint``; None
+        for a loader of another kind).
+
+    Raises:
+        UsageError: If the config is bad, its workload names no loader or no step, or the step cannot be traced.
+    """
+    from memfit.estimation import check_allocator, find_gpu
+
+    if gpu is not None:
+        find_gpu(gpu)
+    if allocator is not None:
+        check_allocator(allocator, name="--allocator")
+    arguments = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator}
+    return call_alone(f"{__name__}:estimate_in_child", source, arguments, overrides=overrides, env=env)
+
+
+def estimate_in_child(
+    target: str, resolved: str, gpu: str | None, available_bytes: int | None, allocator: str | None
+) -> dict[str, Any]:
+    """Prepare the workload's data as a run does, take its longest batch, and trace its step."""
+    from memfit.estimation import check_allocator
+    from memfit.pipeline._workload import PrepareContext, first_fold, load_workload
+
+    workload = load_workload(target)
+    if workload.loader is None or workload.step is None:
+        missing = " and ".join(name for name in ("loader", "step") if getattr(workload, name) is None)
+        raise UsageError(
+            f"the workload '{target}' names no {missing}.",
+            rule="what is estimated is the step that a FoldWorkload names, on a batch of the loader that it names.",
+            remedy=_HOW,
+        )
+    whole = config.Resolved.from_json(RunConfig, resolved)
+    params = config.resolve_nested(whole, "params", workload.params).value
+    prepared = workload.prepare(PrepareContext(whole.value.panels_dir), params)
+    text = allocator or whole.value.memory.cuda_allocator
+    warned = [] if text is None else check_allocator(text)
+    with tempfile.TemporaryDirectory(prefix="memfit-estimate-") as folder:
+        context = first_fold(prepared, whole.value.seed, Path(folder))
+        loader, make_step = workload.loader(context, params, 0), workload.step
+        longest = find_longest(loader)
+
+        def make() -> Any:
+            step = make_step(context, params)
+            return lambda: step(longest.batch)
+
+        found = _trace(make, target, gpu, available_bytes, text)
+        host = _host(loader, longest.batch, prepared.panel)
+    host_text = _host_text(host)
+    data = {
+        "batch_bytes": host["batch_bytes"],
+        "is_longest": longest.is_sure,
+        "num_batches_seen": longest.num_seen,
+        "text": f"{prepared.panel!r}; {_batch_text(longest)}\n{host_text}",
+    }
+    notes = [*found["notes"], *warned]
+    beside = {"setup": None, "largest_batch": None, "change": None, "smaller_model": None}
+    return found | beside | {"notes": notes, "data": data, "host": host | {"text": host_text}}
+
+
+def _trace(
+    make: Any, target: str, gpu: str | None, available_bytes: int | None, allocator: str | None
+) -> dict[str, Any]:
+    from memfit.estimation import AllocatorSettings, estimate_step, find_gpu
+
+    device = None if gpu is None else find_gpu(gpu)
+    if device is not None and available_bytes is not None:
+        device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
+    settings = None if allocator is None else AllocatorSettings.parse(allocator)
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
+    try:
+        return estimate_step(make, gpu=device, allocator=settings).to_dict()
+    except UntraceableError as error:
+        where = f", in {error.module}" if error.module else ""
+        raise UsageError(
+            f"the step of '{target}' cannot be traced: {error.what}{where}.",
+            rule="it is run twice on fake tensors, which have shapes and no values.",
+            remedy="take values out of tensors of the batch alone (.item(), .numpy()), or measure a run on the device",
+        ) from error
+
+
+def find_longest(loader: Iterable[Any]) -> _Longest:
+    """The loader's ``longest()``, where it has one; else the largest of its first batches.
+
+    Raises:
+        UsageError: If the loader has no batch.
+
+    >>> find_longest([[1], [1, 2, 3], [1, 2]])
+    _Longest(batch=[1, 2, 3], is_sure=False, num_seen=3)
+    """
+    if hasattr(loader, "longest"):
+        return _Longest(loader.longest(), True, 1)
+    seen = list(itertools.islice(loader, _LOOKED_AT))
+    if not seen:
+        raise UsageError(
+            "the loader of the first fold gives no batch.",
+            rule="a step is estimated on a batch of its own data.",
+            remedy="see that the fold has dates to train on",
+        )
+    return _Longest(max(seen, key=lambda batch: (bytes_of(batch), _num_items(batch))), False, len(seen))
+
+
+def bytes_of(batch: Any) -> int:
+    """Bytes of the arrays and tensors of a batch, however deep they lie in it."""
+    if hasattr(batch, "nbytes"):
+        return int(batch.nbytes)
+    if is_dataclass(batch):
+        return sum(bytes_of(getattr(batch, one.name)) for one in fields(batch))
+    if isinstance(batch, Mapping):
+        return sum(map(bytes_of, batch.values()))
+    return sum(map(bytes_of, batch)) if isinstance(batch, list | tuple) else 0
+
+
+def _num_items(batch: Any) -> int:
+    return len(batch) if hasattr(batch, "__len__") else 0
+
+
+def _host(loader: Any, batch: Any, panel: Any) -> dict[str, Any]:
+    from memfit.data import loader_footprint
+
+    try:
+        footprint = loader_footprint(loader).to_dict()
+    except UsageError:
+        footprint = None
+    return {"panel": {"mapped_bytes": panel.nbytes}, "batch_bytes": bytes_of(batch), "loader": footprint}
+
+
+def _batch_text(longest: _Longest) -> str:
+    size = format_bytes(bytes_of(longest.batch))
+    if longest.is_sure:
+        return f"the longest batch, as its loader says it: {size}"
+    return f"the largest of the first {longest.num_seen} batches: {size}; a later one may be larger"
+
+
+def _host_text(host: Mapping[str, Any]) -> str:
+    """The host's side in a line; the device's figures hold nothing of it."""
+    loader = host["loader"]
+    batches = (
+        f"a batch {format_bytes(host['batch_bytes'])} for each that is ready"
+        if loader is None
+        else f"the loader {format_bytes(loader['private_bytes'])} in the training's process"
+    )
+    panel = format_bytes(host["panel"]["mapped_bytes"])
+    return f"host, beside the device: panel {panel}, mapped once for all jobs; {batches}"

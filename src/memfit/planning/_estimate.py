@@ -1,0 +1,247 @@
+"""An estimate made in a child, so that this process loads no torch and nothing that a model does can end it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from memfit.errors import ConfigError, MissingExtraError, UsageError, nearest
+from memfit.estimation import (
+    AllocatorSettings,
+    Estimate,
+    Gpu,
+    Setup,
+    check_allocator,
+    estimate_config,
+    estimate_formula,
+    find_batch,
+    find_change,
+    find_gpu,
+    split_batch,
+)
+from memfit.jobs import call_in_child
+from memfit.units import format_bytes
+
+_MOST_SAMPLES = 1 << 14  # of a microbatch that is looked for
+#: The names of the numbers of blocks in a config.json.
+_NUM_BLOCKS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be estimated.
+
+    Attributes:
+        config: The content of a model's ``config.json``.
+        setup: How it is trained.
+        gpu: The device's name or size; None for any.
+        allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``; None for torch's defaults.
+        formula: Compute and do not trace.
+        available_bytes: What others leave of the device; None for all of it.
+        largest_batch: Whether ``setup.batch`` is to be replaced by the largest that fits.
+        global_batch: Samples an update, which the largest batch then divides; None for any number.
+    """
+
+    config: Mapping[str, Any]
+    setup: Setup
+    gpu: str | None = None
+    allocator: str | None = None
+    formula: bool = False
+    available_bytes: int | None = None
+    largest_batch: bool = False
+    global_batch: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready form, which is also what ``answer_in_child`` takes."""
+        return {**asdict(self), "config": dict(self.config)}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Question:
+        """The question that ``to_dict`` gave."""
+        setup = found["setup"]
+        return cls(**{**found, "setup": Setup(**{**setup, "lora_targets": tuple(setup["lora_targets"])})})
+
+    @property
+    def device(self) -> Gpu | None:
+        """The device with what others leave of it.
+
+        Raises:
+            ConfigError: There is no such GPU.
+        """
+        if self.gpu is None:
+            return None
+        device = find_gpu(self.gpu)
+        least = min(device.total_bytes, device.total_bytes if self.available_bytes is None else self.available_bytes)
+        return replace(device, total_bytes=least)
+
+    @property
+    def setups(self) -> Sequence[Setup]:
+        """The setups whose largest is looked for, the smallest first."""
+        one = self.setup
+        if not self.largest_batch:
+            return (one,)
+        if self.global_batch is None:
+            return _Batches(one)
+        devices = 1 if one.strategy == "tp" else one.world_size
+        split_batch(self.global_batch, 1, devices)
+        each = self.global_batch // devices
+        sizes = [size for size in range(1, each + 1) if each % size == 0]
+        return [replace(one, batch=size, num_microbatches=each // size) for size in sizes]
+
+
+class _Batches(Sequence[Setup]):
+    """Setups with every batch from 1 on, made when they are asked for."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+
+    def __len__(self) -> int:
+        return _MOST_SAMPLES
+
+    def __getitem__(self, place: Any) -> Any:
+        return replace(self.setup, batch=place + 1)
+
+
+def ask(question: Question) -> dict[str, Any]:
+    """The estimate as ``Estimate.to_dict`` gives it, with the ``setup`` that it is for and what would make it fit.
+
+    ``change`` holds the options of the cheapest change after which it fits, and ``smaller_model``, where none does, how
+    many of the model's blocks would; both are None where it fits or there is no device.
+
+    Raises:
+        UsageError: The config, the setup, the GPU or the allocator's settings are no such thing.
+    """
+    device = question.device
+    if question.largest_batch and device is None:
+        raise UsageError(
+            "the largest batch was asked for, and no device to fit.",
+            rule="the largest batch is the one whose bound fits a device.",
+            remedy="name one: --gpu A100-80GB, or its memory: --gpu 24GiB",
+        )
+    warned = read_allocator(question.allocator)
+    _ = question.setups
+    found = _answer(question)
+    found["notes"] += warned
+    return found
+
+
+def read_allocator(text: str | None) -> list[str]:
+    """What of the allocator's settings has no effect or costs, in sentences.
+
+    Raises:
+        ConfigError: Torch refuses them, they contradict one another, or another allocator than torch's is asked for.
+    """
+    if text is None:
+        return []
+    warned = check_allocator(text)
+    AllocatorSettings.parse(text)
+    return warned
+
+
+def _answer(question: Question) -> dict[str, Any]:
+    if question.formula:
+        return answer_in_child(**question.to_dict())
+    try:
+        found: dict[str, Any] = call_in_child("memfit.planning._estimate:answer_in_child", question.to_dict())
+    except (ConfigError, MissingExtraError):
+        raise
+    except UsageError as error:  # the child ended otherwise: killed, aborted
+        found = answer_in_child(**replace(question, formula=True).to_dict())
+        found["notes"].insert(0, f"computed, not traced: {error.what}")
+    return found
+
+
+def answer_in_child(**words: Any) -> dict[str, Any]:
+    """Estimate, and look for a change where it does not fit; takes what ``Question.to_dict`` gives."""
+    question = Question.from_dict(words)
+    config, device = question.config, question.device
+    make = _estimator(question, device)
+
+    def guess(changed: Setup) -> int:
+        return estimate_formula(config, changed, gpu=device).device["device_bytes"].upper
+
+    setup, chosen = question.setup, None
+    if question.largest_batch and device is not None:
+        setup, found = find_batch(question.setups, device, guess, make)
+        chosen = {"batch": setup.batch, "num_microbatches": setup.num_microbatches, "fits": found.verdict == "fits"}
+    else:
+        found = make(setup)
+    answer: dict[str, Any] = found.to_dict() | {
+        "setup": asdict(setup),
+        "largest_batch": chosen,
+        "change": None,
+        "smaller_model": None,
+    }
+    if device is None or found.verdict == "fits":
+        return answer
+    scale = found.device["device_bytes"].upper / max(guess(setup), 1)
+    change = find_change(setup, device, lambda changed: int(guess(changed) * scale), make)
+    if change is None:
+        return answer | {"smaller_model": _smaller_model(config, setup, device)}
+    better, after = change
+    return answer | {
+        "change": {
+            "options": list(better.options),
+            "cost": better.cost,
+            "same_training": better.same_training,
+            "setup": asdict(better.setup),
+            "device": after.to_dict()["device"],
+            "method": after.method,
+        }
+    }
+
+
+def _estimator(question: Question, device: Gpu | None) -> Callable[[Setup], Estimate]:
+    """What estimates the question's model in one setup."""
+    settings = None if question.allocator is None else AllocatorSettings.parse(question.allocator)
+
+    reason = "" if question.formula else _why_not_traced(question.config)
+
+    def make(setup: Setup) -> Estimate:
+        if question.formula or reason:
+            return estimate_formula(question.config, setup, gpu=device, reason=reason)
+        few = replace(setup, num_microbatches=min(setup.num_microbatches, 2))  # those after the second take no more
+        return estimate_config(question.config, few, gpu=device, allocator=settings)
+
+    return make
+
+
+def _why_not_traced(config: Mapping[str, Any]) -> str:
+    """Why transformers has no model for a config; empty where it has one, and then what it says against it holds."""
+    try:
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        return f"{error.name or 'transformers'} is not installed"
+    name = config.get("model_type")
+    if name in CONFIG_MAPPING or any(hasattr(transformers, one) for one in config.get("architectures") or ()):
+        return ""
+    return f"transformers {transformers.__version__} has no model type {name!r}; {nearest(str(name), CONFIG_MAPPING)}"
+
+
+def _smaller_model(config: Mapping[str, Any], setup: Setup, device: Gpu) -> dict[str, Any] | None:
+    """The most blocks of a model of the same widths whose bound fits by the formula, with what saves most else."""
+    numbers = {name: config[name] for name in _NUM_BLOCKS if isinstance(config.get(name), int)}
+    saving = replace(setup, foreach=False)
+    if setup.optimizer != "none":
+        parts = setup.batch
+        saving = replace(saving, gradient_checkpointing="full", loss_chunks=max(8, setup.loss_chunks), batch=1)
+        saving = replace(saving, num_microbatches=setup.num_microbatches * parts, optimizer_in_backward=False)
+    for blocks in range(max(numbers.values(), default=0) - 1, 0, -1):
+        share = blocks / max(numbers.values())
+        smaller = {**config, **{name: max(1, round(count * share)) for name, count in numbers.items()}}
+        found = estimate_formula(smaller, saving, gpu=device)
+        if found.verdict == "fits":
+            alone = replace(setup, strategy="none", world_size=1, lora_rank=0, quantization="none", dtype="fp32")
+            alone = replace(alone, master_weights=False)
+            return {
+                "num_blocks": {name: smaller[name] for name in numbers},
+                "num_parameters": estimate_formula(smaller, alone).parts["weights"].value // 4,
+                "device": found.to_dict()["device"],
+                "text": f"{blocks} of {max(numbers.values())} blocks of these widths would, by the formula: at most "
+                f"{format_bytes(found.device['device_bytes'].upper)}",
+            }
+    return None

@@ -1,0 +1,116 @@
+"""What an estimate says, as people read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from memfit.estimation import equation_of_batch
+from memfit.units import format_bytes
+
+_METRICS = {
+    "allocated_bytes": "in tensors",
+    "active_bytes": "with blocks that wait for another stream",
+    "reserved_bytes": "held by torch's allocator",
+    "device_bytes": "with CUDA's context, as nvidia-smi shows it",
+}
+_STYLES = {"fits": "bold green", "may fit": "bold yellow", "does not fit": "bold red"}
+
+
+def print_estimate(answer: Mapping[str, Any], log: Console) -> None:
+    """Print an answer of ``memfit.planning.ask``."""
+    _verdict(answer, log)
+    if answer["data"]:
+        log.print(answer["data"]["text"], markup=False, soft_wrap=True)
+    if answer["setup"] is not None:  # a workload's step has none
+        _equation(answer, log)
+    log.print()
+    log.print(_table(("device", "value", "at most", ""), [
+        (name.removesuffix("_bytes"), *_sizes(answer["device"][name]), text) for name, text in _METRICS.items()
+    ]))  # fmt: skip
+    log.print()
+    parts = sorted(answer["parts"].items(), key=lambda part: -part[1]["value"])
+    log.print(_table((f"at the peak ({answer['peak_phase']})", "value", "at most"), [
+        (name.replace("_", " "), *_sizes(size)) for name, size in parts if size["upper"]
+    ]))  # fmt: skip
+    log.print()
+    log.print(_table(("peak by phase", "value", "at most"), [
+        (name, *_sizes(size)) for name, size in answer["by_phase"].items()
+    ]))  # fmt: skip
+    if answer["setup"] is not None:
+        _change(answer, log)
+    if answer["notes"]:
+        log.print()
+        for note in answer["notes"]:
+            log.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def _verdict(answer: Mapping[str, Any], log: Console) -> None:
+    need = answer["device"]["device_bytes"]
+    text = f"{format_bytes(need['value'])}, at most {format_bytes(need['upper'])}"
+    if answer["gpu"] is None:
+        log.print(f"takes {text} of the device", style="bold", markup=False, soft_wrap=True)
+        return
+    total = answer["gpu"]["total_bytes"]
+    name = answer["gpu"]["name"]
+    size = format_bytes(total) if name == format_bytes(total) else f"{format_bytes(total)} ({name})"
+    left = total - need["upper"]
+    if left == 0 and answer["verdict"] == "fits":
+        rest = "beyond that torch's allocator gives back what it has cached"
+    elif left >= 0:
+        rest = f"{format_bytes(left)} to spare at the least"
+    else:
+        rest = f"the bound is {format_bytes(-left)} above it"
+    log.print(
+        f"{answer['verdict']}: takes {text} of {size}; {rest}",
+        style=_STYLES[answer["verdict"]],
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _equation(answer: Mapping[str, Any], log: Console) -> None:
+    setup, chosen = answer["setup"], answer["largest_batch"]
+    if chosen is not None:
+        text = f"the largest batch that fits is {setup['batch']}" if chosen["fits"] else "not even a batch of 1 fits"
+        log.print(text, style="bold", markup=False, soft_wrap=True)
+    if setup["optimizer"] != "none":
+        devices = 1 if setup["strategy"] == "tp" else setup["world_size"]
+        log.print(equation_of_batch(setup["batch"], setup["num_microbatches"], devices), markup=False, soft_wrap=True)
+
+
+def _change(answer: Mapping[str, Any], log: Console) -> None:
+    if answer["gpu"] is None or answer["verdict"] == "fits":
+        return
+    log.print()
+    change = answer["change"]
+    if change is None:
+        log.print("no change of the setup that was tried makes it fit: a larger device, or a smaller model")
+        if answer["smaller_model"]:
+            log.print(f"  {answer['smaller_model']['text']}", markup=False, soft_wrap=True)
+        return
+    value, upper = _sizes(change["device"]["device_bytes"])
+    log.print(
+        f"fits with {' '.join(change['options'])}: {value}, at most {upper}",
+        style="bold",
+        markup=False,
+        soft_wrap=True,
+    )
+    same = "the same training" if change["same_training"] else "another training"
+    log.print(f"  costs: {change['cost']}; {same}", markup=False, soft_wrap=True)
+
+
+def _sizes(interval: Mapping[str, int]) -> tuple[str, str]:
+    return format_bytes(interval["value"]), format_bytes(interval["upper"])
+
+
+def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for place, name in enumerate(headings):
+        table.add_column(name, justify="right" if place in (1, 2) else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table

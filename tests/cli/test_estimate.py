@@ -1,0 +1,446 @@
+"""``memfit estimate``: its options, its JSON, what it refuses, what it proposes, and where it falls back."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import memfit.planning._estimate as planning
+from memfit.memory import Budget, Device, DeviceProcess
+from memfit.units import GIB, MIB
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1024,
+    "tie_word_embeddings": False,
+}
+NUM_PARAMETERS = 2 * 1024 * 256 + 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 688 + 2 * 256) + 256
+METRICS = ["allocated_bytes", "active_bytes", "reserved_bytes", "device_bytes"]
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_here(monkeypatch):
+    monkeypatch.setattr(Budget, "read", lambda: SimpleNamespace(devices=()))
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The folder of a small Llama."""
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+@pytest.fixture
+def estimate(memfit, model, monkeypatch):
+    """Runs the verb on the small Llama, tracing in this process; gives what it wrote and, where it is JSON, the JSON."""
+    monkeypatch.setattr(planning, "call_in_child", lambda _, question: planning.answer_in_child(**question))
+
+    def run(*words, config=model, batch=("--batch", 4, "--seq-len", 128)):
+        done = memfit("estimate", "--hf-config", config, *batch, *words)
+        done.json = json.loads(done.out) if "--json" in words else None
+        return done
+
+    return run
+
+
+def device(done, metric="allocated_bytes", end="value"):
+    return done.json["device"][metric][end]
+
+
+def test_json_holds_the_four_figures_the_parts_and_the_phases_each_with_a_bound(estimate):
+    done = estimate("--json", "--gpu", "A100-80GB")
+    assert done.exit_code == 0
+    assert list(done.json["device"]) == METRICS
+    assert done.json["method"] == "traced"
+    assert done.json["verdict"] == "fits"
+    assert done.json["gpu"] == {"name": "A100-80GB", "total_bytes": 81039 * MIB}
+    assert done.json["peak_phase"] in done.json["by_phase"]
+    assert all(isinstance(note, str) for note in done.json["notes"])
+    for intervals in (done.json["device"], done.json["parts"], done.json["by_phase"]):
+        assert all(0 <= one["value"] <= one["upper"] for one in intervals.values())
+    for end in ("value", "upper"):
+        sizes = [device(done, metric, end) for metric in METRICS]
+        assert sizes == sorted(sizes)
+    assert done.json["parts"]["weights"]["value"] == 2 * NUM_PARAMETERS
+
+
+def test_a_child_of_its_own_traces_and_this_process_loads_no_torch(model):
+    code = (
+        "import sys; from memfit.cli import main\ntry: main()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
+    )
+    words = ["estimate", "--hf-config", str(model), "--seq-len", "16", "--json", "--gpu", "none"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert json.loads(done.stdout)["method"] == "traced"
+    assert done.stderr.split() == ["False"]
+
+
+def test_the_table_says_verdict_figures_parts_phases_and_the_size_of_an_update(estimate):
+    done = estimate("--formula", "--gpu", "24GiB", "--global-batch", 128)
+    assert done.exit_code == 0
+    assert done.out.startswith("fits: takes ")
+    assert "4 samples x 32 microbatches x 1 device = 128 samples an update" in done.out
+    for word in ("allocated", "active", "reserved", "device", "weights", "optimizer", "forward", "backward", "step"):
+        assert word in done.out
+
+
+def test_without_a_device_there_is_no_verdict(estimate):
+    done = estimate("--formula")
+    assert done.out.startswith("takes ")
+    assert "fits" not in done.out
+
+
+EACH_OPTION = [
+    # option, part or metric, the change expected of its value as a factor: low, high
+    (["--batch", 8], "activations", 1.9, 2.1),
+    (["--seq-len", 256], "activations", 1.9, 2.3),
+    (["--dtype", "fp32"], "weights", 2, 2),
+    (["--dtype", "bf16-amp"], "weights", 2, 2),
+    (["--master-weights"], "optimizer", 2.9, 3.1),
+    (["--state-dtype", "fp32"], "optimizer", 1.9, 2.1),
+    (["--optimizer", "adamw8bit"], "optimizer", 0.45, 0.6),
+    (["--optimizer", "lion"], "optimizer", 0.5, 0.5),
+    (["--optimizer", "sgd"], "optimizer", 0, 0),
+    (["--lora", "8"], "optimizer", 0, 0.3),
+    (["--lora", "8", "--quant", "nf4"], "weights", 0.2, 0.8),
+    (["--gradient-checkpointing"], "allocated_bytes", 0.3, 0.95),
+    (["--selective-checkpointing"], "allocated_bytes", 0.3, 0.99),
+    (["--attention", "eager"], "activations", 1.05, 2.5),
+    (["--loss-chunks", 8], "allocated_bytes", 0.5, 0.99),
+    (["--compile"], "activations", 0.3, 0.99),
+    (["--microbatches", 2], "gradients", 1.0, 1e9),
+    (["--world-size", 4, "--strategy", "fsdp"], "weights", 0.2, 0.3),
+    (["--world-size", 4, "--strategy", "zero3"], "weights", 0.2, 0.3),
+    (["--world-size", 4, "--strategy", "zero2"], "optimizer", 0.7, 0.8),  # an fp32 copy and moments of a quarter
+    (["--world-size", 4, "--strategy", "zero1"], "optimizer", 0.7, 0.8),
+    (["--world-size", 4, "--strategy", "tp"], "weights", 0.2, 0.6),
+    (["--world-size", 4], "communication", 1, 1e9),
+]
+
+
+@pytest.mark.parametrize(("words", "name", "low", "high"), EACH_OPTION, ids=lambda one: str(one)[:40])
+def test_every_option_changes_its_own_figure_by_the_right_factor(estimate, words, name, low, high):
+    was, found = estimate("--formula", "--json").json, estimate("--formula", "--json", *words).json
+    sizes = [
+        {
+            **{key: one["value"] for key, one in answer["parts"].items()},
+            METRICS[0]: answer["device"][METRICS[0]]["value"],
+        }
+        for answer in (was, found)
+    ]
+    before, after = (size.get(name, 0) for size in sizes)
+    assert low * max(before, 1) <= after <= high * max(before, 1)
+
+
+def test_options_of_the_update_count_where_the_update_is_the_peak(estimate):
+    small = ("--batch", 1, "--seq-len", 8)
+    usual, fused, inside = (
+        estimate("--formula", "--json", *words, batch=small).json["by_phase"]["step"]["value"]
+        for words in ((), ("--no-foreach",), ("--optimizer-in-backward",))
+    )
+    assert usual - fused == pytest.approx(2 * NUM_PARAMETERS, rel=0.02)  # one temporary of every weight
+    assert fused - inside == pytest.approx(2 * NUM_PARAMETERS, rel=0.02)  # no gradient is left
+
+
+def test_a_target_of_its_own_length_counts_in_a_model_with_a_decoder(estimate, tmp_path):
+    path = tmp_path / "t5.json"
+    path.write_text(
+        json.dumps(
+            {
+                "model_type": "t5",
+                "architectures": ["T5ForConditionalGeneration"],
+                "d_model": 128,
+                "d_kv": 16,
+                "d_ff": 256,
+                "num_heads": 8,
+                "num_layers": 2,
+                "vocab_size": 512,
+                "feed_forward_proj": "gated-gelu",
+            }
+        )
+    )
+    long, short = (estimate("--formula", "--json", *words, config=path) for words in ((), ("--target-len", 32)))
+    assert device(short) < 0.9 * device(long)
+
+
+def test_activations_that_wait_in_host_memory_leave_the_device(estimate):
+    kept, gone = (
+        estimate("--formula", "--json", "--gradient-checkpointing", *words, batch=("--batch", 16, "--seq-len", 256))
+        for words in ((), ("--offload-activations",))
+    )
+    assert device(gone) < device(kept)
+
+
+REFUSED = [
+    (["--gpu", "A100"], "more than one size", "A100-40GB"),
+    (["--gpu", "RTX 4091"], "no GPU that memfit knows", "RTX 4090"),
+    (["--dtype", "bf61"], "--dtype bf61 is not known", "bf16"),
+    (["--optimizer", "adamww"], "--optimizer adamww is not known", "adamw"),
+    (["--attention", "flush"], "--attention flush is not known", "flash"),
+    (["--quant", "nf5", "--lora", "8"], "--quant nf5 is not known", "nf4"),
+    (["--world-size", "2", "--strategy", "fdsp"], "--strategy fdsp is not known", "fsdp"),
+    (["--strategy", "fsdp"], "--strategy fsdp on one device", "--world-size 8"),
+    (["--dtype", "bf16-amp", "--master-weights"], "--master-weights with --dtype bf16-amp", "--dtype bf16"),
+    (["--quant", "nf4"], "--quant nf4 without --lora", "--lora 16"),
+    (["--lora", "q_proj"], "--lora q_proj names no rank", "--lora 16:q_proj,v_proj"),
+    (["--lora", "8:q_prj"], "q_prj", "q_proj"),
+    (["--batch", "0"], "--batch 0 is no number of samples", "--batch 8"),
+    (["--batch", "auto"], "no device to fit", "--gpu"),
+    (["--global-batch", "30"], "30 samples an update are no multiple", "a microbatch that divides 30"),
+    (
+        ["--global-batch", "32", "--microbatches", "4"],
+        "--microbatches 4 with --global-batch 32, which needs 8",
+        "leave",
+    ),
+    (["--optimizer-in-backward", "--microbatches", "2"], "--optimizer-in-backward with", "leave one"),
+    (["--gradient-checkpointing", "--selective-checkpointing"], "were both given", "leave one"),
+    (["--allocator", "expandable_segments:yes"], "expandable_segments", "True or False"),
+    (["--allocator", "expandable_segment:True"], "expandable_segment", "expandable_segments"),
+]
+
+
+@pytest.mark.parametrize(("words", "what", "hint"), REFUSED, ids=lambda one: " ".join(one)[:50])
+def test_bad_input_is_refused_in_three_parts(estimate, words, what, hint):
+    done = estimate("--formula", *words)
+    assert done.exit_code == 2, done.out
+    assert what in done.err
+    assert "  rule: " in done.err
+    assert "  do:   " in done.err
+    assert hint in done.err
+    assert done.out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("none.json", None, "cannot be read: No such file"),
+        ("empty", None, "cannot be read"),
+        ("bad.json", "{", "is no JSON"),
+        ("list.json", "[1]", "holds a list"),
+        ("other.json", '{"a": 1}', "model"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(estimate, tmp_path, name, content, what):
+    (tmp_path / "empty").mkdir()
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    done = estimate("--formula", config=tmp_path / name)
+    assert done.exit_code == 2
+    assert what in done.err
+    assert "  do:   " in done.err
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.txt", "12\nx\n"), ("a.txt", ""), ("a.bin", "12"), (None, "")])
+def test_a_file_of_lengths_that_holds_none_is_refused(estimate, tmp_path, name, text):
+    path = tmp_path / (name or "missing.txt")
+    if name:
+        path.write_text(text)
+    done = estimate("--formula", "--lengths", path)
+    assert done.exit_code == 2
+    assert "  rule: " in done.err
+
+
+def test_lengths_make_the_longest_batch_count_and_tell_what_filling_up_saves(estimate, tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(["10"] * 90 + ["96"] * 10))
+    by_data = estimate("--formula", "--json", "--lengths", path)
+    as_long = estimate("--formula", "--json", "--seq-len", 96)
+    assert device(by_data) == device(as_long)
+    data = by_data.json["data"]
+    assert (data["num_samples"], data["longest_tokens"], data["truncated_share"]) == (100, 96, 0)
+    assert data["worst_batch_tokens"] == 4 * 96
+    assert 0.3 < data["saving"] < 0.8
+    assert data["deviation_batch_tokens"] > 0
+    assert "the peak is set by the longest batch, 4 x 96 tokens" in estimate("--formula", "--lengths", path).out
+
+
+def retyped(estimate, words, **more):
+    """What does not fit with these words, and the same with the options that it proposes."""
+    refused = estimate("--json", *words, **more)
+    assert refused.exit_code == 3
+    options = " ".join(refused.json["change"]["options"]).split()
+    return refused.json, estimate("--json", *words, *options, **more)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--gpu", "4GiB", "--batch", 256, "--seq-len", 512),
+        ("--gpu", "1700MiB", "--batch", 64, "--selective-checkpointing"),
+        ("--gpu", "1900MiB", "--batch", 7, "--seq-len", 2048, "--attention", "eager"),
+    ],
+)
+def test_the_change_that_fits_does_so_when_it_is_typed(estimate, words):
+    refused, accepted = retyped(estimate, ("--formula", *words))
+    assert accepted.exit_code == 0
+    assert accepted.json["verdict"] == "fits"
+    assert accepted.json["device"] == refused["change"]["device"]
+    assert accepted.json["setup"] == refused["change"]["setup"]
+    update = [setup["batch"] * setup["num_microbatches"] for setup in (refused["setup"], accepted.json["setup"])]
+    assert update[0] == update[1]
+    assert refused["change"]["same_training"]
+
+
+def test_a_traced_change_fits_when_it_is_typed_and_is_printed_with_its_cost(estimate):
+    words = ("--gpu", "1800MiB", "--batch", 32, "--seq-len", 256)
+    refused, accepted = retyped(estimate, words)
+    assert refused["method"] == accepted.json["method"] == "traced"
+    assert accepted.exit_code == 0
+
+
+def test_the_change_is_printed_with_its_cost(estimate):
+    words = ("--formula", "--gpu", "1900MiB", "--batch", 32, "--seq-len", 256)
+    refused, _ = retyped(estimate, words)
+    printed = estimate(*words)
+    assert printed.exit_code == 3
+    assert f"fits with {' '.join(refused['change']['options'])}: " in printed.out
+    assert "  costs: " in printed.out
+    assert "; the same training" in printed.out
+
+
+def test_what_only_may_fit_is_refused_too(estimate):
+    done = estimate("--formula", "--json", "--gpu", "1GiB")
+    assert done.json["verdict"] == "may fit"
+    assert done.exit_code == 3
+
+
+def test_where_no_change_helps_a_smaller_model_is_named(estimate, tmp_path):
+    path = tmp_path / "deep.json"
+    path.write_text(json.dumps({**LLAMA, "num_hidden_layers": 2000}))
+    done = estimate("--formula", "--json", "--gpu", "2GiB", "--dtype", "bf16", "--master-weights", config=path)
+    smaller = done.json["smaller_model"]
+    assert done.exit_code == 3
+    assert done.json["change"] is None or not done.json["change"]["same_training"]
+    if smaller is not None:
+        assert 0 < smaller["num_blocks"]["num_hidden_layers"] < 2000
+
+
+def test_auto_takes_the_largest_batch_whose_bound_fits(estimate):
+    words = ("--formula", "--json", "--gpu", "2GiB", "--seq-len", 512)
+    found = estimate(*words, batch=("--batch", "auto"))
+    assert found.exit_code == 0
+    batch = found.json["largest_batch"]["batch"]
+    assert batch > 1
+    assert estimate(*words, batch=("--batch", batch)).exit_code == 0
+    assert estimate(*words, batch=("--batch", batch + 1)).exit_code == 3
+
+
+def test_auto_keeps_the_samples_of_an_update(estimate):
+    words = ("--formula", "--json", "--gpu", "7GiB", "--seq-len", 2048, "--global-batch", 960, "--world-size", 2)
+    found = estimate(*words, batch=("--batch", "auto"))
+    chosen = found.json["largest_batch"]
+    assert chosen["fits"]
+    assert chosen["batch"] * chosen["num_microbatches"] * 2 == 960
+    larger = min(size for size in range(chosen["batch"] + 1, 481) if 480 % size == 0)
+    assert estimate(*words, batch=("--batch", larger)).exit_code == 3
+
+
+def test_auto_traces_the_batch_that_it_chooses(estimate):
+    found = estimate("--json", "--gpu", "1700MiB", "--seq-len", 128, batch=("--batch", "auto", "--global-batch", 16))
+    assert found.json["method"] == "traced"
+    assert found.exit_code == 0
+    chosen = found.json["largest_batch"]
+    assert chosen["batch"] * chosen["num_microbatches"] == 16
+
+
+def test_the_chosen_batch_is_printed_with_the_size_of_an_update(estimate):
+    done = estimate("--formula", "--gpu", "2GiB", "--seq-len", 512, batch=("--batch", "auto", "--global-batch", 64))
+    assert "the largest batch that fits is 16" in done.out
+    assert "16 samples x 4 microbatches x 1 device = 64 samples an update" in done.out
+    assert "not even a batch of 1 fits" in estimate("--formula", "--gpu", "1GiB", batch=("--batch", "auto")).out
+
+
+def test_expandable_segments_lower_what_is_reserved_where_blocks_of_many_sizes_leave_gaps(estimate, tmp_path):
+    path = tmp_path / "wide.json"
+    path.write_text(json.dumps({**LLAMA, "hidden_size": 1024, "intermediate_size": 2752, "vocab_size": 8192}))
+    batch = ("--batch", 3, "--seq-len", 500)
+    usual, expandable = (
+        estimate("--json", *more, config=path, batch=batch)
+        for more in ((), ("--allocator", "expandable_segments:True"))
+    )
+    assert device(expandable, "reserved_bytes") < device(usual, "reserved_bytes")
+
+
+def test_the_allocators_variable_counts_where_no_option_is_given(estimate, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:-1")
+    assert estimate("--formula").exit_code == 2
+
+
+def test_a_model_that_transformers_does_not_know_is_computed_with_a_note(estimate, tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps({**LLAMA, "model_type": "own_llama", "architectures": ["OwnLlamaForCausalLM"]}))
+    done = estimate("--json", config=path)
+    assert done.exit_code == 0
+    assert done.json["method"] == "formula"
+    assert "has no model type 'own_llama'" in done.json["notes"][0]
+
+
+def test_a_child_that_is_killed_leaves_the_formula(memfit, model, monkeypatch):
+    real = planning.call_in_child
+    monkeypatch.setattr(planning, "call_in_child", lambda _, question: real("os:abort", {}))
+    done = memfit("estimate", "--hf-config", model, "--json")
+    answer = json.loads(done.out)
+    assert (done.exit_code, answer["method"]) == (0, "formula")
+    assert "computed, not traced" in answer["notes"][0]
+    assert "-6" in answer["notes"][0]
+
+
+@pytest.mark.parametrize("hidden", ["torch", "transformers"])
+def test_without_torch_or_transformers_the_formula_answers(model, hidden):
+    code = (
+        "import sys, json; sys.modules[sys.argv[1]] = None\n"
+        "from memfit.planning import Question\nfrom memfit.planning._estimate import answer_in_child\n"
+        "from memfit.estimation import Setup\n"
+        "question = Question(json.load(open(sys.argv[2])), Setup(seq_len=16))\n"
+        "print(json.dumps(answer_in_child(**question.to_dict())))"
+    )
+    words = [sys.executable, "-c", code, hidden, str(model / "config.json")]
+    answer = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    assert answer["method"] == "formula"
+    assert f"{hidden} is not installed" in answer["notes"][0]
+
+
+@pytest.fixture
+def gpu_here(monkeypatch):
+    """A GPU in this machine of which others have so much."""
+
+    def put(name, foreign_bytes, total_bytes=32 * GIB):
+        jupyter = DeviceProcess(300, "jupyter", foreign_bytes, "ada")
+        device = Device(0, "GPU-a", name, total_bytes, total_bytes - foreign_bytes, foreign_bytes, (jupyter,))
+        monkeypatch.setattr(Budget, "read", lambda: SimpleNamespace(devices=(device,)))
+
+    return put
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 5090", "NVIDIA Unheard Of 9000"])
+def test_of_a_gpu_in_this_machine_what_others_leave_counts_and_they_are_named(estimate, gpu_here, name):
+    gpu_here(name, 30 * GIB)
+    done = estimate("--formula", "--json")
+    assert done.json["gpu"]["total_bytes"] == 2 * GIB
+    assert f"GPU 0 of this machine, {name}: 2.00 GiB of 32.00 GiB" in done.json["notes"][-1]
+    assert "jupyter (300) 30.00 GiB" in done.json["notes"][-1]
+    gpu_here(name, 31 * GIB)
+    assert estimate("--formula").exit_code == 3
+
+
+def test_a_named_gpu_or_none_counts_more_than_the_one_in_this_machine(estimate, gpu_here):
+    gpu_here("NVIDIA GeForce RTX 5090", 31 * GIB)
+    assert estimate("--formula", "--json", "--gpu", "24GiB").json["gpu"]["total_bytes"] == 24 * GIB
+    assert estimate("--formula", "--json", "--gpu", "none").json["gpu"] is None

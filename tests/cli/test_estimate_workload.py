@@ -1,0 +1,86 @@
+"""``memfit estimate CONFIG``: what goes with a config and what does not, and the answer on a terminal and as JSON."""
+
+import json
+
+import pytest
+
+from memfit.cli import _estimate_workload as verb
+
+MODULE = """
+import dataclasses
+import numpy as np
+import torch
+import tiny
+
+def loader(context, params, num_workers):
+    return [np.ones((rows, 32), np.float32) for rows in (4, 16, 8)]
+
+def step(context, params):
+    model = torch.nn.Linear(32, params.num_epochs)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(batch):
+        optimizer.zero_grad()
+        model(torch.from_numpy(batch)).sum().backward()
+        optimizer.step()
+
+    return train
+
+BOTH = dataclasses.replace(tiny.TINY, loader=loader, step=step)
+"""
+
+
+@pytest.fixture
+def workload(tmp_path, monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "loading.py").write_text(MODULE)
+    path = tmp_path / "config.yaml"
+    path.write_text("schema_version: 1\nexperiment: tiny\ntarget: loading:BOTH\nparams: {n_splits: 2, num_epochs: 7}\n")
+    return path
+
+
+def test_a_config_is_estimated_as_a_models_config_is_and_settings_can_be_changed(memfit, workload, tmp_path):
+    done = memfit("estimate", workload, "--gpu", "24GiB", "--set", "params.num_epochs=10", "--json")
+    assert (done.exit_code, done.err) == (0, "")
+    found = json.loads(done.out)
+    assert set(found["device"]) == {"allocated_bytes", "active_bytes", "reserved_bytes", "device_bytes"}
+    assert found["parts"]["weights"]["value"] == 4 * (32 * 10 + 10)
+    assert (found["data"]["batch_bytes"], found["data"]["is_longest"], found["data"]["num_batches_seen"]) == (
+        *(16 * 32 * 4, False, 3),
+    )
+    assert found["host"]["panel"]["mapped_bytes"] > 0
+    assert (found["setup"], found["verdict"]) == (None, "fits")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_person_reads_whether_it_fits_what_the_batch_is_and_what_the_host_holds(memfit, workload):
+    done = memfit("estimate", workload, "--gpu", "1GiB")
+    assert done.exit_code == 3
+    assert "does not fit: takes" in done.out or "may fit: takes" in done.out
+    assert "the largest of the first 3 batches: 2.0 KiB" in done.out and "host, beside the device: panel" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "was given neither a config nor --hf-config"),
+        (["config.yaml", "--hf-config", "config.json"], "was given both a config (config.yaml) and --hf-config"),
+        (["config.yaml", "--batch", "8", "--no-foreach"], "beside a config --batch and --foreach have no effect"),
+        (["--hf-config", "config.json", "--set", "seed=1"], "beside --hf-config --set has no effect"),
+        (["config.yaml", "--allocator", "expandable_segments:True,max_split_size_mb:64"], "max_split_size_mb:64"),
+        (["config.yaml", "--set", "sed=1"], "sed"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_three_parts(memfit, workload, words, said):
+    done = memfit("estimate", *words)
+    assert (done.exit_code, done.out) == (2, "")
+    assert said in done.err and "\n  rule: " in done.err and "\n  do:   " in done.err
+
+
+def test_the_allocator_is_that_of_the_flag_else_that_of_your_own_variables_in_torchs_order(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:32")
+    assert verb.own_allocator(None) == "max_split_size_mb:32"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert verb.own_allocator(None) == "max_split_size_mb:64"
+    assert verb.own_allocator("expandable_segments:True") == "expandable_segments:True"

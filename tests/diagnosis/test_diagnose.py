@@ -1,0 +1,157 @@
+"""A diagnosis from files: folders, packed and mixed logs, its fields, and bytes of any kind."""
+
+import gzip
+import io
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.diagnosis._diagnose import diagnose, diagnose_streams
+from memfit.diagnosis._text import read_streams
+from memfit.errors import UsageError
+
+OOM = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 3; 31.75 GiB total capacity; 20.20 GiB already"
+    " allocated; 131.50 MiB free; 22.33 GiB reserved in total by PyTorch)"
+)
+CHAIN = f"""2024-03-01 10:00:00 starting
+2024-03-01 10:05:00 step 10 loss 0.5
+2024-03-01 10:06:00 step 11 loss 0.5
+[rank3]: Traceback (most recent call last):
+[rank3]:   File "train.py", line 7, in train
+[rank3]:     loss.backward()
+[rank3]: {OOM}
+[rank0]:[E429 11:06:10 ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(Seq=7)
+"""
+
+
+def look(text):
+    return diagnose_streams(read_streams("log", io.BytesIO(text.encode())))
+
+
+def test_the_first_failure_is_the_cause_and_the_timeout_an_hour_later_is_a_consequence(tmp_path):
+    (tmp_path / "job.out").write_text(CHAIN)
+    found = diagnose(tmp_path / "job.out")
+    assert (found.oom, found.kind, found.phase, found.recovered) == (True, "gpu_fragmentation", "train", False)
+    assert found.where["rank"] == 3
+    assert found.where["device"] == 3
+    assert [one.what for one in found.timeline][:3] == ["start", "last progress", "failure"]
+    assert found.timeline[0].time == "2024-03-01 10:00:00"
+    assert found.timeline[1].line == 3
+    assert found.timeline[-1].what == "consequence"
+    assert [(one.file, one.line) for one in found.evidence] == [(str(tmp_path / "job.out"), 7)]
+
+
+def test_the_arithmetic_names_memory_of_others_with_its_scope():
+    sentences = look(CHAIN).arithmetic
+    assert any("Memory of others on GPU 3: 31.75 GiB total - 0.13 GiB free - 22.33 GiB" in text for text in sentences)
+
+
+def test_the_json_has_every_key_and_is_plain():
+    found = json.loads(json.dumps(look(CHAIN).to_dict()))
+    keys = {"oom", "recovered", "kind", "cause", "phase", "confidence", "evidence", "remedies"}
+    assert keys | {"where", "timeline", "arithmetic", "checks"} <= found.keys()
+    assert (found["device_total_gib"], found["tried_gib"], found["reserved_gib"]) == (31.75, 2.0, 22.33)
+    assert found["evidence"][0].keys() == {"file", "line", "text"}
+
+
+def test_a_folder_of_logs_is_read_whole_packed_ones_too(tmp_path):
+    (tmp_path / "job.out").write_text("step 1 loss 0.5\nstep 2 loss 0.4\n")
+    (tmp_path / "job.err.gz").write_bytes(gzip.compress(OOM.encode()))
+    (tmp_path / "notes.md").write_text("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.")
+    found = diagnose(tmp_path)
+    assert (found.kind, found.evidence[0].file) == ("gpu_fragmentation", str(tmp_path / "job.err.gz"))
+
+
+def test_the_kernel_s_log_and_the_scheduler_s_account_count_too(tmp_path):
+    (tmp_path / "job.out").write_text("step 1 loss 0.5\nKilled\n")
+    (tmp_path / "dmesg").write_text(
+        "Mar  1 10:00:00 node7 kernel: Memory cgroup out of memory: Killed process 77 (python)"
+        " total-vm:9kB, anon-rss:8kB\n"
+    )
+    (tmp_path / "sacct").write_text("JobID State ExitCode\n9 OUT_OF_ME+ 0:125\n")
+    assert diagnose(tmp_path / "job.out").cause == "killed"
+    killed = diagnose(tmp_path / "job.out", kernel_log=tmp_path / "dmesg")
+    assert (killed.kind, killed.cause, killed.where["host"], killed.where["pid"]) == (
+        "host_cgroup",
+        "out_of_memory",
+        "node7",
+        77,
+    )
+    assert diagnose(tmp_path / "job.out", sacct=tmp_path / "sacct").kind == "host_cgroup"
+
+
+def test_a_path_that_is_not_there_and_a_folder_without_logs_say_what_to_do(tmp_path):
+    with pytest.raises(UsageError, match="Cannot read"):
+        diagnose(tmp_path / "missing.log")
+    with pytest.raises(UsageError, match="No log in"):
+        diagnose(tmp_path)
+
+
+def test_nothing_said_is_unknown_and_healthy_is_completed():
+    unknown, healthy = look("hello\n"), look("epoch 1 loss 0.5\nepoch 2 loss 0.4\nTraining finished\n")
+    assert (unknown.cause, unknown.confidence, unknown.oom) == ("unknown", 0.0, False)
+    assert unknown.checks
+    assert (healthy.cause, healthy.oom) == ("completed", False)
+
+
+def test_a_checkpoint_that_a_warning_hides_is_to_be_checked():
+    warning = (
+        "{'loss': 1.3, 'epoch': 1.0}\n/env/torch/distributed/fsdp/_state_dict_utils.py:312:"
+        " UserWarning: Failed to clone()"
+        " tensor with name head.weight on rank 1. Error: CUDA out of memory. Tried to allocate"
+        " 270.00 MiB (GPU 1; 79.35 GiB"
+        " total capacity; 76.93 GiB already allocated; 72.19 MiB free; 76.98 GiB reserved in total by PyTorch)\n"
+    )
+    found = look(warning)
+    assert (found.kind, found.recovered, found.phase) == ("gpu", True, "checkpoint")
+    assert "checkpoint" in found.checks[0]
+
+
+@pytest.mark.parametrize("cut", range(20, len(OOM), 17))
+def test_a_message_that_is_cut_anywhere_never_gives_a_wrong_figure(cut):
+    found = look(OOM[:cut])
+    for name, size in found.figures.items():
+        whole = look(OOM).figures[name]
+        assert size == whole or not OOM[:cut].rstrip().endswith(")")
+        assert size <= whole
+
+
+_WORDS = st.sampled_from(
+    [
+        OOM,
+        "Traceback (most recent call last):",
+        '  File "train.py", line 1, in train',
+        "Killed",
+        "step 3",
+        "[rank1]: boom",
+        "0: x",
+        "slurmstepd: error: Detected 9 oom_kill events in StepId=",
+        "MPS backend out of memory (MPS allocated: ., max allowed: 1.1.1 GB)",
+        "exceeded .% memory budget. Restarting",
+        "oom=1e-9",
+        f"RuntimeError: CUDA out of memory. Tried to allocate {'9' * 5000} GiB",
+        f"MemoryError: Unable to allocate {'9' * 400} GiB for an array with shape (9,)",
+        f"Worker (pid={'9' * 5000}) exceeded 95% memory budget. Restarting",
+        "100%|####| 9/9 [00:01]",
+        "\r",
+        "│ x │",
+    ]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=3000))
+def test_bytes_of_any_kind_are_diagnosed_without_an_error(raw):
+    for head in (b"", b"\x1f\x8b\x08", b"\xff\xfe", b"[rank0]: "):
+        json.dumps(diagnose_streams(read_streams("x", io.BytesIO(head + raw))).to_dict())
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.one_of(_WORDS, st.text(max_size=40)), max_size=25))
+def test_messages_torn_and_mixed_are_diagnosed_without_an_error(pieces):
+    found = look("\n".join(pieces).encode("utf-8", errors="replace").decode())
+    assert found.oom == (found.kind != "none")
+    assert 0 <= found.confidence <= 1

@@ -1,0 +1,249 @@
+"""The corrected script: the smallest change, a reason for each line, and nothing overwritten."""
+
+import difflib
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.diagnosis._batch_script import parse_script
+from memfit.diagnosis._diagnose import Diagnosis, Evidence
+from memfit.diagnosis._facts import Fact
+from memfit.diagnosis._fix import make_fix
+from memfit.diagnosis._job import Job
+from memfit.diagnosis._rules import Finding
+from memfit.diagnosis._text import Line
+from memfit.errors import UsageError
+from memfit.units import GIB, MIB
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name=planner
+#SBATCH --nodes=4
+#SBATCH --ntasks=16
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=16
+#SBATCH --gres=gpu:4
+#SBATCH --mem=256GB   # of each node
+#SBATCH --time=24:00:00
+
+srun python train.py \\
+    dataloader.params.batch_size=22 \\
+    dataloader.params.num_workers=2 \\
+    trainer.params.max_epochs=40
+"""
+MEASURED = Job(task_peak_bytes=int(72.5 * GIB), task_mean_bytes=int(71.4 * GIB), most_bytes=513 * GIB)
+COMPOSE = """\
+# two services
+services:
+  db:
+    image: postgres
+  trainer:   # the one that dies
+    image: torch
+    mem_limit: 4gb  # too little
+    environment:
+      - OMP_NUM_THREADS=4
+    command: python train.py
+"""
+
+
+def diagnosis(kind="host_cgroup", cause="out_of_memory", phase="train", text="", **values):
+    finding = Finding(kind, cause, 0.9, (Fact("device_oom", (Line("a.err", 1, text),), values),), dict(values))
+    evidence = (Evidence("a.err", 1, text),)
+    return Diagnosis(kind != "none", False, kind, cause, phase, 0.9, evidence=evidence, findings=(finding,))
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text=SCRIPT, name="train.slurm"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def changed(fix):
+    """The lines that the diff adds, without the comments that say why."""
+    lines = [line[1:] for line in fix.diff.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    return [line for line in lines if not line.lstrip().startswith("# memfit:")]
+
+
+def test_only_the_memory_of_the_script_changes_when_a_node_was_over_its_limit(script):
+    fix = make_fix(script(), diagnosis(), MEASURED)
+    assert changed(fix) == ["#SBATCH --mem=334G   # of each node"]
+    assert [edit.line for edit in fix.edits] == [8]
+    assert "4 x 72.5 GiB" in fix.edits[0].reason
+    assert fix.text.splitlines()[7] == f"# memfit: {fix.edits[0].reason}"
+    assert all(check.verdict == "ok" for check in fix.checks)
+
+
+def test_the_fixed_script_lies_beside_the_old_one_and_neither_is_overwritten(script, tmp_path):
+    path = script()
+    path.chmod(0o755)
+    first, second = make_fix(path, diagnosis(), MEASURED).write(), make_fix(path, diagnosis(), MEASURED).write()
+    assert path.read_text() == SCRIPT
+    assert (first.new_path.name, second.new_path.name) == ("train.fixed.slurm", "train.fixed.2.slurm")
+    assert first.new_path.read_text() == second.new_path.read_text() == first.text
+    assert first.new_path.stat().st_mode & 0o777 == 0o755
+
+
+def test_the_diff_is_one_that_patch_applies(script, tmp_path):
+    if shutil.which("patch") is None:
+        pytest.skip("patch is not installed")
+    path = script()
+    fix = make_fix(path, diagnosis(), MEASURED)
+    subprocess.run(["patch", "-s", str(path)], input=fix.diff + "\n", text=True, check=True)
+    assert path.read_text() == fix.text
+
+
+def test_a_fixed_script_has_nothing_left_to_fix(script):
+    fix = make_fix(script(), diagnosis(), MEASURED)
+    assert make_fix(script(fix.text, "again.slurm"), diagnosis("none", "own_exception"), MEASURED).edits == ()
+
+
+def test_units_that_slurm_does_not_document_are_written_in_one_that_it_does(script):
+    fix = make_fix(script(SCRIPT.replace("256GB", "400GB")), diagnosis("none", "own_exception"))
+    assert changed(fix) == ["#SBATCH --mem=400G   # of each node"]
+
+
+def test_tasks_and_nodes_are_made_to_agree(script):
+    fix = make_fix(script(SCRIPT.replace("--ntasks=16", "--ntasks=12")), diagnosis("none", "own_exception"))
+    assert "#SBATCH --ntasks=16" in changed(fix) and "4 nodes x 4 tasks" in fix.edits[-1].reason
+
+
+def test_each_task_has_a_cpu_for_every_worker_and_one_for_itself(script):
+    text = SCRIPT.replace("num_workers=2", "num_workers=20").replace("256GB", "256G")
+    fix = make_fix(script(text), diagnosis("none", "own_exception"))
+    assert changed(fix) == ["#SBATCH --cpus-per-task=21"]
+    without = make_fix(script(text.replace("#SBATCH --cpus-per-task=16\n", "")), diagnosis("none", "own_exception"))
+    assert without.edits == ()  # a cluster may give CPUs by device
+    assert [check.verdict for check in without.checks if check.check == "cpus"] == ["warning"]
+
+
+def test_time_is_asked_for_by_the_pace_and_only_when_it_is_short(script):
+    paced = Job(epoch_seconds=23 * 60)
+    enough = make_fix(script(SCRIPT.replace("256GB", "256G")), diagnosis("none", "own_exception"), paced)
+    assert enough.edits == ()  # 40 x 23 min are 15.3 of 24 hours
+    text = SCRIPT.replace("24:00:00", "12:00:00").replace("256GB", "256G")
+    short = make_fix(script(text), diagnosis("none", "walltime"), paced)
+    assert changed(short) == ["#SBATCH --time=18:30:00"]
+
+
+def test_no_more_is_asked_for_than_a_node_has(script):
+    tight = Job(task_peak_bytes=int(72.5 * GIB), most_bytes=300 * GIB)
+    assert changed(make_fix(script(), diagnosis(), tight)) == ["#SBATCH --mem=300G   # of each node"]
+    hopeless = make_fix(script(), diagnosis(), Job(task_peak_bytes=100 * GIB, most_bytes=300 * GIB))
+    assert hopeless.edits == ()
+    assert [check.verdict for check in hopeless.checks if "more than the 300.00 GiB" in check.finding] == ["problem"]
+
+
+def test_memory_of_each_cpu_becomes_memory_of_the_node(script):
+    fix = make_fix(script(SCRIPT.replace("--mem=256GB ", "--mem-per-cpu=4G ")), diagnosis(), MEASURED)
+    assert changed(fix) == ["#SBATCH --mem=334G"]
+
+
+def test_the_allocator_is_set_before_the_interpreter_starts(script):
+    figures = {"total_bytes": 24 * GIB, "reserved_bytes": 23 * GIB, "allocated_bytes": 19 * GIB,
+               "tried_bytes": GIB, "free_bytes": GIB // 2}  # fmt: skip
+    fix = make_fix(script(), diagnosis("gpu_fragmentation", **figures))
+    lines = fix.text.splitlines()
+    at = lines.index("export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    assert at < next(number for number, line in enumerate(lines) if line.startswith("srun"))
+    given = SCRIPT.replace("srun", "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128\nsrun")
+    merged = make_fix(script(given), diagnosis("gpu_fragmentation", **figures))
+    assert "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in changed(merged)
+    assert "max_split_size_mb:128" not in merged.text.replace(merged.edits[-1].reason, "")
+
+
+def test_a_batch_is_halved_and_accumulated_twice_where_the_script_says_it(script):
+    full = {"total_bytes": 24 * GIB, "reserved_bytes": 23 * GIB, "allocated_bytes": 23 * GIB, "tried_bytes": GIB,
+            "free_bytes": GIB // 2}  # fmt: skip
+    text = "#!/bin/bash\n#SBATCH --mem=64G\nB=8\npython run.py --per_device_train_batch_size $B --bf16 True\n"
+    fix = make_fix(script(text), diagnosis("gpu", **full))
+    assert "B=4" in changed(fix)
+    assert any("--per_device_train_batch_size $B --gradient_accumulation_steps 2 --bf16" in one for one in changed(fix))
+    assert "as before" in fix.edits[0].reason
+    unknown = make_fix(script(SCRIPT.replace("256GB", "256G")), diagnosis("gpu", **full))
+    assert unknown.edits == ()  # what accumulates there is not known: nothing is guessed
+    assert any(check.verdict == "problem" for check in unknown.checks)
+
+
+def test_what_the_estimate_calls_too_little_is_passed_over_for_what_may_fit(script):
+    full = {"total_bytes": 24 * GIB, "reserved_bytes": 23 * GIB, "allocated_bytes": 23 * GIB, "tried_bytes": GIB,
+            "free_bytes": GIB // 2}  # fmt: skip
+    config = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+              "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}  # fmt: skip
+    options = "--per_device_train_batch_size 8 --bf16 True --max_seq_length 1024"
+    text = f"#!/bin/bash\n#SBATCH --mem=64G\npython run.py {options}\n"
+    fix = make_fix(script(text), diagnosis("gpu", **full), config=config)
+    assert changed(fix) == [f"python run.py {options.replace('8 ', '8 --gradient_checkpointing True ', 1)}"]
+
+
+def test_reasons_never_stand_inside_a_command(script):
+    full = {"total_bytes": 24 * GIB, "reserved_bytes": 23 * GIB, "allocated_bytes": 23 * GIB, "tried_bytes": GIB}
+    text = SCRIPT.replace("256GB", "256G").replace(
+        "trainer.params.max_epochs=40", "trainer.params.accumulate_grad_batches=1"
+    )
+    fix = make_fix(script(text), diagnosis("gpu", **full))
+    assert fix.edits and subprocess.run(["bash", "-n"], input=fix.text, text=True, check=False).returncode == 0
+    again = parse_script(fix.text)
+    assert (again.find("batch_size").value, again.find("accumulate_grad_batches").value) == ("11", "2")
+    assert again.find("num_workers").value == "2"
+
+
+def test_memory_of_others_is_nothing_that_a_script_can_fix(script):
+    taken = {"total_bytes": 24 * GIB, "reserved_bytes": 2 * GIB, "allocated_bytes": 2 * GIB, "tried_bytes": GIB,
+             "free_bytes": 0}  # fmt: skip
+    fix = make_fix(script(SCRIPT.replace("256GB", "256G")), diagnosis("gpu", **taken))
+    assert fix.edits == () and any("no script can change that" in check.reason for check in fix.checks)
+
+
+def test_a_compose_file_keeps_its_comments_and_its_other_services(script):
+    path = script(COMPOSE, "compose.yaml")
+    fix = make_fix(path, diagnosis(text="trainer-1 exited with code 137"))
+    [old], [new] = ([line for line in text.splitlines() if "mem_limit" in line] for text in (COMPOSE, fix.text))
+    assert new == old.replace("4gb", "6g")
+    added = [line for line in difflib.ndiff(COMPOSE.splitlines(), fix.text.splitlines()) if line.startswith("+ ")]
+    assert len(added) == 2 and "# memfit:" in added[0]
+    assert yaml.safe_load(fix.text)["services"]["db"] == {"image": "postgres"}
+
+
+def test_a_compose_file_gets_a_larger_shm(script):
+    job = Job(workers=4, prefetch=2, batch_bytes=256 * MIB)
+    fix = make_fix(script(COMPOSE, "compose.yml"), diagnosis("shm", text="trainer_1 | Bus error"), job)
+    assert yaml.safe_load(fix.text)["services"]["trainer"]["shm_size"] == "2560m"
+    assert any(check.check == "/dev/shm" and check.verdict == "ok" for check in fix.checks) or "4gb" in fix.text
+
+
+def test_a_compose_file_gets_the_allocators_setting_in_the_form_of_its_list(script):
+    figures = {"total_bytes": 24 * GIB, "reserved_bytes": 23 * GIB, "allocated_bytes": 19 * GIB, "tried_bytes": GIB}
+    fix = make_fix(script(COMPOSE, "c.yaml"), diagnosis("gpu", text="trainer-1", **figures))
+    environment = yaml.safe_load(fix.text)["services"]["trainer"]["environment"]
+    assert environment == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "OMP_NUM_THREADS=4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("a.slurm", "echo hello\n", "neither an #SBATCH line"),
+        ("a.yaml", "services: [", "no YAML"),
+        ("a.yaml", "x: 1\n", "no services"),
+        ("a.yaml", "services:\n  a:\n    image: x\n  b:\n    image: y\n", "2 services"),
+    ],
+)
+def test_what_cannot_be_corrected_is_an_error_of_three_parts(script, name, text, what):
+    with pytest.raises(UsageError, match=what) as caught:
+        make_fix(script(text, name), diagnosis())
+    assert caught.value.rule and caught.value.remedy
+
+
+@given(st.text(alphabet="#SBATCH -=abc19 G\n\\$\"'{}.,;&|\t", max_size=200))
+def test_any_text_is_read_and_each_value_stands_where_it_is_said_to_stand(text):
+    script = parse_script(text)
+    for one in [*script.directives.values(), *script.settings, *script.variables.values()]:
+        if one.start < one.end:
+            assert script.lines[one.line][one.start : one.end] == one.value

@@ -1,0 +1,213 @@
+"""What to do about a death: ranked by speed, with bytes where they are known."""
+
+import re
+
+import pytest
+
+from memfit.diagnosis._diagnose import Diagnosis
+from memfit.diagnosis._facts import Fact
+from memfit.diagnosis._job import Job, job_of_rows
+from memfit.diagnosis._remedies import list_remedies
+from memfit.diagnosis._remedy import COSTS
+from memfit.diagnosis._rules import Finding
+from memfit.diagnosis._sacct import parse_sacct
+from memfit.diagnosis._text import Line
+from memfit.units import GIB, MIB
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+NODE = Job(
+    nodes=4, tasks_per_node=4, request_bytes=256 * GIB, most_bytes=513 * GIB, batch=22, workers=2,
+    task_peak_bytes=int(72.5 * GIB), task_mean_bytes=int(71.4 * GIB),
+)  # fmt: skip
+
+
+def diagnosis(kind, phase="train", cause="out_of_memory", fact="device_oom", **values):
+    finding = Finding(kind, cause, 0.9, (Fact(fact, (Line("a.err", 1, "text"),), values),), dict(values))
+    return Diagnosis(kind != "none", False, kind, cause, phase, 0.9, findings=(finding,))
+
+
+def card(total=24.0, free=0.5, reserved=23.0, allocated=22.8, tried=1.0, **more):
+    sizes = {"total": total, "free": free, "reserved": reserved, "allocated": allocated, "tried": tried}
+    return {f"{name}_bytes": int(size * GIB) for name, size in sizes.items()} | {"device": 0, "api": "CUDA"} | more
+
+
+def one(found, word):
+    return next(remedy for remedy in found if word in remedy.title + remedy.setting)
+
+
+def test_what_helps_comes_by_its_cost_in_speed_and_what_does_not_comes_last():
+    found = list_remedies(diagnosis("host_cgroup", "validate"), NODE)
+    helps = [remedy.helps for remedy in found]
+    assert helps == sorted(helps, reverse=True) and not all(helps)
+    costs = [COSTS.index(remedy.cost) for remedy in found if remedy.helps]
+    assert costs == sorted(costs)
+
+
+def test_the_request_is_the_measured_peak_of_a_node_and_a_reserve_in_a_unit_that_slurm_takes():
+    first = list_remedies(diagnosis("host_cgroup"), NODE)[0]
+    assert first.setting == "--mem=334G"  # 4 tasks x 72.5 GiB = 290 GiB, and 15 %
+    assert first.saves_bytes == (334 - 256) * GIB and first.enough is True
+    assert "4 x 72.5 GiB" in first.reason and "290.00 GiB" in first.reason
+
+
+def test_a_request_beyond_the_partition_asks_for_larger_nodes():
+    small = Job(**{**vars(NODE), "most_bytes": 300 * GIB, "partition": "small"})
+    first = list_remedies(diagnosis("host_cgroup"), small)[0]
+    assert "larger nodes" in first.title and "a node of small has 300.00 GiB" in first.reason
+
+
+def test_a_sample_far_below_the_limit_is_no_peak_and_the_request_says_so():
+    sampled = Job(request_bytes=300 * MIB, task_peak_bytes=1 * MIB)
+    first = list_remedies(diagnosis("host_cgroup"), sampled)[0]
+    assert first.setting == "--mem=512M" and first.enough is None and "missed its peak" in first.reason
+
+
+def test_a_killers_own_figures_stand_in_for_the_accounting_and_a_cut_peak_is_no_peak():
+    over = diagnosis("host_cgroup", fact="limit_kill", used_bytes=40 * GIB, limit_bytes=32 * GIB)
+    assert list_remedies(over)[0].setting == "--mem=46G" and list_remedies(over)[0].enough
+    cut = diagnosis("host_cgroup", fact="limit_kill", used_bytes=32 * GIB, limit_bytes=32 * GIB)
+    first = list_remedies(cut)[0]
+    assert first.setting == "--mem=48G" and first.enough is None and "cut it off" in first.reason
+
+
+def test_nothing_measured_gives_a_request_without_bytes():
+    first = list_remedies(diagnosis("host_cgroup"))[0]
+    assert first.saves_bytes is None and "--sacct" in first.reason
+
+
+def test_a_smaller_batch_and_persistent_workers_change_nothing_on_the_host():
+    found = list_remedies(diagnosis("host_cgroup", "validate"), NODE)
+    batch, persistent = one(found, "smaller batch"), one(found, "persistent_workers")
+    assert not batch.helps and "shrinks activations on the device" in batch.reason
+    assert not persistent.helps and persistent.saves_bytes == 0 and "no change" in persistent.reason
+
+
+def test_persistent_workers_that_are_on_are_worth_a_change():
+    on = Job(**{**vars(NODE), "persistent_workers": True, "worker_bytes": 2 * GIB})
+    remedy = one(list_remedies(diagnosis("host_cgroup", "validate"), on), "persistent_workers")
+    assert remedy.helps and remedy.saves_bytes == 4 * 2 * 2 * GIB
+
+
+def test_fewer_workers_save_what_the_workers_hold_and_no_more():
+    known = Job(**{**vars(NODE), "worker_bytes": 3 * GIB})
+    assert one(list_remedies(diagnosis("host_cgroup"), known), "loader workers").saves_bytes == 4 * 3 * GIB
+    assert one(list_remedies(diagnosis("host_cgroup"), NODE), "loader workers").saves_bytes is None
+
+
+def test_fewer_tasks_on_a_node_are_offered_when_they_fit_the_nodes_memory():
+    small = Job(**{**vars(NODE), "most_bytes": 256 * GIB})
+    remedy = one(list_remedies(diagnosis("host_cgroup"), small), "3 tasks")
+    assert remedy.enough and remedy.cost == "fewer devices at once"
+
+
+def test_segments_may_grow_only_where_the_slack_is_a_noticeable_share_of_the_card():
+    wide = one(list_remedies(diagnosis("gpu_fragmentation", **card(allocated=19.0))), "expandable_segments")
+    assert wide.helps and wide.saves_bytes == 4 * GIB and wide.enough is None
+    thin = one(list_remedies(diagnosis("gpu_fragmentation", **card(tried=0.1))), "expandable_segments")
+    assert not thin.helps and "full of tensors" in thin.reason
+
+
+def test_segments_that_grow_already_are_not_advised_again():
+    job = Job(env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    assert not one(list_remedies(diagnosis("gpu", **card(allocated=19.0)), job), "expandable_segments").helps
+
+
+def test_memory_of_others_is_named_first_and_nobody_is_told_to_reset_the_card():
+    found = list_remedies(diagnosis("gpu", **card(free=0.2, reserved=3.0, allocated=2.9)))
+    assert "your own processes" in found[0].title and found[0].saves_bytes == int(24 * GIB) - int(0.2 * GIB) - 3 * GIB
+    assert found[0].enough is None and "kill PID" in found[0].setting  # enough for that request; the next is not known
+    assert "gpu-reset" not in str(found)
+
+
+def test_the_driver_alone_is_no_foreign_process():
+    found = list_remedies(diagnosis("gpu", **card(total=24.0, free=0.4, reserved=23.0)))
+    assert not any("processes" in remedy.title for remedy in found)
+
+
+def test_a_known_configuration_gives_each_change_its_bytes():
+    job = Job(batch=8, options={"per_device_train_batch_size": "8", "bf16": "True", "max_seq_length": "1024"})
+    found = list_remedies(diagnosis("gpu", **card()), job, config=LLAMA)
+    half = one(found, "--per_device_train_batch_size 4 --gradient_accumulation_steps 2")
+    assert half.saves_bytes > GIB and half.cost == "a few per cent"
+    checkpointing = one(found, "--gradient_checkpointing")
+    assert checkpointing.saves_bytes > half.saves_bytes / 2 and checkpointing.cost == "25 to 33 %"
+    assert found.index(half) < found.index(checkpointing)
+    assert all(remedy.saves_bytes for remedy in found if "an estimated" in remedy.reason)
+
+
+def test_a_change_is_enough_by_itself_only_when_its_bound_fits_the_card():
+    job = Job(batch=8, options={"per_device_train_batch_size": "8", "bf16": "True", "max_seq_length": "1024"})
+    for total in (24, 80):
+        figures = card(total=total, free=0.5, reserved=total - 1.0, allocated=total - 1.2)
+        found = list_remedies(diagnosis("gpu", **figures), job, config=LLAMA)
+        estimated = [one for one in found if "an estimated" in one.reason]
+        assert len(estimated) > 3
+        for remedy in estimated:
+            value, bound = map(float, re.search(r"becomes ([\d.]+) GiB, at most ([\d.]+) GiB", remedy.reason).groups())
+            assert remedy.enough is (True if bound <= total else False if value > total else None)
+
+
+def test_a_process_that_the_message_names_is_named():
+    text = "Process 4711 has 9.00 GiB memory in use."
+    figures = card(free=1.0, reserved=13.0, allocated=12.9, others_bytes=9 * GIB)
+    finding = Finding("gpu", "out_of_memory", 0.9, (Fact("device_oom", (Line("a", 1, text),), figures),), figures)
+    found = list_remedies(Diagnosis(True, False, "gpu", "out_of_memory", "train", 0.9, findings=(finding,)))
+    assert "process 4711 holds 9.00 GiB" in found[0].reason
+
+
+def test_without_a_configuration_the_remedies_say_what_is_missing():
+    remedy = one(list_remedies(diagnosis("gpu", **card()), Job(batch=8)), "gradient_accumulation_steps")
+    assert remedy.saves_bytes is None and "--hf-config" in remedy.reason
+
+
+@pytest.mark.parametrize(
+    ("phase", "word"), [("validate", "inference_mode"), ("checkpoint", "map_location='cpu'"), ("build", "bfloat16")]
+)
+def test_what_a_device_needs_less_of_depends_on_the_phase(phase, word):
+    assert one(list_remedies(diagnosis("gpu", phase, **card())), word).helps
+
+
+def test_a_full_shm_asks_for_what_the_workers_batches_take():
+    job = Job(workers=4, prefetch=2, batch_bytes=256 * MIB, shm_bytes=64 * MIB)
+    first = list_remedies(diagnosis("shm", "load", fact="shm_bus"), job)[0]
+    assert "--shm-size=2560m" in first.setting and first.enough  # 4 x 2 x 256 MiB = 2 GiB, and a fifth
+    assert any("file_system" in remedy.setting for remedy in list_remedies(diagnosis("shm", "load"), job))
+
+
+def test_a_kill_that_nobody_explains_is_investigated_before_anything_is_changed():
+    first = list_remedies(diagnosis("host_kernel", cause="killed", fact="sigkill"))[0]
+    assert "find who killed it" in first.title and not first.saves_bytes
+
+
+@pytest.mark.parametrize(
+    ("cause", "word"),
+    [
+        ("walltime", "--time=18:30:00"),
+        ("preempted", "--requeue"),
+        ("segfault", "PYTHONFAULTHANDLER"),
+        ("open_files", "file_system"),
+        ("disk_full", "df -h"),
+        ("collective_timeout", "the rank that stopped first"),
+    ],
+)
+def test_other_causes_have_a_way_on_too(cause, word):
+    found = list_remedies(diagnosis("none", cause=cause, fact="walltime"), Job(epochs=40, epoch_seconds=23 * 60))
+    assert word in str(found)
+
+
+def test_forty_epochs_of_23_minutes_do_not_need_two_days():
+    [first, *_] = list_remedies(diagnosis("none", cause="walltime"), Job(epochs=40, epoch_seconds=23 * 60))
+    assert "15h 20m" in first.reason and "+ 20%" in first.reason
+
+
+def test_the_accounting_gives_the_scope_of_each_figure():
+    text = (
+        "JobID|State|ReqMem|MaxRSS|AveRSS|NTasks|NNodes\n"
+        "7|OUT_OF_MEMORY|1T||||4\n7.batch|OUT_OF_MEMORY||2G|2G|1|1\n7.0|OUT_OF_MEMORY||72.5G|71.4G|16|4\n"
+    )
+    job = job_of_rows(parse_sacct(text))
+    assert (job.nodes, job.tasks_per_node, job.request_bytes) == (4, 4, 256 * GIB)
+    assert job.node_bytes[0] == 4 * int(72.5 * GIB)

@@ -1,0 +1,295 @@
+"""What sacct, seff, scontrol and sinfo print, in every form; most texts are of a real Slurm 22.05 that killed jobs."""
+
+import json
+import random
+
+import pytest
+
+from memfit.diagnosis._sacct import lines_of, parse_request, parse_sacct, parse_sacct_lines, sacct_facts
+from memfit.diagnosis._scontrol import parse_node_limits, parse_seff, parse_shapes
+
+MIB, GIB = 1 << 20, 1 << 30
+# Job 2 ran two steps of four tasks on two nodes with --mem=300M; the second met that limit on both.
+PARSABLE = """\
+JobID|JobIDRaw|JobName|State|ExitCode|DerivedExitCode|ReqMem|MaxRSS|MaxRSSNode|AveRSS|NTasks|NNodes|AllocCPUS|Elapsed|Timelimit|NodeList|AllocTRES|TRESUsageInTot
+2|2|ranks|FAILED|1:0|0:125|600M|||||2|4|00:00:12|01:00:00|n[1-2]|billing=4,cpu=4,mem=600M,node=2|
+2.batch|2.batch|batch|FAILED|1:0|||3744K|n1|3744K|1|1|2|00:00:12||n1|cpu=2,mem=300M,node=1|cpu=00:00:00,mem=3744K
+2.0|2.0|python3|COMPLETED|0:0|||146220K|n1|73108K|4|2|4|00:00:07||n[1-2]|cpu=4,mem=600M,node=2|cpu=00:00:00,mem=292432K
+2.1|2.1|python3|OUT_OF_MEMORY|0:125|||258908K|n1|99804K|4|2|4|00:00:05||n[1-2]|cpu=4,mem=600M,node=2|cpu=00:00:00,mem=399216K
+3_2|8|arr|OUT_OF_MEMORY|0:125|0:0|120M|||||1|1|00:00:01|01:00:00|n2|billing=1,cpu=1,mem=120M,node=1|
+3_2.batch|8.batch|batch|OUT_OF_MEMORY|0:125|||0|n2|0|1|1|1|00:00:01||n2|cpu=1,mem=120M,node=1|mem=0
+11|11|cancelled|CANCELLED by 0|0:0|0:0|60M|||||1|1|00:00:00|01:00:00|n2|mem=60M|
+11.batch|11.batch|batch|CANCELLED|0:15|||108K|n2|108K|1|1|1|00:00:01||n2|mem=60M|mem=108K
+"""
+WIDE = """\
+JobID           JobName      State ExitCode     ReqMem     MaxRSS     AveRSS   NTasks    Elapsed 
+------------ ---------- ---------- -------- ---------- ---------- ---------- -------- ---------- 
+2                 ranks     FAILED      1:0       600M                                  00:00:12 
+2.batch           batch     FAILED      1:0                 3744K      3744K        1   00:00:12 
+2.0             python3  COMPLETED      0:0               146220K     73108K        4   00:00:07 
+2.1             python3 OUT_OF_ME+    0:125               258908K     99804K        4   00:00:05 
+11           cancelled+ CANCELLED+      0:0        60M                                  00:00:00 
+12.bat+           batch OUT_OF_ME+    0:125                     0          0        1   00:00:01 
+"""  # noqa: W291
+REQUEUED = """\
+JobID|State|ExitCode|ReqMem|NNodes
+9|REQUEUED|0:0|60M|1
+9.batch|CANCELLED|0:15||1
+10|TIMEOUT|0:0|60M|1
+10.batch|CANCELLED|0:15||1
+9|COMPLETED|0:0|60M|1
+9.batch|COMPLETED|0:0||1
+"""
+
+
+def by_id(rows):
+    return {row.id: row for row in rows}
+
+
+def as_json(*, newer):
+    """A document of ``sacct --json``: of Slurm 22.05, or of 23.11 and later, which wraps numbers and lists states."""
+
+    def number(value):
+        return {"set": True, "infinite": False, "number": value} if newer else value
+
+    def state(word):
+        return {"current": [word] if newer else word, "reason": "None"}
+
+    def mem(count, **more):
+        return [{"type": "cpu", "count": 1}, {"type": "mem", "name": "", "id": 2, "count": count, **more}]
+
+    step = {
+        "nodes": {"count": 2, "range": "n[1-2]"},
+        "tres": {
+            "requested": {"max": mem(265121792, task=1), "average": mem(102199296), "total": mem(408797184)},
+            "allocated": mem(600),
+        },
+        "time": {"elapsed": 5, "start": number(1795296116), "end": number(1795296121)},
+        "exit_code": {
+            "status": ["SIGNALED"] if newer else "SIGNALED",
+            "return_code": number(0) if newer else None,
+            "signal": {"id": number(125), "name": "125"} if newer else {"signal_id": 125, "name": "Unknown signal 125"},
+        },
+        "tasks": {"count": 4},
+        "state": ["OUT_OF_MEMORY"] if newer else "OUT_OF_MEMORY",
+        "step": {"id": "2.1" if newer else 1, "name": "python3"},
+    }
+    required = (
+        {"CPUs": 4, "memory_per_node": number(300), "memory_per_cpu": {"set": False}}
+        if newer
+        else {"CPUs": 4, "memory": 300}
+    )
+    job = {
+        "job_id": 2,
+        "array": {"job_id": 0, "task_id": {"set": False} if newer else None},
+        "name": "ranks",
+        "state": state("FAILED"),
+        "exit_code": {"status": "SUCCESS", "return_code": number(1)},
+        "derived_exit_code": step["exit_code"],
+        "required": required,
+        "allocation_nodes": 2,
+        "nodes": "n[1-2]",
+        "time": {"elapsed": 12, "limit": number(60)},
+        "tres": {"allocated": mem(600), "requested": mem(600)},
+        "steps": [step],
+    }
+    return json.dumps({"meta": {}, "jobs": [job], "errors": []}, indent=2)
+
+
+def test_a_parsable_listing_is_read_with_the_scope_of_each_number():
+    rows = by_id(parse_sacct(PARSABLE, "acct"))
+    step = rows["2.1"]
+    assert (step.state, step.exit_code, step.signal) == ("OUT_OF_MEMORY", 0, 125)
+    assert (step.max_rss_bytes, step.ave_rss_bytes, step.total_rss_bytes) == (258908 << 10, 99804 << 10, 399216 << 10)
+    assert (step.num_tasks, step.num_nodes, step.nodes) == (4, 2, "n[1-2]")
+    assert (rows["2"].request.bytes, rows["2"].request.scope, rows["2"].allocated_bytes) == (
+        600 * MIB,
+        "job",
+        600 * MIB,
+    )
+    assert (rows["2"].derived_signal, rows["2"].limit_seconds, rows["2"].seconds) == (125, 3600, 12)
+    assert (step.line.file, step.line.number) == ("acct", 5)
+
+
+def test_a_wide_table_with_cut_columns_says_the_same():
+    wide, parsable = by_id(parse_sacct(WIDE)), by_id(parse_sacct(PARSABLE))
+    for name in ("2", "2.batch", "2.0", "2.1"):
+        for field in ("state", "exit_code", "signal", "request", "max_rss_bytes", "ave_rss_bytes", "seconds"):
+            assert getattr(wide[name], field) == getattr(parsable[name], field), (name, field)
+    assert wide["11"].state == "CANCELLED"
+    assert (wide["12.batch"].state, wide["12.batch"].max_rss_bytes) == ("OUT_OF_MEMORY", 0)
+
+
+def test_a_table_whose_columns_were_pasted_askew_keeps_what_is_whole():
+    askew = "\n".join(line.strip() for line in WIDE.splitlines()).replace("2.1             python3", "2.1 python3")
+    rows = by_id(parse_sacct(askew))
+    assert rows["2.1"].state == "OUT_OF_MEMORY"
+    assert rows["2.1"].signal == 125
+
+
+@pytest.mark.parametrize("delimiter", ["|", ",", ";", "\t"])
+def test_any_delimiter_and_one_at_the_end_are_read(delimiter):
+    text = (
+        delimiter.join(["JobID", "State", "ReqMem", "MaxRSS", ""])
+        + "\n"
+        + delimiter.join(["7.0", "OUT_OF_MEMORY", "", "2.5G", ""])
+    )
+    assert parse_sacct(text)[0].max_rss_bytes == int(2.5 * GIB)
+
+
+def test_without_a_header_states_and_codes_are_still_read():
+    text = "2.1|OUT_OF_MEMORY||258908K\n4|COMPLETED|100M|\n3_3.bat+      batch               root          1 OUT_OF_ME+    0:125 \n"
+    rows = by_id(parse_sacct(text))
+    assert rows["2.1"].state == "OUT_OF_MEMORY"
+    assert rows["4"].state == "COMPLETED"
+    assert rows["3_3.batch"].signal == 125
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_json_of_old_and_new_versions_says_the_same(newer):
+    text = as_json(newer=newer)
+    rows = by_id(parse_sacct(text, "acct.json"))
+    job, step = rows["2"], rows["2.1"]
+    assert (step.state, step.signal, step.num_tasks, step.num_nodes) == ("OUT_OF_MEMORY", 125, 4, 2)
+    assert (step.max_rss_bytes, step.ave_rss_bytes) == (265121792, 102199296)
+    assert (job.request.bytes, job.request.scope) == (300 * MIB, "node")
+    assert (job.allocated_bytes, job.derived_signal, job.limit_seconds) == (600 * MIB, 125, 3600)
+    assert '"job_id": 2' in text.splitlines()[step.line.number - 1]
+
+
+def test_a_requeued_job_has_attempts_and_its_last_one_speaks():
+    rows = parse_sacct(REQUEUED)
+    assert [(row.id, row.state, row.attempt) for row in rows if row.job == "9" and not row.step] == [
+        ("9", "REQUEUED", 1),
+        ("9", "COMPLETED", 2),
+    ]
+    assert [(fact.kind, fact.values["step"]) for fact in sacct_facts(rows)] == [("walltime", "10"), ("success", "9")]
+
+
+def test_a_task_of_an_array_keeps_the_number_that_the_daemons_use():
+    row = by_id(parse_sacct(PARSABLE))["3_2"]
+    assert (row.job, row.raw_job) == ("3_2", "8")  # slurmstepd says StepId=8.batch
+
+
+def test_a_step_out_of_memory_is_told_though_its_job_says_failed():
+    facts = {fact.values["step"]: fact.kind for fact in sacct_facts(parse_sacct(PARSABLE))}
+    assert facts["2.1"] == "cgroup_kill"
+    assert facts["2"] == "cgroup_kill"  # by its DerivedExitCode
+    assert "2.0" not in facts
+    assert facts["11"] == "cancelled"
+
+
+def test_a_failed_job_without_the_signal_of_memory_is_none():
+    assert sacct_facts(parse_sacct("JobID|State|ExitCode|DerivedExitCode\n6|FAILED|3:0|1:0\n6.0|FAILED|1:0|\n")) == []
+    killed = sacct_facts(parse_sacct("JobID|State|ExitCode\n6.0|FAILED|0:9\n"))
+    assert [fact.kind for fact in killed] == ["sigkill"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("256Gn", (256 * GIB, "node")),
+        ("4000Mc", (4000 * MIB, "cpu")),
+        ("1T", (1024 * GIB, "job")),
+        ("0n", (0, "node")),
+        ("16?", (16 * MIB, "job")),
+    ],
+)
+def test_a_request_says_of_what_it_is(text, expected):
+    request = parse_request(text)
+    assert (request.bytes, request.scope) == expected
+
+
+def test_rows_amid_a_log_are_found_and_its_other_lines_are_none():
+    log = [
+        "Epoch 3 | loss 2.0 | FAILED to improve",
+        "7 | PENDING thoughts"[:3],
+        *PARSABLE.splitlines(),
+        "done | COMPLETED | yes",
+    ]
+    rows = parse_sacct_lines(lines_of("\n".join(log)))
+    assert len(rows) == 8
+
+
+def test_seff_is_read_with_its_scopes():
+    text = """\
+Job ID: 273202
+Array Job ID: 273200_2
+Cluster: lab
+State: OUT_OF_MEMORY (exit code 0)
+Nodes: 4
+Cores per node: 64
+CPU Utilized: 1-02:03:04
+Memory Utilized: 1.12 TB (estimated maximum)
+Memory Efficiency: 111.56% of 1.00 TB (256.00 GB/node)
+"""
+    found = parse_seff(lines_of(text))[0]
+    assert (found.job, found.state, found.exit_code, found.num_nodes) == ("273200_2", "OUT_OF_MEMORY", 0, 4)
+    assert found.is_estimate
+    assert (found.request.bytes, found.request.scope) == (256 * GIB, "node")
+    assert found.requested_bytes == 1024 * GIB
+
+
+SHOWN = """\
+JobId=2 JobName=two words
+   JobState=OUT_OF_MEMORY Reason=OutOfMemory Dependency=(null)
+   Requeue=1 Restarts=1 BatchFlag=1 Reboot=0 ExitCode=0:125
+   RunTime=00:00:12 TimeLimit=1-00:00:00 TimeMin=N/A
+   Partition=lab AllocNode:Sid=localhost:27174
+   NodeList=n[1-2]
+   NumNodes=2 NumCPUs=4 NumTasks=4 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
+   TRES=cpu=4,mem=600M,node=2,billing=4
+   Socks/Node=* NtasksPerN:B:S:C=2:0:*:* CoreSpec=*
+   MinCPUsNode=2 MinMemoryNode=300M MinTmpDiskNode=0
+   StdErr=/home/user/out.err
+"""
+
+
+def test_scontrol_shows_a_jobs_shape():
+    shape = parse_shapes(lines_of(SHOWN))[0]
+    assert (shape.state, shape.num_nodes, shape.num_tasks, shape.tasks_per_node) == ("OUT_OF_MEMORY", 2, 4, 2)
+    assert (shape.request.bytes, shape.request.scope, shape.limit_seconds) == (300 * MIB, "node", 86400)
+    assert (shape.restarts, dict(shape.files)["StdErr"], shape.partition) == (1, "/home/user/out.err", "lab")
+
+
+def test_limits_of_nodes_and_partitions_are_read_from_all_three_tools():
+    text = """\
+NodeName=n1 Arch=x86_64 CoresPerSocket=1
+   RealMemory=525312 AllocMem=360 FreeMem=14314 Sockets=4 Boards=1
+   State=IDLE
+
+PartitionName=gpu
+   MaxNodes=UNLIMITED MaxTime=2-00:00:00 MinNodes=0
+   State=UP TotalCPUs=8448 TotalNodes=66 SelectTypeParameters=NONE
+   DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED
+
+PARTITION TIMELIMIT NODES MEMORY STATE
+gpu*      2-00:00:00   66 525312+ mixed
+"""
+    found = {limit.source: limit for limit in parse_node_limits(lines_of(text))}
+    assert found["RealMemory"].bytes == 513 * GIB
+    assert (found["MaxMemPerNode"].bytes, found["MaxMemPerNode"].num_nodes, found["MaxMemPerNode"].seconds) == (
+        None,
+        66,
+        172800,
+    )
+    assert (found["sinfo"].bytes, found["sinfo"].name) == (513 * GIB, "gpu")
+
+
+def test_nothing_is_read_from_what_is_none():
+    assert parse_sacct("") == parse_sacct('{"jobs": [') == parse_sacct("[1, 2]") == []
+    assert parse_seff([]) == parse_shapes([]) == parse_node_limits([]) == []
+
+
+@pytest.mark.parametrize("text", [PARSABLE, WIDE, REQUEUED, SHOWN])
+def test_torn_text_is_never_a_fault(text):
+    chance = random.Random(1)
+    for _ in range(60):
+        torn = list(text)
+        for _ in range(40):
+            torn[chance.randrange(len(torn))] = chance.choice("0123456789|:,.+-[]=\n KMGnc")
+        lines = lines_of("".join(torn))
+        rows = parse_sacct("".join(torn))
+        sacct_facts(rows)
+        assert len(rows) <= len(lines)
+        parse_seff(lines), parse_shapes(lines), parse_node_limits(lines)

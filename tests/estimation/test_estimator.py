@@ -1,0 +1,177 @@
+"""``memfit.estimate`` in Python: a torch model and a batch of its shapes, traced without allocating either."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import memfit  # noqa: E402
+from memfit.errors import (  # noqa: E402
+    ConfigError,
+    UntraceableError,
+    UsageError,
+)
+from memfit.estimation import METRICS, Setup  # noqa: E402
+
+FP32 = Setup(dtype="fp32")
+
+
+class Mlp(torch.nn.Module):
+    """Two linear maps and a loss of its own, where it is asked for."""
+
+    def __init__(self, width=256):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x, y=None):
+        out = self.second(torch.relu(self.first(x)))
+        return out if y is None else ((out - y) ** 2).mean()
+
+
+class Blocks(torch.nn.Module):
+    """Blocks that can be checkpointed."""
+
+    def __init__(self, count=4, width=256):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Mlp(width) for _ in range(count))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def convolutions():
+    """A net with running statistics, as for images."""
+    layers = [torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
+    return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(16 * 16 * 16, 10))
+
+
+class Doubled(torch.autograd.Function):
+    """Doubles, and keeps its input although it need not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (_,) = ctx.saved_tensors
+        return grad * 2
+
+
+def traced(model, batch, **words):
+    words.setdefault("setup", FP32)
+    found = memfit.estimate(model, batch, **words)
+    sizes = [found.device[metric] for metric in METRICS]
+    assert found.method == "traced"
+    assert all(one.upper >= one.value for one in (*sizes, *found.parts.values(), *found.by_phase.values()))
+    assert sizes[0].value <= sizes[2].value <= sizes[3].value
+    return found
+
+
+def count(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_weights_gradients_and_states_are_counted_to_the_byte():
+    found = traced(Mlp, torch.zeros(2, 256), setup=Setup(dtype="fp32", foreach=False))
+    size = 4 * count(Mlp())
+    assert abs(found.parts["weights"].value - size) < 8 * 512
+    assert abs(found.parts["optimizer"].value - 2 * size) < 20 * 512
+
+
+@pytest.mark.parametrize("batch", [{"x": torch.zeros(64, 256), "y": torch.zeros(64, 256)}, (torch.zeros(64, 256),) * 2])
+def test_a_batch_is_any_tree_of_tensors(batch):
+    found = traced(Mlp, batch)
+    assert found.parts["inputs"].value == 2 * 64 * 256 * 4
+
+
+def test_a_loss_of_ones_own_may_look_at_numbers():
+    def loss(model, batch):
+        value = model(batch).square().mean()
+        print(f"loss {value.item():.3f}")
+        return value
+
+    assert traced(Mlp, torch.zeros(8, 256), loss=loss).device["allocated_bytes"].value > 0
+
+
+def test_a_custom_autograd_function_keeps_what_it_saves():
+    def times(double):
+        return lambda model, batch: double(double(double(double(model(batch))))).sum()
+
+    batch = torch.zeros(4096, 256)
+    plain, saved = (
+        traced(lambda: torch.nn.Linear(256, 256), batch, loss=times(double))
+        for double in (lambda x: x * 2, Doubled.apply)
+    )
+    forward = [found.by_phase["forward"].value for found in (plain, saved)]
+    lasting = 3 * 4096 * 256 * 4  # of five tensors in a row, two live at once without it
+    assert forward[1] - forward[0] == pytest.approx(lasting, rel=0.01)
+
+
+def test_a_net_with_running_statistics_is_traced():
+    found = traced(convolutions, torch.zeros(8, 3, 32, 32), loss=lambda model, x: model(x).logsumexp(1).sum())
+    assert found.device["allocated_bytes"].value > 4 * count(convolutions()) * 4
+
+
+def test_nothing_of_a_model_beyond_any_memory_is_allocated():
+    found = traced(lambda: torch.nn.Linear(1 << 18, 1 << 18, bias=False), torch.zeros(1, 1 << 18))
+    assert found.parts["weights"].value == 4 << 36
+
+
+@pytest.mark.parametrize(
+    ("words", "metric"),
+    [
+        ({"gradient_checkpointing": "full"}, "allocated_bytes"),
+        ({"dtype": "bf16"}, "allocated_bytes"),
+        ({"dtype": "bf16-amp"}, "allocated_bytes"),
+    ],
+)
+def test_a_setup_counts(words, metric):
+    batch = torch.zeros(2048, 256)
+    usual, changed = (traced(Blocks, batch, setup=Setup(**{"dtype": "fp32", **more})) for more in ({}, words))
+    assert changed.device[metric].value < usual.device[metric].value
+
+
+def test_a_device_gives_a_verdict():
+    assert traced(Mlp, torch.zeros(8, 256), gpu="24GiB").verdict == "fits"
+    refused = traced(lambda: Mlp(8192), torch.zeros(8, 8192), gpu="4GiB")
+    assert refused.verdict == "does not fit"
+
+
+def test_the_allocators_settings_change_what_is_reserved():
+    def build():
+        return Mlp(1500)
+
+    batch = torch.zeros(1500, 1500)
+    split, whole = (
+        traced(build, batch, allocator=text).device["reserved_bytes"].value for text in ("max_split_size_mb:20", "")
+    )
+    assert split != whole
+
+
+@pytest.mark.parametrize(
+    ("words", "error"), [({"gpu": "RTX 4091"}, ConfigError), ({"allocator": "max_split_size_mb:1"}, UsageError)]
+)
+def test_a_bad_device_or_setting_is_refused(words, error):
+    with pytest.raises(error):
+        memfit.estimate(Mlp, torch.zeros(8, 256), **words)
+
+
+def test_a_step_that_needs_real_numbers_is_refused_with_the_place():
+    class Choosy(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Mlp()
+
+        def forward(self, x):
+            return self.inner(x[torch.zeros(len(x)).numpy() > 0])
+
+    with pytest.raises(UntraceableError):
+        memfit.estimate(Choosy, torch.zeros(8, 256), setup=FP32)
+
+
+def test_an_error_of_the_models_own_names_the_module():
+    with pytest.raises(UntraceableError, match="first"):
+        memfit.estimate(Mlp, torch.zeros(8, 255), setup=FP32)

@@ -1,0 +1,356 @@
+"""The memory of a training step by arithmetic, on a machine that has no torch."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+
+from memfit.errors import ConfigError
+from memfit.estimation._families import find_anatomy
+from memfit.estimation._formula import _Case, estimate_by_formula
+from memfit.estimation._interval import Interval
+from memfit.estimation._setup import Setup
+from memfit.units import GIB
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+LLAMA_3B = {
+    **LLAMA_8B,
+    "hidden_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+    "intermediate_size": 8192,
+    "tie_word_embeddings": True,
+}
+T5_XL = {
+    "model_type": "t5",
+    "d_model": 2048,
+    "d_kv": 64,
+    "d_ff": 5120,
+    "num_layers": 24,
+    "num_heads": 32,
+    "vocab_size": 32128,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+}
+FALCON_7B = {
+    "model_type": "falcon",
+    "hidden_size": 4544,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "vocab_size": 65024,
+}
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "vocab_size": 30522,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 1408,
+    "vocab_size": 8000,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (LLAMA_8B, 8_030_261_248),
+        (LLAMA_3B, 3_212_749_824),
+        ({**LLAMA_8B, "num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}, 6_738_415_616),
+        ({**LLAMA_8B, "model_type": "mistral", "vocab_size": 32000}, 7_241_732_096),
+        (QWEN_7B, 7_615_616_512),
+        (FALCON_7B, 6_921_720_704),
+        (T5_XL, 2_849_757_184),
+        (BERT, 109_482_240),
+        (GPT2, 124_439_808),
+    ],
+    ids=[
+        "llama-3.1-8b",
+        "llama-3.2-3b",
+        "llama-2-7b",
+        "mistral-7b",
+        "qwen2.5-7b",
+        "falcon-7b",
+        "t5-xl",
+        "bert",
+        "gpt2",
+    ],
+)
+def test_parameters_are_as_many_as_the_models_pages_say(config: dict[str, object], count: int) -> None:
+    assert find_anatomy(config).num_parameters == count
+
+
+_DECODER = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "intermediate_size": 320,
+    "vocab_size": 1000,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED = {**_DECODER, "num_key_value_heads": 2}
+_ENCODER = {name: _DECODER[name] for name in list(_DECODER)[:5]}
+_RELATIVE = {**_ENCODER, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
+_T5 = {"d_model": 256, "d_kv": 32, "d_ff": 320, "num_layers": 2, "num_heads": 8, "vocab_size": 1000}
+_GPT2 = {"n_embd": 256, "n_layer": 2, "n_head": 8, "vocab_size": 1000, "bos_token_id": 1, "eos_token_id": 2}
+_BERTS = ("bert", "roberta", "electra", "deberta", "deberta-v2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "task"),
+    [
+        *((kind, _GROUPED, "CausalLM") for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")),
+        *((kind, _GROUPED, "CausalLM") for kind in ("gemma3_text", "stablelm", "mixtral")),
+        *((kind, {**_GROUPED, "num_experts": 4}, "CausalLM") for kind in ("qwen2_moe", "qwen3_moe")),
+        ("llama", {**_GROUPED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, "CausalLM"),
+        *((kind, _DECODER, "CausalLM") for kind in ("gpt_neox", "phi", "falcon")),
+        ("falcon", {**_DECODER, "new_decoder_architecture": True, "num_kv_heads": 2}, "CausalLM"),
+        ("falcon", {**_DECODER, "multi_query": False, "parallel_attn": False, "bias": True}, "CausalLM"),
+        ("gpt2", _GPT2, "CausalLM"),
+        ("opt", {**_DECODER, "ffn_dim": 320, "word_embed_proj_dim": 128}, "CausalLM"),
+        ("bloom", {"hidden_size": 256, "n_layer": 2, "n_head": 8, "vocab_size": 1000}, "CausalLM"),
+        ("t5", _T5, "Seq2SeqLM"),
+        ("mt5", {**_T5, "num_decoder_layers": 3, "tie_word_embeddings": False}, "Seq2SeqLM"),
+        *((kind, _ENCODER, "MaskedLM") for kind in _BERTS),
+        *((kind, _ENCODER, "SequenceClassification") for kind in _BERTS[:3]),
+        ("bert", _ENCODER, ""),
+        ("roberta", _ENCODER, "TokenClassification"),
+        ("deberta", _RELATIVE, "MaskedLM"),
+        ("deberta-v2", {**_RELATIVE, "position_buckets": 64, "share_att_key": True, "conv_kernel_size": 3}, ""),
+        ("deberta-v2", {**_RELATIVE, "norm_rel_ebd": "layer_norm"}, "TokenClassification"),
+        ("distilbert", {"dim": 256, "n_layers": 2, "n_heads": 8, "hidden_dim": 320, "vocab_size": 1000}, "MaskedLM"),
+        ("electra", {**_ENCODER, "embedding_size": 64}, ""),
+        *(("vit", _ENCODER, task) for task in ("", "ImageClassification")),
+    ],
+)
+def test_parameters_are_as_many_as_transformers_builds(kind: str, values: dict[str, object], task: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    if kind == "qwen3":
+        values = {**values, "head_dim": 64}
+    transformers.utils.logging.set_verbosity_error()
+    parsed = transformers.AutoConfig.for_model(kind, **values)
+    with torch.device("meta"):
+        model = getattr(transformers, f"AutoModelFor{task}" if task else "AutoModel").from_config(parsed)
+    config = {**parsed.to_dict(), "architectures": [type(model).__name__]}
+    assert find_anatomy(config).num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("setup", "gib"),
+    [
+        (Setup(), 21.2),
+        (Setup(state_dtype="fp32"), 31.9),
+        (Setup(master_weights=True), 42.5),
+        (Setup(dtype="bf16-amp"), 42.5),
+    ],
+    ids=["pure bf16", "fp32 moments", "fp32 master", "fp32 weights"],
+)
+def test_flan_t5_xl_takes_this_before_any_activation(setup: Setup, gib: float) -> None:
+    parts = estimate_by_formula(T5_XL, setup).parts
+    found = sum(parts[part].value for part in ("weights", "gradients", "optimizer"))
+    assert found / GIB == pytest.approx(gib, abs=0.06)
+
+
+def test_fp32_gradients_of_master_weights_bring_flan_t5_xl_to_48_gib() -> None:
+    setup = Setup(master_weights=True, foreach=False)
+    parts = estimate_by_formula(T5_XL, setup).parts
+    held = sum(parts[part].value for part in ("weights", "gradients", "optimizer"))
+    assert (held + 2 * 2_849_757_184) / GIB == pytest.approx(47.8, abs=0.06)  # in place of the 16-bit ones
+    assert parts["temporaries"].value == 4 * 2_849_757_184  # beside them, while the update runs
+
+
+def test_flan_t5_xl_in_pure_bf16_fits_32_gib_and_with_fp32_moments_does_not() -> None:
+    setup = Setup(batch=1, seq_len=512, gradient_checkpointing="full", foreach=False)
+    assert estimate_by_formula(T5_XL, setup).peak.upper < 32 * GIB
+    assert estimate_by_formula(T5_XL, dataclasses.replace(setup, state_dtype="fp32")).peak.value > 32 * GIB
+
+
+def test_an_8b_llama_steps_at_five_copies_of_its_weights() -> None:
+    found = estimate_by_formula(LLAMA_8B, Setup(batch=1, seq_len=2048))
+    assert max(found.by_phase, key=lambda phase: found.by_phase[phase].value) == "step"
+    assert found.by_phase["step"].value == pytest.approx(5 * 2 * 8_030_261_248, rel=0.001)
+
+
+def kept(config: dict[str, object] = SMALL, **changes: object) -> int:
+    """Bytes of activations in the backward pass of a step that they dominate."""
+    setup = Setup(**{"batch": 64, "optimizer": "sgd", **changes})  # type: ignore[arg-type]
+    parts = estimate_by_formula(config, setup).parts
+    return parts["activations"].value
+
+
+def test_activations_of_a_block_are_what_autograd_keeps_of_it() -> None:
+    tokens, width, inner, heads = 64 * 512, 512, 1408, 8
+    norms = 2 * (4 + 2) * width  # x in fp32, and the normalised x
+    attention = 2 * width + 2 * 4 * width + 4 * heads  # the input; q, k, v and the result; log-sum-exp
+    mlp = 2 * width + 2 * 4 * inner  # the input; both factors, silu's input and the product
+    block = tokens * (norms + attention + mlp)
+    ends = tokens * width * (4 + 2 + 2)  # the last norm, and the head's input
+    assert kept() == 2 * block + ends
+    assert kept(gradient_checkpointing="full") == 2 * tokens * 2 * width + ends
+
+
+def test_activations_grow_with_the_batch_and_with_eager_attention_with_the_square_of_the_length() -> None:
+    assert kept(batch=128) == 2 * kept()
+    assert kept(seq_len=1024) == 2 * kept()
+    scores = [kept(attention="eager", seq_len=n) - kept(seq_len=n) + 64 * n * 8 * 4 * 2 for n in (512, 1024)]
+    assert scores == [2 * 64 * 8 * n * n * (4 + 2) for n in (512, 1024)]  # softmax in fp32, and its 16-bit copy
+
+
+def test_less_is_kept_step_by_step_from_none_to_full_checkpointing_and_offloading() -> None:
+    plain = {"gradient_checkpointing": "none"}
+    ladder = [plain, {"gradient_checkpointing": "selective"}, {"gradient_checkpointing": "full"}]
+    peaks = [estimate_by_formula(SMALL, Setup(batch=64, **one)).peak for one in ladder]  # type: ignore[arg-type]
+    assert peaks[0].value > peaks[1].value > peaks[2].value
+    assert kept(gradient_checkpointing="full") > kept(gradient_checkpointing="full", offload_activations=True)
+    assert kept() > kept(compiled=True)
+
+
+def test_frozen_layers_keep_no_input_and_adapters_keep_theirs_in_fp32() -> None:
+    tokens, width, inner = 64 * 512, 512, 1408
+    names = ("q_proj", "v_proj")
+    without = 2 * tokens * (2 * 2 * width + 2 * 2 * width + 2 * inner)  # normalised twice, two inputs, the product
+    adapters = 2 * tokens * 2 * (4 * width + 2 * 4)  # each of two its fp32 copy, and 4 numbers between its matrices
+    assert kept(lora_rank=4, lora_targets=names) == kept() - without + adapters
+
+
+def test_adapters_of_a_4_bit_model_leave_little_but_activations() -> None:
+    full = estimate_by_formula(LLAMA_8B, Setup(seq_len=128))
+    adapted = estimate_by_formula(LLAMA_8B, Setup(seq_len=128, lora_rank=8, quantization="nf4"))
+    blocks = 32 * 4096 * (4096 * 2 + 1024 * 2 + 3 * 14336)
+    rest = 8_030_261_248 - blocks
+    adapters = 32 * 8 * (4096 + 4096 + 4096 + 1024)
+    assert adapted.parts["weights"].value == blocks * 9 // 16 + rest * 2 + adapters * 4
+    assert adapted.num_parameters == full.num_parameters + adapters
+    assert adapted.by_phase["step"].value < full.by_phase["step"].value / 10
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_each"),
+    [("adamw", 4), ("lion", 2), ("momentum", 2), ("sgd", 0), ("adamw8bit", 2 + 8 / 256), ("adamw4bit", 1 + 8 / 128)],
+)
+def test_states_of_an_optimizer_take_their_bytes(name: str, bytes_each: float) -> None:
+    found = estimate_by_formula(SMALL, Setup(batch=1, seq_len=8, optimizer=name))  # type: ignore[arg-type]
+    states = found.parts.get("optimizer", Interval())
+    assert states.value == pytest.approx(bytes_each * found.num_parameters, abs=1)
+
+
+def test_adafactor_and_paged_states_take_next_to_nothing() -> None:
+    small = Setup(batch=1, seq_len=8)
+    for name in ("adafactor", "paged_adamw8bit"):
+        found = estimate_by_formula(LLAMA_3B, dataclasses.replace(small, optimizer=name))  # type: ignore[arg-type]
+        assert found.parts.get("optimizer", Interval()).value < found.parts["weights"].value / 100
+
+
+def test_an_update_within_the_backward_pass_holds_one_gradient() -> None:
+    setup = Setup(batch=1, seq_len=8, optimizer_in_backward=True)
+    found = estimate_by_formula(LLAMA_3B, setup)
+    assert found.by_phase["backward"].value < 3.5 * 2 * 3_212_749_824  # weights, two moments and one table
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shares"),
+    [
+        ("ddp", (1, 1, 1)),
+        ("zero1", (1, 1, 0.125)),
+        ("zero2", (1, 0.125, 0.125)),
+        ("zero3", (0.125, 0.125, 0.125)),
+        ("fsdp", (0.125, 0.125, 0.125)),
+    ],
+)
+def test_each_rank_holds_its_share(strategy: str, shares: tuple[float, ...]) -> None:
+    setup = Setup(dtype="fp32", world_size=8, strategy=strategy)  # type: ignore[arg-type]
+    whole, own = _Case(find_anatomy(SMALL), Setup(dtype="fp32")), _Case(find_anatomy(SMALL), setup)
+    for share, name in zip(shares, ("weights", "gradients", "optimizer"), strict=True):
+        assert getattr(own, name).value == getattr(whole, name).value * share
+
+
+def test_ddp_holds_buckets_as_large_as_the_gradients() -> None:
+    setup = Setup(seq_len=8, world_size=2, strategy="ddp")
+    parts = estimate_by_formula(SMALL, setup).parts
+    assert parts["communication"] == parts["gradients"]
+
+
+def test_tensor_parallel_ranks_hold_their_share_of_weights_and_of_what_is_inside_of_blocks() -> None:
+    alone, shared = kept(), kept(world_size=8, strategy="tp")
+    assert alone / 8 < shared < alone
+    setup = Setup(seq_len=8, world_size=8, strategy="tp")
+    assert (
+        estimate_by_formula(SMALL, setup).parts["weights"].value * 7
+        < estimate_by_formula(SMALL, Setup(seq_len=8)).parts["weights"].value
+    )
+
+
+def test_microbatches_keep_gradients_through_the_forward_pass() -> None:
+    one, four = (estimate_by_formula(SMALL, Setup(num_microbatches=n)).by_phase["forward"] for n in (1, 4))
+    assert four.value - one.value == 2 * find_anatomy(SMALL).num_parameters
+
+
+def test_a_loss_in_pieces_takes_a_piece_of_the_logits() -> None:
+    whole, pieces = (estimate_by_formula(SMALL, Setup(batch=8, loss_chunks=n)).by_phase["backward"] for n in (1, 8))
+    assert whole.value - pieces.value == 8 * 512 * 8000 * 12 * 7 // 8
+    assert pieces.upper <= whole.upper
+
+
+def test_bounds_are_never_below_values_and_wider_for_an_unknown_family() -> None:
+    known, unknown = (
+        estimate_by_formula({**SMALL, "model_type": kind}, Setup(batch=16)) for kind in ("llama", "no-such-model")
+    )
+    assert (known.is_exact_family, unknown.is_exact_family) == (True, False)
+    assert known.peak.value == unknown.peak.value
+    assert known.peak.value < known.peak.upper < 1.3 * known.peak.value < unknown.peak.upper
+    assert "unknown" in unknown.notes[0] and not known.notes
+
+
+def test_an_adapter_for_a_module_that_is_not_there_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'q_prj'(?s:.*)did you mean 'q_proj'\?"):
+        estimate_by_formula(SMALL, Setup(lora_rank=8, lora_targets=("q_prj",)))
+
+
+def test_a_config_that_tells_no_width_is_refused_in_three_parts() -> None:
+    with pytest.raises(ConfigError, match=r"hidden_size = None(?s:.*)rule:(?s:.*)do:"):
+        estimate_by_formula({"model_type": "llama"}, Setup())
+    for name, value in (("num_attention_heads", 0), ("num_hidden_layers", "many"), ("vocab_size", -1)):
+        with pytest.raises(ConfigError, match=f"{name} = "):
+            estimate_by_formula({**SMALL, name: value}, Setup())
+
+
+def test_the_formula_loads_no_torch() -> None:
+    code = "import sys, memfit.estimation._formula, memfit.estimation._lengths; sys.exit('torch' in sys.modules)"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=False).returncode == 0
+
+
+def test_an_interval_is_no_interval_upside_down() -> None:
+    with pytest.raises(ValueError, match="5 to 4"):
+        Interval(5, 4)

@@ -1,0 +1,355 @@
+"""Programs of one rank: figures by hand, and FSDP2's against the real ``fully_shard``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from memfit.errors import ConfigError
+from memfit.estimation._data_parallel import plan_buckets, shard_zero
+from memfit.estimation._events import Peak, Trace, find_peaks
+from memfit.estimation._fully_sharded import shard_flat
+from memfit.estimation._parallel import shard, split_sequence
+from memfit.estimation._program import Program
+from memfit.estimation._setup import Setup
+from memfit.estimation._trace import trace
+from memfit.estimation._zero3 import Zero3Settings, shard_zero3
+
+WIDTH, HIDDEN, VOCABULARY, BATCH, LENGTH = 64, 256, 251, 4, 32  # 251 and the heads of 3 ranks do not divide
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.v_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.o_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        scores = (q @ k.transpose(-1, -2)).softmax(-1)
+        return self.o_proj((scores @ v).transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self, *, checkpointed: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.up_proj = nn.Linear(WIDTH, HIDDEN)
+        self.down_proj = nn.Linear(HIDDEN, WIDTH)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointed:
+            return checkpoint(self.run, x, use_reentrant=False)
+        return self.run(x)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down_proj(F.gelu(self.up_proj(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, *, checkpointed: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block(checkpointed=checkpointed) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def take_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    logits = model(batch).float()
+    return F.cross_entropy(logits.flatten(0, 1), batch.flatten())
+
+
+def freeze_most(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("up_proj" in name)
+
+
+def make_program(model: nn.Module, setup: Setup) -> Program:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=setup.foreach)
+    batch = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    return Program(model, batch, take_loss, optimizer, num_microbatches=setup.num_microbatches)
+
+
+def trace_rank(
+    setup: Setup,
+    share: Callable[[Program, Setup], Program] = shard,
+    change: Callable[[nn.Module], None] = lambda model: None,
+    **options: bool,
+) -> Trace:
+    def make() -> Program:
+        torch.set_default_dtype(torch.bfloat16 if setup.dtype == "bf16" else torch.float32)
+        model = Model(**options)
+        torch.set_default_dtype(torch.float32)
+        change(model)
+        return share(make_program(model, setup), setup)
+
+    return trace(make, cuda=False)
+
+
+@functools.cache
+def find_rank_peaks(*args: Any, **kwargs: Any) -> dict[str, Peak]:
+    return dict(find_peaks(trace_rank(*args, **kwargs)))
+
+
+def count_bytes(change: Callable[[nn.Module], None] = lambda model: None) -> int:
+    """The bytes of the trained parameters in fp32."""
+    model = Model()
+    change(model)
+    return sum(4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def find_most(trace: Trace, *phases: str) -> int:
+    """The most bytes for communication at one time, in some phases or in all."""
+    sizes: dict[int, int] = {}
+    alive = most = 0
+    for block, num_bytes, phase in trace.events:
+        if trace.parts[block] == "communication":
+            alive += num_bytes or -sizes[block]
+            sizes[block] = num_bytes
+            most = max(most, alive) if not phases or phase in phases else most
+    return most
+
+
+class Meter(TorchDispatchMode):
+    """Bytes of all storages alive, those that FSDP frees and fills again by resizing included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.alive = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata not in self.sizes:
+                self.set(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
+        return result
+
+    def set(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        key = storage._cdata
+        if key not in self.sizes:
+            weakref.finalize(storage, self.drop, key)
+        self.alive += num_bytes - self.sizes.get(key, 0)
+        self.sizes[key] = num_bytes
+        self.peak = max(self.peak, self.alive)
+
+    def drop(self, key: int) -> None:
+        self.alive -= self.sizes.pop(key)
+
+
+@contextlib.contextmanager
+def watch_resizing(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(_fsdp_param, "alloc_storage", lambda t: meter.set(t.untyped_storage(), t.numel() * t.itemsize))
+        patch.setattr(_fsdp_param, "free_storage", lambda t: meter.set(t.untyped_storage(), 0))
+        yield
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[[int], Any]]:
+    def start(world_size: int) -> Any:
+        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+        return init_device_mesh("cpu", (world_size,))
+
+    yield start
+    dist.destroy_process_group()
+
+
+def measure_real_fsdp2(setup: Setup, mesh: Any, monkeypatch: pytest.MonkeyPatch, change: Any, **options: bool) -> int:
+    """The peak of forward and backward passes of the second iteration, under the real ``fully_shard``."""
+    policy = MixedPrecisionPolicy()
+    if setup.dtype == "bf16-amp":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    meter = Meter()
+    with FakeTensorMode(), meter, watch_resizing(meter, monkeypatch):
+        model = Model(**options)
+        change(model)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        program = make_program(model, setup)
+        assert program.optimizer is not None
+        for _ in range(2):
+            meter.peak = 0
+            for _ in range(setup.num_microbatches):
+                take_loss(model, program.batch).backward()
+            peak = meter.peak
+            program.optimizer.step()
+            program.optimizer.zero_grad()
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("setup", "change", "options"),
+    [
+        (Setup(dtype="bf16-amp", world_size=3), None, {}),
+        (Setup(dtype="fp32", world_size=4), None, {"checkpointed": True}),
+        (Setup(dtype="bf16-amp", world_size=4, num_microbatches=2), None, {"tied": True}),
+        (Setup(dtype="fp32", world_size=2), freeze_most, {}),
+    ],
+    ids=["mixed precision", "checkpointed", "tied and in microbatches", "frozen"],
+)
+def test_fsdp2_peaks_as_the_real_fully_shard_does(
+    setup: Setup, change: Any, options: dict[str, bool], ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = change or (lambda model: None)
+    real = measure_real_fsdp2(setup, ranks(setup.world_size), monkeypatch, change, **options)
+    peaks = find_rank_peaks(Setup(**{**vars(setup), "strategy": "fsdp"}), change=change, **options)
+    emulated = max(peaks[phase].num_bytes for phase in ("forward", "backward"))
+    assert emulated == pytest.approx(real, rel=2e-3)  # ghosts of a byte each, and a few scalars
+
+
+def test_fsdp_keeps_a_share_of_weights_gradients_and_states() -> None:
+    step = find_rank_peaks(Setup(dtype="fp32", world_size=4, strategy="fsdp"))["step"].parts
+    share = count_bytes() / 4
+    assert step["weights"] == pytest.approx(share, rel=0.01)
+    assert step["gradients"] == pytest.approx(share, rel=0.01)
+    assert step["optimizer"] == pytest.approx(2 * share, rel=0.01)
+    assert "communication" not in step
+
+
+def test_ddp_holds_gradients_twice() -> None:
+    alone = find_rank_peaks(Setup(dtype="fp32"))
+    ddp = find_rank_peaks(Setup(dtype="fp32", world_size=4, strategy="ddp"))
+    for phase in ("forward", "backward", "step"):
+        assert ddp[phase].num_bytes - alone[phase].num_bytes == count_bytes()
+
+
+def test_ddp_buckets_only_what_is_trained() -> None:
+    ddp = find_rank_peaks(Setup(dtype="fp32", world_size=4, strategy="ddp"), change=freeze_most)
+    assert ddp["step"].parts["communication"] == count_bytes(freeze_most)
+
+
+def test_the_first_bucket_is_small_and_a_gradient_that_crosses_the_limit_closes_its_bucket() -> None:
+    assert plan_buckets([3, 3, 3, 30, 1, 1], [5, 25]) == [6, 33, 2]
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_zero_shares_out_optimizer_states_and_a_copy_of_the_weights(stage: Any) -> None:
+    setup = Setup(dtype="fp32", world_size=4, strategy=stage)
+    peaks = find_rank_peaks(setup, share=lambda program, setup: shard_zero(program, setup, bucket_size=1000))
+    assert peaks["step"].parts["weights"] == count_bytes()
+    assert peaks["step"].parts["optimizer"] == pytest.approx(3 * count_bytes() / 4, rel=0.01)
+
+
+def test_zero2_never_holds_all_gradients_and_zero1_does() -> None:
+    peaks = {
+        stage: find_rank_peaks(
+            Setup(dtype="fp32", world_size=4, strategy=stage),
+            share=lambda program, setup: shard_zero(program, setup, bucket_size=30_000),
+        )["step"].parts["gradients"]
+        for stage in ("zero1", "zero2")
+    }
+    assert peaks["zero1"] >= count_bytes()
+    assert peaks["zero2"] == pytest.approx(count_bytes() / 4, rel=0.01)
+
+
+def test_mixed_precision_under_zero_holds_weights_in_16_bit() -> None:
+    peaks = find_rank_peaks(
+        Setup(dtype="bf16-amp", world_size=4, strategy="zero2"),
+        share=lambda program, setup: shard_zero(program, setup, bucket_size=1000),
+    )
+    assert peaks["step"].parts["weights"] == count_bytes() // 2
+
+
+def test_zero3_releases_what_is_not_needed_soon() -> None:
+    setup = Setup(dtype="fp32", world_size=4, strategy="zero3")
+
+    def gathered(**settings: int) -> int:
+        all_settings = Zero3Settings(reduce_bucket_size=1000, persistence_threshold=0, **settings)
+        return find_most(trace_rank(setup, lambda program, setup: shard_zero3(program, setup, all_settings)))
+
+    everything = gathered()
+    little = gathered(max_reuse_distance=0, prefetch_bucket_size=0)
+    ahead = gathered(max_reuse_distance=0, max_live_parameters=2 * WIDTH * HIDDEN)
+    assert everything >= count_bytes()
+    assert little < ahead < everything / 2
+
+
+def test_zero3_keeps_a_share_of_everything() -> None:
+    settings = Zero3Settings(reduce_bucket_size=1000, persistence_threshold=0)
+    setup = Setup(dtype="bf16-amp", world_size=4, strategy="zero3")
+    parts = find_rank_peaks(setup, share=lambda p, s: shard_zero3(p, s, settings))["step"].parts
+    assert parts["weights"] == pytest.approx(count_bytes() / 8, rel=0.01)
+    assert parts["optimizer"] == pytest.approx(3 * count_bytes() / 4, rel=0.01)
+
+
+def test_fsdp1_gathers_in_place_and_copies_gradients_together() -> None:
+    setup = Setup(dtype="fp32", world_size=4, strategy="fsdp")
+    flat, split = trace_rank(setup, shard_flat), trace_rank(setup)
+    block = sum(4 * parameter.numel() for parameter in Block(checkpointed=False).parameters())
+    saved = find_most(split, "forward") - find_most(flat, "forward")
+    assert saved == pytest.approx(block, rel=0.02)  # no buffer beside the weights
+    assert find_peaks(flat)["step"].parts["weights"] == find_peaks(split)["step"].parts["weights"]
+
+
+def test_tensor_parallel_ranks_hold_a_part_of_each_layer_and_of_the_vocabulary() -> None:
+    alone = find_rank_peaks(Setup(dtype="fp32"))
+    peaks = find_rank_peaks(Setup(dtype="fp32", world_size=4, strategy="tp"))
+    norms = 2 * 4 * 3 * WIDTH  # the two of a norm and the bias of the row-split layer
+    assert peaks["step"].parts["weights"] == pytest.approx((count_bytes() - norms) / 4 + norms, rel=0.01)
+    assert peaks["forward"].parts["activations"] < 0.6 * alone["forward"].parts["activations"]
+
+
+def test_tensor_parallelism_refuses_a_model_whose_layers_it_does_not_know() -> None:
+    def make() -> Program:
+        setup = Setup(world_size=2, strategy="tp")
+        return shard(make_program(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), setup), setup)
+
+    with FakeTensorMode(), pytest.raises(ConfigError, match="No layer"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "habit"), [("fsdp", "master_weights"), ("fsdp", "optimizer_in_backward"), ("zero3", "master_weights")]
+)
+def test_optimizers_that_hold_copies_or_run_in_the_backward_pass_are_made_anew(strategy: Any, habit: str) -> None:
+    setup = Setup(dtype="bf16", world_size=4, strategy=strategy, **{habit: True})
+
+    def share(program: Program, setup: Setup) -> Program:
+        if strategy == "fsdp":
+            return shard(program, setup)
+        return shard_zero3(program, setup, Zero3Settings(reduce_bucket_size=1000))
+
+    share_bytes = count_bytes() / 4
+    expected = 3 * share_bytes if habit == "master_weights" else 2 * share_bytes / 2  # in fp32, or in bf16
+    assert find_rank_peaks(setup, share=share)["step"].parts["optimizer"] == pytest.approx(expected, rel=0.01)
+
+
+def test_a_rank_of_context_parallelism_holds_its_part_of_the_sequence() -> None:
+    assert split_sequence(65536, 2) == 32768
+    with pytest.raises(ConfigError, match="pad the sequence to 112"):
+        split_sequence(100, 8)

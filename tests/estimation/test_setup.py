@@ -1,0 +1,25 @@
+"""A setup: what is trained how, as values that can be sent to another process."""
+
+import json
+from dataclasses import asdict, fields
+
+import pytest
+
+from memfit.estimation import Setup
+
+
+def test_a_setup_survives_json():
+    setup = Setup(batch=3, lora_rank=8, lora_targets=("q_proj",), quantization="nf4", num_microbatches=2)
+    again = json.loads(json.dumps(asdict(setup)))
+    assert Setup(**{**again, "lora_targets": tuple(again["lora_targets"])}) == setup
+
+
+def test_a_setup_is_a_key_and_cannot_be_changed():
+    assert len({Setup(), Setup(), Setup(batch=2)}) == 2
+    with pytest.raises(AttributeError):
+        Setup().batch = 2
+
+
+def test_every_field_is_described():
+    described = (Setup.__doc__ or "").split("Attributes:")[1]
+    assert [one.name for one in fields(Setup) if f"        {one.name}: " not in described] == []

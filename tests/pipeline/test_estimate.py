@@ -1,0 +1,101 @@
+"""An estimate of a workload's own step on the longest batch of its own data, and the host's side beside it."""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from memfit.errors import ConfigError, UsageError
+from memfit.estimation._events import find_peaks
+from memfit.estimation._step_trace import trace_step
+from memfit.pipeline import PrepareContext, estimate_workload
+from memfit.pipeline._estimate import bytes_of, find_longest
+from memfit.pipeline._workload import first_fold
+from memfit_workloads.ranker.job import RANKER
+from memfit_workloads.ranker.params import RankerParams
+
+PARAMS = {
+    "data": {"source": "generated", "num_dates": 110, "num_assets": 30, "num_features": 2, "turnover": 0.3,
+             "information_coefficient": 0.5, "horizons": [1, 2], "main_horizon": 2, "lookback": 10},
+    "splits": {"n_splits": 3, "embargo_size": 2},
+    "model": {"patch_size": 5, "width": 64, "num_layers": 2, "num_heads": 2, "dropout": 0.1},
+    "train": {"dates_per_batch": 2},
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Writes a config of the ranker on a small generated market."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(top="", target="memfit_workloads.ranker.job:RANKER", params=PARAMS):
+        path = tmp_path / "config.yaml"
+        path.write_text(f"schema_version: 1\nexperiment: small\ntarget: {target}\n{top}\nparams: {params}\n")
+        return path
+
+    return write
+
+
+def test_the_ranker_is_estimated_from_its_config_alone_with_host_and_device_apart(config, tmp_path):
+    found = estimate_workload(config("memory: {cuda_allocator: 'garbage_collection_threshold:0.8'}"), gpu="24GiB")
+    assert (found["method"], found["verdict"], found["gpu"]["total_bytes"]) == ("traced", "fits", 24 << 30)
+    for one in found["device"].values():
+        assert 0 < one["value"] <= one["upper"]
+    assert found["data"]["is_longest"] and "the longest batch, as its loader says it" in found["data"]["text"]
+    assert found["parts"]["inputs"]["value"] >= found["data"]["batch_bytes"] * 0.9
+    assert found["host"]["panel"]["mapped_bytes"] > 0 and "mapped once for all jobs" in found["data"]["text"]
+    assert found["parts"]["optimizer"]["value"] == pytest.approx(2 * found["parts"]["weights"]["value"], rel=0.01)
+    assert any("garbage_collection_threshold:0.8 without" in note for note in found["notes"])
+    assert not any("depends on the data" in note for note in found["notes"]), (
+        "the lists' lengths are those of the batch"
+    )
+    assert not (tmp_path / "runs").exists() and list((tmp_path / "panels").iterdir())
+
+
+def test_the_traced_step_of_the_ranker_follows_its_batch(tmp_path):
+    params = RankerParams.model_validate(PARAMS)
+    prepared = RANKER.prepare(PrepareContext(tmp_path / "panels"), params)
+    context = first_fold(prepared, 0, tmp_path)
+    loader = RANKER.loader(context, params, 0)
+
+    def peak_of(batch):
+        def make():
+            step = RANKER.step(context, params)
+            return lambda: step(batch)
+
+        return max(one.num_bytes for one in find_peaks(trace_step(make, cuda=False)).values())
+
+    longest = find_longest(loader)
+    others = [peak_of(batch) for batch in itertools.islice(loader, 2)]
+    assert longest.is_sure and all(peak_of(longest.batch) >= one for one in others)
+    assert len(set(others)) > 1, "the market's lists differ in length"
+
+
+def test_a_config_without_a_loader_and_a_step_is_refused_with_what_to_write(tiny):
+    with pytest.raises(UsageError, match="names no loader and step") as caught:
+        estimate_workload(tiny())
+    assert "FoldWorkload(..., loader=loader, step=step)" in str(caught.value)
+
+
+def test_what_contradicts_itself_is_refused_before_anything_is_prepared(config, tmp_path):
+    with pytest.raises(ConfigError, match="together with max_split_size_mb:64"):
+        estimate_workload(config(), allocator="expandable_segments:True,max_split_size_mb:64")
+    with pytest.raises(ConfigError):
+        estimate_workload(config(), gpu="a toaster")
+    assert not (tmp_path / "panels").exists()
+
+
+def test_without_a_longest_batch_the_largest_of_the_first_counts():
+    @dataclass
+    class Batch:
+        values: object
+        name: str = "b"
+
+    batches = [Batch(np.zeros(size)) for size in (3, 7, 5)]
+    found = find_longest(batches)
+    assert (found.batch, found.is_sure, found.num_seen) == (batches[1], False, 3)
+    assert bytes_of({"a": [np.zeros(2), torch.zeros(3)], "b": (batches[0], None)}) == 16 + 12 + 24
+    with pytest.raises(UsageError, match="gives no batch"):
+        find_longest([])

@@ -1,0 +1,57 @@
+"""A diagnosis on a terminal."""
+
+import io
+
+from rich.console import Console
+
+from memfit.diagnosis import Diagnosis, Remedy
+from memfit.diagnosis._diagnose import Evidence
+from memfit.reports import explain_in_a_line, print_diagnosis
+
+SEEN = Diagnosis(
+    True, False, "shm", "out_of_memory", "load", 0.93,
+    evidence=tuple(Evidence("a.err", number, "[bold]Bus error[/bold]") for number in range(1, 12)),
+    where={"host": "n1", "rank": 3, "device": None},
+    arithmetic=("4 workers x 2 batches",),
+    checks=("df -h /dev/shm",),
+)  # fmt: skip
+REMEDIES = [
+    Remedy("a larger /dev/shm", "--shm-size=2g", "none", "it was full", "shm", 1 << 30, True),
+    Remedy("a smaller model", reason="it is another memory", helps=False),
+]
+
+
+def printed(diagnosis, remedies=()):
+    out = Console(file=io.StringIO(), width=120)
+    print_diagnosis(diagnosis, remedies, out)
+    return out.file.getvalue()
+
+
+def test_the_first_line_says_what_happened_and_the_next_where_and_how_sure():
+    lines = printed(SEEN).splitlines()
+    assert lines[0] == "out of /dev/shm"
+    assert "shm, out_of_memory, confidence 0.93" in lines[1] and "host n1, rank 3" in lines[2]
+
+
+def test_a_logs_own_brackets_are_text():
+    assert "[bold]Bus error[/bold]" in printed(SEEN)
+
+
+def test_many_lines_of_evidence_are_counted():
+    assert "and 3 more lines" in printed(SEEN)
+
+
+def test_remedies_show_their_bytes_and_cost_and_what_is_useless_comes_without():
+    text = printed(SEEN, REMEDIES)
+    assert "1. a larger /dev/shm (costs none, 1.00 GiB, enough by itself)" in text
+    assert text.index("would change nothing here") < text.index("- a smaller model\n")
+
+
+def test_what_recovered_is_said_to_have_recovered():
+    assert "; recovered, the work went on" in printed(Diagnosis(True, True, "gpu", "out_of_memory", "train", 0.8))
+
+
+def test_one_line_has_the_cause_and_its_proof():
+    assert explain_in_a_line(SEEN) == (
+        "out of /dev/shm in phase load (confidence 0.93); line 1: [bold]Bus error[/bold]"
+    )
