@@ -39,7 +39,7 @@ check: install ## check format, lint, types and import layers, and run the comma
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/run_docs.py README.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md
+	$(BIN)/python tools/run_docs.py README.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md
 
 format: install ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 from torch import nn
+from torch.library import custom_op
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from _ground_truth_programs._layers import RMSNorm
@@ -43,7 +44,7 @@ class Run:
     optimizer: str = "adamw"
 
 
-@torch.library.custom_op("ground_truth::flash_attention", mutates_args=())
+@custom_op("ground_truth::flash_attention", mutates_args=())
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention 2, as one operation that selective checkpointing can save the results of."""
     raise NotImplementedError("runs on fake tensors only")

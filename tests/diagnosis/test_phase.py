@@ -94,8 +94,8 @@ def test_a_fork_for_a_validation_loader_is_validation():
 def test_frames_of_a_notebook_and_of_a_rich_console_are_read():
     notebook = (
         "OutOfMemoryError     Traceback (most recent call last)\nCell In[3], line 1\n----> 1 run()\n\n"
-        "File ~/work/engine.py:44, in Engine.evaluate(self, data)\n     43 x = 1\n---> 44 y = self.net(x)\n\n" + OOM
+        "File ~/code/engine.py:44, in Engine.evaluate(self, data)\n     43 x = 1\n---> 44 y = self.net(x)\n\n" + OOM
     )
     assert look(notebook).phase == "validate"
-    rich = "│ /work/engine.py:44 in save_checkpoint      │\n│ ❱ 44 │   state = net.state_dict()       │\n" + OOM
+    rich = "│ /home/me/engine.py:44 in save_checkpoint      │\n│ ❱ 44 │   state = net.state_dict()       │\n" + OOM
     assert look(rich).phase == "checkpoint"

@@ -83,6 +83,8 @@ _BETTER: dict[FactKind, tuple[FactKind, ...]] = {
     "device_error_oom": ("xla_oom", "memory_error", "bad_alloc"),
     "xla_oom": (),
 }
+#: Groups of containers whose names tell no more than that.
+_CONTAINER = re.compile(r"_memcg=/\S*(?:lxc|machine\.slice|crio|garden|containerd)")
 #: How many of a stream's last lines may hold a fatal line that no traceback precedes, and how far one reaches.
 _LAST, _TRACEBACK = 12, 150
 
@@ -118,6 +120,7 @@ def _is_of_another(fact: Fact, facts: Sequence[Fact]) -> bool:
     killed = [str(one.values.get("pid", "")) for one in facts if one.kind in ("sigkill", "worker_killed")]
     victims = {int(number) for text in killed for number in re.findall(r"\d+", text)}
     is_outside = fact.values.get("owner", {}).get("who") in (None, "slurm", "memfit", "systemd")
+    is_outside &= not any(_CONTAINER.search(line.text) for line in fact.lines)
     return bool(victims) and is_outside and fact.values.get("pid") not in victims
 
 

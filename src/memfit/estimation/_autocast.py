@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
 # AT_FORALL_FP32: inputs are cast to fp32.
 _IN_FP32 = """
@@ -32,7 +33,7 @@ linalg_matrix_norm.str_ord sum sum.dim_IntList
 """
 
 
-def register(library: torch.library.Library) -> None:
+def register(library: Library) -> None:
     """Adds CUDA's fp32 operations to those that ``torch.autocast("cpu")`` knows."""
     for names, wrap in ((_IN_FP32, _cast_inputs), (_INTO_FP32, _ask_for_fp32)):
         for name in names.split():

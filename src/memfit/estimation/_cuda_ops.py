@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
 from memfit.estimation import _attention, _autocast
 
@@ -38,7 +39,7 @@ class CudaOps:
         #: The input of the largest convolution, unfolded: what algorithms that unfold it take.
         self.unfolded_bytes = 0
         self._threads_with_workspace: set[bool] = set()
-        self._library: torch.library.Library | None = None
+        self._library: Library | None = None
         self._scratch: dict[Any, Callable[[Sequence[Any], Any], Sequence[int]]] = {
             _aten._scaled_dot_product_flash_attention_backward.default: lambda args, _: (
                 _attention.scratch_of_flash_backward(args)
@@ -56,7 +57,7 @@ class CudaOps:
         }
 
     def __enter__(self) -> CudaOps:
-        library = self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        library = self._library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         kernels: dict[str, Callable[..., Any]] = {
             "scaled_dot_product_attention": self._attend,
             "dropout": _drop,
