@@ -155,3 +155,18 @@ def test_messages_torn_and_mixed_are_diagnosed_without_an_error(pieces):
     found = look("\n".join(pieces).encode("utf-8", errors="replace").decode())
     assert found.oom == (found.kind != "none")
     assert 0 <= found.confidence <= 1
+
+
+def test_a_kill_that_nothing_links_to_the_job_explains_no_other_end(tmp_path):
+    (tmp_path / "dmesg").write_text(
+        "Memory cgroup out of memory: Killed process 991 (java) total-vm:9kB, anon-rss:8kB\n"
+    )
+    for text, cause in (
+        ("step 1 loss 0.5\nSegmentation fault (core dumped)\n", "segfault"),
+        ("step 1 loss 0.5\nTraining finished.\n", "completed"),
+    ):
+        (tmp_path / "job.out").write_text(text)
+        assert diagnose(tmp_path / "job.out", kernel_log=tmp_path / "dmesg").cause == cause
+    (tmp_path / "job.out").write_text("step 1 loss 0.5\nKilled\n")
+    found = diagnose(tmp_path / "job.out", kernel_log=tmp_path / "dmesg")
+    assert (found.kind, found.confidence) == ("host_cgroup", 0.6)

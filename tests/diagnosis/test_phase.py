@@ -99,3 +99,28 @@ def test_frames_of_a_notebook_and_of_a_rich_console_are_read():
     assert look(notebook).phase == "validate"
     rich = "│ /home/me/engine.py:44 in save_checkpoint      │\n│ ❱ 44 │   state = net.state_dict()       │\n" + OOM
     assert look(rich).phase == "checkpoint"
+
+
+def test_what_was_printed_says_more_than_the_path_of_a_file():
+    trace = traceback(
+        ("/home/me/training/run.py", "write", "file.write(rows)"), error="OSError: [Errno 28] No space left on device"
+    )
+    assert look(f"epoch 1 step 4 loss 0.1\nsaving checkpoint\n{trace}").phase == "checkpoint"
+
+
+def test_a_decorators_wrapper_builds_nothing():
+    assert look(traceback(("tools.py", "wrapper", "return function(*args)"))).phase == "unknown"
+
+
+@pytest.mark.parametrize(("name", "phase"), [("validate", "validate"), ("train_epoch", "train")])
+def test_the_frames_by_which_torch_calls_a_module_mean_no_phase(name, phase):
+    text = (
+        "Traceback (most recent call last):\n"
+        f'  File "/home/me/main.py", line 9, in {name}\n    out = model(x)\n'
+        '  File "/e/site-packages/torch/nn/modules/module.py", line 1751, in _wrapped_call_impl\n'
+        "    return self._call_impl(*args, **kwargs)\n"
+        '  File "/e/site-packages/torch/nn/modules/module.py", line 1762, in _call_impl\n'
+        "    return forward_call(*args, **kwargs)\n"
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB.\n"
+    )
+    assert look(text).phase == phase

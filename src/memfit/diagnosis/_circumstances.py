@@ -54,7 +54,8 @@ def where(finding: Finding) -> dict[str, Any]:
     node, pid, rank = _NODE.search(text), _PID.search(text), _LOCAL_RANK.search(text)
     found["node"] = finding.values.get("node") or (_first(node) if node else None) or found["host"]
     found["device"] = finding.values.get("device")
-    found["pid"] = finding.values.get("pid") or (int(_first(pid)) if pid else None)
+    told = re.search(r"\d+", str(finding.values.get("pid", "")))
+    found["pid"] = int(told[0]) if told else int(_first(pid)) if pid else None
     if found["rank"] is None and rank:
         found["rank"] = int(_first(rank))
     return found

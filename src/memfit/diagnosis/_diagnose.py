@@ -205,7 +205,7 @@ def diagnose_streams(streams: Sequence[Stream], heard: Heard | None = None) -> D
     mild = [fact for fact in facts if fact.kind in ("pressure", "skipped_batches")]
     if best is None or (id(best.fact) in lived and best.kind == "none"):
         return _mild(streams, mild, facts, readings) if mild else _nothing(streams, facts, readings)
-    phase = best.values.get("phase") or _phase(streams, best, facts)
+    phase = best.values.get("phase") or _phase(streams, best, facts, len(read))
     recovered = id(best.fact) in lived or best.cause == "limit_touched"
     if recovered and phase == "unknown":
         phase = _later_phase(streams, best.fact, readings)
@@ -220,12 +220,17 @@ def diagnose_streams(streams: Sequence[Stream], heard: Heard | None = None) -> D
         confidence=best.confidence,
         figures={} if best.kind == "none" else _figures(best, findings),
         evidence=_evidence(best.facts),
-        where=where(best),
+        where=_where(best, findings, len(read)),
         timeline=tuple(timeline(streams, best, facts, readings)),
-        arithmetic=(*arithmetic(best), *heard.arithmetic),
+        arithmetic=(*arithmetic(best), *(heard.arithmetic if _is_of_host(best) else ())),
         checks=tuple(checks(streams, best)),
         findings=findings,
     )
+
+
+def _is_of_host(best: Finding) -> bool:
+    """Whether what a node's tasks take together has to do with it."""
+    return best.kind.startswith("host") or best.cause == "killed"
 
 
 def _figures(best: Finding, findings: Sequence[Finding]) -> dict[str, int]:
@@ -259,11 +264,26 @@ def _pinned(streams: list[Stream], facts: list[Fact]) -> list[Fact]:
     return found
 
 
-def _phase(streams: list[Stream], best: Finding, facts: Sequence[Fact]) -> JobPhase:
-    """The phase at the deciding fact; where it stands alone, at another that says the same."""
+def _where(best: Finding, findings: Sequence[Finding], num_read: int) -> dict[str, Any]:
+    """Where it was; what a witness from outside does not know, the log's own word on that process may."""
+    found = where(best)
+    for one in findings if best.fact.stream >= num_read else ():
+        if one.fact.stream < num_read and one.cause in ("killed", best.cause):
+            told = where(one)
+            if None in (found["pid"], told["pid"]) or found["pid"] == told["pid"]:
+                found = {name: told[name] if value is None else value for name, value in found.items()}
+    return found
+
+
+def _phase(streams: list[Stream], best: Finding, facts: Sequence[Fact], num_read: int) -> JobPhase:
+    """The phase at the deciding fact; where it stands alone, at another that says the same, or at the logs' ends."""
     candidates = [best.fact, *(one for one in facts if one.kind == best.fact.kind and one is not best.fact)]
+    is_outside = best.fact.stream >= num_read  # the kernel's log and the accounting tell no phase
+    if is_outside:
+        candidates += [one for one in facts if one.kind in ("sigkill", "worker_killed")]
     for index, stream in enumerate(streams):  # a line without its rank belongs to a traceback of some rank
-        if index != best.fact.stream and stream.lines and stream.lines[-1].number < best.fact.number + 2:
+        is_near = bool(stream.lines) and stream.lines[-1].number < best.fact.number + 2
+        if index != best.fact.stream and stream.lines and (is_near or is_outside):
             place = len(stream.lines) - 1
             candidates.append(Fact(best.fact.kind, (stream.lines[place],), {}, index, place))
     found = (find_phase(streams, fact) for fact in candidates[:6])

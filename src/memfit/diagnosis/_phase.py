@@ -107,7 +107,7 @@ _BUILD_NAME = re.compile(
     r"^_?(?:from_pretrained|from_config|_apply|cuda|build\w*|create_\w+|get_(?:model|peft_model"
     r"|network)\w*|load_(?:model|weights|pretrained|lora|llm|pipeline|base)\w*|init_\w+|initialize\w*"
     r"|setup\w*|set_up\w*"
-    r"|create_weights|wrap(?!per\b|ped\b)\w*|broadcast_coalesced|_sync_\w+|_ddp_init_helper|init_process_group"
+    r"|create_weights|wrap(?!per\b|ped)\w*|broadcast_coalesced|_sync_\w+|_ddp_init_helper|init_process_group"
     r"|_configure_\w+|load_model\w*|_load_pretrained_model\w*|_load_state_dict_into\w*"
     r"|_load_state_dict_into_meta_model"
     r"|set_module_tensor_to_device|dispatch_model|profile_run|determine_\w*available\w*|capture_model"
@@ -150,6 +150,8 @@ _NEUTRAL = re.compile(
     r"|site-packages/(?:click|hydra|fire|typer|ray)/|multiprocessing/(?:process|queues|connection"
     r"|pool|spawn)"
 )
+#: Functions that only call the next one.
+_PASSING = frozenset({"_wrapped_call_impl", "_call_impl", "decorate_context", "_fn", "inner", "wrapper", "wrapped"})
 _LOADING = re.compile(
     r"utils/data/|data_?loader|DataLoader|popen_fork|w\.start\(\)|multiprocessing/(?:context|process|popen)|pin_memory"
 )
@@ -241,7 +243,7 @@ def _is_source(text: str, frame: Frame) -> bool:
 def _by_frames(frames: list[Frame]) -> JobPhase:
     """The phase of the innermost frame that means one."""
     for frame in reversed(frames):
-        if _NEUTRAL.search(frame.file):
+        if _NEUTRAL.search(frame.file) or frame.name in _PASSING:
             continue
         for phase, file, name, source in _GROUPS:
             if file.search(frame.file) or name.match(frame.name) or (frame.source and source.search(frame.source)):

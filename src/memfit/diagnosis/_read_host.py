@@ -126,6 +126,7 @@ HOST: tuple[Pattern, ...] = (
             r"| Error while creating shared memory segment (?:/dev/shm/)? nccl[\w-]{0,60} (?:\(size (\d+)\))?"
             r"| /dev/shm/[^:]{0,80} No space left on device | No space left on device[^a-z]{0,8}'?/dev/shm"
             r"| ObjectStoreFullError"
+            r"| open\([^!]{0,20}?/dev/shm/[^!]{0,200}? OSError: \[Errno 28\] No space left on device"
         ),
         _tried,
     ),

@@ -217,6 +217,16 @@ _CLUSTERS: tuple[Pattern, ...] = (
     ),
 )
 
+#: What `memfit run` prints of a job's end; its run directory says more.
+_MEMFIT: tuple[Pattern, ...] = (
+    Pattern("cgroup_kill", words(r"ended at its wall by memfit"), _by("memfit")),
+    Pattern(
+        "sigkill",
+        words(r"killed with SIGKILL by somebody else"),
+        lambda match, after: {"killer": "stranger", "memory": False},
+    ),
+)
+
 #: Killed, by whom is not said.
 _UNNAMED: tuple[Pattern, ...] = (
     Pattern(
@@ -256,4 +266,4 @@ _UNNAMED: tuple[Pattern, ...] = (
     ),
 )
 
-KILLERS: tuple[Pattern, ...] = (*_SCHEDULERS, *_CONTAINERS, *_KERNEL, *_CLUSTERS, *_UNNAMED)
+KILLERS: tuple[Pattern, ...] = (*_SCHEDULERS, *_CONTAINERS, *_KERNEL, *_CLUSTERS, *_MEMFIT, *_UNNAMED)

@@ -17,6 +17,8 @@ def _own(match: re.Match[str], after: str) -> dict[str, Any]:
     return {"name": match.group(1).rpartition(".")[2], "text": after.lstrip(": ")[:200]}
 
 
+#: What bash says before the name of a signal of which a script's command died: ``train.sh: line 2: 4260 Bus error``.
+_BASH = r"(?:\S.{0,200}: line \d+: +\d+ )?"
 _EXCEPTION = re.compile(
     r"^\s*((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Warning|Timeout"
     r"|Expired|NotFound))(?=:|\s*$)"
@@ -74,7 +76,7 @@ _SIGNALS: tuple[Pattern, ...] = (
             r"got signal: 1(?!\d) | received SIGHUP | Received 1 death signal | closing signal SIGHUP | signal SIGHUP"
         ),
     ),
-    Pattern("hangup", re.compile(r"^\s*Hangup\b"), by_line=True),
+    Pattern("hangup", re.compile(rf"^\s*{_BASH}Hangup\b"), by_line=True),
     Pattern(
         "terminated",
         words(
@@ -84,7 +86,7 @@ _SIGNALS: tuple[Pattern, ...] = (
             r"| exited with (?:exit)? code 143 (?!\d)",
         ),
     ),
-    Pattern("terminated", re.compile(r"^\s*Terminated\s*$"), by_line=True),
+    Pattern("terminated", re.compile(r"^\s*Terminated\s*$|: line \d+: +\d+ Terminated\b"), by_line=True),
     Pattern(
         "segfault",
         words(
@@ -107,11 +109,15 @@ _SIGNALS: tuple[Pattern, ...] = (
     ),
     Pattern(
         "aborted",
-        re.compile(r"^\s*(?:Aborted|Floating point exception|Illegal instruction)\b|\bIllegal instruction\s*\(core"),
+        re.compile(
+            rf"^\s*{_BASH}(?:Aborted|Floating point exception|Illegal instruction)\b|\bIllegal instruction\s*\(core"
+        ),
         by_line=True,
     ),
     Pattern(
-        "bus_error", re.compile(r"^\s*Bus error\b|\bBus error\s*\(core dumped\)|^\[\d+\]\s+\d+ bus error"), by_line=True
+        "bus_error",
+        re.compile(rf"^\s*{_BASH}Bus error\b|\bBus error\s*\(core dumped\)|^\[\d+\]\s+\d+ bus error"),
+        by_line=True,
     ),
     Pattern(
         "exit_code",

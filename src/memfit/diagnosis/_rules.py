@@ -54,7 +54,13 @@ def _of(facts: Sequence[Fact], *kinds: FactKind) -> list[Fact]:
     return [fact for fact in facts if fact.kind in kinds]
 
 
+#: How sure a death can make that no number in the job's own log names.
+_UNLINKED = 0.6
+
+
 def _found(kind: Kind, confidence: float, fact: Fact, cause: str = "out_of_memory") -> Finding:
+    if _is_unlinked(fact):
+        confidence = min(confidence, _UNLINKED)
     return Finding(kind, cause, confidence, (fact,), dict(fact.values))
 
 
@@ -201,8 +207,25 @@ def rank_findings(facts: Sequence[Fact], survived: frozenset[int] = frozenset())
         survived: The ids of the facts after which the job went on.
     """
     found = [finding for rule in RULES for finding in rule(facts)]
+    # A death that nothing links to the job is taken for its own where the job's log shows a kill, and nothing else.
+    was_killed = any(one.kind in ("sigkill", "worker_killed") for one in facts)
+    ended_well = any(one.kind == "success" for one in facts) and not was_killed
+    if ended_well:
+        found = [one for one in found if not _is_unlinked(one.fact)]
     poisoned = any(one.cause in _POISON and id(one.fact) not in survived for one in found)
-    return sorted(found, key=lambda one: (id(one.fact) in survived, *_order(one, poisoned)))
+    return sorted(
+        found,
+        key=lambda one: (
+            id(one.fact) in survived,
+            _is_unlinked(one.fact) and not was_killed,
+            *_order(one, poisoned),
+        ),
+    )
+
+
+def _is_unlinked(fact: Fact) -> bool:
+    """Whether it is somebody's death, which no number in the job's own log names."""
+    return fact.values.get("linked", True) is None
 
 
 def _order(finding: Finding, poisoned: bool) -> tuple[int, int, int, int]:

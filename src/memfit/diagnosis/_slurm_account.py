@@ -22,6 +22,10 @@ Verdict = Literal["over_in_steady_state", "over_if_tasks_are_alike", "below", "u
 _TOTAL = "ReqMem over its nodes"
 
 
+#: The share of a limit from which on samples that stay below it still speak for it.
+_CLOSE = 0.85
+
+
 @dataclass(frozen=True)
 class NodeAccount:
     """A step's memory on one node against what the node may use.
@@ -74,7 +78,10 @@ class NodeAccount:
         if worst is not None and self.peak_bytes is not None:
             what = product.format(format_bytes(self.peak_bytes), format_bytes(worst))
             if self.verdict == "over_if_tasks_are_alike":
-                return f"{what} when all are as large as the largest, over the {limit}; their mean is below it"
+                mean = "" if self.average_bytes is None else "; their mean is below it"
+                return f"{what} when all are as large as the largest, over the {limit}{mean}"
+            if worst >= _CLOSE * self.limit_bytes:
+                return f"{what} at most, close to the {limit}: samples miss what lies between them"
             return f"{what} at most, below the {limit}: what was sampled does not explain a kill"
         return f"step {self.step}: no sample of its tasks' memory to hold against the {limit}"
 
@@ -136,7 +143,15 @@ def account_nodes(
             each = 1
         lines = tuple(row.line for row in (step, job) if row is not None and row.line is not None)
         found.append(_judge(step, limit, source, nodes, each, notes, lines))
-    return sorted(found, key=lambda one: not _is_killed(one.step, steps))
+    # A step's kill ends its batch script's step too, whose own memory says nothing.
+    return sorted(
+        found,
+        key=lambda one: (
+            not _is_killed(one.step, steps),
+            not one.step.rpartition(".")[2].isdigit(),
+            -(one.worst_bytes or 0),
+        ),
+    )
 
 
 def _count_nodes(step: Row, job: Row | None, shape: Shape | None, seff: Efficiency | None) -> int | None:

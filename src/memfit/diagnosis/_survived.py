@@ -105,7 +105,10 @@ def without_echoes(streams: Sequence[Stream], facts: Sequence[Fact]) -> list[Fac
     cancelled = [fact for fact in facts if fact.kind in ("cancelled", "walltime", "preempted", "node_fail")]
     for fact in facts:
         by_slurm = fact.kind == "sigkill" and fact.values.get("who") == "Slurm"
-        if by_slurm and any(one.file == fact.file and one.number <= fact.number for one in cancelled):
+        is_told_apart = "linked" in fact.values  # by the accounting, whose rows stand in no order with the log's lines
+        if by_slurm and any(
+            is_told_apart or (one.file == fact.file and one.number <= fact.number) for one in cancelled
+        ):
             drop.add(id(fact))
     return [fact for fact in facts if id(fact) not in drop]
 

@@ -51,9 +51,10 @@ class Heard:
 
     @property
     def arithmetic(self) -> tuple[str, ...]:
-        """The accounts in sentences: of those that were over the limit, else of the first that has a verdict."""
+        """The accounts in sentences: of those that were over the limit, else of the largest."""
         over = tuple(one.text for one in self.accounts if one.verdict.startswith("over"))
-        return over or tuple(one.text for one in self.accounts if one.verdict != "unknown")[:1]
+        told = [one for one in self.accounts if one.verdict != "unknown"]
+        return over or tuple(one.text for one in sorted(told, key=lambda one: -(one.worst_bytes or 0)))[:1]
 
     def placed(self, index: int) -> tuple[Stream, list[Fact]]:
         """The facts that may be the job's own, in a stream of their own lines that lie far apart.
