@@ -92,6 +92,27 @@ def test_verify_says_that_the_fixed_script_was_not_in_force(memfit, job):
     assert {one["check"]: one["verdict"] for one in found}["batch"] == "problem"
 
 
+def test_verify_gives_5_when_nothing_shows_any_setting(memfit, job):
+    (job / "quiet.log").write_text("hello\n")
+    done = memfit("diagnose", "--verify", "quiet.log", "--against", "train.slurm")
+    assert done.exit_code == 5
+    assert "nothing that was read shows any of these settings\nin force: 0, not in force: 0" in done.out
+    shown = memfit("diagnose", "--verify", "train.err", "--against", "train.slurm", "--sacct", "sacct.txt")
+    assert shown.exit_code == 0 and "nothing that was read shows any" not in shown.out
+
+
+def test_of_a_folder_of_runs_the_newest_is_read_and_named(memfit, job):
+    for name, cause in (("run_20260101_000000_a", "first"), ("run_20260102_000000_b", "second")):
+        folder = job / "runs" / "tiny" / name
+        (folder / "jobs" / "fold_0").mkdir(parents=True)
+        (folder / "run.json").write_text("{}")
+        ended = {"state": "failed", "cause": f"ValueError: {cause}", "exit_code": 1}
+        (folder / "jobs" / "fold_0" / "outcome.json").write_text(json.dumps(ended))
+    done = memfit("diagnose", "runs/tiny")
+    assert "runs/tiny: the newest run of 2, run_20260102_000000_b" in done.err
+    assert "ValueError: second" in done.out and "ValueError: first" not in done.out
+
+
 def test_nothing_known_gives_5_and_says_so(memfit, job):
     (job / "quiet.log").write_text("step 1\nstep 2\n")
     done = memfit("diagnose", "quiet.log")
@@ -113,6 +134,9 @@ def test_a_device_that_was_full_has_its_figures_and_no_advice_on_host_memory(mem
         (["train.err", "--fix"], "no file to correct"),
         (["--verify", "train.err"], "go together"),
         (["train.err", "--sacct", "no-such-file"], "neither a file nor a job's number"),
+        (["train.err", "--script", "nosuch"], "--script nosuch is not there.\n  rule: --script takes the batch script"),
+        (["train.err", "--report", "nowhere/x.md"], "--report nowhere/x.md cannot be written: there is no folder"),
+        (["train.err", "--report", "/proc/x.md"], "--report /proc/x.md cannot be written: No such file"),
     ],
 )
 def test_bad_input_is_an_error_of_three_parts(memfit, job, words, what):

@@ -13,7 +13,9 @@ from memfit.diagnosis._batch_script import parse_script
 from memfit.diagnosis._diagnose import Diagnosis, Evidence
 from memfit.diagnosis._facts import Fact
 from memfit.diagnosis._fix import make_fix
+from memfit.diagnosis._fix_compose import job_of_compose
 from memfit.diagnosis._job import Job
+from memfit.diagnosis._remedies import list_remedies
 from memfit.diagnosis._rules import Finding
 from memfit.diagnosis._text import Line
 from memfit.errors import UsageError
@@ -115,13 +117,61 @@ def test_tasks_and_nodes_are_made_to_agree(script):
     assert "#SBATCH --ntasks=16" in changed(fix) and "4 nodes x 4 tasks" in fix.edits[-1].reason
 
 
-def test_each_task_has_a_cpu_for_every_worker_and_one_for_itself(script):
-    text = SCRIPT.replace("num_workers=2", "num_workers=20").replace("256GB", "256G")
-    fix = make_fix(script(text), diagnosis("none", "own_exception"))
-    assert changed(fix) == ["#SBATCH --cpus-per-task=21"]
-    without = make_fix(script(text.replace("#SBATCH --cpus-per-task=16\n", "")), diagnosis("none", "own_exception"))
-    assert without.edits == ()  # a cluster may give CPUs by device
-    assert [check.verdict for check in without.checks if check.check == "cpus"] == ["warning"]
+@pytest.mark.parametrize("given", ["#SBATCH --cpus-per-task=16\n", ""])
+def test_too_few_cpus_for_the_workers_are_a_warning_beside_the_memory_and_no_change(script, given):
+    text = SCRIPT.replace("num_workers=2", "num_workers=20").replace("#SBATCH --cpus-per-task=16\n", given)
+    fix = make_fix(script(text), diagnosis(), MEASURED)
+    assert changed(fix) == ["#SBATCH --mem=334G   # of each node"]
+    assert [check.verdict for check in fix.checks if check.check == "cpus"] == ["warning"]
+
+
+STEP = """\
+#!/bin/bash
+#SBATCH -N 2 --mem 64G
+#SBATCH --mem-per-cpu=4G
+#SBATCH --cpus-per-task=8
+srun --mem=32G python train.py --mem 7
+"""
+
+
+def test_the_request_of_the_srun_that_died_is_raised_and_the_jobs_is_never_lowered(script):
+    fix = make_fix(script(STEP), diagnosis())
+    assert changed(fix) == ["#SBATCH -N 2", "#SBATCH --mem=64G", "srun --mem=48G python train.py --mem 7"]
+    assert "contradicts --mem-per-cpu=4G on line 3" in fix.edits[0].reason and "dropped" in fix.edits[0].reason
+    small = STEP.replace("#SBATCH --mem-per-cpu=4G\n", "").replace("64G", "32G")
+    assert changed(make_fix(script(small), diagnosis())) == [
+        "#SBATCH -N 2 --mem 48G",
+        "srun --mem=48G python train.py --mem 7",
+    ]
+
+
+def test_of_two_directives_that_contradict_each_other_the_later_is_changed_and_the_other_dropped(script):
+    fix = make_fix(script("#!/bin/bash\n#SBATCH --mem=8G\n#SBATCH --mem=16G\npython a.py\n"), diagnosis())
+    assert changed(fix) == ["##SBATCH --mem=8G", "#SBATCH --mem=24G"]
+    again = parse_script(fix.text)
+    assert [one.value for one in again.given] == ["24G"]
+
+
+def test_a_fix_says_where_the_accounting_and_the_script_disagree_on_the_request(script):
+    fix = make_fix(script(), diagnosis(), Job(request_bytes=128 * GIB))
+    [told] = [check for check in fix.checks if "the accounting has 128.00 GiB" in check.finding]
+    assert told.verdict == "warning" and "the script asks for 256.00 GiB" in told.finding
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'export CFG="data.num_workers=3 data.persistent_workers=true"\npython a.py $CFG\n',
+        'export CFG="data.num_workers=3 \\\n  data.persistent_workers=true"\npython a.py $CFG\n',
+        "python a.py --config 'data.num_workers=3 data.persistent_workers=true'\n",
+    ],
+)
+def test_settings_within_quotes_are_read_without_them(text):
+    script = parse_script(text)
+    assert (script.find("persistent_workers").value, script.find("persistent_workers").key) == (
+        "true",
+        "data.persistent_workers",
+    )
 
 
 def test_time_is_asked_for_by_the_pace_and_only_when_it_is_short(script):
@@ -217,6 +267,14 @@ def test_a_compose_file_gets_a_larger_shm(script):
     fix = make_fix(script(COMPOSE, "compose.yml"), diagnosis("shm", text="trainer_1 | Bus error"), job)
     assert yaml.safe_load(fix.text)["services"]["trainer"]["shm_size"] == "2560m"
     assert any(check.check == "/dev/shm" and check.verdict == "ok" for check in fix.checks) or "4gb" in fix.text
+
+
+@pytest.mark.parametrize(("given", "size"), [("64m", "2048m"), ("4g", "8192m")])
+def test_remedy_and_compose_file_give_shm_the_same_size_of_at_least_2_gib(script, given, size):
+    path = script(COMPOSE.replace("mem_limit: 4gb", f"shm_size: {given}"), "compose.yml")
+    found = diagnosis("shm", text="trainer_1 | Bus error")
+    assert yaml.safe_load(make_fix(path, found).text)["services"]["trainer"]["shm_size"] == size
+    assert f"--shm-size={size}," in list_remedies(found, job_of_compose(path, found))[0].setting
 
 
 def test_a_compose_file_gets_the_allocators_setting_in_the_form_of_its_list(script):

@@ -1,10 +1,11 @@
 """The incident report: every section, from the diagnosis and its figures alone."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from memfit.diagnosis._circumstances import Moment
+from memfit.diagnosis._circumstances import Moment, arithmetic, checks
 from memfit.diagnosis._diagnose import Diagnosis, Evidence
 from memfit.diagnosis._facts import Fact
 from memfit.diagnosis._fix import make_fix
@@ -66,7 +67,7 @@ def test_the_budget_states_its_margin_and_never_adds_host_to_device():
 
 
 def test_options_come_with_their_cost_and_what_would_not_help_is_named():
-    found = report(diagnosis(), NODE)["Options"]
+    found = report(diagnosis(), replace(NODE, persistent_workers=False))["Options"]
     rows = [line for line in found.splitlines() if line.startswith("| ")]
     assert "--mem=334G" in rows[1] and "| none | yes |" in rows[1]
     assert "persistent_workers=False: no change" in found and "a smaller batch" in found
@@ -83,6 +84,32 @@ def test_the_lesson_comes_from_the_figures_or_is_not_drawn():
     assert "72.50 GiB of one task looked small beside 256.00 GiB" in report(diagnosis(), NODE)["Lesson"]
     assert "20.00 GiB of the device were not this process's" in report(diagnosis("gpu", **CARD))["Lesson"]
     assert "teach none" in report(diagnosis("shm"))["Lesson"]
+
+
+def test_a_sum_below_the_limit_and_a_single_task_teach_what_maxrss_is():
+    below = replace(NODE, task_peak_bytes=60 * GIB)
+    assert "60.00 GiB is the MaxRSS of one task; the limit of 256.00 GiB" in report(diagnosis(), below)["Lesson"]
+    alone = Job(request_bytes=64 * GIB, task_peak_bytes=20 * GIB)
+    assert "MaxRSS showed 20.00 GiB" in report(diagnosis(), alone)["Lesson"]
+
+
+def test_the_problem_is_no_sentence_about_an_end_and_two_accounts_of_one_request_are_named():
+    found = report(diagnosis(), replace(NODE, script_bytes=128 * GIB))
+    assert found["Problem"].strip().splitlines()[0] == "Killed at a limit of host memory, in phase validate."
+    assert "accounting has 256.00 GiB of each node, the script asks for 128.00 GiB" in found["Memory"]
+    assert "accounting has" not in report(diagnosis(), replace(NODE, script_bytes=256 * GIB))["Memory"]
+
+
+def test_figures_below_a_limit_and_an_unnamed_killer_make_a_whole_sentence():
+    values = {"who": "", "used_bytes": GIB // 2, "limit_bytes": 2 * GIB}
+    [line] = arithmetic(Finding("host_alloc", "out_of_memory", 0.9, (Fact("memory_error", ()),), values))
+    assert line == "The limit: 0.50 GiB used of 2.00 GiB (per limit)."
+    [over] = arithmetic(Finding("host_cgroup", "x", 0.9, (), values | {"used_bytes": 3 * GIB}))
+    assert over.endswith("(per limit), 1.00 GiB over.")
+
+
+def test_a_job_that_completed_has_nothing_to_check():
+    assert checks([], None, completed=True) == [] and "names a cause" in checks([], None)[0]
 
 
 def test_evidence_and_timeline_carry_file_and_line():

@@ -9,6 +9,7 @@ from memfit.diagnosis._diagnose import diagnose_streams
 from memfit.diagnosis._text import Stream, clean
 
 #: Name, text, kind, recovered, phase (None: any), GiB asked for, and cause (None: any).
+#: A short case has the name, text, kind and cause only.
 CASES = [
     (
         "frag",
@@ -57,9 +58,6 @@ CASES = [
             "HIP kernel errors might be asynchronously reported at some other API call"
         ),
         "other_accelerator",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -79,9 +77,6 @@ CASES = [
         "xpu ur",
         ("RuntimeError: level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
         "other_accelerator",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -91,9 +86,6 @@ CASES = [
             "-5 (PI_ERROR_OUT_OF_RESOURCES)"
         ),
         "other_accelerator",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -203,9 +195,6 @@ CASES = [
             "/job:localhost/replica:0/task:0/device:GPU:0 by allocator GPU_0_bfc"
         ),
         "gpu",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -215,9 +204,6 @@ CASES = [
             "float on /job:localhost/replica:0/task:0/device:CPU:0 by allocator cpu [Op:MatMul]"
         ),
         "host_alloc",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -227,9 +213,6 @@ CASES = [
             "handle, opa, opb, m, n, k, &alpha, a, lda, b, ldb, &beta, c, ldc)`"
         ),
         "none",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -257,9 +240,6 @@ CASES = [
         "cusolver alloc",
         ("RuntimeError: cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
         "gpu",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -273,9 +253,6 @@ CASES = [
             "`cublasCreate(handle)`"
         ),
         "none",
-        False,
-        None,
-        None,
         "assertion",
     ),
     (
@@ -285,9 +262,6 @@ CASES = [
             "/pytorch/torch/lib/THC/THCGeneral.c:70"
         ),
         "none",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -299,18 +273,12 @@ CASES = [
             "/pytorch/aten/src/THC/THCGeneral.cpp:50"
         ),
         "none",
-        False,
-        None,
-        None,
         None,
     ),
     (
         "busy",
         ("RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable"),
         "none",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -320,9 +288,6 @@ CASES = [
             "CUDA kernel errors might be asynchronously reported at some other API call"
         ),
         "none",
-        False,
-        None,
-        None,
         None,
     ),
     ("invalid ordinal", ("RuntimeError: CUDA error: invalid device ordinal"), "none", False, None, None, None),
@@ -330,9 +295,6 @@ CASES = [
         "launch oor",
         ("RuntimeError: CUDA error: too many resources requested for launch"),
         "none",
-        False,
-        None,
-        None,
         "chip_memory",
     ),
     (
@@ -342,9 +304,6 @@ CASES = [
             "98304, Hardware limit: 65536. Reducing block sizes or `num_stages` may help."
         ),
         "none",
-        False,
-        None,
-        None,
         "chip_memory",
     ),
     (
@@ -354,9 +313,6 @@ CASES = [
             "against XLA. Used 20.00M of 16.00M vmem."
         ),
         "none",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -388,9 +344,6 @@ CASES = [
             "cudaErrorMemoryAllocation out of memory"
         ),
         "gpu",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -414,9 +367,6 @@ CASES = [
             "cudaMalloc failed: out of memory"
         ),
         "gpu",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -427,9 +377,6 @@ CASES = [
             "*** Check failure stack trace: ***"
         ),
         "gpu",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -448,9 +395,6 @@ CASES = [
         "trt",
         ("[TRT] [E] 1: [defaultAllocator.cpp::allocate::20] Error Code 1: Cuda Runtime (out of memory)"),
         "gpu",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -460,9 +404,6 @@ CASES = [
             "node1:12:88 [0] NCCL INFO init.cc:1501 -> 1"
         ),
         "gpu",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -481,9 +422,6 @@ CASES = [
         "1EB",
         ("RuntimeError: CUDA out of memory. Tried to allocate more than 1EB memory."),
         "gpu",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -502,13 +440,18 @@ CASES = [
 ]
 
 
+def full(case):
+    """A case's text, kind, whether it was survived, phase, size and cause; a short one has only text, kind, cause."""
+    return case[1:] if len(case) == 7 else (*case[1:3], False, None, None, case[3])
+
+
 def look(text):
     lines = [line for number, raw in enumerate(text.split("\n"), 1) for line in clean(raw, "log", number)]
     return diagnose_streams([Stream(lines)])
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "recovered", "phase", "tried", "cause"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
+    ("text", "kind", "recovered", "phase", "tried", "cause"), [full(case) for case in CASES], ids=[c[0] for c in CASES]
 )
 def test_the_text_gives_kind_phase_figure_and_cause(text, kind, recovered, phase, tried, cause):
     found = look(text)
@@ -520,3 +463,85 @@ def test_the_text_gives_kind_phase_figure_and_cause(text, kind, recovered, phase
         assert "tried" not in found.figures
     else:
         assert found.figures["tried"] / 2**30 == pytest.approx(tried, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "figures"),
+    [
+        (
+            "Out of GPU memory trying to allocate 8.000 MiB\nEffective GPU memory usage: 99.87% (7.783 GiB/8.000 GiB)\n"
+            "Memory pool usage: 6.000 GiB (7.000 GiB reserved)",
+            "gpu",
+            {"tried": 8 / 1024, "device_total": 8, "allocated": 6, "reserved": 7},
+        ),
+        ("Out of memory on device. To view more detail about available memory on the GPU, use 'gpuDevice'", "gpu", {}),
+        ("ValueError: No available memory for the cache blocks. Try increasing", "gpu", {}),
+        (
+            "ValueError: Free memory on device cuda:0 (19.77/22.50 GiB) on startup is less than desired GPU memory",
+            "gpu",
+            {"device_total": 22.5},
+        ),
+        (
+            "ValueError: (4.00 GiB KV cache is needed, which is larger than the available KV cache memory (2.61 GiB)",
+            "gpu",
+            {"tried": 4},
+        ),
+        (
+            "cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 1,073,741,824 bytes (allocated so far: "
+            "3,221,225,472 bytes, limit set to: 4,294,967,296 bytes).",
+            "gpu",
+            {"tried": 1, "allocated": 3, "device_total": 4},
+        ),
+        (
+            "XGBoostError: Memory allocation error on worker 0: std::bad_alloc: cudaErrorMemoryAllocation: out of "
+            "memory\n- Free memory: 8126464\n- Requested memory: 33554432\n\nStack trace:",
+            "gpu",
+            {"tried": 1 / 32},
+        ),
+        ("Memory allocation error on worker 0: Caching allocator\n- Requested memory: 4.0GB", "gpu", {"tried": 4}),
+        (
+            "ggml_backend_metal_buffer_type_alloc_buffer: insufficient memory (attempted to allocate 2048.00 MB)",
+            "other_accelerator",
+            {"tried": 2},
+        ),
+        ("alloc_tensor_range: failed to allocate CUDA0 buffer of size 4294967296", "gpu", {"tried": 4}),
+        ("CUDA error 2 at ggml-cuda.cu:359: out of memory", "gpu", {}),
+        ("cudaMalloc retry failed: out of memory", "gpu", {}),
+        ("LightGBMError: [CUDA] out of memory cuda_utils.cpp 24", "gpu", {}),
+        ("[TRT] Error Code 2: OutOfMemory (Requested size was 4294967296 bytes.)", "gpu", {"tried": 4}),
+        (
+            "onnxruntime CUDAExecutionProvider\nFailed to allocate memory for requested buffer of size 4294967296",
+            "gpu",
+            {"tried": 4},
+        ),
+        (
+            "failed to allocate 1.00G (1073741824 bytes) from device: HIP_ERROR_OutOfMemory",
+            "other_accelerator",
+            {"tried": 1},
+        ),
+        (
+            "MIOpen Error: handlehip.cpp:70: Memory not available to allocate buffer: 1073741824",
+            "other_accelerator",
+            {"tried": 1},
+        ),
+        (
+            "Ran out of memory in memory space hbm. Used 8.38G of 8.00G hbm. Exceeded hbm capacity by 385.25M.",
+            "other_accelerator",
+            {"device_total": 8},
+        ),
+        ("RuntimeError: No executable batch size found, reached zero.", "gpu", {}),
+    ],
+)
+def test_other_runtimes_refuse_in_their_own_words_with_their_figures(text, kind, figures):
+    found = look(text)
+    assert (found.kind, found.cause, found.recovered) == (kind, "out_of_memory", False)
+    assert {name: size / 2**30 for name, size in found.figures.items()} == pytest.approx(figures, rel=1e-3)
+
+
+def test_a_server_that_lacks_memory_for_its_cache_is_being_built():
+    assert look("ValueError: No available memory for the cache blocks.").phase == "build"
+
+
+def test_a_warning_of_tensorflows_host_allocator_is_no_shortage():
+    found = look("Allocation of 4294967296 exceeds 10% of free system memory.\nstep 1 loss 1\nstep 2 loss 1")
+    assert (found.oom, found.recovered) == (False, True)

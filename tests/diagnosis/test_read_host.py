@@ -221,6 +221,21 @@ CASES = [
         None,
     ),
     (
+        "shm by its path in the source",
+        (
+            "Traceback (most recent call last):\n"
+            '  File "train.py", line 4, in train\n'
+            '    with open("/dev/shm/cache.bin", "wb") as file: file.write(rows)\n'
+            "                                                   ^^^^^^^^^^^^^^^^\n"
+            "OSError: [Errno 28] No space left on device"
+        ),
+        "shm",
+        False,
+        None,
+        None,
+        None,
+    ),
+    (
         "shm write",
         (
             "Traceback (most recent call last):\n"
@@ -380,3 +395,24 @@ def test_the_text_gives_kind_phase_figure_and_cause(text, kind, recovered, phase
         assert "tried" not in found.figures
     else:
         assert found.figures["tried"] / 2**30 == pytest.approx(tried, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "tried"),
+    [
+        ("Error: model requires more system memory (21.5 GiB) than is available (15.2 GiB)", "host_alloc", 21.5),
+        ("ggml_aligned_malloc: insufficient memory (attempted to allocate 2048.00 MB)", "host_alloc", 2),
+        ("alloc_tensor_range: failed to allocate CPU buffer of size 4294967296", "host_alloc", 4),
+        ("Requested 100000x100000 (74.5GB) array exceeds maximum array size preference (31.9GB)", "host_alloc", 74.5),
+        ('Out of memory. Type "help memory" for your options.', "host_alloc", None),
+        ("Failed to allocate memory for requested buffer of size 4294967296", "host_alloc", 4),
+        ("ggml_cuda_host_malloc: failed to allocate 1024.00 MiB of pinned memory: out of memory", "pinned", 1),
+        ("WARNING: failed to allocate 1024,00 MB of pinned memory: invalid argument", "pinned", 1),
+        ("failed to allocate CUDA_Host buffer of size 1073741824", "pinned", 1),
+        ("ggml_vulkan: Failed to allocate pinned memory.", "pinned", None),
+    ],
+)
+def test_other_programs_lack_host_memory_in_their_own_words(text, kind, tried):
+    found = look(text)
+    assert (found.kind, found.cause, found.recovered) == (kind, "out_of_memory", False)
+    assert found.figures == ({} if tried is None else {"tried": pytest.approx(tried * 2**30)})

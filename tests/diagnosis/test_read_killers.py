@@ -9,6 +9,7 @@ from memfit.diagnosis._diagnose import diagnose_streams
 from memfit.diagnosis._text import Stream, clean
 
 #: Name, text, kind, recovered, phase (None: any), GiB asked for, and cause (None: any).
+#: A short case has the name, text, kind and cause only.
 CASES = [
     (
         "slurm 21",
@@ -28,9 +29,6 @@ CASES = [
         "slurm 18",
         ("slurmstepd: error: Detected 1 oom-kill event(s) in step 2750.batch cgroup."),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -40,9 +38,6 @@ CASES = [
             "the step tasks have been OOM Killed."
         ),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     ("slurm oom task only", ("srun: error: gpu03: tasks 0-3: Out Of Memory"), "host_cgroup", False, None, None, None),
@@ -55,36 +50,24 @@ CASES = [
             "998.extern       extern  COMPLETED      0:0"
         ),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
         "virtual mem",
         ("slurmstepd: error: Step 99.0 exceeded virtual memory limit (52917772 > 20971520), being killed"),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
         "pbs mem",
         ("=>> PBS: job killed: mem 33592304kb exceeded limit 33554432kb"),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
         "pbs vmem",
         ("=>> PBS: job killed: vmem 33592304kb exceeded limit 33554432kb"),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -94,18 +77,12 @@ CASES = [
             "score 1000 or sacrifice child"
         ),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
         "lsf mem",
         ("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.\nExited with exit code 137."),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -116,9 +93,6 @@ CASES = [
             "29.563s: flux-shell[0]: ERROR: oom: memory.peak = 2.5G"
         ),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -131,18 +105,12 @@ CASES = [
             "\tCode 34 Subcode 102"
         ),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
         "condor2",
         ("Job has gone over memory limit of 2048 megabytes. Peak usage: 2090 megabytes."),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -153,9 +121,6 @@ CASES = [
             "Consider boosting spark.yarn.executor.memoryOverhead."
         ),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -167,9 +132,6 @@ CASES = [
             "Container exited with a non-zero exit code 143."
         ),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -184,9 +146,6 @@ CASES = [
             "total-vm:3149468kB, anon-rss:164992kB, file-rss:52176kB, shmem-rss:92kB"
         ),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -199,9 +158,6 @@ CASES = [
             "total-vm:87033376kB, anon-rss:60356340kB"
         ),
         "host_kernel",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -213,9 +169,6 @@ CASES = [
             "total-vm:8118236kB, anon-rss:8098448kB, file-rss:3264kB"
         ),
         "host_kernel",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -229,36 +182,24 @@ CASES = [
             "Killed process 5577 (python) total-vm:8118236kB"
         ),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
         "docker inspect true",
         ('"State": {\n  "Status": "exited",\n  "OOMKilled": true,\n  "ExitCode": 137,\n  "Error": ""\n}'),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
         "docker inspect false",
         ('"State": {\n  "Status": "exited",\n  "OOMKilled": false,\n  "ExitCode": 137,\n  "Error": ""\n}'),
         "none",
-        False,
-        None,
-        None,
         "killed",
     ),
     (
         "docker inspect false1",
         ('"State": {\n  "Status": "exited",\n  "OOMKilled": false,\n  "ExitCode": 1,\n  "Error": ""\n}'),
         "none",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -271,18 +212,12 @@ CASES = [
             "image=train:1)"
         ),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
         "k8s json",
         ('"containerStatuses":[{"lastState":{"terminated":{"exitCode":137,"reason":"OOMKilled"}},"restartCount":5}]'),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -295,9 +230,6 @@ CASES = [
             "    Ready:          True"
         ),
         "none",
-        False,
-        None,
-        None,
         "killed",
     ),
     (
@@ -310,9 +242,6 @@ CASES = [
             "      memory:  2Gi"
         ),
         "none",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -325,18 +254,12 @@ CASES = [
             "consumption of memory."
         ),
         "host_kernel",
-        False,
-        None,
-        None,
         None,
     ),
     (
         "k8s sysoom",
         ("Warning  SystemOOM  5m  kubelet  System OOM encountered, victim process: python, pid: 4242"),
         "host_kernel",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -347,9 +270,6 @@ CASES = [
             "Mar 01 10:00:00 host systemd[1]: train.service: Failed with result 'oom-kill'."
         ),
         "host_kernel",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -360,18 +280,12 @@ CASES = [
             "activity"
         ),
         "host_kernel",
-        False,
-        None,
-        None,
         None,
     ),
     (
         "oomd2",
         ("Dec 18 19:34:57 host systemd[1837]: vte.scope: systemd-oomd killed 12 process(es) in this unit."),
         "host_kernel",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -381,9 +295,6 @@ CASES = [
             "(15.5G) and swap used (7.8G) / total (8.0G) being more than 90.00%"
         ),
         "host_kernel",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -395,9 +306,6 @@ CASES = [
             '"python": badness 1264, VmRSS 21964 MiB'
         ),
         "host_kernel",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -407,9 +315,6 @@ CASES = [
             'sending SIGTERM to process 13006 "python3": badness 209, VmRSS 2791 MiB'
         ),
         "host_kernel",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -423,9 +328,6 @@ CASES = [
             "mem avail: 15342 of 15881 MiB (96.61%)"
         ),
         "none",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -438,10 +340,37 @@ CASES = [
             "(0.951), which exceeds the memory usage threshold of 0.95."
         ),
         "host_kernel",
+        None,
+    ),
+    (
+        "memfit's wall",
+        (
+            "cmd_0001 out_of_memory: it needs more than the 144.7 MiB that it had alone: ended at its wall by memfit, "
+            "before the kernel would; raise that limit or make the job small"
+        ),
+        "host_cgroup",
+        "out_of_memory",
+    ),
+    (
+        "memfit's count of a stranger's kill",
+        (
+            "cmd_0001 failed: killed with SIGKILL by somebody else in phase train at a peak of 5.3 MiB: the oom_kill "
+            "counter of its own group stayed at 0"
+        ),
+        "none",
         False,
+        "train",
         None,
-        None,
-        None,
+        "killed",
+    ),
+    (
+        "ray 2.60",
+        (
+            "ray.exceptions.OutOfMemoryError: 2 worker(s) were killed due to the node running low on memory. Memory on "
+            "the node (IP: 10.1.0.7, ID: fc2) was 60.12GB used / 63.20GB limit (0.951266), which exceeds"
+        ),
+        "host_kernel",
+        "out_of_memory",
     ),
     (
         "ray summary",
@@ -451,9 +380,6 @@ CASES = [
             "to other reasons at node (ID: 8, IP: 10.2.0.9) over the last time period."
         ),
         "host_kernel",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -464,9 +390,6 @@ CASES = [
             "to other reasons at node (ID: 8) over the last time period."
         ),
         "none",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -476,9 +399,6 @@ CASES = [
             "used (59.49 / 62.58 GB). The top 10 memory consumers are:"
         ),
         "host_kernel",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -488,9 +408,6 @@ CASES = [
             "tcp://10.0.0.84:34111 (pid=958) exceeded 95% memory budget. Restarting..."
         ),
         "host_cgroup",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -519,9 +436,6 @@ CASES = [
             "traceback : Signal 9 (SIGKILL) received by PID 171717"
         ),
         "host_kernel",
-        False,
-        None,
-        None,
         "killed",
     ),
     (
@@ -536,9 +450,6 @@ CASES = [
             "terminated abruptly while the future was running or pending."
         ),
         "none",
-        False,
-        None,
-        None,
         "killed",
     ),
     ("exit 137 docker compose", ("trainer-1 exited with code 137"), "none", False, None, None, "killed"),
@@ -563,13 +474,18 @@ CASES = [
 ]
 
 
+def full(case):
+    """A case's text, kind, whether it was survived, phase, size and cause; a short one has only text, kind, cause."""
+    return case[1:] if len(case) == 7 else (*case[1:3], False, None, None, case[3])
+
+
 def look(text):
     lines = [line for number, raw in enumerate(text.split("\n"), 1) for line in clean(raw, "log", number)]
     return diagnose_streams([Stream(lines)])
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "recovered", "phase", "tried", "cause"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
+    ("text", "kind", "recovered", "phase", "tried", "cause"), [full(case) for case in CASES], ids=[c[0] for c in CASES]
 )
 def test_the_text_gives_kind_phase_figure_and_cause(text, kind, recovered, phase, tried, cause):
     found = look(text)
@@ -581,3 +497,71 @@ def test_the_text_gives_kind_phase_figure_and_cause(text, kind, recovered, phase
         assert "tried" not in found.figures
     else:
         assert found.figures["tried"] / 2**30 == pytest.approx(tried, rel=1e-3)
+
+
+HYDRA = "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 4822 RUNNING AT n1\n=   {}\n=   CLEANING UP"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HYDRA.format("KILLED BY SIGNAL: 9 (Killed)"),
+        HYDRA.format("EXIT CODE: 9"),
+        HYDRA.format("EXIT CODE: 137"),
+        "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)",
+        "mpirun noticed that process rank 3 with PID 4822 on node n1 exited on signal 9 (Killed).",
+        "INFO - Task exited with return code Negsignal.SIGKILL",
+        "Container killed on request. Exit code is 137",
+    ],
+)
+def test_launchers_name_the_signal_and_nobody_who_sent_it(text):
+    found = look(f"epoch 1 step 4/10 loss 0.2\n{text}")
+    assert (found.cause, found.phase, found.recovered) == ("killed", "train", False)
+    assert found.confidence <= 0.5
+
+
+@pytest.mark.parametrize(("code", "cause"), [(139, "unknown"), (1, "unknown"), (99, "unknown")])
+def test_another_exit_code_of_hydra_is_no_kill(code, cause):
+    assert look(HYDRA.format(f"EXIT CODE: {code}")).cause == cause
+
+
+@pytest.mark.parametrize(
+    ("text", "used", "limit"),
+    [
+        (
+            'job 48.1 exceeds job hard limit "h_vmem" of queue "all.q@n1" (17245302784.00000 > limit:17179869184.00000)'
+            " - sending SIGKILL",
+            17245302784,
+            17179869184,
+        ),
+        ("Job has gone over memory limit of 4096 megabytes. Peak usage: 4128 megabytes.", 4128 << 20, 4096 << 20),
+        (
+            "Job has gone over cgroup memory limit of 64 megabytes. Last measured usage: 65 megabytes.",
+            65 << 20,
+            64 << 20,
+        ),
+        ("Job was held: memory usage exceeded request_memory", None, None),
+        (
+            "ExecutorLostFailure (executor 1 exited caused by one of the running tasks) Reason: Container killed by YARN "
+            "for exceeding memory limits. 5.5 GB of 5.0 GB physical memory used.",
+            int(5.5 * 2**30),
+            5 << 30,
+        ),
+        (
+            "Essential container exited. OutOfMemoryError: Container killed due to memory usage. Exit Code 137",
+            None,
+            None,
+        ),
+        ("Container 'train' was OOM killed", None, None),
+        ("Cgroup memory limit exceeded: Killed process 4822, UID 1001, (python) total-vm:8kB", None, None),
+    ],
+)
+def test_schedulers_kill_at_their_limit_with_their_figures(text, used, limit):
+    found = look(text)
+    assert (found.oom, found.kind, found.cause) == (True, "host_cgroup", "out_of_memory")
+    values = found.findings[0].values
+    assert (values.get("used_bytes"), values.get("limit_bytes")) == (used, limit)
+
+
+def test_a_node_under_pressure_evicts():
+    assert look("Warning  Evicted  pod/a  The node had condition: [MemoryPressure].").kind == "host_kernel"

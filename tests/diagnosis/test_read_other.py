@@ -9,6 +9,7 @@ from memfit.diagnosis._diagnose import diagnose_streams
 from memfit.diagnosis._text import Stream, clean
 
 #: Name, text, kind, recovered, phase (None: any), GiB asked for, and cause (None: any).
+#: A short case has the name, text, kind and cause only.
 CASES = [
     (
         "time",
@@ -31,9 +32,6 @@ CASES = [
             "srun: error: gpu03: task 0: Killed"
         ),
         "none",
-        False,
-        None,
-        None,
         "walltime",
     ),
     (
@@ -44,18 +42,12 @@ CASES = [
             "srun: error: gpu03: task 0: Killed"
         ),
         "none",
-        False,
-        None,
-        None,
         "preempted",
     ),
     (
         "preempt 2",
         ("slurmstepd: error: *** JOB 998 ON gpu03 CANCELLED AT 2024-03-01T10:00:00 DUE to PREEMPTION ***"),
         "none",
-        False,
-        None,
-        None,
         "preempted",
     ),
     (
@@ -65,9 +57,6 @@ CASES = [
             "NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***"
         ),
         "none",
-        False,
-        None,
-        None,
         "node_fail",
     ),
     (
@@ -78,9 +67,6 @@ CASES = [
             "srun: error: gpu03: task 0: Killed"
         ),
         "none",
-        False,
-        None,
-        None,
         "node_fail",
     ),
     (
@@ -101,9 +87,6 @@ CASES = [
             "srun: error: gpu04: task 1: Terminated"
         ),
         "none",
-        False,
-        None,
-        None,
         "cancelled",
     ),
     ("pbs wall", ("=>> PBS: job killed: walltime 86430 exceeded limit 86400"), "none", False, None, None, "walltime"),
@@ -111,27 +94,18 @@ CASES = [
         "lsf run",
         ("TERM_RUNLIMIT: job killed after reaching LSF run time limit.\nExited with exit code 140."),
         "none",
-        False,
-        None,
-        None,
         "walltime",
     ),
     (
         "lsf owner",
         ("TERM_OWNER: job killed by owner.\nExited with exit code 130."),
         "none",
-        False,
-        None,
-        None,
         "cancelled",
     ),
     (
         "fork retry",
         ("bash: fork: retry: Resource temporarily unavailable\nbash: fork: Resource temporarily unavailable"),
         "none",
-        False,
-        None,
-        None,
         "process_limit",
     ),
     ("thread", ("RuntimeError: can't start new thread"), "none", False, None, None, "process_limit"),
@@ -144,9 +118,6 @@ CASES = [
             "Segmentation fault (core dumped)"
         ),
         "none",
-        False,
-        None,
-        None,
         "process_limit",
     ),
     (
@@ -169,18 +140,12 @@ CASES = [
         "emfile",
         ("OSError: [Errno 24] Too many open files: '/data/img_001.png'"),
         "none",
-        False,
-        None,
-        None,
         "open_files",
     ),
     (
         "libgomp",
         ("libgomp: Thread creation failed: Resource temporarily unavailable"),
         "none",
-        False,
-        None,
-        None,
         "process_limit",
     ),
     (
@@ -222,9 +187,6 @@ CASES = [
         "disk3",
         ("RuntimeError: [enforce fail at inline_container.cc:300] . unexpected pos 1073741824 vs 1073741720"),
         "none",
-        False,
-        None,
-        None,
         "disk_full",
     ),
     ("quota", ("OSError: [Errno 122] Disk quota exceeded: '/home/u/ckpt.pt'"), "none", False, None, None, "disk_full"),
@@ -232,9 +194,6 @@ CASES = [
         "ioerr",
         ("RuntimeError: write(): fd 29 failed with No space left on device"),
         "none",
-        False,
-        None,
-        None,
         "disk_full",
     ),
     (
@@ -246,9 +205,6 @@ CASES = [
             "was using 30Gi, which exceeds its request of 0."
         ),
         "none",
-        False,
-        None,
-        None,
         "disk_full",
     ),
     (
@@ -314,9 +270,6 @@ CASES = [
             "local_rank: 0 (pid: 1503) of binary: /usr/bin/python3"
         ),
         "none",
-        False,
-        None,
-        None,
         "terminated",
     ),
     (
@@ -326,9 +279,6 @@ CASES = [
             "local_rank: 0 (pid: 1503) of binary: /usr/bin/python3"
         ),
         "none",
-        False,
-        None,
-        None,
         "segfault",
     ),
     (
@@ -338,9 +288,6 @@ CASES = [
             "local_rank: 0 (pid: 1503) of binary: /usr/bin/python3"
         ),
         "none",
-        False,
-        None,
-        None,
         "aborted",
     ),
     (
@@ -354,9 +301,6 @@ CASES = [
             "signal: 1"
         ),
         "none",
-        False,
-        None,
-        None,
         "hangup",
     ),
     (
@@ -368,9 +312,6 @@ CASES = [
             "milliseconds before timing out."
         ),
         "none",
-        False,
-        None,
-        None,
         "collective_timeout",
     ),
     (
@@ -381,9 +322,6 @@ CASES = [
             "making progress in monitoring enqueued collectives."
         ),
         "none",
-        False,
-        None,
-        None,
         "collective_timeout",
     ),
     (
@@ -395,9 +333,6 @@ CASES = [
             "exiting prematurely."
         ),
         "none",
-        False,
-        None,
-        None,
         "collective_timeout",
     ),
     (
@@ -407,9 +342,6 @@ CASES = [
             "closed by peer [10.0.0.1]:43210"
         ),
         "none",
-        False,
-        None,
-        None,
         "collective_timeout",
     ),
     (
@@ -421,9 +353,6 @@ CASES = [
             "frame #0: c10::Error::Error"
         ),
         "none",
-        False,
-        None,
-        None,
         "illegal_access",
     ),
     (
@@ -436,9 +365,6 @@ CASES = [
             "Segmentation fault (core dumped)"
         ),
         "none",
-        False,
-        None,
-        None,
         "segfault",
     ),
     (
@@ -478,18 +404,12 @@ CASES = [
             "ModuleNotFoundError: No module named 'flash_attn'"
         ),
         "none",
-        False,
-        None,
-        None,
         "import_error",
     ),
     (
         "argparse",
         ("usage: train.py [-h] [--bs BS]\ntrain.py: error: unrecognized arguments: --max-memory 10"),
         "none",
-        False,
-        None,
-        None,
         "config_error",
     ),
     (
@@ -516,18 +436,12 @@ CASES = [
             "KeyError: 'memory'"
         ),
         "none",
-        False,
-        None,
-        None,
         None,
     ),
     (
         "hydra",
         ("omegaconf.errors.ConfigAttributeError: Key 'oom_retry' is not in struct\n    full_key: trainer.oom_retry"),
         "none",
-        False,
-        None,
-        None,
         "config_error",
     ),
     (
@@ -558,9 +472,6 @@ CASES = [
             "to SIGSEGV or other unexpected errors."
         ),
         "none",
-        False,
-        None,
-        None,
         None,
     ),
     (
@@ -570,13 +481,15 @@ CASES = [
             "'tcp://127.0.0.1:36111', status: closed, memory: 0, processing: 5>)"
         ),
         "none",
-        False,
-        None,
-        None,
         None,
     ),
     ("empty", (""), "none", False, None, None, None),
 ]
+
+
+def full(case):
+    """A case's text, kind, whether it was survived, phase, size and cause; a short one has only text, kind, cause."""
+    return case[1:] if len(case) == 7 else (*case[1:3], False, None, None, case[3])
 
 
 def look(text):
@@ -585,7 +498,7 @@ def look(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "recovered", "phase", "tried", "cause"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
+    ("text", "kind", "recovered", "phase", "tried", "cause"), [full(case) for case in CASES], ids=[c[0] for c in CASES]
 )
 def test_the_text_gives_kind_phase_figure_and_cause(text, kind, recovered, phase, tried, cause):
     found = look(text)
@@ -597,3 +510,67 @@ def test_the_text_gives_kind_phase_figure_and_cause(text, kind, recovered, phase
         assert "tried" not in found.figures
     else:
         assert found.figures["tried"] / 2**30 == pytest.approx(tried, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("RuntimeError: DataLoader timed out after 30 seconds", "hang"),
+        ("Timeout (0:05:00)!\nThread 0x00007f809fc98340 (most recent call first):", "hang"),
+        ("Failed: Timeout (>300.0s) from pytest-timeout.", "hang"),
+        ("train.sh: line 2: 25456 Bus error               python train.py", "bus_error"),
+        ("train.sh: line 2: 25456 Aborted                 (core dumped) python train.py", "aborted"),
+        ("train.sh: line 2: 25456 Hangup                  python train.py", "hangup"),
+        ("train.sh: line 2: 25456 Terminated              python train.py", "terminated"),
+    ],
+)
+def test_hangs_that_somebody_watched_and_signals_as_bash_names_them(line, cause):
+    found = look(f"epoch 1 step 4/10 loss 0.2\n{line}")
+    assert (found.oom, found.cause, found.phase) == (False, cause, "train")
+
+
+def test_a_dump_of_stacks_after_which_the_training_goes_on_is_no_hang():
+    after = "\n".join(f"step {step} loss 0.1" for step in range(5, 9))
+    assert look(f"step 4 loss 0.2\nTimeout (0:05:00)!\n{after}").cause == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("job 4822.1 exceeded hard wallclock time - initiate terminate method", "walltime"),
+        ("EC2 Spot Instance interruption notice received: terminate at 10:00\nTerminated", "preempted"),
+        ("spot interruption detected, two minutes are left\nReceived SIGTERM", "preempted"),
+        ("The instance is being preempted\nTerminated", "preempted"),
+        ('{"Events": [{"EventType": "Preempt"}]}\nTerminated', "preempted"),
+        ("Container killed on request. Exit code is 143", "terminated"),
+        ("APPLICATION TERMINATED WITH THE EXIT STRING: Segmentation fault (signal 11)", "segfault"),
+        ("rank 3 with PID 4822 on node n1 exited on signal 11 (Segmentation fault).", "segfault"),
+        ("sqlite3.OperationalError: database or disk is full", "disk_full"),
+        ("RuntimeError: One of the subprocesses has abruptly died during map operation.", "worker_exited"),
+        ("ValueError: The max seq len (9) is larger than the maximum number of tokens that fit (4)", "config_error"),
+        ("ray.exceptions.ActorDiedError: It died.\nWorker exit type: SYSTEM_ERROR Worker exit detail", "worker_exited"),
+    ],
+)
+def test_ends_that_other_programs_name(text, cause):
+    found = look(f"epoch 1 step 4/10 loss 0.2\n{text}")
+    assert (found.oom, found.cause) == (False, cause)
+
+
+def test_a_device_that_fell_off_comes_before_the_launch_that_then_failed():
+    lost = "NVRM: Xid (PCI:0000:3b:00): 79, pid=4822, GPU has fallen off the bus."
+    failed = "RuntimeError: CUDA error: unspecified launch failure"
+    assert look(f"step 3\n{lost}\n{failed}").cause == "device_lost"
+    assert look(f"step 3\n{failed}").cause == "illegal_access"
+
+
+@pytest.mark.parametrize(("number", "cause"), [(31, "illegal_access"), (45, "unknown"), (48, "device_lost")])
+def test_the_drivers_number_tells_a_programs_fault_from_a_lost_device(number, cause):
+    assert look(f"NVRM: Xid (PCI:0000:3b:00): {number}, pid=4822, name=python").cause == cause
+
+
+def test_an_assertion_between_backticks_makes_the_librarys_refusal_its_consequence():
+    text = (
+        "Indexing.cu:11: block: [0,0,0], thread: [0,0,0] Assertion `srcIndex < srcSelectDimSize` failed.\n"
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    )
+    assert (look(text).oom, look(text).cause) == (False, "assertion")

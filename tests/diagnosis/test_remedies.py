@@ -1,6 +1,7 @@
 """What to do about a death: ranked by speed, with bytes where they are known."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -79,10 +80,34 @@ def test_nothing_measured_gives_a_request_without_bytes():
 
 
 def test_a_smaller_batch_and_persistent_workers_change_nothing_on_the_host():
-    found = list_remedies(diagnosis("host_cgroup", "validate"), NODE)
+    found = list_remedies(diagnosis("host_cgroup", "validate"), replace(NODE, persistent_workers=False))
     batch, persistent = one(found, "smaller batch"), one(found, "persistent_workers")
     assert not batch.helps and "shrinks activations on the device" in batch.reason
     assert not persistent.helps and persistent.saves_bytes == 0 and "no change" in persistent.reason
+
+
+def test_what_neither_script_nor_log_mentions_is_not_spoken_of():
+    found = str(list_remedies(diagnosis("host_cgroup"), Job(request_bytes=GIB)))
+    assert "batch" not in found and "persistent_workers" not in found
+    printed = str(list_remedies(diagnosis("host_cgroup"), Job(request_bytes=GIB, mentioned=("batch",))))
+    assert "a smaller batch" in printed
+
+
+def test_a_run_of_memfits_is_told_of_memfits_settings_and_not_of_slurms():
+    limit = {"used_bytes": 4 * GIB, "limit_bytes": 4 * GIB, "own_kills": (0, 1)}
+    first = list_remedies(diagnosis("host_cgroup", fact="limit_kill", **limit))[0]
+    assert first.setting.startswith("--memory 6GiB; the budget or --limit above 6GiB")
+    for found in (diagnosis("host_cgroup", **limit), diagnosis("host_kernel", own_kills=(0, 0))):
+        assert not re.search(r"--mem\b|--sacct|memfit run -- ", str(list_remedies(found)))
+    killed = {"cause": "killed", "fact": "sigkill"}
+    assert "under memfit next time" not in str(list_remedies(diagnosis("none", own_kills=(0, 0), **killed)))
+    assert "under memfit next time" in str(list_remedies(diagnosis("none", **killed)))
+
+
+@pytest.mark.parametrize(("job", "word"), [(Job(), "--script"), (Job(options={"bf16": "true"}), "the script names no")])
+def test_a_configuration_without_a_batch_asks_for_the_batch_and_not_for_itself(job, word):
+    found = list_remedies(diagnosis("gpu", **card()), job, config=LLAMA)
+    assert "--hf-config" not in str(found) and word in one(found, "twice the accumulation").reason
 
 
 def test_persistent_workers_that_are_on_are_worth_a_change():

@@ -5,7 +5,7 @@ The messages are written here in the formats of the programs that print them.
 
 import pytest
 
-from memfit.diagnosis._diagnose import diagnose_streams
+from memfit.diagnosis._diagnose import diagnose, diagnose_streams
 from memfit.diagnosis._text import Stream, clean
 
 #: Name, text, kind, recovered, phase (None: any), GiB asked for, and cause (None: any).
@@ -356,3 +356,71 @@ def test_the_text_gives_kind_phase_figure_and_cause(text, kind, recovered, phase
         assert "tried" not in found.figures
     else:
         assert found.figures["tried"] / 2**30 == pytest.approx(tried, rel=1e-3)
+
+
+KILL = (
+    "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg={group},task_memcg={group},task=python,pid={pid}\n"
+    "Memory cgroup out of memory: Killed process {pid} (python) total-vm:8kB, anon-rss:4kB, file-rss:0kB\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("group", "pid", "cause"),
+    [
+        ("/job", 4260, "out_of_memory"),
+        ("/job", 777, "killed"),
+        ("/docker/" + "ab" * 32, 777, "out_of_memory"),
+        ("/lxc/train", 777, "out_of_memory"),
+    ],
+)
+def test_a_kernels_kill_of_another_process_is_not_the_jobs_but_in_a_container_numbers_differ(
+    tmp_path, group, pid, cause
+):
+    (tmp_path / "log").write_text("epoch 1 step 3 loss 0.1\ntrain.sh: line 2:  4260 Killed   python train.py\n")
+    (tmp_path / "kernel").write_text(KILL.format(group=group, pid=pid))
+    found = diagnose(tmp_path / "log", kernel_log=tmp_path / "kernel")
+    assert (found.cause, found.phase) == (cause, "train")
+
+
+def test_where_the_kernels_log_decides_phase_and_rank_are_those_of_the_jobs_own_log(tmp_path):
+    steps = "".join(f"epoch 1 step {step} loss 0.1\n" for step in range(50))
+    (tmp_path / "log").write_text(
+        f"{steps}torch/distributed/elastic/api.py failed (exitcode: -9) local_rank: 1 (pid: 777) of binary: python\n"
+    )
+    (tmp_path / "kernel").write_text(KILL.format(group="/job", pid=777))
+    found = diagnose(tmp_path / "log", kernel_log=tmp_path / "kernel")
+    assert (found.cause, found.phase, found.where["rank"], found.where["pid"]) == ("out_of_memory", "train", 1, 777)
+
+
+REFUSED = "cuda_driver.cc:7] failed to allocate 1.00G (1073741824 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY"
+COUNTED = "slurmstepd: error: Detected 1 oom_kill event in StepId=48.0. Some of the step tasks have been OOM Killed."
+
+
+@pytest.mark.parametrize(
+    ("text", "recovered"),
+    [
+        (f"{REFUSED}: out of memory\n100/100 [======] - 5s", True),
+        (f"100/100 [======] - 5s\n{REFUSED}: out of memory", False),
+        ("failed to allocate 9.00 MB of pinned memory: out of memory\nmain: server is listening on port 80", True),
+        ("failed to allocate 9.00 MB of pinned memory: out of memory\nfailed to initialize the context", False),
+        ("RuntimeError: CUDA error: out of memory\nUvicorn running on port 80", False),
+        ("Decreasing batch size to: 64.\nRuntimeError: No executable batch size found, reached zero.", False),
+        (f"Epoch 1\n{COUNTED}\nEpoch 2\nEpoch 3\nEpoch 4\nTraining finished.", True),
+        (f"Epoch 1\n{COUNTED}\nEpoch 2\nEpoch 3\nEpoch 4", False),
+        (f"Epoch 1\n{COUNTED}\nTraining finished.", False),
+        ("WARNING - Attempting to copy inputs of <function iou at 0x7f> to CPU due to CUDA OOM\niter 3\niter 4", True),
+        ("Decreasing batch size to: 64.\nstep 10\nstep 20", True),
+        ("Batch size 512 failed, trying batch size 256\nstep 10\nstep 20", True),
+    ],
+)
+def test_a_shortage_is_survived_where_the_log_goes_on_to_say_so(text, recovered):
+    assert (look(text).oom, look(text).recovered) == (True, recovered)
+
+
+def test_what_somebody_asks_in_a_log_of_a_conversation_is_not_the_logs_own_death():
+    said = "my training stops with torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    chat = f"Sample 9/10\n{{}}{said}\nassistant: Use a smaller batch.\nSample 10/10\nEvaluation finished in 31 s"
+    for name in ("user: ", "Human> ", '{"role": "user", "content": '):
+        found = look(chat.format(name))
+        assert (found.oom, found.cause) == (False, "completed")
+    assert look(said).oom

@@ -97,6 +97,14 @@ def test_memory_tasks_and_time_come_from_the_accounting(run, against):
     assert "256.00 GiB of each node in force, 400.00 GiB" in of(old, "memory").finding
 
 
+@pytest.mark.parametrize(("cpus", "verdict"), [(16, "ok"), (32, "ok"), (8, "problem")])
+def test_cpus_of_a_task_come_from_the_accounting(run, against, cpus, verdict):
+    path = against(more="")
+    path.write_text(path.read_text().replace("#SBATCH --mem", "#SBATCH --cpus-per-task=4\n#SBATCH --mem"))
+    rows = f"JobID|State|NTasks|NNodes|NCPUS\n7|COMPLETED||1|{cpus}\n7.0|COMPLETED|4|1|{cpus}\n"
+    assert of(verify_fix(run(accounting=rows), path), "cpus").verdict == verdict
+
+
 def test_without_accounting_memory_is_not_shown_and_the_command_that_shows_it_is_given(run, against):
     check = of(verify_fix(run("x\n"), against()), "memory")
     assert check.verdict == "warning" and "sacct -j" in check.remedy

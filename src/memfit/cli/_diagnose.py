@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ _COLUMNS = (
     "JobID,JobIDRaw,JobName,Partition,State,ExitCode,DerivedExitCode,ReqMem,MaxRSS,MaxRSSNode,AveRSS,NTasks,NNodes,"
     "NCPUS,AllocTRES,Elapsed,Timelimit,Start,End,NodeList"
 )
+_LOGS = (".out", ".err", ".log", ".txt", ".gz")
 _RULE = "PATH is a run directory, a log, a folder of logs, or - for standard input."
 
 
@@ -64,7 +66,7 @@ def diagnose(  # noqa: PLR0913 - one each for what a job left, and for what is m
     the cheapest in speed first. --fix writes NAME.fixed.EXT with a reason for each line; later --verify RUN --against
     NAME.fixed.EXT says whether its settings were really in force, and PATH may then be the run before.
 
-    Exit codes: 0 diagnosed, or all that is shown was in force; 2 bad input; 4 a setting was not in force; 5 unknown.
+    Exit codes: 0 diagnosed, or all that is shown was in force; 2 bad input; 4 a setting was not in force; 5 not known.
     """
     if (verify is None) != (against is None):
         raise UsageError(
@@ -72,10 +74,11 @@ def diagnose(  # noqa: PLR0913 - one each for what a job left, and for what is m
             rule="a run is held against the fixed script that it should have used.",
             remedy="memfit diagnose --verify RUN --against train.fixed.slurm",
         )
-    named = [Path(path) for path in paths or ()]
-    for path in [*named, *(one for one in (script, kernel_log, verify, against, hf_config) if one is not None)]:
-        if str(path) != "-" and not path.exists():
-            raise UsageError(f"{path} is not there.", rule=_RULE, remedy="check its name; --sacct takes a job's number")
+    named, verify = [_newest_run(Path(path)) for path in paths or ()], verify and _newest_run(verify)
+    _check_files(
+        {"": named, "--script": [script], "--kernel-log": [kernel_log], "--hf-config": [hf_config],
+         "--verify": [verify], "--against": [against]}, report
+    )  # fmt: skip
     accounting = _accounting(sacct) if sacct is not None else ""
     if verify is not None and against is not None:
         _verify(verify, against, named, accounting, as_json)
@@ -90,6 +93,48 @@ def diagnose(  # noqa: PLR0913 - one each for what a job left, and for what is m
     _diagnose(named, accounting, kernel_log, (script, hf_config), (fix, report, as_json))
 
 
+_RULES = {
+    "": _RULE,
+    "--script": "--script takes the batch script or the Compose file that the job was started with.",
+    "--kernel-log": "--kernel-log takes a file with what dmesg or journalctl -k printed.",
+    "--hf-config": "--hf-config takes the model's config.json.",
+    "--verify": "--verify takes a run's directory, its log, or a folder of logs.",
+    "--against": "--against takes the fixed script that the run should have used.",
+}
+
+
+def _check_files(given: Mapping[str, Sequence[Path | None]], report: Path | None) -> None:
+    """Whether every file is there that is read, and the folder of the one that is written."""
+    for option, paths in given.items():
+        for path in paths:
+            if path is not None and str(path) != "-" and not path.exists():
+                said = f"{option} {path}".strip()
+                remedy = "check its name" if option else "check its name; --sacct takes a job's number"
+                raise UsageError(f"{said} is not there.", rule=_RULES[option], remedy=remedy)
+    if report is not None and (report.is_dir() or not report.parent.is_dir()):
+        what = "it is a folder" if report.is_dir() else f"there is no folder {report.parent}"
+        raise _no_report(report, what)
+
+
+def _no_report(report: Path, what: str) -> UsageError:
+    return UsageError(
+        f"--report {report} cannot be written: {what}.",
+        rule="--report names a file in a folder that exists and may be written to.",
+        remedy="--report incident.md",
+    )
+
+
+def _newest_run(path: Path) -> Path:
+    """The newest run of an experiment's folder, of which it tells; any other path as it is."""
+    if not path.is_dir() or any(one.suffix in _LOGS for one in path.iterdir()):
+        return path
+    runs = sorted(one.parent for one in path.glob("run_*/run.json"))
+    if not runs or (path / "run.json").is_file():
+        return path
+    typer.echo(f"{path}: the newest run of {len(runs)}, {runs[-1].name}", err=True)
+    return runs[-1]
+
+
 def _diagnose(
     named: list[Path],
     accounting: str,
@@ -98,13 +143,15 @@ def _diagnose(
     wanted: tuple[bool, Path | None, bool],
 ) -> None:
     from memfit.cli._estimate import read_config
-    from memfit.diagnosis import job_of, list_remedies, make_fix, write_incident
+    from memfit.diagnosis import job_of, job_of_compose, list_remedies, make_fix, write_incident
     from memfit.reports import print_diagnosis, print_fix
 
     script, hf_config = of_job
     wants_fix, report, as_json = wanted
     found = _found(named, accounting, kernel_log)
     job = job_of(_ran(named, accounting), script)
+    if script is not None and script.suffix.lower() in (".yml", ".yaml"):
+        job = job_of_compose(script, found).with_known(job)
     config = read_config(hf_config) if hf_config is not None else None
     remedies = list_remedies(found, job, config=config)
     fixed: Fix | None = None
@@ -112,7 +159,11 @@ def _diagnose(
         fixed = make_fix(script, found, job, config=config)
         fixed = fixed.write() if fixed.edits else fixed
     if report is not None:
-        write_atomic(report, write_incident(found, remedies, job, fixed))
+        text = write_incident(found, remedies, job, fixed)
+        try:
+            write_atomic(report, text)
+        except OSError as error:  # it names the file that is written aside
+            raise _no_report(report, error.strerror or str(error)) from None
     found = replace(found, remedies=tuple(one.to_dict() for one in remedies))
     if as_json:
         answer: dict[str, Any] = found.to_dict()
@@ -153,7 +204,7 @@ def _ran(named: list[Path], accounting: str) -> Ran:
 
 
 def _verify(verify: Path, against: Path, named: list[Path], accounting: str, as_json: bool) -> None:
-    from memfit.diagnosis import verify_fix
+    from memfit.diagnosis import is_any_shown, verify_fix
     from memfit.reports import print_verification
 
     before = _ran(named, "") if named else None
@@ -162,7 +213,9 @@ def _verify(verify: Path, against: Path, named: list[Path], accounting: str, as_
         typer.echo(json.dumps([check.to_dict() for check in checks], indent=2))
     else:
         print_verification(checks, console())
-    raise typer.Exit(4 if any(check.verdict == "problem" for check in checks) else 0)
+    if any(check.verdict == "problem" for check in checks):
+        raise typer.Exit(4)
+    raise typer.Exit(0 if is_any_shown(checks) else UNKNOWN_EXIT_CODE)
 
 
 def _accounting(given: str) -> str:

@@ -140,8 +140,8 @@ def arithmetic(finding: Finding) -> list[str]:
         over = values["used_bytes"] - values["limit_bytes"]
         scope = values.get("scope") or ("node" if finding.kind == "host_kernel" else "limit")
         found.append(
-            f"{values.get('who', 'The limit')}: {_gib(values['used_bytes'])} used of {_gib(values['limit_bytes'])}"
-            f" (per {scope}), {_gib(abs(over))} {'over' if over > 0 else 'below'}."
+            f"{values.get('who') or 'The limit'}: {_gib(values['used_bytes'])} used of {_gib(values['limit_bytes'])}"
+            f" (per {scope}){f', {_gib(over)} over' if over > 0 else ''}."
         )
     elif "used_bytes" in values:
         found.append(f"The killed process alone held {_gib(values['used_bytes'])} (one process, anonymous memory).")
@@ -177,8 +177,10 @@ _KILLED = (
 )
 
 
-def checks(streams: Sequence[Stream], finding: Finding | None) -> list[str]:
-    """What a person should look at next."""
+def checks(streams: Sequence[Stream], finding: Finding | None, *, completed: bool = False) -> list[str]:
+    """What a person should look at next; nothing where it completed."""
+    if finding is None and completed:
+        return []
     if finding is None:
         return [
             "Nothing in these lines names a cause: give the scheduler's log, the kernel's log, or the error file too."
@@ -186,6 +188,8 @@ def checks(streams: Sequence[Stream], finding: Finding | None) -> list[str]:
     if finding.cause in ("killed", "bus_error"):
         return [*_KILLED, *_CHECKS.get(finding.kind, ())]
     found = list(_CHECKS.get(finding.kind, ())) if finding.kind != "none" else []
+    if "own_kills" in finding.values:  # memfit's own record, which no scheduler keeps
+        found = [one for one in found if not one.startswith("sacct ")]
     if warns_of_clone(streams[finding.fact.stream], finding.fact):
         found.insert(
             0,

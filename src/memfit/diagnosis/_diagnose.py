@@ -329,7 +329,7 @@ def _nothing(streams: list[Stream], facts: Sequence[Fact], readings: _Readings) 
         kind="none",
         cause="completed" if finished else "unknown",
         phase=phase,
-        confidence=0.0,
+        confidence=0.8 if finished else 0.0,
         timeline=tuple(timeline(streams, None, facts, readings)),
-        checks=tuple(checks(streams, None)),
+        checks=tuple(checks(streams, None, completed=finished)),
     )

@@ -12,7 +12,7 @@ from memfit.diagnosis._fix import Draft, Fix, refuse
 from memfit.diagnosis._job import Job
 from memfit.diagnosis._remedies import list_remedies, with_figures
 from memfit.diagnosis._remedies_host import wanted_request
-from memfit.errors import ConfigError
+from memfit.errors import ConfigError, UsageError
 from memfit.units import GIB, MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -50,6 +50,15 @@ def fix_compose(path: Path, diagnosis: Diagnosis, job: Job) -> Fix:
             _set_env(draft, service, variable, value, remedy.reason)
     new = draft.text(lambda reason, line: f"{line[: len(line) - len(line.lstrip())]}# memfit: {reason}")
     return Fix(path, new if draft.edits else text, tuple(draft.edits), tuple(_checks(path, new, name)))
+
+
+def job_of_compose(path: Path, diagnosis: Diagnosis) -> Job:
+    """What the service that died may take; nothing where the file does not tell it."""
+    try:
+        _, service = _service(path, yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), diagnosis)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, UsageError):
+        return Job()
+    return _limits(service)
 
 
 def _service(path: Path, root: Any, diagnosis: Diagnosis) -> tuple[str, yaml.MappingNode]:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.diagnosis._batch_script import BatchScript, Setting, parse_script, read_script
+from memfit.diagnosis._batch_script import MEMORY, BatchScript, Setting, parse_script, read_script
 from memfit.diagnosis._check import Check
 from memfit.diagnosis._fix import Draft, Fix, refuse
-from memfit.diagnosis._job import ACCUMULATE, BATCH, Job, job_of_script, whole
+from memfit.diagnosis._job import ACCUMULATE, BATCH, Job, bytes_of, job_of_script, twice_asked, whole
 from memfit.diagnosis._remedies import list_remedies, with_figures
 from memfit.diagnosis._remedies_host import slurm_size, wanted_request
 from memfit.diagnosis._remedies_other import slurm_time, wanted_time
@@ -38,12 +38,12 @@ def fix_script(path: Path, diagnosis: Diagnosis, job: Job, *, config: Mapping[st
             "--fix corrects Slurm's batch scripts, and Compose files that end in .yaml or .yml.",
             "name the script that was given to sbatch",
         )
-    asked, job = job_of_script(script), with_figures(job, diagnosis)
-    known = replace(asked.with_known(job), request_bytes=asked.request_bytes or job.request_bytes)
+    asked = job_of_script(script)
+    told = replace(asked, request_bytes=job.request_bytes).told_twice
+    known = asked.with_known(with_figures(job, diagnosis))
     draft = Draft(list(script.lines))
-    notes = [*_memory(script, draft, diagnosis, known)]
+    notes = [*_memory(script, draft, diagnosis, known, told)]
     _tasks(script, draft)
-    _cpus(script, draft, known)
     _time(script, draft, diagnosis, known)
     if diagnosis.kind in ("gpu", "gpu_fragmentation", "other_accelerator"):
         notes += _device(script, draft, diagnosis, known, config)
@@ -72,11 +72,16 @@ def _has_shebang(script: BatchScript) -> bool:
     return bool(script.lines) and script.lines[0].startswith("#!")
 
 
-def _memory(script: BatchScript, draft: Draft, diagnosis: Diagnosis, job: Job) -> Iterator[Check]:
-    given = script.directives.get("mem") or script.directives.get("mem-per-cpu")
+def _memory(
+    script: BatchScript, draft: Draft, diagnosis: Diagnosis, job: Job, told: tuple[int, int] | None
+) -> Iterator[Check]:
+    """What the step and the job ask for, where each says it; the job is never given less than before."""
+    if told is not None:
+        yield Check("memory", "warning", twice_asked(told), "the accounting is what was in force", "", "accounting")
+    given = _without_others(script, draft)
     wanted = wanted_request(job) if diagnosis.kind == "host_cgroup" and diagnosis.cause != "limit_touched" else None
-    most, now = job.most_bytes, job.request_bytes
-    if wanted is not None and (now is None or wanted[0] > now):
+    most, now, limit = job.most_bytes, job.request_bytes, job.limit_bytes
+    if wanted is not None and (limit is None or wanted[0] > limit):
         size, reason = wanted
         if most is not None and size > most:
             measured = job.node_bytes
@@ -92,19 +97,62 @@ def _memory(script: BatchScript, draft: Draft, diagnosis: Diagnosis, job: Job) -
                 return
             size = most // GIB * GIB
             reason += f", but no node of {job.partition or 'the partition'} has more than {format_bytes(most)}"
-        _set_memory(script, draft, given, size, reason)
+        if job.step_bytes:
+            _set_step(script, draft, job, size, reason)
+            reason = f"the job holds at least what its srun asks for: {slurm_size(size)} of each node"
+        least = max((now or 0, *(_bytes(one, job) for one in script.given if one.key in MEMORY)))
+        if given is None or size > (now or 0) or least > (now or 0):
+            _set_memory(script, draft, given, max(size, least), reason)
     elif given is not None and not _SIZE.fullmatch(given.value) and now:
         reason = f"--mem takes K, M, G or T: {given.value} is written {slurm_size(now)}"
-        size = now if given.key == "mem" else now // max((job.tasks_per_node or 1) * (job.cpus_per_task or 1), 1)
+        size = now if given.key == "mem" else now // _cpus_of_node(job)
         draft.replace(given.line, given.start, given.end, slurm_size(size), reason)
     elif given is not None and most is not None and now is not None and now > most:
         _set_memory(script, draft, given, most // GIB * GIB, f"no node has more than {format_bytes(most)}")
 
 
+def _cpus_of_node(job: Job) -> int:
+    return max((job.tasks_per_node or 1) * (job.cpus_per_task or 1), 1)
+
+
+def _bytes(setting: Setting, job: Job) -> int:
+    return bytes_of(setting, _cpus_of_node(job)) or 0
+
+
+def _without_others(script: BatchScript, draft: Draft) -> Setting | None:
+    """The directive of memory that Slurm takes, the later one; what contradicts it is taken out."""
+    kept = script.memory
+    for one in script.given:
+        if kept is None or one.key not in MEMORY or one == kept or (one.key, one.value) == (kept.key, kept.value):
+            continue
+        line = script.lines[one.line]
+        reason = (
+            f"--{one.key}={one.value} contradicts --{kept.key}={kept.value} on line {kept.line + 1}, and Slurm takes "
+            "one, the later, or refuses both: dropped here"
+        )
+        if line[: one.begin].split() == ["#SBATCH"] and not line[one.end :].partition("#")[0].strip():
+            draft.replace(one.line, 0, 0, "#", reason)
+        else:
+            end = one.end + (len(line[one.end :]) - len(line[one.end :].lstrip()))
+            draft.replace(one.line, one.begin if line[end:] else len(line[: one.begin].rstrip()), end, "", reason)
+    return kept
+
+
+def _set_step(script: BatchScript, draft: Draft, job: Job, size: int, reason: str) -> None:
+    """Raise what the step asked for that died: by its size, else the last."""
+    steps = [one for one in script.step_memory if _bytes(one, job)]
+    died = [one for one in steps if _bytes(one, job) == job.step_bytes] or steps[-1:]
+    for one in died:
+        value = size if one.key == "mem" else -(-size // _cpus_of_node(job))
+        draft.replace(one.line, one.start, one.end, slurm_size(value), f"this step's own limit: {reason}")
+
+
 def _set_memory(script: BatchScript, draft: Draft, given: Setting | None, size: int, reason: str) -> None:
     if given is not None and given.key == "mem-per-cpu":
         line = script.lines[given.line]
-        draft.replace(given.line, 0, len(line), f"#SBATCH --mem={slurm_size(size)}", reason)
+        alone = line[: given.begin].split() == ["#SBATCH"] and not line[given.end :].partition("#")[0].strip()
+        end = len(line) if alone else given.end
+        draft.replace(given.line, given.begin, end, f"--mem={slurm_size(size)}", reason)
     else:
         _set(script, draft, "mem", slurm_size(size), reason)
 
@@ -115,14 +163,6 @@ def _tasks(script: BatchScript, draft: Draft) -> None:
     if nodes and tasks and per_node and tasks != nodes * per_node:
         reason = f"{nodes} nodes x {per_node} tasks of each = {nodes * per_node}, not {tasks}"
         _set(script, draft, "ntasks", str(nodes * per_node), reason)
-
-
-def _cpus(script: BatchScript, draft: Draft, job: Job) -> None:
-    need = (job.workers or 0) + 1
-    given = "cpus-per-task" in script.directives  # what is not asked for, a cluster may give by device
-    if given and job.workers and (job.cpus_per_task or 1) < need:
-        reason = f"{job.workers} loader workers and the training itself need {need} CPUs of each task"
-        _set(script, draft, "cpus-per-task", str(need), reason)
 
 
 def _time(script: BatchScript, draft: Draft, diagnosis: Diagnosis, job: Job) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from memfit.diagnosis._job import Job
+from memfit.diagnosis._job import Job, twice_asked
 from memfit.diagnosis._remedies import with_figures
 from memfit.diagnosis._remedies_device import foreign_bytes
 from memfit.diagnosis._remedies_host import wanted_request
@@ -81,8 +81,10 @@ def write_incident(
 
 def _problem(diagnosis: Diagnosis, job: Job) -> Iterator[str]:
     place = ", ".join(f"{name} {value}" for name, value in diagnosis.where.items() if value is not None)
-    ended = "It recovered and went on." if diagnosis.recovered else "It ended."
-    yield f"The job was {what_happened(diagnosis)}{f' ({place})' if place else ''}. {ended} Phase: {diagnosis.phase}."
+    said = what_happened(diagnosis)
+    phase = "" if diagnosis.phase == "unknown" else f", in phase {diagnosis.phase}"
+    ended = ". It recovered and went on" if diagnosis.recovered else ""
+    yield f"{said[:1].upper()}{said[1:]}{f' ({place})' if place else ''}{phase}{ended}."
     if job.ran_seconds:
         limit = f" of {format_duration(job.limit_seconds, short=True)} allowed" if job.limit_seconds else ""
         yield f"It ran {format_duration(job.ran_seconds)}{limit}."
@@ -117,16 +119,21 @@ def _timeline(diagnosis: Diagnosis) -> Iterator[str]:
 
 def _memory(diagnosis: Diagnosis, job: Job) -> Iterator[str]:
     measured = job.node_bytes
+    if job.told_twice is not None:
+        said = twice_asked(job.told_twice)
+        yield f"- {said[:1].upper()}{said[1:]}."
+    if job.step_bytes and job.step_bytes != job.request_bytes:
+        yield f"- The script's srun asks for {format_bytes(job.step_bytes)} of each node: its step is held to that."
     if measured is not None:
         line = f"- Host, each node: {measured[1]} = {format_bytes(measured[0])}"
-        if job.request_bytes:
-            over = measured[0] - job.request_bytes
+        if job.limit_bytes:
+            over = measured[0] - job.limit_bytes
             side = "over" if over > 0 else "below"
-            line += f", {format_bytes(abs(over))} {side} the {format_bytes(job.request_bytes)} asked for"
+            line += f", {format_bytes(abs(over))} {side} the {format_bytes(job.limit_bytes)} asked for"
         yield line + "."
         if job.task_mean_bytes and job.task_peak_bytes:
             steady = (job.tasks_per_node or 1) * job.task_mean_bytes
-            over_mean = job.request_bytes is not None and steady > job.request_bytes
+            over_mean = job.limit_bytes is not None and steady > job.limit_bytes
             where = "already over the limit in steady state" if over_mean else "on average"
             yield f"- Host, each node: the tasks' means add up to {format_bytes(steady)}, {where}."
             if over_mean and diagnosis.phase in ("validate", "checkpoint"):
@@ -190,7 +197,7 @@ def _budget(diagnosis: Diagnosis, job: Job) -> Iterator[str]:
     rows = []
     if job.request_bytes or measured:
         rows = [
-            ("asked for", job.request_bytes),
+            ("asked for", job.limit_bytes),
             ("measured", measured[0] if measured else None),
             ("to ask for", wanted[0] if wanted and diagnosis.kind == "host_cgroup" else None),
             ("a node has", job.most_bytes),
@@ -245,18 +252,36 @@ def _verification(job: Job, fix: Fix | None) -> Iterator[str]:
         yield f"- Time: {wanted[1]}{limit}."
 
 
+def _lesson_of_node(job: Job) -> str:
+    """What a task's figure teaches beside what was asked for a whole node; empty where not both are known."""
+    measured, limit, tasks = job.node_bytes, job.limit_bytes, job.tasks_per_node or 1
+    task = job.task_peak_bytes or job.task_mean_bytes or 0
+    if not (measured and limit and task):
+        return ""
+    if task >= limit:
+        return f"One task alone, {format_bytes(task)}, was as large as the {format_bytes(limit)} of its node."
+    if tasks > 1 and measured[0] > limit:
+        return (
+            f"{format_bytes(task)} of one task looked small beside {format_bytes(limit)}; the limit "
+            f"holds for the {tasks} tasks of a node together: {format_bytes(measured[0])}."
+        )
+    if tasks > 1:
+        return (
+            f"{format_bytes(task)} is the MaxRSS of one task; the limit of {format_bytes(limit)} holds for the {tasks} "
+            f"tasks of a node together, at least {format_bytes(tasks * task)} by samples that may miss a peak."
+        )
+    return (
+        f"MaxRSS showed {format_bytes(task)}, and the node was held to {format_bytes(limit)}: it is sampled and of one "
+        "task, so below the limit it proves nothing."
+    )
+
+
 def _lesson(diagnosis: Diagnosis, job: Job) -> Iterator[str]:
     """What the figures teach; nothing where they teach nothing."""
-    measured, tasks = job.node_bytes, job.tasks_per_node
     figures = diagnosis.figures
-    if diagnosis.kind == "host_cgroup" and measured and job.request_bytes and tasks and tasks > 1:
-        task = job.task_peak_bytes or job.task_mean_bytes or 0
-        if task < job.request_bytes < measured[0]:
-            yield (
-                f"{format_bytes(task)} of one task looked small beside {format_bytes(job.request_bytes)}; the limit "
-                f"holds for the {tasks} tasks of a node together: {format_bytes(measured[0])}."
-            )
-            return
+    if (diagnosis.kind.startswith("host") or diagnosis.cause == "killed") and (said := _lesson_of_node(job)):
+        yield said
+        return
     if diagnosis.kind in ("gpu", "gpu_fragmentation") and "device_total" in figures and diagnosis.findings:
         held = foreign_bytes(diagnosis.findings[0].values)
         if held is not None and held > 0.25 * figures["device_total"]:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from memfit.diagnosis._batch_script import BatchScript
+from memfit.diagnosis._batch_script import BatchScript, Setting
 from memfit.diagnosis._sacct import Row, parse_request, parse_seconds
 from memfit.diagnosis._scontrol import Limit, Shape
 from memfit.diagnosis._training_account import predict_seconds
+from memfit.units import format_bytes
 
 #: What the settings of a training are called, by the last part of their key.
 BATCH = (
@@ -25,6 +26,11 @@ WORKERS = ("num_workers", "dataloader_num_workers", "workers", "n_workers")
 EPOCHS = ("max_epochs", "num_train_epochs", "num_epochs", "epochs", "n_epochs")
 PERSISTENT = ("persistent_workers", "dataloader_persistent_workers")
 PREFETCH = ("prefetch_factor", "dataloader_prefetch_factor")
+#: The same by the field of `Job`.
+SETTINGS = {
+    "batch": BATCH, "accumulate": ACCUMULATE, "workers": WORKERS, "epochs": EPOCHS, "prefetch": PREFETCH,
+    "persistent_workers": PERSISTENT,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class Job:
     Attributes:
         nodes, tasks_per_node, cpus_per_task, gpus_per_node: Its shape.
         request_bytes: The memory of each node that it asked for.
+        step_bytes: What the ``srun`` of its script asks for of each node; that step is held to it.
+        script_bytes: What its script asks for of each node, where the accounting may say something else.
         most_bytes: What a node of its partition has for jobs.
         task_peak_bytes: The largest of its tasks (MaxRSS: of one task, wherever it ran).
         task_mean_bytes: The mean over its tasks (AveRSS).
@@ -52,6 +60,8 @@ class Job:
         partition: Its name.
         env: Environment variables that its script sets.
         options: Every setting that its script's commands name, by the last part of the key.
+        mentioned: The fields above that the script, a config or a log names, whatever the value.
+        under_memfit: It ran under memfit, whose settings then hold in place of Slurm's.
     """
 
     nodes: int | None = None
@@ -80,6 +90,10 @@ class Job:
     partition: str = ""
     env: dict[str, str] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
+    step_bytes: int | None = None
+    script_bytes: int | None = None
+    mentioned: tuple[str, ...] = ()
+    under_memfit: bool = False
 
     def with_known(self, other: Job) -> Job:
         """This job, with what it does not know from another account of it.
@@ -89,7 +103,19 @@ class Job:
         """
         mine = {one.name: getattr(self, one.name) for one in fields(self)}
         theirs = {name: getattr(other, name) for name, value in mine.items() if value is None or value in ("", {})}
+        theirs["mentioned"] = tuple(dict.fromkeys((*self.mentioned, *other.mentioned)))
         return replace(self, **theirs)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What a node's tasks are held to: what their step asks for, else the job."""
+        return self.step_bytes or self.request_bytes
+
+    @property
+    def told_twice(self) -> tuple[int, int] | None:
+        """What the accounting and what the script say was asked for of each node, where they differ."""
+        told, written = self.request_bytes, self.script_bytes
+        return (told, written) if told and written and abs(told - written) > 0.02 * written else None
 
     @property
     def devices(self) -> int | None:
@@ -134,12 +160,19 @@ def job_of_script(script: BatchScript) -> Job:
     if per_node is None and tasks and nodes and tasks % nodes == 0:
         per_node = tasks // nodes
     cpus = whole(given.get("cpus-per-task"))
+    of_node = (per_node or 1) * (cpus or 1)
+    steps = [size for one in script.step_memory if (size := bytes_of(one, of_node))]
+    request, shm = memory_of(script, of_node), script.find("shm_size")
+    is_sure = script.memory is not None and (script.memory.key == "mem" or bool(per_node and cpus))
     return Job(
         nodes=nodes,
         tasks_per_node=per_node,
         cpus_per_task=cpus,
         gpus_per_node=gpus_of(script, per_node or 1),
-        request_bytes=memory_of(script, (per_node or 1) * (cpus or 1)),
+        request_bytes=request,
+        step_bytes=steps[-1] if steps else None,
+        script_bytes=request if is_sure else None,
+        shm_bytes=_size(shm.value) if shm else None,
         batch=_training(script, BATCH),
         accumulate=_training(script, ACCUMULATE),
         workers=_training(script, WORKERS),
@@ -150,17 +183,36 @@ def job_of_script(script: BatchScript) -> Job:
         partition=given.get("partition", ""),
         env={name: one.value for name, one in script.env.items()},
         options={one.name: found.value for one in script.settings if (found := script.find(one.name))},
+        mentioned=tuple(name for name, keys in SETTINGS.items() if script.find(*keys)),
+    )
+
+
+def twice_asked(told: tuple[int, int]) -> str:
+    """Two accounts of one request in a sentence.
+
+    >>> twice_asked((96 << 30, 64 << 30))
+    'the accounting has 96.00 GiB of each node, the script asks for 64.00 GiB: it was submitted with another request'
+    """
+    return (
+        f"the accounting has {format_bytes(told[0])} of each node, the script asks for {format_bytes(told[1])}: it was "
+        "submitted with another request"
     )
 
 
 def memory_of(script: BatchScript, cpus: int) -> int | None:
     """The bytes of each node that it asks for; GB is read as G, which Slurm counts in 1024s."""
-    for name, factor in (("mem", 1), ("mem-per-cpu", cpus)):
-        if name in script.directives:
-            text = script.directives[name].value.upper().removesuffix("B").removesuffix("I")
-            found = parse_request(text)
-            return None if found is None or not found.bytes else found.bytes * factor
-    return None
+    return None if script.memory is None else bytes_of(script.memory, cpus)
+
+
+def bytes_of(setting: Setting, cpus: int) -> int | None:
+    """The bytes of each node that ``--mem`` or ``--mem-per-cpu`` asks for; None for all of a node's."""
+    size = _size(setting.value)
+    return size * (1 if setting.key == "mem" else cpus) if size else None
+
+
+def _size(text: str) -> int | None:
+    found = parse_request(text.upper().removesuffix("B").removesuffix("I"))
+    return None if found is None or not found.bytes else found.bytes
 
 
 def gpus_of(script: BatchScript, tasks_per_node: int) -> int | None:
@@ -195,10 +247,12 @@ def job_of_rows(rows: Sequence[Row]) -> Job:
         size = round(request.bytes * share)
     elif allocated:
         size = allocated // (nodes or 1)
+    num_cpus = largest.num_cpus or cpus
     limits = (row.limit_seconds for row in rows if row.limit_seconds)
     return Job(
         nodes=nodes,
         tasks_per_node=math.ceil(tasks / (nodes or 1)) if tasks else None,
+        cpus_per_task=num_cpus // tasks or None if tasks and num_cpus else None,
         request_bytes=size,
         task_peak_bytes=largest.max_rss_bytes or None,
         task_mean_bytes=largest.ave_rss_bytes or None,
@@ -220,6 +274,7 @@ def job_of_shape(shape: Shape) -> Job:
     return Job(
         nodes=nodes,
         tasks_per_node=shape.tasks_per_node or each,
+        cpus_per_task=shape.num_cpus // shape.num_tasks or None if shape.num_tasks and shape.num_cpus else None,
         request_bytes=request,
         limit_seconds=shape.limit_seconds,
         ran_seconds=shape.seconds,

@@ -14,12 +14,7 @@ import yaml
 
 from memfit.diagnosis._batch_script import read_script
 from memfit.diagnosis._job import (
-    ACCUMULATE,
-    BATCH,
-    EPOCHS,
-    PERSISTENT,
-    PREFETCH,
-    WORKERS,
+    SETTINGS,
     Job,
     job_of_rows,
     job_of_script,
@@ -27,17 +22,13 @@ from memfit.diagnosis._job import (
     most_of_node,
     truth,
     whole,
-)  # fmt: skip
+)
 from memfit.diagnosis._log_progress import Progress, read_progress, read_saved
 from memfit.diagnosis._sacct import parse_sacct, parse_sacct_lines
 from memfit.diagnosis._scontrol import parse_node_limits, parse_shapes
 from memfit.diagnosis._text import Line, read_streams
 
-_NAMES = {
-    "batch": BATCH, "accumulate": ACCUMULATE, "workers": WORKERS, "epochs": EPOCHS, "prefetch": PREFETCH,
-    "persistent_workers": PERSISTENT,
-}  # fmt: skip
-_KEYS = {key: name for name, keys in _NAMES.items() for key in keys if key not in ("batch", "workers")}
+_KEYS = {key: name for name, keys in SETTINGS.items() for key in keys if key not in ("batch", "workers")}
 _PRINTED = re.compile(
     r"(?<![\w])(?P<key>" + "|".join(sorted(_KEYS, key=len, reverse=True)) + r")['\"]?\s*[:=]\s*['\"]?"
     r"(?P<value>\d+|[Tt]rue|[Ff]alse)\b"
@@ -258,4 +249,5 @@ def _with_settings(job: Job, printed: dict[str, list[Source]], progress: Progres
         steps_per_epoch=progress.steps_per_epoch,
         epoch_seconds=seconds or None,
         samples=samples,
+        mentioned=tuple(printed),
     )

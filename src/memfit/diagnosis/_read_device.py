@@ -82,6 +82,11 @@ def _xla(match: re.Match[str], after: str) -> dict[str, Any]:
     return values
 
 
+def _hbm(match: re.Match[str], after: str) -> dict[str, Any]:
+    values = _xla(match, after)
+    return values | ({"total_bytes": to_bytes(match["total"], match["of"])} if match["total"] else {})
+
+
 def _tensorflow(match: re.Match[str], after: str) -> dict[str, Any]:
     near = match.group(0) + after[:600]
     values: dict[str, Any] = {"gpu": "GPU" in near or "gpu:" in near}
@@ -119,6 +124,62 @@ def _sized(match: re.Match[str], after: str) -> dict[str, Any]:
     return values
 
 
+_BACKEND = re.compile(r"(?i:cuda|rocm|metal|mtl|vulkan|sycl|hip)")
+_ARENA = re.compile(r"cuda|gpu|tensorrt", re.IGNORECASE)
+
+
+def backend(match: re.Match[str]) -> str:
+    """The device that a name in ggml's message, or in the function before it, stands for; empty for the processor.
+
+    >>> backend(re.search("insufficient memory", "ggml_backend_cuda_buffer_type_alloc_buffer: insufficient memory"))
+    'CUDA'
+    """
+    name = (
+        match.groupdict().get("name") or match.string[max(0, match.start() - 60) : match.start()].rpartition("ggml")[2]
+    )
+    found = _BACKEND.search(name)
+    return found[0].upper() if found else ""
+
+
+def _ggml(match: re.Match[str], after: str) -> dict[str, Any] | None:
+    device = backend(match)
+    return _sized(match, after) | {"api": device} if device else None
+
+
+def is_of_gpu(match: re.Match[str]) -> bool:
+    """Whether the text around a message of onnxruntime's arena speaks of a GPU."""
+    return bool(_ARENA.search(match.string[max(0, match.start() - _NEAR) : match.end() + _NEAR]))
+
+
+def _julia(match: re.Match[str], after: str) -> dict[str, Any]:
+    """What was asked for, and the device's and the pool's sizes where its report follows."""
+    values = _sized(match, after)
+    total = re.search(rf"GPUmemoryusage:[\d.]+%\({SIZE}/{SIZE}\)", after[:300])
+    pool = re.search(rf"Memorypoolusage:{SIZE}\({SIZE}reserved", after[:400])
+    values |= {"total_bytes": to_bytes(total[3], total[4])} if total else {}
+    if pool:
+        values |= {"allocated_bytes": to_bytes(pool[1], pool[2]), "reserved_bytes": to_bytes(pool[3], pool[4])}
+    return values
+
+
+def _cupy(match: re.Match[str], after: str) -> dict[str, Any]:
+    values = _sized(match, after)
+    for name, title in (("allocated_bytes", "allocatedsofar:"), ("total_bytes", "limitsetto:")):
+        found = re.search(rf"{title}([\d,]+)bytes", after[:200])
+        values |= {name: int(found[1].replace(",", ""))} if found else {}
+    return values
+
+
+def _serving(match: re.Match[str], after: str) -> dict[str, Any]:
+    """What a server of models lacks for its cache; it looks for that while it is being built."""
+    found = match.groupdict()
+    values: dict[str, Any] = {"api": "CUDA", "phase": "build"}
+    for name in ("total", "tried"):
+        if found.get(name):
+            values[f"{name}_bytes"] = to_bytes(found[name], found["unit"])
+    return values
+
+
 _TAGGED = r"(?P<size>\d[\d.]{0,24})(?P<unit>bytes?|[KMGTE]i?B|[KMGT])"
 _REFUSED = Pattern(
     "device_error_oom",
@@ -128,6 +189,9 @@ _REFUSED = Pattern(
         r"| cudaErrorMemoryAllocation | CUDA driver error: out of memory | HIP runtime error: out of memory"
         r"| CudaOutOfMemory | cuMemAlloc failed: out of memory"
         r"| cudaMalloc failed with error code 2 | error == cudaSuccess \(2 vs\. 0\)"
+        r"| Out of memory on device\. To view | Out of memory on device\.[^!]{0,80}?gpuDevice"
+        r"| CUDA error 2 at [^:!]{1,200}?:\d+: out of memory | \[CUDA\] out of memory | Error Code 2: OutOfMemory"
+        r" (?:\(Requested size was (?P<bytes>\d+) bytes)? | No executable batch size found, reached zero"
         r"| Cuda Runtime \(out of memory\) | CUDA failure 2: out of memory | GPU memory allocation failed"
     ),
     _sized,
@@ -158,7 +222,7 @@ DEVICE: tuple[Pattern, ...] = (
     ),
     Pattern(
         "device_error_oom",
-        words(rf"(?:allocating {_TAGGED} on device \d+:)? cudaMalloc (?:Async)? failed: out of memory"),
+        words(rf"(?:allocating {_TAGGED} on device \d+:)? cudaMalloc (?:Async|retry)? failed: out of memory"),
         _sized,
     ),
     Pattern(
@@ -167,9 +231,55 @@ DEVICE: tuple[Pattern, ...] = (
             r"cupy\.cuda\.memory\.OutOfMemoryError: (?:Out of memory allocating|out of memory to allocate)"
             r" (?P<bytes>[\d,]+) bytes"
         ),
-        _sized,
+        _cupy,
+    ),
+    Pattern("device_error_oom", words(rf"Out of GPU memory trying to allocate {_TAGGED}"), _julia),
+    Pattern(
+        "device_error_oom",
+        words(
+            r"Memory allocation error on worker \d+:[^!]{0,200}? Requested memory: (?P<size>\d[\d.]*)"
+            r" (?P<unit>[KMGT]i?B)?"
+        ),
+        lambda match, after: {"api": "CUDA", "tried_bytes": to_bytes(match["size"], match["unit"] or "B")},
+    ),
+    Pattern(
+        "device_error_oom",
+        words(
+            r"insufficient memory \(attempted to allocate (?P<size>\d[\d.]{0,24}) (?P<unit>[KMG]i?B)\)"
+            r"| (?:failed|unable) to allocate (?P<name>(?:CUDA|ROCm|Vulkan|Metal|MTL|SYCL)(?!_Host)\w{0,12}?) buffer"
+            r" (?:of size (?P<bytes>\d+))?"
+        ),
+        _ggml,
+    ),
+    Pattern(
+        "device_error_oom",
+        words(r"Failed to allocate memory for requested buffer of size (?P<bytes>\d+)"),
+        lambda match, after: _sized(match, after) if is_of_gpu(match) else None,
+    ),
+    Pattern(
+        "device_error_oom",
+        words(
+            r"No available memory for the cache blocks"
+            r"| Free memory on device (?:cuda:\d+)? \([\d.]+/ (?P<total>[\d.]+) (?P<unit>GiB)\) on startup is less"
+        ),
+        _serving,
+    ),
+    Pattern(
+        "device_error_oom",
+        words(
+            r"\( (?P<tried>[\d.]+) (?P<unit>GiB) KV cache is needed, which is larger than the available KV cache memory"
+        ),
+        _serving,
     ),
     Pattern("device_error_oom", words(rf"Out of memory error on GPU \d+\. Cannot allocate {_TAGGED}"), _sized),
+    Pattern(
+        "device_error_oom",
+        words(
+            r"failed to allocate [\d.]+[KMGT]i?B? \((?P<bytes>\d+)bytes\) from device: [hH](?:ip|IP)"
+            r"| MIOpen Error:[^!]{1,120}? Memory not available to allocate buffer: (?P<buffer>\d+)"
+        ),
+        lambda match, after: {"api": "HIP", "tried_bytes": int(match["bytes"] or match["buffer"])},
+    ),
     Pattern("device_error_oom", words(r"CUDA OOMs: [1-9]\d*"), _summary),
     Pattern(
         "xpu_oom",
@@ -231,7 +341,11 @@ DEVICE: tuple[Pattern, ...] = (
         ),
         _xla,
     ),
-    Pattern("xla_oom", words(r"Ran out of memory in memory space hbm"), _xla),
+    Pattern(
+        "xla_oom",
+        words(r"Ran out of memory in memory space hbm (?:\. Used [\d.]+[KMGT]? of (?P<total>[\d.]+) (?P<of>[KMGT]))?"),
+        _hbm,
+    ),
     Pattern(
         "tf_oom",
         words(
@@ -241,6 +355,11 @@ DEVICE: tuple[Pattern, ...] = (
         _tensorflow,
     ),
     Pattern("pressure", words(r"ran out of memory trying to allocate"), _not_a_failure),
+    Pattern(
+        "pressure",
+        words(r"Allocation of \d+ exceeds \d+% of (?:free)? system memory"),
+        lambda match, after: {"what": "a warning of TensorFlow's"},
+    ),
     Pattern(
         "pressure",
         words(r"(?<!\d)\d{1,9} pytorch allocator cache flushes since last step"),

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from memfit.diagnosis._facts import SIZE, Pattern, to_bytes, words
+from memfit.diagnosis._read_device import backend, is_of_gpu
 
 
 def _tried(match: re.Match[str], after: str) -> dict[str, Any]:
@@ -32,7 +33,25 @@ def _bad_alloc(match: re.Match[str], after: str) -> dict[str, Any] | None:
     return None if device else _tried(match, after)
 
 
+def _pinned(match: re.Match[str], after: str) -> dict[str, Any]:
+    """What was asked for; some locales write it with a decimal comma."""
+    return {"tried_bytes": to_bytes(match.group(1).replace(",", "."), match.group(2))}
+
+
 HOST: tuple[Pattern, ...] = (
+    Pattern(
+        "cpu_alloc",
+        words(r"insufficient memory \(attempted to allocate (\d[\d.]{0,24}) ([KMG]i?B)\)"),
+        lambda match, after: None if backend(match) else _sized(match, after),
+    ),
+    Pattern("cpu_alloc", words(r"(?:failed|unable) to allocate CPU\w{0,12}? buffer (?:of size (\d+))?"), _tried),
+    Pattern("cpu_alloc", words(rf"requires more system memory \({SIZE}\) than is available"), _sized),
+    Pattern("cpu_alloc", words(rf"Requested [\dx]+ \({SIZE}\) array exceeds maximum array size"), _sized),
+    Pattern(
+        "cpu_alloc",
+        words(r"Failed to allocate memory for requested buffer of size (\d+)"),
+        lambda match, after: None if is_of_gpu(match) else _tried(match, after),
+    ),
     Pattern(
         "cpu_alloc",
         words(
@@ -61,7 +80,8 @@ HOST: tuple[Pattern, ...] = (
         "memory_error",
         words(
             r"java\.lang\.OutOfMemoryError | JavaScript heap out of memory | LoadError: OutOfMemoryError\(\)"
-            r"| C error: out of memory | virtual memory exhausted: | fatal error: runtime: out of memory"
+            r"| C error: out of memory | Out of memory\. Type \"help memory\""
+            r"| virtual memory exhausted: | fatal error: runtime: out of memory"
         ),
     ),
     Pattern(
@@ -99,12 +119,14 @@ HOST: tuple[Pattern, ...] = (
         words(rf"could not allocate pinned host memory of size: (\d+) | failed to alloc {SIZE} bytes on host"),
         lambda match, after: {"tried_bytes": int(match.group(1))} if match.group(1) else {},
     ),
+    Pattern("pinned", words(r"failed to allocate (\d[\d.,]{0,24}) ([KMG]i?B) of pinned memory"), _pinned),
+    Pattern("pinned", words(r"(?:failed|unable) to allocate CUDA_Host buffer (?:of size (\d+))?"), _tried),
     Pattern(
         "pinned",
         words(
             r"cuMemHostAlloc failed | cudaHostAlloc failed "
             r"| cudaHostRegister (?:failed)?[^:]{0,40}: (?:out of memory|invalid)"
-            r"| failed to (?:allocate|alloc|pin) [^.]{0,40}? pinned [^.]{0,40}? memory "
+            r"| [Ff]ailed to (?:allocate|alloc|pin) [^.]{0,40}? pinned [^.]{0,40}? memory "
             r"| pinned memory allocation failed"
             r"| out of memory at \S{1,200}?CachingHostAllocator"
         ),

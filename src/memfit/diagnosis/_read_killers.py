@@ -69,8 +69,30 @@ def _flagged(match: re.Match[str], after: str) -> dict[str, Any] | None:
     return None if re.match(r'\\?"?[:=]"?(?:false|0)', after) else {"who": "the container's limit"}
 
 
+def _grid_engine(match: re.Match[str], after: str) -> dict[str, Any]:
+    """Its limit of a queue, in bytes with five places."""
+    found = re.match(r"[^(]{0,100}\((\d+)[\d.]*>limit:(\d+)", after)
+    return {"who": "Grid Engine"} | ({"used_bytes": int(found[1]), "limit_bytes": int(found[2])} if found else {})
+
+
+def _condor(match: re.Match[str], after: str) -> dict[str, Any]:
+    """Its limit, and what it measured, both in megabytes that count in 1024s."""
+    unit = {"mega": "M", "kilo": "K"}[match["unit"]]
+    used = re.match(r"\.(?:Peakusage|Lastmeasuredusage):(\d+)megabytes", after)
+    sizes = {"used_bytes": to_bytes(used[1], "M")} if used else {}
+    return {"who": "HTCondor", "limit_bytes": to_bytes(match["limit"], unit)} | sizes
+
+
+def _bad_end(match: re.Match[str], after: str) -> dict[str, Any] | None:
+    """How Hydra says a process's end: as a number, or as a status that has the signal's in it."""
+    code = int(match["code"] or 9)
+    if code not in (9, 137):
+        return None
+    return ({"pid": int(match["pid"])} if match["pid"] else {}) | ({"code": 137} if code == 137 else {})
+
+
 def _yarn(match: re.Match[str], after: str) -> dict[str, Any]:
-    found = re.search(r"([\d.]+)([KMGT]B)of([\d.]+)([KMGT]B)(?:physical|virtual)", after[:200])
+    found = re.search(r"(\d+(?:\.\d+)?)([KMGT]B)of(\d+(?:\.\d+)?)([KMGT]B)(?:physical|virtual)", after[:200])
     sizes = {"used_bytes": to_bytes(found[1], found[2]), "limit_bytes": to_bytes(found[3], found[4])} if found else {}
     return {"who": "YARN"} | sizes
 
@@ -100,7 +122,7 @@ _SCHEDULERS: tuple[Pattern, ...] = (
     Pattern("limit_kill", words(r"job killed: (?:mem|vmem|pmem|pvmem) (\d+) kb exceeded limit (\d+) kb"), _pbs),
     Pattern(
         "limit_kill",
-        words(r"PBS: job killed:[^!]{0,40}?mem | under_oom detected | Cgroup mem(?:sw)? limit exceeded"),
+        words(r"PBS: job killed:[^!]{0,40}?mem | under_oom detected | Cgroup mem(?:ory|sw)? limit exceeded"),
         _by("PBS"),
     ),
     Pattern("limit_kill", words(r"job \S{1,40}? exceeded MEM usage hard limit"), _by("Moab")),
@@ -109,7 +131,14 @@ _SCHEDULERS: tuple[Pattern, ...] = (
     ),
     Pattern("cgroup_kill", words(r"oom: Memory cgroup out of memory: killed (\d+) task"), _by("Flux")),
     Pattern(
-        "limit_kill", words(r"Job has gone over (?:cgroup)? memory limit of \d+ (?:mega|kilo)bytes"), _by("HTCondor")
+        "limit_kill",
+        words(r"Job has gone over (?:cgroup)? memory limit of (?P<limit>\d+) (?P<unit>mega|kilo)bytes"),
+        _condor,
+    ),
+    Pattern(
+        "limit_kill",
+        words(r"exceed(?:s|ed) (?:job)? (?:hard|soft) limit \"?[hs]_(?:vmem|rss|data|stack)\"? of queue"),
+        _grid_engine,
     ),
     Pattern("limit_kill", words(r"memory usage exceeded request_memory | PeakMemoryUsage exceeded"), _by("HTCondor")),
     Pattern(
@@ -126,7 +155,11 @@ _CONTAINERS: tuple[Pattern, ...] = (
     Pattern("cgroup_kill", words(r"OOM ?Killed"), _flagged),
     Pattern("cgroup_kill", words(r"container oom (?=[0-9a-f]{12})"), _by("Docker")),
     Pattern("cgroup_kill", words(r'"(?:status|Action)":"oom"'), _by("Docker")),
-    Pattern("global_kill", words(r"low on resource: memory"), _by("the kubelet")),
+    Pattern("cgroup_kill", words(r"OutOfMemoryError: Container killed due to memory usage"), _by("ECS")),
+    Pattern(
+        "cgroup_kill", words(r"[Cc]ontainer \S{1,80}? was OOM[- ]?killed"), lambda match, after: _flagged(match, after)
+    ),
+    Pattern("global_kill", words(r"low on resource: memory | had condition: \[MemoryPressure\]"), _by("the kubelet")),
     Pattern("global_kill", words(r"System OOM encountered"), _by("the kubelet")),
     Pattern(
         "disk_full",
@@ -241,10 +274,21 @@ _UNNAMED: tuple[Pattern, ...] = (
         words(
             r"line \d+: (?P<pid>\d+) Killed (?=\S) | terminated by signal 9 | killed by signal 9 | Signal 9 \(SIGKILL\)"
             r"| Killed signal terminated program | SIGKILL\(-9\) | signal: 9, SIGKILL | killed by signal: 9"
-            r"| interrupted by signal 9 | died with <Signals\.SIGKILL: 9> | killed by SIGKILL (?!by OOM)"
+            r"| interrupted by signal 9 | Negsignal\.SIGKILL | exited on signal 9 \(Killed\)"
+            r"| died with <Signals\.SIGKILL: 9> | killed by SIGKILL (?!by OOM)"
         ),
         lambda match, after: {"pid": int(match["pid"])} if match["pid"] else {},
     ),
+    Pattern(
+        "sigkill",
+        words(
+            r"BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES =? (?:RANK \d+)? (?:PID (?P<pid>\d+))? [^=]{0,100}?"
+            r" =* (?:EXIT CODE: (?P<code>\d+)(?!\d) | KILLED BY SIGNAL: 9 \()"
+        ),
+        _bad_end,
+    ),
+    Pattern("sigkill", words(r"EXIT STRING: Killed \(signal 9\)")),
+    Pattern("sigkill", words(r"Exit code is 137 (?!\d)"), lambda match, after: {"code": 137}),
     Pattern(
         "sigkill",
         words(r"(?:exit|return) ?code:?=?\(? -9 (?!\d) | non-zero exit status -9 (?!\d)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from memfit.diagnosis._facts import Pattern, words
@@ -17,6 +18,22 @@ def _own(match: re.Match[str], after: str) -> dict[str, Any]:
     return {"name": match.group(1).rpartition(".")[2], "text": after.lstrip(": ")[:200]}
 
 
+#: What the driver reports of a program's own fault, and what only follows from another report.
+#: Source: NVIDIA, "XID Errors".
+_FAULTS, _FOLLOWING = frozenset({13, 31}), frozenset({43, 45, 63})
+
+
+def _xid_of(kind: str) -> Callable[[re.Match[str], str], dict[str, Any] | None]:
+    """Keeps a report of the driver's if its number means that kind; a report without a number is of a lost device."""
+
+    def values(match: re.Match[str], after: str) -> dict[str, Any] | None:
+        number = int(match["number"] or 0)
+        means = "illegal_access" if number in _FAULTS else "" if number in _FOLLOWING else "device_lost"
+        return {"xid": number} if means == kind else None
+
+    return values
+
+
 #: What bash says before the name of a signal of which a script's command died: ``train.sh: line 2: 4260 Bus error``.
 _BASH = r"(?:\S.{0,200}: line \d+: +\d+ )?"
 _EXCEPTION = re.compile(
@@ -29,6 +46,7 @@ _SCHEDULERS: tuple[Pattern, ...] = (
         "walltime",
         words(
             r"DUE TO TIME LIMIT | TERM_RUNLIMIT | walltime \d+ exceeded limit \d+ | PBS: job killed: walltime"
+            r"| exceed(?:s|ed) (?:hard)? wallclock time | hard limit \"?[hs]_(?:rt|cpu)\"? of queue"
             r"| reached LSF run time limit | DeadlineExceeded",
             flags=re.I,
         ),
@@ -45,7 +63,12 @@ _SCHEDULERS: tuple[Pattern, ...] = (
     ),
     Pattern(
         "preempted",
-        words(r"DUE TO PREEMPTION | TERM_PREEMPT | was preempted | preemption notice | job preempted", flags=re.I),
+        words(
+            r"DUE TO PREEMPTION | TERM_PREEMPT | (?:was|been|being) preempted | spot (?:instance)? (?:interruption"
+            r"|termination) (?:notice|warning|detected|received) | \"EventType\": \"Preempt\" | preemption notice"
+            r"| job preempted",
+            flags=re.I,
+        ),
     ),
     Pattern(
         "preempted",
@@ -83,7 +106,7 @@ _SIGNALS: tuple[Pattern, ...] = (
             r"got signal: 15 | received SIGTERM | Signal 15 \(SIGTERM\) | killed by signal:? 15 "
             r"| tasks? [\d,-]+: Terminated"
             r"| exit ?code: -15 (?!\d) | is killed by signal: Terminated | Received 15 death signal"
-            r"| exited with (?:exit)? code 143 (?!\d)",
+            r"| exited with (?:exit)? code 143 (?!\d) | Exit code is 143 (?!\d)",
         ),
     ),
     Pattern("terminated", re.compile(r"^\s*Terminated\s*$|: line \d+: +\d+ Terminated\b"), by_line=True),
@@ -92,7 +115,8 @@ _SIGNALS: tuple[Pattern, ...] = (
         words(
             r"(?<!caused by a) Segmentation fault | segmentation fault encountered in worker "
             r"| (?<!due to) SIGSEGV | exit ?code: -11 (?!\d)"
-            r"| exited with code 139 | killed by signal:? 11 (?!\d) | status 139 "
+            r"| exited with code 139 | EXIT STRING: Segmentation fault | exited on signal 11 \("
+            r"| killed by signal:? 11 (?!\d) | status 139 "
             r"| Windows fatal exception: access violation"
             r"| exit code -1073741819 | 0xC0000005",
             flags=re.I,
@@ -140,7 +164,7 @@ _DEVICES: tuple[Pattern, ...] = (
     Pattern(
         "device_lost",
         words(
-            r"uncorrectable ECC error | fallen off the bus | GPU is lost | NVRM: Xid "
+            r"uncorrectable ECC error | fallen off the bus | GPU is lost "
             r"| devices? (?:\(s\))? (?:is/)? are busy or"
             r" unavailable | no CUDA-capable device | CUDA driver initialization failed | initialization error at"
             r"| Found no NVIDIA driver | driver (?:version)? is (?:too old|insufficient) | invalid device ordinal"
@@ -150,6 +174,8 @@ _DEVICES: tuple[Pattern, ...] = (
             r"| CUDNN_STATUS_NOT_SUPPORTED | CUBLAS_STATUS_INVALID_VALUE | CUBLAS_STATUS_ARCH_MISMATCH"
         ),
     ),
+    Pattern("device_lost", words(r"NVRM: Xid (?:\([^)]{1,40}\):)? (?P<number>\d+)?"), _xid_of("device_lost")),
+    Pattern("illegal_access", words(r"NVRM: Xid \([^)]{1,40}\): (?P<number>\d+)"), _xid_of("illegal_access")),
     Pattern(
         "collective_timeout",
         words(
@@ -197,7 +223,8 @@ _LIMITS: tuple[Pattern, ...] = (
         words(
             r"\[Errno 28\] No space left on device | No space left on device | Disk quota exceeded | \[Errno 122\]"
             r"| write failed, file size limit | PytorchStreamWriter failed writing file | unexpected pos \d+ vs \d+"
-            r"| disk I/O error | There is not enough space on the disk | not enough free disk space"
+            r"| disk I/O error | database or disk is full"
+            r"| There is not enough space on the disk | not enough free disk space"
         ),
     ),
 )
@@ -207,7 +234,7 @@ _CODE: tuple[Pattern, ...] = (
         "assertion",
         words(
             r"device-side assert triggered "
-            r"| Assertion ?[`'\u2018][^`'\u2019]{1,300}['\u2019] ?failed | AssertionError "
+            r"| Assertion ?[`'\u2018][^`'\u2019]{1,300}[`'\u2019] ?failed | AssertionError "
             r"| INTERNAL ASSERT FAILED"
         ),
     ),
@@ -233,8 +260,7 @@ _CODE: tuple[Pattern, ...] = (
             r"|MissingMandatoryValue|Could not override|invalid choice:|exceeded 0% memory budget"
             r"|the following arguments are"
             r" required|ConfigKeyError|ConfigCompositionException|Non-existent config key"
-            r"|No available memory for the cache"
-            r" blocks|larger than the (?:available|maximum number of tokens)"
+            r"|larger than the (?:available number|maximum number of tokens)"
         ),
         by_line=True,
     ),
@@ -245,7 +271,8 @@ _CODE: tuple[Pattern, ...] = (
     Pattern(
         "worker_exited",
         words(
-            r"The worker died unexpectedly while executing | RayActorError "
+            r"The worker died unexpectedly while executing | One of the subprocesses has abruptly died during map"
+            r"| RayActorError "
             r"| Worker exit type: SYSTEM_ERROR | KilledWorker: \("
         ),
     ),

@@ -24,6 +24,8 @@ MILD: tuple[Pattern, ...] = (
             r"ran out of memory (?:in [\w/]+)? [,:;-]* (?:skipping|retrying)"
             r"| (?:skipping|skipped) (?:this )?batch[^!]{0,60}?(?:out of memory|OOM)"
             r"| (?:OOM|out of memory)[^!]{0,60}? (?:skipping (?:the|this)? batch|retrying)"
+            r"| Attempting to copy inputs of [^!]{0,200}? to CPU due to CUDA OOM | Decreasing batch size to: \d"
+            r"| Batch size \d+ failed, trying batch size \d"
             r"| attempting to recover from OOM | retrying with (?:a )?(?:smaller|reduced|lower) (?:micro)?batch",
             flags=re.I,
         ),
@@ -50,10 +52,19 @@ MILD: tuple[Pattern, ...] = (
         by_line=True,
     ),
     Pattern(
+        "progress",
+        re.compile(
+            r"server is listening|server listening on|Application startup complete|Uvicorn running on"
+            r"|^ *(?P<all>\d+)/(?P=all) \[=+\]",
+        ),
+        by_line=True,
+    ),
+    Pattern(
         "success",
         re.compile(
             r"Pipeline completed at|Training (?:has )?(?:finished|completed?)\b|State: COMPLETED"
             r"|training (?:is )?done|Done training"
+            r"|Evaluation (?:is |has )?(?:finished|completed?|done)\b"
             r"|Finished training|`?Trainer\.(?:fit|test)`? stopped: `max_|train_runtime"
             r"|successfully completed|job finished successfully",
             re.I,
@@ -77,11 +88,14 @@ _COUNTERS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("keras", re.compile(r"^ *(?P<value>\d+)/(?P<total>\d+) \[[=>.]+\]")),
     ("epochs", re.compile(r"\bepoch[ :=#\[(]{1,3}(?P<value>\d+)", re.I)),
     ("epochs", re.compile(r"^ *(?P<value>\d+)/(?P<total>\d+) +[\d.]+G ")),
+    ("sample", re.compile(r"\b(?:sample|example|request|question)\b[ :#]{1,3}(?P<value>\d+) ?/ ?\d+", re.I)),
     ("trial", re.compile(r"\bTrial (?P<value>\d+) finished")),
     ("count", re.compile(r"\b(?:update|batch|round|episode)s?[ :=#]{1,3}(?P<value>\d+)\b", re.I)),
 )
 _ANY_COUNTER = re.compile(
-    r"%\||step|iter|epoch|\[[=>.]|num_updates|trial|batch|update|round|episode|\dG |\bit\b|\bep\b", re.I
+    r"%\||step|iter|epoch|\[[=>.]|num_updates|trial|batch|update|round|episode|sample"
+    r"|example|request|question|\dG |\bit\b|\bep\b",
+    re.I,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.diagnosis._job import Job
@@ -22,6 +23,8 @@ _IN_WORKER = frozenset({"worker_killed", "shm_bus", "shm_write", "shm_map"})
 def with_figures(job: Job, diagnosis: Diagnosis) -> Job:
     """A job with the use and the limit that the message of its killer gave, where nothing else tells them."""
     values = diagnosis.findings[0].values if diagnosis.findings else {}
+    if any("own_kills" in one.values for one in diagnosis.findings):  # the record that memfit's own watcher left
+        job = replace(job, under_memfit=True)
     if diagnosis.kind != "host_cgroup":
         return job
     told = {name: values.get(f"{name}_bytes") for name in ("used", "limit")}
@@ -59,7 +62,7 @@ def list_remedies(
     if diagnosis.kind in ("host_cgroup", "host_kernel", "host_alloc"):
         in_worker = finding is not None and finding.fact.kind in _IN_WORKER
         is_limit = diagnosis.kind == "host_cgroup"
-        return by_cost(_of_host(diagnosis.kind, values) + list(
+        return by_cost(_of_host(diagnosis.kind, values, job.under_memfit) + list(
             host_remedies(job, is_limit=is_limit, in_worker=in_worker, phase=diagnosis.phase)
         ))  # fmt: skip
     if diagnosis.kind == "shm":
@@ -87,13 +90,15 @@ _PINNED = [
 ]
 
 
-def _of_host(kind: str, values: Mapping[str, Any]) -> list[Remedy]:
+def _of_host(kind: str, values: Mapping[str, Any], under_memfit: bool) -> list[Remedy]:
     """What is special to a machine that ran out, and to an allocation that was refused."""
     if kind == "host_kernel":
         return [
             Remedy(
                 "start only what fits beside the others of this machine",
-                "memfit run -- COMMAND (or --max-parallel 1)",
+                "--max-parallel 1, or a larger --reserve (memfit run --help)"
+                if under_memfit
+                else "memfit run -- COMMAND (or --max-parallel 1)",
                 "fewer devices at once",
                 "the whole machine was out of memory, so what else ran there counts as much as this job",
                 "host",

@@ -70,9 +70,9 @@ def device_remedies(
     if config is not None and setup is not None and phase in ("train", "build", "unknown"):
         yield from _estimated(config, setup, short, values.get("total_bytes"))
     else:
-        yield from _by_phase(phase, job)
+        yield from _by_phase(phase, job, _missing(job, config))
     yield Remedy(
-        "memory of the host (--mem, fewer loader workers)",
+        f"memory of the host ({'--memory' if job.under_memfit else '--mem'}, fewer loader workers)",
         reason="another memory: the device has its own, and none of it is the host's",
         cost="not known",
         place="device",
@@ -235,7 +235,15 @@ def _cost_of(change: Change) -> Cost:
 
 
 _HALVE = "the same samples an update: the same training, up to batch norm and rounding; activations halve"
-_NO_BYTES = "; how much that is needs the model's configuration: --hf-config config.json"
+
+
+def _missing(job: Job, config: Mapping[str, Any] | None) -> str:
+    """What would have to be known for bytes."""
+    if config is None:
+        return "; how much that is needs the model's configuration: --hf-config config.json"
+    if job.options:
+        return f"; how much that is needs the batch size, and the script names no {BATCH[1]}, {BATCH[0]} or the like"
+    return "; how much that is needs the batch size too: --script with the file that names it"
 
 
 #: Where no training step is what filled it: what, its setting, its cost, why.
@@ -286,7 +294,7 @@ _WAYS: Mapping[str, tuple[tuple[str, str, Cost, str], ...]] = {
 }
 
 
-def _by_phase(phase: str, job: Job) -> Iterator[Remedy]:
+def _by_phase(phase: str, job: Job, missing: str) -> Iterator[Remedy]:
     """Remedies without bytes, for what the job was doing."""
     if phase in _WAYS:
         for title, setting, cost, reason in _WAYS[phase]:
@@ -299,12 +307,12 @@ def _by_phase(phase: str, job: Job) -> Iterator[Remedy]:
             if batch
             else "half the batch, twice the accumulation"
         )
-        yield Remedy(half, half_batch(job), "a few per cent", _HALVE + _NO_BYTES, "device")
+        yield Remedy(half, half_batch(job), "a few per cent", _HALVE + missing, "device")
     yield Remedy(
         "activations again in place of kept ones",
         "--gradient_checkpointing True, or torch.utils.checkpoint",
         "25 to 33 %",
-        "a block's inputs are kept and the rest is made again" + _NO_BYTES,
+        "a block's inputs are kept and the rest is made again" + missing,
         "device",
     )
     if job.devices and job.devices > 1:

@@ -14,6 +14,8 @@ RESERVE = 0.15
 #: A peak of no more than so much of the limit is one that the limit cut off.
 _CUT = 1.02
 _TORCH_PREFETCH = 2
+#: The /dev/shm to begin with where the size of a batch is not known.
+_LEAST_SHM = 2 * GIB
 
 
 def slurm_size(count: int) -> str:
@@ -39,7 +41,7 @@ def round_up(count: float) -> int:
 
 def wanted_request(job: Job) -> tuple[int, str] | None:
     """The bytes to ask for on each node, and the arithmetic; None when neither a peak nor a limit is known."""
-    measured, limit = job.node_bytes, job.request_bytes
+    measured, limit = job.node_bytes, job.limit_bytes
     if measured is not None and (limit is None or measured[0] > _CUT * limit):
         size = round_up(measured[0] * (1 + RESERVE))
         why = f"{measured[1]} = {format_bytes(measured[0])} on each node; + {RESERVE:.0%} = {format_bytes(size)}"
@@ -81,14 +83,23 @@ def _larger_request(job: Job) -> Iterator[Remedy]:
     if wanted is None:
         yield Remedy(
             "ask for more memory than was measured",
-            "--mem of Slurm, mem_limit of Compose, resources.limits.memory of Kubernetes",
+            _MEMFIT.format("SIZE", "")
+            if job.under_memfit
+            else "--mem of Slurm, mem_limit of Compose, resources.limits.memory of Kubernetes",
             "none",
-            "it met its limit; neither the limit nor a peak is in what was read, so give --sacct or --script",
+            "it met its limit; neither the limit nor a peak is in what was read"
+            + ("" if job.under_memfit else ", so give --sacct or --script"),
             "host",
         )
         return
     size, why = wanted
-    gain = size - job.request_bytes if job.request_bytes else None
+    gain = size - job.limit_bytes if job.limit_bytes else None
+    known = True if job.node_bytes is not None and job.node_bytes[0] > _CUT * (job.limit_bytes or 0) else None
+    if job.under_memfit:
+        written = memfit_size(size)
+        setting = _MEMFIT.format(written, f" above {written}")
+        yield Remedy(f"give the job {written}", setting, "none", why, "host", gain, known)
+        return
     if job.most_bytes is not None and size > job.most_bytes:
         yield Remedy(
             f"ask for {slurm_size(size)} of each node of a partition with larger nodes",
@@ -100,16 +111,30 @@ def _larger_request(job: Job) -> Iterator[Remedy]:
             True,
         )
         return
-    known = job.node_bytes is not None and job.node_bytes[0] > _CUT * (job.request_bytes or 0)
+    of_step = job.step_bytes is not None
+    more = f" in the script's srun, and no less in #SBATCH --mem={slurm_size(max(size, job.request_bytes or 0))}"
     yield Remedy(
-        f"ask for {slurm_size(size)} of each node",
-        f"--mem={slurm_size(size)}",
+        f"ask for {slurm_size(size)} of each node{' for the step' if of_step else ''}",
+        f"--mem={slurm_size(size)}{more if of_step else ''}",
         "none",
         why,
         "host",
         gain,
-        True if known else None,
+        known,
     )
+
+
+#: What memfit's own runs go by: the hint for a job, and what all of them may take.
+_MEMFIT = "--memory {0}; the budget or --limit{1} (memfit run --help, memfit map --help)"
+
+
+def memfit_size(count: int) -> str:
+    """A size as memfit's options take it, rounded up.
+
+    >>> memfit_size(6 << 30), memfit_size((1 << 20) + 1)
+    ('6GiB', '2MiB')
+    """
+    return f"{count // GIB}GiB" if count % GIB == 0 else f"{-(-count // MIB)}MiB"
 
 
 def _fewer_copies(job: Job, in_worker: bool) -> Iterator[Remedy]:
@@ -173,20 +198,23 @@ def _fewer_tasks(job: Job) -> Iterator[Remedy]:
 
 
 def _changes_nothing(job: Job) -> Iterator[Remedy]:
-    """What is often advised for this and would not help, and what it would do here."""
+    """What its script, its config or its log names and a person may think of next, though it would not help here."""
     ready = ""
     if job.batch_bytes and job.workers:
         held = job.workers * (job.prefetch or _TORCH_PREFETCH) * job.batch_bytes * (job.tasks_per_node or 1)
         ready = f". All batches that wait hold {format_bytes(held)} of a node"
     batch = job.batch or 2
-    yield Remedy(
-        "a smaller batch, or gradients accumulated over smaller ones",
-        f"batch_size={max(1, batch // 2)}" if job.batch else "batch_size",
-        "a few per cent",
-        (judge_change("batch_size", batch, max(1, batch // 2)).text if job.batch else _BATCH_TEXT) + ready,
-        "host",
-        helps=False,
-    )
+    if job.batch or "batch" in job.mentioned:
+        yield Remedy(
+            "a smaller batch, or gradients accumulated over smaller ones",
+            f"batch_size={max(1, batch // 2)}" if job.batch else "batch_size",
+            "a few per cent",
+            (judge_change("batch_size", batch, max(1, batch // 2)).text if job.batch else _BATCH_TEXT) + ready,
+            "host",
+            helps=False,
+        )
+    if job.persistent_workers is None and "persistent_workers" not in job.mentioned:
+        return
     effect = judge_change("persistent_workers", job.persistent_workers, False)
     if effect.effect == "none":
         yield Remedy(
@@ -222,12 +250,13 @@ def shm_remedies(job: Job) -> Iterator[Remedy]:
     need, ready = None, job.prefetch or _TORCH_PREFETCH
     if job.workers and job.batch_bytes:
         need = round_up(1.2 * job.workers * ready * job.batch_bytes)
-    size = need or (2 * job.shm_bytes if job.shm_bytes else None)
-    written = f"{size // MIB}m" if size else "8g"
+    size = need or max(_LEAST_SHM, 2 * (job.shm_bytes or 0))
+    written = f"{size // MIB}m"
     why = (
         f"{job.workers} workers x {ready} batches x {format_bytes(job.batch_bytes)}, and a fifth above"
         if need and job.batch_bytes
-        else "each worker keeps prefetch_factor batches there (2 by default); a container has 64 MiB by default"
+        else "each worker keeps prefetch_factor batches there (2 by default); a container has 64 MiB by default. How "
+        f"large a batch is was not measured: it is {'twice what it had' if size > _LEAST_SHM else 'where to begin'}"
     )
     yield Remedy(
         "a larger /dev/shm",
@@ -235,7 +264,7 @@ def shm_remedies(job: Job) -> Iterator[Remedy]:
         "none",
         f"{why}. It counts as host memory of the same container",
         "shm",
-        size - (job.shm_bytes or 64 * MIB) if size else None,
+        size - (job.shm_bytes or 64 * MIB),
         True if need else None,
     )
     yield Remedy(

@@ -80,11 +80,12 @@ def other_remedies(cause: str, job: Job) -> Iterator[Remedy]:
             "journalctl -k | grep -i 'killed process'; sacct -j JOBID --format=JobID,State,ExitCode,MaxRSS,ReqMem",
             reason="SIGKILL has no sender in a log: the kernel's log and the accounting do",
         )
-        yield Remedy(
-            "run it under memfit next time",
-            "memfit run -- COMMAND",
-            reason="it reads the kernel's counters before and after, so the next death names its killer",
-        )
+        if not job.under_memfit:
+            yield Remedy(
+                "run it under memfit next time",
+                "memfit run -- COMMAND",
+                reason="it reads the kernel's counters before and after, so the next death names its killer",
+            )
     for title, setting, reason in _WAYS.get(cause, ()):
         yield Remedy(title, setting, reason=reason)
 

@@ -58,11 +58,13 @@ _ECHOES = frozenset(
         "RendezvousClosedError",
         "BrokenPipeError",
         "ConnectionResetError",
+        "ActorDiedError",
         "EOFError",
     }
 )
 _OF_OTHERS = re.compile(
-    r"DataLoader worker|NCCL|ProcessGroup|process group|Connection (?:closed|reset)|Broken pipe"
+    r"DataLoader worker|One of the subprocesses has abruptly died|worker died unexpectedly"
+    r"|NCCL|ProcessGroup|process group|Connection (?:closed|reset)|Broken pipe"
     r"|Engine core|EngineCore|worker died"
 )
 #: Text that only speaks of a shortage: advice, help, code.
@@ -73,6 +75,13 @@ _HINT = re.compile(
     r"|out of memory.{0,25}\b(?:try (?:to )?reduc|consider|lower your|can happen|may occur)",
     re.IGNORECASE,
 )
+#: What somebody said, in a log of a conversation.
+_SAID = re.compile(
+    r"^\W{0,4}(?:user|human|assistant|prompt|question|instruction)\W{0,2}[:>]|[\"']role[\"']: ?[\"'](?:user|assistant)",
+    re.IGNORECASE,
+)
+_COUNTED = re.compile(r"Detected \d+ oom[-_]kill event")
+_LOST = re.compile(r"fallen off the bus|GPU is lost|NVRM: Xid")
 _BETTER: dict[FactKind, tuple[FactKind, ...]] = {
     "device_oom": ("device_error_oom",),
     "shm_map": ("errno_12",),
@@ -91,7 +100,7 @@ _LAST, _TRACEBACK = 12, 150
 
 def without_echoes(streams: Sequence[Stream], facts: Sequence[Fact]) -> list[Fact]:
     """Facts without those that another says better at the same place, that only give advice, or only pass news on."""
-    drop = {id(fact) for fact in facts if _is_hint(fact)}
+    drop = {id(fact) for fact in facts if _is_hint(fact) or _is_quoted(fact) or _is_of_lost_device(fact, facts)}
     drop |= {id(fact) for fact in facts if not _ends_something(streams[fact.stream], fact)}
     drop |= {id(fact) for fact in facts if _is_of_another(fact, facts)}
     for fact in facts:
@@ -138,6 +147,21 @@ def _is_hint(fact: Fact) -> bool:
     return bool(_HINT.search(fact.lines[0].text)) and not re.search(r"^\s*[\w.]*Error:", fact.lines[0].text)
 
 
+def _is_quoted(fact: Fact) -> bool:
+    """Whether it is what somebody asked or answered, and not the log's own word."""
+    return fact.kind in _TOLD and bool(fact.lines) and bool(_SAID.search(fact.lines[0].text.strip()))
+
+
+def _is_of_lost_device(fact: Fact, facts: Sequence[Fact]) -> bool:
+    """Whether it is a launch that failed after the driver had lost the device."""
+    return fact.kind == "illegal_access" and any(
+        one.kind == "device_lost"
+        and (one.file, one.number <= fact.number) == (fact.file, True)
+        and any(_LOST.search(line.text) for line in one.lines)
+        for one in facts
+    )
+
+
 def _ends_something(stream: Stream, fact: Fact) -> bool:
     """Whether an exception's line ends a traceback, or a log."""
     if fact.kind not in ("own_exception", "import_error", "missing_file") or "attempt" in fact.values:
@@ -161,7 +185,9 @@ def survived(streams: Sequence[Stream], facts: Sequence[Fact], readings: Sequenc
     """
     found = set()
     for fact in facts:
-        if fact.kind in _TOLD and _went_on(streams[fact.stream], readings[fact.stream], fact, facts):
+        if (fact.kind in _TOLD or fact.kind == "cgroup_kill") and _went_on(
+            streams[fact.stream], readings[fact.stream], fact, facts
+        ):
             found.add(id(fact))
     dead = [one for one in facts if one.kind in _AFTERMATH]
     fatal = [one for one in facts if id(one) not in found and (one.kind in _TOLD or one.kind in _FATAL)]
@@ -199,11 +225,18 @@ def _went_on(stream: Stream, readings: list[Reading], fact: Fact, facts: Sequenc
     line = stream.lines[fact.place].text
     if "UserWarning" in line or warns_of_clone(stream, fact):
         return True
-    caught = any(
+    caught = "No executable batch size" not in line and any(
         one.kind in ("caught", "skipped_batches") and one.stream == fact.stream and -3 <= one.place - fact.place <= 8
         for one in facts
     )
     finished = any(one.kind == "success" and one.stream == fact.stream and one.place > fact.place for one in facts)
+    if fact.kind == "cgroup_kill":  # the scheduler's count: of some child that its parent did without
+        return bool(_COUNTED.search(line)) and finished and went_on(readings, fact.place)
+    if fact.kind == "pinned" or (
+        fact.kind == "device_error_oom" and "failed to allocate" in line
+    ):  # a runtime that asks for less, or for pageable memory, goes on
+        served = any(one.kind == "progress" and one.stream == fact.stream and one.place > fact.place for one in facts)
+        finished = finished or served
     if caught:
         again = any(one.kind in _TOLD and one.stream == fact.stream and one.place > fact.place + 8 for one in facts)
         return finished or went_on(readings, fact.place, 1) or (not again and fact.kind != "own_exception")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memfit.diagnosis._batch_script import BatchScript, read_script
@@ -42,6 +42,11 @@ def verify_fix(ran: Ran, against: Path, *, before: Ran | None = None) -> list[Ch
     ]
 
 
+def is_any_shown(checks: Sequence[Check]) -> bool:
+    """Whether anything that the run left shows one of the settings, in force or not."""
+    return any(check.verdict == "problem" or (check.verdict == "ok" and check.source) for check in checks)
+
+
 def original_of(fixed: Path) -> Path:
     """The file that a fixed one was made from.
 
@@ -66,7 +71,7 @@ def _resources(found: Job, fixed: Job) -> Iterator[Check]:
         if got is None:
             yield Check(name, "warning", f"{write(wanted)} asked for; {_NOT_SHOWN}", "", f"--sacct: {_ACCOUNTING}")
             continue
-        good = abs(got - wanted) <= 0.001 * wanted
+        good = abs(got - wanted) <= 0.001 * wanted or (name == "cpus" and got > wanted)  # a whole core, a whole node
         said = f"{write(got)} in force" if good else f"{write(got)} in force, {write(wanted)} in the fixed script"
         remedy = "" if good else "submit the fixed script itself; options of the sbatch command go before its lines"
         yield Check(name, "ok" if good else "problem", said, "what Slurm granted", remedy, "accounting")
@@ -100,6 +105,7 @@ def _batch(ran: Ran, fixed: Job, old: Job, before: Ran | None) -> Iterator[Check
             verdict,
             f"printed {values}; {wanted} in the fixed script",
             "a printed setting may be overridden later; steps of an epoch would tell",
+            source=shown[0].where,
         )
     else:
         yield Check(

@@ -92,6 +92,10 @@ def print_verification(checks: Sequence[Check], console: Console, *, counts: boo
         if check.verdict != "ok" and check.remedy:
             console.print(f"{'':{width + 9}}do {check.remedy}", markup=False, soft_wrap=True)
     if counts:
+        from memfit.diagnosis import is_any_shown
+
+        if not is_any_shown(checks):
+            console.print("nothing that was read shows any of these settings", style="bold")
         num = {verdict: sum(check.verdict == verdict for check in checks) for verdict in _STYLES}
         console.print(f"in force: {num['ok']}, not in force: {num['problem']}, not shown: {num['warning']}")
 
