@@ -444,3 +444,16 @@ def test_a_named_gpu_or_none_counts_more_than_the_one_in_this_machine(estimate, 
     gpu_here("NVIDIA GeForce RTX 5090", 31 * GIB)
     assert estimate("--formula", "--json", "--gpu", "24GiB").json["gpu"]["total_bytes"] == 24 * GIB
     assert estimate("--formula", "--json", "--gpu", "none").json["gpu"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "hint"),
+    [
+        (["--microbatches", "4"], "--microbatches 4 with --batch auto and --global-batch 64", "give --batch a number"),
+        (["--optimizer-in-backward"], "--optimizer-in-backward with --batch auto and --global-batch 64", "leave one"),
+    ],
+)
+def test_auto_refuses_what_contradicts_the_samples_of_an_update(estimate, words, what, hint):
+    done = estimate("--formula", "--gpu", "2GiB", *words, batch=("--batch", "auto", "--global-batch", "64"))
+    assert done.exit_code == 2, done.out
+    assert what in " ".join(done.err.split()) and hint in " ".join(done.err.split())

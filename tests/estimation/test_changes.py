@@ -132,6 +132,17 @@ def test_of_few_checks_the_largest_that_is_known_to_fit_is_taken():
     assert chosen.batch <= 1000
 
 
+@pytest.mark.parametrize(("fixed", "each"), [(1, 0.01), (4, 0.3), (8, 1.0), (0.5, 4.0)])
+def test_the_largest_batch_is_found_by_what_was_checked_where_nothing_guesses(fixed, each):
+    check, asked = answers(lambda setup: (fixed + setup.batch * each) * GIB)
+    setups = [Setup(batch=number) for number in range(1, 1 << 14)]
+    chosen, found = find_batch(setups, GPU, None, check)
+    assert chosen.batch == int((10 - fixed) / each + 1e-9)
+    assert found.verdict == "fits"
+    assert asked[0].batch == 1
+    assert len(asked) <= 8
+
+
 def test_where_no_batch_fits_the_smallest_is_answered():
     check, _ = answers(lambda _: 99 * GIB)
     chosen, found = find_batch([Setup(batch=1), Setup(batch=2)], GPU, lambda _: 1, check)

@@ -1,5 +1,9 @@
 """``memfit.estimate`` in Python: a torch model and a batch of its shapes, traced without allocating either."""
 
+import collections
+import dataclasses
+import types
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -175,3 +179,58 @@ def test_a_step_that_needs_real_numbers_is_refused_with_the_place():
 def test_an_error_of_the_models_own_names_the_module():
     with pytest.raises(UntraceableError, match="first"):
         memfit.estimate(Mlp, torch.zeros(8, 255), setup=FP32)
+
+
+@pytest.mark.parametrize(
+    ("convert", "dtype"),
+    [
+        (lambda one: one.half(), torch.half),
+        (lambda one: one.to(torch.bfloat16), torch.bfloat16),
+        (lambda one: one.double(), torch.double),
+    ],
+)
+def test_a_model_may_be_converted_where_it_is_built(convert, dtype):
+    found = traced(lambda: convert(Mlp()), torch.zeros(2, 256, dtype=dtype))
+    assert found.parts["weights"].value == pytest.approx(dtype.itemsize * count(Mlp()), abs=8 * 512)
+
+
+def test_layers_that_are_copied_are_traced():
+    def build():
+        return torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 64, batch_first=True), 3)
+
+    found = traced(build, torch.zeros(2, 16, 64))
+    assert found.parts["weights"].value == pytest.approx(4 * count(build()), rel=0.2)
+
+
+@dataclasses.dataclass
+class Pair:
+    x: object
+    y: object
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        (collections.UserDict, None),
+        (types.MappingProxyType, None),
+        (lambda both: Pair(**both), lambda model, batch: model(batch.x, batch.y)),
+    ],
+)
+def test_a_batch_is_any_mapping_or_a_dataclass(kind, loss):
+    batch = kind({"x": torch.zeros(64, 256), "y": torch.zeros(64, 256)})
+    assert traced(Mlp, batch, loss=loss).parts["inputs"].value == 2 * 64 * 256 * 4
+
+
+def test_real_tensors_of_the_loss_count_and_are_told():
+    weights, teacher = torch.ones(64, 256), torch.nn.Linear(256, 256, bias=False)
+
+    def loss(model, batch):
+        return ((model(batch) - teacher(batch)) * weights).sum()
+
+    plain, found = (
+        traced(Mlp, torch.zeros(64, 256), **more)
+        for more in ({"loss": lambda model, x: model(x).sum()}, {"loss": loss})
+    )
+    assert found.parts["inputs"].value - plain.parts["inputs"].value == 64 * 256 * 4
+    assert found.parts["weights"].value - plain.parts["weights"].value == 256 * 256 * 4
+    assert any("real tensors" in note for note in found.notes) and not plain.notes

@@ -332,6 +332,113 @@ def test_bounds_are_never_below_values_and_wider_for_an_unknown_family() -> None
     assert "unknown" in unknown.notes[0] and not known.notes
 
 
+def test_of_an_unknown_family_weights_gradients_and_states_are_bounded_too() -> None:
+    known, unknown = (_Case(find_anatomy({**SMALL, "model_type": kind}), Setup()) for kind in ("llama", "no-such"))
+    for name in ("weights", "gradients", "optimizer"):
+        assert getattr(known, name).upper == getattr(known, name).value
+        assert getattr(unknown, name).upper == 2 * getattr(unknown, name).value
+
+
+def test_the_backward_pass_of_tied_embeddings_ends_with_three_gradients_of_the_table() -> None:
+    apart, tied = ({**SMALL, "vocab_size": 400_000, "tie_word_embeddings": tied} for tied in (False, True))
+    table = 400_000 * 512 * 2
+    for microbatches, beside in ((1, 2 * table), (2, 3 * table)):
+        setup = Setup(seq_len=8, num_microbatches=microbatches)
+        case = _Case(find_anatomy(tied), setup)
+        late = case.moments()["backward"][-1]
+        assert late["temporaries"].value == beside
+    frozen = _Case(find_anatomy(tied), Setup(seq_len=8, lora_rank=8)).moments()["backward"][-1]
+    assert frozen["temporaries"].value < table
+    assert _Case(find_anatomy(apart), Setup(seq_len=8)).moments()["backward"][-1]["temporaries"].value == 0
+
+
+def test_the_formula_does_not_fall_below_the_trace_of_a_small_gemma2() -> None:
+    config = {
+        **SMALL,
+        "model_type": "gemma2",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 256_000,
+    }
+    found = estimate_by_formula(config, Setup(batch=1, seq_len=128, dtype="bf16"))
+    traced = 7962 << 20  # by estimate_config
+    assert found.peak.value == pytest.approx(traced, rel=0.005)
+    assert found.peak.upper >= traced
+
+
+def test_an_update_within_the_backward_pass_does_not_raise_the_peak_of_a_tensor_parallel_rank() -> None:
+    config = {**SMALL, "vocab_size": 100_000}
+    within, after = (
+        estimate_by_formula(config, Setup(seq_len=8, world_size=8, strategy="tp", optimizer_in_backward=inside)).peak
+        for inside in (True, False)
+    )
+    assert within.value < after.value
+    assert within.upper <= after.upper
+
+
+def test_what_sees_beside_the_language_model_is_counted_and_named() -> None:
+    tower = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096}
+    alone = estimate_by_formula({**SMALL, "model_type": "gemma3"}, Setup())
+    text = {**SMALL, "model_type": "gemma3_text"}
+    seeing = estimate_by_formula({"model_type": "gemma3", "text_config": text, "vision_config": tower}, Setup())
+    assert seeing.num_parameters - alone.num_parameters == 24 * 12 * 1024**2
+    assert (alone.is_exact_family, seeing.is_exact_family) == (True, False)
+    assert "sees or hears" in seeing.notes[0]
+
+
+def test_experts_that_every_token_uses_are_counted() -> None:
+    few = {**SMALL, "model_type": "deepseek_v3", "n_routed_experts": 4, "moe_intermediate_size": 128}
+    alone, shared = (find_anatomy({**few, "n_shared_experts": count}).num_parameters for count in (0, 2))
+    assert shared - alone == 2 * 3 * 512 * 256
+
+
+def test_bart_is_read_by_the_names_of_its_own_widths() -> None:
+    config = {
+        "model_type": "bart",
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 256,
+        "vocab_size": 1000,
+    }
+    anatomy = find_anatomy(config)
+    assert [(stack.num_blocks, stack.is_target, len(stack.block.attentions)) for stack in anatomy.stacks] == [
+        (2, False, 1),
+        (3, True, 2),
+    ]
+    assert anatomy.stacks[0].block.linears[-1].inputs == 256
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"architectures": 5}, "architectures = 5"),
+        ({"architectures": [None]}, "architectures = "),
+        ({"model_type": ["llama"]}, "model_type = "),
+        ({"attention_dropout": "x"}, "attention_dropout = 'x'"),
+        ({"hidden_act": ["silu"]}, "hidden_act = "),
+        ({"hidden_size": 10**400}, "hidden_size = a number of 1329 bits"),
+        ({"hidden_size": 515}, "a width of 515 and 8 heads"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads = 0"),
+        ({"vision_config": {"hidden_size": "x"}}, "hidden_size = 'x'"),
+        ({**BERT, "architectures": ["BertForSequenceClassification"], "num_labels": "x"}, "num_labels = 'x'"),
+        (
+            {**BERT, "model_type": "deberta", "relative_attention": True, "max_relative_positions": "x"},
+            "max_relative_positions = 'x'",
+        ),
+        ({**BERT, "model_type": "deberta", "pos_att_type": 5}, "TypeError"),
+    ],
+)
+def test_an_entry_of_another_kind_is_refused_in_three_parts(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        estimate_by_formula({**SMALL, **wrong}, Setup())
+    assert said in caught.value.what
+    assert caught.value.rule and caught.value.remedy
+
+
 def test_an_adapter_for_a_module_that_is_not_there_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'q_prj'(?s:.*)did you mean 'q_proj'\?"):
         estimate_by_formula(SMALL, Setup(lora_rank=8, lora_targets=("q_prj",)))

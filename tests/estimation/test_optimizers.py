@@ -14,7 +14,7 @@ SIZE = 128 * 256
 
 @pytest.fixture(autouse=True)
 def _fake():
-    with FakeTensorMode():
+    with FakeTensorMode(allow_fallback_kernels=False):  # as in a trace
         yield
 
 
@@ -99,3 +99,11 @@ def test_an_optimizer_without_a_weight_to_train_is_refused():
     with pytest.raises(ConfigError, match="No weight of Linear is trained"):
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), Setup())
     assert build_optimizer(nn.Linear(2, 2), Setup(optimizer="none")) == (None, ())
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw", "adam", "lion"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_update_without_foreach_runs_on_fake_tensors(name, dtype):
+    _, optimizer, _ = step(Setup(optimizer=name, foreach=False), dtype=dtype)
+    moments = {"sgd": 0, "adamw": 2, "adam": 2}.get(name, 1)
+    assert state_bytes(optimizer) == moments * dtype.itemsize * (SIZE + SMALL)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.estimation._quantization import QuantizedLinear, cast_rest_to_fp32, quantize_linears
 
@@ -59,3 +60,13 @@ def test_what_is_not_quantised_can_be_cast_to_fp32():
     cast_rest_to_fp32(model)
     assert model[1].weight.dtype is torch.float32
     assert model[0].weight.dtype is torch.uint8
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_bias_on_the_meta_device_becomes_one_with_bytes(kind):
+    with _disable_current_modes():
+        model = nn.Sequential(nn.Linear(8, 24, device="meta", dtype=torch.bfloat16))
+    assert quantize_linears(model, kind, compute_dtype=torch.bfloat16) == 1
+    bias = model[0].bias
+    assert (bias.device.type, bias.dtype, bias.shape, bias.requires_grad) == ("cpu", torch.bfloat16, (24,), False)
+    assert model(torch.empty(2, 8)).shape == (2, 24)

@@ -1,5 +1,6 @@
 """A step of which nothing is known is followed through its phases, and counts what a real run of it allocates."""
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +13,7 @@ from memfit.errors import UntraceableError
 from memfit.estimation import estimate_step
 from memfit.estimation._events import Trace, find_peaks
 from memfit.estimation._step_trace import trace_step
+from memfit.estimation._trace import part
 
 WIDTH = 64
 LENGTHS = np.array([5, 90, 40])
@@ -157,3 +159,40 @@ def test_an_estimate_of_a_step_has_all_four_figures_with_their_bounds() -> None:
     sizes = [found.device[name].value for name in ("allocated_bytes", "active_bytes", "reserved_bytes", "device_bytes")]
     assert sizes == sorted(sizes) and sizes[0] > VALUES.nbytes
     assert all(one.upper >= one.value for one in found.device.values())
+
+
+def test_a_step_keeps_what_a_convolution_unfolds_the_streams_and_what_its_optimizer_may_take() -> None:
+    class Roomy(torch.optim.SGD):
+        slack_bytes = 12_345
+
+    def make() -> Callable[[], object]:
+        model = nn.Conv2d(3, 8, 3, padding=1)
+        optimizer = Roomy(model.parameters(), 0.1)
+
+        def step() -> None:
+            with part("collectives", stream=1):
+                _received = torch.empty(256)
+            model(torch.zeros(2, 3, 16, 16)).sum().backward()
+            optimizer.step()
+
+        return step
+
+    traced = trace_step(make)
+    assert traced.unfolded_bytes == 2 * 16 * 16 * 3 * 9 * 4
+    assert traced.slack_bytes == 12_345
+    assert set(traced.streams.values()) == {1}
+
+
+def test_a_step_may_convert_and_copy_its_model() -> None:
+    def make() -> Callable[[], object]:
+        model = nn.Linear(WIDTH, WIDTH, bias=False).double()
+        average = copy.deepcopy(model).requires_grad_(False)
+
+        def step() -> None:
+            batch = torch.zeros(8, WIDTH, dtype=torch.float64)
+            (model(batch) - average(batch)).sum().backward()
+            model.zero_grad()
+
+        return step
+
+    assert find_peaks(trace_step(make))["forward"].parts["weights"] == 2 * 8 * WIDTH * WIDTH

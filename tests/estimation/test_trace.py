@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from memfit.errors import UntraceableError
 from memfit.estimation._events import Trace, find_peaks
 from memfit.estimation._program import Program
-from memfit.estimation._trace import part, trace
+from memfit.estimation._trace import find_tensors, map_tensors, part, trace
 
 WIDTH = 64
 CLASSES = 1000
@@ -210,3 +214,47 @@ def test_a_program_without_an_optimizer_only_runs_forward() -> None:
         return program
 
     assert list(find_peaks(trace(make))) == ["build", "forward"]
+
+
+def test_a_model_that_is_converted_keeps_its_ties_and_what_is_frozen_and_torch_is_left_as_it_was() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+            self.head.weight = self.table.weight
+            self.norm = nn.BatchNorm1d(16).requires_grad_(False)
+
+    found: list[nn.Module] = []
+
+    def make() -> Program:
+        model = Tied()
+        owned = list(model.parameters())
+        found.extend((model.half(), copy.deepcopy(model)))
+        assert all(one is other for one, other in zip(owned, model.parameters(), strict=True)), "optimizers keep theirs"
+        return Program(model, torch.zeros(2, 16, dtype=torch.half), lambda model, batch: model.head(batch).sum())
+
+    before = nn.Module._apply, Tensor.__deepcopy__
+    weights = sum_births(trace(make), "weights")
+    assert (nn.Module._apply, Tensor.__deepcopy__) == before
+    assert weights == 2 * (32 * 16 + 2 * 16)
+    for model in found:
+        assert model.head.weight is model.table.weight
+        assert isinstance(model.head.weight, nn.Parameter)
+        assert {one.dtype for one in model.parameters()} == {torch.half} == {model.norm.running_mean.dtype}
+        assert [one.requires_grad for one in model.parameters()] == [True, False, False]
+
+
+def test_tensors_are_found_in_mappings_of_any_kind_and_in_dataclasses() -> None:
+    @dataclass(frozen=True)
+    class Pair:
+        left: Tensor
+        name: str
+
+    x = torch.zeros(3)
+    tree = [MappingProxyType({"a": x}), UserDict(b=Pair(x, "pair")), OrderedDict(c=(x, None))]
+    assert [len(one) for one in find_tensors(tree)] == [3, 3, 3]
+    made = map_tensors(lambda one: one.new_zeros(5), tree)
+    assert [type(one) for one in made] == [dict, UserDict, OrderedDict]
+    assert (type(made[1]["b"]), made[1]["b"].name) == (Pair, "pair")
+    assert [len(one) for one in find_tensors(made)] == [5, 5, 5]
+    assert [len(one) for one in find_tensors(tree)] == [3, 3, 3], "the one that was given is left as it is"

@@ -1,12 +1,17 @@
 """Questions about a model's memory: as JSON and back, what of a device counts, and which batches are looked at."""
 
 import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 import memfit.planning._estimate as planning
 from memfit.errors import ConfigError, UsageError
-from memfit.estimation import Setup
+from memfit.estimation import METRICS, Estimate, Interval, Setup
 from memfit.planning import Question, ask
 
 GIB = 1 << 30
@@ -75,3 +80,105 @@ def test_where_nothing_fits_as_many_blocks_as_would_are_named():
     each = 4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048
     assert smaller["num_parameters"] == pytest.approx(blocks * each + 2 * 1024 * 2048 + 2048, rel=0.01)
     assert f"{blocks} of 256 blocks" in smaller["text"]
+
+
+def test_of_a_model_of_many_blocks_the_most_that_fit_are_found_at_once():
+    setup = Setup(dtype="fp32", batch=1, seq_len=8)
+    found = ask(Question({**LLAMA, "num_hidden_layers": 1 << 24}, setup, "6GiB", formula=True))["smaller_model"]
+    blocks = found["num_blocks"]["num_hidden_layers"]
+    assert found["device"]["device_bytes"]["upper"] <= 6 * GIB
+    assert 1 < blocks < 1 << 24
+
+
+UNREAD = {"model_type": "own", "sizes": [1, 2]}
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Traces of a config that the formula does not read, made up: 4 GiB and 1 GiB a sample."""
+
+    def trace(config, setup, *, gpu, allocator):
+        need = Interval((4 + setup.batch) * GIB)
+        verdict = gpu and ("fits" if need.upper <= gpu.total_bytes else "does not fit")
+        return Estimate(dict.fromkeys(METRICS, need), {}, {"step": need}, "traced", gpu, verdict)
+
+    monkeypatch.setattr(planning, "estimate_config", trace)
+    monkeypatch.setattr(planning, "_why_not_traced", lambda _: "")
+    monkeypatch.setattr(planning, "call_in_child", lambda _, question: planning.answer_in_child(**question))
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_trace_is_answered_also_where_the_formula_does_not_read_the_config():
+    assert ask(Question(UNREAD, Setup(batch=2), "24GiB"))["verdict"] == "fits"
+    found = ask(Question(UNREAD, Setup(batch=30), "24GiB"))
+    assert (found["verdict"], found["method"], found["change"], found["smaller_model"]) == (
+        "does not fit",
+        "traced",
+        None,
+        None,
+    )
+    assert "no change was looked for" in found["notes"][-1]
+    assert "hidden_size" in found["notes"][-1]
+
+
+@pytest.mark.usefixtures("traced")
+def test_the_largest_batch_is_found_by_traces_alone():
+    found = ask(Question(UNREAD, Setup(), "24GiB", largest_batch=True))
+    assert found["largest_batch"] == {"batch": 20, "num_microbatches": 1, "fits": True}
+
+
+@pytest.mark.parametrize("wrong", [{"architectures": 5}, {"architectures": [None]}, {"model_type": ["llama"]}])
+def test_a_config_whose_classes_are_no_names_is_refused_before_a_child_starts(wrong, monkeypatch):
+    monkeypatch.setattr(planning, "call_in_child", lambda *_: pytest.fail("a child was started"))
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ask(Question({**LLAMA, **wrong}, Setup()))
+
+
+def test_of_an_unknown_type_the_nearest_is_named_and_not_all():
+    pytest.importorskip("transformers")
+    assert "did you mean 'llama'" in planning._why_not_traced({"model_type": "lama"})
+    far = planning._why_not_traced({"model_type": "zzzzzzzz"})
+    assert "'zzzzzzzz'" in far
+    assert len(far) < 100
+
+
+def test_a_child_that_was_killed_is_said_to_have_been_short_of_memory(monkeypatch):
+    real = planning.call_in_child
+    order = {"args": ["sh", "-c", "kill -9 $PPID"]}
+    monkeypatch.setattr(planning, "call_in_child", lambda *_: real("subprocess:run", order))
+    note = ask(Question(LLAMA, Setup()))["notes"][0]
+    assert note == "computed, not traced: the process that traced was killed (signal 9): out of memory?"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(holds) -> bool:
+    end = time.monotonic() + 15
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(holds())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_the_child_ends_with_a_parent_that_is_killed(tmp_path):
+    path = tmp_path / "pid"
+    order = {"args": ["sh", "-c", f"echo $PPID > {path}; exec sleep 16"]}
+    code = (
+        "import json, sys\nfrom memfit.jobs import call_in_child\n"
+        "call_in_child('subprocess:run', json.loads(sys.argv[1]))"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", code, json.dumps(order)], env=env)
+    try:
+        assert wait_until(lambda: path.exists() and path.read_text().strip())
+        child = int(path.read_text())
+        assert is_running(child)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert wait_until(lambda: not is_running(child))

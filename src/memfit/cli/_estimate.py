@@ -184,6 +184,8 @@ def estimate(  # noqa: PLR0913 - one each for what decides on the memory
         num_microbatches=microbatches or 1,
         clip_grad_norm=clip,
     )
+    if samples is None:
+        check_auto(setup, microbatches, global_batch)
     setup = check_setup(with_microbatches(setup, microbatches, None if samples is None else global_batch))
     gpu, available, others = _this_gpu(gpu)
     found = None if lengths is None else _read_lengths(lengths, seq_len)
@@ -273,6 +275,28 @@ def with_microbatches(setup: Setup, microbatches: int | None, global_batch: int 
             remedy="leave one of them out",
         )
     return replace(setup, num_microbatches=found)
+
+
+def check_auto(setup: Setup, microbatches: int | None, global_batch: int | None) -> None:
+    """Refuses what contradicts a batch that is looked for and the samples of an update, from which microbatches follow.
+
+    Raises:
+        UsageError: The microbatches are given too, or gradients cannot be summed up over them.
+    """
+    if global_batch is None:
+        return
+    if microbatches is not None:
+        raise UsageError(
+            f"--microbatches {microbatches} with --batch auto and --global-batch {global_batch}.",
+            rule="the batch that fits decides how many microbatches make up an update.",
+            remedy="leave --microbatches or --global-batch out, or give --batch a number",
+        )
+    if setup.optimizer_in_backward:
+        raise UsageError(
+            f"--optimizer-in-backward with --batch auto and --global-batch {global_batch}.",
+            rule="a gradient is dropped as soon as it is there, so none is summed up over microbatches.",
+            remedy="leave one of them out",
+        )
 
 
 def _read_lengths(path: Path, seq_len: int) -> LengthStatistics:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.estimation._estimate import Estimate
@@ -185,7 +185,7 @@ def _join(setup: Setup, first: Change | None, second: Change) -> Change:
 def find_batch(
     setups: Sequence[Setup],
     gpu: Gpu,
-    guess: Callable[[Setup], int],
+    guess: Callable[[Setup], int] | None,
     check: Callable[[Setup], Estimate],
     *,
     most_checks: int = 8,
@@ -195,14 +195,19 @@ def find_batch(
     Args:
         setups: One after the other takes more.
         gpu: The device.
-        guess: A quick guess of the bound of the device's peak in bytes: says where to look.
+        guess: A quick guess of the bound of the device's peak in bytes: says where to look. Without one, from the first
+            of the setups on, what has been checked says it.
         check: The estimate that decides.
         most_checks: How many may be checked; then the largest one that is known to fit is taken.
     """
     fits, above, scale = -1, len(setups), 1.0
     found: dict[int, Estimate] = {}
     for number in range(most_checks):
-        if number < most_checks // 2:
+        if guess is None and not found:
+            at = 0
+        elif guess is None and number < most_checks // 2:
+            at = _last_within(_line_through(setups, found), fits, above, gpu.total_bytes)
+        elif guess is not None and number < most_checks // 2:
             at = _last_within(lambda place: guess(setups[place]), fits, above, gpu.total_bytes / scale)
         else:
             at = (fits + above) // 2
@@ -214,12 +219,25 @@ def find_batch(
             above = at
         if above - fits == 1:
             break
-        scale = found[at].device["device_bytes"].upper / max(guess(setups[at]), 1)
+        if guess is not None:
+            scale = found[at].device["device_bytes"].upper / max(guess(setups[at]), 1)
     at = max(fits, 0)
     return setups[at], found[at] if at in found else check(setups[at])
 
 
-def _last_within(need: Callable[[int], int], low: int, high: int, limit: float) -> int:
+def _line_through(setups: Sequence[Setup], found: Mapping[int, Estimate]) -> Callable[[int], float]:
+    """The bound of a setup by its batch, on the line of the two largest that were checked; of one alone in proportion.
+
+    Args:
+        setups: One after the other has a larger batch.
+        found: What was checked, by its place.
+    """
+    points = [(setups[place].batch, found[place].device["device_bytes"].upper) for place in sorted(found)]
+    (low, less), (high, more) = ([(0, 0), *points])[-2:]
+    return lambda place: less + (more - less) * (setups[place].batch - low) / (high - low)
+
+
+def _last_within(need: Callable[[int], float], low: int, high: int, limit: float) -> int:
     """The last place between two whose need is within a limit, by halving; the lower one if there is none."""
     while high - low > 1:
         middle = (low + high) // 2

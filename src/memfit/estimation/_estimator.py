@@ -199,9 +199,10 @@ def estimate(
 
     Args:
         build_model: Makes the model. It is called here, among fake tensors.
-        example_batch: A tree of tensors, of which only shapes and dtypes count: the largest batch of the training.
+        example_batch: A tree of tensors, of which only shapes and dtypes count: the largest batch of the training. Any
+            mapping is given to the model by its names, a tuple or list by place, and everything else as it is.
         loss: ``loss(model, batch)`` gives the scalar to differentiate; by default the model's own ``.loss``, or the sum
-            of what it gives.
+            of what it gives. Real tensors that it brings along count as if they were on the device.
         setup: Everything else: dtype, optimizer, checkpointing, sharding. Its ``batch`` and lengths do not count here.
         gpu: A name such as ``A100-80GB``, or a size such as ``24GiB``.
         allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``.
@@ -232,11 +233,11 @@ def _program_from(
     build_model: Callable[[], torch.nn.Module], example_batch: Any, loss: Loss | None, setup: Setup
 ) -> Program:
     import torch
-    from torch.utils._pytree import tree_map
 
     from memfit.estimation._lora import add_lora
     from memfit.estimation._optimizers import build_optimizer
     from memfit.estimation._program import Program
+    from memfit.estimation._trace import map_tensors
 
     amp = setup.dtype.endswith("-amp")
     dtype = getattr(torch, _DTYPES["fp32" if amp else setup.dtype])
@@ -247,13 +248,11 @@ def _program_from(
     finally:
         torch.set_default_dtype(before)
 
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def fake(leaf: torch.Tensor) -> torch.Tensor:
         wanted = dtype if leaf.is_floating_point() and leaf.dtype == torch.float32 else leaf.dtype
         return torch.empty(leaf.shape, dtype=wanted)
 
-    batch = tree_map(fake, example_batch)
+    batch = map_tensors(fake, example_batch)
     if setup.lora_rank:
         add_lora(model, setup.lora_rank, setup.lora_targets or ("all-linear",), dtype=torch.float32)
     optimizer, notes = build_optimizer(model, setup)
@@ -273,7 +272,8 @@ def _program_from(
 def _own_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     """The model's own loss, or the sum of what it gives."""
     import torch
-    from torch.utils._pytree import tree_leaves
+
+    from memfit.estimation._trace import find_tensors
 
     output = (
         model(**batch)
@@ -285,5 +285,5 @@ def _own_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     found = getattr(output, "loss", None)
     if isinstance(found, torch.Tensor):
         return found
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    tensors = [one for one in find_tensors(output) if one.requires_grad]
     return torch.stack([tensor.float().sum() for tensor in tensors]).sum() if tensors else torch.zeros(())

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from memfit.errors import ConfigError
+from memfit.estimation._model_config import TOWERS, ModelConfig, count_tower
 
 #: In which dtype a kept tensor is: that of matrix products; that of the stream of hidden states (fp32 under autocast);
 #: fp32 always; the 16-bit original beside such an fp32 copy; one byte (masks); or nothing, as it is kept elsewhere.
@@ -138,6 +139,7 @@ class Anatomy:
         upcasts_logits: Whether they are upcast to fp32 before the loss (ForCausalLMLoss in loss/loss_utils.py).
         tokens: Tokens of a sample where the model decides on them (images); None for the setup's.
         is_exact: Whether the count of parameters is that of transformers.
+        has_towers: Whether it also sees or hears, with blocks of which the parameters alone are counted, roughly.
     """
 
     family: str
@@ -151,6 +153,7 @@ class Anatomy:
     upcasts_logits: bool = True
     tokens: int | None = None
     is_exact: bool = True
+    has_towers: bool = False
 
     @property
     def num_table_parameters(self) -> int:
@@ -167,51 +170,6 @@ class Anatomy:
     def num_parameters(self) -> int:
         blocks = sum(stack.block.num_parameters * stack.num_blocks for stack in self.stacks)
         return blocks + self.num_table_parameters + self.num_head_parameters + self.num_other_parameters
-
-
-class _Config:
-    """A config by the several names that its entries have."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        inner = config.get("text_config")
-        self.entries: dict[str, Any] = {**config, **inner} if isinstance(inner, Mapping) else dict(config)
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        return next((self.entries[name] for name in names if self.entries.get(name) is not None), default)
-
-    def size(self, *names: str, default: int | None = None, least: int = 0) -> int:
-        found = self.get(*names, default=default)
-        if not isinstance(found, int) or isinstance(found, bool) or found < least:
-            raise ConfigError(
-                f"the model's config has {names[0]} = {found!r}.",
-                rule=f"the formula reads a whole number from {least} up from {' or '.join(names)}.",
-                remedy="give the config.json of the model's own page, or one saved by config.save_pretrained",
-            )
-        return found
-
-    def drops(self, *names: str, default: float = 0.0) -> bool:
-        return float(self.get(*names, default=default)) > 0
-
-    @property
-    def hidden(self) -> int:
-        return self.size("hidden_size", "n_embd", "d_model", "dim", least=1)
-
-    @property
-    def layers(self) -> int:
-        return self.size("num_hidden_layers", "n_layer", "num_layers", "n_layers", least=1)
-
-    @property
-    def heads(self) -> int:
-        return self.size("num_attention_heads", "n_head", "num_heads", "n_heads", least=1)
-
-    @property
-    def head_dim(self) -> int:
-        return self.size("head_dim", default=self.hidden // self.heads)
-
-    @property
-    def inner(self) -> int:
-        names = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "hidden_dim", "d_ff")
-        return self.size(*names, default=4 * self.hidden)
 
 
 def _rms_norm(width: int, flavour: str = "llama") -> tuple[Kept, ...]:
@@ -307,12 +265,12 @@ def _join(parts: tuple[Block, ...], norms: tuple[Kept, ...], num_norm_parameters
 _APART = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def _gated_decoder(config: _Config, family: str) -> Anatomy:
+def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
     """Llama, Mistral, Qwen, Gemma, Phi-3, Mixtral, StableLM and their like."""
     width, heads, dim = config.hidden, config.heads, config.head_dim
     if family in ("gemma", "gemma2", "gemma3") or family == "qwen3":
         dim = config.size("head_dim", default=128 if family == "qwen3" else 256)
-    kv_heads = config.size("num_key_value_heads", default=heads)
+    kv_heads = config.size("num_key_value_heads", default=heads, least=1)
     is_layer_norm = family == "stablelm"
     flavour = "gemma" if family.startswith("gemma") else "llama"
     has_qk_norm = family in ("qwen3", "qwen3_moe", "gemma3")
@@ -343,15 +301,19 @@ def _gated_decoder(config: _Config, family: str) -> Anatomy:
     tied = bool(config.get("tie_word_embeddings", default=family.startswith("gemma")))
     vocabulary = config.size("vocab_size")
     head = Linear("lm_head", width, vocabulary)
-    stacks = (Stack(block, config.layers),)
+    stacks: tuple[Stack, ...] = (Stack(block, config.layers),)
+    decoders = config.size("decoder_layers", default=0) if family == "generic" else 0
+    if decoders:  # BART, Whisper and their like
+        cross = _attention(width, attention._replace(is_crossed=True), _APART, bias=biases)
+        stacks += (Stack(_join((attend, cross, mlp), norms, 3 * num_norm, masks), decoders, is_target=True),)
     caps_logits = bool(config.get("final_logit_softcapping", default=30.0 if family == "gemma2" else 0.0))
     exact = family in FAMILIES
     tables = ((vocabulary, width),)
     return Anatomy(family, stacks, tables, head, tied, num_norm, caps_logits=caps_logits, is_exact=exact)
 
 
-def _gated_experts(config: _Config, family: str, width: int) -> Block:
-    act = config.get("hidden_activation", "hidden_act", default="silu")
+def _gated_experts(config: ModelConfig, family: str, width: int) -> Block:
+    act = config.text("hidden_activation", "hidden_act", default="silu")
     count = config.size("num_local_experts", "num_experts", "n_routed_experts", default=1)
     if count <= 1:
         return _gated_mlp(width, config.inner, act, bias=bool(config.get("mlp_bias", default=False)))
@@ -360,7 +322,9 @@ def _gated_experts(config: _Config, family: str, width: int) -> Block:
     experts = _gated_mlp(width, inner, act, experts=(count, used))
     router = Block(width, (Linear("gate", width, count),), (), (Kept("scores of experts", count, "fp32"),), 0, 0)
     if family != "qwen2_moe":
-        return _join((experts, router), (), 0)
+        number = config.size("n_shared_experts", default=0) if family == "generic" else 0
+        both = (experts, router) if not number else (experts, router, _gated_mlp(width, number * inner, act))
+        return _join(both, (), 0)
     shared = _gated_mlp(width, config.size("shared_expert_intermediate_size", default=inner), act)
     return _join((experts, router, shared), (), width)  # the shared expert's gate has one output
 
@@ -388,11 +352,11 @@ _PLAIN = {
 }
 
 
-def _plain_decoder(config: _Config, family: str) -> Anatomy:
+def _plain_decoder(config: ModelConfig, family: str) -> Anatomy:
     """GPT-2, GPT-NeoX, Falcon, Phi, OPT and BLOOM."""
     plain, width, heads = _PLAIN[family], config.hidden, config.heads
     bias = bool(config.get("attention_bias", "bias", "enable_bias", default=plain.bias))
-    kv_heads = config.size("num_key_value_heads", default=heads) if family == "phi" else heads
+    kv_heads = config.size("num_key_value_heads", default=heads, least=1) if family == "phi" else heads
     num_norms = plain.num_norms
     if family == "falcon":
         is_new = bool(config.get("new_decoder_architecture", default=False))
@@ -402,9 +366,11 @@ def _plain_decoder(config: _Config, family: str) -> Anatomy:
         num_norms = both if is_new or config.get("parallel_attn", default=True) else 2
     drops = config.drops("attention_dropout", "attn_pdrop", default=0.1 if family == "gpt2" else 0.0)
     is_fused = plain.is_rotary and len(plain.names) == 2
-    attention = Attention(heads, kv_heads, width // heads, drops, upcasts=family == "bloom", is_fused_rotary=is_fused)
+    attention = Attention(
+        heads, kv_heads, config.split_width, drops, upcasts=family == "bloom", is_fused_rotary=is_fused
+    )
     attend = _attention(width, attention, plain.names, bias=(bias, bias))
-    act = config.get("activation_function", "hidden_act", "activation", default=plain.act)
+    act = config.text("activation_function", "hidden_act", "activation", default=plain.act)
     mlp_bias = bias if family in ("falcon", "opt") else True
     inner = config.inner
     if family in ("bloom", "falcon"):
@@ -429,7 +395,7 @@ def _plain_decoder(config: _Config, family: str) -> Anatomy:
     return Anatomy(family, (Stack(block, config.layers),), tuple(tables), head, tied, others)
 
 
-def _t5(config: _Config, family: str) -> Anatomy:
+def _t5(config: ModelConfig, family: str) -> Anatomy:
     """T5 and mT5, of version 1 and 1.1. Their scores take a learned bias of positions."""
     width, heads = config.hidden, config.heads
     dim, inner = config.size("d_kv", default=64), config.size("d_ff", default=2048)
@@ -480,14 +446,14 @@ _ENCODER_NAMES = {
 }
 
 
-def _encoder_block(config: _Config, family: str, act: str) -> Block:
+def _encoder_block(config: ModelConfig, family: str, act: str) -> Block:
     width, heads = config.hidden, config.heads
     drops = config.drops("attention_probs_dropout_prob", "attention_dropout", default=0.1 if family != "vit" else 0.0)
     is_disentangled = family.startswith("deberta")
     attention = Attention(
         heads,
         heads,
-        width // heads,
+        config.split_width,
         drops,
         is_eager=is_disentangled,
         is_disentangled=is_disentangled,
@@ -509,10 +475,10 @@ def _encoder_block(config: _Config, family: str, act: str) -> Block:
     return _join((attend, mlp), _layer_norm(width) * 2, 4 * width + num_other, 2 * drops_stream)
 
 
-def _encoder(config: _Config, family: str) -> Anatomy:
+def _encoder(config: ModelConfig, family: str) -> Anatomy:
     """BERT, RoBERTa, DistilBERT, ELECTRA and DeBERTa, bare or with the head that ``architectures`` names."""
     width, vocabulary = config.hidden, config.size("vocab_size")
-    block = _encoder_block(config, family, config.get("hidden_act", "activation", default="gelu"))
+    block = _encoder_block(config, family, config.text("hidden_act", "activation", default="gelu"))
     narrow = config.size("embedding_size", default=width) if family in ("electra", "deberta-v2") else width
     tables = [(vocabulary, narrow)]
     if config.get("position_biased_input", default=True):
@@ -521,12 +487,12 @@ def _encoder(config: _Config, family: str) -> Anatomy:
     tables += [(types, narrow)] if types and family != "distilbert" else []
     others = 2 * narrow + (narrow * width + (0 if family == "deberta-v2" else width)) * (narrow != width)
     if family.startswith("deberta") and config.get("relative_attention", default=False):
-        reach = config.get("max_relative_positions", default=-1)
+        reach = config.size("max_relative_positions", default=-1, least=-1)
         reach = reach if reach >= 1 else config.size("max_position_embeddings", default=512)
-        buckets = config.get("position_buckets", default=-1)
+        buckets = config.size("position_buckets", default=-1, least=-1)
         tables.append((2 * (buckets if family == "deberta-v2" and buckets > 0 else reach), width))
         others += 2 * width * ("layer_norm" in str(config.get("norm_rel_ebd", default="none")))
-        kernel = config.get("conv_kernel_size", default=0) if family == "deberta-v2" else 0
+        kernel = config.size("conv_kernel_size", default=0) if family == "deberta-v2" else 0
         others += (width * width * kernel + 3 * width) if kernel > 0 else 0
     dense, labels = width * width + width, _num_labels(config)
     wanted = str((config.get("architectures") or ["Model"])[0])
@@ -545,17 +511,17 @@ def _encoder(config: _Config, family: str) -> Anatomy:
     return Anatomy(family, stacks, tuple(tables), None, False, others, has_token_logits=False)
 
 
-def _num_labels(config: _Config) -> int:
+def _num_labels(config: ModelConfig) -> int:
     names = config.get("id2label")
-    return len(names) if isinstance(names, Mapping) else int(config.get("num_labels", default=2))
+    return len(names) if isinstance(names, Mapping) else config.size("num_labels", default=2)
 
 
-def _vit(config: _Config, family: str) -> Anatomy:
+def _vit(config: ModelConfig, family: str) -> Anatomy:
     """ViT, bare (with its pooler) or as a classifier."""
     width = config.hidden
     image, patch = config.size("image_size", default=224), config.size("patch_size", default=16, least=1)
     tokens = (image // patch) ** 2 + 1
-    block = _encoder_block(config, family, config.get("hidden_act", default="gelu"))
+    block = _encoder_block(config, family, config.text("hidden_act", default="gelu"))
     others = width + tokens * width  # the class token and the positions
     others += config.size("num_channels", default=3) * patch * patch * width + width + 2 * width
     wanted = str((config.get("architectures") or ["Model"])[0])
@@ -567,7 +533,7 @@ def _vit(config: _Config, family: str) -> Anatomy:
 
 
 #: The families whose parameters are counted exactly, by ``model_type``.
-FAMILIES: Mapping[str, Callable[[_Config, str], Anatomy]] = {
+FAMILIES: Mapping[str, Callable[[ModelConfig, str], Anatomy]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"), _gated_decoder),
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "stablelm"), _gated_decoder),
     **dict.fromkeys(_PLAIN, _plain_decoder),
@@ -585,13 +551,24 @@ def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
         config: The content of ``config.json``.
 
     Raises:
-        ConfigError: If the config does not even tell widths and layers.
+        ConfigError: If the config does not even tell widths and layers, or an entry is of another kind.
 
     >>> gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     >>> find_anatomy(gpt2).num_parameters
     124439808
     """
-    read = _Config(config)
-    kind = str(config.get("model_type", ""))
+    read = ModelConfig(config)
+    kind = read.text("model_type", default="")
     family = _ALIASES.get(kind, kind)
-    return FAMILIES.get(family, _gated_decoder)(read, family if family in FAMILIES else "generic")
+    try:
+        found = FAMILIES.get(family, _gated_decoder)(read, family if family in FAMILIES else "generic")
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise ConfigError(
+            f"the model's config has a value that is none of its entry's: {type(error).__name__}: {error}.",
+            rule="each entry of a config.json is of the kind that transformers writes there.",
+            remedy="give the config.json of the model's own page, or one saved by config.save_pretrained",
+        ) from error
+    towers = sum(count_tower(config[name]) for name in TOWERS if config.get(name))
+    if not towers:
+        return found
+    return replace(found, num_other_parameters=found.num_other_parameters + towers, is_exact=False, has_towers=True)

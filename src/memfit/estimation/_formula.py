@@ -15,6 +15,7 @@ from memfit.errors import ConfigError, nearest
 from memfit.estimation._events import Part, Phase
 from memfit.estimation._families import Anatomy, Attention, Block, Kept, Linear, Stack, find_anatomy
 from memfit.estimation._interval import Interval
+from memfit.estimation._model_config import check_names
 from memfit.estimation._setup import Setup
 
 _SIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -36,6 +37,7 @@ _WORKSPACE = Interval(2 * 4096 * 1024 + 8 * 16 * 1024, 32 << 20)
 _BUFFERS = 1 << 20
 
 #: How far what is kept and what is temporary may lie above its count; the second for families that are not known.
+_ABOVE_COUNT = (1.0, 2.0)  # of parameters
 _ABOVE_KEPT = (1.2, 2.0)
 _ABOVE_TEMPORARY = (2.0, 4.0)
 
@@ -107,7 +109,8 @@ def estimate_by_formula(config: Mapping[str, Any], setup: Setup) -> FormulaEstim
 
 def _with_task(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A config that names no class with a loss is that of a language model, or of a classifier of images."""
-    named = str((config.get("architectures") or ["Model"])[0])
+    check_names(config)
+    named = (config.get("architectures") or ["Model"])[0]
     task = "ForImageClassification" if config.get("model_type") == "vit" else "ForMaskedLM"
     return {**config, "architectures": [task]} if named.endswith("Model") else config
 
@@ -231,7 +234,11 @@ class _Case:
         else:
             every = [rows * width for rows, width in self.anatomy.tables]
             every += [linear.num_weights for _, block in self.blocks for linear in block.linears]
-        return max(every, default=0)
+        return _most(max(every, default=0) * self._share("tp"))
+
+    def _wide(self, counted: Interval) -> Interval:
+        """With the room above that a family has of which not even the parameters are known."""
+        return counted.times(1, _ABOVE_COUNT[not self.anatomy.is_exact])
 
     @cached_property
     def weights(self) -> Interval:
@@ -242,21 +249,21 @@ class _Case:
         whole = Interval(_most(in_blocks * size) + (self.num_base - in_blocks) * self.held)
         whole += Interval(self.num_adapters * self.trained * bool(self.setup.lora_rank))
         share = self._share("zero3", "fsdp", "tp")
-        return whole.times(share, share if share == 1 else share * 1.02)  # rows that do not divide are padded
+        return self._wide(whole.times(share, share if share == 1 else share * 1.02))  # rows may be padded
 
     @cached_property
     def gradients(self) -> Interval:
         if self.setup.optimizer_in_backward:
-            return Interval(self.num_largest * self.trained, 2 * self.num_largest * self.trained)
+            return self._wide(Interval(self.num_largest * self.trained, 2 * self.num_largest * self.trained))
         whole = Interval(_most(self.num_trained * self.trained))
         share = self._share("zero2", "zero3", "fsdp")
-        return whole.times(share, share if share == 1 else share * 1.02)
+        return self._wide(whole.times(share, share if share == 1 else share * 1.02))
 
     @cached_property
     def optimizer(self) -> Interval:
         name, count = self.setup.optimizer, self.num_trained
         if name == "adafactor":  # a row's and a column's mean of each matrix (Shazeer and Stern 2018)
-            lines = [one.inputs + one.outputs for stack, b in self.blocks for one in b.linears * stack.num_blocks]
+            lines = [(one.inputs + one.outputs) * stack.num_blocks for stack, b in self.blocks for one in b.linears]
             lines += [rows + width for rows, width in self.anatomy.tables]
             moments = Interval(sum(lines) * self.state, 2 * sum(lines) * max(self.state, 4))
         elif name in _QUANTISED_STATES:
@@ -266,7 +273,7 @@ class _Case:
         if self.has_masters:
             moments += Interval(_most(4 * count))
         share = self._share("zero1", "zero2", "zero3", "fsdp")
-        return moments.times(share, share if share == 1 else share * 1.02)
+        return self._wide(moments.times(share, share if share == 1 else share * 1.02))
 
     @cached_property
     def step_temporaries(self) -> Interval:
@@ -276,7 +283,8 @@ class _Case:
         every = _most(one if self.setup.optimizer_in_backward else self.num_trained * share)
         if name == "adafactor":
             size = self.trained
-            return Interval(every * size, 3 * every * size) if self.setup.foreach else Interval(0, 8 * one * size)
+            found = Interval(every * size, 3 * every * size) if self.setup.foreach else Interval(0, 8 * one * size)
+            return self._wide(found)
         if name in ("adamw", "adam", "lion"):
             size = self.state
             copies = 2 if name in ("adamw", "adam") and size != self.trained and not self.has_masters else 1
@@ -285,7 +293,7 @@ class _Case:
             found = Interval(8 * one * (name == "adamw4bit"), 8 * one)
         else:
             found = Interval()
-        return found + Interval(4 * every * self.has_masters)  # fp32 copies of gradients
+        return self._wide(found + Interval(4 * every * self.has_masters))  # fp32 copies of gradients
 
     # What autograd keeps
 
@@ -419,7 +427,15 @@ class _Case:
             return Interval()
         numbers = sum(stack.num_blocks * one.num_weights for stack, block in self.blocks for one in block.linears)
         numbers += self.anatomy.head.num_weights if self.anatomy.head else 0
-        return Interval(_most(numbers * self.compute * self._share("tp")))
+        return self._wide(Interval(_most(numbers * self.compute * self._share("tp"))))
+
+    @property
+    def _tied_gradients(self) -> Interval:
+        """What the backward pass ends with beside all gradients: the head's, the embedding's, and then their sum."""
+        if not self.anatomy.is_tied or self.setup.lora_rank or not self.anatomy.tables:
+            return Interval()
+        rows, width = self.anatomy.tables[0]
+        return Interval(_most(2 * rows * width * self.trained * self._share("tp")))
 
     def _communication(self) -> tuple[Interval, Interval, Interval]:
         """Buffers that always live, those of the forward pass, and those of the backward pass and the update."""
@@ -468,9 +484,10 @@ class _Case:
         accumulated = self.gradients if self.setup.num_microbatches > 1 else Interval()
         spare = Interval(self.num_largest * self.trained)  # a gradient before it is added to one that is there
         first = accumulated if accumulated.value else spare  # the head's
-        late = spare if accumulated.value or self.anatomy.is_tied else Interval()
+        late = spare if accumulated.value else Interval()
         if self.setup.optimizer_in_backward:
             late += self.step_temporaries
+        late += self._tied_gradients
         recomputed, threads = (one if again else Interval()), _WORKSPACE.times(2)
 
         def moment(communication: Interval, **others: Interval) -> _Moment:
@@ -507,7 +524,11 @@ class _Case:
     def notes(self) -> tuple[str, ...]:
         """What was assumed."""
         found = []
-        if not self.anatomy.is_exact:
+        if self.anatomy.has_towers:
+            found.append(
+                "what sees or hears beside the language model is counted roughly: its parameters and not what it keeps"
+            )
+        if self.anatomy.family == "generic":
             found.append(
                 "this model's family is unknown: it is taken for a decoder like Llama, and bounds are twice as wide"
             )

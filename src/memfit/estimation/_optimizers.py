@@ -86,7 +86,8 @@ def _choose(setup: Setup, exempt: set[int]) -> _Factory:
         return lambda parameters: _Lion(parameters, foreach, _DTYPES.get(setup.state_dtype or ""))
     if name == "sgd" or name == "momentum":
         momentum = 0.9 if name == "momentum" else 0.0
-        return lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=momentum, **fast)
+        # One weight after the other it takes what the fused kernel does, of which fake tensors know no shapes.
+        return lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=momentum, foreach=foreach, fused=False)
     if setup.state_dtype is not None and not setup.master_weights:
         dtype = _DTYPES[setup.state_dtype]
         return lambda parameters: _MixedAdam(parameters, dtype, foreach)

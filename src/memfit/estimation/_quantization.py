@@ -25,7 +25,7 @@ class QuantizedLinear(nn.Module):
     Args:
         in_features: Of the weight.
         out_features: Of the weight.
-        bias: The layer's own, frozen; or None.
+        bias: Whose shape and dtype the layer's frozen bias has; it may be on the meta device. Or None.
         kind: ``nf4`` or ``int8``.
         compute_dtype: Of the product and of the weight that is made for it.
         double: Whether the maxima of 4-bit blocks are quantised too.
@@ -63,7 +63,7 @@ class QuantizedLinear(nn.Module):
             else:
                 self.maxima = _freeze(torch.empty(self._num_maxima, dtype=torch.float32))
         self.is_double = double
-        self.bias = None if bias is None else _freeze(bias.detach())
+        self.bias = None if bias is None else _freeze(torch.empty(bias.shape, dtype=bias.dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The product in ``compute_dtype``, in the dtype of ``x``."""

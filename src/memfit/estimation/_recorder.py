@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -175,6 +176,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func, args, kwargs = self._pick_all(func, args)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs = {**kwargs, "device": torch.device("cpu")}  # autograd on a fake "cuda" tensor ends the process
+        self._meet(func, args)
         result = func(*args, **kwargs)
         plan = self.plans.get(func)
         if plan is None:
@@ -191,6 +193,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_concern:
             self._count_inside(func, args, result)
         return result
+
+    def _meet(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Counts a real tensor that a step brings along, as if it were on the device from now on."""
+        for arg in args:
+            for one in arg if isinstance(arg, list | tuple) else (arg,):
+                if not isinstance(one, torch.Tensor) or isinstance(one, FakeTensor):
+                    continue
+                if one.dim() and not one.is_meta and func is not _aten.lift_fresh.default:
+                    self.log.watch(one)
+                    self.log.claim([one], "weights" if isinstance(one, nn.Parameter) else "inputs")
+                    self.notes["real tensors that the step brings along were counted as if on the device"] = None
 
     def _bear(self, func: Any, args: tuple[Any, ...], tensor: torch.Tensor) -> None:
         log = self.log

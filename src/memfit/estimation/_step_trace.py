@@ -26,7 +26,7 @@ from memfit.errors import MemfitError, UntraceableError
 from memfit.estimation._cuda_ops import CudaOps
 from memfit.estimation._events import Trace
 from memfit.estimation._recorder import Log, Recorder
-from memfit.estimation._trace import _foreach_by_default, _part_of, _without_building
+from memfit.estimation._trace import _foreach_by_default, _part_of, _without_building, converting_fakes
 
 __all__ = ["trace_step"]
 
@@ -76,7 +76,7 @@ def trace_step(
     fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     watch = _Watch(log)
     try:
-        with fake_mode, contextlib.ExitStack() as stack:
+        with fake_mode, converting_fakes(), contextlib.ExitStack() as stack:
             if ops is not None:
                 stack.enter_context(ops)
             recorder = stack.enter_context(Recorder(log, ops, notes))
@@ -95,12 +95,15 @@ def trace_step(
             events = _without_building(log.events)
             parts = {number: _part_of(block) for number, block in enumerate(log.blocks)}
             modules = {number: block.module for number, block in enumerate(log.blocks) if block.module}
+            streams = {number: block.stream for number, block in enumerate(log.blocks) if block.stream}
+            slack_bytes = max((int(getattr(one, "slack_bytes", 0)) for one in watch.optimizers.values()), default=0)
+            unfolded_bytes = ops.unfolded_bytes if ops is not None else 0
     except (MemfitError, MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
         where = log.module_path[-1] if log.module_path else ""
         raise UntraceableError.at(where, f"{type(error).__name__}: {error}") from error
-    return Trace(events, parts, tuple(notes), modules)
+    return Trace(events, parts, tuple(notes), modules, streams, slack_bytes, unfolded_bytes)
 
 
 class _RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _foreach_utils
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from memfit.errors import MemfitError, UntraceableError
 from memfit.estimation._cuda_ops import CudaOps
@@ -18,7 +21,7 @@ from memfit.estimation._events import Event, Part, Phase, Trace
 from memfit.estimation._program import Program
 from memfit.estimation._recorder import Block, Log, Recorder, part
 
-__all__ = ["part", "trace"]
+__all__ = ["converting_fakes", "find_tensors", "map_tensors", "part", "trace"]
 
 #: The second finds the gradients of the first; further ones find the same.
 _MOST_MICROBATCHES = 2
@@ -44,15 +47,13 @@ def trace(
     models: list[nn.Module] = []
     ops = CudaOps(architecture) if cuda else None
     try:
-        with FakeTensorMode(allow_fallback_kernels=False), contextlib.ExitStack() as stack:
+        fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        with fake_mode, converting_fakes(), contextlib.ExitStack() as stack:
             if ops is not None:
                 stack.enter_context(ops)
             recorder = stack.enter_context(Recorder(log, ops, notes))
             program = make()
-            sizes = [
-                size for leaf in tree_leaves(program.batch) if isinstance(leaf, torch.Tensor) for size in leaf.shape
-            ]
-            recorder.longest = max(sizes, default=1)
+            recorder.longest = max((size for one in find_tensors(program.batch) for size in one.shape), default=1)
             models.append(program.model)
             stack.enter_context(_follow_modules(program.model, log))
             if cuda:
@@ -116,6 +117,88 @@ def _iterate(program: Program, log: Log) -> None:
 
 
 @contextlib.contextmanager
+def converting_fakes() -> Iterator[None]:
+    """Lets a model on fake tensors change its dtype and be copied, until the end of the block.
+
+    ``Module.to`` exchanges fake weights with ``swap_tensors``, which refuses those that anything else refers to, and a
+    copy of a fake tensor has a copy of its mode. Source: torch/nn/modules/module.py, ``_apply``; torch/_tensor.py,
+    ``__deepcopy__``, torch 2.13.
+    """
+    convert, copy_any = nn.Module._apply, torch.Tensor.__deepcopy__
+
+    def convert_fakes(module: nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        held = list(module._parameters.values())
+        if not held or not all(one is None or isinstance(one, FakeTensor) for one in held):
+            return convert(module, function, recurse)  # type: ignore[no-untyped-call,no-any-return]
+        for child in module.children() if recurse else ():
+            child._apply(function)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for one in held:
+                if one is not None:
+                    one.data = function(one)
+                    if one.grad is not None:
+                        one.grad.data = function(one.grad)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else function(buffer)
+        return module
+
+    def copy_fake(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+        if not (isinstance(tensor, FakeTensor) and tensor.is_leaf):
+            return copy_any(tensor, memo)  # type: ignore[no-untyped-call]
+        if id(tensor) not in memo:
+            with torch.no_grad():
+                made = tensor.clone()
+            made.__dict__.update({name: one for name, one in tensor.__dict__.items() if name not in made.__dict__})
+            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+            if tensor.grad is not None:
+                made.grad = copy_fake(tensor.grad, memo)
+        return memo[id(tensor)]
+
+    nn.Module._apply, torch.Tensor.__deepcopy__ = convert_fakes, copy_fake  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply, torch.Tensor.__deepcopy__ = convert, copy_any  # type: ignore[method-assign]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """A tree with the tensors in it replaced: in lists, tuples, mappings of any kind and dataclasses.
+
+    Dataclasses, and mappings that derive from ``dict`` or ``UserDict``, keep their class; others become a ``dict``.
+    """
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        if isinstance(leaf, Mapping):
+            content = {key: map_tensors(function, one) for key, one in leaf.items()}
+            if not isinstance(leaf, dict | UserDict):
+                return content
+            made: Any = copy.copy(leaf)
+            made.update(content)
+            return made
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            made = copy.copy(leaf)
+            for field in fields(leaf):
+                object.__setattr__(made, field.name, map_tensors(function, getattr(leaf, field.name)))
+            return made
+        return leaf
+
+    return tree_map(visit, tree)
+
+
+def find_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree, in order.
+
+    >>> len(find_tensors({"x": torch.zeros(2), "more": [UserDict(y=torch.zeros(3)), None]}))
+    2
+    """
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, tree)
+    return found
+
+
+@contextlib.contextmanager
 def _autocast(program: Program, log: Log) -> Iterator[None]:
     if program.autocast_dtype is None:
         yield
@@ -166,7 +249,7 @@ def _claim_all(program: Program, log: Log) -> None:
     log.claim(program.model.parameters(), "weights")
     log.claim((parameter.grad for parameter in program.model.parameters()), "gradients")
     log.claim(program.model.buffers(), "buffers")
-    log.claim(tree_leaves(program.batch), "inputs")
+    log.claim(find_tensors(program.batch), "inputs")
     if program.optimizer is not None:
         owned = [parameter for group in program.optimizer.param_groups for parameter in group["params"]]
         log.claim((parameter.grad for parameter in owned), "gradients")

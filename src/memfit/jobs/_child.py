@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from memfit.errors import MemfitError, StoppedError, UsageError
 from memfit.rundir import read_json, write_json
 
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 #: How many bytes of its first visible device a job may allocate.
 DEVICE_BYTES_VARIABLE = "MEMFIT_DEVICE_BYTES"
 
@@ -74,7 +77,9 @@ def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, s
     """
     with tempfile.TemporaryDirectory(prefix="memfit-") as name:
         folder = Path(name)
-        write_json(folder / REQUEST, {"target": target, "arguments": dict(arguments)}, durable=False)
+        write_json(
+            folder / REQUEST, {"target": target, "arguments": dict(arguments), "parent": os.getpid()}, durable=False
+        )
         command = [sys.executable, "-m", "memfit.jobs", "child", str(folder)]
         done = subprocess.run(
             command,
@@ -148,12 +153,22 @@ def cap_device(env: Mapping[str, str], modules: Mapping[str, Any] = sys.modules)
     return part
 
 
+def _die_with(parent: int) -> None:
+    """End this process when its parent ends, however that ends: nobody would read its result (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it ended before that held
+            os._exit(1)
+
+
 def main(folder: Path) -> int:
     """Call the function that ``request.json`` names; the exit code is the job's."""
     request = read_json(folder / REQUEST)
     if request is None:
         print(f"{folder / REQUEST} is missing", file=sys.stderr)
         return 1
+    if "parent" in request:
+        _die_with(request["parent"])
     try:
         function = load_target(request["target"])
         cap_device(os.environ)

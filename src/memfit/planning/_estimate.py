@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,10 +21,12 @@ from memfit.estimation import (
     find_gpu,
     split_batch,
 )
+from memfit.estimation._model_config import check_names
 from memfit.jobs import call_in_child
 from memfit.units import format_bytes
 
 _MOST_SAMPLES = 1 << 14  # of a microbatch that is looked for
+_KILLED = f"the process that traced was killed (signal {int(signal.SIGKILL)}): out of memory?"
 #: The names of the numbers of blocks in a config.json.
 _NUM_BLOCKS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers",
@@ -122,6 +125,7 @@ def ask(question: Question) -> dict[str, Any]:
             remedy="name one: --gpu A100-80GB, or its memory: --gpu 24GiB",
         )
     warned = read_allocator(question.allocator)
+    check_names(question.config)
     _ = question.setups
     found = _answer(question)
     found["notes"] += warned
@@ -150,7 +154,8 @@ def _answer(question: Question) -> dict[str, Any]:
         raise
     except UsageError as error:  # the child ended otherwise: killed, aborted
         found = answer_in_child(**replace(question, formula=True).to_dict())
-        found["notes"].insert(0, f"computed, not traced: {error.what}")
+        why = _KILLED if error.what.endswith(f"exit code -{int(signal.SIGKILL)}") else error.what
+        found["notes"].insert(0, f"computed, not traced: {why}")
     return found
 
 
@@ -160,10 +165,8 @@ def answer_in_child(**words: Any) -> dict[str, Any]:
     config, device = question.config, question.device
     make = _estimator(question, device)
 
-    def guess(changed: Setup) -> int:
-        return estimate_formula(config, changed, gpu=device).device["device_bytes"].upper
-
     setup, chosen = question.setup, None
+    guess, unread = _guesser(config, setup, device)
     if question.largest_batch and device is not None:
         setup, found = find_batch(question.setups, device, guess, make)
         chosen = {"batch": setup.batch, "num_microbatches": setup.num_microbatches, "fits": found.verdict == "fits"}
@@ -176,6 +179,9 @@ def answer_in_child(**words: Any) -> dict[str, Any]:
         "smaller_model": None,
     }
     if device is None or found.verdict == "fits":
+        return answer
+    if guess is None:
+        answer["notes"].append(f"no change was looked for, as the formula does not read this model's config: {unread}")
         return answer
     scale = found.device["device_bytes"].upper / max(guess(setup), 1)
     change = find_change(setup, device, lambda changed: int(guess(changed) * scale), make)
@@ -192,6 +198,19 @@ def answer_in_child(**words: Any) -> dict[str, Any]:
             "method": after.method,
         }
     }
+
+
+def _guesser(config: Mapping[str, Any], setup: Setup, device: Gpu | None) -> tuple[Callable[[Setup], int] | None, str]:
+    """What computes the bound of a setup's peak; None, with the reason, where the formula does not read the config."""
+
+    def guess(changed: Setup) -> int:
+        return estimate_formula(config, changed, gpu=device).device["device_bytes"].upper
+
+    try:
+        guess(setup)
+    except ConfigError as error:
+        return None, error.what
+    return guess, ""
 
 
 def _estimator(question: Question, device: Gpu | None) -> Callable[[Setup], Estimate]:
@@ -219,7 +238,9 @@ def _why_not_traced(config: Mapping[str, Any]) -> str:
     name = config.get("model_type")
     if name in CONFIG_MAPPING or any(hasattr(transformers, one) for one in config.get("architectures") or ()):
         return ""
-    return f"transformers {transformers.__version__} has no model type {name!r}; {nearest(str(name), CONFIG_MAPPING)}"
+    hint = nearest(str(name), CONFIG_MAPPING)  # hundreds of names where none is near
+    hint = f"; {hint}" if hint.startswith("did you mean") else ""
+    return f"transformers {transformers.__version__} has no model type {name!r}{hint}"
 
 
 def _smaller_model(config: Mapping[str, Any], setup: Setup, device: Gpu) -> dict[str, Any] | None:
@@ -230,18 +251,26 @@ def _smaller_model(config: Mapping[str, Any], setup: Setup, device: Gpu) -> dict
         parts = setup.batch
         saving = replace(saving, gradient_checkpointing="full", loss_chunks=max(8, setup.loss_chunks), batch=1)
         saving = replace(saving, num_microbatches=setup.num_microbatches * parts, optimizer_in_backward=False)
-    for blocks in range(max(numbers.values(), default=0) - 1, 0, -1):
-        share = blocks / max(numbers.values())
-        smaller = {**config, **{name: max(1, round(count * share)) for name, count in numbers.items()}}
-        found = estimate_formula(smaller, saving, gpu=device)
-        if found.verdict == "fits":
-            alone = replace(setup, strategy="none", world_size=1, lora_rank=0, quantization="none", dtype="fp32")
-            alone = replace(alone, master_weights=False)
-            return {
-                "num_blocks": {name: smaller[name] for name in numbers},
-                "num_parameters": estimate_formula(smaller, alone).parts["weights"].value // 4,
-                "device": found.to_dict()["device"],
-                "text": f"{blocks} of {max(numbers.values())} blocks of these widths would, by the formula: at most "
-                f"{format_bytes(found.device['device_bytes'].upper)}",
-            }
-    return None
+    total = max(numbers.values(), default=0)
+    fits, above = 0, total
+
+    def shrink(blocks: int) -> dict[str, Any]:
+        return {**config, **{name: max(1, round(count * blocks / total)) for name, count in numbers.items()}}
+
+    while above - fits > 1:  # fewer blocks take less
+        middle = (fits + above) // 2
+        verdict = estimate_formula(shrink(middle), saving, gpu=device).verdict
+        fits, above = (middle, above) if verdict == "fits" else (fits, middle)
+    if not fits:
+        return None
+    smaller = shrink(fits)
+    found = estimate_formula(smaller, saving, gpu=device)
+    alone = replace(setup, strategy="none", world_size=1, lora_rank=0, quantization="none", dtype="fp32")
+    alone = replace(alone, master_weights=False)
+    return {
+        "num_blocks": {name: smaller[name] for name in numbers},
+        "num_parameters": estimate_formula(smaller, alone).parts["weights"].value // 4,
+        "device": found.to_dict()["device"],
+        "text": f"{fits} of {total} blocks of these widths would, by the formula: at most "
+        f"{format_bytes(found.device['device_bytes'].upper)}",
+    }
