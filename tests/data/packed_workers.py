@@ -14,7 +14,7 @@ import torch
 
 from memfit.data import pack
 
-NUM_RECORDS = 40_000
+NUM_RECORDS = 80_000
 
 
 class ReadsAll(torch.utils.data.Dataset):

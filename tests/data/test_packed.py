@@ -314,8 +314,9 @@ def test_workers_that_read_all_objects_do_not_copy_them(tmp_path):
     assert len(lines) == 2
     for line in lines:
         empty, packed, listed = map(int, line.split())
-        assert listed - empty > 6 << 20
-        assert packed - empty < 0.1 * (listed - empty)
+        assert listed - empty > 12 << 20
+        # A few MiB are an interpreter's own, now here and now there; a copy would be all of it.
+        assert packed - empty < 0.1 * (listed - empty) + (4 << 20)
 
 
 def test_several_that_pack_at_once_make_one(tmp_path):

@@ -15,6 +15,7 @@ from memfit.cli._terminal import console
 from memfit.errors import ConfigError, DoesNotFitError, UsageError, nearest
 from memfit.estimation import (
     Attention,
+    Checkpointing,
     Dtype,
     Optimizer,
     Quantization,
@@ -148,12 +149,6 @@ def estimate(  # noqa: PLR0913 - one each for what decides on the memory
         with _tracing():
             answer = answer_for_workload(Path(config or ""), _this_gpu(gpu), allocator, set_ or [])
         _close(answer, as_json=as_json)
-    if gradient_checkpointing and selective_checkpointing:
-        raise UsageError(
-            "--gradient-checkpointing and --selective-checkpointing were both given.",
-            rule="blocks keep their inputs only, or the results of expensive operations too.",
-            remedy="leave one of them out",
-        )
     model = read_config(hf_config)
     rank, targets = parse_lora(lora)
     samples = parse_batch(batch)
@@ -171,7 +166,7 @@ def estimate(  # noqa: PLR0913 - one each for what decides on the memory
         optimizer=_one_of("--optimizer", optimizer.lower(), get_args(Optimizer)),
         optimizer_in_backward=optimizer_in_backward,
         foreach=foreach,
-        gradient_checkpointing="full" if gradient_checkpointing else "selective" if selective_checkpointing else "none",
+        gradient_checkpointing=_checkpointing(full=gradient_checkpointing, selective=selective_checkpointing),
         offload_activations=offload_activations,
         attention=_one_of("--attention", attention, get_args(Attention)),
         loss_chunks=loss_chunks,
@@ -206,6 +201,16 @@ def estimate(  # noqa: PLR0913 - one each for what decides on the memory
     answer["data"] = None if found is None else describe_lengths(found, answer["setup"]["batch"], seq_len)
     answer["notes"] += others
     _close(answer, as_json=as_json)
+
+
+def _checkpointing(*, full: bool, selective: bool) -> Checkpointing:
+    if full and selective:
+        raise UsageError(
+            "--gradient-checkpointing and --selective-checkpointing were both given.",
+            rule="blocks keep their inputs only, or the results of expensive operations too.",
+            remedy="leave one of them out",
+        )
+    return "full" if full else "selective" if selective else "none"
 
 
 def _close(answer: dict[str, Any], *, as_json: bool) -> NoReturn:

@@ -21,6 +21,7 @@ from memfit.estimation._gpus import GPUS, Gpu, find_gpu
 from memfit.estimation._interval import Interval
 from memfit.estimation._setup import (
     Attention,
+    Checkpointing,
     Dtype,
     Optimizer,
     Quantization,
@@ -47,6 +48,7 @@ __all__ = [
     "AllocatorSettings",
     "Attention",
     "Change",
+    "Checkpointing",
     "Dtype",
     "Estimate",
     "Gpu",
