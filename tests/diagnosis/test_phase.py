@@ -2,8 +2,7 @@
 
 import pytest
 
-from memfit.diagnosis._diagnose import diagnose_streams
-from memfit.diagnosis._text import Stream, clean
+from reading import look
 
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 39.39 GiB of"
@@ -12,11 +11,6 @@ OOM = (
 )
 LIB = "/opt/env/lib/python3.11/site-packages/"
 MODULE = (LIB + "torch/nn/modules/module.py", "_call_impl", "return self._call_impl(*args, **kwargs)")
-
-
-def look(text):
-    lines = [line for number, raw in enumerate(text.split("\n"), 1) for line in clean(raw, "log", number)]
-    return diagnose_streams([Stream(lines)])
 
 
 def traceback(*frames, error=OOM):

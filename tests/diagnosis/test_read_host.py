@@ -5,8 +5,7 @@ The messages are written here in the formats of the programs that print them.
 
 import pytest
 
-from memfit.diagnosis._diagnose import diagnose_streams
-from memfit.diagnosis._text import Stream, clean
+from reading import look
 
 #: Name, text, kind, recovered, phase (None: any), GiB asked for, and cause (None: any).
 CASES = [
@@ -375,11 +374,6 @@ CASES = [
         None,
     ),
 ]
-
-
-def look(text):
-    lines = [line for number, raw in enumerate(text.split("\n"), 1) for line in clean(raw, "log", number)]
-    return diagnose_streams([Stream(lines)])
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ The messages are written here in the formats of the programs that print them.
 
 import pytest
 
-from memfit.diagnosis._diagnose import diagnose_streams
-from memfit.diagnosis._text import Stream, clean
+from reading import look
 
 #: Name, text, kind, recovered, phase (None: any), GiB asked for, and cause (None: any).
 #: A short case has the name, text, kind and cause only.
@@ -477,11 +476,6 @@ CASES = [
 def full(case):
     """A case's text, kind, whether it was survived, phase, size and cause; a short one has only text, kind, cause."""
     return case[1:] if len(case) == 7 else (*case[1:3], False, None, None, case[3])
-
-
-def look(text):
-    lines = [line for number, raw in enumerate(text.split("\n"), 1) for line in clean(raw, "log", number)]
-    return diagnose_streams([Stream(lines)])
 
 
 @pytest.mark.parametrize(
