@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -458,6 +458,24 @@ def test_the_cgroups_own_peak_is_a_part(tmp_path, name):
     meter.sample()
     (tmp_path / name).unlink()
     assert meter.footprint().parts["charged_peak"] == 77 * MIB
+
+
+def test_shared_memory_that_is_written_and_then_mapped_counts_once(tmp_path):
+    """The floor knows a file in /dev/shm from its birth; mapped and read, it also raises the process's mark."""
+    clock, cpu = FakeClock(), FakeClock()
+    reader = FakeReader(clock, cpu)
+    reader.set(10, anonymous=5)
+    meter = TreeMeter(10, clock=clock, cpu=cpu, reader=reader, cgroup=tmp_path)
+    meter.floor_bytes = 105 * MIB
+    (tmp_path / "memory.max_usage_in_bytes").write_text(f"{107 * MIB}\n")
+    meter.sample()
+    reader.set(10, anonymous=5, mark=60)
+    assert meter.sample().peak_bytes == 107 * MIB
+    assert meter.footprint().private_bytes == 107 * MIB
+    reader.set(10, anonymous=5, mark=90)
+    stat, status = reader.processes[10]
+    reader.processes[10] = stat, replace(status, swapped=9 * MIB)
+    assert meter.sample().peak_bytes == 116 * MIB, "what is swapped out is charged no more"
 
 
 @linux

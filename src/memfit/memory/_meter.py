@@ -194,6 +194,11 @@ class TreeMeter:
             level = self.floor_bytes
         spikes = sum(self._spike(pid, *reading) for pid, reading in now.items())
         peak = max(level, self._last.private_bytes if self._last else 0) + spikes
+        self._charged_peak = max(self._charged_peak, _charged_peak(self._cgroup))
+        if self._charged_peak:
+            # A high-water mark also counts shared memory that the floor knows already, from before it was mapped.
+            swapped = sum(status.swapped for _, status in now.values())
+            peak = max(level, min(peak, self._charged_peak + swapped))
         parts["anonymous"] += peak - level
         self._last = Sample(
             time=self._unix_offset + self._clock(),
@@ -207,7 +212,6 @@ class TreeMeter:
             peak_bytes=peak,
         )
         self._before = now
-        self._charged_peak = max(self._charged_peak, _charged_peak(self._cgroup))
         for peaks in (self._whole, *(self._phases[name] for name in self._can_belong_to if name)):
             peaks.take(self._last, parts, sum(rollup.pss for rollup in sweep.values()))
         self._can_belong_to = {self._phase}
