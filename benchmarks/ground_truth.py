@@ -110,6 +110,8 @@ def estimate_one(name: str, *, with_peers: bool) -> dict[str, Any]:
         gpu = replace(gpu, total_bytes=int(spec.memory_gib * GIB))
     if gpu is not None and spec.context_gib is not None:
         gpu = replace(gpu, context_bytes=Interval(int(spec.context_gib * GIB), int(spec.context_gib * GIB)))
+    if gpu is not None and spec.cudnn_gib is not None:
+        gpu = replace(gpu, cudnn_bytes=Interval(int(spec.cudnn_gib * GIB), gpu.cudnn_bytes.upper))
     estimate = estimate_program(
         spec.make,
         gpu=gpu,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from memfit.estimation._compile import compile_blocks
 from memfit.estimation._fully_sharded import shard_flat
-from memfit.estimation._optimizers import build_optimizer
+from memfit.estimation._optimizers import InBackward, WeightByWeight, build_optimizer
 from memfit.estimation._parallel import shard
 from memfit.estimation._program import Program
 from memfit.estimation._setup import Dtype, Setup
@@ -24,11 +25,15 @@ def make_optimizer(name: str, model: nn.Module, *, in_backward: bool = False) ->
     """The optimizer of a model's trained parameters.
 
     Args:
-        name: ``adamw_fused``, ``paged`` for one whose states torch's allocator never sees, or a name of ``Setup``'s
-            with its ``foreach`` kernels.
+        name: ``adamw_fused``, ``torchao_adamw8bit``, ``paged`` for one whose states torch's allocator never sees, or a
+            name of ``Setup``'s with its ``foreach`` kernels.
         model: Whose.
         in_backward: Whether each parameter is updated as soon as its gradient is there.
     """
+    if name == "torchao_adamw8bit":
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        make = partial(WeightByWeight, make_state=_make_8_bit_state, make_temporaries=_Autotuning())
+        return InBackward(parameters, make) if in_backward else make(parameters)
     if name == "paged":
         name = "sgd"
     fused = name == "adamw_fused"
@@ -40,6 +45,46 @@ def make_optimizer(name: str, model: nn.Module, *, in_backward: bool = False) ->
     optimizer, _ = build_optimizer(model, setup)
     assert optimizer is not None
     return optimizer
+
+
+def _make_8_bit_state(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """torchao 0.6.1, prototype/low_bit_optim/adam.py (``_new_buffer``) and subclass_8bit.py (``zeros``)."""
+    size = weight.numel()
+    if size < 4096 or size % 256:
+        return {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+    state = {}
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[f"{name}_codes"] = torch.zeros_like(weight, dtype=torch.uint8)
+        state[f"{name}_scale"] = torch.zeros(size // 256)
+        state[f"{name}_qmap"] = torch.zeros(256)
+    return state
+
+
+class _Autotuning:
+    """What torchao's compiled update takes beside its states in torch 2.5.1, the stable one of torchtune's table.
+
+    Its kernel, as inductor writes it for an A100, leaves the step of the weight in fp32. Before its first run several
+    configurations of it are timed (``ReductionHint.DEFAULT``), on copies of what it writes, made for the argument that
+    is read and for the one that is written (runtime/triton_heuristics.py, ``clone_args``, ``mutated_arg_names``), while
+    256 MB empty the cache (triton/testing.py, ``do_bench``).
+    """
+
+    def __init__(self) -> None:
+        self.timed: set[tuple[int, ...]] = set()
+
+    def __call__(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        size = weight.numel()
+        if size < 4096 or size % 256:
+            return []
+        made = [torch.empty_like(weight, dtype=torch.float32)]
+        if tuple(weight.shape) not in self.timed:
+            self.timed.add(tuple(weight.shape))
+            made.append(torch.empty(256 * 10**6, dtype=torch.uint8))
+            for _ in range(2):
+                made.append(torch.empty_like(weight))
+                made += [torch.empty_like(weight, dtype=torch.uint8) for _ in range(2)]
+                made += [torch.empty(size // 256) for _ in range(2)]
+        return made
 
 
 def fully_shard(program: Program, world_size: int) -> Program:

@@ -24,6 +24,7 @@ class Spec:
         minus_inputs: Whether the published figure leaves out what was there before the step, as operator tests do.
         memory_gib: The memory of a device that ``find_gpu`` knows with another size only.
         context_gib: What a process takes with next to no model, where the source measured it on the same machine.
+        cudnn_gib: What cuDNN adds to it, in the same way.
     """
 
     make: Callable[[], Program]
@@ -35,3 +36,4 @@ class Spec:
     minus_inputs: bool = False
     memory_gib: float | None = None
     context_gib: float | None = None
+    cudnn_gib: float | None = None

@@ -6,7 +6,6 @@ under bf16 autocast, fp32 weights, 45 classes. Rows TM are a plain loop in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from _ground_truth_programs._layers import default_dtype
 from _ground_truth_programs._pieces import compile_modules
 from _ground_truth_programs._spec import Spec
-from _ground_truth_programs.convolutions import make_classifier, measured_on_device
+from _ground_truth_programs.convolutions import by_timm, make_classifier
 from memfit.estimation._program import Program
 
 
@@ -222,10 +221,6 @@ def _make_giant() -> Program:
         return make_classifier(build, 32, "adamw_fused")
 
 
-def _fp32(build: Callable[[], nn.Module], batch: int) -> Spec:
-    return measured_on_device(build, batch, assumed="fp32 and SGD with momentum")
-
-
 _ADA = "RTX 4070 Ti SUPER"
 _SMALL, _BASE = partial(VisionTransformer, 384, 12, 6), partial(VisionTransformer, 768, 12, 12)
 _LARGE = partial(VisionTransformer, 1024, 24, 16)
@@ -233,15 +228,15 @@ SPECS: dict[str, Spec] = {
     "AO-04": Spec(partial(_make_low_bit, "adamw8bit"), "allocated", _ADA, assumed="fp8 states take what int8 ones do"),
     "AO-05": Spec(partial(_make_low_bit, "adamw4bit"), "allocated", _ADA),
     "AO-06": Spec(_make_giant, "allocated", _ADA, assumed="224 x 224 pixels"),
-    "TM-19": _fp32(make_convnext, 8),
-    "TM-20": _fp32(make_convnext, 32),
-    "TM-21": _fp32(make_convnext, 128),
-    "TM-22": _fp32(_SMALL, 8),
-    "TM-23": _fp32(_SMALL, 32),
-    "TM-25": _fp32(_BASE, 8),
-    "TM-26": _fp32(_BASE, 32),
-    "TM-28": _fp32(_LARGE, 8),
-    "TM-29": _fp32(_LARGE, 32),
-    "TM-31": _fp32(Swin, 32),
-    "TM-32": _fp32(Swin, 128),
+    "TM-19": by_timm(make_convnext, 8),
+    "TM-20": by_timm(make_convnext, 32),
+    "TM-21": by_timm(make_convnext, 128),
+    "TM-22": by_timm(_SMALL, 8),
+    "TM-23": by_timm(_SMALL, 32),
+    "TM-25": by_timm(_BASE, 8),
+    "TM-26": by_timm(_BASE, 32),
+    "TM-28": by_timm(_LARGE, 8),
+    "TM-29": by_timm(_LARGE, 32),
+    "TM-31": by_timm(Swin, 32),
+    "TM-32": by_timm(Swin, 128),
 }

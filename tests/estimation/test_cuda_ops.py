@@ -171,6 +171,17 @@ def test_convolutions_scratch_unless_channels_come_last() -> None:
     assert find_peaks(planar)["forward"].num_bytes - find_peaks(last)["forward"].num_bytes >= 2 * image_bytes
 
 
+@pytest.mark.parametrize("is_on", [False, True])
+def test_algorithms_that_are_tried_first_are_noted(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", is_on)
+
+    def run(image: Tensor) -> Tensor:
+        return nn.functional.conv2d(image, torch.empty(8, 8, 3, 3))
+
+    notes = trace_operation(run, lambda: torch.empty(4, 8, 16, 16)).notes
+    assert any("cudnn.benchmark is on" in note for note in notes) == is_on
+
+
 def test_a_recurrent_layer_is_noted_as_a_loop() -> None:
     def run(x: Tensor) -> Tensor:
         result: Tensor = nn.LSTM(8, 8)(x)[0]

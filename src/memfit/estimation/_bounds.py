@@ -28,9 +28,6 @@ ABOVE: Mapping[Part, float] = {
 }
 #: Bytes that a step takes beside its tensors in any case: random states, flags, lazily made handles.
 _AT_LEAST = 64 << 20
-#: cuDNN's kernels. Two peaks of a ResNet-50 on an A100, at 32 and 128 images, leave 450 MiB beside what grows with the
-#: batch and the context without cuDNN, with a torch that loads all kernels at once; since 2.0 it loads few.
-_CUDNN = Interval(0, 512 << 20)
 #: Of the bytes that come and go, the share that fragments may hold beside those of the replay: a real step meets its
 #: batches in another order and at other sizes.
 _FRAGMENTS = 0.06
@@ -76,7 +73,7 @@ def bound_device(
     )
     beside = gpu.context_bytes + gpu.nccl_bytes(world_size)
     if trace.unfolded_bytes:
-        beside = beside + _CUDNN
+        beside = beside + gpu.cudnn_bytes
     device = {
         "allocated_bytes": allocated,
         "active_bytes": active,

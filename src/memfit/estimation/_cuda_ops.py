@@ -25,6 +25,12 @@ _MATRIX_PRODUCTS = frozenset(
     getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_grouped_mm")
 )
 
+#: ATen/native/cudnn/Conv_v8.cpp: workspaces of all plans are tried, as large as fits, and the cache is emptied then.
+_BENCHMARK = (
+    "torch.backends.cudnn.benchmark is on: the first steps try algorithms of convolutions whose workspaces may take "
+    "all that the device has left, which no figure here counts"
+)
+
 
 class CudaOps:
     """While entered, operations on fake CPU tensors take the memory that they would take on CUDA.
@@ -104,6 +110,8 @@ class CudaOps:
         """Bytes that an operation takes beside its results and gives back at its end."""
         if func is _aten.convolution.default and isinstance(result, Tensor):
             self.unfolded_bytes = max(self.unfolded_bytes, _unfolded(args, result))
+            if torch.backends.cudnn.benchmark:
+                self.notes[_BENCHMARK] = None
         count = self._scratch.get(func)
         return count(args, result) if count is not None else ()
 

@@ -11,6 +11,9 @@ from memfit.units import GIB, KIB, MIB, format_bytes, parse_bytes
 
 _BLAS_SMALL = 2 * 4096 * KIB + 16 * 8 * KIB
 _BLAS_LARGE = 8 * 4096 * KIB
+#: The smallest of 1,017 networks of timm took 1,731 MiB of an A100 at a batch of eight, 62 of them for its tensors, and
+#: a net of one neuron 1,237 (itu-rad/GPUMemNet, Related_works/FakeTensor): 432 MiB, rounded up for larger cards.
+_CUDNN = Interval(0, 512 * MIB)
 _CHANNEL = 10 * MIB  # NVIDIA/nccl issues 1485 and 1685: one receiving buffer of one channel
 
 
@@ -27,6 +30,8 @@ class Gpu:
             the kernels of torch, cuBLAS and cuDNN that it has loaded. Communicators come on top.
         has_nvlink: Whether several of them usually are linked by NVLink.
         source: Who saw the total.
+        cudnn_bytes: What the first convolution adds to the context. The value is that of a torch that loads kernels
+            when they are first used, the bound that of one that loads all of them at once.
     """
 
     name: str
@@ -35,6 +40,7 @@ class Gpu:
     context_bytes: Interval
     has_nvlink: bool
     source: str
+    cudnn_bytes: Interval = _CUDNN
 
     @property
     def cublas_workspace_bytes(self) -> Interval:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def build_optimizer(
             rule="A gradient that is dropped after its backward pass cannot be added to.",
             remedy="use one microbatch, or leave out --optimizer-in-backward",
         )
-    return _InBackward(parameters, factory), notes
+    return InBackward(parameters, factory), notes
 
 
 def _embedding_weights(model: nn.Module) -> set[int]:
@@ -77,9 +78,10 @@ def _choose(setup: Setup, exempt: set[int]) -> _Factory:
     if name in ("adamw8bit", "paged_adamw8bit"):
         paged = name.startswith("paged")
         maps: dict[str, torch.Tensor] = {}
-        return lambda parameters: _Kernel(parameters, lambda weight: _state_8_bit(weight, maps, exempt, paged=paged))
+        make_state = partial(_state_8_bit, maps=maps, exempt=exempt, paged=paged)
+        return lambda parameters: WeightByWeight(parameters, make_state)
     if name == "adamw4bit":
-        return lambda parameters: _Kernel(parameters, _state_4_bit, _temporaries_4_bit)
+        return lambda parameters: WeightByWeight(parameters, _state_4_bit, _temporaries_4_bit)
     if name == "adafactor":
         return _make_adafactor
     if name == "lion":
@@ -169,7 +171,7 @@ def _temporaries_4_bit(weight: torch.Tensor) -> list[torch.Tensor]:
     return [torch.empty_like(weight, dtype=torch.float32) for _ in range(2)]
 
 
-class _Kernel(torch.optim.Optimizer):
+class WeightByWeight(torch.optim.Optimizer):
     """An optimizer that updates weight after weight by one kernel each: only states and temporaries take memory."""
 
     def __init__(
@@ -264,7 +266,7 @@ class _MasterWeights(torch.optim.Optimizer):
             master.grad = None
 
 
-class _InBackward(torch.optim.Optimizer):
+class InBackward(torch.optim.Optimizer):
     """One optimizer a weight, each run by the hook that its weight's gradient sets off."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], factory: _Factory) -> None:
