@@ -171,6 +171,29 @@ def test_convolutions_scratch_unless_channels_come_last() -> None:
     assert find_peaks(planar)["forward"].num_bytes - find_peaks(last)["forward"].num_bytes >= 2 * image_bytes
 
 
+@pytest.mark.parametrize(
+    ("kernel", "stride", "num_bytes"),
+    [
+        (3, 1, 36 * 4 * (2 * 14 * 14 * (16 + 16) + 16 * 16)),  # Winograd's tiles of 6 x 6 for 4 x 4 places
+        (5, 1, 4 * 2 * 52 * 52 * 16 * 25),  # unfolded
+        (1, 1, 4 * (2 * 16 * 56 * 56 * 2 + 16 * 16)),  # both images and the weight with the channels last
+    ],
+)
+def test_the_gradient_of_a_weight_takes_what_its_algorithm_makes_of_the_images(
+    kernel: int, stride: int, num_bytes: int
+) -> None:
+    def run(image: Tensor) -> Tensor:
+        return nn.functional.conv2d(image, torch.empty(16, 16, kernel, kernel, requires_grad=True), None, stride)
+
+    def padded() -> Tensor:
+        side = 56 if kernel == 1 else 56 + (kernel - 1) * (kernel == 3)
+        return torch.empty(2, 16, side, side, requires_grad=True)
+
+    events = trace_operation(run, padded).events
+    backward = [event.num_bytes for event in events if event.phase == "backward"]
+    assert num_bytes in backward
+
+
 @pytest.mark.parametrize("is_on", [False, True])
 def test_algorithms_that_are_tried_first_are_noted(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", is_on)

@@ -59,7 +59,7 @@ def bound_device(
         total = Interval.total(found.values())
         value = max(total.value, replay.phases[phase].allocated_bytes)
         slack = trace.slack_bytes if phase in ("backward", "step") else 0
-        slack += trace.unfolded_bytes if phase != "step" else 0
+        slack += trace.convolution_slack.get(phase, 0)
         by_phase[phase] = Interval(value, max(total.upper, value) + slack + _AT_LEAST)
     top = max(by_phase, key=lambda phase: by_phase[phase].value)
     allocated = Interval.highest(by_phase.values())
@@ -72,7 +72,7 @@ def bound_device(
         replay.reserved_bytes, max(replay.reserved_bytes, allocated.value) + above + int(churn * _FRAGMENTS) + _AT_LEAST
     )
     beside = gpu.context_bytes + gpu.nccl_bytes(world_size)
-    if trace.unfolded_bytes:
+    if trace.convolution_slack:
         beside = beside + gpu.cudnn_bytes
     device = {
         "allocated_bytes": allocated,

@@ -7,6 +7,7 @@ then come from PyTorch's own shape functions; only what kernels allocate inside 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.library import Library
 
 from memfit.estimation import _attention, _autocast
+from memfit.estimation._events import Phase
 
 _aten = torch.ops.aten
 
@@ -42,8 +44,8 @@ class CudaOps:
     def __init__(self, architecture: str = "ampere") -> None:
         self.architecture = architecture
         self.notes: dict[str, None] = {}
-        #: The input of the largest convolution, unfolded: what algorithms that unfold it take.
-        self.unfolded_bytes = 0
+        #: How much more algorithms that unfold the input of a convolution take than was counted, by phase.
+        self.convolution_slack: dict[Phase, int] = {}
         self._threads_with_workspace: set[bool] = set()
         self._library: Library | None = None
         self._scratch: dict[Any, Callable[[Sequence[Any], Any], Sequence[int]]] = {
@@ -106,14 +108,20 @@ class CudaOps:
         """Whether an operation may take scratch memory or workspaces."""
         return func in self._scratch or func in _MATRIX_PRODUCTS
 
-    def scratch(self, func: Any, args: Sequence[Any], result: Any) -> Sequence[int]:
+    def scratch(self, func: Any, args: Sequence[Any], result: Any, phase: Phase) -> Sequence[int]:
         """Bytes that an operation takes beside its results and gives back at its end."""
-        if func is _aten.convolution.default and isinstance(result, Tensor):
-            self.unfolded_bytes = max(self.unfolded_bytes, _unfolded(args, result))
-            if torch.backends.cudnn.benchmark:
-                self.notes[_BENCHMARK] = None
         count = self._scratch.get(func)
-        return count(args, result) if count is not None else ()
+        taken = count(args, result) if count is not None else ()
+        if func is _aten.convolution.default:
+            self._note_convolution(_unfolded(args, result) - sum(taken), phase)
+        elif func is _aten.convolution_backward.default:
+            self._note_convolution(_unfolded(args[1:], args[0]) - sum(taken), phase)
+        return taken
+
+    def _note_convolution(self, slack_bytes: int, phase: Phase) -> None:
+        self.convolution_slack[phase] = max(self.convolution_slack.get(phase, 0), slack_bytes)
+        if torch.backends.cudnn.benchmark:
+            self.notes[_BENCHMARK] = None
 
     def workspaces(self, func: Any, *, in_backward: bool) -> Sequence[int]:
         """Bytes of lasting workspaces that an operation is the first to need.
@@ -184,7 +192,27 @@ def _scratch_of_convolution_backward(args: Sequence[Any], result: Any) -> Sequen
     grad, image, weight, groups = args[0], args[1], args[2], args[9]
     if _is_channels_last(image) or groups == image.shape[1] > 1:
         return ()
-    return (_num_bytes(image) + _num_bytes(weight) + _num_bytes(grad),)
+    return (max(_num_bytes(image) + _num_bytes(weight) + _num_bytes(grad), _transformed(args)),)
+
+
+def _transformed(args: Sequence[Any]) -> int:
+    """Bytes of what cuDNN makes of both images for the gradient of an fp32 weight; 0 where nothing is known of it.
+
+    Dense 3 x 3 kernels that move by one: tiles of 6 x 6 for each 4 x 4 places, of the input, the result's gradient and
+    the weight (``WINOGRAD_NONFUSED``; Lavin and Gray, 2016). Others: the input, unfolded. Device peaks of VGG-16,
+    ResNets and Xception on an A100 at two batches each (itu-rad/GPUMemNet, Results_plotter_for_paper/data.csv) agree
+    with it, and networks of depthwise convolutions need none. Nobody documents what is picked.
+    """
+    grad, image, weight, stride, dilation, is_transposed, groups = *args[:3], args[4], args[6], args[7], args[9]
+    kernel = tuple(weight.shape[2:])
+    if image.dim() != 4 or image.dtype is not torch.float32 or groups != 1 or is_transposed or kernel == (1, 1):
+        return 0
+    if kernel == (3, 3) and set(stride) | set(dilation) == {1}:
+        height, width = grad.shape[2:]
+        tiles = len(image) * math.ceil(height / 4) * math.ceil(width / 4)
+        inputs, outputs = weight.shape[1], weight.shape[0]
+        return 36 * 4 * (tiles * (inputs + outputs) + inputs * outputs)
+    return _unfolded(args[1:], grad)
 
 
 def _scratch_of_embedding_backward(args: Sequence[Any], result: Any) -> Sequence[int]:

@@ -49,7 +49,8 @@ class Trace:
         modules: The path of the module that a block was born in, by its number; blocks born in none are left out.
         streams: The stream that a block was born on, by its number; 0, which computes, is left out.
         slack_bytes: What an update may take beyond what was traced, as implementations of the same optimizer differ.
-        unfolded_bytes: The input of the largest convolution, unfolded; 0 without convolutions.
+        convolution_slack: What another algorithm of cuDNN may take beyond what was counted, by phase; empty without
+            convolutions.
     """
 
     events: Sequence[Event]
@@ -58,7 +59,7 @@ class Trace:
     modules: Mapping[int, str] = field(default_factory=dict)
     streams: Mapping[int, int] = field(default_factory=dict)
     slack_bytes: int = 0
-    unfolded_bytes: int = 0
+    convolution_slack: Mapping[Phase, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

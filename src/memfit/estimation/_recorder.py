@@ -216,7 +216,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Counts what a kernel of CUDA allocates beside its results."""
         log = self.log
         if self.cuda is not None:
-            for number in [log.bear(num_bytes) for num_bytes in self.cuda.scratch(func, args, result)]:
+            for number in [log.bear(num_bytes) for num_bytes in self.cuda.scratch(func, args, result, log.phase)]:
                 log.bury(number)
             for num_bytes in self.cuda.workspaces(func, in_backward=log.phase == "backward"):
                 with part("workspaces"):

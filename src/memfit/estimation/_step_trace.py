@@ -97,13 +97,13 @@ def trace_step(
             modules = {number: block.module for number, block in enumerate(log.blocks) if block.module}
             streams = {number: block.stream for number, block in enumerate(log.blocks) if block.stream}
             slack_bytes = max((int(getattr(one, "slack_bytes", 0)) for one in watch.optimizers.values()), default=0)
-            unfolded_bytes = ops.unfolded_bytes if ops is not None else 0
+            convolution_slack = ops.convolution_slack if ops is not None else {}
     except (MemfitError, MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
         where = log.module_path[-1] if log.module_path else ""
         raise UntraceableError.at(where, f"{type(error).__name__}: {error}") from error
-    return Trace(events, parts, tuple(notes), modules, streams, slack_bytes, unfolded_bytes)
+    return Trace(events, parts, tuple(notes), modules, streams, slack_bytes, convolution_slack)
 
 
 class _RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]

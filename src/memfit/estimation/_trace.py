@@ -67,7 +67,7 @@ def trace(
             events = _without_building(log.events)
             parts = {number: _part_of(block) for number, block in enumerate(log.blocks)}
             streams = {number: block.stream for number, block in enumerate(log.blocks) if block.stream}
-            unfolded_bytes = ops.unfolded_bytes if ops is not None else 0
+            convolution_slack = ops.convolution_slack if ops is not None else {}
             slack_bytes = int(getattr(program.optimizer, "slack_bytes", 0))
             modules = {number: block.module for number, block in enumerate(log.blocks) if block.module}
     except MemfitError:
@@ -76,7 +76,7 @@ def trace(
         raise
     except Exception as error:
         raise UntraceableError.at(_find_module(error, models), f"{type(error).__name__}: {error}") from error
-    return Trace(events, parts, tuple(notes), modules, streams, slack_bytes, unfolded_bytes)
+    return Trace(events, parts, tuple(notes), modules, streams, slack_bytes, convolution_slack)
 
 
 def _without_building(events: Sequence[Event]) -> list[Event]:
