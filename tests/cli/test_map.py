@@ -45,6 +45,8 @@ def test_with_continue_all_run_and_all_failures_are_reported(memfit):
     done = memfit("map", "--param", "a=1..4", "--json", "--", "sh", "-c", "exit {a}")
     found = json.loads(done.out)
     assert (done.exit_code, found["state"]) == (4, "failed")
+    assert "measuring" in found["waited_seconds"], "the first ran alone"
+    assert set(found["host_cpu"]) == {"busy", "disk"} and 0 < found["host_cpu"]["busy"] <= 1
     run = RunDir.open(Path(found["run"]))
     outcome = json.loads((run.path / "outcome.json").read_text())
     assert [job["cause"] for job in outcome["jobs"].values()] == [f"exit code {code}" for code in (1, 2, 3, 4)]

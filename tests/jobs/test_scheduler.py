@@ -133,6 +133,7 @@ def test_a_neighbour_that_takes_memory_holds_jobs_back(tmp_path):
     scheduler.run()
     assert backend.most_at_once == 2
     assert any("may be lent" in fields["arithmetic"] for kind, fields in events if kind == "wait")
+    assert "memory" in {fields["on"] for kind, fields in events if kind == "wait"}
 
 
 def test_a_job_that_grows_past_its_likes_raises_the_reservation_of_those_to_come(tmp_path):
@@ -173,7 +174,7 @@ def test_never_more_at_once_than_the_user_allows(tmp_path):
     scheduler, backend, _, events = make(tmp_path, scripts, limit=10_000, max_parallel=2)
     scheduler.run()
     assert backend.most_at_once == 2
-    assert any("max_parallel" in fields["reason"] for kind, fields in events if kind == "wait")
+    assert any(fields["on"] == "max_parallel" for kind, fields in events if kind == "wait")
 
 
 def test_one_at_a_time_keeps_the_order(tmp_path):
@@ -372,7 +373,7 @@ def test_starts_are_paced_by_the_cores(tmp_path):
     by_time = dict(started)
     assert by_time[0.2] == 3
     assert by_time[0.5] == 6
-    assert any(fields["reason"] == "others are starting" for fields in of_kind(events, "wait"))
+    assert any(fields["on"] == "starting" for fields in of_kind(events, "wait"))
 
 
 def test_a_neighbour_may_grow_into_the_reserve_without_holding_jobs_back(tmp_path):

@@ -31,6 +31,7 @@ fold_2 out_of_memory: killed by the kernel for memory in phase train
   log: runs/demo/run_20261121_090000_0123abcd/jobs/fold_2/err.log
 
 time      1h 59m 00s wall clock; the folds' own times add up to 2h 48m 29s
+bound by  1.4 at once on average, 35 % of the time others waited for memory, the host's cores were 41 % busy, 3 % idle for a disk
 forecast  reservations were 3 % above the peaks (median; 3 to 3 % over 1 job), 0 of them too small
 panel     panels/a5d5239e
 run       runs/demo/run_20261121_090000_0123abcd (failed)
@@ -102,6 +103,7 @@ def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
     assert found["budget"]["binding"]["limit_bytes"] == 8 * GIB
     assert found["plan"]["measured_on"] == "fold_1"
     assert found["panel"]["num_assets"] == 20
+    assert found["waited_seconds"] == {"memory": 2519} and found["host_cpu"] == {"busy": 0.412, "disk": 0.031}
     assert found["folds"][1] == {
         "job": "fold_2",
         "params": {},
@@ -216,6 +218,19 @@ run       runs/demo/run_20261121_090000_0123abcd (failed)
 
 def test_the_summary_of_commands_is_a_stamped_line_for_each_and_the_wall_clock(swept):
     assert printed(swept.run, 120) == SWEPT
+
+
+@pytest.mark.parametrize("cpu", [None, "busy", {"busy": "all"}, {}])
+def test_what_bounds_a_run_is_left_out_where_it_is_not_known(commands, cpu):
+    made = commands(2)
+    made.event(0, "run", state="started")
+    for number in (1, 2):
+        made.admit(number, f"cmd_000{number}", number)
+        made.end(50, f"cmd_000{number}")
+        made.job(f"cmd_000{number}", at=number, seconds=49)
+    made.event(60, "run", state="completed", cpu=cpu)
+    assert "bound by" not in printed(made.run, 120)
+    assert summarize(made.run)["host_cpu"] == {}
 
 
 def test_the_json_form_of_commands_has_parameters_restarts_and_counts(swept):

@@ -211,7 +211,8 @@ def _transformed(args: Sequence[Any]) -> int:
         height, width = grad.shape[2:]
         tiles = len(image) * math.ceil(height / 4) * math.ceil(width / 4)
         inputs, outputs = weight.shape[1], weight.shape[0]
-        return 36 * 4 * (tiles * (inputs + outputs) + inputs * outputs)
+        num_values: int = tiles * (inputs + outputs) + inputs * outputs
+        return 36 * 4 * num_values
     return _unfolded(args[1:], grad)
 
 

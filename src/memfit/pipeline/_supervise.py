@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from memfit import config
 from memfit.errors import DoesNotFitError, MemfitError, UsageError
 from memfit.jobs import (
@@ -336,7 +338,7 @@ def supervised(
     lock = RunLock(run)
     with contextlib.closing(lock), _stoppable() as stop:
         (run.path / "outcome.json").unlink(missing_ok=True)  # it runs again
-        journal, state = Journal(run), "failed"
+        journal, state, before = Journal(run), "failed", psutil.cpu_times()
         try:
             journal.write("run", **told)
             with ExitStack() as stack:
@@ -352,9 +354,26 @@ def supervised(
                 journal.put("outcome.json", {"state": "failed", "cause": cause})
             raise
         finally:
-            journal.write("run", state=state)
+            journal.write("run", state=state, cpu=_cpu_use(before, psutil.cpu_times()))
             journal.drain(stop)
             journal.close()
+
+
+def _cpu_use(before: Any, after: Any) -> dict[str, float]:
+    """What the host's cores did between two readings, as shares of all their time: ``busy``, and idle for a disk.
+
+    >>> from types import SimpleNamespace as Times
+    >>> times = Times(user=1.0, system=0.0, idle=0.0, iowait=0.0, _fields=("user", "system", "idle", "iowait"))
+    >>> later = Times(user=4.0, system=1.0, idle=5.0, iowait=1.0, _fields=times._fields)
+    >>> _cpu_use(times, later)
+    {'busy': 0.4, 'disk': 0.1}
+    """
+    # A guest's time is a part of its user's, as /proc/stat counts it.
+    spent = {name: getattr(after, name) - getattr(before, name) for name in after._fields if "guest" not in name}
+    total, disk = sum(spent.values()), max(0.0, spent.get("iowait", 0.0))
+    if total <= 0:
+        return {"busy": 0.0, "disk": 0.0}
+    return {"busy": round(1 - (spent["idle"] + disk) / total, 3), "disk": round(disk / total, 3)}
 
 
 class _Backend(LocalBackend):

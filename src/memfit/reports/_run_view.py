@@ -133,6 +133,11 @@ class RunView:
         self.retries: dict[str, list[float]] = {}
         self._ended: float | None = None
         self._last_time: float | None = None
+        #: Seconds of the last command in which jobs waited and none could start, by what they waited for.
+        self.waits: dict[str, float] = {}
+        #: What the host's cores did in the last command, as shares of their time; empty until it ends.
+        self.cpu: Mapping[str, float] = {}
+        self._waiting: tuple[str, float] | None = None
         self._admitted_by = 0
         self._tails: dict[str, tuple[EventTail, int]] = {}
         self._of_kind: dict[tuple[str, str | None], Event] = {}
@@ -164,6 +169,7 @@ class RunView:
     def _take(self, event: Event) -> None:
         """Keep what later questions need; steps come twice a second, so they are not all kept."""
         kind, job, now = event["kind"], event.get("job"), float(event["time"])
+        self._count_wait(event, kind, now)
         self._of_kind[kind, job] = event
         self._last_time = now
         if kind in ("run", "stop"):
@@ -174,9 +180,12 @@ class RunView:
             self._admitted.pop(str(job), None)
         if kind == "run" and event["state"] in ("started", "continued"):
             self.started, self._ended, self.num_commands = now, None, self.num_commands + 1
+            self.waits, self.cpu = {}, {}
             self._settled.clear()
         elif kind == "run":
-            self._ended = now
+            self._ended, told = now, event.get("cpu")
+            shares = told if isinstance(told, dict) else {}
+            self.cpu = {name: float(share) for name, share in shares.items() if isinstance(share, int | float)}
         elif kind == "retry":
             self._queued.add(str(job))
             self._settled.pop(str(job), None)
@@ -185,6 +194,15 @@ class RunView:
             self._take_admission(event, str(job))
         elif kind in ("epoch", "step"):
             self._progress.setdefault(str(job), _Progress()).take(event)
+
+    def _count_wait(self, event: Event, kind: str, now: float) -> None:
+        """Add up for how long jobs could not start, by what they waited for."""
+        if kind not in ("wait", "admit", "run", "stop"):
+            return
+        if self._waiting is not None:
+            on, since = self._waiting
+            self.waits[on] = self.waits.get(on, 0.0) + max(0.0, now - since)
+        self._waiting = (str(event.get("on", "other")), now) if kind == "wait" else None
 
     def _take_admission(self, event: Event, job: str) -> None:
         self._progress[job] = _Progress()

@@ -27,6 +27,16 @@ _BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
 #: What a log says where memfit itself knows more: it has the exit and the kernel's counters.
 _TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
 
+#: A share of the time below which a wait is not told.
+_LEAST_WAIT = 0.02
+_WAITED_FOR = {
+    "memory": "for memory",
+    "device": "for a device",
+    "max_parallel": "because of max_parallel",
+    "measuring": "while one was measured",
+    "starting": "while others started",
+}
+
 
 @dataclass(frozen=True)
 class _Column:
@@ -68,6 +78,8 @@ def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
         "num_restarts": sum(map(len, view.retries.values())),
         "job_seconds": total,
         "restarted_seconds": lost,
+        "waited_seconds": dict(view.waits),
+        "host_cpu": dict(view.cpu),
         "folds" if view.kind == "folds" else "jobs": [_job(view, row) for row in rows],
         **_record.to_dict(run, rows),
         "metrics": {
@@ -260,6 +272,7 @@ def _places(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
         places = [("jobs", counts or "none has started"), *_restarts(view, rows)]
         # The wall clock, and not the sum of jobs that ran side by side.
         places.append(("Total:", f"{wall}, {view.most_at_once} at once; their own times add up to {took}"))
+    places += _bounds(view, sum(seconds))
     error, kills = _record.forecast_error(rows), _record.count_kills(view.run)
     heaps = [(heap, row) for row in rows if (heap := _heap(view, row.status.job_id))]
     if heaps:
@@ -281,6 +294,22 @@ def _places(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
         if (view.run.path / name).exists() and (view.kind == "folds" or name == "jobs"):
             places.append(("", f"  {name}" + (f" ({what})" if what else "")))
     return places
+
+
+def _bounds(view: RunView, job_seconds: float) -> list[tuple[str, str]]:
+    """How many ran at once on average, and what kept it from more: what jobs waited for, and what the cores did."""
+    wall = view.wall_seconds
+    if not wall or view.num_commands > 1 or len(view.ids) < 2:
+        return []
+    words = [f"{job_seconds / wall:.1f} at once on average"]
+    named = {on: seconds for on, seconds in view.waits.items() if seconds >= _LEAST_WAIT * wall and on in _WAITED_FOR}
+    for on, seconds in sorted(named.items(), key=lambda found: -found[1]):
+        words.append(f"{100 * seconds / wall:.0f} % of the time others waited {_WAITED_FOR[on]}")
+    if "busy" in view.cpu:
+        words.append(f"the host's cores were {100 * view.cpu['busy']:.0f} % busy")
+    if view.cpu.get("disk", 0.0) >= _LEAST_WAIT:
+        words.append(f"{100 * view.cpu['disk']:.0f} % idle for a disk")
+    return [("bound by", ", ".join(words))] if len(words) > 1 else []
 
 
 def _short(path: Path) -> str:
