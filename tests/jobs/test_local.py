@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -682,6 +683,26 @@ def test_a_job_killed_by_the_kernel_in_its_own_group_is_told_by_that_groups_coun
     counters = status.evidence["oom_kills"]
     assert (counters["before"]["own"], counters["after"]["own"], status.evidence["wall_bytes"]) == (0, 1, 100 * MIB)
     assert status.evidence["charged_peak_bytes"] == 100 * MIB
+
+
+@pytest.mark.root
+def test_a_file_in_shared_memory_that_the_wall_above_all_jobs_refuses_is_a_lack_of_memory(run_dir, walls):
+    # Its own wall is far: the wall above is met, and a write to a file in /dev/shm fails there with ENOMEM.
+    code = """
+        import os
+        block = bytes(1 << 20)
+        descriptor = os.open(f"/dev/shm/torch_{os.getpid()}_1_0", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            for _ in range(200):
+                os.write(descriptor, block)
+        finally:
+            os.ftruncate(descriptor, 0)  # a fault of this process would wait at the wall
+    """
+    backend = LocalBackend(run_dir, walls=walls(run_dir, 100 * MIB))
+    backend.submit(Job("full", command=(sys.executable, "-c", textwrap.dedent(code))), Grant(50 * MIB, 400 * MIB))
+    status = wait_for_end(backend, "full")
+    assert (status.state, status.exit_code) == ("out_of_memory", 1), status.cause
+    assert "has met its wall" in status.cause
 
 
 @pytest.mark.root

@@ -22,6 +22,8 @@ _ERROR_TYPES = re.compile(r"^(?:[\w.]+\.)?(?:_Array)?MemoryError\b|^(?P<device>t
 _ERROR_TEXTS = re.compile(
     r"can(?:'t|not) allocate memory|\bbad_alloc\b|out of memory|unable to allocate", re.IGNORECASE
 )
+#: ENOMEM in words, as libc and Python write it.
+_REFUSED = re.compile(r"cannot allocate memory", re.IGNORECASE)
 _LAST_LINES = 8
 
 
@@ -82,6 +84,7 @@ class Death:
         peak_bytes: Its non-reclaimable peak.
         phase: The phase that it was in.
         refused: How it was held back: an allocation met this wall; empty when none did.
+        met_above: The nearest group, its own or one above it, whose wall was met by anyone; empty when none was.
         last_words: The end of what it wrote to standard error.
         kernel_line: The line in which the kernel tells that it killed the process, where the log can be read.
         verdict: The state and cause that whoever had it ended gave, or None.
@@ -96,6 +99,7 @@ class Death:
     peak_bytes: int
     phase: str | None
     refused: str = ""
+    met_above: str = ""
     last_words: str = ""
     kernel_line: str = ""
     verdict: Mapping[str, Any] | None = None
@@ -153,6 +157,10 @@ def _shortage(death: Death) -> str:
         death.returncode == -signal.SIGBUS or (death.error and _ERROR_TEXTS.search(death.error["text"]))
     ):
         return at_wall
+    texts = [*_last_lines(death), str((death.error or {}).get("text", ""))]
+    if death.met_above and (death.returncode == -signal.SIGBUS or any(_REFUSED.search(text) for text in texts)):
+        # Files in /dev/shm and forks fail at the wall of any group, where all else waits.
+        return f"the kernel refused it memory, as for files in /dev/shm: {death.met_above} has met its wall"
     return ""
 
 

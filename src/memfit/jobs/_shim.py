@@ -327,6 +327,7 @@ class _Shim:
             peak_bytes=watch.peak_bytes,
             phase=watch.phase,
             refused=refused,
+            met_above=self.group.first_met() if returncode and self.group is not None else "",
             last_words=_read_end(self.job_dir / "err.log") if returncode else "",
             kernel_line=read_kernel_line(watch.pid, watch.born) if needs_log else "",
             verdict=reason or _read_left(self.job_dir / VERDICT),

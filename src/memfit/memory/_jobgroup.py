@@ -198,6 +198,21 @@ class JobGroup:
         """The most that was charged to it at once, page cache included; 0 where the kernel keeps none (v2 < 5.19)."""
         return self._number("memory.max_usage_in_bytes" if self.version == 1 else "memory.peak")
 
+    def first_met(self) -> str:
+        """The nearest of this group and those above it whose hard wall was met since it was made; empty if none was.
+
+        The reclaim of page cache counts too, so that this is a hint and no proof.
+        """
+        for path in (self.path, *self.path.parents):
+            if self.version == 1:
+                met, wall = read_text(path / "memory.failcnt") or "0", read_text(path / "memory.limit_in_bytes")
+            else:
+                met = str(parse_pairs(read_text(path / "memory.events")).get("max", 0))
+                wall = read_text(path / "memory.max")
+            if met.strip() != "0" and parse_limit(wall):
+                return path.name
+        return ""
+
     def set_wall(self, wall_bytes: int) -> None:
         """Set the wall, or as near above it as what is used allows; does nothing when the group is gone.
 
