@@ -75,11 +75,17 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
 
 
 class _NF4Linear(torch.autograd.Function):
-    """A linear layer over 4-bit weights: they are made whole for each product and kept in no pass."""
+    """A linear layer over 4-bit weights: they are made whole for each product and kept in no pass.
+
+    bitsandbytes up to 0.43.0 kept its input, as an attribute of the node: until the graph dies, not until its pass;
+    0.43.3 does not.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: NF4Linear) -> torch.Tensor:
         ctx.layer = layer
+        if layer.keeps_input:
+            ctx.x = x
         return functional.linear(x, layer.dequantized(x.dtype))
 
     @staticmethod
@@ -95,8 +101,9 @@ class NF4Linear(nn.Module):
     result and no other temporary, as bitsandbytes' kernel and torchao's compiled one.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, double: bool = True) -> None:
+    def __init__(self, in_features: int, out_features: int, *, double: bool = True, keeps_input: bool = False) -> None:
         super().__init__()
+        self.keeps_input = keeps_input
         elements = in_features * out_features
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty((elements + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
@@ -117,12 +124,12 @@ class NF4Linear(nn.Module):
 
 
 def make_linear(
-    in_features: int, out_features: int, *, nf4: bool = False, bias: bool = False, double: bool = True
+    in_features: int, out_features: int, *, nf4: bool = False, bias: bool = False, **options: bool
 ) -> nn.Module:
-    """A linear layer, 4-bit or not; ``double`` says whether the scales are quantised too."""
-    return (
-        NF4Linear(in_features, out_features, double=double) if nf4 else nn.Linear(in_features, out_features, bias=bias)
-    )
+    """A linear layer, 4-bit or not, with the options of ``NF4Linear``."""
+    if nf4:
+        return NF4Linear(in_features, out_features, **options)
+    return nn.Linear(in_features, out_features, bias=bias)
 
 
 class LoRALinear(nn.Module):

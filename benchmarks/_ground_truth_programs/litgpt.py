@@ -53,6 +53,10 @@ class Config:
     strategy: str = "none"
 
 
+#: bitsandbytes 0.42, which its ``pyproject.toml`` asks for: autograd/_functions.py, ``MatMul4Bit``.
+_BNB = {"double": False, "keeps_input": True}
+
+
 class LoRA(nn.Module):
     """LitGPT's adapter of one linear layer: two products with transposed weights, scaled after."""
 
@@ -115,7 +119,7 @@ class Attention(nn.Module):
         self.config = config
         self.size = config.head_size or config.dim // config.heads
         wide = (config.heads + 2 * config.groups) * self.size
-        base = make_linear(config.dim, wide, nf4=config.nf4, bias=config.bias, double=False)
+        base = make_linear(config.dim, wide, nf4=config.nf4, bias=config.bias, **_BNB)
         sizes = config.heads * self.size, config.groups * self.size, config.groups * self.size
         adapted = config.lora_rank and any(name in config.lora_names.split() for name in "qkv")
         self.attn = LoRAQKV(config, base, sizes) if adapted else base
@@ -226,7 +230,7 @@ class GPT(nn.Module):
     @staticmethod
     def _linear(config: Config, name: str, in_features: int, out_features: int) -> nn.Module:
         bias = config.head_bias if name == "head" else config.bias
-        base = make_linear(in_features, out_features, nf4=config.nf4, bias=bias, double=False)
+        base = make_linear(in_features, out_features, nf4=config.nf4, bias=bias, **_BNB)
         if config.lora_rank and name in config.lora_names.split():
             return LoRA(config, base, in_features, out_features)
         return base
@@ -259,7 +263,9 @@ def _take_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
     losses = [
         functional.cross_entropy(piece, label, reduction="none") for piece, label in zip(pieces, wanted, strict=True)
     ]
-    return torch.cat(losses).sum() / (labels != -100).sum()
+    loss = torch.cat(losses).sum() / (labels != -100).sum()
+    model.loss = loss  # the script's variable: the graph of the last batch lives until that of this one is there
+    return loss
 
 
 def make(config: Config) -> Program:
