@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from time import monotonic
-from typing import NamedTuple
 
 from memfit.errors import DoesNotFitError
 from memfit.jobs._budget_watch import BudgetWatch, ReadBudget
@@ -25,7 +24,7 @@ from memfit.jobs._job import ENDED, Backend, Job, JobStatus, State, Verdict
 from memfit.jobs._placement import place
 from memfit.jobs._policy import HostClaims, Policy, StopRequest, say_nothing
 from memfit.jobs._retry import Retry, decide
-from memfit.jobs._slot import Slot, cheapest
+from memfit.jobs._slot import Slot, Wait, cheapest
 from memfit.memory import Budget, Claim, Footprint, Lendable, Others, reservation_bytes
 from memfit.units import format_bytes
 
@@ -50,19 +49,6 @@ _LEAST_PARTS = 8
 _GROWN_SECONDS, _LEAVING_SECONDS = 1.0, 2.0
 #: A reservation grows by at least this factor: smaller steps are not worth a word.
 _LEAST_GROWTH = 1.02
-
-
-class _Wait(NamedTuple):
-    """What the next job waits for.
-
-    Attributes:
-        on: ``memory``, ``device``, ``max_parallel``, ``measuring`` (of a job that speaks for others), ``starting`` (as
-            many as cores can bear) or ``other``.
-        reason: The same in words, with the arithmetic behind a semicolon.
-    """
-
-    on: str
-    reason: str
 
 
 class Scheduler:
@@ -443,7 +429,7 @@ class Scheduler:
         if not self._waiting:
             return None
         if hold or self._short:
-            self._wait(self._waiting[0], _Wait("other" if hold else "memory", hold or self._short))
+            self._wait(self._waiting[0], Wait("other" if hold else "memory", hold or self._short))
             return None
         return self._admit_all()
 
@@ -466,47 +452,46 @@ class Scheduler:
                 self._start(head, None, "forced: not checked against the budget")
                 continue
             num_tried = _BACKFILL if self._num_passed < _MOST_PASSED else 1
-            first: _Wait | None = None
+            waits: list[Wait] = []
             for slot in self._waiting[:num_tried]:
                 wait = self._try_start(slot)
                 if wait is None:
                     self._num_passed = 0 if slot is head else self._num_passed + 1
                     break
-                first = first or wait
+                waits.append(wait)
             else:
                 if not self._running:
                     return self._refuse(head)
-                if first is not None:
-                    self._wait(head, first)
+                self._wait(head, waits[0])
                 return None
         return None
 
-    def _why_none_starts(self) -> _Wait | None:
+    def _why_none_starts(self) -> Wait | None:
         """Why no job at all may start now; None when one may."""
         most = self.policy.max_parallel
         if most is not None and len(self._running) >= most:
-            return _Wait("max_parallel", f"at most {most} at once (max_parallel)")
+            return Wait("max_parallel", f"at most {most} at once (max_parallel)")
         if self.policy.force:
             return None
         if self._favoured is not None:
-            return _Wait("memory", f"{self._favoured} goes first, for which another job stepped aside")
+            return Wait("memory", f"{self._favoured} goes first, for which another job stepped aside")
         for slot in self._running.values():
             if not slot.is_measured:
                 passed = "passed each phase once" if slot.job.phases else "stopped growing"
-                return _Wait("measuring", f"{slot.job.id} is being measured until it has {passed}")
+                return Wait("measuring", f"{slot.job.id} is being measured until it has {passed}")
         starting = sum(monotonic() - slot.admitted < _STARTING_SECONDS for slot in self._running.values())
         if starting >= _STARTS_PER_CPU * max(1, self._read_budget().num_cpus):
-            return _Wait("starting", "others are starting")
+            return Wait("starting", "others are starting")
         return None
 
-    def _try_start(self, slot: Slot) -> _Wait | None:
+    def _try_start(self, slot: Slot) -> Wait | None:
         """Start a job if it fits; else why it does not."""
         alone, room = not self._running, self._room()
         needed = self._needed(slot, alone=alone)
         if needed is None and not alone:
-            return _Wait("measuring", "its size is unknown, so it runs alone first")
+            return Wait("measuring", "its size is unknown, so it runs alone first")
         if slot.num_asides >= _MOST_ASIDES and not alone:
-            return _Wait("memory", f"it stepped aside {slot.num_asides} times, so it runs alone next")
+            return Wait("memory", f"it stepped aside {slot.num_asides} times, so it runs alone next")
         if (needed or 1) > room.bytes and alone and self.forecast.is_inferred(slot.job) and slot.needed_bytes is None:
             self._start(
                 slot, None, f"others like it took {format_bytes(needed or 1)}; it has all there is and its wall"
@@ -515,7 +500,7 @@ class Scheduler:
         if needed is not None and alone:  # the slack is for those beside whom it will run
             needed = max(needed, min(self._needed(slot, alone=False) or 0, room.bytes))
         if (needed or 1) > room.bytes:
-            return _Wait("memory", f"it needs {format_bytes(needed or 1)}; {room.explain()}")
+            return Wait("memory", f"it needs {format_bytes(needed or 1)}; {room.explain()}")
         why = room.explain()
         if slot.job.device_bytes is not None:
             expected = self.forecast.predict(slot.job)
@@ -526,7 +511,7 @@ class Scheduler:
                 claims.setdefault(other.device or "", []).append(other.device_claim())
             device, text = place(self._read_budget().devices, claims, on_device)
             if device is None:
-                return _Wait("device", text)
+                return Wait("device", text)
             slot.device, slot.device_bytes, why = device.uuid, on_device, f"{why}; {text}"
         self._start(slot, needed, why)
         return None
@@ -569,17 +554,16 @@ class Scheduler:
         used = {"limit_bytes": binding.limit_bytes, "used_bytes": binding.used_bytes}
         return used | {"pss_bytes": sum(slot.status.pss_bytes for slot in self._running.values())}
 
-    def _wait(self, slot: Slot, wait: _Wait) -> None:
+    def _wait(self, slot: Slot, wait: Wait) -> None:
         short, _, arithmetic = wait.reason.partition("; ")
         if short != self._why_waiting:
-            self._why_waiting = short
-            told = {"num_running": len(self._running), "reason": short, "arithmetic": arithmetic, "on": wait.on}
-            self.say("wait", job=slot.job.id, **told)
+            self._why_waiting, running = short, len(self._running)
+            self.say("wait", job=slot.job.id, num_running=running, reason=short, arithmetic=arithmetic, on=wait.on)
 
     def _refuse(self, slot: Slot) -> DoesNotFitError | None:
         """Drop a job that does not fit although no other runs, when that has lasted; the others may fit."""
         if self._num_others() and (self._needed(slot, alone=True) or 1) <= self._most_bytes():
-            self._wait(slot, _Wait("memory", "another run on this host has the memory that it needs"))
+            self._wait(slot, Wait("memory", "another run on this host has the memory that it needs"))
             return None
         self._lacking_since = self._lacking_since or monotonic()
         # One that has given way before came in when there was room, so there will be some again.

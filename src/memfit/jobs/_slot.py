@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from memfit.jobs._job import Grant, Job, JobStatus, Verdict
 from memfit.memory import Claim
@@ -12,6 +13,19 @@ from memfit.units import MIB
 
 #: By how much a reservation grows at least when the job passes it, and at most because of that minimum.
 _GROWTH, _STEP_BYTES = 1.15, 32 * MIB
+
+
+class Wait(NamedTuple):
+    """What the next job waits for.
+
+    Attributes:
+        on: ``memory``, ``device``, ``max_parallel``, ``measuring`` (of a job that speaks for others), ``starting`` (as
+            many as cores can bear) or ``other``.
+        reason: The same in words, with the arithmetic behind a semicolon.
+    """
+
+    on: str
+    reason: str
 
 
 @dataclass
