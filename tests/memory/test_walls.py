@@ -651,3 +651,23 @@ def test_a_users_manager_gives_a_scope_where_it_answers(tmp_path):
 def test_a_group_without_a_wall_says_so(build):
     group = build(NO_WALL_BYTES).parent
     assert group.state().wall_bytes == NO_WALL_BYTES
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_nearest_group_with_a_limit_that_was_met_is_named(tmp_path, version):
+    limit, met = ("memory.limit_in_bytes", "memory.failcnt") if version == 1 else ("memory.max", "memory.events")
+    count = "{}\n" if version == 1 else "low 0\nmax {}\noom 0\n"
+    unlimited = "9223372036854771712\n" if version == 1 else "max\n"
+    above, run, job = tmp_path / "above", tmp_path / "above/run", tmp_path / "above/run/job-a"
+    job.mkdir(parents=True)
+    for path, text, number in ((above, f"{200 * MIB}\n", 3), (run, unlimited, 4), (job, f"{100 * MIB}\n", 0)):
+        (path / limit).write_text(text)
+        (path / met).write_text(count.format(number))
+    group = JobGroup(job, version)
+    assert group.first_met() == "above", "the one in between has no limit, and its own was not met"
+    (job / met).write_text(count.format(1))
+    assert group.first_met() == "job-a"
+    for path in (job, above):
+        (path / met).write_text(count.format(0))
+    assert group.first_met() == ""
+    assert JobGroup(tmp_path / "gone", version).first_met() == ""

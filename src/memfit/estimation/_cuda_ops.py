@@ -199,9 +199,9 @@ def _transformed(args: Sequence[Any]) -> int:
     """Bytes of what cuDNN makes of both images for the gradient of an fp32 weight; 0 where nothing is known of it.
 
     Dense 3 x 3 kernels that move by one: tiles of 6 x 6 for each 4 x 4 places, of the input, the result's gradient and
-    the weight (``WINOGRAD_NONFUSED``; Lavin and Gray, 2016). Others: the input, unfolded. Device peaks of VGG-16,
-    ResNets and Xception on an A100 at two batches each (itu-rad/GPUMemNet, Results_plotter_for_paper/data.csv) agree
-    with it, and networks of depthwise convolutions need none. Nobody documents what is picked.
+    the weight (``WINOGRAD_NONFUSED``; Lavin and Gray, 2016). Others: the input, unfolded. Chosen by device peaks of
+    ResNet-50 and VGG-16 on an A100 (itu-rad/GPUMemNet, Results_plotter_for_paper/data.csv), as nobody documents what is
+    picked; those of VGG-19 and of other ResNets there agree with it, and depthwise convolutions need none.
     """
     grad, image, weight, stride, dilation, is_transposed, groups = *args[:3], args[4], args[6], args[7], args[9]
     kernel = tuple(weight.shape[2:])
