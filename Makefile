@@ -34,11 +34,12 @@ test: install ## run the test suite in two processes; names what was skipped and
 test-vm: install ## run the tests that need cgroup v2 in a small virtual machine (needs root and QEMU; ARGS as above)
 	$(BIN)/python tests/vm/run.py $(ARGS)
 
-check: install ## check format, lint, types and import layers, and run the commands in the docs
+check: install ## check format, lint, types, import layers and dead code, and run the commands in the docs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/find_dead.py
 	$(BIN)/python tools/run_docs.py README.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md
 
 format: install ## format the code and fix what the linter can fix

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from memfit.diagnosis._containers import container_facts, find_ray_kills, parse_documents, parse_lines, parse_quantity
+from memfit.diagnosis._containers import container_facts, parse_documents, parse_lines, parse_quantity
 from memfit.diagnosis._kernel_log import find_kills, read_kernel_lines
 from memfit.diagnosis._text import Line
 
@@ -205,21 +205,6 @@ def test_quantities_of_kubernetes_have_two_kinds_of_units():
         2,
         None,
     ]
-
-
-def test_rays_monitor_tells_the_nodes_memory_and_its_largest_users():
-    text = """\
-ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.
-Memory on the node (IP: 10.0.0.1, ID: 1) where the task (task ID: 2, name=train_fn, pid=77, memory used=8.47GB) was running was 30.50GB / 32.00GB (0.953125), which exceeds the memory usage threshold of 0.95. Ray killed this worker (ID: 3).
-The top 10 memory users are:
-PID	MEM(GB)	COMMAND
-77	8.47	ray::train_fn
-78	1.25	python serve.py
-"""
-    kill = find_ray_kills(lines(text))[0]
-    assert (kill.task, kill.total_bytes, kill.threshold) == ("train_fn", 32 * GIB, 0.95)
-    assert kill.users[0] == (77, round(8.47 * GIB), "ray::train_fn")
-    assert len(kill.users) == 2
 
 
 def test_what_is_none_of_these_gives_nothing():

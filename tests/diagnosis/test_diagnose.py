@@ -97,6 +97,33 @@ def test_nothing_said_is_unknown_and_healthy_is_completed():
     assert (healthy.cause, healthy.oom) == ("completed", False)
 
 
+ONE_OF_FORTY = """max_epochs: 40
+Epoch 0: 100%|##########| 242/242 [22:54<00:00,  0.21it/s, loss=5.19]
+"""
+
+
+def test_a_claim_of_success_after_one_epoch_of_forty_is_incomplete():
+    found = look(f"{ONE_OF_FORTY}Training completed\n")
+    assert (found.oom, found.kind, found.cause) == (False, "none", "incomplete")
+    assert found.arithmetic[0] == "the log says that it is done after 1 of 40 epochs"
+    assert found.arithmetic[1].startswith("242 steps: 19 min by the bar's rate, 23 min by the clock")
+    assert [one.line for one in found.evidence] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{ONE_OF_FORTY}Early stopping: valid_loss did not improve\nTraining completed after early stopping\n",
+        f"{ONE_OF_FORTY}`Trainer.fit` stopped: `max_steps=242` reached.\n",
+        ONE_OF_FORTY.replace("Epoch 0", "Epoch 39") + "Training completed\n",
+        ONE_OF_FORTY.replace("40", "1") + "Training completed\n",
+        "max_epochs: 40\nTraining completed\n",
+    ],
+)
+def test_a_claim_with_a_reason_or_at_the_last_epoch_is_believed(text):
+    assert look(text).cause == "completed"
+
+
 def test_a_checkpoint_that_a_warning_hides_is_to_be_checked():
     warning = (
         "{'loss': 1.3, 'epoch': 1.0}\n/env/torch/distributed/fsdp/_state_dict_utils.py:312:"

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from memfit.diagnosis._log_progress import progress_facts, read_progress, read_saved
+from memfit.diagnosis._log_progress import read_progress, read_saved
 from memfit.diagnosis._progress_bars import read_bar
 from memfit.diagnosis._text import Line
 from memfit.diagnosis._training_account import check_rate
@@ -123,12 +123,6 @@ def test_an_epoch_is_counted_and_its_loss_and_rate_are_kept():
     assert round(check.bar_seconds / 60), round(check.wall_seconds / 60) == (19, 23)
 
 
-def test_a_word_of_completion_after_one_epoch_of_forty_is_premature():
-    assert read_progress(run()).is_premature
-    assert not read_progress(run(claim=False)).is_premature
-    assert not read_progress(run(epochs=40)).is_premature
-
-
 def test_a_timeline_tells_what_began_and_what_was_reached():
     found = [(moment.time[11:], moment.what) for moment in read_progress(run()).timeline]
     assert found == [
@@ -171,15 +165,6 @@ def test_gradient_checkpointing_is_no_checkpoint():
     assert read_saved(Line("-", 1, 'File "torch/utils/checkpoint.py", line 1, in checkpoint')) is None
 
 
-def test_facts_point_at_their_lines():
-    text = run()
-    facts = progress_facts(
-        read_progress([*text, Line("train.out", 99, "Saving checkpoint to out/epoch=0-step=242.ckpt")])
-    )
-    assert [(fact.kind, fact.number) for fact in facts] == [("progress", 5), ("progress", 99)]
-    assert facts[0].values["step"] == 242
-
-
 def test_long_and_many_lines_are_read_in_little_time():
     noise = [f"2025-01-01 INFO some / text 3/4 iteration at {number} loss unknown" for number in range(3000)]
     noise += ["x" * 3900 + "%|1/2 epoch ", "epoch [1/2 step ━━• 50%| " * 150, "checkpoint " + "a_b-c/." * 500] * 50
@@ -198,4 +183,4 @@ def test_torn_lines_are_never_a_fault():
         torn = list(text)
         for _ in range(40):
             torn[chance.randrange(len(torn))] = chance.choice("0123456789|:,.+-[]<=%/\n ")
-        progress_facts(read_progress(lines("".join(torn))))
+        read_progress(lines("".join(torn)))

@@ -4,7 +4,7 @@ import pytest
 
 from memfit.diagnosis._sacct import Request, lines_of, parse_sacct
 from memfit.diagnosis._scontrol import parse_node_limits, parse_shapes
-from memfit.diagnosis._slurm_account import Margin, account_nodes, count_names, last_straw, request_bytes
+from memfit.diagnosis._slurm_account import account_nodes, count_names, request_bytes
 from memfit.diagnosis._training_account import (
     batch_sizes_of,
     check_batch,
@@ -99,14 +99,6 @@ def test_a_node_list_is_counted():
     assert count_names("n[1-2") is None
 
 
-def test_validation_was_at_most_the_last_straw():
-    said = last_straw(account(), "validate")
-    assert "at most the last straw" in said
-    assert "285.60 GiB" in said
-    assert "2% above the mean" in said
-    assert last_straw(account("2T"), "validate") == ""
-
-
 def test_a_request_is_made_from_the_measured_peak_and_held_to_the_partition():
     limits = parse_node_limits(lines_of("PARTITION MEMORY\npublic 525312\n"))
     wanted, said = request_bytes(account(), limits=limits)
@@ -114,13 +106,6 @@ def test_a_request_is_made_from_the_measured_peak_and_held_to_the_partition():
     assert "within the 513.00 GiB of public" in said
     wanted, said = request_bytes(account(), reserve=1.0, limits=limits)
     assert "MORE THAN" in said
-
-
-def test_a_margin_is_of_the_measured_peak_and_not_of_the_machine():
-    margin = Margin(400 * GIB, 290 * GIB)
-    assert margin.bytes == 110 * GIB
-    assert margin.share == pytest.approx(0.275)
-    assert "400.00 GiB asked - 290.00 GiB measured = 110.00 GiB left (28% of the request)" in margin.text
 
 
 @pytest.mark.parametrize(("batch", "steps"), [(22, 242), (20, 266), (18, 296), (11, 484)])

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from memfit.estimation import _compile
-from memfit.estimation._compile import compile_blocks, compile_function
+from memfit.estimation._compile import compile_blocks
 from memfit.estimation._program import Program
 
 ROWS, WIDTH = 64, 32
@@ -203,17 +203,6 @@ def test_attention_with_a_mask_makes_the_mask_and_no_scores() -> None:
     assert not program.notes
 
 
-def test_a_compiled_loss_makes_no_fp32_copy_of_the_logits() -> None:
-    program = Program(nn.Identity(), None, lambda *_: torch.zeros(()))
-    loss = compile_function(program, lambda logits, labels: F.cross_entropy(logits.float(), labels))
-    logits, labels = rows(ROWS, 1000, dtype=torch.bfloat16), torch.zeros(ROWS, dtype=torch.long)
-    value, storages = watch(loss, logits, labels)
-    assert storages.peak < 16 * ROWS
-    _, backward = watch(torch.autograd.grad, value, logits)
-    assert logits.nbytes <= backward.peak < logits.nbytes + 16 * ROWS
-    assert not program.notes
-
-
 def test_a_block_that_depends_on_the_data_runs_as_it_is_with_a_note() -> None:
     model = nn.Sequential(Gated(), Counts())
     program = compiled(model, list(model))
@@ -244,13 +233,3 @@ def test_autocast_within_a_block_makes_its_products_in_the_lower_precision() -> 
     _, full = watch(model, x)
     assert not program.notes and lower.alive < full.alive
     assert model.up.weight.grad is not None and model.up.weight.grad.dtype == torch.float32
-
-
-def test_outside_of_a_fake_mode_a_wrapped_function_is_the_function(fake: FakeTensorMode) -> None:
-    program = Program(nn.Identity(), None, lambda *_: torch.zeros(()))
-    double = compile_function(program, lambda x: 2 * x)
-    fake.__exit__(None, None, None)
-    try:
-        assert double(torch.ones(2)).tolist() == [2.0, 2.0]
-    finally:
-        fake.__enter__()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from memfit.errors import DataError, UsageError
 from memfit.estimation import equation_of_batch, split_batch
-from memfit.estimation._lengths import LengthStatistics, expected_longest, read_lengths, simulate_batches
+from memfit.estimation._lengths import LengthStatistics, read_lengths, simulate_batches
 
 LENGTHS = [3, 1, 7, 7, 512, 20]
 
@@ -171,12 +171,6 @@ def test_batches_without_a_size_are_refused(given):
         simulate_batches(LengthStatistics.of([1]), **given)
     with pytest.raises(UsageError, match="cut to 0"):
         LengthStatistics.of([1], max_length=0)
-
-
-def test_the_mean_width_of_random_batches_is_the_one_that_is_expected():
-    lengths = LengthStatistics.of(skewed(20_000))
-    widths = [simulate_batches(lengths, batch=16, seed=seed).mean_tokens / 16 for seed in range(5)]
-    assert np.mean(widths) == pytest.approx(expected_longest(lengths, 16), rel=0.01)
 
 
 def test_an_epoch_of_very_many_sequences_is_thinned_and_keeps_its_longest():

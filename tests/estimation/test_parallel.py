@@ -27,7 +27,7 @@ from memfit.errors import ConfigError
 from memfit.estimation._data_parallel import plan_buckets, shard_zero
 from memfit.estimation._events import Peak, Trace, find_peaks
 from memfit.estimation._fully_sharded import shard_flat
-from memfit.estimation._parallel import shard, split_sequence
+from memfit.estimation._parallel import shard
 from memfit.estimation._program import Program
 from memfit.estimation._setup import Setup
 from memfit.estimation._trace import trace
@@ -347,9 +347,3 @@ def test_optimizers_that_hold_copies_or_run_in_the_backward_pass_are_made_anew(s
     share_bytes = count_bytes() / 4
     expected = 3 * share_bytes if habit == "master_weights" else 2 * share_bytes / 2  # in fp32, or in bf16
     assert find_rank_peaks(setup, share=share)["step"].parts["optimizer"] == pytest.approx(expected, rel=0.01)
-
-
-def test_a_rank_of_context_parallelism_holds_its_part_of_the_sequence() -> None:
-    assert split_sequence(65536, 2) == 32768
-    with pytest.raises(ConfigError, match="pad the sequence to 112"):
-        split_sequence(100, 8)

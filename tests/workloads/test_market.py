@@ -168,17 +168,6 @@ def test_a_market_without_turnover_has_every_row(tmp_path: Path) -> None:
     assert len(written(tmp_path, market)) == market.num_rows == 60 * 40
 
 
-def test_the_forecast_of_the_panel_is_the_size_of_its_arrays() -> None:
-    market = Market(num_dates=50, num_assets=30, num_features=7)
-    values, targets = np.empty((50, 30, 7), np.float32), np.empty((50, 30, 3), np.float32)  # close, 1 and 5 dates
-    assert market.panel_bytes == values.nbytes + targets.nbytes
-
-
-def test_a_resized_market_has_at_least_the_bytes_asked_for_and_less_than_one_date_more() -> None:
-    market = Market(num_dates=10, num_assets=1000, num_features=64).resized(1 << 30)
-    assert 0 <= market.panel_bytes - (1 << 30) < 1000 * 67 * 4
-
-
 def test_a_failed_write_leaves_the_old_file_and_nothing_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = written(tmp_path, SMALL)
 

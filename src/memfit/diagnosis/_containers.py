@@ -349,58 +349,9 @@ def _kind_of(end: ContainerEnd) -> FactKind | None:
     return "success" if end.exit_code == 0 and end.who != "Kubernetes" else None
 
 
-@dataclass(frozen=True)
-class RayKill:
-    """A task that Ray's memory monitor ended.
-
-    Attributes:
-        task: Its name; empty when not told.
-        used_bytes, total_bytes: Of the node, or of the container that it runs in.
-        threshold: The share from which it ends tasks.
-        users: The largest processes: pid, bytes, command.
-        line: Where the figures stand.
-    """
-
-    task: str
-    used_bytes: int
-    total_bytes: int
-    threshold: float | None
-    users: tuple[tuple[int, int, str], ...]
-    line: Line
-
-
 _RAY = re.compile(
     r"where the (?:task|actor|lease) ?(?:\((?P<what>.*?)\))? ?was running was "
     r"(?P<used>\d{1,9}(?:\.\d+)?)GB / (?P<total>\d{1,9}(?:\.\d+)?)GB \([\d.]+\)"
     r"(?:, which exceeds the memory usage threshold of (?P<share>\d+(?:\.\d+)?))?"
 )
 _USER = re.compile(r"^\s*(?P<pid>\d+)\s+(?P<size>\d{1,9}\.\d+)\s+(?P<command>\S.*)$")
-
-
-def find_ray_kills(lines: Sequence[Line]) -> list[RayKill]:
-    """The kills of Ray 2's memory monitor; its GB are powers of 1024.
-
-    >>> text = "where the task (task ID: 1, name=train, pid=7) was running was 30.50GB / 32.00GB (0.953125), which"
-    >>> kill = find_ray_kills([Line("-", 1, text + " exceeds the memory usage threshold of 0.95.")])[0]
-    >>> kill.task, kill.total_bytes >> 30, kill.threshold
-    ('train', 32, 0.95)
-    """
-    found = []
-    for place, line in enumerate(lines):
-        match = _RAY.search(line.text)
-        if not match:
-            continue
-        below = lines[place : place + 16]
-        users = [row for one in below if (row := _USER.match(one.text))]
-        name = re.search(r"name=([\w.<>-]+)", match["what"] or "")
-        found.append(
-            RayKill(
-                name[1] if name else "",
-                round(float(match["used"]) * GIB),
-                round(float(match["total"]) * GIB),
-                float(match["share"]) if match["share"] else None,
-                tuple((int(row["pid"]), round(float(row["size"]) * GIB), row["command"].strip()) for row in users),
-                line,
-            )
-        )
-    return found

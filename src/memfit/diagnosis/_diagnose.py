@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from memfit.diagnosis._circumstances import Moment, arithmetic, checks, timeline, where
 from memfit.diagnosis._facts import Fact, find_facts
+from memfit.diagnosis._log_progress import Progress, read_progress
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._read_device import DEVICE
 from memfit.diagnosis._read_host import HOST
@@ -20,6 +21,7 @@ from memfit.diagnosis._rules import Finding, Kind, rank_findings
 from memfit.diagnosis._runs import find_run, logs_of
 from memfit.diagnosis._survived import survived, without_echoes
 from memfit.diagnosis._text import Stream, read_streams
+from memfit.diagnosis._training_account import check_rate
 from memfit.diagnosis._witnesses import Heard, hear, hear_run
 from memfit.errors import UsageError
 from memfit.units import GIB
@@ -48,7 +50,7 @@ class Diagnosis:
         oom: Whether it was short of memory.
         recovered: Whether that, or a warning of it, did not end it.
         kind: Of which memory; ``none`` for another cause.
-        cause: In a word: ``out_of_memory``, ``killed``, ``walltime``, ``segfault``, ``unknown`` ...
+        cause: In a word: ``out_of_memory``, ``killed``, ``walltime``, ``incomplete``, ``unknown`` ...
         phase: What it was doing.
         confidence: From 0 to 1.
         figures: The message's figures in bytes: ``device_total``, ``allocated``, ``reserved``, ``tried``.
@@ -323,6 +325,9 @@ def _nothing(streams: list[Stream], facts: Sequence[Fact], readings: _Readings) 
         if phase == "unknown" and stream.lines:
             phase = find_phase(streams, Fact("progress", (stream.lines[places[0]],), {}, index, places[0]))
     finished = any(fact.kind == "success" for fact in facts)
+    progress = next((one for one in map(_progress, streams if finished else ()) if one.is_premature), None)
+    if progress is not None:
+        return _incomplete(progress, phase, timeline(streams, None, facts, readings))
     return Diagnosis(
         oom=False,
         recovered=False,
@@ -332,4 +337,30 @@ def _nothing(streams: list[Stream], facts: Sequence[Fact], readings: _Readings) 
         confidence=0.8 if finished else 0.0,
         timeline=tuple(timeline(streams, None, facts, readings)),
         checks=tuple(checks(streams, None, completed=finished)),
+    )
+
+
+def _progress(stream: Stream) -> Progress:
+    return read_progress(stream.lines)
+
+
+def _incomplete(progress: Progress, phase: JobPhase, moments: Iterable[Moment]) -> Diagnosis:
+    """A log that says it is done, and whose own bars show too few epochs."""
+    bar, claim = progress.train or progress.last, progress.claims[-1]
+    said = f"the log says that it is done after {progress.epochs_done} of {progress.num_epochs} epochs"
+    sums = [said]
+    if bar is not None and bar.total and bar.rate and bar.seconds and not bar.is_global:
+        sums.append(check_rate(bar.total, bar.rate, bar.seconds).text)
+    lines = [line for line in (bar.line if bar is not None else None, claim) if line is not None]
+    return Diagnosis(
+        oom=False,
+        recovered=False,
+        kind="none",
+        cause="incomplete",
+        phase=phase,
+        confidence=0.7,
+        evidence=tuple(Evidence(line.file, line.number, line.text) for line in lines),
+        timeline=tuple(moments),
+        arithmetic=tuple(sums),
+        checks=("Look at the exit status and at the newest checkpoint before you use the result.",),
     )

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memfit.diagnosis._facts import Fact
 from memfit.diagnosis._progress_bars import CHEAP, MOST_CHARS, Bar, read_bar
 from memfit.diagnosis._text import Line
 
@@ -77,8 +76,15 @@ class Progress:
 
     @property
     def is_premature(self) -> bool:
-        """Whether it says that it is done, and its bars say that it is not."""
-        return bool(self.claims) and self.num_epochs is not None and self.epochs_done < self.num_epochs
+        """Whether it says that it is done, and its bars say that it is not.
+
+        A claim that names why it ended (early stopping, a step or time limit) is no false one. Neither is a log whose
+        bars show the last epoch: it began at a checkpoint, or counts from 1.
+        """
+        if not self.claims or self.num_epochs is None or any(_REASON.search(one.text) for one in self.claims):
+            return False
+        last = (self.train.epoch or 0) + 1 if self.train is not None else 0
+        return 1 <= max(self.epochs_done, last) < self.num_epochs
 
 
 _SAVED = (
@@ -99,6 +105,7 @@ _CLAIM = re.compile(
     r"|\bsuccessfully (?:completed|finished|trained)\b|`Trainer\.fit` stopped: `max_\w+=\d+` reached",
     re.IGNORECASE,
 )
+_REASON = re.compile(r"early.?stop|stopped: `max_|max_(?:steps|time)|time limit", re.IGNORECASE)
 _WANTED = re.compile(
     r"\b(?:max[_-]epochs|num[_-](?:train[_-])?epochs|Num Epochs|n_epochs)['\"]?\s*[:=]\s*(?P<epochs>\d+)"
 )
@@ -203,18 +210,3 @@ def _sum_up(
         claims=tuple(claims),
         timeline=tuple(moments),
     )
-
-
-def progress_facts(progress: Progress, index: int = 0) -> list[Fact]:
-    """The last bar, the last bar of training and the last checkpoint, each as a fact."""
-    found = []
-    for bar in dict.fromkeys(filter(None, (progress.train, progress.last))):
-        if bar.line is not None:
-            named = ("form", "phase", "epoch", "step", "total", "rate", "loss")
-            values = {name: value for name in named if (value := getattr(bar, name)) not in (None, "")}
-            found.append(Fact("progress", (bar.line,), values, index, bar.line.number - 1))
-    written = [one for one in progress.checkpoints if one.written]
-    for one in written[-1:]:
-        values = {"phase": "checkpoint", "checkpoint": one.name, "epoch": one.epoch, "step": one.step}
-        found.append(Fact("progress", (one.line,), values, index, one.line.number - 1))
-    return found

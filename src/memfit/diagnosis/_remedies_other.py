@@ -52,6 +52,10 @@ _WAYS: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "assertion": (
         ("read the condition; on a device, repeat it on the CPU", "CUDA_LAUNCH_BLOCKING=1", "the values broke a rule"),
     ),
+    "incomplete": (
+        ("go on from the last checkpoint", "the same command, with its option to resume",
+         "a word of success is no proof: it had not run all of its epochs"),
+    ),
     "import_error": (
         ("install it where the job runs", "python -m pip install NAME, by the interpreter of the job",
          "the environment of the job lacks it"),

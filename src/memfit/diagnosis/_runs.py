@@ -257,20 +257,3 @@ def _event_facts(path: Path, only: str | None, index: int) -> list[Fact]:
 
 #: What an event is best told by.
 _MORE = {"phase": ("phase",), "end": ("state",), "oom": ("memory",)}
-
-
-def timeline_of(run: RunDir, only: str | None = None) -> list[tuple[float, str, str]]:
-    """When a run's jobs were admitted, entered phases, saved, stepped aside, were retried and ended.
-
-    Returns:
-        Unix seconds, the job's id (empty for the run itself) and what happened, in order.
-    """
-    told = {"admit", "phase", "checkpoint", "aside", "grow", "short", "retry", "end", "stop", "oom", "resume", "epoch"}
-    found = []
-    for event in run.events():
-        job, kind = str(event.get("job") or ""), str(event.get("kind"))
-        if kind not in told or (only is not None and job not in ("", only)):
-            continue
-        more = next((event[key] for key in _MORE.get(kind, ("reason", "path")) if event.get(key)), "")
-        found.append((float(event.get("time", 0.0)), job, f"{kind}: {more}" if more else kind))
-    return found

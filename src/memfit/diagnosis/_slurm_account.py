@@ -232,35 +232,6 @@ def _node_limit(
     return None, "", []
 
 
-@dataclass(frozen=True)
-class Margin:
-    """What a request leaves above what was measured.
-
-    Attributes:
-        limit_bytes: The request, of a node.
-        measured_bytes: The node's measured peak.
-    """
-
-    limit_bytes: int
-    measured_bytes: int
-
-    @property
-    def bytes(self) -> int:
-        """What is left; below 0 when it does not fit."""
-        return self.limit_bytes - self.measured_bytes
-
-    @property
-    def share(self) -> float:
-        """Of the request."""
-        return self.bytes / self.limit_bytes
-
-    @property
-    def text(self) -> str:
-        """In a sentence: the formula with its figures."""
-        left = f"{format_bytes(self.limit_bytes)} asked - {format_bytes(self.measured_bytes)} measured"
-        return f"{left} = {format_bytes(self.bytes)} left ({self.share:.0%} of the request)"
-
-
 def request_bytes(account: NodeAccount, *, reserve: float = 0.15, limits: Sequence[Limit] = ()) -> tuple[int, str]:
     """A request for a node, in whole GiB, from the measured peak and a reserve; and its arithmetic.
 
@@ -277,14 +248,3 @@ def request_bytes(account: NodeAccount, *, reserve: float = 0.15, limits: Sequen
         fits = "within" if (largest.bytes or 0) >= wanted else "MORE THAN"
         said += f", {fits} the {format_bytes(largest.bytes or 0)} of {largest.name} ({largest.source})"
     return wanted, said
-
-
-def last_straw(account: NodeAccount, phase: str) -> str:
-    """What a phase has to do with a death in it, for a node that was over its limit all the time; empty otherwise."""
-    if account.verdict != "over_in_steady_state":
-        return ""
-    above = ""
-    if account.peak_bytes and account.average_bytes:
-        more = account.peak_bytes / account.average_bytes - 1
-        above = f"; the largest task stood {more:.0%} above the mean" if more > 0 else ""
-    return f"it died when it began to {phase}, which is at most the last straw: {account.text}{above}"

@@ -51,26 +51,6 @@ def compile_blocks(
     return program
 
 
-def compile_function(
-    program: Program,
-    function: Callable[..., Any],
-    modules: Sequence[nn.Module] = (),
-    *,
-    architecture: str = "ampere",
-) -> Callable[..., Any]:
-    """A function as ``torch.compile`` would run it on CUDA: a loss, or one piece of a chunked loss.
-
-    Args:
-        program: Gets the note if the function cannot be compiled.
-        function: Takes and gives trees of tensors.
-        modules: Modules whose parameters and buffers the function uses beside its arguments.
-        architecture: The device's, as in :func:`compile_blocks`.
-    """
-    return _Compiler(program, architecture).wrap(
-        function, nn.ModuleList(modules), getattr(function, "__name__", "the function")
-    )
-
-
 class _Compiler:
     """Compiles functions, each once for all that are equal."""
 

@@ -232,16 +232,6 @@ def _by_budget(rows: _Counts, max_tokens: int, batch: int) -> tuple[_Counts, _Co
     return np.array(sizes, np.int64), np.array(widths, np.int64)
 
 
-def expected_longest(lengths: LengthStatistics, batch: int) -> float:
-    """Tokens of the longest of ``batch`` sequences drawn at random: the mean width of a batch.
-
-    >>> expected_longest(LengthStatistics.of([1, 3]), 1), expected_longest(LengthStatistics.of([1, 3]), 2)
-    (2.0, 2.5)
-    """
-    below = np.cumsum(lengths.histogram) / lengths.count
-    return float(np.sum(1 - below[:-1] ** batch))
-
-
 def read_lengths(path: str | Path, column: str | None = None, max_length: int | None = None) -> LengthStatistics:
     """The distribution of the lengths in a file, read piece by piece.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memfit.errors import ConfigError
 from memfit.estimation._data_parallel import shard_ddp, shard_zero
 from memfit.estimation._fully_sharded import shard_fully
 from memfit.estimation._program import Program
@@ -39,24 +38,3 @@ def shard(program: Program, setup: Setup) -> Program:
     if setup.world_size == 1 or setup.strategy == "none":
         return program
     return _SHARDERS[setup.strategy](program, setup)
-
-
-def split_sequence(seq_len: int, num_ranks: int) -> int:
-    """The tokens of a sample that one rank of context or sequence parallelism holds, for ``Setup.seq_len``.
-
-    Ring attention gives every rank two pieces, one from each end, of equal length. Source: torch 2.13
-    torch/distributed/tensor/experimental, ``context_parallel``: the length divides by twice the number of ranks.
-
-    >>> split_sequence(262144, 8)
-    32768
-
-    Raises:
-        ConfigError: The sequence does not divide.
-    """
-    if num_ranks > 1 and seq_len % (2 * num_ranks):
-        raise ConfigError(
-            f"A sequence of {seq_len} tokens is split over {num_ranks} ranks.",
-            rule="Context parallelism gives each rank two pieces of equal length.",
-            remedy=f"pad the sequence to {-(-seq_len // (2 * num_ranks)) * 2 * num_ranks} tokens",
-        )
-    return seq_len // num_ranks

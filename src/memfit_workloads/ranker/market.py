@@ -20,7 +20,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,9 +57,8 @@ class Market:
         seed: Seed of all random numbers.
 
     Example:
-        >>> market = Market(num_dates=250, num_assets=100, num_features=8).resized(64 << 20)
-        >>> market.num_dates, market.panel_bytes >> 20
-        (15253, 64)
+        >>> Market(num_dates=250, num_assets=100, num_features=8).num_rows
+        23824
     """
 
     num_dates: int
@@ -134,23 +133,10 @@ class Market:
         return _spearman(min(common / math.sqrt(variance), math.nextafter(1, 0)))
 
     @property
-    def panel_bytes(self) -> int:
-        """Bytes of the dense float32 panel of all features, the close and the labels; missing rows take place too."""
-        return self.num_dates * self._date_bytes
-
-    @property
     def num_rows(self) -> int:
         """Rows of the table, which leaves out the assets that are not listed on a date."""
         listed_from, listed_until = _listings(self)
         return int((listed_until - listed_from).sum())
-
-    def resized(self, panel_bytes: int) -> Market:
-        """The same market over the fewest dates whose panel has at least ``panel_bytes``."""
-        return replace(self, num_dates=max(-(-panel_bytes // self._date_bytes), self.labels[-1] + 1))
-
-    @property
-    def _date_bytes(self) -> int:
-        return self.num_assets * (self.num_features + 1 + len(self.labels)) * 4
 
 
 def write_market(path: Path, market: Market, *, rows_per_group: int = 1 << 17) -> None:

@@ -1,0 +1,79 @@
+"""Names that nothing uses: private ones without a caller, public ones that neither source, docs nor examples use.
+
+    python tools/find_dead.py
+
+vulture reads the source; ``__all__`` does not count as a use. Words of the documentation, the examples and the
+workloads do, and so do entry points that are written as text (``"package.module:function"``). Fields of records are
+left out: many are written for people and machines that read a JSON file. Exit status 1 if a name is dead, or if an
+exception below is not needed any more.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from vulture import Vulture
+
+ROOT = Path(__file__).parents[1]
+#: Names that are used from outside of this repository, or by name at run time: each with who uses it.
+EXCEPTIONS = {
+    "BackendContract": "whoever writes a backend subclasses it",
+    "FakeBackend": "whoever tests a scheduler of their own uses it",
+    "existing": "tests look at the real groups of jobs through it",
+    "run_health": "the health phase of a workflow: the name is put together from the phase's",
+    "run_results": "the results phase, likewise",
+    "shard_flat": "benchmarks/ground_truth.py rebuilds FSDP1's published peaks with it",
+}
+KINDS = ("function", "method", "property", "class")
+#: Decorators that register what they decorate.
+REGISTERED = ["@*.command*", "@*.callback*", "@model_validator*", "@field_validator*", "@*_validator*"]
+#: Names that a base class calls.
+CALLED = ["visit_*"]
+_ENTRY = re.compile(r"[\w.}]:(\w+)")
+
+
+def _without_exports(text: str) -> str:
+    """A module's source whose ``__all__`` is empty, on the same lines."""
+    lines = text.splitlines()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            lines[node.lineno - 1 : node.end_lineno] = ["pass"] + [""] * ((node.end_lineno or 0) - node.lineno)
+    return "\n".join(lines)
+
+
+def _documents() -> Iterator[Path]:
+    yield ROOT / "README.md"
+    yield from (path for path in ROOT.glob("docs/*.md") if path.name not in ("log.md", "requirements.md"))
+    yield from ROOT.glob("examples/**/*.py")
+    yield from ROOT.glob("src/memfit_workloads/**/*.md")
+
+
+def find_dead() -> list[str]:
+    """Return one line for each dead name, as ``path:line name``."""
+    finder = Vulture(ignore_decorators=REGISTERED, ignore_names=CALLED)
+    for path in sorted(ROOT.glob("src/**/*.py")):
+        text = path.read_text()
+        finder.scan(_without_exports(text), filename=path.relative_to(ROOT))
+        finder.used_names |= set(_ENTRY.findall(text))
+    for path in _documents():
+        finder.used_names |= set(re.findall(r"\w+", path.read_text()))
+    found = [
+        one
+        for one in finder.get_unused_code()
+        if one.typ in KINDS and not (one.name.startswith("__") and one.name.endswith("__"))
+    ]
+    dead = [f"{one.filename}:{one.first_lineno} {one.name}" for one in found if one.name not in EXCEPTIONS]
+    names = {one.name for one in found}
+    return dead + [f"{name}: an exception that is not needed" for name in EXCEPTIONS if name not in names]
+
+
+if __name__ == "__main__":
+    dead = find_dead()
+    for line in dead:
+        print(line)
+    print(f"{len(dead)} dead names" if dead else "no dead names")
+    sys.exit(1 if dead else 0)
