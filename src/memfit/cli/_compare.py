@@ -13,6 +13,7 @@ from rich.table import Table
 
 from memfit.cli._terminal import console
 from memfit.errors import UsageError
+from memfit.reports import slow_note
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,7 +40,7 @@ def compare(  # noqa: PLR0913 - one each for what is compared, how, and where it
 ) -> None:
     """Say whether A is better than B on a metric, by the dates that both have.
 
-    memfit compare runs/new runs/baseline --metric h5_delta_p_at_k_pos
+    memfit compare runs/new runs/baseline --metric h5_rank_ic
 
     A run's folder holds days.feather, or has it in results/. A is better when two conditions hold: the paired test of
     Diebold and Mariano, right for labels that overlap, rejects after Holm's correction for every comparison in the
@@ -124,6 +125,8 @@ def _rows(decision: Decision, record: Path) -> list[tuple[str, str]]:
         rows.append(("by fold", effects))
     if decision.num_other_assets:
         rows.append(("note", f"on {decision.num_other_assets} dates A and B scored different numbers of assets"))
+    if decision.is_slow:
+        rows.append(("warning", slow_note(decision.to_dict())))
     return rows
 
 

@@ -50,6 +50,7 @@ from memfit.evaluation._scores import Scores, read_scores
 from memfit.evaluation._sharpe import Sharpe, deflated_sharpe, probabilistic_sharpe, sharpe
 from memfit.evaluation._sleeves import BacktestSettings
 from memfit.evaluation._variance import Summary, summarize
+from memfit.evaluation._volatility import VolatilityCorrelation, volatility_correlation
 
 __all__ = [
     "BacktestInput",
@@ -77,6 +78,7 @@ __all__ = [
     "Summary",
     "SweepRow",
     "Verdict",
+    "VolatilityCorrelation",
     "adjust_p_value",
     "backtest",
     "beside",
@@ -117,5 +119,6 @@ __all__ = [
     "summarize_days",
     "summarize_ic",
     "sweep",
+    "volatility_correlation",
     "write_backtest",
 ]

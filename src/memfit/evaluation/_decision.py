@@ -19,6 +19,7 @@ from memfit.evaluation._days import description
 from memfit.evaluation._forecasts import adjust_p_value, diebold_mariano, minimal_detectable_effect, minimum_dates
 from memfit.evaluation._scores import as_days
 from memfit.evaluation._series import Series, by_date, column
+from memfit.evaluation._variance import slow_variation
 
 Verdict = Literal["A better", "B better", "no difference shown"]
 
@@ -68,6 +69,10 @@ class Decision:
         num_undefined: Dates that both have but on which the metric of either is undefined, dropped.
         num_other_assets: Paired dates on which A and B scored different numbers of assets; the verdict may then owe
             something to the assets.
+        is_slow: The difference varies slowly: it stays above or below its mean for longer than labels overlap. Then
+            the standard error is too small, and a verdict is false more often than ``1 - level``.
+        slow_statistic: Of the test for that, see `SlowVariation`.
+        slow_error_factor: How many times as large the standard error is with the slow variation.
         folds: The effect in each fold of A.
     """
 
@@ -94,6 +99,9 @@ class Decision:
     num_only_b: int
     num_undefined: int
     num_other_assets: int
+    is_slow: bool
+    slow_statistic: float
+    slow_error_factor: float
     folds: tuple[FoldEffect, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,7 +132,7 @@ def decide(
     Args:
         days_a: The day table of A, of `evaluate_days`.
         days_b: That of B, or ``random``: scores without information, of which the expectation is known.
-        metric: A column of both, higher being better, for example ``h5_delta_p_at_k_pos``.
+        metric: A column of both, higher being better, for example ``h5_rank_ic``.
         horizon: Dates that the metric's labels span.
         level: At least 0.5, below 1.
         num_comparisons: Comparisons tried in all, this one among them.
@@ -162,6 +170,7 @@ def decide(
     sign = (interval.lower > 0) - (interval.upper < 0) if adjusted < alpha else 0
     verdicts: dict[int, Verdict] = {1: "A better", -1: "B better", 0: "no difference shown"}
     folds = _fold_effects(days_a, metric, pairs)
+    slow = slow_variation(differences, horizon)
     return Decision(
         verdict=verdicts[sign if sign * test.mean > 0 else 0],
         metric=metric,
@@ -188,6 +197,9 @@ def decide(
         num_only_b=pairs.num_only_b,
         num_undefined=pairs.num_undefined,
         num_other_assets=pairs.num_other_assets,
+        is_slow=slow.is_shown,
+        slow_statistic=slow.statistic,
+        slow_error_factor=slow.error_factor,
         folds=folds,
     )
 

@@ -11,6 +11,10 @@ from numpy.typing import ArrayLike, NDArray
 from memfit.errors import MissingExtraError, UsageError
 
 Kernel = Literal["rectangular", "bartlett", "none"]
+#: Dates beyond the overlap of labels on which a slow variation is looked for: two months of trading.
+SLOW_DATES = 40
+# One-sided, 5 %: so many steady series are called slow by chance.
+_SLOW_FROM = 1.645
 # A long-run variance below this share of the plain one is rounding, not an estimate.
 _SMALLEST_SHARE = 1e-9
 
@@ -122,6 +126,61 @@ def standard_error(values: NDArray[Any], horizon: int) -> tuple[float, Kernel]:
         variance = float(total(deviations, 2 * horizon - 1, bartlett)[0, 0])
     factor = (num + 1 - 2 * horizon + horizon * (horizon - 1) / num) / num
     return float(np.sqrt(variance / num**2 / factor)), kernel
+
+
+@dataclass(frozen=True)
+class SlowVariation:
+    """Whether a series stays above or below its mean for longer than its labels overlap.
+
+    Attributes:
+        statistic: Sum of the autocorrelations beyond the overlap, in its standard errors under none; NaN where unknown.
+        error_factor: How many times as large the standard error of the mean is with them; NaN where unknown.
+        is_shown: The statistic is above 1.645. By chance that is so in 5 % of series without slow variation.
+    """
+
+    statistic: float
+    error_factor: float
+    is_shown: bool
+
+
+def slow_variation(values: NDArray[Any], horizon: int) -> SlowVariation:
+    """Test a daily series for dependence beyond the overlap of its labels.
+
+    Overlapping labels explain the autocorrelations of the first ``horizon - 1`` lags, and `standard_error` counts only
+    these. Skill that comes and goes over weeks adds positive ones after them. The next `SLOW_DATES` lags, at most an
+    eighth of the dates, are added up, each corrected for the mean that was taken off.
+
+    Args:
+        values: Shape (n,), finite, in ascending order of dates.
+        horizon: Dates that a label spans, at least 1.
+
+    Source:
+        M. Bartlett, On the theoretical specification and sampling properties of autocorrelated time-series (1946), for
+        the variance of the sum.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> noise, skill = rng.normal(size=1000), np.repeat(rng.normal(size=20), 50)
+        >>> slow_variation(noise, 1).is_shown, slow_variation(noise + skill, 1).is_shown
+        (False, True)
+    """
+    num, num_lags = len(values), min(SLOW_DATES, len(values) // 8)
+    error = standard_error(values, horizon)[0]
+    if not error > 0 or num_lags < 1:
+        return SlowVariation(float("nan"), float("nan"), is_shown=False)
+    deviations = values - values.mean()
+    lags = np.arange(horizon + num_lags)
+    products = [deviations[: num - lag] @ deviations[lag:] / (num - lag) for lag in lags]
+    correlations = np.array(products) / products[0]
+    # The mean that was taken off makes each covariance smaller, by the mean's variance.
+    total = correlations[horizon:].sum() + num_lags * error**2 / products[0]
+    near = np.concatenate([correlations[1:horizon][::-1], correlations[:horizon]])
+    of_lag = np.convolve(near, near)
+    distance = np.abs(np.arange(len(of_lag)) - len(of_lag) // 2)
+    spread = np.sqrt((np.maximum(num_lags - distance, 0) * of_lag).sum() / num)
+    statistic = float(total / spread)
+    factor = float(np.sqrt(max(0.0, 1 + 2 * total * products[0] / (num * error**2))))
+    return SlowVariation(statistic, factor, is_shown=statistic > _SLOW_FROM)
 
 
 def _sums_of_lags() -> tuple[Any, Any, Any]:

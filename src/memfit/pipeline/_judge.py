@@ -28,8 +28,10 @@ from memfit.evaluation import (
     Summary,
     SweepRow,
     Verdict,
+    VolatilityCorrelation,
     beside,
     check_market,
+    decide,
     decide_on_record,
     deflated_sharpe,
     evaluate_days,
@@ -41,6 +43,7 @@ from memfit.evaluation import (
     run_controls,
     summarize_days,
     sweep,
+    volatility_correlation,
     write_backtest,
 )
 from memfit.pipeline._workflow_settings import WorkflowSettings
@@ -48,6 +51,8 @@ from memfit.units import format_bytes
 
 #: Shares of the assets that are tried beside the one that was asked for, as multiples of it.
 _SWEEP = (0.5, 1.0, 2.0)
+#: What is shown of a metric beside the one that decides: its figures without a verdict.
+_BESIDE = ("metric", "effect", "lower", "upper", "standard_error", "statistic", "p_value", "num_dates")
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Judged:
         metrics: Each metric's mean over the dates, with n and a standard error that allows for overlapping labels.
         tried: The same scores traded with other shares of the assets.
         by_date: The metrics of the scores that were traded, a row for each date.
+        volatility: How far the scores that were traded rank assets by their volatility.
     """
 
     result: BacktestResult
@@ -73,6 +79,7 @@ class Judged:
     metrics: Mapping[str, Summary]
     tried: tuple[SweepRow, ...]
     by_date: pa.Table
+    volatility: VolatilityCorrelation
 
 
 def judge_scores(
@@ -115,7 +122,8 @@ def judge_scores(
     ratios = sorted({min(1.0, round(settings.backtest.k_ratio * times, 4)) for times in _SWEEP})
     tried = sweep(given, settings.backtest, ratios)
     by_date = evaluate_days(scores, horizons=scores.horizons, k_ratio=settings.k_ratio)
-    return Judged(result, findings, controls, verdict, days, metrics, tried, by_date)
+    volatility = volatility_correlation(given.scores, given.returns_1)
+    return Judged(result, findings, controls, verdict, days, metrics, tried, by_date, volatility)
 
 
 def _input(scores: Scores, market: Market | None, horizon: int) -> BacktestInput:
@@ -154,7 +162,10 @@ def _with_features(market: Market, panel: Panel) -> Market:
 
 
 def decide_on(days: pa.Table, settings: WorkflowSettings, *, name: str, record: Path) -> dict[str, Any]:
-    """Whether the scores are better than the baseline, corrected for all comparisons on record."""
+    """Decide whether the scores are better than the baseline, corrected for all comparisons on record.
+
+    The metric beside it is tested alike, but gives no verdict and is no comparison on record.
+    """
     baseline = settings.decision.baseline
     other = "random" if baseline == "random" else read_days(Path(baseline))
     decision = decide_on_record(
@@ -166,7 +177,13 @@ def decide_on(days: pa.Table, settings: WorkflowSettings, *, name: str, record: 
         level=settings.decision.level,
         names=(name, baseline),
     )
-    return {"a": name, "b": baseline, **decision.to_dict()}
+    found: dict[str, Any] = {"a": name, "b": baseline, **decision.to_dict()}
+    try:
+        second = decide(days, other, settings.metric_beside, settings.metric_horizon, level=settings.decision.level)
+    except DataError as error:  # the baseline has no such column, or too few assets for a spread
+        return {**found, "no_beside": error.what}
+    figures = second.to_dict()
+    return {**found, "beside": {one: figures[one] for one in _BESIDE}}
 
 
 def summarize_judged(judged: Judged) -> dict[str, Any]:
@@ -180,6 +197,7 @@ def summarize_judged(judged: Judged) -> dict[str, Any]:
         "controls": _plain(judged.controls),
         "tried": [_plain(row) for row in judged.tried],
         "deflated_sharpe": _finite({"": _deflated(judged)})[""],
+        "volatility": _finite(asdict(judged.volatility)),
     }
 
 
@@ -232,7 +250,10 @@ def _write_aside(file: Path, judged: Judged, table: pa.Table, facts: Mapping[str
         path = beside(file, f"{name}.feather")
         feather.write_feather(content, str(path), compression="zstd")
         written.append(path.name)
-    more = {"metrics": {name: _finite(asdict(one)) for name, one in judged.metrics.items()}}
+    more = {
+        "metrics": {name: _finite(asdict(one)) for name, one in judged.metrics.items()},
+        "volatility": _finite(asdict(judged.volatility)),
+    }
     paths = write_backtest(
         file,
         judged.result,

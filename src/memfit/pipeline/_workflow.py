@@ -38,6 +38,8 @@ _STAGES = "memfit.pipeline._stages"
 WORKFLOW_FILE = "workflow.json"
 #: In their order.
 PHASES = ("health", "folds", "results")
+#: Raised when the same scores and settings are judged otherwise than before: then what is kept is judged anew.
+_JUDGED_AS = 2
 #: What the process ends with when the gate lets nothing pass, by the gate's colour.
 GATE_EXIT_CODES: Mapping[str, int] = {"yellow": 10, "red": 11}
 
@@ -181,7 +183,7 @@ class _Workflow:
             f"fold_{fold}": (read_json(self.run_dir.job_dir(f"fold_{fold}") / "outcome.json") or {})["ended"]
             for fold in folds
         }
-        inputs = config.fingerprint({"settings": self.settings, "ended": ended})
+        inputs = config.fingerprint({"settings": self.settings, "ended": ended, "judged_as": _JUDGED_AS})
         folder = self.run_dir.job_dir(name)
         before = read_json(folder / "result.json")
         is_same = before is not None and before["result"]["inputs"] == inputs and self._is_whole(name, before["result"])

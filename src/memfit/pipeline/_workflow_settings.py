@@ -19,8 +19,7 @@ class DecisionSettings(Settings):
 
     Attributes:
         baseline: ``random``, or a folder or table of the days of another run.
-        metric: A column of the table of days, such as ``h5_rank_ic``; None for the lift of precision at k at the
-            backtest's horizon.
+        metric: A column of the table of days, such as ``h5_spread``; None for the rank IC at the backtest's horizon.
         level: The level of the interval; a test counts at one minus it, corrected for the comparisons tried.
     """
 
@@ -94,7 +93,13 @@ class WorkflowSettings(Settings):
     @property
     def metric(self) -> str:
         """The metric that decides."""
-        return self.decision.metric or f"h{self.backtest.horizon}_delta_p_at_k_pos"
+        return self.decision.metric or f"h{self.backtest.horizon}_rank_ic"
+
+    @property
+    def metric_beside(self) -> str:
+        """The metric that is shown beside it: the spread, or the rank IC where the spread decides."""
+        name = "rank_ic" if self.metric.endswith("_spread") else "spread"
+        return f"h{self.metric_horizon}_{name}"
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ from memfit.reports._live import LiveRun
 from memfit.reports._run_view import JobRow, RunView
 from memfit.reports._runs import Overview, Target, find_run, find_target, has_supervisor, is_live, list_runs
 from memfit.reports._summary import print_summary, summarize
-from memfit.reports._workflow import print_backtest, print_workflow, summarize_workflow
+from memfit.reports._workflow import print_backtest, print_workflow, slow_note, summarize_workflow
 
 __all__ = [
     "JobRow",
@@ -29,6 +29,7 @@ __all__ = [
     "print_summary",
     "print_verification",
     "print_workflow",
+    "slow_note",
     "summarize",
     "summarize_workflow",
 ]

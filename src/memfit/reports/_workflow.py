@@ -101,10 +101,9 @@ def print_backtest(found: Mapping[str, Any], log: Console, detail: Detail = "WAR
         log.print(f"probability that the true Sharpe ratio is above 0, after the shares tried below: {deflated:.2f}")
     if len(found["tried"]) > 1:
         log.print(_tried_table(found["tried"]))
-    if decision := found.get("decision"):
-        _print_decision(decision, log)
-    if why := found.get("no_decision"):
-        log.print(f"decision: none. {why}", style="bold", markup=False, soft_wrap=True)
+    _print_decision(found, log)
+    if (volatility := found.get("volatility")) and volatility["warns"]:
+        _print_volatility(volatility, log)
 
 
 def _print_numbers(summary: Mapping[str, Any], log: Console) -> None:
@@ -142,7 +141,12 @@ def _tried_table(tried: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _print_decision(decision: Mapping[str, Any], log: Console) -> None:
+def _print_decision(found: Mapping[str, Any], log: Console) -> None:
+    if why := found.get("no_decision"):
+        log.print(f"decision: none. {why}", style="bold", markup=False, soft_wrap=True)
+    if not (decision := found.get("decision")):
+        return
+    counted = f"Holm for {decision['num_comparisons']} comparison{'s' if decision['num_comparisons'] > 1 else ''}"
     log.print(
         f"decision: {decision['verdict']} ({decision['metric']}, A is this, B is {decision['b']})",
         style="bold",
@@ -152,9 +156,49 @@ def _print_decision(decision: Mapping[str, Any], log: Console) -> None:
         f"  effect {_number(decision['effect'])}, {decision['level']:.0%} interval {_number(decision['lower'])} to "
         f"{_number(decision['upper'])}; n {decision['num_dates']} dates in {decision['num_folds']} folds; "
         f"p {_number(decision['p_value'], signed=False)}, {_number(decision['adjusted_p_value'], signed=False)} after "
-        f"{decision['num_comparisons']} comparison{'s' if decision['num_comparisons'] > 1 else ''}; these dates could "
-        "have shown "
-        f"{_number(decision['minimal_detectable_effect'], signed=False)}",
+        f"{counted}; these dates could have shown {_number(decision['minimal_detectable_effect'], signed=False)}",
+        markup=False,
+        soft_wrap=True,
+    )
+    if second := decision.get("beside"):
+        log.print(
+            f"  beside it {second['metric']}: effect {_number(second['effect'])}, {decision['level']:.0%} interval "
+            f"{_number(second['lower'])} to {_number(second['upper'])}; n {second['num_dates']} dates; p "
+            f"{_number(second['p_value'], signed=False)}; no second decision, and not counted",
+            markup=False,
+            soft_wrap=True,
+        )
+    if decision.get("is_slow"):
+        log.print(f"  warning: {slow_note(decision)}", style="yellow", markup=False, soft_wrap=True)
+
+
+def slow_note(decision: Mapping[str, Any]) -> str:
+    """Say that a decision's difference varies slowly, and what follows.
+
+    Example:
+        >>> found = {"metric": "h5_rank_ic", "horizon": 5, "level": 0.95, "slow_error_factor": 1.4}
+        >>> slow_note(found | {"slow_statistic": 2.61, "statistic": -2.1})
+        'h5_rank_ic varies slowly, ... (z +2.6). Its true error is about 1.4 times as large, and t then -1.5...'
+    """
+    return (
+        f"{decision['metric']} varies slowly, beyond the {decision['horizon']} dates that labels span "
+        f"(z {decision['slow_statistic']:+.1f}). Its true error is about {decision['slow_error_factor']:.1f} times as "
+        f"large, and t then {decision['statistic'] / decision['slow_error_factor']:+.1f}. "
+        f"False decisions are more frequent than {1 - decision['level']:.0%}."
+    )
+
+
+def _print_volatility(volatility: Mapping[str, Any], log: Console) -> None:
+    log.print(
+        "warning: the traded scores rank assets by volatility: mean rank correlation "
+        f"{volatility['mean']:+.2f} with the volatility of the last {volatility['past_dates']} dates, "
+        f"n {volatility['num_dates']} dates.",
+        style="yellow",
+        markup=False,
+        soft_wrap=True,
+    )
+    log.print(
+        "  Rank IC and precision at k may then show volatility instead of skill; the spread does so least.",
         markup=False,
         soft_wrap=True,
     )
