@@ -80,6 +80,16 @@ def test_what_was_dropped_and_tried_is_said(run, tables):
     assert "2 tried; p " in text and "after Holm, against 0.05" in text
 
 
+def test_a_difference_that_varies_slowly_is_warned_of(run, tables):
+    slow = np.repeat(np.random.default_rng(3).standard_normal(16), 30) / 5
+    table = days(0, num=480)
+    varied = table.set_column(2, METRIC, [table[METRIC].to_numpy() + slow])
+    pyarrow.feather.write_feather(varied, tables / "slow.feather")
+    text = " ".join(run("slow.feather", "random", "--metric", METRIC).out.split())
+    assert f"warning {METRIC} varies slowly, beyond the 5 dates that labels span (z +" in text
+    assert "varies slowly" not in run("old.csv", "random", "--metric", METRIC).out
+
+
 def test_random_is_a_baseline(run, tables):
     done = run("new", "random", "--metric", METRIC, "--level", "0.9", "--json")
     found = json.loads(done.out)

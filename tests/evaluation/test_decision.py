@@ -130,6 +130,28 @@ def test_a_model_is_not_better_than_itself() -> None:
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["statistic"] is None
 
 
+def steady(seed: int, num: int, correlation: float) -> np.ndarray:
+    """Normal values of variance 1 that keep so much of themselves from date to date."""
+    values = np.random.default_rng(seed).standard_normal(num)
+    for date in range(1, num):
+        values[date] = correlation * values[date - 1] + math.sqrt(1 - correlation**2) * values[date]
+    return values
+
+
+def test_skill_that_varies_slowly_is_named_and_overlapping_labels_alone_are_not() -> None:
+    noise = overlapping(3, 1000)
+    plain = decide(days(noise), "random", METRIC, 5)
+    assert not plain.is_slow
+    assert plain.slow_error_factor == pytest.approx(1.0, abs=0.25)
+    slow = decide(days(noise + noise.std() * steady(4, 1000, 0.97)), "random", METRIC, 5)
+    assert slow.is_slow
+    assert slow.slow_statistic > 3 and slow.slow_error_factor > 1.5
+    # What it is tested on is the difference: skill that both have in common is none of it.
+    shared = steady(5, 1000, 0.97)
+    assert not decide(days(noise + shared), days(overlapping(6, 1000) + shared), METRIC, 5).is_slow
+    assert not decide(days(NOISE), days(NOISE), METRIC, 5).is_slow
+
+
 def test_every_field_goes_into_json() -> None:
     found = decide(days(NOISE, fold=[4] * 240), days(OTHER), METRIC, 5)
     written = json.loads(json.dumps(found.to_dict(), allow_nan=False))

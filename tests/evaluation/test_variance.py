@@ -12,7 +12,7 @@ import scipy.stats
 
 from memfit.errors import MissingExtraError, UsageError
 from memfit.evaluation import summarize
-from memfit.evaluation._variance import standard_error
+from memfit.evaluation._variance import slow_variation, standard_error
 
 linear_model = pytest.importorskip("statsmodels.regression.linear_model")
 
@@ -95,3 +95,25 @@ def test_importing_the_package_loads_no_statistics_library() -> None:
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert not {"statsmodels", "arch", "skfolio", "scipy", "pandas", "sklearn", "torch"} & set(loaded)
     assert "pyarrow" in loaded
+
+
+@pytest.mark.parametrize(("num", "horizon"), [(60, 1), (60, 5), (240, 5), (1000, 5), (1000, 20)])
+def test_a_steady_series_is_seldom_called_slow(num: int, horizon: int) -> None:
+    found = [slow_variation(overlapping(seed, num, horizon), horizon) for seed in range(200)]
+    assert np.mean([one.is_shown for one in found]) < 0.1
+    assert np.mean([one.statistic for one in found]) == pytest.approx(0, abs=0.35)
+
+
+def test_the_error_factor_is_how_much_larger_the_true_error_is() -> None:
+    rng = np.random.default_rng(0)
+    starts = 100 + np.arange(200) * 50
+    kept = np.convolve(rng.standard_normal(20_000), 0.9 ** np.arange(200), "valid") * math.sqrt(1 - 0.81)
+    series = [kept[start : start + 1000] + rng.standard_normal(1000) for start in starts if start + 1000 < len(kept)]
+    # The long-run variance is 1 + (1 + 0.9) / (1 - 0.9) = 20, of which the error at a horizon of 1 sees 2.
+    factors = [slow_variation(values, 1).error_factor for values in series]
+    assert np.mean(factors) == pytest.approx(math.sqrt(10), rel=0.1)
+
+
+def test_equal_values_are_not_slow() -> None:
+    found = slow_variation(np.full(100, 0.1), 5)
+    assert not found.is_shown and math.isnan(found.statistic) and math.isnan(found.error_factor)

@@ -25,11 +25,14 @@ class MemoriserParams(BaseModel):
     epoch_seconds: float = 0.0
     die_fold: int = 0
     price_error: bool = False
+    calm: bool = False  # assets differ in volatility, and the scores prefer calm ones
 
 
 def daily_returns(params: MemoriserParams) -> np.ndarray:
     """(num_dates, NUM_ASSETS); the last row is not known."""
     noise = np.random.default_rng(5).normal(params.drift, 0.02, (params.num_dates, NUM_ASSETS))
+    if params.calm:
+        noise *= np.linspace(0.5, 1.5, NUM_ASSETS)
     noise[-1] = np.nan
     return noise
 
@@ -102,6 +105,8 @@ def score(context: ScoreContext, params: MemoriserParams) -> pa.Table:
     truth = np.nan_to_num(panel.targets[dates, :, 1])
     noise = np.random.default_rng(8).normal(0, 0.04, memory.shape)
     scores = np.where(known, memory, noise + params.skill * truth)
+    if params.calm:
+        scores -= np.arange(NUM_ASSETS)
     return pa.table({
         "date": pa.array(np.repeat(panel.dates[dates], NUM_ASSETS), pa.date32()),
         "code": list(panel.assets) * len(dates),
@@ -121,7 +126,7 @@ def market(panel: Panel, params: MemoriserParams) -> pa.Table:
 
 MEMORISER = FoldWorkload(
     params=MemoriserParams,
-    fingerprint=lambda params: f"memoriser-{params.num_dates}-{params.drift}",
+    fingerprint=lambda params: f"memoriser-{params.num_dates}-{params.drift}-{params.calm}",
     prepare=prepare,
     train_fold=train_fold,
     score=score,

@@ -14,13 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pyarrow import feather
+from rich.console import Console
 
 from memfit.data import Panel
 from memfit.errors import MemfitError, UsageError
-from memfit.evaluation import rank_ic, read_scores
+from memfit.evaluation import decide, rank_ic, read_scores
 from memfit.pipeline import ScoreContext, backtest_checkpoints, resume, workflow
+from memfit.pipeline._judge import decide_on
 from memfit.pipeline._provenance import read_provenance
-from memfit.rundir import read_json
+from memfit.pipeline._workflow_settings import WorkflowSettings
+from memfit.reports import print_workflow
+from memfit.rundir import RunDir, read_json
 from memfit.testing import wait_until
 
 TEXT = """
@@ -95,6 +99,67 @@ def test_a_perfect_memory_of_the_training_dates_earns_nothing_out_of_fold(done):
     context = ScoreContext(panel, seen, run / "checkpoints/fold_1/blended.pt")
     scores = read_scores(module.score(context, module.MemoriserParams()))
     assert np.nanmean(rank_ic(scores.of("score_h5"), scores.of("target_h5"))) > 0.9
+
+
+def printed(run):
+    """What is printed of a workflow, on one line."""
+    console = Console(record=True, width=400)
+    print_workflow(RunDir(run), console)
+    return " ".join(console.export_text().split())
+
+
+def test_the_rank_ic_decides_and_the_spread_beside_it_is_no_comparison(done):
+    _, run = done
+    decision = stage(run, "results")["decision"]
+    days = feather.read_table(run / "results" / "days.feather")
+    spread = decide(days, "random", "h5_spread", 5).to_dict()
+    assert (decision["metric"], decision["num_comparisons"]) == ("h5_rank_ic", 1)
+    assert decision["beside"] == {name: spread[name] for name in decision["beside"]}
+    assert "verdict" not in decision["beside"]
+    assert len((run.parent / "comparisons.jsonl").read_text().splitlines()) == 1
+    text = printed(run)
+    assert "decision: no difference shown (h5_rank_ic," in text and "after Holm for 1 comparison;" in text
+    assert "beside it h5_spread: effect" in text and "warning" not in text
+
+
+def test_the_metric_that_decides_is_a_setting_and_a_baseline_needs_no_other(done):
+    _, run = done
+    days, record = feather.read_table(run / "results" / "days.feather"), run.parent / "comparisons.jsonl"
+
+    def decided(**settings):
+        return decide_on(days, WorkflowSettings(decision=settings), name="this", record=record)
+
+    by_spread = decided(metric="h5_spread")
+    assert (by_spread["metric"], by_spread["beside"]["metric"]) == ("h5_spread", "h5_rank_ic")
+    assert by_spread["num_comparisons"] == 2  # the rank IC decided before
+    baseline = run.parent / "days.feather"
+    feather.write_feather(days.select(["date", "fold"]).append_column("h5_rank_ic", [[0.5] * len(days)]), str(baseline))
+    against = decided(baseline=str(baseline))
+    assert (against["verdict"], against["no_beside"]) == ("B better", "B has no column h5_spread.")
+
+
+@pytest.mark.usefixtures("judged_here")
+def test_scores_that_prefer_calm_assets_are_warned_of(memoriser):
+    result = workflow(memoriser(calm="true"), until="health")
+    found = stage(result.path, "health")["volatility"]
+    assert found["warns"] and -1 < found["mean"] < -0.8
+    assert f"mean rank correlation {found['mean']:+.2f} with the volatility of the last 60 dates" in printed(
+        result.path
+    )
+    report = json.loads((result.path / "results/health/backtest.json").read_text())
+    assert report["facts"]["volatility"] == found
+
+
+@pytest.mark.usefixtures("judged_here")
+def test_what_an_older_version_judged_otherwise_is_judged_anew(done, monkeypatch):
+    config, run = done
+    file = run / "jobs" / "health" / "result.json"
+    kept = file.read_bytes()
+    assert workflow(config, until="health").exit_code == 0
+    assert file.read_bytes() == kept
+    monkeypatch.setattr("memfit.pipeline._workflow._JUDGED_AS", 10**6)
+    assert workflow(config, until="health").exit_code == 0
+    assert file.read_bytes() != kept
 
 
 @pytest.mark.usefixtures("judged_here")
