@@ -11,8 +11,8 @@ import pytest
 import scipy.stats
 
 from memfit.errors import MissingExtraError, UsageError
-from memfit.evaluation import summarize
-from memfit.evaluation._variance import slow_variation, standard_error
+from memfit.evaluation import slow_variation, summarize
+from memfit.evaluation._variance import standard_error
 
 linear_model = pytest.importorskip("statsmodels.regression.linear_model")
 

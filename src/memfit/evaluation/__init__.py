@@ -49,7 +49,7 @@ from memfit.evaluation._report import BacktestReport, beside, read_backtest, wri
 from memfit.evaluation._scores import Scores, read_scores
 from memfit.evaluation._sharpe import Sharpe, deflated_sharpe, probabilistic_sharpe, sharpe
 from memfit.evaluation._sleeves import BacktestSettings
-from memfit.evaluation._variance import Summary, summarize
+from memfit.evaluation._variance import SlowVariation, Summary, slow_variation, summarize
 from memfit.evaluation._volatility import VolatilityCorrelation, volatility_correlation
 
 __all__ = [
@@ -75,6 +75,7 @@ __all__ = [
     "Scores",
     "Sharpe",
     "ShiftTest",
+    "SlowVariation",
     "Summary",
     "SweepRow",
     "Verdict",
@@ -115,6 +116,7 @@ __all__ = [
     "shift_scores",
     "shift_test",
     "shuffle_scores",
+    "slow_variation",
     "summarize",
     "summarize_days",
     "summarize_ic",
