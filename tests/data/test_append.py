@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 import shutil
 import signal
@@ -385,6 +386,20 @@ def test_old_versions_are_pruned_and_the_newest_still_reads(lineage: list[Path],
     assert 0 == newest_panel.shared_bytes < before
     assert_same(newest_panel, Panel.open(newest(tmp_path / "whole")))
     assert [version.reason for version in prune(folder)] == ["is the newest"]
+
+
+def test_the_newest_is_the_version_that_goes_on_from_the_others_whatever_their_times(
+    lineage: list[Path], make_table: Callable[..., pa.Table], tmp_path: Path
+) -> None:
+    folder = tmp_path / "panels"
+    for seconds, path in enumerate([lineage[2], lineage[0], lineage[1]]):
+        os.utime(path / "manifest.json", (seconds, seconds))
+    assert versions(folder) == lineage
+    assert Panel.newest(folder).path == lineage[2]
+    assert [version.removed for version in prune(folder, dry_run=True)] == [True, True, False]
+    other = Panel.build(make_table(seed=1), folder, features=["f0"]).path
+    os.utime(lineage[0] / "manifest.json")
+    assert versions(folder) == [*lineage, other]
 
 
 def test_a_version_that_a_process_maps_or_whose_lock_is_held_stays(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from memfit.data import Panel
+from memfit.data import Panel, pack
 from memfit.data._manifest import _sealed
 from memfit.errors import DamagedError, DataError
 
@@ -39,8 +41,9 @@ def test_a_flipped_byte_anywhere_is_refused_by_name(panel: Panel, name: str) -> 
     for offset in [0, file.stat().st_size - 1, *rng.integers(0, file.stat().st_size, 30)]:
         mask = int(rng.integers(1, 256))
         flip(file, int(offset), mask)
-        with pytest.raises(DamagedError, match=name):
-            Panel.open(panel.path, verify="full")
+        for verify in ("sample", "full"):
+            with pytest.raises(DamagedError, match=name):
+                Panel.open(panel.path, verify=verify)
         flip(file, int(offset), mask)
     panel.verify()
 
@@ -90,6 +93,101 @@ def test_damage_is_named_to_within_a_chunk(
     flip(panel.path / "values.npy", 3000, 4)
     with pytest.raises(DamagedError, match=r"values\.npy was changed between bytes 2048 and 3072"):
         panel.verify()
+
+
+@pytest.fixture
+def large(make_table: Callable[..., pa.Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Panel:
+    """A panel of far more blocks than an opening checks: each has 1 KiB, and an opening checks 20."""
+    for module in ("_chunks", "_manifest"):
+        monkeypatch.setattr(f"memfit.data.{module}.BLOCK_BYTES", 1024)
+    monkeypatch.setattr("memfit.data._manifest._NUM_SAMPLED", 20)
+    panel = Panel.build(make_table(100, 100), tmp_path, features=["f0"])
+    assert panel.nbytes > 80 * 1024
+    return panel
+
+
+def is_refused(path: Path) -> bool:
+    try:
+        Panel.open(path)
+    except DamagedError as error:
+        assert "values.npy was changed between bytes 9216 and 10240" in str(error)
+        return True
+    return False
+
+
+def test_an_opening_of_a_large_panel_checks_a_part_of_it_that_is_drawn_anew(large: Panel) -> None:
+    flip(large.path / "values.npy", 10_000, 1)
+    assert {is_refused(large.path) for _ in range(300)} == {True, False}
+    assert pickle.loads(pickle.dumps(large)).path == large.path
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".npy")])
+def test_an_opening_of_a_large_panel_checks_the_first_and_last_bytes_of_each_file(large: Panel, name: str) -> None:
+    size = (large.path / name).stat().st_size
+    for offset in (0, 100, size - 1):
+        flip(large.path / name, offset, 1)
+        with pytest.raises(DamagedError, match=name):
+            Panel.open(large.path)
+        flip(large.path / name, offset, 1)
+
+
+def without_blocks(path: Path) -> None:
+    """Make a panel one that was built before blocks had checksums."""
+    fields = json.loads((path / "manifest.json").read_text())
+    for facts in fields["files"].values():
+        del facts["blocks"]
+    del fields["checksum"]
+    (path / "manifest.json").write_text(_sealed(fields))
+
+
+def test_a_panel_without_checksums_of_blocks_is_read_and_only_verified_in_full(panel: Panel) -> None:
+    without_blocks(panel.path)
+    np.testing.assert_array_equal(Panel.open(panel.path).values, panel.values)
+    flip(panel.path / "values.npy", 300, 1)
+    old = Panel.open(panel.path)
+    with pytest.raises(DamagedError, match=r"values\.npy"):
+        old.verify()
+
+
+@pytest.mark.parametrize("name", ["history.npy", "present.npy", "targets.npy", "values.npy"])
+def test_the_same_build_and_the_same_append_read_every_byte_of_what_is_there(
+    make_table: Callable[..., pa.Table], tmp_path: Path, name: str
+) -> None:
+    roles = {"features": ["f0"], "targets": ["ret"]}
+    table = make_table()
+    later = pa.Table.from_pylist([{"date": "2025-01-01", "code": "A001", "f0": 1.0, "ret": 1.0}])
+    first = Panel.build(table, tmp_path, **roles)
+    second = first.append(later)
+    for panel, again in ((second, lambda: first.append(later)), (first, lambda: Panel.build(table, tmp_path, **roles))):
+        without_blocks(panel.path)
+        flip(panel.path / name, 200, 1)
+        Panel.open(panel.path)
+        with pytest.raises(DamagedError, match=name):
+            again()
+        flip(panel.path / name, 200, 1)
+        assert again().reused
+
+
+def test_a_manifest_of_another_panel_with_the_same_bytes_is_refused(
+    make_table: Callable[..., pa.Table], tmp_path: Path
+) -> None:
+    table = make_table()
+    panel = Panel.build(table, tmp_path, features=["f0"])
+    other = Panel.build(table.rename_columns(["date", "code", "g0", "f1", "f2", "ret"]), tmp_path, features=["g0"])
+    shutil.copy(other.path / "manifest.json", panel.path)
+    with pytest.raises(DamagedError, match=f"another panel's: the one in {other.path.name}"):
+        Panel.open(panel.path)
+
+
+def test_a_copy_under_a_name_of_its_own_is_opened(panel: Panel, tmp_path: Path) -> None:
+    shutil.copytree(panel.path, tmp_path / "prices")
+    assert Panel.open(tmp_path / "prices", verify="full").fingerprint == panel.fingerprint
+
+
+def test_packed_objects_are_refused_as_no_panel(tmp_path: Path) -> None:
+    pack(["one"], tmp_path / "packed")
+    with pytest.raises(DataError, match=r"is no panel: its manifest\.json describes other data"):
+        Panel.open(tmp_path / "packed")
 
 
 def test_a_panel_of_another_format_is_refused_as_such(panel: Panel) -> None:

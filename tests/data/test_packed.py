@@ -224,11 +224,13 @@ def test_a_changed_byte_and_a_missing_one_are_found(tmp_path):
     content = bytearray(file.read_bytes())
     content[1234] ^= 1
     file.write_bytes(content)
-    data = PackedDataset.open(tmp_path / "packed")
+    data = PackedDataset.open(tmp_path / "packed", verify="sizes")
     with pytest.raises(DamagedError, match=r"data.bin was changed between bytes 0 and"):
         data.verify()
-    with pytest.raises(DamagedError):
-        PackedDataset.open(tmp_path / "packed", verify="full")
+    for verify in ("sample", "full"):
+        with pytest.raises(DamagedError):
+            PackedDataset.open(tmp_path / "packed", verify=verify)
+    assert len(pickle.loads(pickle.dumps(data))) == 50
     file.write_bytes(content[:-1])
     with pytest.raises(DamagedError, match=r"data.bin has \d+ bytes, not \d+"):
         PackedDataset.open(tmp_path / "packed")

@@ -32,7 +32,6 @@ from memfit.data._publish import (
     Progress,
     check_space,
     free_bytes,
-    is_built,
     locked,
     panel_lock,
     progress_events,
@@ -143,10 +142,10 @@ def append_panel(
     key = {**source_key(source, spec), "parent": base.manifest.fingerprint}
     fingerprint = fingerprint_of(key)
     path = base.path.parent / fingerprint[:16]
-    if is_built(path, fingerprint):
+    if path.exists():
         return Built(path, reused=True)
     with locked(path):
-        if is_built(path, fingerprint):
+        if path.exists():
             return Built(path, reused=True)
         sweep(path)
         axes = _new_axes(base, source, spec, may_widen=new_assets == "copy")
@@ -200,7 +199,7 @@ def _write_wider(
     base: Base, aside: Path, source: Source, axes: tuple[Axes, Axes], progress: Progress
 ) -> dict[str, dict[str, Any]]:
     """All arrays anew with room for more assets: the old dates copied, after all of them were checked, and new ones."""
-    check_files(base.path, base.manifest, full=True)
+    check_files(base.path, base.manifest, "full")
     spec, (later, whole), num_old = base.spec, axes, len(base.dates)
     layout = whole.layout(spec)
     arrays = {name: create(aside / f"{name}.npy", dtype, shape) for name, (dtype, shape) in layout.items()}

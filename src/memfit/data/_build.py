@@ -17,13 +17,12 @@ import pyarrow.compute as pc
 
 from memfit.data._arrow import numpy_of
 from memfit.data._dtypes import encode, is_finite, missing, storage, target_dtype
-from memfit.data._manifest import ASSETS, DATES, FORMAT_VERSION, MANIFEST, Manifest, canonical_json, read_manifest
+from memfit.data._manifest import ASSETS, DATES, FORMAT_VERSION, Manifest, canonical_json, read_manifest
 from memfit.data._publish import (
     FreeBytes,
     Progress,
     check_space,
     free_bytes,
-    is_built,
     locked,
     progress_events,
     seal,
@@ -34,6 +33,7 @@ from memfit.data._publish import (
 )
 from memfit.data._source import Source, check_columns, decode_assets, decode_dates, decode_numbers
 from memfit.data._spec import Axes, PanelSpec
+from memfit.data._versions import newest
 from memfit.errors import DataError
 
 #: Raise it whenever the same source and parameters would give other values: panels built before are then a miss.
@@ -69,10 +69,10 @@ def build_panel(
     fingerprint = fingerprint_of(key)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory.resolve() / fingerprint[:16]
-    if is_built(path, fingerprint):
+    if path.exists():
         return Built(path, reused=True)
     with locked(path):
-        if is_built(path, fingerprint):
+        if path.exists():
             return Built(path, reused=True)
         sweep(path)
         changed = _differences(path.parent, key)
@@ -102,11 +102,8 @@ def fingerprint_of(key: Mapping[str, Any]) -> str:
 
 def _differences(directory: Path, key: Mapping[str, Any]) -> tuple[str, ...]:
     """The parts of the key in which a new panel differs from the newest one beside it: why that one was a miss."""
-    others = sorted(directory.glob(f"[!.]*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns)
-    if not others:
-        return ()
     try:
-        old = read_manifest(others[-1].parent).key
+        old = read_manifest(newest(directory)).key
     except DataError:
         return ()
     return tuple(name for name in key if old.get(name) != key[name])

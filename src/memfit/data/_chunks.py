@@ -1,9 +1,10 @@
-"""Hashes of a file's chunks, so that damage is named to within one."""
+"""Hashes of a file's chunks and checksums of its blocks, so that damage is found and its place named."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 #: Files are hashed in pieces of this size.
 CHUNK_BYTES = 64 << 20
 _SLICE_BYTES = 1 << 20
+
+#: Files have checksums of pieces of this size, for a quick check of some of them.
+BLOCK_BYTES = 1 << 20
 
 
 def chunk_digests(path: Path, first: int = 0) -> Iterator[str]:
@@ -34,3 +38,13 @@ def _digest_chunk(path: Path, offset: int) -> str:
             digest.update(piece)
             left -= len(piece)
     return digest.hexdigest()
+
+
+def block_sums(path: Path, numbers: Iterable[int] | None = None) -> Iterator[str]:
+    """Yield the CRC-32 (8 hex digits) of each MiB of a file, or of those with these numbers.
+
+    It reads the file without mapping it, one block at a time.
+    """
+    with open(path, "rb", buffering=0) as file:
+        for number in range(-(-path.stat().st_size // BLOCK_BYTES)) if numbers is None else numbers:
+            yield f"{zlib.crc32(os.pread(file.fileno(), BLOCK_BYTES, number * BLOCK_BYTES)):08x}"

@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from memfit.data._chunks import CHUNK_BYTES, chunk_digests
 from memfit.data._encoding import Encoder, RefusedError, decode
-from memfit.data._manifest import MANIFEST, canonical_json, file_facts
+from memfit.data._manifest import MANIFEST, Check, canonical_json, changed_block, file_facts
 from memfit.data._publish import locked
 from memfit.errors import DamagedError, DataError
 from memfit.rundir import sync_folder
@@ -115,13 +115,14 @@ class PackedDataset(Sequence[Any]):
         self._numbers = range(files.num_objects) if numbers is None else numbers
 
     @classmethod
-    def open(cls, path: Path | str, *, verify: Literal["sizes", "full"] = "sizes") -> PackedDataset:
+    def open(cls, path: Path | str, *, verify: Check = "sample") -> PackedDataset:
         """The data set in a folder that `pack` made.
 
         Args:
             path: The folder.
-            verify: ``sizes`` checks the manifest against its own checksum, and the size of each file; ``full`` reads
-                and checks every byte.
+            verify: ``sizes`` checks the manifest against its own checksum, and the size of each file. ``sample`` also
+                checks 64 blocks of 1 MiB, which each call draws anew: all bytes of a data set up to 64 MiB. ``full``
+                checks every byte.
 
         Raises:
             DataError: If the folder holds no packed objects.
@@ -130,6 +131,8 @@ class PackedDataset(Sequence[Any]):
         data = cls(_Files(Path(path).absolute()))
         if verify == "full":
             data.verify()
+        elif verify == "sample" and (changed := changed_block(data.path, data._files.facts)):
+            raise _damaged(*changed)
         return data
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.data._dtypes import decode, dtype_name
-from memfit.data._manifest import ASSETS, DATES, Manifest, check_files, read_manifest
+from memfit.data._manifest import ASSETS, DATES, Check, Manifest, check_files, read_manifest
 from memfit.data._segments import map_array
 from memfit.errors import DataError, nearest
 from memfit.units import format_bytes
@@ -88,8 +88,8 @@ class Panel:
 
         A panel is found by its fingerprint: the content of the source, the columns and their types, dtype,
         parameters, and the version of this code. Of files the content is their bytes, so the same values encoded
-        anew are a miss; of a table it is the values of the columns used. A panel that lies in the cache is checked as
-        by `Panel.open`; call `verify` to have all of it read. Old panels are left where they are.
+        anew are a miss; of a table it is the values of the columns used. Every byte of a panel that lies in the cache
+        is checked before it is used again. Old panels are left where they are.
 
         On NFS the lock works where flock does (Linux maps it to the server's locks); Lustre needs the mount option
         ``flock``.
@@ -123,27 +123,28 @@ class Panel:
         date, asset = index_columns(index)
         spec = PanelSpec(date, asset, tuple(features), tuple(targets), dtype_name(dtype), parameters or {}, order)
         built = build_panel(spec, Source.of(source), Path(directory), progress=progress)
-        panel = cls.open(built.path)
+        panel = cls.open(built.path, verify="full" if built.reused else "sizes")
         panel.reused, panel.changed = built.reused, built.changed
         return panel
 
     @classmethod
-    def open(cls, path: Path | str, *, verify: Literal["sizes", "full"] = "sizes") -> Panel:
+    def open(cls, path: Path | str, *, verify: Check = "sample") -> Panel:
         """The panel in a folder.
 
         Args:
             path: The panel's folder.
-            verify: ``sizes`` checks the manifest against its own checksum, the size of each file, and the dates and
-                assets in full: a few milliseconds. ``full`` reads and checks every byte, as the process that
-                prepares a run does once.
+            verify: ``sizes`` checks the manifest, the size of each file, and the dates and assets. ``sample`` also
+                checks 64 blocks of 1 MiB, which each call draws anew: all bytes of a panel up to 64 MiB. ``full``
+                checks every byte, as the process that prepares a run does once. A pickled panel, as a worker gets
+                it, is opened with ``sizes``.
 
         Raises:
             DataError: If the folder is no panel.
-            DamagedError: If a file is not as it was written; it is named.
+            DamagedError: If a file is not as it was written, or if the manifest is another panel's.
         """
         folder = Path(path).resolve()
         manifest = read_manifest(folder)
-        check_files(folder, manifest, full=verify == "full")
+        check_files(folder, manifest, verify)
         return cls(folder, manifest, reused=True)
 
     @classmethod
@@ -194,7 +195,7 @@ class Panel:
 
         base = Base(self.path, self._manifest, self.dates, self.assets)
         built = append_panel(base, Source.of(source), new_assets=new_assets, progress=progress)
-        panel = Panel.open(built.path)
+        panel = Panel.open(built.path, verify="full" if built.reused else "sizes")
         panel.reused = built.reused
         return panel
 
@@ -223,10 +224,10 @@ class Panel:
         Raises:
             DamagedError: Naming the first file that differs, and the 64 MiB in which it does.
         """
-        check_files(self.path, self._manifest, full=True, progress=progress)
+        check_files(self.path, self._manifest, "full", progress=progress)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Panel.open, (str(self.path),))
+        return (_reopen, (str(self.path),))
 
     def __repr__(self) -> str:
         num_dates, num_assets, num_features = self.shape
@@ -369,3 +370,8 @@ class Panel:
             )
         view: Array = self.targets[:, :, self.target_names.index(name)]
         return view
+
+
+def _reopen(path: str) -> Panel:
+    """Open a pickled panel, which the process that pickled it has checked."""
+    return Panel.open(path, verify="sizes")

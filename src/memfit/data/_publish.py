@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from memfit.data._manifest import MANIFEST, Manifest, damaged, file_facts, read_manifest
+from memfit.data._manifest import MANIFEST, Manifest, file_facts
 from memfit.errors import DataError
 from memfit.rundir import record, sync_folder
 from memfit.units import format_bytes
@@ -56,19 +56,6 @@ def locked(path: Path) -> Iterator[None]:
             with suppress(OSError):
                 Path(lock.lock_file).unlink()
             raise
-
-
-def is_built(path: Path, fingerprint: str) -> bool:
-    """Whether the panel with this fingerprint lies there.
-
-    Raises:
-        DamagedError: If another one does.
-    """
-    if not path.exists():
-        return False
-    if read_manifest(path).fingerprint != fingerprint:
-        raise damaged(path / MANIFEST, "is another panel's")
-    return True
 
 
 def sweep(path: Path) -> None:

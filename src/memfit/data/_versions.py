@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import Timeout
 
-from memfit.data._manifest import MANIFEST
+from memfit.data._manifest import MANIFEST, read_manifest
 from memfit.data._publish import panel_lock, sweep
 from memfit.errors import DataError
 
@@ -33,9 +34,28 @@ class Version:
 
 
 def versions(directory: Path) -> list[Path]:
-    """The folders of the panels in a cache folder, oldest first."""
-    manifests = sorted(directory.glob(f"[!.]*/{MANIFEST}"), key=lambda file: (file.stat().st_mtime_ns, file))
-    return [manifest.parent.resolve() for manifest in manifests]
+    """Return the folders of the panels in a cache folder, oldest first.
+
+    A version comes after the one that it was appended to, whatever their files' times: a copy changes those. So a
+    version is at most as new as each that goes on from it. Times order only panels that do not descend from each other.
+    """
+    times = {file.parent.resolve(): file.stat().st_mtime_ns for file in directory.glob(f"[!.]*/{MANIFEST}")}
+    parents = {path: _parent(path) for path in times}
+    made, depth = dict(times), dict.fromkeys(times, 0)
+    for path, time in times.items():
+        ancestor = parents[path]
+        while ancestor in parents and depth[path] < len(parents):
+            made[ancestor], depth[path] = min(made[ancestor], time), depth[path] + 1
+            ancestor = parents[ancestor]
+    return sorted(times, key=lambda path: (made[path], depth[path], path))
+
+
+def _parent(path: Path) -> Path | None:
+    """Return the folder of the version that a panel was appended to."""
+    with suppress(DataError):
+        if parent := read_manifest(path).key.get("parent"):
+            return path.with_name(parent[:16])
+    return None
 
 
 def newest(path: Path) -> Path:
