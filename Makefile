@@ -29,7 +29,9 @@ demo: install ## train the stock ranker's five folds side by side in one budget 
 	$(BIN)/memfit run src/memfit_workloads/ranker/config.yaml $(ARGS)
 
 test: install ## run the test suite in two processes; names what was skipped and why (ARGS are handed to pytest)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && trap 'exit 143' TERM && \
+	  echo "temporary files: $$folder, removed at the end" && OMP_NUM_THREADS=1 TMPDIR="$$folder" \
+	  $(BIN)/python -m pytest -n 2 --dist loadfile --basetemp="$$folder/pytest" $(ARGS)
 
 test-vm: install ## run the tests that need cgroup v2 in a small virtual machine (needs root and QEMU; ARGS as above)
 	$(BIN)/python tests/vm/run.py $(ARGS)

@@ -1,12 +1,14 @@
-"""Fixtures that several packages' tests share."""
+"""Fixtures that several packages' tests share, and a check that no test leaves a process behind."""
 
 import os
 import signal
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -17,6 +19,59 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A busy machine is no failure.
 settings.register_profile("memfit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("memfit")
+
+#: Processes that a test starts inherit this variable; its value is another one in each session.
+_SESSION = "TEST_SESSION_ID"
+#: So long a process may take to end after the last test, in seconds.
+_GRACE = 10.0
+_LEFT = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # xdist's workers inherit it
+        os.environ[_SESSION] = uuid.uuid4().hex
+
+
+@pytest.hookimpl(trylast=True)  # after xdist has ended its workers
+def pytest_sessionfinish(session):
+    """Fail the session if a process of its tests is still there, and end that process."""
+    if hasattr(session.config, "workerinput"):
+        return
+    deadline = time.monotonic() + _GRACE
+    while (left := _started_here()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    session.config.stash[_LEFT] = [line for _, line in left]
+    for process, _ in left:
+        process.kill()
+    if left and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if lines := config.stash.get(_LEFT, []):
+        terminalreporter.section("processes that tests left behind (ended now)", red=True)
+        terminalreporter.write_line("\n".join(lines))
+
+
+def _started_here():
+    """Return the processes of this session's tests, each with a line that names its test and its command.
+
+    A child that was forked and ran no other program has no test in its environment.
+    """
+    own = psutil.Process()
+    below = own.children(recursive=True)
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            command, environ = process.cmdline(), process.environ()
+            is_here = environ.get(_SESSION) == os.environ[_SESSION] or process in below
+            # Python's own helpers end with the process that they serve.
+            is_helper = process.ppid() == own.pid and "from multiprocessing." in " ".join(command)
+            if process != own and is_here and not is_helper and process.status() != psutil.STATUS_ZOMBIE:
+                test = environ.get("PYTEST_CURRENT_TEST", "unknown test")
+                found.append((process, f"{test}: process {process.pid}: {' '.join(command)[:200]}"))
+    return found
+
 
 _V1_MEMORY = Path("/sys/fs/cgroup/memory")
 

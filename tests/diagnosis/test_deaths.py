@@ -7,10 +7,11 @@ The programs in ``deaths/`` train, or seem to, and end in a way of their own. Th
 import importlib.util
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -30,7 +31,10 @@ def words(program, *how):
 
 @pytest.fixture
 def die(tmp_path):
-    """Runs a shell script to its end, after other lines of it; gives the log of all that it wrote."""
+    """Runs a shell script to its end, after other lines of it; gives the log of all that it wrote.
+
+    A child that outlives the script, as one that waits for a lock does, ends with it.
+    """
 
     def run(line, *before, group=None, apart=False, env=None, seconds=60):
         script, log = tmp_path / "train.sh", tmp_path / "train.log"
@@ -38,16 +42,21 @@ def die(tmp_path):
         script.write_text("\n".join([*joins, *before, line, "exit $?", ""]))
         start = [*(["unshare", "--mount"] if apart else []), "bash", str(script)]
         with open(log, "wb") as out:
-            subprocess.run(
+            script = subprocess.Popen(
                 start,
                 cwd=tmp_path,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "CHECKPOINTS": str(tmp_path), **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                timeout=seconds,
-                check=False,
+                start_new_session=True,
             )
+            try:
+                script.wait(seconds)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(script.pid, signal.SIGKILL)
+                script.wait()
         return log
 
     return run
