@@ -62,6 +62,7 @@ class Panel:
         self.path = path
         self.reused = reused
         self.changed = changed
+        self.verified = False  # whether every byte was compared with the checksums
         self._manifest = manifest
 
     @classmethod
@@ -145,7 +146,9 @@ class Panel:
         folder = Path(path).resolve()
         manifest = read_manifest(folder)
         check_files(folder, manifest, verify)
-        return cls(folder, manifest, reused=True)
+        panel = cls(folder, manifest, reused=True)
+        panel.verified = verify == "full"
+        return panel
 
     @classmethod
     def newest(cls, path: Path | str) -> Panel:
@@ -225,6 +228,7 @@ class Panel:
             DamagedError: Naming the first file that differs, and the 64 MiB in which it does.
         """
         check_files(self.path, self._manifest, "full", progress=progress)
+        self.verified = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_reopen, (str(self.path),))

@@ -248,7 +248,8 @@ def run_prepare(target: str, params: Mapping[str, Any], run_dir: str, panels_dir
         )
     # Reads every byte, of a panel that was there already too: so its page cache is charged to this job's group, which
     # outlives it, and not to that of the first fold which touches it.
-    done.panel.verify()
+    if not done.panel.verified:
+        done.panel.verify()
     splits = run.path / "checkpoints" / "stage_prepare.npz"
     aside = splits.with_suffix(".tmp")
     with open(aside, "wb") as file:
