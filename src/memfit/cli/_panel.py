@@ -53,7 +53,7 @@ def build(  # noqa: PLR0913 - one flag each
     ] = "date",
     as_json: AsJson = False,
 ) -> None:
-    """Build a panel from files, once; the same command again finds it.
+    """Build a panel from files, once; the same command again finds it, and checks every byte of it.
 
     memfit panel build prices.parquet --index date,code --features 'f*' --targets ret -o panels/
 

@@ -52,7 +52,7 @@ def versions(directory: Path) -> list[Path]:
 
 def _parent(path: Path) -> Path | None:
     """Return the folder of the version that a panel was appended to."""
-    with suppress(DataError):
+    with suppress(DataError, OSError):
         if parent := read_manifest(path).key.get("parent"):
             return path.with_name(parent[:16])
     return None
