@@ -287,3 +287,9 @@ def test_resume_goes_on_from_anywhere_with_the_code_and_settings_of_the_run(tiny
     code.write_text(code.read_text() + "\n# changed\n")
     with pytest.raises(UsageError, match=r"the code or the data of .* changed"):
         resume(result.path)
+
+
+def test_a_command_given_to_run_is_told_where_it_belongs():
+    with pytest.raises(UsageError, match=r"memfit.run was given \['python', 'train.py'\]") as caught:
+        memfit.run(["python", "train.py"])
+    assert "run_commands" in caught.value.remedy

@@ -279,7 +279,7 @@ def test_nothing_of_the_failed_attempt_is_alive_when_the_replay_begins():
         return hidden.sum(), len(x)
 
     step = linear(loss, allow_inexact=True)
-    step._exactness._additive = True
+    step._exactness._fault = ()
     step(inputs())
     assert dead[1] == [True]
     assert all(ref() is None for ref in alive)
@@ -395,31 +395,54 @@ def test_a_loss_that_couples_samples_is_refused_unless_cut_between_groups():
     assert linear(ranking, microbatch_size=5, allow_inexact=True)(batch).num_microbatches == 2
 
 
-def test_the_check_of_a_loss_leaves_no_trace_and_accepts_what_it_cannot_judge():
+def test_the_check_of_a_loss_leaves_no_trace():
     modes = []
 
-    def noisy(model, x):
+    def dropped(model, x):
         modes.append((model.training, torch.is_grad_enabled()))
-        return (model(x) + torch.randn(len(x), 1)).square().sum(), len(x)
+        return model(torch.nn.functional.dropout(x, training=model.training)).square().sum(), len(x)
 
-    step = linear(noisy, microbatch_size=4)
+    step = linear(dropped, microbatch_size=4)
     step.model.train()
     seed_everything(1)
     step(inputs())
     assert modes == [(False, False)] * 4 + [(True, True)] * 2
     assert step.model.training
-    other = linear(noisy, microbatch_size=4)
-    other._exactness._additive = True
+    other = linear(dropped, microbatch_size=4)
+    other._exactness._fault = ()
     seed_everything(1)
     other(inputs())
     assert torch.equal(step.model.weight, other.model.weight)
 
-    def training_only(model, x):
-        if not model.training:
-            raise ValueError("targets")
-        return model(x).sum(), len(x)
 
-    assert linear(training_only, microbatch_size=4)(inputs()).num_microbatches == 2
+def in_batch_negatives(model, x):
+    z = torch.nn.functional.normalize(model(torch.nn.functional.dropout(x, 0.1, training=True)) + x, dim=1)
+    return torch.nn.functional.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)), reduction="sum"), len(z)
+
+
+def noisy(model, x):
+    return (model(x) + torch.randn(len(x), 1)).square().sum(), len(x)
+
+
+def training_only(model, x):
+    if not model.training:
+        raise ValueError("targets")
+    return model(x).sum(), len(x)
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [(in_batch_negatives, "draws random"), (noisy, "draws random"), (training_only, "raises ValueError: targets")],
+)
+def test_a_loss_that_cannot_be_compared_with_its_parts_is_refused(loss, text):
+    step = linear(loss, microbatch_size=4)
+    before = state_of_model(step.model)
+    with pytest.raises(UsageError, match=text) as caught:
+        step(inputs())
+    assert "allow_inexact=True" in caught.value.remedy
+    assert_equal_tensors(before, state_of_model(step.model))
+    assert linear(loss, microbatch_size=4, allow_inexact=True)(inputs()).num_microbatches == 2
+    assert linear(loss, microbatch_size=None)(inputs()).num_microbatches == 1
 
 
 def test_a_batch_that_the_loss_edited_is_refused_and_one_whose_fields_it_took_out_is_not():
@@ -511,7 +534,7 @@ def test_a_sample_that_does_not_fit_is_named_with_its_shape_what_was_tried_and_w
     seen = []
     fault = Fault(times=99, when=lambda x: seen.append(len(x)) or True)
     step = linear(fault=fault)
-    step._exactness._additive = True
+    step._exactness._fault = ()
     step.where = {"epoch": 2, "step": 3, "num_steps": 9}
     before = state_of_model(step.model)
     with pytest.raises(SampleTooLargeError) as caught:
@@ -535,7 +558,7 @@ def test_one_oom_of_a_batch_that_cannot_be_split_is_tried_once_more_with_all_cac
 def test_a_skipped_batch_is_counted_capped_and_not_in_the_average():
     fault = Fault(times=99, when=lambda x: bool((x == 7).any()))
     step = linear(fault=fault, skip=SkipPolicy(max_skipped=2, max_share=0.7))
-    step._exactness._additive = True
+    step._exactness._fault = ()
     bad = torch.full((1, 3), 7.0, dtype=torch.float64)
     before = state_of_model(step.model)
     outcome = step(bad)

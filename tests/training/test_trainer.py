@@ -363,6 +363,9 @@ def test_bad_arguments_are_refused_before_anything_is_trained():
         ({"max_grad_norm": "1"}, "max_grad_norm is '1'"),
         ({"optimizer": torch.optim.AdamW}, "the optimizer is the class AdamW"),
         ({"loss": 3}, r"the loss is 3 \(int\)"),
+        ({"loss": torch.nn.MSELoss()}, r"the loss is MSELoss\(\)"),
+        ({"loss": torch.nn.MSELoss}, "the loss is the class MSELoss"),
+        ({"loss": torch.nn.functional.mse_loss}, "the loss is <function mse_loss"),
         ({"split": "whole"}, r"split is 'whole' \(str\)"),
     ],
 )
@@ -375,6 +378,8 @@ def test_arguments_in_another_order_are_named():
     model = torch.nn.Linear(2, 1)
     with pytest.raises(UsageError, match="the model is SGD"):
         SafeStep(torch.optim.SGD(model.parameters(), lr=0.1), model, lambda model, x: (model(x).sum(), 1))
+    with pytest.raises(UsageError, match="the model is 'net'"):
+        Trainer("net", loss=squared)
     with pytest.raises(UsageError, match="num_epochs is '3'"):
         make().fit(Shuffled(), num_epochs="3")
     with pytest.raises(UsageError, match="direction is 'up'"):
@@ -409,6 +414,74 @@ def test_without_torch_the_extra_is_named():
 def test_an_unknown_setting_is_refused_with_the_nearest_known_name() -> None:
     with pytest.raises(UsageError, match="did you mean 'microbatch_size'"):
         Trainer(torch.nn.Linear(1, 1), loss=lambda model, batch: (0, 1), micro_batch_size=3)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="did you mean 'num_epochs'"):
+        make().fit(Shuffled(), epochs=1)
+    with pytest.raises(UsageError, match="did you mean 'max_grad_norm'"):
+        SafeStep(make().model, make().optimizer, squared, grad_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("callbacks", "SafeStep"), ("logger", "result.history"), ("scheduler", "schedule="), ("num_epochs", "fit")],
+)
+def test_a_setting_of_other_trainers_is_refused_with_what_to_write(name: str, remedy: str) -> None:
+    with pytest.raises(UsageError, match=f"no setting '{name}'") as caught:
+        make(**{name: 3})
+    assert remedy in caught.value.remedy
+
+
+_RANKS = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
+from memfit.errors import UsageError
+from memfit.training import SafeStep, Trainer
+
+def loss(model, x):
+    return model(x).sum(), len(x)
+
+def sharded():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    fully_shard(model[1])
+    return model
+
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+mesh = dist.init_device_mesh("cpu", (1,))
+for model in (
+    ddp,
+    torch.nn.Sequential(ddp),
+    FullyShardedDataParallel(torch.nn.Linear(2, 1), device_id=torch.device("cpu")),
+    sharded(),
+    distribute_module(torch.nn.Linear(2, 1), mesh),
+):
+    for make in (lambda: Trainer(model, loss=loss), lambda: SafeStep(model, torch.optim.SGD(model.parameters()), loss)):
+        try:
+            make()
+        except UsageError as error:
+            print(error.what)
+Trainer(torch.nn.DataParallel(torch.nn.Linear(2, 1)), loss=loss)
+dist.destroy_process_group()
+"""
+
+
+def test_a_model_of_several_ranks_is_refused_by_name(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _RANKS, str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = [line.removesuffix(": several ranks train it.") for line in done.stdout.splitlines()]
+    assert told[::2] == told[1::2] == [
+        "The model is a DistributedDataParallel",
+        "'0' in the model is a DistributedDataParallel",
+        "The model is a FullyShardedDataParallel",
+        "'1' in the model is a FSDPModule",
+        "'weight' in the model is a DTensor",
+    ]  # fmt: skip
 
 
 def test_a_schedule_with_other_constants_is_refused_on_resume(tmp_path: Path) -> None:

@@ -86,6 +86,12 @@ def run(
         ...     print(error.remedy)
         did you mean 'folds'?
     """
+    if not isinstance(source, str | Path | Mapping):
+        raise UsageError(
+            f"memfit.run was given {source!r:.80}.",
+            rule="it takes a config: a YAML file, or its content as a mapping.",
+            remedy="run a command with memfit.pipeline.run_commands(['python', 'train.py'])",
+        )
     order = resolve_order(source, overrides, os.environ if env is None else env, force)
     return go_on(order, None if new else find_run(order), view)
 

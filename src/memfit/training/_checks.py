@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
-from memfit.errors import UsageError
+from memfit.errors import UsageError, nearest
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Compared by name: importing torch.distributed.fsdp only to compare takes seconds.
+_RANK_CLASSES = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule"})
 
 
 def whole_number(name: str, value: Any, *, least: int, why: str, most: int | None = None) -> None:
@@ -46,6 +55,31 @@ def of_type(name: str, value: Any, kind: type | tuple[type, ...], *, rule: str, 
         raise UsageError(f"{name} is {text}.", rule=rule, remedy=f"pass for example {example}")
 
 
+def known_arguments(call: Callable[P, T]) -> Callable[P, T]:
+    """Refuse an argument that a call does not have, and name the nearest one.
+
+    >>> known_arguments(lambda num_epochs: None)(epochs=3)
+    Traceback (most recent call last):
+    memfit.errors.UsageError: There is no argument 'epochs'.
+      rule: the arguments are num_epochs.
+      do:   did you mean 'num_epochs'?
+    """
+    known = [name for name in inspect.signature(call).parameters if name != "self"]
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **settings: P.kwargs) -> T:
+        for name in settings:
+            if name not in known:
+                raise UsageError(
+                    f"There is no argument '{name}'.",
+                    rule=f"the arguments are {', '.join(known)}.",
+                    remedy=nearest(name, known),
+                )
+        return call(*args, **settings)
+
+    return checked
+
+
 def check_parts(model: Any, optimizer: Any, loss: Any, split: Any) -> None:
     """Refuse a model, optimizer, loss or split that is something else, arguments in another order above all."""
     of_type("the model", model, torch.nn.Module, rule="it is a torch.nn.Module.", example="torch.nn.Linear(8, 1)")
@@ -56,11 +90,34 @@ def check_parts(model: Any, optimizer: Any, loss: Any, split: Any) -> None:
         rule="it is one that was made over the model's parameters.",
         example="torch.optim.AdamW(model.parameters())",
     )
-    if not callable(loss):
-        of_type("the loss", loss, (), rule="loss(model, batch) returns a sum and its weight.", example="loss=my_loss")
+    _refuse_ranks(model)
+    of_torch = isinstance(loss, torch.nn.modules.loss._Loss) or getattr(loss, "__module__", "") == "torch.nn.functional"
+    if not callable(loss) or isinstance(loss, type) or of_torch:
+        example = "loss=squared, with: def squared(model, batch): x, y = batch; "
+        example += "return torch.nn.functional.mse_loss(model(x), y, reduction='sum'), len(x)"
+        of_type("the loss", loss, (), rule="loss(model, batch) returns a sum and its weight.", example=example)
     if split is not None and not (hasattr(split, "count") and hasattr(split, "take") and not isinstance(split, type)):
         of_type(
             "split", split, (), rule="it has count(batch) and take(batch, start, stop).", example="split=BySample()"
         )
     if isinstance(split, str):  # a text has a count of its own
         of_type("split", split, (), rule="it is an object and no name.", example="split=memfit.training.WHOLE")
+
+
+def _refuse_ranks(model: torch.nn.Module) -> None:
+    """Refuse a model that other processes train too; ``DataParallel`` is one process."""
+    found = [
+        (name, kind.__name__)
+        for name, module in model.named_modules()
+        for kind in type(module).__mro__
+        if kind.__name__ in _RANK_CLASSES
+    ]
+    found += [(name, "DTensor") for name, one in model.named_parameters() if type(one).__name__ == "DTensor"]
+    if found:
+        name, kind_name = found[0]
+        raise UsageError(
+            f"{f'{name!r} in the model' if name else 'The model'} is a {kind_name}: several ranks train it.",
+            rule="memfit splits and repeats a step in one process; the other ranks would drift apart or wait for ever.",
+            remedy="pass the plain model and train in one process; or keep a loop of your own for several ranks, "
+            "without SafeStep and Trainer",
+        )

@@ -22,13 +22,20 @@ _NUM_CHECKED = 8
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of a sum in another order
 _HALF_TOLERANCE = 2e-2
 
+_Fault = tuple[str, str] | tuple[()]
+_NO_SUM = (
+    "the loss of a batch is not the sum of the losses of its parts",
+    "return a sum and its weight; pass split=ByGroup(...) if samples of one group are coupled, split=WHOLE if all are; "
+    "or pass allow_inexact=True",
+)
+
 
 class Exactness:
     """Refuses what a safe step cannot do exactly, or records it where that is allowed."""
 
     def __init__(self, model: torch.nn.Module, loss: Loss, split: Split, allow_inexact: bool) -> None:
         self._model, self._loss, self._split, self._allow_inexact = model, loss, split, allow_inexact
-        self._additive: bool | None = None
+        self._fault: _Fault | None = None
         self._has_stepped = self._compared_buffers = False
         self._walked: list[torch.nn.Module] = []
         self._coupling: list[tuple[str, torch.nn.Module]] = []
@@ -64,15 +71,10 @@ class Exactness:
                     "allow_inexact=True",
                     where,
                 )
-        if self._additive is None:
-            self._additive = self._is_additive(batch, count, before)
-        if not self._additive:
-            self._refuse(
-                "the loss of a batch is not the sum of the losses of its parts",
-                "return a sum and its weight; pass split=ByGroup(...) if samples of one group are coupled, split=WHOLE "
-                "if all are; or pass allow_inexact=True",
-                where,
-            )
+        if self._fault is None:
+            self._fault = self._compare_parts(batch, count, before)
+        if self._fault:
+            self._refuse(*self._fault, where)
 
     def allow_buffers(self, before: Snapshot, where: Mapping[str, Any]) -> None:
         """Refuse a split when the first forward pass over a part changed buffers: the next part meets other ones."""
@@ -101,11 +103,11 @@ class Exactness:
             self._said.add(why)
             record("inexact", reason=why, **where)
 
-    def _is_additive(self, batch: Any, count: int, before: Snapshot) -> bool:
-        """Whether the loss of a few units is the sum of the losses of two parts; True if that cannot be told.
+    def _compare_parts(self, batch: Any, count: int, before: Snapshot) -> _Fault | None:
+        """Why the loss of a few units is not known to be the sum of the losses of two parts, and what to do.
 
-        It is compared in evaluation mode. A loss that draws random numbers there too, or that needs the training mode,
-        cannot be compared.
+        Empty if it is the sum, or two units do not fit into memory; None if the loss is not finite. It is compared in
+        evaluation mode, where dropout draws nothing.
         """
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
@@ -113,35 +115,43 @@ class Exactness:
             with torch.no_grad():
                 count = min(_NUM_CHECKED, count)
                 while count >= 2:
-                    verdict = self._compare(batch, count)
-                    if verdict is not None:
-                        return verdict
+                    try:
+                        return self._compare(batch, count)
+                    except Exception as error:
+                        if classify_oom(error) is None:
+                            text = str(error).partition("\n")[0]
+                            return _incomparable(f"raises {type(error).__name__}: {text:.80}")
                     clear_caches()
                     count //= 2
         finally:
             for module, mode in modes:
                 module.training = mode
             before.restore()
-        return True
+        return ()
 
-    def _compare(self, batch: Any, count: int) -> bool | None:
-        """None if there is no memory even for that."""
+    def _compare(self, batch: Any, count: int) -> _Fault | None:
         ranges = [(0, count), (0, count), (0, count // 2), (count // 2, count)]
-        try:
-            found = [
-                self._loss(self._model, rebuild(self._split.take(batch, *bounds), lambda leaf: leaf))
-                for bounds in ranges
-            ]
-            dtypes = {found[0][0].dtype, *(parameter.dtype for parameter in self._model.parameters())}
-            (whole, weight), (again, _), *parts = [(float(loss_sum), float(weight)) for loss_sum, weight in found]
-        except Exception as error:
-            return None if classify_oom(error) else True
-        if whole != again or not math.isfinite(whole):
-            return True
+        found = [
+            self._loss(self._model, rebuild(self._split.take(batch, *bounds), lambda leaf: leaf)) for bounds in ranges
+        ]
+        dtypes = {found[0][0].dtype, *(parameter.dtype for parameter in self._model.parameters())}
+        (whole, weight), (again, _), *parts = [(float(loss_sum), float(weight)) for loss_sum, weight in found]
+        if not math.isfinite(whole):
+            return None
         tolerance = max(_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes)
-        scale = abs(whole) + sum(abs(part) for part, _ in parts)
-        is_sum = abs(whole - sum(part for part, _ in parts)) <= tolerance * scale
-        return is_sum and math.isclose(weight, sum(part for _, part in parts), rel_tol=1e-6)
+        scale = tolerance * (abs(whole) + sum(abs(part) for part, _ in parts))
+        if not abs(whole - again) <= scale:
+            return _incomparable(f"gives {whole:.6g}, then {again:.6g} for the same samples: it draws random numbers")
+        is_sum = abs(whole - sum(part for part, _ in parts)) <= scale
+        return () if is_sum and math.isclose(weight, sum(part for _, part in parts), rel_tol=1e-6) else _NO_SUM
+
+
+def _incomparable(why: str) -> _Fault:
+    return (
+        f"in evaluation mode the loss {why}, so memfit cannot compare it with the losses of its parts",
+        "draw random numbers only in training mode (model.training), or pass allow_inexact=True if no sample's loss "
+        "depends on the others",
+    )
 
 
 def place(where: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ import torch
 from memfit.errors import DoesNotFitError, JobFailedError, MemfitError, SampleTooLargeError, UsageError
 from memfit.memory import Budget
 from memfit.rundir import record
-from memfit.training._checks import check_parts, number
+from memfit.training._checks import check_parts, known_arguments, number
 from memfit.training._exactness import Exactness, Loss, place
 from memfit.training._flight import write_flight_record
 from memfit.training._oom import OomKind, classify_oom, clear_caches, device_bytes, release
@@ -107,6 +107,7 @@ class SafeStep:
         (4, 2.0)
     """
 
+    @known_arguments
     def __init__(  # noqa: PLR0913
         self,
         model: torch.nn.Module,

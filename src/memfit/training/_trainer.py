@@ -11,7 +11,7 @@ import torch
 
 from memfit.errors import UsageError, nearest
 from memfit.training._checkpoint import CheckpointFolder
-from memfit.training._checks import number, of_type, whole_number
+from memfit.training._checks import known_arguments, number, of_type, whole_number
 from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
 from memfit.training._fit import Fit, Plan, Setup
@@ -24,6 +24,16 @@ from memfit.training._split import BySample, Split
 from memfit.training._step import SafeStep
 from memfit.training._validation import Evaluate
 from memfit.training._worker_watch import FIRST_BATCH_SECONDS
+
+
+#: What other trainers take, and what to write here.
+_ELSEWHERE = {
+    "callbacks": "act in evaluate=, which fit calls after each epoch; or write the loop around memfit.training.SafeStep",
+    "logger": "log in evaluate=, which fit calls after each epoch; or read fit's result: result.history",
+    "scheduler": "pass schedule=, which is stepped after each optimizer step",
+    "precision": "use torch.autocast in the loss; for float16 also pass scaler=torch.amp.GradScaler()",
+    "num_epochs": "pass it to fit: trainer.fit(train, num_epochs=3)",
+}
 
 
 class StepSettings(TypedDict, total=False):
@@ -125,6 +135,7 @@ class Trainer:
                 remedy="take one that depends on the number of steps alone, such as OneCycleLR or CosineAnnealingLR",
             )
         _refuse_unknown(step)
+        of_type("the model", model, torch.nn.Module, rule="it is a torch.nn.Module.", example="torch.nn.Linear(8, 1)")
         optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
         safe_step = SafeStep(model, optimizer, loss, on_oom=_on_oom(cleanup), **step)
         self.model = model
@@ -156,6 +167,7 @@ class Trainer:
             },
         )
 
+    @known_arguments
     def fit(  # noqa: PLR0913 - one each for the data, how long, and what is best
         self,
         train: Batches,
@@ -212,7 +224,7 @@ def _refuse_unknown(step: Mapping[str, Any]) -> None:
         raise UsageError(
             f"Trainer has no setting '{name}'.",
             rule="a setting of its own or one of SafeStep's.",
-            remedy=nearest(name, known),
+            remedy=_ELSEWHERE.get(name) or nearest(name, known),
         )
 
 
