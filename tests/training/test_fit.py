@@ -464,7 +464,7 @@ def test_a_preflight_leaves_the_datas_own_generators_alone():
             return X[index] + self.draws.random()
 
     def validate(model, valid):
-        assert len(list(valid)) == 3  # one batch is not enough: all are drawn
+        assert len(list(valid)) == 3
         return {"valid_loss": 0.5}
 
     fits = []
@@ -485,17 +485,72 @@ def test_a_preflight_finds_the_evaluation_that_will_not_fit_before_the_first_ste
     assert same_fits(trainer, make())
 
 
-def test_an_evaluation_that_cannot_do_with_one_batch_is_left_to_the_real_one(events):
-    sizes = []
+class Metrics:
+    """An evaluation of one's own that reports what it measured."""
 
-    def evaluate(model, valid):
-        sizes.append(len(valid))
-        assert len(valid) == 2
+    def __init__(self):
+        self.seen, self.reported = [], []
+
+    def __call__(self, model, valid):
+        sizes = []
+        for batch in valid:
+            self.seen.append(len(batch))
+            sizes.append(len(model(batch)))
+        assert len(sizes) == len(valid)
+        self.reported.append(sum(sizes))
         return {"valid_loss": 0.5}
 
-    assert make().fit(loader(), VALID, num_epochs=1, evaluate=evaluate).history[0].metrics == {"valid_loss": 0.5}
-    assert sizes == [1, 2, 2]
-    assert "AssertionError" in events("preflight_evaluation")[0]["error"]
+
+def test_an_evaluation_reports_whole_validations_only():
+    evaluate = Metrics()
+    make().fit(loader(), [X[8:11], X[:8]], num_epochs=2, evaluate=evaluate)
+    assert evaluate.seen == [8, 3, 8, 3, 8]  # the largest batch alone, then both in each epoch
+    assert evaluate.reported == [11, 11]
+
+
+@pytest.mark.parametrize("fault", [ValueError, KeyError])
+def test_an_error_in_the_evaluation_of_the_preflight_ends_the_fit(fault):
+    calls = []
+
+    def evaluate(model, valid):
+        for batch in valid:
+            calls.append(len(batch))
+            raise fault("of mine")
+        return {"valid_loss": 0.5}
+
+    with pytest.raises(fault, match="of mine"):
+        make().fit(loader(), VALID, num_epochs=1, evaluate=evaluate)
+    assert calls == [8]
+
+
+def test_an_evaluation_that_wraps_what_ends_the_preflight_is_left_alone():
+    def evaluate(model, valid):
+        try:
+            return {"valid_loss": float(sum(model(batch).sum() for batch in valid))}
+        except Exception as error:
+            raise RuntimeError("no batch") from error
+
+    assert len(make().fit(loader(), VALID, num_epochs=1, evaluate=evaluate).history) == 1
+
+
+def test_validation_by_name_is_left_out_of_the_preflight(events):
+    def evaluate(model, valid):
+        return {"valid_loss": float(sum(model(batch).sum() for batch in valid["one"]))}
+
+    assert make().fit(loader(), {"one": VALID}, num_epochs=1, evaluate=evaluate).history[0].metrics is not None
+    assert list(events("preflight")[0]["phases"]) == ["train"]
+
+
+def test_a_wrong_best_metric_is_put_right_without_training_the_epoch_again(tmp_path):
+    def evaluate(model, valid):
+        return {"ic": float(sum(model(batch).sum() for batch in valid))}
+
+    with pytest.raises(UsageError, match="no evaluate"):
+        make().fit(loader(), VALID, num_epochs=1, best_metric="ic")
+    with pytest.raises(UsageError, match=r"Validation gave \['ic'\]"):
+        make(tmp_path).fit(loader(), VALID, num_epochs=1, evaluate=evaluate)
+    result = make(tmp_path).fit(loader(), VALID, num_epochs=1, evaluate=evaluate, best_metric="ic")
+    assert (result.resumed_from, result.epochs_run, result.best_epoch) == (1, 0, 1)
 
 
 def test_a_resume_names_the_averages_that_will_be_missing(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import UsageError
-from memfit.training import MicrobatchSizes
+from memfit.training import MicrobatchSizes, find_longest
 
 
 def drive(sizes, fits, count, num_steps):
@@ -68,6 +68,21 @@ def test_shapes_are_told_apart_up_to_a_power_of_two_and_by_type_but_not_by_their
     sizes = MicrobatchSizes()
     sizes.shrink(key(torch.zeros(8, 100)), 8)
     assert (sizes.size_for(key(torch.zeros(8, 128)), 8), sizes.size_for(key(torch.zeros(8, 64)), 8)) == (4, 8)
+
+
+class Graphs:
+    """A batch that is no container, as those of torch-geometric."""
+
+    def __init__(self, nodes):
+        self.store = {"x": torch.zeros(nodes, 4)}
+
+
+def test_objects_are_told_apart_by_their_type_and_bytes():
+    key = MicrobatchSizes().bucket
+    assert key(Graphs(10)) == key(Graphs(15)) != key(Graphs(1000))
+    assert key([Graphs(10)] * 2) == key([Graphs(10)] * 7) != key([Graphs(1000)] * 2)
+    assert key({"graphs": Graphs(10), "x": torch.zeros(3, 4)}) == "Graphs[256] float32[:,4]"
+    assert find_longest([Graphs(10), Graphs(1000), Graphs(20)]).batch.store["x"].shape == (1000, 4)
 
 
 def test_allocator_retries_in_two_steps_in_a_row_shrink_before_anything_fails():

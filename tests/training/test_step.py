@@ -551,6 +551,33 @@ def test_a_sample_that_does_not_fit_is_named_with_its_shape_what_was_tried_and_w
         assert hint in caught.value.remedy and "which is not split" in caught.value.what
 
 
+class Graphs:
+    """A batch that is no container, as those of torch-geometric."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class OfGraphs:
+    def count(self, batch):
+        return len(batch.x)
+
+    def take(self, batch, start, stop):
+        return Graphs(batch.x[start:stop])
+
+
+def test_a_batch_that_is_an_object_says_what_can_cut_it():
+    def loss(model, graphs):
+        if len(graphs.x) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model(graphs.x).sum(), len(graphs.x)
+
+    with pytest.raises(SampleTooLargeError, match=r"which is not split, does not fit.*Graphs\[") as caught:
+        linear(loss)(Graphs(inputs(6)))
+    assert "count(batch) and take(batch, start, stop) (memfit cannot cut a Graphs)" in caught.value.remedy
+    assert linear(loss, split=OfGraphs())(Graphs(inputs(6))).num_microbatches == 3
+
+
 def test_one_oom_of_a_batch_that_cannot_be_split_is_tried_once_more_with_all_caches_empty():
     assert linear(fault=Fault(), split=WHOLE)(inputs()).num_ooms == 1
 

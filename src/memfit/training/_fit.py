@@ -31,7 +31,7 @@ from memfit.training._ema import Ema
 from memfit.training._exactness import Exactness, Loss
 from memfit.training._hygiene import CleanupPolicy, LeakDetector, Moment
 from memfit.training._loader import Batches, TrainingData, preserved_generators
-from memfit.training._oom import classify_oom, release
+from memfit.training._oom import release
 from memfit.training._preflight import find_longest, preflight
 from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
 from memfit.training._result import Direction, FitResult, best_epoch
@@ -185,34 +185,30 @@ class Fit:
             return
         self.data.set_epoch(epoch)
         longest = find_longest(plan.train, setup.first_batch_seconds)
-        validate = None
-        if plan.valid is not None:
-            view = self._longest_validation()
-
-            def validate() -> None:
-                self._try_evaluation(view)
-
+        view = self._longest_validation()
+        validate = None if view is None else lambda: self._try_evaluation(view)
         if self.progress.position[1] or not self.progress.history:  # else a validation is still to be done before
             self._open_epoch()
         preflight(setup.step, longest=longest, validate=validate, save=save, num_batches=self.batches_per_step)
 
-    def _longest_validation(self) -> Any:
+    def _longest_validation(self) -> OneBatch | None:
+        """The largest batch of validation; None without one, or where validation takes something else than batches."""
+        valid = self.plan.valid
+        if valid is None or isinstance(valid, Mapping):
+            return None
         try:
-            return OneBatch(self.plan.valid, find_longest(self.plan.valid, self.setup.first_batch_seconds).batch)
-        except (TypeError, UsageError):  # evaluate takes what is no batches
-            return self.plan.valid
+            return OneBatch(valid, find_longest(valid, self.setup.first_batch_seconds).batch)
+        except (TypeError, UsageError):
+            return None
 
-    def _try_evaluation(self, view: Any) -> None:
-        """Validate one batch; an evaluation of one's own that cannot do with one has to do with all of them."""
+    def _try_evaluation(self, view: OneBatch) -> None:
+        """Validate one batch, and leave the evaluation when it asks for more: it reports nothing of a part."""
         with preserved_generators(self.plan.valid):
             try:
                 self._metrics(view)
-                return
-            except Exception as error:
-                if self.plan.evaluate is None or view is self.plan.valid or classify_oom(error) is not None:
+            except Exception:
+                if not view.is_used:
                     raise
-                record("preflight_evaluation", error=f"{type(error).__name__}: {error}")
-            self._metrics(self.plan.valid)
 
     def _go_back(self, error: HalfUpdatedError) -> None:
         """To the newest checkpoint, after an optimizer step that an out-of-memory left half-way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from memfit.training._loader import preserved_generators
 from memfit.training._oom import classify_oom, device_bytes, release
 from memfit.training._process import preserved_rng
 from memfit.training._snapshot import Snapshot
-from memfit.training._split import leaves
+from memfit.training._split import held_bytes
 from memfit.training._step import SafeStep, _memory_now
 from memfit.training._worker_watch import FIRST_BATCH_SECONDS
 from memfit.training._workers import watched
@@ -341,7 +341,7 @@ def _largest(batches: Iterable[Any], how: Literal["lengths", "all", "sampled"], 
     best, best_size, num_seen = None, -1, 0
     for batch in batches:
         num_seen += 1
-        size = _size(batch)
+        size = held_bytes(batch)
         if size > best_size:
             best, best_size = batch, size
     if num_seen == 0:
@@ -351,12 +351,3 @@ def _largest(batches: Iterable[Any], how: Literal["lengths", "all", "sampled"], 
             remedy="check how the training data were filtered",
         )
     return Longest(copy.deepcopy(best) if shared else best, how, num_seen)
-
-
-def _size(batch: Any) -> int:
-    """Bytes of the tensors and arrays in a batch; other lists and texts count by their length."""
-    content = batch.to_dict() if callable(getattr(batch, "to_dict", None)) else batch  # a graph of PyG's
-    sizes = (
-        getattr(leaf, "nbytes", None) or (len(leaf) if isinstance(leaf, Sized) else 0) for _, leaf in leaves(content)
-    )
-    return sum(sizes)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from memfit.errors import UsageError
-from memfit.training._split import leaves
+from memfit.training._split import held_bytes, is_opaque, leaves
 
 _FIRST_WAIT_STEPS = 64
 _MOST_WAIT_STEPS = 1 << 20
@@ -64,7 +64,8 @@ class MicrobatchSizes:
     def bucket(self, batch: Any) -> str:
         """The shape of a batch: of each tensor and array its type and dimensions, all but the first rounded up.
 
-        They are rounded up to powers of two, so that a length that differs in every batch makes few buckets.
+        They are rounded up to powers of two, so that a length that differs in every batch makes few buckets. Of other
+        objects, and of one in a list of them, it is the type and the number of bytes.
         """
         return self.bucket_of(leaf for _, leaf in leaves(batch))
 
@@ -74,6 +75,10 @@ class MicrobatchSizes:
         for leaf in found:
             if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim:
                 shapes.append(_shape_text(leaf.dtype, tuple(leaf.shape[1:])))
+            elif is_opaque(leaf):
+                shapes.append(f"{type(leaf).__name__}[{_power(held_bytes(leaf))}]")
+            elif isinstance(leaf, list) and leaf and is_opaque(leaf[0]):
+                shapes.append(f"{type(leaf[0]).__name__}[:,{_power(held_bytes(leaf) // len(leaf))}]")
         return " ".join(shapes)
 
     def size_for(self, key: str, count: int) -> int:

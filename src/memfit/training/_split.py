@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -71,7 +71,7 @@ class BySample:
         for place, leaf in content:
             length = _length(leaf)
             if length is None:
-                whole = whole or not _is_shared(leaf)
+                whole = whole or is_opaque(leaf)
             elif found is None:
                 found = (place, length)
             elif found[1] != length:
@@ -163,6 +163,30 @@ def leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, part in parts:
         yield from leaves(part, place + name)
+
+
+def is_opaque(leaf: Any) -> bool:
+    """Whether it is an object that only its author can cut, such as a batch of graphs."""
+    return _length(leaf) is None and not _is_shared(leaf)
+
+
+def held_bytes(batch: Any) -> int:
+    """Return the bytes of the tensors and arrays in a batch; other lists and texts count by their length.
+
+    >>> held_bytes({"x": torch.zeros(3, 2), "name": ["a", "b"]})
+    26
+    """
+    return sum(_held_bytes(leaf) for _, leaf in leaves(batch))
+
+
+def _held_bytes(leaf: Any) -> int:
+    if isinstance(size := getattr(leaf, "nbytes", None), int):
+        return size
+    if isinstance(leaf, list) and leaf and is_opaque(leaf[0]):
+        return sum(map(held_bytes, leaf))
+    if is_opaque(leaf) and hasattr(leaf, "__dict__"):
+        return sum(getattr(one, "nbytes", 0) for _, one in leaves(vars(leaf)))
+    return len(leaf) if isinstance(leaf, Sized) else 0
 
 
 def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:

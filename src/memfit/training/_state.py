@@ -81,7 +81,10 @@ def restore(path: Path, state: Mapping[str, Any], parts: Mapping[str, Any], iden
     Raises:
         UsageError: If it was made otherwise, or with another model.
     """
-    _check_identity(path, state["identity"], identity)
+    saved = dict(state["identity"])
+    if not any(entry["metrics"] for entry in state["history"]):
+        saved["best"] = identity.get("best")  # no epoch was chosen by it yet: a wrong best_metric can be put right
+    _check_identity(path, saved, identity)
     for name, part in parts.items():
         if name != "model":
             part.load_state_dict(state[name])

@@ -27,7 +27,7 @@ from memfit.training._oom import OomKind, classify_oom, clear_caches, device_byt
 from memfit.training._outcome import OomEvent, SkipPolicy, StepOutcome
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._snapshot import Snapshot
-from memfit.training._split import BySample, Split, leaves, rebuild
+from memfit.training._split import BySample, Split, is_opaque, leaves, rebuild
 from memfit.training._undo import OptimizerGuard
 from memfit.units import format_bytes
 
@@ -446,14 +446,16 @@ class SafeStep:
     def _too_large(self, batch: _Batch, text: str, kind: OomKind) -> SampleTooLargeError:
         shapes = [f"{name or 'batch'}: {tuple(one.shape)} {str(one.dtype)[6:]}" for name, one, _ in batch.versions]
         is_cut = batch.count > 1 and not self._never_splits
-        is_whole = not is_cut and any(one.ndim and len(one) > 1 for _, one, _ in batch.versions)
+        opaque = next((type(leaf).__name__ for _, leaf in leaves(batch.content) if is_opaque(leaf)), "")
+        is_whole = not is_cut and (opaque != "" or any(one.ndim and len(one) > 1 for _, one, _ in batch.versions))
         remedy = (
             "checkpoint_activations(model) from memfit.training, shorter samples, bfloat16 autocast, or more memory"
         )
         if is_whole and self._never_splits:
             remedy = f"pass microbatch_size='auto' to split it, or: {remedy}"
         elif is_whole:
-            remedy = f"pass split= something that can cut it (it is one unit now), or: {remedy}"
+            unit = f"memfit cannot cut a {opaque}" if opaque else "it is one unit now"
+            remedy = f"pass split= an object with count(batch) and take(batch, start, stop) ({unit}), or: {remedy}"
         return SampleTooLargeError(
             f"{'The batch, which is not split,' if is_whole else 'A single unit of the batch'} does not fit, in "
             f"{place(self.where)}, tried twice ({'; '.join(shapes[:6]) or batch.key}): {text}",

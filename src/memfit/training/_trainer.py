@@ -26,16 +26,6 @@ from memfit.training._validation import Evaluate
 from memfit.training._worker_watch import FIRST_BATCH_SECONDS
 
 
-#: What other trainers take, and what to write here.
-_ELSEWHERE = {
-    "callbacks": "act in evaluate=, which fit calls after each epoch; or write the loop around memfit.training.SafeStep",
-    "logger": "log in evaluate=, which fit calls after each epoch; or read fit's result: result.history",
-    "scheduler": "pass schedule=, which is stepped after each optimizer step",
-    "precision": "use torch.autocast in the loss; for float16 also pass scaler=torch.amp.GradScaler()",
-    "num_epochs": "pass it to fit: trainer.fit(train, num_epochs=3)",
-}
-
-
 class StepSettings(TypedDict, total=False):
     """What a ``Trainer`` hands on to its ``SafeStep``, which says more about each."""
 
@@ -193,8 +183,8 @@ class Trainer:
             valid: The validation batches; None validates nothing.
             num_epochs: The epochs to reach, those before a resume included.
             evaluate: ``evaluate(model, valid) -> {name: value}``, called in evaluation mode without gradients; by
-                default the mean loss as ``valid_loss``. The preflight calls it with one batch, and if that fails once
-                with all of them: what it raises then is raised before the first step.
+                default the mean loss as ``valid_loss``. The preflight calls it too: it gives it the largest batch, and
+                leaves it when it asks for the next one. An error before that ends the fit.
             best_metric: Which of these names decides what is best.
             direction: Whether less or more of it is better.
             patience: Stop early when so many epochs in a row brought no better ``best_metric``; None never does.
@@ -227,6 +217,15 @@ def _refuse_unknown(step: Mapping[str, Any]) -> None:
             remedy=_ELSEWHERE.get(name) or nearest(name, known),
         )
 
+
+#: What other trainers take, and what to write here.
+_ELSEWHERE = {
+    "callbacks": "act in evaluate=, which fit calls after each epoch; or write a loop around memfit's SafeStep",
+    "logger": "log in evaluate=, which fit calls after each epoch; or read fit's result: result.history",
+    "scheduler": "pass schedule=, which is stepped after each optimizer step",
+    "precision": "use torch.autocast in the loss; for float16 also pass scaler=torch.amp.GradScaler()",
+    "num_epochs": "pass it to fit: trainer.fit(train, num_epochs=3)",
+}
 
 #: What a schedule counts in, beside its constants.
 _COUNTERS = frozenset({"last_epoch", "verbose"})
@@ -271,6 +270,12 @@ def _check(plan: Plan) -> None:
             "There are no validation batches: valid has the length 0.",
             rule="validation looks at one batch at least.",
             remedy="check how the validation data were filtered, or leave valid out",
+        )
+    if plan.valid is not None and plan.evaluate is None and plan.best_metric != "valid_loss":
+        raise UsageError(
+            f"best_metric is {plan.best_metric!r}, and there is no evaluate.",
+            rule="without evaluate, validation gives 'valid_loss' alone.",
+            remedy="pass evaluate=..., which returns it by name, or leave best_metric out",
         )
     try:
         num_batches = len(plan.train)

@@ -165,20 +165,34 @@ class MeanLoss:
 
 
 class OneBatch:
-    """Batches of which only one is iterated, and which are otherwise what they are: what a preflight validates."""
+    """Batches that end with an error after one batch, and are otherwise what they are: what a preflight validates.
+
+    Attributes:
+        is_used: Whether more than the one batch was asked for.
+    """
 
     def __init__(self, batches: Any, batch: Any) -> None:
         self._batches = batches
         self._batch = batch
+        self.is_used = False
 
     def __len__(self) -> int:
-        return 1
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self._batch])
+        yield self._batch
+        self.is_used = True
+        raise _EnoughError
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._batches[index]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
+
+
+class _EnoughError(Exception):
+    """The preflight has seen enough of an evaluation."""
 
 
 def evaluated(evaluate: Evaluate, model: torch.nn.Module, batches: Any) -> dict[str, float]:
