@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
-from memfit.training import CheckpointWarning, Trainer, load_checkpoint
-from memfit.training._checkpoint import CheckpointFolder, save_checkpoint
+from memfit.training import CheckpointWarning, Trainer, average_checkpoints, load_checkpoint
+from memfit.training._checkpoint import _PARTS, CheckpointFolder, save_checkpoint
 
 STATE = {"epoch": 3, "model": {"weight": torch.arange(6.0)}, "note": (1, None, "x")}
 
@@ -186,6 +186,34 @@ def test_when_no_checkpoint_is_whole_the_fit_does_not_start_over_silently(folder
     assert "to start over, pass another checkpoint_dir" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("state", "missing"),
+    [({"model": {}}, "epoch"), ({"model": {}, "epoch": 3}, "step"), (torch.ones(2), "epoch")],
+)
+def test_a_checkpoint_of_ones_own_in_the_folder_of_a_fit_is_refused(tmp_path, state, missing):
+    save_checkpoint(tmp_path / "latest_checkpoint.pt", state)
+    with pytest.raises(UsageError, match=f"is no checkpoint of a Trainer .* holds no '{missing}'"):
+        train_to(tmp_path, 3, values=[1.0] * 3)
+    assert names(tmp_path) == ["latest_checkpoint.pt"]
+
+
+def test_an_average_in_the_place_of_a_checkpoint_is_refused(folder):
+    average_checkpoints([folder / "checkpoint_epoch_3.pt"], folder / "mean.pt")
+    for path in folder.glob("checkpoint_*.pt"):
+        path.unlink()
+    os.replace(folder / "mean.pt", folder / "latest_checkpoint.pt")
+    with pytest.raises(UsageError, match="is no checkpoint of a Trainer"):
+        train_to(folder, 4, values=[1.0])
+
+
+def test_links_that_lead_nowhere_do_not_start_a_fit_over(folder):
+    for path in folder.glob("*.pt"):
+        path.unlink()
+        path.symlink_to(folder / "gone" / path.name)
+    with pytest.raises(UsageError, match=r"latest_checkpoint.pt cannot be read: No such file"):
+        train_to(folder, 3, values=[1.0] * 3)
+
+
 def test_a_kill_between_an_epoch_and_its_latest_name_loses_nothing(folder):
     os.replace(folder / "checkpoint_epoch_2.pt", folder / "latest_checkpoint.pt")
     path, state = CheckpointFolder(folder, 3).newest()
@@ -211,7 +239,8 @@ def test_half_files_of_a_killed_writer_are_removed_and_nothing_else(folder):
 
 def saved(folder, *positions):
     for epoch, step in positions:
-        folder.save((epoch, step), {"epoch": epoch, "step": step, "model": torch.arange(50.0) + epoch})
+        state = {"epoch": epoch, "step": step, "model": torch.arange(50.0) + epoch}
+        folder.save((epoch, step), {**dict.fromkeys(_PARTS), **state})
 
 
 def test_a_flip_a_cut_and_a_missing_file_each_fall_back_to_the_last_good_one(tmp_path):

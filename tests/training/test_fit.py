@@ -533,11 +533,17 @@ def test_an_evaluation_that_wraps_what_ends_the_preflight_is_left_alone():
     assert len(make().fit(loader(), VALID, num_epochs=1, evaluate=evaluate).history) == 1
 
 
-def test_validation_by_name_is_left_out_of_the_preflight(events):
-    def evaluate(model, valid):
-        return {"valid_loss": float(sum(model(batch).sum() for batch in valid["one"]))}
+@pytest.mark.parametrize("valid", [{"x": X}, (X, X), X], ids=type)
+def test_validation_by_other_things_than_batches_is_left_out_of_the_preflight(valid, events):
+    calls = []
 
-    assert make().fit(loader(), {"one": VALID}, num_epochs=1, evaluate=evaluate).history[0].metrics is not None
+    def evaluate(model, given):
+        assert given is valid
+        calls.append(model.training)
+        return {"valid_loss": 0.5}
+
+    make().fit(loader(), valid, num_epochs=1, evaluate=evaluate)
+    assert calls == [False]
     assert list(events("preflight")[0]["phases"]) == ["train"]
 
 

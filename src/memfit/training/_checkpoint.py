@@ -46,6 +46,11 @@ Position = tuple[int, int]
 _FILE = re.compile(r"checkpoint_epoch_(\d+)(?:_step_(\d+))?\.pt")
 _ASIDE_FILE = re.compile(r"\.(checkpoint_epoch_\d+(_step_\d+)?|latest_checkpoint|best_model)\.pt\.\d+\.tmp")
 _KEPT_STEPS = 2
+#: What every fit writes, whatever it was made with.
+_PARTS = (
+    *("epoch", "step", "history", "within_epoch", "fit", "identity"),
+    *("model", "optimizer", "sizes", "validation", "data", "rng", "environment"),
+)
 _PLAIN_VALUES_BYTES = 1 << 16  # of a checkpoint, beside its tensors
 _SEAL = re.compile(rb"memfit checkpoint sha256 ([0-9a-f]{64})\n")
 _SEAL_BYTES = len(b"memfit checkpoint sha256 ") + 64 + 1
@@ -396,13 +401,20 @@ class CheckpointFolder:
         return path, taken[1]
 
     def _try(self, path: Path, damaged: list[DamagedError]) -> tuple[Path, dict[str, Any]] | None:
-        if not path.exists():
+        if not os.path.lexists(path):
             return None
         try:
-            return path, load_checkpoint(path)
+            state = load_checkpoint(path)
         except DamagedError as error:
             damaged.append(error)
             return None
+        if missing := [name for name in _PARTS if not isinstance(state, dict) or name not in state]:
+            raise UsageError(
+                f"{path} is no checkpoint of a Trainer of this version: it holds no '{missing[0]}'.",
+                rule="a fit goes on from the files in checkpoint_dir that a Trainer wrote, not from those of save_checkpoint.",
+                remedy="move the file away, or pass another checkpoint_dir",
+            )
+        return path, state
 
     def _name(self, source: Path, name: str) -> None:
         """Give a checkpoint one more name, in place of what had it."""

@@ -194,7 +194,7 @@ class Fit:
     def _longest_validation(self) -> OneBatch | None:
         """The largest batch of validation; None without one, or where validation takes something else than batches."""
         valid = self.plan.valid
-        if valid is None or isinstance(valid, Mapping):
+        if valid is None or isinstance(valid, Mapping | tuple) or hasattr(valid, "__array__"):
             return None
         try:
             return OneBatch(valid, find_longest(valid, self.setup.first_batch_seconds).batch)
