@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import SplitError
-from memfit.splits import PurgedKFold, SplitSummary, sizes_table
+from memfit.splits import CombinatorialPurged, PurgedKFold, SplitSummary, WalkForward, sizes_table
 
 DAY = np.timedelta64(1, "D")
 
@@ -288,14 +288,65 @@ def test_label_ends_of_another_kind_than_the_dates_are_refused() -> None:
     with pytest.raises(SplitError, match="do not compare"):
         PurgedKFold(2, label_end=range(4)).split(days)
     with pytest.raises(SplitError, match="do not compare"):
-        PurgedKFold(2, label_end=np.array(["x", 1, 2, 3], object)).split(days, groups=days.astype(object))
+        PurgedKFold(2, label_end=np.array([1, 1, 2, 3], object)).split(days, groups=days.astype(object))
 
 
 def test_rows_without_a_date_or_dates_without_an_order_are_refused() -> None:
     with pytest.raises(SplitError, match="1 of 3 rows have no date in groups"):
         PurgedKFold(2, purged_size=0).split(range(3), groups=np.array(["2024-01-01", "NaT", "2024-01-03"], "M8[D]"))
     with pytest.raises(SplitError, match="cannot be sorted"):
-        PurgedKFold(2, purged_size=0).split(range(3), groups=np.array(["a", 1, 2], object))
+        PurgedKFold(2, purged_size=0).split(range(3), groups=np.array([datetime.date(2024, 1, 1), 1, 2], object))
+
+
+SPLITTERS = [PurgedKFold(2, purged_size=1), WalkForward(2, purged_size=1), CombinatorialPurged(4, 2, purged_size=1)]
+
+
+@pytest.mark.parametrize("splitter", SPLITTERS, ids=lambda splitter: type(splitter).__name__)
+def test_forgotten_groups_are_refused_where_an_index_says_that_rows_share_dates(splitter) -> None:
+    pandas = pytest.importorskip("pandas")
+    days = pandas.date_range("2024-01-01", periods=12, name="date")
+    both = pandas.MultiIndex.from_product([days, ["A", "B"]], names=["date", "asset"])
+    frame = pandas.DataFrame({"x": range(24)}, index=both)
+    with pytest.raises(SplitError, match=r"an index of 2 levels \(date, asset\), and groups is missing"):
+        splitter.split(frame)
+    with pytest.raises(SplitError, match="an index of 2 levels"):
+        splitter.split(frame["x"])
+    with pytest.raises(SplitError, match="holds the same entry twice"):
+        splitter.split(frame.droplevel("asset"))
+    with pytest.raises(SplitError, match="are not in order"):
+        splitter.split(frame.xs("A", level="asset")[::-1])
+    dates = both.get_level_values("date")
+    expected = [test.tolist() for _, test in splitter.split(frame, groups=dates)]
+    assert [test.tolist() for _, test in splitter.split(frame.to_numpy(), groups=dates.to_numpy())] == expected
+    assert [test.tolist() for _, test in splitter.split(dates)] == expected  # dates are dates, in whatever array
+    assert [test.tolist() for _, test in splitter.split(pandas.Series(dates.tz_localize("UTC")))] == expected
+    one_row_a_date = frame.xs("A", level="asset")
+    assert [len(test) for _, test in splitter.split(one_row_a_date)] == [len(test) // 2 for test in expected]
+    assert list(splitter.split(frame.reset_index(drop=True)))
+
+
+@pytest.mark.parametrize("splitter", SPLITTERS, ids=lambda splitter: type(splitter).__name__)
+@pytest.mark.parametrize("kind", [str, object, bytes])
+def test_text_that_does_not_sort_as_dates_is_refused(splitter, kind) -> None:
+    days = np.array([f"{day}/10/2020" for day in range(1, 13)]).astype(kind)
+    with pytest.raises(SplitError, match="groups holds the text '1/10/2020'"):
+        splitter.split(range(12), groups=days)
+
+
+def test_text_in_iso_8601_sorts_as_its_dates() -> None:
+    days = np.arange("2024-01-25", "2024-02-06", dtype="datetime64[D]")
+    expected = PurgedKFold(2, purged_size=1).describe(days)
+    for texts in (
+        days.astype(str),
+        days.astype("datetime64[s]").astype(str),
+        np.char.replace(days.astype(str), "-", ""),
+    ):
+        assert PurgedKFold(2, purged_size=1).describe(range(12), groups=texts) == expected
+    mixed = [str(days[0]).replace("-", ""), *days[1:].astype(str)]
+    with pytest.raises(SplitError, match="groups holds the text '20240125'"):
+        PurgedKFold(2, purged_size=1).split(range(12), groups=mixed)
+    with pytest.raises(SplitError, match="label_end holds the text"):
+        PurgedKFold(2, label_end=["1/2/2024"] * 12).split(range(12), groups=days.astype(str))
 
 
 def test_columns_of_another_length_than_the_rows_are_refused() -> None:

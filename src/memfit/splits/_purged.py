@@ -7,6 +7,7 @@ nothing begins between the label's true end and the date before it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -22,6 +23,8 @@ _MISSING = {
     "groups": ("rows have no date", "a row without a date lies in no test block."),
     "label_end": ("labels are not resolved", "an open label has no end to purge by, and no value to learn."),
 }
+_ISO = re.compile(r"\d{4}-\d\d(-\d\d([T ]\d\d(:\d\d(:\d\d(\.\d+)?)?)?)?)?")
+_COMPACT = re.compile(r"\d{8}")
 # What a row is in one fold; the first rule that applies gives the row its name.
 _TRAIN, _TEST, _PURGED_BEFORE, _PURGED_AFTER, _EMBARGOED, _LOOKBACK = range(6)
 
@@ -136,8 +139,9 @@ class PurgedKFold:
         Args:
             X: Gives the number of rows. A 1-D ``datetime64`` array is taken as the dates when ``groups`` is None.
             y: Ignored.
-            groups: The date of each row, in any order and any number of rows per date: ``datetime64``, numbers, or
-                anything that sorts. None: each row is a date of its own, in order, numbered from 0.
+            groups: The date of each row, in any order and any number of rows per date: ``datetime64``, numbers, ISO
+                8601 text, or anything else that sorts. None: each row is a date of its own, in order, numbered from
+                0; a pandas index that says otherwise is refused.
 
         Returns:
             An iterator of pairs (train, test) of ascending int64 row numbers. Memory: a few arrays of one number per
@@ -169,8 +173,10 @@ class PurgedKFold:
 
     def _rows(self, X: Any, groups: ArrayLike | None) -> _Rows:
         num_rows = int(X.shape[0]) if hasattr(X, "shape") else len(X)
-        if groups is None and isinstance(X, np.ndarray) and X.ndim == 1 and X.dtype.kind == "M":
+        if groups is None and getattr(getattr(X, "dtype", None), "kind", "") == "M" and X.ndim == 1:
             groups = X
+        if groups is None:
+            _refuse_index(X)
         dates = np.arange(num_rows) if groups is None else _column("groups", groups, num_rows)
         _refuse_missing("groups", dates)
         distinct, number = _distinct(dates)
@@ -272,7 +278,42 @@ def _column(name: str, values: ArrayLike | None, num_rows: int) -> NDArray[Any]:
             rule=f"{name} holds one date per row, in the order of the rows.",
             remedy=f"pass {name} as a 1-D array of {num_rows} dates",
         )
+    _refuse_text(name, column)
     return column
+
+
+def _refuse_index(X: Any) -> None:
+    """Refuse rows without groups whose pandas index says that they are not one date each, in order."""
+    index = X if hasattr(X, "nlevels") else getattr(X, "index", None)
+    if not hasattr(index, "nlevels"):
+        return
+    if index.nlevels > 1:
+        what = f"the rows have an index of {index.nlevels} levels ({', '.join(map(str, index.names))})"
+    elif not index.is_unique:
+        what = "the index of the rows holds the same entry twice"
+    elif type(index).__name__ in ("DatetimeIndex", "PeriodIndex") and not index.is_monotonic_increasing:
+        what = "the dates in the index of the rows are not in order"
+    else:
+        return
+    raise SplitError(
+        f"{what}, and groups is missing.",
+        rule="without groups each row is a date of its own, in order: rows of one date would be tested and learned.",
+        remedy="pass groups=<date of each row>, such as groups=X.index.get_level_values('date')",
+    )
+
+
+def _refuse_text(name: str, column: NDArray[Any]) -> None:
+    """Refuse text that does not sort as the dates that it stands for."""
+    if column.dtype.kind == "S":
+        column = column.astype(str)
+    texts = {one for one in column.tolist() if isinstance(one, str)} if column.dtype.kind in "UO" else set()
+    if all(map(_ISO.fullmatch, texts)) or all(map(_COMPACT.fullmatch, texts)):
+        return
+    raise SplitError(
+        f"{name} holds the text {next(one for one in sorted(texts) if not _ISO.fullmatch(one))!r}.",
+        rule="text must sort as its dates do: ISO 8601, for example 2024-01-31.",
+        remedy=f"convert it first: {name}=pandas.to_datetime({name})",
+    )
 
 
 def _refuse_missing(name: str, column: NDArray[Any]) -> None:

@@ -411,7 +411,7 @@ class CheckpointFolder:
         if missing := [name for name in _PARTS if not isinstance(state, dict) or name not in state]:
             raise UsageError(
                 f"{path} is no checkpoint of a Trainer of this version: it holds no '{missing[0]}'.",
-                rule="a fit goes on from the files in checkpoint_dir that a Trainer wrote, not from those of save_checkpoint.",
+                rule="a fit goes on from what a Trainer wrote into checkpoint_dir, not from a file of save_checkpoint.",
                 remedy="move the file away, or pass another checkpoint_dir",
             )
         return path, state
