@@ -178,7 +178,7 @@ def test_a_resume_in_mid_epoch_gets_the_batches_that_were_left(name):
     for epoch in (1, 2):
         first.open(epoch)
         train_on(first, epoch, 2)
-        torch.save(first.state_dict(within_epoch=True), file := io.BytesIO())
+        torch.save(first.state_dict(), file := io.BytesIO())
         states[epoch] = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         rest = list(first)
         first.close()
@@ -197,7 +197,7 @@ def test_a_resume_at_an_epochs_end_gets_the_next_epochs_order(name):
     first.open(1)
     ones = list(first)
     first.close()
-    state = first.state_dict(within_epoch=False)
+    state = first.state_dict()
     first.open(2)
     twos = list(first)
     second.open(2, 0, state)
@@ -331,7 +331,7 @@ def test_workers_are_gone_once_an_epoch_is_closed():
 
 
 def test_another_number_of_generators_is_refused():
-    state = TrainingData(DataLoader(Own(), 2), 0).state_dict(within_epoch=False)
+    state = TrainingData(DataLoader(Own(), 2), 0).state_dict()
     with pytest.raises(UsageError, match="hold 0 random generators, and 5 are saved"):
         TrainingData(DataLoader(Augmented(), 2), 0).open(1, 0, state)
 

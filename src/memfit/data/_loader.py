@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,17 +11,18 @@ import numpy.typing as npt
 from memfit.data._auto import WORKER_BYTES, Trial, enough_workers
 from memfit.data._batches import DateBatch, DateBatches, WindowBatch, WindowBatches, check_seed
 from memfit.data._build import fingerprint_of
-from memfit.data._panel import Array, Panel
+from memfit.data._panel import Panel
 from memfit.data._pool import Run, WorkerPool, pickled
+from memfit.data._position import PositionedLoader
 from memfit.data._slots import Slots, can_pin
 from memfit.data._worker import Recipe, Transform
-from memfit.errors import SilentWorkersError, UsageError
+from memfit.errors import UsageError
 from memfit.memory import Budget
 
 Batch = DateBatch | WindowBatch
 
 
-class Loader:
+class Loader(PositionedLoader[Batch]):
     """Batches of panel windows, each copied once, straight into memory that is used again when the batch is gone.
 
     What batch k of an epoch holds depends on (panel, arguments, epoch, k) alone, whatever the number of workers. A
@@ -76,6 +75,8 @@ class Loader:
         [(3, 1, 1), (1, 1, 1)]
     """
 
+    _order_of = "panel, dates, lookback, target, batch, shuffle, min_assets, max_assets and drop_last"
+
     def __init__(  # noqa: PLR0913 - what, in which batches, made by whom: a call reads as a sentence
         self,
         panel: Panel,
@@ -93,7 +94,9 @@ class Loader:
         pool: WorkerPool | None = None,
         transform: Transform | None = None,
     ) -> None:
-        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "panel")}
+        self._arguments = {
+            name: value for name, value in locals().items() if name not in ("self", "panel", "__class__")
+        }
         self.panel = panel
         check_seed(shuffle, "shuffle")
         _check_workers(num_workers, pin_memory, pool)
@@ -108,11 +111,10 @@ class Loader:
         else:
             windows["drop_last"] = bool(drop_last)
             self._batches = WindowBatches(panel, date_indices, batch, shuffle_seed=shuffle, **windows)
-        self._fingerprint = _fingerprint_of(panel, {**self._arguments, "min_assets": min_assets})
+        fingerprint = _fingerprint_of(panel, {**self._arguments, "min_assets": min_assets})
+        super().__init__(fingerprint, owns_pool=pool is None)
         self._recipe = Recipe(panel, self._batches.layout, target, transform, shuffle or 0)
         self._is_pinned = pin_memory and can_pin()
-        self._owns_pool = pool is None
-        self._pool: WorkerPool | None = None
         self._trial: Trial | None = None
         if num_workers == "auto":
             pickled(self._recipe)
@@ -121,10 +123,6 @@ class Loader:
             self._use(pool or self._new_pool(num_workers))
         self._here = self._new_slots()
         self._reader: Any = None
-        self._epoch = self._position = 0
-        self._is_exhausted = False
-        self._run: Run | None = None
-        self._turn: object = None
 
     def _new_pool(self, num_workers: int) -> WorkerPool:
         return WorkerPool(num_workers, pin_memory=self._is_pinned)
@@ -134,10 +132,6 @@ class Loader:
 
     def _use(self, pool: WorkerPool) -> None:
         self._pool, self._number = pool, pool.add(self._recipe)
-
-    @property
-    def num_workers(self) -> int:
-        return 0 if self._pool is None else self._pool.num_workers
 
     @property
     def num_skipped(self) -> int:
@@ -151,96 +145,15 @@ class Loader:
         """Batches in an epoch."""
         return len(self._batches)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; an iteration that is under way ends."""
-        self._stop()
-        if epoch != self._epoch:
-            self._batches.set_epoch(epoch)
-        self._epoch, self._position, self._is_exhausted = epoch, 0, False
+    def _draw(self, epoch: int) -> None:
+        self._batches.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, as plain values.
-
-        Returns:
-            ``epoch``, ``position`` (how many of its batches were delivered) and ``fingerprint``: 16 hex digits that
-            stand for all that the order of the batches depends on.
-        """
-        return {"epoch": int(self._epoch), "position": self._position, "fingerprint": self._fingerprint}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where another loader with the same arguments stood; the number of workers may differ.
-
-        Raises:
-            UsageError: If it is no state, or that of a loader with another order.
-        """
-        fingerprint = state.get("fingerprint") if isinstance(state, Mapping) else None
-        if isinstance(fingerprint, str) and fingerprint != self._fingerprint:
-            raise UsageError(
-                f"the saved state is of another loader: its fingerprint is {fingerprint}, not {self._fingerprint}.",
-                rule="a loader resumes with the panel, dates, lookback, target, batch, shuffle, min_assets, max_assets "
-                "and drop_last that it was saved with.",
-                remedy="build it with the arguments that it had, or start from the beginning without the state",
-            )
-        is_state = fingerprint == self._fingerprint and all(
-            type(state.get(name)) is int and state[name] >= 0 for name in ("epoch", "position")
-        )
-        if not is_state or state["position"] > len(self):
-            raise UsageError(
-                f"{state!r:.200} is no state of this loader.",
-                rule=f"a state is what state_dict() gave: epoch from 0, position from 0 to {len(self)}, fingerprint.",
-                remedy="pass what state_dict() of a loader with the same arguments gave",
-            )
-        self.set_epoch(state["epoch"])
-        self._position = state["position"]
-
-    def __iter__(self) -> Iterator[Batch]:
-        self._stop()
-        if self._is_exhausted:
-            self._position, self._is_exhausted = 0, False
-        self._turn = turn = object()
-        return self._iterate(turn)
-
-    def _iterate(self, turn: object) -> Iterator[Batch]:
-        try:
-            while self._position < len(self):
-                self._check(turn)
-                # Nothing here holds the batch, so its memory is free when the user drops it.
-                yield self._batches.record(*self._deliver())
-            self._check(turn)
-            self._is_exhausted = True
-        finally:
-            if turn is self._turn:
-                self._stop()
-
-    def _check(self, turn: object) -> None:
-        if turn is not self._turn:
-            raise UsageError(
-                "an iteration goes on that was ended.",
-                rule="a loader has one position: a new iteration, set_epoch, load_state_dict and close end the others.",
-                remedy="make one loader for each of several iterations at a time; they can share a pool",
-            )
-
-    def _deliver(self) -> tuple[Array, Array, Array]:
-        """Cells, windows and targets of the next batch."""
-        if self._trial is not None:
-            parts = self._try(self._trial)
-        elif self._pool is not None:
-            try:
-                parts = self._from_pool(self._pool)
-            except SilentWorkersError as error:
-                if not self._pool.fallback:
-                    raise
-                self._pool = self._run = None
-                warnings.warn(f"{error}\n  the loader goes on without workers", RuntimeWarning, stacklevel=4)
-                parts = self._make(self._position)
-        else:
-            parts = self._make(self._position)
-        self._position += 1
-        return parts
-
-    def _try(self, trial: Trial) -> tuple[Array, Array, Array]:
+    def _make_next(self) -> Batch:
+        trial = self._trial
+        if trial is None:
+            return self._make(self._position)
         trial.asked()
-        parts = self._make(self._position)
+        batch = self._make(self._position)
         trial.given()
         if trial.is_over:
             self._trial = None
@@ -254,15 +167,15 @@ class Loader:
             if num_workers:
                 self._use(self._new_pool(num_workers))
                 self._here = self._new_slots()
-        return parts
+        return batch
 
-    def _from_pool(self, pool: WorkerPool) -> tuple[Array, Array, Array]:
+    def _from_pool(self, pool: WorkerPool) -> Batch:
         if self._run is None:
             layout, cells_of = self._batches.layout, self._batches.cells
             self._run = Run(self._number, layout, self._epoch, cells_of, self._position, len(self))
-        return pool.deliver(self._run, self._position)
+        return self._batches.record(*pool.deliver(self._run, self._position))
 
-    def _make(self, number: int) -> tuple[Array, Array, Array]:
+    def _make(self, number: int) -> Batch:
         if self._reader is None:
             self._reader = self._recipe.reader()
         slot = self._here.take()
@@ -270,40 +183,19 @@ class Loader:
         cells = self._batches.cells(number)
         windows, targets, _ = self._recipe.layout.parts(self._here.lend(slot), len(cells))
         self._recipe.make(self._reader, (windows, targets, cells), (self._epoch, number))
-        return cells, windows, targets
+        return self._batches.record(cells, windows, targets)
 
     def longest(self) -> Batch:
         """A batch of the most windows: what takes most memory in a training. The position stays."""
-        return self._batches.record(*self._make(self._batches.number_of_longest))
-
-    def worker_pids(self) -> list[int]:
-        """The processes that make batches now."""
-        return [] if self._pool is None else self._pool.worker_pids()
+        return self._make(self._batches.number_of_longest)
 
     def _stop(self) -> None:
-        self._turn = None
         if self._trial is not None:
             self._trial.paused()
-        if self._run is not None and self._pool is not None:
-            self._pool.cancel(self._run)
-        self._run = None
-
-    def close(self) -> None:
-        """End the iteration, and the workers unless the pool is shared. Iterating again starts new ones."""
-        self._stop()
-        if self._owns_pool and self._pool is not None:
-            self._pool.close()
-
-    def __enter__(self) -> Loader:
-        return self
+        super()._stop()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.panel, self._arguments, self.state_dict())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _rebuild(panel: Panel, arguments: dict[str, Any], state: dict[str, Any]) -> Loader:

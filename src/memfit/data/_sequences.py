@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, cast
 
 import numpy as np
@@ -16,14 +14,15 @@ from memfit.data._build import fingerprint_of
 from memfit.data._order import Order
 from memfit.data._padding import Padding, views
 from memfit.data._pool import Run, WorkerPool
-from memfit.errors import DataError, SilentWorkersError, UsageError
+from memfit.data._position import PositionedLoader
+from memfit.errors import DataError, UsageError
 
 Array = npt.NDArray[Any]
 
 _ALIGN = 64
 
 
-class SequenceLoader:
+class SequenceLoader(PositionedLoader[dict[str, Array]]):
     """Padded batches of sequences: those of about one length together, in an order drawn for each (seed, epoch).
 
     What batch k of an epoch holds depends on (examples, arguments, epoch, k) alone, whatever the number of workers. An
@@ -60,6 +59,8 @@ class SequenceLoader:
         (2, 6) [np.int64(5), np.int64(6)] int64
     """
 
+    _order_of = "examples, lengths, padding, batch, max_tokens, bucket and shuffle"
+
     def __init__(  # noqa: PLR0913 - what, in which batches, made by whom: a call reads as a sentence
         self,
         examples: Sequence[Any],
@@ -82,18 +83,12 @@ class SequenceLoader:
             widths = padding.width(_lengths_of(examples, lengths))
         self._order = Order(len(examples), widths, batch, max_tokens, shuffle, bucket)
         self._plan = self._order.batches(0)
-        self._epoch = self._position = 0
         self._fields = padding.fields_of(examples[0])
         key = {"order": self._order.key(), "padding": repr(padding), "fields": [field.name for field in self._fields]}
-        self._fingerprint = fingerprint_of(key)[:16]
-        self._pool: WorkerPool | None = None
-        self._owns_pool = pool is None
+        super().__init__(fingerprint_of(key)[:16], owns_pool=pool is None)
         if has_workers:
             most = self._order.most_size * int(padding.max_length or 0) if widths is None else self._order.most_numbers
             self._use(pool or WorkerPool(num_workers), most)
-        self._is_exhausted = False
-        self._run: Run | None = None
-        self._turn: object = None
 
     def _use(self, pool: WorkerPool, most_numbers: int) -> None:
         size = self._order.most_size
@@ -110,10 +105,6 @@ class SequenceLoader:
         # A pool asks a recipe for its layout, reader and make alone, which this one has too.
         self._pool, self._layout, self._number = pool, recipe.layout, pool.add(cast(Any, recipe))
 
-    @property
-    def num_workers(self) -> int:
-        return 0 if self._pool is None else self._pool.num_workers
-
     def __len__(self) -> int:
         """Batches in an epoch."""
         return len(self._plan)
@@ -123,74 +114,11 @@ class SequenceLoader:
         """Of each batch of the present epoch, which examples it holds, in their order."""
         return list(self._plan)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch, the present one or another; an iteration that is under way ends."""
-        self._stop()
-        if epoch != self._epoch:
-            self._plan = self._order.batches(epoch)
-        self._epoch, self._position, self._is_exhausted = epoch, 0, False
+    def _draw(self, epoch: int) -> None:
+        self._plan = self._order.batches(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: ``epoch``, ``position`` (its batches delivered) and ``fingerprint``."""
-        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another loader of the same order stood.
-
-        Raises:
-            UsageError: If the state is of another order, or is none.
-        """
-        found = {name: state.get(name) for name in ("epoch", "position", "fingerprint")}
-        if found["fingerprint"] != self._fingerprint:
-            raise UsageError(
-                f"the state has the fingerprint {found['fingerprint']}, and this loader {self._fingerprint}.",
-                rule="the order of batches depends on the examples' number and lengths, the padding, batch, "
-                "max_tokens, bucket and shuffle, and all are in the fingerprint.",
-                remedy="build the loader as it was when the state was saved",
-            )
-        self.set_epoch(int(state["epoch"]))
-        self._position = int(state["position"])
-
-    def __iter__(self) -> Iterator[dict[str, Array]]:
-        self._stop()
-        if self._is_exhausted:
-            self._position, self._is_exhausted = 0, False
-        self._turn = turn = object()
-        return self._iterate(turn)
-
-    def _iterate(self, turn: object) -> Iterator[dict[str, Array]]:
-        try:
-            while self._position < len(self):
-                self._check(turn)
-                yield self._deliver()  # nothing here holds the batch, so its memory is free when the user drops it
-            self._check(turn)
-            self._is_exhausted = True
-        finally:
-            if turn is self._turn:
-                self._stop()
-
-    def _check(self, turn: object) -> None:
-        if turn is not self._turn:
-            raise UsageError(
-                "an iteration goes on that was ended.",
-                rule="a loader has one position: a new iteration, set_epoch, load_state_dict and close end the others.",
-                remedy="make one loader for each of several iterations at a time; they can share a pool",
-            )
-
-    def _deliver(self) -> dict[str, Array]:
-        if self._pool is None:
-            batch = self._make(self._plan[self._position])
-        else:
-            try:
-                batch = self._from_pool(self._pool)
-            except SilentWorkersError as error:
-                if not self._pool.fallback:
-                    raise
-                self._pool = self._run = None
-                warnings.warn(f"{error}\n  the loader goes on without workers", RuntimeWarning, stacklevel=4)
-                batch = self._make(self._plan[self._position])
-        self._position += 1
-        return batch
+    def _make_next(self) -> dict[str, Array]:
+        return self._make(self._plan[self._position])
 
     def _make(self, indices: Array) -> dict[str, Array]:
         examples = examples_at(self.examples, indices)
@@ -208,30 +136,6 @@ class SequenceLoader:
         if self._order.widths is None:
             self._order = replace(self._order, widths=self.padding.width(_lengths_of(self.examples, None)))
         return self._make(self._order.longest())
-
-    def worker_pids(self) -> list[int]:
-        """The processes that make batches now."""
-        return [] if self._pool is None else self._pool.worker_pids()
-
-    def _stop(self) -> None:
-        self._turn = None
-        if self._run is not None and self._pool is not None:
-            self._pool.cancel(self._run)
-        self._run = None
-
-    def close(self) -> None:
-        """End the iteration, and the workers unless the pool is shared. Iterating again starts new ones."""
-        self._stop()
-        if self._owns_pool and self._pool is not None:
-            self._pool.close()
-
-    def __enter__(self) -> SequenceLoader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @dataclass(frozen=True)

@@ -203,12 +203,11 @@ class Fit:
 
     def _try_evaluation(self, view: OneBatch) -> None:
         """Validate one batch, and leave the evaluation when it asks for more: it reports nothing of a part."""
-        with preserved_generators(self.plan.valid):
-            try:
-                self._metrics(view)
-            except Exception:
-                if not view.is_used:
-                    raise
+        try:
+            self._metrics(view)
+        except Exception:
+            if not view.is_used:
+                raise
 
     def _go_back(self, error: HalfUpdatedError) -> None:
         """To the newest checkpoint, after an optimizer step that an out-of-memory left half-way."""
@@ -343,7 +342,7 @@ class Fit:
 
         def save() -> Path:
             state = capture(self._parts(), progress, self.identity)
-            state["data"] = self.data.state_dict(within_epoch=progress.step > 0)
+            state["data"] = self.data.state_dict()
             state["provenance"] = dict(self.setup.provenance)
             if not self._has_room:
                 folder.check_room(tensor_bytes(state) + self.setup.step.pending_bytes, self.plan.num_epochs)
@@ -393,14 +392,21 @@ class Fit:
             self.data.close(persistent_too=True)
         remedy = "make the validation batches smaller, or keep less of each in evaluate"
         try:
-            return self.recovery.twice(lambda: self._metrics(self.plan.valid), "validate", remedy)
+            return self.recovery.twice(self._validate_once, "validate", remedy)
         except RuntimeError:
             self._leave_validation()  # the signal went to the workers of validation too, and they have gone
             raise
 
+    def _validate_once(self) -> dict[str, float]:
+        """Validate from the first batch, wherever the loader was left: by a stop, an out-of-memory or ``evaluate``."""
+        if (set_epoch := getattr(self.plan.valid, "set_epoch", None)) is not None:
+            set_epoch(0)
+        return self._metrics(self.plan.valid)
+
     def _metrics(self, batches: Any) -> dict[str, float]:
         """What validation gives, with the name in it that the best epoch is chosen by."""
-        metrics = evaluated(self.evaluate, self.setup.model, batches)
+        with preserved_generators(self.plan.valid):
+            metrics = evaluated(self.evaluate, self.setup.model, batches)
         if self.plan.best_metric not in metrics or _RESERVED_NAMES & metrics.keys():
             raise UsageError(
                 f"Validation gave {sorted(metrics)}, and the best epoch is chosen by '{self.plan.best_metric}'.",

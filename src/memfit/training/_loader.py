@@ -236,6 +236,8 @@ class TrainingData:
             loader.sampler.skip(skip * (loader.batch_size or 1))  # type: ignore[attr-defined]
         elif self.kind == "stateful" and state is not None:
             loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            if not skip:  # saved between two epochs, so it stands at the end of the one before
+                self.set_epoch(epoch)
         else:
             self._key = (epoch, 0)
         has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
@@ -290,10 +292,10 @@ class TrainingData:
         """What ended a worker, if that is what a ``DataLoader`` raised this for."""
         return self._watch.explain_death(error)
 
-    def state_dict(self, *, within_epoch: bool) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What ``open`` needs to come back here, beside epoch and number of batches."""
         loader: Any = self.batches
-        replayed = within_epoch and self.kind != "indexed"
+        replayed = self._iterator is not None and self.kind != "indexed"
         states = self._at_start if replayed else [_state_of(generator) for generator in self._generators]
         return {"generators": states, "loader": loader.state_dict() if self.kind == "stateful" else None}
 
