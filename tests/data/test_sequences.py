@@ -112,6 +112,18 @@ def test_a_state_of_another_order_is_refused():
         SequenceLoader(rows(lengths_of(50, 1)), PADDING, batch=8, shuffle=1).load_state_dict(state)
 
 
+def test_what_is_no_state_is_refused():
+    loader = SequenceLoader(rows(lengths_of(50)), PADDING, batch=8, shuffle=1)
+    good = loader.state_dict()
+    loader.load_state_dict({**good, "position": len(loader)})
+    loader.load_state_dict(good)
+    changes = [{"position": 99}, {"position": -1}, {"epoch": -1}, {"position": True}, {"fingerprint": None}]
+    for state in ({}, None, {"fingerprint": good["fingerprint"]}, *({**good, **change} for change in changes)):
+        with pytest.raises(UsageError, match="is no state of this loader"):
+            loader.load_state_dict(state)
+    assert loader.state_dict() == good
+
+
 def test_loaders_share_a_pool_and_a_kept_batch_never_changes():
     data = pack(rows(lengths_of(120)))
     with WorkerPool(1) as pool:

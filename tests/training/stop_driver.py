@@ -142,20 +142,27 @@ def sequence_loaders():
     return tuple(SequenceLoader(rows, Padding(pad_id=0), batch=2, shuffle=seed) for seed in (3, 5))
 
 
-def worker_loaders():
-    train, valid = (
-        DataLoader(Augmented(), 2, shuffle=True, generator=torch.Generator().manual_seed(seed), num_workers=workers)
-        for seed, workers in ((9, 2), (8, 0))
-    )
-    return train, valid
+def torch_loaders(num_workers):
+    settings = {"batch_size": 2, "shuffle": True}
+    train = DataLoader(Augmented(), generator=torch.Generator().manual_seed(9), num_workers=num_workers, **settings)
+    return train, DataLoader(Augmented(), generator=torch.Generator().manual_seed(8), **settings)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A small fit: its training and validation batches, and what else it is called with."""
+    """A small fit: its training and validation batches, and what else it is called with.
+
+    Attributes:
+        loaders: Makes both.
+        num_epochs: The epochs.
+        has_positions: Whether a fit can go on also with the loaders that another one left anywhere.
+        settings: More for the ``Trainer``.
+        fit: More for its ``fit``.
+    """
 
     loaders: Callable
     num_epochs: int
+    has_positions: bool = True
     settings: dict = field(default_factory=dict)
     fit: dict = field(default_factory=dict)
 
@@ -164,8 +171,9 @@ EARLY = {"patience": 1, "direction": "maximize", "evaluate": on_first_batch}
 KINDS = {
     "Loader": Kind(panel_loaders, 3),
     "Loader without preflight": Kind(panel_loaders, 2, fit={"preflight": False}),
-    "SequenceLoader, early stop": Kind(sequence_loaders, 4, {"checkpoint_seconds": 0.0}, EARLY),
-    "DataLoader, two workers": Kind(worker_loaders, 2),
+    "SequenceLoader, early stop": Kind(sequence_loaders, 4, settings={"checkpoint_seconds": 0.0}, fit=EARLY),
+    "DataLoader, two workers": Kind(functools.partial(torch_loaders, 2), 2, has_positions=False),
+    "DataLoader": Kind(functools.partial(torch_loaders, 0), 2, has_positions=False),
 }
 
 
@@ -196,25 +204,21 @@ def fit(folder: Path, kind: Kind, loaders=None) -> str:
     return "\n".join([*parts, describe(model.state_dict())])
 
 
-def sweep(root: Path, kind: Kind, act: Callable[[], None], *, same_loaders: bool = False) -> tuple[list[str], list]:
+def sweep(root: Path, kind: Kind, act: Callable[[], None]) -> tuple[list[str], list]:
     """End a fit at each moment in turn and go on: all moments, and those after which the end was another one.
 
-    Args:
-        root: The folder for all checkpoints.
-        kind: The fit.
-        act: What ends it.
-        same_loaders: Go on with the loaders as the first fit left them, in place of new ones.
+    Every second fit goes on with the loaders as the first one left them, where that can be.
     """
     with watched() as whole:
         expected = fit(root / "whole", kind)
     different = []
     for number, name in enumerate(whole.names, 1):
-        loaders = kind.loaders()
+        folder, loaders = root / str(number), kind.loaders()
         with watched(number, act) as before, contextlib.suppress(StoppedError, Torn):
-            fit(root / str(number), kind, loaders)
+            fit(folder, kind, loaders)
         with watched() as after:
             try:
-                end = fit(root / str(number), kind, loaders if same_loaders else None)
+                end = fit(folder, kind, loaders if kind.has_positions and number % 2 else None)
             except MemfitError as error:
                 end = error.what
         if end != expected:

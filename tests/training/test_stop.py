@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from memfit import rundir
+from memfit.data import Padding, SequenceLoader
+from memfit.training import Trainer, load_checkpoint, seed_everything
 from training import stop_driver
 from training.stop_driver import KINDS, stop, sweep, tear
 
@@ -29,19 +32,20 @@ def in_a_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("in_a_run")
-@pytest.mark.parametrize("act", [stop, tear])
-@pytest.mark.parametrize("name", KINDS)
-def test_a_fit_that_ends_at_any_moment_goes_on_to_identical_bytes(name, act, tmp_path):
-    names, different = sweep(tmp_path, KINDS[name], act)
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "DataLoader"])
+def test_a_fit_that_is_stopped_at_any_moment_goes_on_to_identical_bytes(name, tmp_path):
+    names, different = sweep(tmp_path, KINDS[name], stop)
     assert different == []
     assert {"save", "loss in training", "loss in validation", "event epoch", "event checkpoint"} <= set(names)
-    assert len(names) >= 40
+    assert ("event early_stop" in names) == ("early stop" in name)
+    assert len(names) >= 35
 
 
 @pytest.mark.usefixtures("in_a_run")
-@pytest.mark.parametrize("name", [name for name in KINDS if "DataLoader" not in name])
-def test_it_goes_on_with_the_very_loaders_that_it_left(name, tmp_path):
-    assert sweep(tmp_path, KINDS[name], stop, same_loaders=True)[1] == []
+@pytest.mark.parametrize("name", ["Loader without preflight", "DataLoader"])
+def test_a_fit_that_is_torn_off_at_any_moment_goes_on_to_identical_bytes(name, tmp_path):
+    names, different = sweep(tmp_path, KINDS[name], tear)
+    assert different == [] and len(names) >= 35
 
 
 def test_a_real_signal_between_two_processes_loses_nothing(tmp_path):
@@ -60,3 +64,44 @@ def test_a_real_signal_between_two_processes_loses_nothing(tmp_path):
     answer = json.loads(done.stdout)
     assert len(answer) == 6
     assert all(end == [75, 0, True] for end in answer.values()), answer
+
+
+def squared(model, batch):
+    return model(torch.from_numpy(batch["input_ids"]).float()).square().sum(), len(batch["input_ids"])
+
+
+def make(folder):
+    """A trainer, and a loader of four batches."""
+    seed_everything(1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rows = [{"input_ids": [number, 2, 3]} for number in range(8)]
+    loader = SequenceLoader(rows, Padding(pad_id=0), batch=2, shuffle=3)
+    return Trainer(model, loss=squared, optimizer=optimizer, checkpoint_dir=folder), loader
+
+
+def test_a_checkpoint_with_the_finished_epochs_last_position_goes_on_with_the_next_epoch(tmp_path):
+    whole = make(tmp_path / "whole")
+    expected = whole[0].fit(whole[1], num_epochs=3)
+    trainer, loader = make(tmp_path / "stopped")
+    trainer.fit(loader, num_epochs=1)
+    state = load_checkpoint(tmp_path / "stopped" / "latest_checkpoint.pt")
+    assert (state["epoch"], state["data"]["loader"]["epoch"], state["data"]["loader"]["position"]) == (1, 1, 4)
+    trainer, loader = make(tmp_path / "stopped")
+    assert trainer.fit(loader, num_epochs=3).history == expected.history
+
+
+def test_a_validation_that_is_run_once_more_sees_all_its_batches(tmp_path):
+    trainer, loader = make(tmp_path)
+    seen = []
+
+    def evaluate(model, batches):
+        for number, _ in enumerate(batches):
+            seen.append(number)
+            if len(seen) == 3:
+                raise MemoryError
+        return {"valid_loss": number + 1.0}
+
+    valid = make(tmp_path / "other")[1]
+    result = trainer.fit(loader, valid, num_epochs=1, evaluate=evaluate, preflight=False)
+    assert result.history[0].metrics == {"valid_loss": 4.0} and seen == [0, 1, 2, 0, 1, 2, 3]
