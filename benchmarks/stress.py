@@ -230,8 +230,7 @@ def run_memfit(setting: Setting, work: Path) -> dict[str, Any]:
     options += ["--set", "memory.slack=0.02"]
     command = [sys.executable, "-m", "memfit", "map", *options, "--", sys.executable, "-IS", *template(work, tag)]
     # Runs of others on this host lend from the same list; this one keeps a list of its own, in its own folder.
-    (work / "tmp").mkdir()
-    trial = setting.try_out(command, work, tag, {**os.environ, "TMPDIR": str(work / "tmp")})
+    trial = setting.try_out(command, work, tag, {**os.environ, "MEMFIT_CLAIMS_DIR": str(work / "claims")})
     figures = figures_of(trial, setting.jobs, results_of(work.glob("runs/*/*/jobs/*/out.log")), setting.budget_bytes)
     return figures | told_by_memfit(work, figures["window"], setting.budget_bytes)
 

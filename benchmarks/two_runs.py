@@ -30,7 +30,6 @@ def run_together(setting: stress.Setting, work: Path, num_runs: int, *, at_once:
     """The jobs dealt out to several runs, at once or one after the other; the figures of all."""
     tag = uuid.uuid4().hex[:8]
     stress.write_jobs(setting.jobs, work)
-    (work / "tmp").mkdir()  # a list of runs of their own
     commands = [_command(setting, work, tag, number, num_runs) for number in range(num_runs)]
     if at_once:
         script = [f'{command} & pids="$pids $!"' for command in commands]
@@ -38,7 +37,10 @@ def run_together(setting: stress.Setting, work: Path, num_runs: int, *, at_once:
     else:
         script = [f"{command} || code=$?" for command in commands]
     trial = setting.try_out(
-        ["sh", "-c", "\n".join([*script, "exit ${code:-0}"])], work, tag, {**os.environ, "TMPDIR": str(work / "tmp")}
+        ["sh", "-c", "\n".join([*script, "exit ${code:-0}"])],
+        work,
+        tag,
+        {**os.environ, "MEMFIT_CLAIMS_DIR": str(work / "claims")},
     )
     results = stress.results_of(work.glob("runs/*/*/jobs/*/out.log"))
     figures = stress.figures_of(trial, setting.jobs, results, setting.budget_bytes)

@@ -103,10 +103,11 @@ def memory_group():
 
 
 @pytest.fixture(autouse=True)
-def _alone_on_the_host(tmp_path_factory, monkeypatch):
-    """Each test has a folder for temporary files, and so a host-wide list of runs, of its own."""
+def _alone_on_the_host(tmp_path_factory, monkeypatch, _no_settings_from_outside):
+    """Each test has a folder for temporary files and a list of runs of its own."""
     folder = tmp_path_factory.mktemp("tmp")
     monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("MEMFIT_CLAIMS_DIR", str(folder / "claims"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
 

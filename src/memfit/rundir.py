@@ -23,6 +23,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -40,13 +41,14 @@ JOB_ID_VARIABLE = "MEMFIT_JOB_ID"
 _RUN_NAME = re.compile(r"run_\d{8}_\d{6}_[0-9a-f]{8}")
 
 
-def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True) -> None:
+def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True, mode: int = 0o666) -> None:
     """Replace a file's content so that no reader ever sees a part of it.
 
     Args:
         path: The file; its folder must exist.
         content: The new content; text is written as UTF-8.
         durable: Also force it to disk, so that it survives a power cut. Leave it off for live status files.
+        mode: Who may read and write it, less the umask.
 
     Raises:
         OSError: For example on a full disk; the old content is then still there.
@@ -55,7 +57,7 @@ def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True
     folder, name = os.path.split(path)
     aside = f"{folder or '.'}/.{name}.{os.getpid()}.tmp"
     try:
-        with open(aside, "wb") as file:
+        with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content.encode() if isinstance(content, str) else content)
             if durable:
                 file.flush()
@@ -105,6 +107,94 @@ def read_json(path: Path | str) -> dict[str, Any] | None:
             remedy=f"restore it from a backup, or move it away: mv {path} {path}.broken",
         )
     return value
+
+
+#: What files and lines hold in place of a secret.
+MASK = "***"
+_SECRET_NAME = re.compile(
+    r"(?i)(?:.*[-_.])?(?:token|secret|password|passwd|passphrase|credentials?|apikey|(?:api|access|auth|private|secret)[-_]?key)"
+)
+#: Names with their values, ``--name value`` and ``name=value``, anywhere in a text.
+_NAMED = re.compile(
+    r"""((?:--(?P<flag>[\w.-]+)\s+|(?P<name>[A-Za-z_][\w.-]*)["']?\s*[=:]\s*))("[^"]*"|'[^']*'|[^\s"'&;]+)"""
+)
+#: What shows by itself that it is a secret: the password of a URL, a bearer, the tokens of well-known services.
+_BY_ITSELF = re.compile(
+    r"(?<=://)(?P<user>[^/\s:@]*:)[^/\s@]+(?=@)|(?P<bearer>Bearer )[^\s\"']+"
+    r"|\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abps]-|AKIA)[\w-]{16,}"
+)
+
+
+def mask(value: Any) -> Any:
+    """Return a JSON value with ``***`` in place of all that looks like a secret.
+
+    That is what follows a name such as ``HF_TOKEN``, ``--api-key`` or ``password``, the values of a parameter that
+    stands there, and what is a secret by its form.
+
+    >>> mask(["train.py", "--token", "abc", "--api-key=abc", "--max-tokens=512", "https://me:abc@host/"])
+    ['train.py', '--token', '***', '--api-key=***', '--max-tokens=512', 'https://me:***@host/']
+    >>> mask({"DB_PASSWORD": "abc", "command": ["sh", "-c", "export HF_TOKEN='a b'; run --secret abc --lr 1"]})
+    {'DB_PASSWORD': '***', 'command': ['sh', '-c', 'export HF_TOKEN=***; run --secret *** --lr 1']}
+    >>> mask(["--param", "t=abc,def", "--", "./train", "--token={t}"])
+    ['--param', 't=***', '--', './train', '--token=***']
+    """
+    once = _mask(value, frozenset())
+    return _mask(value, _parameters(value) - _parameters(once)) if once != value else value
+
+
+def _parameters(value: Any) -> frozenset[str]:
+    return frozenset(re.findall(r"\{(\w+)\}", str(value)))
+
+
+def _mask(value: Any, names: frozenset[str]) -> Any:
+    def is_secret(name: str) -> bool:
+        return name in names or _SECRET_NAME.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)) is not None
+
+    if isinstance(value, Mapping):
+        return {
+            n: MASK if is_secret(n) and isinstance(one, str | int) else _mask(one, names) for n, one in value.items()
+        }
+    if isinstance(value, list | tuple):
+        before = [None, *value]
+        flags = [isinstance(one, str) and one.startswith("-") and is_secret(one.lstrip("-")) for one in before]
+        return type(value)(MASK if flag else _mask(one, names) for one, flag in zip(value, flags, strict=False))
+    if isinstance(value, str):
+        named = _NAMED.sub(lambda it: it[1] + MASK if is_secret(it["flag"] or it["name"]) else it[0], value)
+        return _BY_ITSELF.sub(lambda it: (it["user"] or it["bearer"] or "") + MASK, named)
+    return value
+
+
+def write_masked(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
+    """Replace a JSON file, its secrets masked; a file beside it, for its owner alone, holds what was masked."""
+    shown = mask(value)
+    hidden = {name: one for name, one in value.items() if one != shown[name]}
+    if hidden:
+        write_atomic(_private(path), json.dumps(hidden) + "\n", durable=durable, mode=0o600)
+        shown["masked"] = list(hidden)
+    write_json(path, shown, durable=durable)
+
+
+def read_whole(path: Path) -> dict[str, Any] | None:
+    """A JSON file's object with what was masked in it, or None when the file is not there.
+
+    Raises:
+        UsageError: If the file with what was masked is not there.
+        DamagedError: As for ``read_json``.
+    """
+    value = read_json(path)
+    names = value.pop("masked", ()) if value else ()
+    private = (read_json(_private(path)) or {}) if names else {}
+    if value is None or private.keys() >= set(names):
+        return value and value | {name: private[name] for name in names}
+    raise UsageError(
+        f"{_private(path)} is not there.",
+        rule=f"it holds the arguments that are masked in {path.name}, and only their owner may read it.",
+        remedy="give the whole command again, with its secrets",
+    )
+
+
+def _private(path: Path) -> Path:
+    return path.with_suffix(".private.json")
 
 
 class EventWriter:
@@ -234,10 +324,10 @@ class RunDir:
             "host": socket.gethostname(),
             "user": _user(),
             "pid": os.getpid(),
-            "command": sys.argv,
+            "command": mask(sys.argv),
             "python": sys.version.split()[0],
         }
-        write_json(path / "run.json", {**header, **(facts or {})})
+        write_masked(path / "run.json", {**header, **(facts or {})})
         return cls(path.resolve())
 
     @classmethod
@@ -245,8 +335,9 @@ class RunDir:
         """An existing run directory.
 
         Raises:
-            UsageError: If it is none, or if a newer memfit wrote it.
+            UsageError: If it is none, if another user owns it, or if a newer memfit wrote it.
         """
+        check_owner(path)
         header = read_json(path / "run.json")
         if header is None:
             raise UsageError(
@@ -264,9 +355,9 @@ class RunDir:
 
     @classmethod
     def all(cls, root: Path, experiment: str) -> list[RunDir]:
-        """The experiment's runs, newest first. A folder without ``run.json`` (killed at birth) is not one."""
+        """This user's runs of the experiment, newest first. A folder without ``run.json`` (killed at birth) is not one."""
         parent = root / experiment
-        names = [path for path in parent.glob("run_*") if _RUN_NAME.fullmatch(path.name)]
+        names = [path for path in parent.glob("run_*") if _RUN_NAME.fullmatch(path.name) and is_own(path)]
         return [cls.open(path) for path in sorted(names, reverse=True) if (path / "run.json").exists()]
 
     @property
@@ -292,6 +383,34 @@ class RunDir:
 
     def events(self) -> list[dict[str, Any]]:
         return read_events(self.events_dir)
+
+
+def is_own(path: Path) -> bool:
+    """True if a folder is this user's, or not there. What lies in the folder of another user may be forged."""
+    try:
+        owner = path.stat().st_uid
+        if owner == os.geteuid():
+            return True
+        # Network drives may give every file to one user; then what this user makes there has that owner too.
+        with tempfile.TemporaryFile(dir=path) as made:
+            return os.fstat(made.fileno()).st_uid == owner
+    except OSError:
+        return not path.exists()
+
+
+def check_owner(path: Path) -> None:
+    """Refuse the run directory of another user.
+
+    Raises:
+        UsageError: If another user owns it.
+    """
+    if not is_own(path):
+        uid = path.stat().st_uid
+        raise UsageError(
+            f"{path} belongs to uid {uid}; this is uid {os.geteuid()}.",
+            rule="a user stops, watches and resumes own runs alone, root too: the files of others may be forged.",
+            remedy=f"give the same command as that user: sudo -u '#{uid}' memfit ... {path}",
+        )
 
 
 def _user() -> str:

@@ -1,10 +1,9 @@
-"""A run of commands in a process of its own, and a host's list of runs that is this test's alone."""
+"""A run of commands in a process of its own."""
 
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 from contextlib import contextmanager
 
 from memfit.jobs._stop import running_jobs
@@ -26,12 +25,8 @@ while time.monotonic() < end:
 """
 
 
-def alone_on_the_host(tmp_path, monkeypatch):
-    """Gives this test a folder for temporary files, and so a list of runs, of its own."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+def in_a_folder_of_jobs(tmp_path, monkeypatch):
+    """Takes this test into a folder with the job."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text(JOB)

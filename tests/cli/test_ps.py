@@ -1,24 +1,27 @@
-"""``memfit ps``: the live runs of this host, whoever started them and wherever they lie."""
+"""``memfit ps``: this user's live runs on this host, wherever they lie."""
 
 import json
 import re
 
 import pytest
 
-from cli.live_run import alone_on_the_host, die, running
+from cli.live_run import die, in_a_folder_of_jobs, running
 from memfit.memory import Claims
 from memfit.rundir import RunDir, write_json
 from memfit.testing import wait_until
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    alone_on_the_host(tmp_path, monkeypatch)
+def _in_a_folder(tmp_path, monkeypatch):
+    in_a_folder_of_jobs(tmp_path, monkeypatch)
 
 
 def test_without_a_run_it_says_so(memfit):
     done = memfit("ps")
-    assert (done.exit_code, done.out) == (0, "no run is alive on this host; memfit ps --all shows those that ended\n")
+    assert (done.exit_code, done.out) == (
+        0,
+        "no run of yours is alive on this host; memfit ps --all shows those that ended\n",
+    )
     assert memfit("ps", "--json").out == "[]\n"
 
 
@@ -58,14 +61,14 @@ def test_a_run_whose_supervisor_died_is_shown_as_long_as_its_jobs_go_on(memfit, 
         assert "supervisor none (its jobs go on; memfit resume); running 2" in out
         assert json.loads(memfit("ps", "--json").out)[0]["supervisor"] is None
         memfit("stop", run.path)
-        assert "no run is alive" in memfit("ps").out
+        assert "no run of yours is alive" in memfit("ps").out
 
 
 def test_all_shows_the_runs_that_ended_and_those_that_were_interrupted(memfit, tmp_path):
     old = RunDir.create(tmp_path / "runs", "old", "a" * 64)
     write_json(old.path / "outcome.json", {"state": "failed"})
     cut = RunDir.create(tmp_path / "runs", "cut", "b" * 64)
-    assert "no run is alive" in memfit("ps").out
+    assert "no run of yours is alive" in memfit("ps").out
     lines = memfit("ps", "--all").out.splitlines()
     told = dict(zip(lines[::2], lines[1::2], strict=True))
     assert told == {str(old.path): "  failed; no jobs", str(cut.path): "  interrupted; no jobs"}

@@ -6,15 +6,15 @@ import threading
 
 import pytest
 
-from cli.live_run import alone_on_the_host, die, running
+from cli.live_run import die, in_a_folder_of_jobs, running
 from memfit.jobs import read_status
 from memfit.jobs._stop import running_jobs
 from memfit.testing import wait_until
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    alone_on_the_host(tmp_path, monkeypatch)
+def _in_a_folder(tmp_path, monkeypatch):
+    in_a_folder_of_jobs(tmp_path, monkeypatch)
 
 
 def test_a_stopped_run_goes_on_with_what_is_not_done(memfit, tmp_path, monkeypatch):

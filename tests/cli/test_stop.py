@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from cli.live_run import alone_on_the_host, die, memfit_command, running
+from cli.live_run import die, in_a_folder_of_jobs, memfit_command, running
 from memfit.errors import UsageError
 from memfit.jobs import LocalBackend, read_status
 from memfit.jobs._job import Job
@@ -18,8 +18,8 @@ from memfit.testing import wait_until
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    alone_on_the_host(tmp_path, monkeypatch)
+def _in_a_folder(tmp_path, monkeypatch):
+    in_a_folder_of_jobs(tmp_path, monkeypatch)
 
 
 def test_a_run_is_stopped_at_a_checkpoint_and_says_how_to_go_on(memfit, tmp_path):

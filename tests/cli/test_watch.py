@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.live_run import alone_on_the_host, die, memfit_command, running
+from cli.live_run import die, in_a_folder_of_jobs, memfit_command, running
 from memfit.jobs._stop import running_jobs, stop
 from memfit.rundir import RunDir, write_json
 from memfit.testing import wait_until
@@ -19,8 +19,8 @@ STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    alone_on_the_host(tmp_path, monkeypatch)
+def _in_a_folder(tmp_path, monkeypatch):
+    in_a_folder_of_jobs(tmp_path, monkeypatch)
 
 
 def watch(tmp_path, *words):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import UsageError
-from memfit.jobs import Job, StopRequest, lock_file
-from memfit.jobs._lock import is_locked
+from memfit.jobs import Job, StopRequest
+from memfit.memory import is_locked, lock_file
 from memfit.pipeline._config import CommandSettings
 from memfit.pipeline._supervise import DISK_RESERVE_BYTES, Journal, RunLock, _Backend, supervised
 from memfit.rundir import RunDir, read_json

@@ -81,7 +81,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_known(host, tmp_path, name)
 
 
 def test_without_any_run_there_is_none_to_find(tmp_path):
-    with pytest.raises(UsageError, match="no run is alive"):
+    with pytest.raises(UsageError, match="no run of yours is alive"):
         find_run(claims=tmp_path / "claims", root=tmp_path / "runs")
 
 

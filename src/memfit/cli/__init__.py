@@ -40,7 +40,7 @@ app.command(
 )(map_)
 app.command(short_help="Train a fold, pass a gate, train the others, judge them all.")(workflow)
 app.command(short_help="Show a run that goes on, from any terminal.")(watch)
-app.command(short_help="List the live runs of this host and their jobs.")(ps)
+app.command(short_help="List your live runs on this host and their jobs.")(ps)
 app.command(short_help="Have a run, or one job, checkpoint and end.")(stop)
 app.command(short_help="Go on with a run that was stopped or killed.")(resume)
 app.command(short_help="Show what memory may be used, and who says so.")(budget)

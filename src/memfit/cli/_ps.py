@@ -1,4 +1,4 @@
-"""``memfit ps``: every live run on this host, and what its jobs take."""
+"""``memfit ps``: every live run of this user on this host, and what its jobs take."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from memfit.units import format_bytes, format_duration
 
 def ps(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON; every size is in bytes.")] = False,
-    all_: Annotated[bool, typer.Option("--all", help="Also the runs below ./runs that do not run any more.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Also your runs below ./runs that do not run any more.")] = False,
 ) -> None:
-    """Show every live run on this host, of all users, and its jobs: what they use, took at most and have reserved.
+    """Show your live runs on this host and their jobs: what they use, took at most and have reserved.
 
     A run whose supervisor died is live as long as jobs of it run; memfit resume takes them over.
 
@@ -32,7 +32,9 @@ def ps(
         return
     log = console()
     if not found:
-        log.print("no run is alive on this host" + ("" if all_ else "; memfit ps --all shows those that ended"))
+        log.print(
+            "no run of yours is alive on this host" + ("" if all_ else "; memfit ps --all shows those that ended")
+        )
     for one in found:
         _print(one, log)
 

@@ -28,8 +28,8 @@ from memfit.config._types import to_plain
 from memfit.config._yaml import Document, Fault, Tree, YamlError, is_null, key_fault, read_document, read_value
 from memfit.errors import ConfigError, nearest
 
-#: Variables that memfit hands to its own jobs; they are no settings.
-INTERNAL_VARIABLES = frozenset({"MEMFIT_RUN_DIR", "MEMFIT_JOB_ID", "MEMFIT_DEVICE_BYTES"})
+#: Variables that are no settings: those that memfit hands to its own jobs, and the folder of a user's claims.
+INTERNAL_VARIABLES = frozenset({"MEMFIT_RUN_DIR", "MEMFIT_JOB_ID", "MEMFIT_DEVICE_BYTES", "MEMFIT_CLAIMS_DIR"})
 
 
 @dataclass

@@ -4,7 +4,6 @@ from memfit.jobs._budget_watch import ReadBudget
 from memfit.jobs._child import call_in_child, load_target, raise_error_of
 from memfit.jobs._job import ENDED, STATES, Backend, Grant, Job, JobStatus, State, Verdict
 from memfit.jobs._local import LocalBackend, child_env, read_status
-from memfit.jobs._lock import is_at, lock_file
 from memfit.jobs._policy import HostClaims, OnFailure, Policy, StopRequest
 from memfit.jobs._scheduler import Scheduler
 from memfit.jobs._stop import ASK_SIGNAL, NOW_SIGNAL, find_supervisor, forget_stops, running_jobs, stop, take_stop
@@ -32,10 +31,8 @@ __all__ = [
     "child_env",
     "find_supervisor",
     "forget_stops",
-    "is_at",
     "limit_threads",
     "load_target",
-    "lock_file",
     "raise_error_of",
     "read_status",
     "running_jobs",

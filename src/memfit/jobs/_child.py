@@ -18,7 +18,7 @@ from typing import Any
 
 from memfit import errors
 from memfit.errors import MemfitError, StoppedError, UsageError
-from memfit.rundir import read_json, write_json
+from memfit.rundir import read_json, read_whole, write_json
 
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -163,7 +163,7 @@ def _die_with(parent: int) -> None:
 
 def main(folder: Path) -> int:
     """Call the function that ``request.json`` names; the exit code is the job's."""
-    request = read_json(folder / REQUEST)
+    request = read_whole(folder / REQUEST)
     if request is None:
         print(f"{folder / REQUEST} is missing", file=sys.stderr)
         return 1

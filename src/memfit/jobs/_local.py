@@ -30,7 +30,7 @@ from memfit.jobs._lock import (
 from memfit.jobs._shim import BUSY
 from memfit.jobs._threads import thread_env
 from memfit.memory import Footprint, JobGroup, Walls
-from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, read_json, write_atomic
+from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, read_json, write_atomic, write_masked
 
 #: glibc: freed memory goes back to the kernel at once, so that resident follows live memory.
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
@@ -177,7 +177,7 @@ class LocalBackend:
             "data_limit_bytes": grant.wall_bytes if grant and has_limit else None,
         }
         # Not forced to disk: what a power cut takes is run again.
-        write_atomic(f"{folder}/{JOB}", json.dumps(described) + "\n", durable=False)
+        write_masked(folder / JOB, described, durable=False)
         self._follow(job.id, _Submitted(folder, attempt, group, read_at=time.monotonic()))
         self._order_shim(job.id)
 

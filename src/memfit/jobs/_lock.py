@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import sys
@@ -13,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+from memfit.memory import is_locked, lock_file
 
 T = TypeVar("T")
 
@@ -59,53 +60,10 @@ def is_held(folder: Path) -> bool:
     return is_locked(f"{folder}/{LOCK}")
 
 
-def is_locked(path: Path | str) -> bool:
-    """Whether a process holds a lock on this file; False when it is not there."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def complain(text: str) -> None:
     """Say something in the watcher's log, if it can be written: a full disk must not end a watcher, and so its job."""
     with suppress(OSError):
         sys.stderr.write(f"{text}\n")
-
-
-def lock_file(path: Path, seconds: float = 0.2) -> int | None:
-    """The descriptor of a file that is locked until it is closed, made if need be; None when another holds the lock.
-
-    Args:
-        path: The file.
-        seconds: How long to wait for it: who looks whether it is held holds it for a moment.
-    """
-    until = time.monotonic() + seconds
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        with suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_at(descriptor, path):
-                return descriptor
-        os.close(descriptor)
-        if time.monotonic() > until:
-            return None
-        time.sleep(0.01)
-
-
-def is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one of that name."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 class JobLock:

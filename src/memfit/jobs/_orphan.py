@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from memfit.jobs._lock import is_locked
-from memfit.memory import GroupState, JobGroup
+from memfit.memory import GroupState, JobGroup, is_locked
 from memfit.units import MIB, format_bytes
 
 #: For how long nobody must be there before the shim decides itself, and how long a job may then still wait.

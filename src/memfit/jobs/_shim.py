@@ -32,7 +32,7 @@ from memfit.jobs._orphan import OrphanWatch
 from memfit.jobs._start import become_subreaper, start
 from memfit.jobs._watch import STATUS_SECONDS, Watch
 from memfit.memory import JobGroup
-from memfit.rundir import RunDir, read_json, write_atomic
+from memfit.rundir import RunDir, mask, read_json, read_whole, write_atomic
 from memfit.units import MIB, format_bytes
 
 #: A job is sampled so often, from a certain age on: to look at one costs as much as a brief one itself.
@@ -99,7 +99,7 @@ def main(job_dir: Path) -> int:
 def _main(job_dir: Path, lock: JobLock) -> int:
     if os.access(f"{job_dir}/{OUTCOME}", os.F_OK):  # ordered twice, when a keeper died, and over already
         return 0
-    job = read_json(f"{job_dir}/{JOB}")
+    job = read_whole(job_dir / JOB)
     if job is None:
         complain(f"{job_dir}/{JOB} is missing")
         return 1
@@ -240,11 +240,11 @@ class _Shim:
             return
         real = dict(line.split("=", 1) for line in os.fsdecode(content).split("\0") if "=" in line)
         wanted = self.job["env"]
-        self.env_differs = {name: real.get(name) for name, value in wanted.items() if real.get(name) != value}
+        self.env_differs = mask({name: real.get(name) for name, value in wanted.items() if real.get(name) != value})
         for name, value in self.env_differs.items():
-            complain(f"{name} is {value!r} in the job, not {wanted[name]!r} as set")
+            complain(f"{name} is {value!r} in the job, not {mask(wanted)[name]!r} as set")
         with contextlib.suppress(OSError):
-            found = {name: real.get(name) for name in wanted}
+            found = mask({name: real.get(name) for name in wanted})
             write_atomic(self.job_dir / "environ.json", json.dumps(found, indent=2) + "\n", durable=False)
 
     def _close(self, watch: Watch, before: Counters, returncode: int, stopped_by: str | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from memfit.jobs._child import ERROR, REQUEST, RESULT
 from memfit.memory import JobGroup, memory_group
-from memfit.rundir import write_json
+from memfit.rundir import write_masked
 from memfit.units import MIB
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -60,7 +60,7 @@ def start(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None, is_ende
             (job_dir / name).unlink(missing_ok=True)
     command = list(job["command"])
     if job["target"] is not None:
-        write_json(job_dir / REQUEST, {"target": job["target"], "arguments": job["arguments"]}, durable=False)
+        write_masked(job_dir / REQUEST, {"target": job["target"], "arguments": job["arguments"]}, durable=False)
         command = [sys.executable, "-m", "memfit.jobs", "child", str(job_dir)]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     logs = [os.open(f"{job_dir}/{name}", flags, 0o644) for name in ("out.log", "err.log")]

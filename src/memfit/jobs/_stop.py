@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,9 +16,9 @@ from pathlib import Path
 from memfit.errors import UsageError
 from memfit.jobs._job import JobStatus
 from memfit.jobs._local import read_status
-from memfit.jobs._lock import OUTCOME, STOP_REQUESTED, is_held, is_locked, read_holder
-from memfit.memory import list_entries, live_jobs
-from memfit.rundir import RunDir, read_json, write_atomic
+from memfit.jobs._lock import OUTCOME, STOP_REQUESTED, is_held
+from memfit.memory import is_locked, list_entries, live_jobs
+from memfit.rundir import RunDir, check_owner, read_json, write_atomic
 
 _LOCK = "supervisor.lock"
 _STEP_SECONDS = 0.1
@@ -45,7 +45,7 @@ def stop(
         run: The run.
         job_id: The job; None for all of the run.
         now: End them at once, without a checkpoint.
-        claims: The host's list of runs; the usual one when None.
+        claims: The list of this user's runs; the usual one when None.
         on_tick: Called ten times a second with the ids of the jobs that still run.
 
     Returns:
@@ -54,24 +54,18 @@ def stop(
     Raises:
         UsageError: If the run belongs to another user, or its supervisor is on another host.
     """
+    check_owner(run.path)
     asked = [one for one in running_jobs(run) if job_id in (None, one)]
     supervisor = find_supervisor(run, claims=claims) if job_id is None else None
     waits = job_id is not None and not asked and _waits(run, job_id, claims)
-    try:
-        if job_id is not None and waits:
-            run.job_dir(job_id).mkdir(parents=True, exist_ok=True)
-            asked = [job_id]
-        if supervisor is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(supervisor, NOW_SIGNAL if now else ASK_SIGNAL)
-        for one in asked:
-            _ask_job(run.job_dir(one), now=now)
-    except PermissionError as error:
-        raise UsageError(
-            f"{run.path} cannot be stopped by this user: {error.strerror}.",
-            rule=f"a run is stopped by the user who started it, {run.header.get('user', 'another one')}.",
-            remedy=f"as that user or as root: memfit stop {run.path}",
-        ) from None
+    if job_id is not None and waits:
+        run.job_dir(job_id).mkdir(parents=True, exist_ok=True)
+        asked = [job_id]
+    if supervisor is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(supervisor, NOW_SIGNAL if now else ASK_SIGNAL)
+    for one in asked:
+        write_atomic(run.job_dir(one) / STOP_REQUESTED, "now\n" if now else "stop\n", durable=False)
     left = [one for one in asked if not waits or is_held(run.job_dir(one))]
     if job_id is not None and waits and not left:
         return [JobStatus(job_id, "cancelled", cause=_NEVER_BEGAN, attempt=0)]
@@ -135,24 +129,14 @@ def find_supervisor(run: RunDir, *, claims: Path | None = None) -> int | None:
     )
 
 
-def _ask_job(folder: Path, *, now: bool) -> None:
-    try:
-        write_atomic(folder / STOP_REQUESTED, "now\n" if now else "stop\n", durable=False)
-    except OSError as error:
-        holder = read_holder(folder)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or holder is None:
-            raise
-        with contextlib.suppress(ProcessLookupError):  # a full disk keeps nobody from stopping
-            if is_held(folder):
-                os.kill(holder.pid, signal.SIGQUIT if now else signal.SIGTERM)
-
-
 def _holds(pid: int, lock: Path) -> bool:
-    """Whether a process has the lock file open."""
+    """True if a process of this user has the lock file open."""
     if sys.platform != "linux":
         return is_locked(lock)
     with contextlib.suppress(OSError):
-        wanted = lock.stat()
+        wanted = lock.lstat()
+        if not stat.S_ISREG(wanted.st_mode) or Path(f"/proc/{pid}").stat().st_uid != os.geteuid():
+            return False
         for found in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 if os.path.samestat(found.stat(), wanted):
@@ -166,7 +150,7 @@ def _lock_owners(path: Path) -> list[int]:
     Source: proc(5), ``/proc/locks``: ``1: FLOCK  ADVISORY  WRITE 4711 fe:01:1835033 0 EOF``.
     """
     try:
-        inode = path.stat().st_ino
+        inode = path.lstat().st_ino
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return []

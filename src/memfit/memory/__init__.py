@@ -8,6 +8,7 @@ from memfit.memory._footprint import Footprint, PhasePeak
 from memfit.memory._host import SharedMemory, Swap
 from memfit.memory._jobgroup import GroupState, JobGroup, sweep_groups
 from memfit.memory._limit import Limit
+from memfit.memory._locks import is_at, is_locked, lock_file, open_regular
 from memfit.memory._meter import Meter, Sample, TreeMeter, measure
 from memfit.memory._oom import memory_group, oom_kills_above
 from memfit.memory._process import ProcReader, nvml_reader
@@ -37,12 +38,16 @@ __all__ = [
     "Swap",
     "TreeMeter",
     "Walls",
+    "is_at",
+    "is_locked",
     "list_entries",
     "live_jobs",
+    "lock_file",
     "measure",
     "memory_group",
     "nvml_reader",
     "oom_kills_above",
+    "open_regular",
     "read_series",
     "reservation_bytes",
     "sweep_entries",

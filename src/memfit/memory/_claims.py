@@ -1,30 +1,34 @@
-"""The host's list of runs: what each has lent, so that several supervisors share one budget and each run is found.
+"""This user's runs on this host: what each has promised to its jobs, so that several supervisors share one budget.
 
-The list is a folder that every user of the host may write to (mode 1777, as ``/tmp``). A run's entry is one file, held
-by an exclusive ``flock`` as long as its supervisor lives: a lock, unlike a process id, is never another's. The entry is
-written in place, in blocks that are taken when it is made, so that it can be brought up to date on a full disk too; a
-checksum tells a torn one. Only the standard library is imported here, as in all that a job's watcher may load.
+Each run has one file in a folder that only its user may open. The supervisor holds a ``flock`` on that file as long as
+it lives: unlike a process id, a lock never passes to another process. What other users' runs take is measured with
+everything else on the host. Only the standard library is imported here, as in all that a job's watcher may load.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import socket
 import stat
-import tempfile
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-_SUFFIX, _HOST_LOCK = ".run", "host.lock"
-_BLOCK_BYTES, _MOST_BYTES = 4096, 1 << 16
+from memfit.memory._locks import is_locked, lock_file, open_regular, try_lock
+
+#: Names another folder, for hosts whose /var/tmp is not the same for all of a user's processes.
+CLAIMS_VARIABLE = "MEMFIT_CLAIMS_DIR"
+
+_SUFFIX = ".run"
+#: Every entry is written in one piece of this length, so that a shorter one leaves no rest of a longer one.
+_ENTRY_BYTES = 1 << 14
 #: How long to wait for another supervisor's decision, which takes milliseconds; one that is stopped holds it longer.
 _PATIENCE_SECONDS, _STEP_SECONDS = 10.0, 0.002
 #: How often to look whether the jobs of a dead supervisor still run.
@@ -33,39 +37,37 @@ _ORPHANS_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Entry:
-    """One run's line in the host's list.
+    """One run of this user.
 
     Attributes:
         run: The run directory.
         host: The host's name.
-        uid: Whose it is: the owner of the entry's file.
         pid: The supervisor's process id; only to be used while ``alive``.
         started: When the supervisor began, in Unix seconds.
         used_bytes: What its jobs use.
-        unused_bytes: What it has lent to jobs that do not use it yet.
+        unused_bytes: What it has promised to jobs that do not use it yet.
         group: The folder of its parent control group, or empty.
         alive: Whether its supervisor lives.
     """
 
     run: Path
     host: str
-    uid: int
     pid: int
     started: float
-    used_bytes: int
-    unused_bytes: int
-    group: str
+    used_bytes: int = 0
+    unused_bytes: int = 0
+    group: str = ""
     alive: bool = True
 
 
 @dataclass(frozen=True)
 class Others:
-    """All other live runs of this host together.
+    """All other live runs of this user on this host together.
 
     Attributes:
         num: How many there are.
         used_bytes: What their jobs use.
-        unused_bytes: What they have lent to jobs that do not use it yet.
+        unused_bytes: What they have promised to jobs that do not use it yet.
     """
 
     num: int = 0
@@ -74,17 +76,21 @@ class Others:
 
 
 class Claims:
-    """This run's entry in the host's list, from now until ``close``.
+    """This run's entry in its user's list, from now until ``close``.
 
-    A list that cannot be written (a full disk when the run starts, a folder that another user closed) fails nothing:
-    the run goes on without an entry, and tries again whenever its claims change.
+    A list that cannot be used fails nothing. The run goes on without an entry, and ``problem`` says why. It tries again
+    whenever its claims change.
 
     Args:
         run: The run directory.
-        folder: The list; ``memfit-claims`` in the folder for temporary files when None.
+        folder: The list; ``MEMFIT_CLAIMS_DIR`` or ``/var/tmp/memfit-<uid>`` when None.
         group: The folder of the run's parent control group, so that what a dead run left there can be swept.
 
+    Attributes:
+        problem: Why the run has no entry; empty when it has one.
+
     Example:
+        >>> import tempfile
         >>> list_of_runs = Path(tempfile.mkdtemp())
         >>> mine, other = Claims(Path("/runs/a"), folder=list_of_runs), Claims(Path("/runs/b"), folder=list_of_runs)
         >>> other.write(used_bytes=300, unused_bytes=200)
@@ -95,31 +101,30 @@ class Claims:
     """
 
     def __init__(self, run: Path, *, folder: Path | None = None, group: str = "") -> None:
-        self._folder = _folder_of(folder)
-        self._entry = Entry(run.absolute(), socket.gethostname(), os.geteuid(), os.getpid(), time.time(), 0, 0, group)
-        name = hashlib.sha256(os.fsencode(self._entry.run)).hexdigest()[:16]
-        self._path = self._folder / f"{name}-{self._entry.uid}{_SUFFIX}"
+        self._folder = _path_of(folder)
+        self._entry = Entry(run.absolute(), socket.gethostname(), os.getpid(), time.time(), group=group)
+        self._name = hashlib.sha256(os.fsencode(self._entry.run)).hexdigest()[:16] + _SUFFIX
         self._descriptor: int | None = None
         self._written: Entry | None = None
         self._patience = _PATIENCE_SECONDS
         self._orphans: dict[Path, tuple[float, bool]] = {}
+        self.problem = ""
         self._put()
 
     def others(self) -> Others:
-        """What all other live runs on this host took and lent."""
-        found = (_look(path) for path in _files(self._folder) if path != str(self._path))
-        entries = [entry for entry in found if entry is not None and self._counts(entry)]
+        """What all other live runs of this user on this host took and promised."""
+        entries = [entry for entry in list_entries(self._folder) if self._counts(entry)]
         used_bytes = sum(entry.used_bytes for entry in entries)
         return Others(len(entries), used_bytes, sum(entry.unused_bytes for entry in entries))
 
     @contextmanager
     def deciding(self) -> Iterator[Others]:
-        """Hold the host's lock; gives what all other live runs on this host took and lent.
+        """Hold the list's lock; gives what all other live runs of this user took and promised.
 
-        What is written within the block is seen by whoever decides next, so no two runs lend the same free bytes. A
+        What is written within the block is seen by whoever decides next, so no two runs promise the same free bytes. A
         holder that does not go on (it was stopped) is waited for ten seconds and then passed by.
         """
-        lock = self._lock_host()
+        lock = self._lock_folder()
         try:
             yield self.others()
         finally:
@@ -137,8 +142,8 @@ class Claims:
         if self._descriptor is None:
             return
         if not keep:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
+            with contextlib.suppress(OSError), _opened(self._folder) as folder:
+                os.unlink(self._name, dir_fd=folder)
         os.close(self._descriptor)
         self._descriptor = None
 
@@ -153,15 +158,14 @@ class Claims:
             self._orphans[entry.run] = (time.monotonic(), found)
         return found
 
-    def _lock_host(self) -> int | None:
-        """The descriptor that holds the host's lock, or None when it cannot be had."""
+    def _lock_folder(self) -> int | None:
+        """The descriptor that holds the list's lock, or None when it cannot be had."""
         try:
-            _make_folder(self._folder)
-            lock = _open_shared(self._folder / _HOST_LOCK)
+            lock = _open_folder(self._folder)
         except OSError:
             return None
         end = time.monotonic() + self._patience
-        while not _try_lock(lock):
+        while not try_lock(lock):
             if time.monotonic() > end:
                 os.close(lock)
                 self._patience = _STEP_SECONDS  # not ten seconds again at each step
@@ -175,168 +179,102 @@ class Claims:
             return
         try:
             if self._descriptor is None:
-                _make_folder(self._folder)
-                self._descriptor = _take(self._path)
+                with contextlib.suppress(FileExistsError):
+                    self._folder.mkdir(mode=0o700, parents=True)
+                with _opened(self._folder) as folder:
+                    self._descriptor = lock_file(self._name, dir_fd=folder)
             if self._descriptor is not None:
-                record = _encode(self._entry)
-                if os.pwrite(self._descriptor, record, 0) == len(record):
-                    self._written = self._entry
-        except OSError:  # a full disk, or a folder that is not to be written to: tried again at the next change
-            return
+                os.pwrite(self._descriptor, json.dumps(vars(self._entry), default=str).encode().ljust(_ENTRY_BYTES), 0)
+                self._written, self.problem = self._entry, ""
+        except OSError as error:  # a full disk, or a folder that is another's: tried again at the next change
+            self.problem = str(error)
 
 
 def list_entries(folder: Path | None = None) -> list[Entry]:
-    """Every run in the host's list, those of other users too, oldest first; what is damaged is passed over.
+    """Every run of this user on this host, oldest first; damaged entries are passed over.
 
     Args:
-        folder: The list; ``memfit-claims`` in the folder for temporary files when None.
+        folder: The list; ``MEMFIT_CLAIMS_DIR`` or ``/var/tmp/memfit-<uid>`` when None.
     """
-    entries = [entry for path in _files(_folder_of(folder)) if (entry := _look(path)) is not None]
+    try:
+        with _opened(_path_of(folder)) as opened:
+            entries = [entry for name in _names(opened) if (entry := _look(name, opened)) is not None]
+    except OSError:
+        return []
     return sorted(entries, key=lambda entry: (entry.started, entry.run))
 
 
 def sweep_entries(folder: Path | None = None) -> list[Entry]:
-    """Take this user's entries off the list whose supervisor is dead and of which no job runs any more.
+    """Take the entries off the list whose supervisor is dead and of which no job runs any more.
 
     Returns:
         What was taken off, so that what those runs left in their control groups can be swept too.
     """
-    folder, removed = _folder_of(folder), []
-    for path in folder.glob(f"*{_SUFFIX}"):
-        descriptor = _open_own(path)
-        if descriptor is None:
-            continue
-        try:
-            if not _try_lock(descriptor) or not _is_at(descriptor, path):
-                continue  # its supervisor lives, or another sweep was here first
-            entry = _decode(os.pread(descriptor, _MOST_BYTES, 0), os.geteuid())
-            if entry is None and time.time() - os.fstat(descriptor).st_mtime < _PATIENCE_SECONDS:
-                continue  # being made
-            if entry is not None and (entry.host != socket.gethostname() or _is_orphaned(entry.run)):
+    removed = []
+    with contextlib.suppress(OSError), _opened(_path_of(folder)) as opened:
+        for name in _names(opened):
+            entry = _look(name, opened)
+            if entry is None or entry.alive or entry.host != socket.gethostname() or _is_orphaned(entry.run):
                 continue
-            with contextlib.suppress(OSError):
-                path.unlink()
-                removed += [entry] if entry is not None else []
-        finally:
-            os.close(descriptor)
+            lock = lock_file(name, 0.0, dir_fd=opened)
+            if lock is not None:  # else the run is being resumed
+                os.unlink(name, dir_fd=opened)
+                os.close(lock)
+                removed.append(entry)
     return removed
 
 
-def _files(folder: Path) -> list[str]:
-    try:
-        return [found.path for found in os.scandir(folder) if found.name.endswith(_SUFFIX)]
-    except OSError:
-        return []
+def _path_of(folder: Path | None) -> Path:
+    # Not $TMPDIR nor $XDG_RUNTIME_DIR: decision 0017.
+    return folder or Path(os.environ.get(CLAIMS_VARIABLE) or f"/var/tmp/memfit-{os.geteuid()}")
 
 
-def _folder_of(folder: Path | None) -> Path:
-    return Path(tempfile.gettempdir()) / "memfit-claims" if folder is None else folder
+def _open_folder(path: Path) -> int:
+    """Open the folder of a list.
 
-
-def _make_folder(folder: Path) -> None:
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(parents=True)
-        folder.chmod(0o1777)  # mkdir's own mode is cut by the umask
-
-
-def _open_shared(path: Path) -> int:
-    """A file to lock that any user may have made: the kernel refuses O_CREAT on another's (protected_regular)."""
-    for _ in range(3):
-        with contextlib.suppress(FileNotFoundError):
-            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with contextlib.suppress(FileExistsError):
-            made = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-            os.fchmod(made, 0o644)
-            return made
-    raise FileNotFoundError(path)
-
-
-def _take(path: Path) -> int | None:
-    """The own entry's file, made if need be, with its lock; None while another process holds it."""
-    for _ in range(50):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        if _try_lock(descriptor) and _is_at(descriptor, path):
-            os.fchmod(descriptor, 0o644)
-            return descriptor
-        os.close(descriptor)
-        time.sleep(_STEP_SECONDS)  # a look by list_entries holds a shared lock for an instant
-    return None
-
-
-def _open_own(path: Path) -> int | None:
-    """A file of this user's, or None."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
+    Raises:
+        OSError: If it is not there, or not this user's alone.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+    if found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077:
         return descriptor
     os.close(descriptor)
-    return None
+    whose = f"it belongs to uid {found.st_uid}" if found.st_uid != os.geteuid() else "others may open it (chmod 700)"
+    raise PermissionError(errno.EPERM, f"not this user's alone: {whose}", str(path))
 
 
-def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = _open_folder(path)
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one of that name."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _look(path: str) -> Entry | None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            return None
-        for _ in range(3):  # a write may be under way
-            entry = _decode(os.pread(descriptor, _MOST_BYTES, 0), found.st_uid)
-            if entry is not None:
-                return replace(entry, alive=not _try_lock(descriptor, fcntl.LOCK_SH))
-            time.sleep(_STEP_SECONDS / 2)
-        return None
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _encode(entry: Entry) -> bytes:
-    """An entry as one line after its checksum, filled up to whole blocks."""
-    fields = vars(entry) | {"run": str(entry.run)}
-    text = json.dumps({name: value for name, value in fields.items() if name not in ("alive", "uid")}).encode()
-    line = b"%08x %s\n" % (zlib.crc32(text), text)
-    return line.ljust(-(-len(line) // _BLOCK_BYTES) * _BLOCK_BYTES)
+def _names(folder: int) -> list[str]:
+    return [name for name in os.listdir(folder) if name.endswith(_SUFFIX)]
 
 
-def _decode(record: bytes, uid: int) -> Entry | None:
-    """The entry in a record; None when it is torn, damaged or of another version.
+def _look(name: str, folder: int) -> Entry | None:
+    with contextlib.suppress(OSError):
+        descriptor = open_regular(name, dir_fd=folder)
+        try:
+            entry = _read(descriptor)
+            return entry and replace(entry, alive=not try_lock(descriptor, fcntl.LOCK_SH))
+        finally:
+            os.close(descriptor)
+    return None
 
-    >>> entry = Entry(Path("/runs/a"), "host", 7, 42, 0.0, 5, 9, "")
-    >>> _decode(_encode(entry), 7) == entry, _decode(_encode(entry).replace(b"42", b"43"), 7)
-    (True, None)
-    """
-    checksum, _, text = record.partition(b"\n")[0].partition(b" ")
-    try:
-        if int(checksum, 16) != zlib.crc32(text):
-            return None
-        found = json.loads(text)
-        entry = Entry(**found | {"run": Path(found["run"]), "uid": uid})
-        sizes = (entry.pid, entry.used_bytes, entry.unused_bytes)
-        is_whole = all(type(size) is int and size >= 0 for size in sizes) and isinstance(entry.started, int | float)
-        return entry if is_whole and entry.run.is_absolute() and isinstance(entry.group, str) else None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
+
+def _read(descriptor: int) -> Entry | None:
+    for _ in range(3):  # a write may be under way
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            found = json.loads(os.pread(descriptor, _ENTRY_BYTES, 0))
+            return Entry(**found | {"run": Path(found["run"])})
+        time.sleep(_STEP_SECONDS / 2)
+    return None
 
 
 def _is_orphaned(run: Path) -> bool:
@@ -346,15 +284,6 @@ def _is_orphaned(run: Path) -> bool:
 def live_jobs(run: Path) -> Iterator[str]:
     """The ids of a run's jobs that have a watcher: each holds a lock in its job's folder."""
     for path in sorted(run.glob("jobs/*/lock")):
-        if (path.parent / "outcome.json").exists():
-            continue  # it has ended, and its watcher ends within the instant
-        try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except OSError:
-            continue
-        try:
-            is_held = not _try_lock(descriptor, fcntl.LOCK_SH)
-        finally:
-            os.close(descriptor)
-        if is_held:
+        # One with an outcome has ended, and its watcher ends within the instant.
+        if not (path.parent / "outcome.json").exists() and is_locked(path):
             yield path.parent.name

@@ -21,7 +21,7 @@ from memfit.pipeline._config import CommandSettings, kept_allocator, of_commands
 from memfit.pipeline._grid import expand, fill
 from memfit.pipeline._supervise import Known, RunResult, View, supervised
 from memfit.pipeline._workflow import resume_folds
-from memfit.rundir import RunDir, write_json
+from memfit.rundir import RunDir, mask, read_whole, write_masked
 
 _INTERPRETER = re.compile(r"(?:python|pypy)[0-9.]*|(?:ba|da|z|k)?sh|torchrun|Rscript|julia|node|perl|ruby")
 _SCRIPT = re.compile(r".+\.(?:py|sh|R|jl|js|pl|rb)")
@@ -112,7 +112,7 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
         UsageError: If there is no such run, its folder is gone, or another process runs it.
     """
     run_dir = RunDir.open(run)
-    header = run_dir.header
+    header = read_whole(run_dir.path / "run.json") or {}
     cwd = Path(header.get("cwd", "."))
     if not cwd.is_dir():
         raise UsageError(
@@ -201,7 +201,7 @@ def _go_on(order: _Order, found: RunDir | None, *, force: bool, view: View | Non
     with supervised(run, settings, force=force, view=view, told=told) as supervisor:
         before = run.header
         if before["settings"] != facts["settings"]:
-            write_json(run.path / "run.json", before | facts)
+            write_masked(run.path / "run.json", before | facts)
         if kept := kept_allocator(settings, order.origins):
             supervisor.journal.write("plan", why=kept)
         jobs = _jobs(order)
@@ -229,11 +229,12 @@ def _jobs(order: _Order) -> list[Job]:
         size = fill([memory.job_of], combination)[0] if memory.job_of else memory.job
         return Footprint.declared(size) if size else None
 
+    shown = mask({"template": order.template, "combinations": order.combinations})["combinations"]
     return [
         Job(
             f"cmd_{number:04d}",
             command=fill(order.template, combination),
-            params=combination,
+            params=shown[number - 1],
             footprint=declared(combination),
             threads=settings.threads_per_job,
             tight_malloc=memory.tight_malloc,

@@ -15,7 +15,7 @@ from memfit.jobs import Job, JobStatus, call_in_child, raise_error_of, read_stat
 from memfit.memory import Footprint
 from memfit.pipeline._config import FOLD_PHASES, RunConfig, kept_allocator, parse_folds, resolve_with_allocator
 from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
-from memfit.rundir import RunDir, read_json, write_atomic
+from memfit.rundir import RunDir, mask, read_json, write_atomic
 
 _WORKLOAD = "memfit.pipeline._workload"
 
@@ -131,7 +131,8 @@ def go_on(order: Order, found: RunDir | None, view: View | None, stages: Stages 
     with supervised(run_dir, order.settings, force=order.force, view=view, told=told) as supervisor:
         written = run_dir.path / "config.yaml"
         if not written.exists() or written.read_text() != order.yaml:  # new, killed at birth, or other settings of runs
-            write_atomic(written, order.yaml)
+            is_secret = mask(order.params) != order.params
+            write_atomic(written, order.yaml, mode=0o600 if is_secret else 0o666)
         if kept := kept_allocator(order.settings, order.origins):
             supervisor.journal.write("plan", why=kept)
         return (stages or run_stages)(order, supervisor)

@@ -30,8 +30,6 @@ from memfit.jobs import (
     Scheduler,
     StopRequest,
     forget_stops,
-    is_at,
-    lock_file,
     take_stop,
 )
 from memfit.memory import (
@@ -39,6 +37,8 @@ from memfit.memory import (
     Claims,
     Footprint,
     Walls,
+    is_at,
+    lock_file,
     sweep_entries,
     sweep_groups,
     systemd_scope_command,
@@ -405,6 +405,8 @@ def _set_up(run: RunDir, settings: CommandSettings, journal: Journal, stack: Exi
                     sweep_groups(Path(entry.group), uid=os.geteuid())
                 os.close(descriptor)
     claims, budget, group = Claims(run.path), read_budget(settings), ""
+    if claims.problem:
+        print(f"memfit: your runs on this host do not share one budget: {claims.problem}", file=sys.stderr, flush=True)
     # Last of all: what still has processes or groups stays on the list, or nobody would ever sweep it.
     stack.callback(lambda: claims.close(keep=Path(group).is_dir() if group else bool(backend.running())))
     backend, promise = _walled(run, settings, budget, stack)

@@ -1,4 +1,4 @@
-"""The runs of this host: which live, what they take, and which one a word of the user's means."""
+"""This user's runs on this host: which live, what they take, and which one a word of the user's means."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memfit.errors import MemfitError, UsageError, nearest
 from memfit.jobs import find_supervisor, running_jobs
 from memfit.memory import list_entries
 from memfit.reports._run_view import JobRow, RunView
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, check_owner, is_own
 
 _ROOT = Path("runs")
 
@@ -107,10 +107,10 @@ def look_at(run: RunDir, supervisor: int | None = None) -> Overview:
 
 
 def list_runs(*, claims: Path | None = None, root: Path | None = None) -> list[Overview]:
-    """Every live run on this host, newest first, whoever started it and wherever it lies.
+    """Every live run of this user on this host, newest first, wherever it lies.
 
     Args:
-        claims: The host's list of runs; the usual one when None.
+        claims: The list of this user's runs; the usual one when None.
         root: Also the runs below this folder, live or not.
     """
     entries = [entry for entry in list_entries(claims) if entry.host == socket.gethostname()]
@@ -127,7 +127,7 @@ def find_run(name: str | None = None, *, claims: Path | None = None, root: Path 
     """The run that a word means; without one, the newest live run of this host, or else the newest below ``root``.
 
     Raises:
-        UsageError: If there is none, or if several are meant.
+        UsageError: If there is none, if several are meant, or if it belongs to another user.
     """
     if name is not None:
         return find_target(name, claims=claims, root=root).run
@@ -135,7 +135,7 @@ def find_run(name: str | None = None, *, claims: Path | None = None, root: Path 
     newest = sorted(_below(root), key=lambda run: run.path.name)
     if not live and not newest:
         raise UsageError(
-            f"no run is alive on this host, and there is none below {root}.",
+            f"no run of yours is alive on this host, and there is none below {root}.",
             rule="without a name the newest run is meant.",
             remedy="start one: memfit run -- python train.py, or name a run directory",
         )
@@ -149,7 +149,8 @@ def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) ->
     folder, or by its id alone where only one live run has such a job.
 
     Raises:
-        UsageError: If there is none, with the nearest name known, or if several are meant.
+        UsageError: If there is none, with the nearest name known, if several are meant, or if it belongs to another
+            user.
     """
     name = name.rstrip("/") or name
     found = _by_path(Path(name))
@@ -171,6 +172,8 @@ def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) ->
         if having:
             return Target(_the_only(name, having), name)
         known = [job for run in live for job in RunView(run).ids]
+    if (foreign := _by_name(head or name, [], _below(root, own=False))) is not None:
+        check_owner(foreign.path)
     known += [text for run in runs.values() for text in (run.path.name, run.path.parent.name)]
     raise UsageError(
         f"'{name}' names no run and no job of a live run.",
@@ -185,8 +188,8 @@ def _by_path(path: Path) -> Target | None:
     run = path.parent.parent
     if path.parent.name == "jobs" and path.is_dir() and (run / "run.json").exists():
         return Target(RunDir.open(run), path.name)
-    if path.name and (path.parent / "run.json").exists() and _has_job(RunDir(path.parent), path.name):
-        return Target(RunDir.open(path.parent), path.name)
+    if path.name and (path.parent / "run.json").exists() and _has_job(opened := RunDir.open(path.parent), path.name):
+        return Target(opened, path.name)
     return None
 
 
@@ -221,9 +224,9 @@ def _the_only(name: str, runs: Sequence[RunDir]) -> RunDir:
     )
 
 
-def _below(root: Path) -> list[RunDir]:
-    """The runs below a folder of runs, newest first."""
-    paths = [path for path in root.glob("*/run_*") if (path / "run.json").exists()]
+def _below(root: Path, *, own: bool = True) -> list[RunDir]:
+    """The runs of this user, or else of others, below a folder of runs, newest first."""
+    paths = [path for path in root.glob("*/run_*") if (path / "run.json").exists() and is_own(path) is own]
     return [RunDir(path.resolve()) for path in sorted(paths, key=lambda path: path.name, reverse=True)]
 
 

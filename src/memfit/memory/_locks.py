@@ -1,0 +1,78 @@
+"""Locks on files: the kernel frees a lock when its holder ends, so a held lock proves that the holder lives.
+
+The files lie in folders that other users may reach. Opening one never follows a link and never waits for a FIFO.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+
+def open_regular(path: Path | str, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
+    """Open a regular file, readable by its owner alone if this call makes it.
+
+    Raises:
+        OSError: If there is no such file, or if the name is a link, a FIFO or anything else that is no regular file.
+    """
+    safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags | safe, 0o600, dir_fd=dir_fd)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Take a lock if nobody else holds it; False if somebody does."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock_file(path: Path | str, seconds: float = 0.2, *, dir_fd: int | None = None) -> int | None:
+    """Lock a file until its descriptor is closed, and make the file if there is none.
+
+    Args:
+        path: The file.
+        seconds: How long to wait. A process that only looks whether the file is locked holds the lock for a moment.
+        dir_fd: The open folder that a relative path starts from.
+
+    Returns:
+        The descriptor; None if another process holds the lock.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, dir_fd=dir_fd)
+        if try_lock(descriptor) and is_at(descriptor, path, dir_fd=dir_fd):
+            return descriptor
+        os.close(descriptor)
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.01)
+
+
+def is_locked(path: Path | str) -> bool:
+    """True if a process holds a lock on this file; False if there is no such regular file."""
+    try:
+        descriptor = open_regular(path)
+    except OSError:
+        return False
+    try:
+        return not try_lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def is_at(descriptor: int, path: Path | str, *, dir_fd: int | None = None) -> bool:
+    """True if an open file is still the one of that name."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, dir_fd=dir_fd, follow_symlinks=False))
+    return False
