@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,16 +121,18 @@ _NAMED = re.compile(
 )
 #: What shows by itself that it is a secret: the password of a URL, a bearer, the tokens of well-known services.
 _BY_ITSELF = re.compile(
-    r"(?<=://)(?P<user>[^/\s:@]*:)[^/\s@]+(?=@)|(?P<bearer>Bearer )[^\s\"']+"
+    r"(://[^/\s:@]*:)([^/\s@]+)(?=@)|(?<=Bearer )[^\s\"']+"
     r"|\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abps]-|AKIA)[\w-]{16,}"
 )
+#: A shorter text is a secret in its own place alone: it may stand elsewhere by chance.
+_LEAST_TEXT = 6
 
 
 def mask(value: Any) -> Any:
     """Return a JSON value with ``***`` in place of all that looks like a secret.
 
-    That is what follows a name such as ``HF_TOKEN``, ``--api-key`` or ``password``, the values of a parameter that
-    stands there, and what is a secret by its form.
+    That is what follows a name such as ``HF_TOKEN``, ``--api-key`` or ``password``, what is a secret by its form, and
+    the same text elsewhere in the value. A parameter ``{t}`` in such a place makes all values of ``t`` secrets.
 
     >>> mask(["train.py", "--token", "abc", "--api-key=abc", "--max-tokens=512", "https://me:abc@host/"])
     ['train.py', '--token', '***', '--api-key=***', '--max-tokens=512', 'https://me:***@host/']
@@ -138,30 +141,49 @@ def mask(value: Any) -> Any:
     >>> mask(["--param", "t=abc,def", "--", "./train", "--token={t}"])
     ['--param', 't=***', '--', './train', '--token=***']
     """
-    once = _mask(value, frozenset())
-    return _mask(value, _parameters(value) - _parameters(once)) if once != value else value
+    masker = _Masker()
+    shown = masker.mask(value)
+    for _ in range(2 if masker.found else 0):  # by the parameters that the first pass found, then by all texts
+        shown = masker.mask(value)
+    return shown
 
 
-def _parameters(value: Any) -> frozenset[str]:
-    return frozenset(re.findall(r"\{(\w+)\}", str(value)))
+class _Masker:
+    """Masks a value; what it found before is masked wherever it stands."""
 
+    def __init__(self) -> None:
+        self.found: set[str] = set()
 
-def _mask(value: Any, names: frozenset[str]) -> Any:
-    def is_secret(name: str) -> bool:
-        return name in names or _SECRET_NAME.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)) is not None
+    def mask(self, value: Any) -> Any:
+        names = {text[1:-1] for text in self.found if re.fullmatch(r"\{\w+\}", text)}
+        texts = sorted((text for text in self.found if len(text) >= _LEAST_TEXT), key=len, reverse=True)
+        return self._mask(value, names, re.compile("|".join(map(re.escape, texts)) or r"(?!)"))
 
-    if isinstance(value, Mapping):
-        return {
-            n: MASK if is_secret(n) and isinstance(one, str | int) else _mask(one, names) for n, one in value.items()
-        }
-    if isinstance(value, list | tuple):
-        before = [None, *value]
-        flags = [isinstance(one, str) and one.startswith("-") and is_secret(one.lstrip("-")) for one in before]
-        return type(value)(MASK if flag else _mask(one, names) for one, flag in zip(value, flags, strict=False))
-    if isinstance(value, str):
-        named = _NAMED.sub(lambda it: it[1] + MASK if is_secret(it["flag"] or it["name"]) else it[0], value)
-        return _BY_ITSELF.sub(lambda it: (it["user"] or it["bearer"] or "") + MASK, named)
-    return value
+    def _mask(self, value: Any, names: set[str], known: re.Pattern[str]) -> Any:
+        def is_secret(name: str) -> bool:
+            return name in names or _SECRET_NAME.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)) is not None
+
+        def hide(text: str) -> str:
+            self.found.add(text.strip("'\""))
+            return MASK
+
+        if isinstance(value, Mapping):
+            return {
+                name: hide(str(one))
+                if is_secret(name) and isinstance(one, str | int)
+                else self._mask(one, names, known)
+                for name, one in value.items()
+            }
+        if isinstance(value, list | tuple):
+            shown = [self._mask(one, names, known) for one in value]
+            for at, (flag, one) in enumerate(pairwise(value), start=1):
+                if isinstance(flag, str) and flag.startswith("-") and is_secret(flag.strip("-")):
+                    shown[at] = hide(str(one))
+            return type(value)(shown)
+        if isinstance(value, str):
+            named = _NAMED.sub(lambda it: it[1] + hide(it[4]) if is_secret(it["flag"] or it["name"]) else it[0], value)
+            return known.sub(MASK, _BY_ITSELF.sub(lambda it: (it[1] or "") + hide(it[2] or it[0]), named))
+        return value
 
 
 def write_masked(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
@@ -355,7 +377,7 @@ class RunDir:
 
     @classmethod
     def all(cls, root: Path, experiment: str) -> list[RunDir]:
-        """This user's runs of the experiment, newest first. A folder without ``run.json`` (killed at birth) is not one."""
+        """This user's runs of the experiment, newest first; a folder without ``run.json`` (killed at birth) is none."""
         parent = root / experiment
         names = [path for path in parent.glob("run_*") if _RUN_NAME.fullmatch(path.name) and is_own(path)]
         return [cls.open(path) for path in sorted(names, reverse=True) if (path / "run.json").exists()]

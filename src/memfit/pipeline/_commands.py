@@ -21,7 +21,7 @@ from memfit.pipeline._config import CommandSettings, kept_allocator, of_commands
 from memfit.pipeline._grid import expand, fill
 from memfit.pipeline._supervise import Known, RunResult, View, supervised
 from memfit.pipeline._workflow import resume_folds
-from memfit.rundir import RunDir, mask, read_whole, write_masked
+from memfit.rundir import RunDir, read_whole, write_masked
 
 _INTERPRETER = re.compile(r"(?:python|pypy)[0-9.]*|(?:ba|da|z|k)?sh|torchrun|Rscript|julia|node|perl|ruby")
 _SCRIPT = re.compile(r".+\.(?:py|sh|R|jl|js|pl|rb)")
@@ -229,12 +229,11 @@ def _jobs(order: _Order) -> list[Job]:
         size = fill([memory.job_of], combination)[0] if memory.job_of else memory.job
         return Footprint.declared(size) if size else None
 
-    shown = mask({"template": order.template, "combinations": order.combinations})["combinations"]
     return [
         Job(
             f"cmd_{number:04d}",
             command=fill(order.template, combination),
-            params=shown[number - 1],
+            params=combination,
             footprint=declared(combination),
             threads=settings.threads_per_job,
             tight_malloc=memory.tight_malloc,

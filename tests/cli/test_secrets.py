@@ -1,0 +1,121 @@
+"""Arguments that look like secrets: no file that others may read holds them, no line shows them, and jobs get them."""
+
+import json
+import stat
+
+import pytest
+
+from memfit.jobs import Job, LocalBackend
+from memfit.memory import Footprint
+from memfit.rundir import RunDir, mask
+from memfit.testing import wait_until
+
+SECRETS = ("s3cret-a", "s3cret-b", "s3cret-c", "s3cret-d", "s3cret-e", "s3cret-f")
+#: Leaves its arguments outside of the run's folder, and fails until the file "go" is there.
+JOB = """
+import os, sys
+with open(f"seen_{os.environ['MEMFIT_JOB_ID']}", "a") as file:
+    print(*sys.argv[1:], file=file)
+sys.exit(not os.path.exists("go"))
+"""
+
+
+def readable_by_others(folder):
+    for path in folder.rglob("*"):
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) & 0o077:
+            yield path
+
+
+def leaks(folder):
+    return {
+        (str(path.relative_to(folder)), secret)
+        for path in readable_by_others(folder)
+        for secret in SECRETS
+        if secret.encode() in path.read_bytes()
+    }
+
+
+def test_secrets_of_a_sweep_reach_the_jobs_alone_and_a_resumed_run_has_them_still(memfit, tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    words = ["--param", "api_key=s3cret-a,s3cret-b", "--param", "t=s3cret-c", "--name", "sweep"]
+    command = ["python", "job.py", "{api_key}", "--hub-token", "{t}", "--password=s3cret-d", "--lr=0.1"]
+    command += ["https://me:s3cret-e@host/", "sh -c 'HF_TOKEN=s3cret-f run'"]
+    first = memfit("map", *words, "--", *command)
+    assert first.exit_code == 4
+    [run] = RunDir.all(tmp_path / "runs", "sweep")
+    listed = [memfit("ps", "--all"), memfit("ps", "--all", "--json"), memfit("watch", run.path)]
+    (tmp_path / "go").touch()
+    resumed = memfit("resume", run.path)
+    assert resumed.exit_code == 0, resumed.err
+    for number, key in ((1, "s3cret-a"), (2, "s3cret-b")):
+        line = f"{key} --hub-token s3cret-c --password=s3cret-d --lr=0.1 https://me:s3cret-e@host/ "
+        line += "sh -c 'HF_TOKEN=s3cret-f run'\n"
+        assert (tmp_path / f"seen_cmd_000{number}").read_text() == 2 * line
+    assert leaks(tmp_path / "runs") == set()
+    told = "".join(one.out + one.err for one in (first, *listed, resumed))
+    assert [secret for secret in SECRETS if secret in told] == []
+    assert "cmd_0001 api_key=*** t=***" in told
+    assert json.loads((run.path / "run.json").read_text())["template"][2:7] == [
+        "{api_key}", "--hub-token", "***", "--password=***", "--lr=0.1",
+    ]  # fmt: skip
+
+
+def test_the_same_command_given_again_goes_on_with_its_run(memfit, tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    words = ["run", "--name", "one", "--", "python", "job.py", "--token", "s3cret-a"]
+    assert memfit(*words).exit_code == 1
+    (tmp_path / "go").touch()
+    assert memfit(*words).exit_code == 0
+    assert len(RunDir.all(tmp_path / "runs", "one")) == 1
+    assert (tmp_path / "seen_cmd_0001").read_text() == 2 * "--token s3cret-a\n"
+
+
+def test_a_run_whose_secrets_are_gone_is_not_resumed_with_asterisks(memfit, tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    assert memfit("run", "--name", "one", "--", "python", "job.py", "--token", "s3cret-a").exit_code == 1
+    [run] = RunDir.all(tmp_path / "runs", "one")
+    (run.path / "run.private.json").unlink()
+    done = memfit("resume", run.path)
+    assert done.exit_code == 2
+    assert "run.private.json is not there" in done.err
+    assert "***" not in (tmp_path / "seen_cmd_0001").read_text()
+
+
+def test_a_job_without_secrets_has_no_private_file(memfit, tmp_path):
+    assert memfit("run", "--name", "one", "--", "echo", "--max-tokens", "512").exit_code == 0
+    assert list((tmp_path / "runs").rglob("*private*")) == []
+
+
+def test_a_functions_arguments_and_a_jobs_variables_are_masked_too(tmp_path):
+    run = RunDir.create(tmp_path / "runs", "bare", "0" * 64)
+    backend = LocalBackend(run)
+    arguments = {"args": ["sh", "-c", "sleep 1; echo $HF_TOKEN > $1", "sh", str(tmp_path / "seen")]}
+    backend.submit(
+        Job("call", target="subprocess:check_call", arguments=arguments | {"env": {"HF_TOKEN": "s3cret-a"}},
+            env={"DB_PASSWORD": "s3cret-b"}, footprint=Footprint.declared("64MiB"))
+    )  # fmt: skip
+    wait_until(lambda: backend.poll()["call"].ended is not None)
+    backend.close()
+    assert (tmp_path / "seen").read_text() == "s3cret-a\n"
+    assert leaks(tmp_path / "runs") == set()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["--tokens=5", "--token-budget 5", "tokenizer=bert", "--lr 0.1", "--keys=a", "--password-file=/a", "a=b", "key=5"],
+)
+def test_what_only_resembles_a_secret_is_shown(text):
+    assert mask([text, *text.split()]) == [text, *text.split()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["--token={}", "TOKEN={}", "--wandb_api_key={}", "params.hub-token={}", "hubToken: {}", "AWS_SECRET_ACCESS_KEY={}",
+     '{{"password": "{}"}}', "Authorization: Bearer {}", "postgres://me:{}@host/db", "--secret '{}'"],
+)  # fmt: skip
+def test_a_secret_is_known_by_its_name_or_its_form(text):
+    masked = mask(text.format("s3cret"))
+    assert "s3cret" not in masked
+    assert "***" in masked
+    for known in ("hf_" + "a" * 30, "ghp_" + "a" * 36, "sk-" + "a" * 40, "AKIA" + "A" * 16):
+        assert mask(f"x {known}") == "x ***"
