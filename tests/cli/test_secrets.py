@@ -119,3 +119,17 @@ def test_a_secret_is_known_by_its_name_or_its_form(text):
     assert "***" in masked
     for known in ("hf_" + "a" * 30, "ghp_" + "a" * 36, "sk-" + "a" * 40, "AKIA" + "A" * 16):
         assert mask(f"x {known}") == "x ***"
+
+
+def test_the_config_and_the_jobs_of_folds_are_for_their_user_where_they_hold_a_secret(memfit, config, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\nimport tiny\n"
+        "class Params(tiny.TinyParams):\n    hub_token: str = ''\n\n"
+        "MINE = replace(tiny.TINY, params=Params)\n"
+    )
+    words = ["--set", "target=mine:MINE", "--set", "params.hub_token=s3cret-a"]
+    done = memfit("run", config(), *words)
+    assert done.exit_code == 0, done.err
+    assert leaks(tmp_path / "runs") == set()
+    [run] = RunDir.all(tmp_path / "runs", "tiny")
+    assert memfit("resume", run.path).exit_code == 0
