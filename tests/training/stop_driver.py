@@ -177,7 +177,7 @@ KINDS = {
 }
 
 
-def fit(folder: Path, kind: Kind, loaders=None) -> str:
+def fit(folder: Path, kind: Kind, loaders) -> str:
     """Everything that a fit leaves: all tensors, the random state, the history, the names of the files."""
     seed_everything(3)
     model = Net()
@@ -193,8 +193,7 @@ def fit(folder: Path, kind: Kind, loaders=None) -> str:
         keep_epochs=1,
         **kind.settings,
     )
-    train, valid = kind.loaders() if loaders is None else loaders
-    result = trainer.fit(train, valid, num_epochs=kind.num_epochs, **kind.fit)
+    result = trainer.fit(*loaders, num_epochs=kind.num_epochs, **kind.fit)
     files = {path.name: path.stat().st_ino for path in sorted(folder.iterdir())}
     parts = [repr(result.history), repr((result.best_epoch, result.stopped_early)), *files]
     for name in {file: name for name, file in files.items()}.values():  # of hard links one
@@ -209,16 +208,19 @@ def sweep(root: Path, kind: Kind, act: Callable[[], None]) -> tuple[list[str], l
 
     Every second fit goes on with the loaders as the first one left them, where that can be.
     """
+    loaders = kind.loaders()
     with watched() as whole:
-        expected = fit(root / "whole", kind)
+        expected = fit(root / "whole", kind, loaders)
     different = []
     for number, name in enumerate(whole.names, 1):
         folder, loaders = root / str(number), kind.loaders()
         with watched(number, act) as before, contextlib.suppress(StoppedError, Torn):
             fit(folder, kind, loaders)
+        if not kind.has_positions or number % 2:
+            loaders = kind.loaders()
         with watched() as after:
             try:
-                end = fit(folder, kind, loaders if kind.has_positions and number % 2 else None)
+                end = fit(folder, kind, loaders)
             except MemfitError as error:
                 end = error.what
         if end != expected:
@@ -239,8 +241,9 @@ def tear() -> None:
 def main() -> None:
     root = Path(sys.argv[1])
     kind = KINDS["Loader"]
+    loaders = kind.loaders()  # the panel's build writes events too
     with watched() as whole:
-        expected = fit(root / "whole", kind)
+        expected = fit(root / "whole", kind, loaders)
     names = whole.names
     trained, validated = "loss in training", "loss in validation"
     first_epoch = names.index("event epoch")
@@ -276,7 +279,7 @@ def start(folder: Path, kind: Kind, number: int) -> tuple[int, str]:
         status = 1
         try:
             with watched(number, wait_for_signal):
-                answer.write_text(fit(folder, kind))
+                answer.write_text(fit(folder, kind, kind.loaders()))
             status = 0
         except StoppedError as error:
             status = error.exit_code

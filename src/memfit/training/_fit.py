@@ -2,9 +2,9 @@
 
 The order of an epoch is train, checkpoint, validate: what was trained is on disk before validation, often the hungrier
 phase, begins. A resume restores weights, optimizer, schedule, averages and random state as a checkpoint has them, takes
-the epoch's data up at its next batch, and goes on. Validation leaves the random state untouched, so it does not matter
-how often it ran: **bit-exact** on the same hardware with the same number of threads, wherever torch's own operations
-are deterministic.
+the epoch's data up at its next batch, and goes on. Validation begins at its first batch and leaves the random state and
+the data's generators untouched, so it does not matter how often it ran: **bit-exact** on the same hardware with the
+same number of threads, wherever torch's own operations are deterministic.
 """
 
 from __future__ import annotations

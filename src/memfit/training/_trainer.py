@@ -180,7 +180,8 @@ class Trainer:
 
         Args:
             train: The training batches.
-            valid: The validation batches; None validates nothing.
+            valid: The validation batches; None validates nothing. Each validation begins at the first of them, after
+                ``set_epoch(0)`` where they have it, and leaves their random generators as they were.
             num_epochs: The epochs to reach, those before a resume included.
             evaluate: ``evaluate(model, valid) -> {name: value}``, called in evaluation mode without gradients; by
                 default the mean loss as ``valid_loss``. The preflight calls it too: it gives it the largest batch, and
