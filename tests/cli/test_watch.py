@@ -111,7 +111,7 @@ def test_a_run_that_has_ended_is_said_to_have_with_how_to_go_on(memfit, tmp_path
 def test_without_any_run_it_gives_2_and_says_what_to_do(memfit):
     done = memfit("watch")
     assert (done.exit_code, done.out) == (2, "")
-    assert re.fullmatch(r"memfit: no run is alive .*\n  rule: .*\n  do: .*memfit run -- .*\n", done.err)
+    assert re.fullmatch(r"memfit: no run of yours is alive .*\n  rule: .*\n  do: .*memfit run -- .*\n", done.err)
 
 
 def test_a_run_on_another_host_is_watched_as_long_as_it_says_that_it_runs(tmp_path):

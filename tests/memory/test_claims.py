@@ -20,8 +20,8 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from memfit.memory._claims import Claims
-claims = Claims(Path(sys.argv[1]), folder=Path(sys.argv[2]), group="/group/of/it")
-claims.write(used_bytes=300, unused_bytes=200)
+claims = Claims(Path(sys.argv[1]), folder=Path(sys.argv[2]))
+claims.write(used_bytes=300, unused_bytes=200, group="/group/of/it")
 print("ready", flush=True)
 time.sleep(300)
 """

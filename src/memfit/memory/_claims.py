@@ -84,7 +84,6 @@ class Claims:
     Args:
         run: The run directory.
         folder: The list; ``MEMFIT_CLAIMS_DIR`` or ``/var/tmp/memfit-<uid>`` when None.
-        group: The folder of the run's parent control group, so that what a dead run left there can be swept.
 
     Attributes:
         problem: Why the run has no entry; empty when it has one.
@@ -100,9 +99,9 @@ class Claims:
         >>> mine.close(); other.close()
     """
 
-    def __init__(self, run: Path, *, folder: Path | None = None, group: str = "") -> None:
+    def __init__(self, run: Path, *, folder: Path | None = None) -> None:
         self._folder = _path_of(folder)
-        self._entry = Entry(run.absolute(), socket.gethostname(), os.getpid(), time.time(), group=group)
+        self._entry = Entry(run.absolute(), socket.gethostname(), os.getpid(), time.time())
         self._name = hashlib.sha256(os.fsencode(self._entry.run)).hexdigest()[:16] + _SUFFIX
         self._descriptor: int | None = None
         self._written: Entry | None = None
@@ -132,7 +131,13 @@ class Claims:
                 os.close(lock)
 
     def write(self, *, used_bytes: int, unused_bytes: int, group: str | None = None) -> None:
-        """Bring the own entry up to date; costs nothing when nothing changed."""
+        """Bring the own entry up to date; costs nothing when nothing changed.
+
+        Args:
+            used_bytes: What the run's jobs use.
+            unused_bytes: What it has promised to jobs that do not use it yet.
+            group: The folder of its parent control group, so that what a dead run left there can be swept.
+        """
         group = self._entry.group if group is None else group
         self._entry = replace(self._entry, used_bytes=used_bytes, unused_bytes=unused_bytes, group=group)
         self._put()
