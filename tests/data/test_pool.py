@@ -153,7 +153,7 @@ def test_the_watchdog_tells_of_an_interpreter_that_does_not_come_up(
 ) -> None:
     (tmp_path / "numpy.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with WorkerPool(2, start_timeout=1.0) as pool:
+    with WorkerPool(2, start_timeout=5.0) as pool:
         with pytest.raises(JobFailedError, match=r"1 of 1: (still imports modules|sleeps)") as raised:
             windows(make(panel, pool))
         assert "numpy.py" in raised.value.what
