@@ -4,8 +4,8 @@ Run ``python benchmarks/ground_truth.py --table FILE``, FILE being the project's
 out beside the repository as ``../shared/ground-truth/peak-memory.csv``. Each row that can be rebuilt becomes the
 training step of the framework that was measured (benchmarks/_ground_truth_programs), is traced on fake tensors in a
 process of its own, and compared in the metric that was published. ``--rows TT-02,LGT-01``, ``--grade A``, ``--peers``
-for other estimators beside it, ``--json FILE`` for all figures. The exit status is 1 if a target is missed or a row
-fails.
+for other estimators beside it, ``--json FILE`` for all figures. The exit status is 1 if a target is missed, a row
+fails, or none was rebuilt.
 """
 
 from __future__ import annotations
@@ -274,6 +274,8 @@ def main() -> int:
     if left_out:
         print(f"not rebuilt ({len(left_out)}): {', '.join(left_out)}")
     missed = print_summary(outcomes) + print_ladder(outcomes)
+    if not any(outcome.value is not None for outcome in outcomes):
+        missed.append("no row was rebuilt")
     missed += [f"{outcome.row.id} failed: {outcome.failure}" for outcome in outcomes if outcome.value is None]
     for line in missed:
         print(f"MISSED: {line}")

@@ -338,8 +338,8 @@ def test_auto_takes_the_largest_batch_whose_bound_fits(estimate):
     assert found.exit_code == 0
     batch = found.json["largest_batch"]["batch"]
     assert batch > 1
-    assert estimate(*words, batch=("--batch", batch)).exit_code == 0
-    assert estimate(*words, batch=("--batch", batch + 1)).exit_code == 3
+    assert estimate(*words, batch=("--batch", batch)).json["verdict"] == "fits"
+    assert estimate(*words, batch=("--batch", batch + 1)).json["verdict"] != "fits"
 
 
 def test_auto_keeps_the_samples_of_an_update(estimate):
@@ -349,7 +349,7 @@ def test_auto_keeps_the_samples_of_an_update(estimate):
     assert chosen["fits"]
     assert chosen["batch"] * chosen["num_microbatches"] * 2 == 960
     larger = min(size for size in range(chosen["batch"] + 1, 481) if 480 % size == 0)
-    assert estimate(*words, batch=("--batch", larger)).exit_code == 3
+    assert estimate(*words, batch=("--batch", larger)).json["verdict"] != "fits"
 
 
 def test_auto_traces_the_batch_that_it_chooses(estimate):

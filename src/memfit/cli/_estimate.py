@@ -14,9 +14,11 @@ from memfit.cli._estimate_workload import answer_for_workload, check_what_to_est
 from memfit.cli._terminal import console
 from memfit.errors import ConfigError, DoesNotFitError, UsageError, nearest
 from memfit.estimation import (
+    TIME_LIMIT,
     Attention,
     Checkpointing,
     Dtype,
+    Loading,
     Optimizer,
     Quantization,
     Setup,
@@ -101,6 +103,12 @@ def estimate(  # noqa: PLR0913 - one each for what decides on the memory
     strategy: Annotated[
         str | None, typer.Option(help="What they share out: ddp, zero1, zero2, zero3, fsdp, tp.", metavar="NAME")
     ] = None,
+    load: Annotated[
+        str,
+        typer.Option(
+            help="How shared weights are loaded: shards, whole (the model on each device first), any.", metavar="HOW"
+        ),
+    ] = "any",
     microbatches: Annotated[
         int | None, typer.Option(min=1, help="Forward and backward passes before each update.", metavar="N")
     ] = None,
@@ -121,6 +129,9 @@ def estimate(  # noqa: PLR0913 - one each for what decides on the memory
         ),
     ] = None,
     formula: Annotated[bool, typer.Option("--formula", help="Compute from the config; trace nothing.")] = False,
+    time_limit: Annotated[
+        float, typer.Option(min=0, help="Trace for so long at most; then compute.", metavar="SECONDS")
+    ] = TIME_LIMIT,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="A setting of CONFIG, for example params.data.lookback=20.", metavar="KEY=VALUE"),
@@ -131,14 +142,14 @@ def estimate(  # noqa: PLR0913 - one each for what decides on the memory
 
     memfit estimate --hf-config config.json --batch 8 --seq-len 512 --gpu A100-80GB
 
-    memfit estimate CONFIG takes the step of a workload on the longest batch of its data; only --gpu, --allocator, --set
-    and --json go with it.
+    memfit estimate CONFIG takes the step of a workload on the longest batch of its data; only --gpu, --allocator,
+    --time-limit, --set and --json go with it.
 
     The step is run twice on fake tensors, in seconds and without a GPU, and what CUDA would allocate is replayed
-    through a model of torch's caching allocator. Where that fails, or torch and transformers are not installed, it is
-    computed from the config, with a wider bound. Figures: allocated (in tensors), active, reserved (held by torch's
-    allocator) and device (with CUDA's context, as nvidia-smi shows it). With --gpu also whether it fits, and the
-    cheapest change after which it does.
+    through a model of torch's caching allocator. Where that fails or takes too long, or torch and transformers are not
+    installed, it is computed from the config, with a wider bound. Figures: allocated (in tensors), active, reserved
+    (held by torch's allocator) and device (with CUDA's context, as nvidia-smi shows it). With --gpu also whether it
+    fits, and the cheapest change after which it does.
 
     Exit codes: 0 done, 2 bad config or input, 3 its bound is above the device: it does not fit, or only may.
     """
@@ -146,8 +157,8 @@ def estimate(  # noqa: PLR0913 - one each for what decides on the memory
 
     check_what_to_estimate(context, config, hf_config)
     if hf_config is None:
-        with _tracing():
-            answer = answer_for_workload(Path(config or ""), _this_gpu(gpu), allocator, set_ or [])
+        with _tracing(time_limit):
+            answer = answer_for_workload(Path(config or ""), _this_gpu(gpu), allocator, set_ or [], time_limit)
         _close(answer, as_json=as_json)
     model = read_config(hf_config)
     rank, targets = parse_lora(lora)
@@ -176,6 +187,7 @@ def estimate(  # noqa: PLR0913 - one each for what decides on the memory
         quantization=_one_of("--quant", quant, get_args(Quantization)),
         world_size=world_size,
         strategy=_one_of("--strategy", strategy or ("ddp" if world_size > 1 else "none"), get_args(Strategy)),
+        load=_one_of("--load", load, get_args(Loading)),
         num_microbatches=microbatches or 1,
         clip_grad_norm=clip,
     )
@@ -195,8 +207,9 @@ def estimate(  # noqa: PLR0913 - one each for what decides on the memory
         available_bytes=available,
         largest_batch=samples is None,
         global_batch=global_batch,
+        time_limit=time_limit,
     )
-    with _tracing():
+    with _tracing(time_limit):
         answer = ask(question)
     answer["data"] = None if found is None else describe_lengths(found, answer["setup"]["batch"], seq_len)
     answer["notes"] += others
@@ -221,7 +234,8 @@ def _close(answer: dict[str, Any], *, as_json: bool) -> NoReturn:
         from memfit.reports import print_estimate
 
         print_estimate(answer, console())
-    raise typer.Exit(0 if answer["verdict"] in ("fits", None) else DoesNotFitError.exit_code)
+    refused = answer["verdict"] in ("may fit", "does not fit")
+    raise typer.Exit(DoesNotFitError.exit_code if refused else 0)
 
 
 def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
@@ -337,10 +351,17 @@ def describe_lengths(lengths: LengthStatistics, batch: int, seq_len: int) -> dic
     }
 
 
-def _tracing() -> AbstractContextManager[object]:
-    """Says on a terminal what takes the seconds."""
+def _tracing(time_limit: float) -> AbstractContextManager[object]:
+    """Say on a terminal what takes the seconds, how many it took, and how many it may take."""
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+
     log = console(stderr=True)
-    return log.status("tracing two training steps on fake tensors") if log.is_terminal else nullcontext()
+    if not log.is_terminal:
+        return nullcontext()
+    text = f"tracing two training steps on fake tensors, for at most {time_limit:.0f} s"
+    progress = Progress(SpinnerColumn(), text, TimeElapsedColumn(), console=log, transient=True)
+    progress.add_task("", total=None)
+    return progress
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from memfit.errors import UsageError
 from memfit.estimation import ALLOCATOR_VARIABLES
 
 #: The flags that go with a config; the others describe a model that is no workload's.
-_OF_CONFIGS = ("config", "gpu", "allocator", "set_", "as_json")
+_OF_CONFIGS = ("config", "gpu", "allocator", "time_limit", "set_", "as_json")
 
 
 def check_what_to_estimate(context: typer.Context, config: Path | None, hf_config: Path | None) -> None:
@@ -50,14 +50,23 @@ def own_allocator(allocator: str | None) -> str | None:
 
 
 def answer_for_workload(
-    config: Path, gpu: tuple[str | None, int | None, Sequence[str]], allocator: str | None, overrides: Sequence[str]
+    config: Path,
+    gpu: tuple[str | None, int | None, Sequence[str]],
+    allocator: str | None,
+    overrides: Sequence[str],
+    time_limit: float,
 ) -> dict[str, Any]:
     """The estimate; ``gpu`` is the device's name, what is free of it, and notes on both."""
     from memfit.pipeline import estimate_workload
 
     name, available, notes = gpu
     answer = estimate_workload(
-        config, gpu=name, available_bytes=available, allocator=own_allocator(allocator), overrides=overrides
+        config,
+        gpu=name,
+        available_bytes=available,
+        allocator=own_allocator(allocator),
+        overrides=overrides,
+        time_limit=time_limit,
     )
     answer["notes"] += notes
     return answer

@@ -23,6 +23,7 @@ from memfit.estimation._setup import (
     Attention,
     Checkpointing,
     Dtype,
+    Loading,
     Optimizer,
     Quantization,
     Setup,
@@ -30,6 +31,7 @@ from memfit.estimation._setup import (
     equation_of_batch,
     split_batch,
 )
+from memfit.estimation._time_limit import TIME_LIMIT, limit_time
 
 if TYPE_CHECKING:
     from memfit.estimation._lengths import (
@@ -44,6 +46,7 @@ __all__ = [
     "ALLOCATOR_VARIABLES",
     "GPUS",
     "METRICS",
+    "TIME_LIMIT",
     "AllocatorFault",
     "AllocatorSettings",
     "Attention",
@@ -54,6 +57,7 @@ __all__ = [
     "Gpu",
     "Interval",
     "LengthStatistics",
+    "Loading",
     "Metric",
     "Optimizer",
     "Quantization",
@@ -70,6 +74,7 @@ __all__ = [
     "find_batch",
     "find_change",
     "find_gpu",
+    "limit_time",
     "list_changes",
     "read_lengths",
     "simulate_batches",

@@ -9,6 +9,7 @@ from memfit.estimation._estimate import Metric
 from memfit.estimation._events import Part, Peak, Phase, Trace
 from memfit.estimation._gpus import Gpu
 from memfit.estimation._interval import Interval
+from memfit.estimation._setup import Setup
 
 #: How far each part may lie above its count. Weights, gradients and states are counted tensor by tensor, and torch's
 #: allocator rounds each up. What is kept for the backward pass depends on the kernels that the library's version
@@ -59,7 +60,7 @@ def bound_device(
         total = Interval.total(found.values())
         value = max(total.value, replay.phases[phase].allocated_bytes)
         slack = trace.slack_bytes if phase in ("backward", "step") else 0
-        slack += trace.convolution_slack.get(phase, 0)
+        slack += trace.convolution_slack.get(phase, 0) + trace.cast_slack
         by_phase[phase] = Interval(value, max(total.upper, value) + slack + _AT_LEAST)
     top = max(by_phase, key=lambda phase: by_phase[phase].value)
     allocated = Interval.highest(by_phase.values())
@@ -81,3 +82,22 @@ def bound_device(
         "device_bytes": reserved + beside,
     }
     return device, by_phase, parts[top]  # type: ignore[return-value]
+
+
+def bound_load(setup: Setup, whole: Interval, unit: int, largest: int) -> Interval | None:
+    """What loading the weights takes of a device; None where it is no more than what stays of them.
+
+    Args:
+        setup: Its strategy, adapters and quantisation count.
+        whole: All weights, as they are held on a device that shares none.
+        unit: The largest block, or what lies beside the blocks.
+        largest: The largest weight before it is quantised.
+    """
+    if setup.world_size > 1 and setup.strategy in ("fsdp", "zero3", "tp"):
+        share = whole.times(1 / setup.world_size, 1.02 / setup.world_size)
+        shards = share + Interval(unit, 2 * unit + _AT_LEAST)
+        every = Interval(whole.value, whole.upper + shards.upper)
+        return {"shards": shards, "whole": every}.get(setup.load, Interval(shards.value, every.upper))
+    if setup.lora_rank or setup.quantization != "none":
+        return whole + Interval(largest, 2 * largest + _AT_LEAST)
+    return None

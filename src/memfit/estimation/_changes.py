@@ -55,6 +55,7 @@ def list_options(before: Setup, after: Setup) -> tuple[str, ...]:
         ("quantization", "quant"),
         ("world_size", "world-size"),
         ("strategy", "strategy"),
+        ("load", "load"),
     )
     names = {"full": "gradient-checkpointing", "selective": "selective-checkpointing"}
     was, will = before.gradient_checkpointing, after.gradient_checkpointing
@@ -85,6 +86,8 @@ def list_changes(setup: Setup) -> Iterator[Change]:
 def _changes(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:
     trains = setup.optimizer != "none"
     full_update = trains and not setup.lora_rank
+    if setup.load != "shards" and setup.strategy in ("fsdp", "zero3", "tp"):
+        yield replace(setup, load="shards"), "none: build on the meta device, load shard by shard", True
     if setup.attention == "eager":
         yield replace(setup, attention="sdpa"), "none: it is faster", True
     if full_update and setup.foreach and not setup.optimizer_in_backward:
@@ -104,7 +107,7 @@ def _changes(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:
     if trains and not setup.offload_activations and setup.gradient_checkpointing == "full":
         yield replace(setup, offload_activations=True), "host memory, and speed where the bus is slow", True
     if full_update and setup.world_size > 1 and setup.strategy in ("none", "ddp", "zero1", "zero2"):
-        yield replace(setup, strategy="fsdp"), "traffic between the devices", True
+        yield replace(setup, strategy="fsdp", load="shards"), "traffic between the devices", True
     yield from _changes_of_training(setup, trains, full_update)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from memfit.estimation._events import Part, Phase
 from memfit.estimation._gpus import Gpu
@@ -15,7 +15,21 @@ from memfit.estimation._interval import Interval
 Metric = Literal["allocated_bytes", "active_bytes", "reserved_bytes", "device_bytes"]
 METRICS: tuple[Metric, ...] = ("allocated_bytes", "active_bytes", "reserved_bytes", "device_bytes")
 Method = Literal["traced", "formula"]
-Verdict = Literal["fits", "may fit", "does not fit"]
+Verdict = Literal["fits", "fits with a thin margin", "may fit", "does not fit"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+#: The share of a device's memory below which a margin is thin.
+THIN = 0.03
+
+
+def judge(need: Interval, total_bytes: int) -> Verdict:
+    """Whether bytes fit a device.
+
+    >>> [judge(Interval(50, upper), 100) for upper in (97, 98, 101)], judge(Interval(101), 100)
+    (['fits', 'fits with a thin margin', 'may fit'], 'does not fit')
+    """
+    if need.upper <= total_bytes:
+        return "fits" if total_bytes - need.upper >= THIN * total_bytes else "fits with a thin margin"
+    return "may fit" if need.value <= total_bytes else "does not fit"
 
 
 @dataclass(frozen=True)
@@ -28,8 +42,9 @@ class Estimate:
         by_phase: The allocated peak of each phase, in order.
         method: ``traced`` where the step was run on fake tensors, ``formula`` where it was computed from the config.
         gpu: The device that it is for; None for any.
-        verdict: Whether it fits there: ``fits`` when the bound does. What torch's allocator has cached it gives back
-            before it runs out of memory, so reserved bytes beyond the device's do not speak against it.
+        verdict: Whether it fits there: ``fits`` when the bound leaves `THIN` of the device free. The margin is thin too
+            where the bound is above the device and torch's allocator can give back enough of what it has cached.
+        versions: The libraries whose memory is modelled, with their versions.
         notes: What was replaced, assumed or left out, in words.
     """
 
@@ -40,6 +55,7 @@ class Estimate:
     gpu: Gpu | None = None
     verdict: Verdict | None = None
     notes: tuple[str, ...] = field(default_factory=tuple)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def peak_phase(self) -> Phase:
@@ -56,5 +72,6 @@ class Estimate:
             "method": self.method,
             "gpu": None if self.gpu is None else {"name": self.gpu.name, "total_bytes": self.gpu.total_bytes},
             "verdict": self.verdict,
+            "versions": dict(self.versions),
             "notes": list(self.notes),
         }

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import UntraceableError
 from memfit.estimation._allocator import replay
 from memfit.estimation._allocator_settings import AllocatorSettings
-from memfit.estimation._bounds import bound_device
-from memfit.estimation._estimate import Estimate, Metric, Verdict
+from memfit.estimation._bounds import bound_device, bound_load
+from memfit.estimation._estimate import VERDICTS, Estimate, Metric, Verdict, judge
 from memfit.estimation._events import Trace, find_peaks
-from memfit.estimation._formula import estimate_by_formula
+from memfit.estimation._formula import RULES_OF, estimate_by_formula
 from memfit.estimation._gpus import Gpu, find_gpu
 from memfit.estimation._interval import Interval
-from memfit.estimation._setup import Setup
+from memfit.estimation._setup import Setup, list_assumptions
 
 if TYPE_CHECKING:
     import torch
@@ -89,31 +90,46 @@ def _estimate_trace(found: Trace, gpu: Gpu | None, *, world_size: int, allocator
     peaks = find_peaks(found)
     at_will = replay(found, allocator)
     figures, by_phase, parts = bound_device(peaks, at_will, device, found, world_size=world_size)
-    if gpu is None:
-        return Estimate(figures, parts, by_phase, "traced", notes=found.notes)
     beside = device.context_bytes + device.nccl_bytes(world_size)
-    verdict: Verdict = "fits"
+    verdict = None if gpu is None else judge(figures["device_bytes"], gpu.total_bytes)
     notes = found.notes
-    if figures["device_bytes"].upper > gpu.total_bytes:  # then the allocator gives back what it has cached
+    if gpu is not None and figures["device_bytes"].upper > gpu.total_bytes:  # the allocator gives back what it cached
         above = figures["allocated_bytes"].upper - figures["allocated_bytes"].value
         tight = replay(found, allocator, capacity_bytes=max(0, gpu.total_bytes - beside.value))
         tightest = replay(found, allocator, capacity_bytes=max(0, gpu.total_bytes - beside.upper - above))
         if tight.out_of_memory_at is not None:
             verdict = "does not fit"
         else:
-            verdict = "may fit" if tightest.out_of_memory_at is not None else "fits"
+            verdict = "may fit" if tightest.out_of_memory_at is not None else "fits with a thin margin"
             figures, by_phase, parts = bound_device(peaks, tight, device, found, world_size=world_size)
-            if verdict == "fits":
-                figures = _capped(figures, gpu.total_bytes, gpu.total_bytes - beside.value)
             if tight.num_retries:
                 notes = (*notes, _RETRIES.format(tight.num_retries))
-    return Estimate(figures, parts, by_phase, "traced", gpu, verdict, notes)
+    traced = Estimate(figures, parts, by_phase, "traced", gpu, verdict, notes, _installed())
+    return traced if found.load is None else _with_load(traced, found.load, beside)
 
 
-def _capped(figures: dict[Metric, Interval], total_bytes: int, lendable_bytes: int) -> dict[Metric, Interval]:
-    """Figures of what runs within a device: no bound is above what it has."""
-    most = {**dict.fromkeys(figures, lendable_bytes), "device_bytes": total_bytes}
-    return {name: Interval(min(one.value, most[name]), min(one.upper, most[name])) for name, one in figures.items()}
+def _installed() -> dict[str, str]:
+    """The libraries in whose code a step was traced."""
+    loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "transformers")}
+    return {name: version for name, version in loaded.items() if version}
+
+
+def _with_load(step: Estimate, load: Interval, beside: Interval) -> Estimate:
+    """An estimate of a step with that of loading the weights before it."""
+    need = {**dict.fromkeys(step.device, load), "device_bytes": load + beside}
+    figures = {name: Interval.highest([one, need[name]]) for name, one in step.device.items()}
+    highest = max(one.value for one in step.by_phase.values())
+    return replace(
+        step,
+        device=figures,
+        by_phase={"load": load, **step.by_phase},
+        parts={"weights": load} if load.value > highest else step.parts,
+        verdict=step.gpu and _worse(step.verdict, judge(need["device_bytes"], step.gpu.total_bytes)),
+    )
+
+
+def _worse(*verdicts: Verdict | None) -> Verdict:
+    return max((one for one in verdicts if one is not None), key=VERDICTS.index)
 
 
 def estimate_config(
@@ -130,14 +146,38 @@ def estimate_config(
         MissingExtraError: Neither torch and transformers are there, nor does the formula know the config.
     """
     try:
-        return estimate_program(
-            lambda: _program_of(config, setup), gpu=gpu, world_size=setup.world_size, allocator=allocator
-        )
+        return _estimate_setup(lambda one: _program_of(config, one), setup, gpu, allocator)
     except ImportError as error:
         reason = f"{error.name or error} is not installed"
     except UntraceableError as error:
         reason = error.what
     return estimate_formula(config, setup, gpu=gpu, reason=reason)
+
+
+def _estimate_setup(
+    make: Callable[[Setup], Program], setup: Setup, gpu: Gpu | None, allocator: AllocatorSettings | None
+) -> Estimate:
+    """The estimate of a setup; of a compiled one with the bound of no fusion, for versions of torch fuse otherwise."""
+
+    def trace(one: Setup) -> Estimate:
+        return estimate_program(lambda: make(one), gpu=gpu, world_size=one.world_size, allocator=allocator)
+
+    found = trace(setup)
+    found = replace(found, notes=(*found.notes, *list_assumptions(setup)))
+    if not setup.compiled:
+        return found
+    plain = trace(replace(setup, compiled=False))
+
+    def widen(fused: Mapping[Any, Interval], others: Mapping[Any, Interval]) -> dict[Any, Interval]:
+        return {name: Interval(one.value, max(one.upper, others[name].upper)) for name, one in fused.items()}
+
+    return replace(
+        found,
+        device=widen(found.device, plain.device),
+        by_phase=widen(found.by_phase, plain.by_phase),
+        verdict=gpu and _worse(found.verdict, min(plain.verdict or "fits", "may fit", key=VERDICTS.index)),
+        notes=(*found.notes, "the bound is that of the same step without torch.compile"),
+    )
 
 
 def _program_of(config: Mapping[str, Any], setup: Setup) -> Program:
@@ -154,10 +194,35 @@ def transform(program: Program, setup: Setup) -> Program:
     from memfit.estimation._program import find_blocks
 
     blocks = find_blocks(program.model)
+    load, cast_slack = _find_load(program, setup, blocks)
+    program = replace(program, load=load, cast_slack=cast_slack)
     if setup.compiled:
         program = compile_blocks(program, blocks)
     checkpoint_blocks(blocks, setup.gradient_checkpointing)
     return shard(program, setup) if setup.world_size > 1 and setup.strategy != "none" else program
+
+
+def _find_load(program: Program, setup: Setup, blocks: Sequence[torch.nn.Module]) -> tuple[Interval | None, int]:
+    """What loading a program's weights takes, and what stays if what is not quantised is cast to fp32.
+
+    PEFT's ``prepare_model_for_kbit_training`` casts it.
+    """
+    from memfit.estimation._quantization import QuantizedLinear
+
+    def count(parameters: Iterable[torch.nn.Parameter]) -> int:
+        return sum(one.numel() * one.element_size() for one in parameters)
+
+    whole = count(program.model.parameters())
+    in_blocks = [count(block.parameters()) for block in blocks]
+    largest = max((one.numel() * one.element_size() for one in program.model.parameters()), default=0)
+    slack = 0
+    if setup.quantization != "none":
+        quantised = [module for module in program.model.modules() if isinstance(module, QuantizedLinear)]
+        sizes = [one.in_features * one.out_features * one.compute_dtype.itemsize for one in quantised]
+        largest = max([largest, *sizes])
+        slack = count(one for one in program.model.parameters() if one.is_floating_point() and one.itemsize == 2)
+        slack //= setup.world_size if setup.strategy in ("fsdp", "zero3", "tp") else 1
+    return bound_load(setup, Interval(whole), max([whole - sum(in_blocks), *in_blocks]), largest), slack
 
 
 def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None = None, reason: str = "") -> Estimate:
@@ -174,13 +239,9 @@ def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None
         "reserved_bytes": reserved,
         "device_bytes": reserved + beside,
     }
-    notes = (*((f"computed, not traced: {reason}",) if reason else ()), *found.notes)
-    verdict: Verdict | None = None
-    if gpu is not None:
-        need = figures["device_bytes"]
-        fits = need.upper <= gpu.total_bytes
-        verdict = "fits" if fits else "may fit" if need.value <= gpu.total_bytes else "does not fit"
-    return Estimate(figures, found.parts, found.by_phase, "formula", gpu, verdict, notes)
+    notes = (*((f"computed, not traced: {reason}",) if reason else ()), *found.notes, *list_assumptions(setup))
+    verdict = gpu and judge(figures["device_bytes"], gpu.total_bytes)
+    return Estimate(figures, found.parts, found.by_phase, "formula", gpu, verdict, notes, RULES_OF)
 
 
 def estimate(
@@ -218,11 +279,11 @@ def estimate(
         (4198400, 'traced')
     """
     setup = setup or Setup(dtype="fp32")
-    return estimate_program(
-        lambda: _program_from(build_model, example_batch, loss, setup),
-        gpu=find_gpu(gpu) if isinstance(gpu, str) else gpu,
-        world_size=setup.world_size,
-        allocator=None if allocator is None else AllocatorSettings.parse(allocator),
+    return _estimate_setup(
+        lambda one: _program_from(build_model, example_batch, loss, one),
+        setup,
+        find_gpu(gpu) if isinstance(gpu, str) else gpu,
+        None if allocator is None else AllocatorSettings.parse(allocator),
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from memfit.estimation._interval import Interval
+
 #: What the bytes of a block are for.
 Part = Literal[
     "weights",  # parameters
@@ -19,7 +21,7 @@ Part = Literal[
     "communication",  # gathered weights, buckets, buffers of collectives
     "workspaces",  # scratch memory of cuBLAS and cuDNN that torch's allocator holds
 ]
-Phase = Literal["build", "forward", "backward", "step", "validate"]
+Phase = Literal["load", "build", "forward", "backward", "step", "validate"]
 PARTS: tuple[Part, ...] = Part.__args__  # type: ignore[attr-defined]
 PHASES: tuple[Phase, ...] = Phase.__args__  # type: ignore[attr-defined]
 
@@ -51,6 +53,7 @@ class Trace:
         slack_bytes: What an update may take beyond what was traced, as implementations of the same optimizer differ.
         convolution_slack: What another algorithm of cuDNN may take beyond what was counted, by phase; empty without
             convolutions.
+        load: What loading the weights takes, and `cast_slack` what stays if libraries then widen some of them.
     """
 
     events: Sequence[Event]
@@ -60,6 +63,8 @@ class Trace:
     streams: Mapping[int, int] = field(default_factory=dict)
     slack_bytes: int = 0
     convolution_slack: Mapping[Phase, int] = field(default_factory=dict)
+    load: Interval | None = None
+    cast_slack: int = 0
 
 
 @dataclass(frozen=True)

@@ -312,6 +312,30 @@ def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
     return Anatomy(family, stacks, tables, head, tied, num_norm, caps_logits=caps_logits, is_exact=exact)
 
 
+def _state_space(config: ModelConfig, family: str) -> Anatomy:
+    """Mamba without its fused kernels: the states of every time step are kept, in fp32 (modeling_mamba.py)."""
+    width, states = config.hidden, config.size("state_size", least=1)
+    inner, bias = config.size("expand", default=2) * width, bool(config.get("use_bias", default=False))
+    rank = -(-width // 16) if config.get("time_step_rank") == "auto" else config.size("time_step_rank", least=1)
+    linears = (
+        Linear("in_proj", width, 2 * inner, bias),
+        Linear("x_proj", inner, rank + 2 * states),
+        Linear("dt_proj", rank, inner, True),
+        Linear("out_proj", inner, width, bias),
+    )
+    kept = (
+        *_rms_norm(width),
+        Kept("input", width, "compute", ("in_proj",)),
+        Kept("gates", 4 * inner),
+        Kept("states", 4 * inner * states, "fp32"),
+    )
+    each = config.size("conv_kernel", default=4) + bool(config.get("use_conv_bias", default=True)) + states + 1
+    block = Block(width, linears, (), kept, width + inner * each, 8 * inner * states)
+    vocabulary, tied = config.size("vocab_size"), bool(config.get("tie_word_embeddings", default=True))
+    head = Linear("lm_head", width, vocabulary)
+    return Anatomy(family, (Stack(block, config.layers),), ((vocabulary, width),), head, tied, width)
+
+
 def _gated_experts(config: ModelConfig, family: str, width: int) -> Block:
     act = config.text("hidden_activation", "hidden_act", default="silu")
     count = config.size("num_local_experts", "num_experts", "n_routed_experts", default=1)
@@ -540,6 +564,7 @@ FAMILIES: Mapping[str, Callable[[ModelConfig, str], Anatomy]] = {
     **dict.fromkeys(("t5", "mt5"), _t5),
     **dict.fromkeys(("bert", "roberta", "distilbert", "electra", "deberta", "deberta-v2"), _encoder),
     "vit": _vit,
+    "mamba": _state_space,
 }
 _ALIASES = {"gemma3_text": "gemma3", "xlm-roberta": "roberta", "camembert": "roberta", "umt5": "generic"}
 

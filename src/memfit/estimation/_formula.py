@@ -12,12 +12,15 @@ from functools import cached_property
 from typing import Any
 
 from memfit.errors import ConfigError, nearest
+from memfit.estimation._bounds import bound_load
 from memfit.estimation._events import Part, Phase
 from memfit.estimation._families import Anatomy, Attention, Block, Kept, Linear, Stack, find_anatomy
 from memfit.estimation._interval import Interval
 from memfit.estimation._model_config import check_names
 from memfit.estimation._setup import Setup
 
+#: The versions whose memory the formula counts.
+RULES_OF = {"torch": "2.13", "transformers": "5"}
 _SIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 #: Bytes of a number in 4 bits: blocks of 64 with a scale in fp32 each (bitsandbytes functional.py; scales that are
@@ -241,15 +244,29 @@ class _Case:
         return counted.times(1, _ABOVE_COUNT[not self.anatomy.is_exact])
 
     @cached_property
-    def weights(self) -> Interval:
+    def whole(self) -> Interval:
+        """The weights before any sharing; libraries may widen what is not quantised to fp32."""
         in_blocks = sum(
             stack.num_blocks * linear.num_weights for stack, block in self.blocks for linear in block.linears
         )
-        size = _QUANTISED.get(self.setup.quantization, self.held)
-        whole = Interval(_most(in_blocks * size) + (self.num_base - in_blocks) * self.held)
+        size, rest = _QUANTISED.get(self.setup.quantization, self.held), (self.num_base - in_blocks) * self.held
+        whole = Interval(_most(in_blocks * size) + rest)
         whole += Interval(self.num_adapters * self.trained * bool(self.setup.lora_rank))
+        return self._wide(whole + Interval(0, rest * (self.setup.quantization != "none" and self.held == 2)))
+
+    @cached_property
+    def weights(self) -> Interval:
         share = self._share("zero3", "fsdp", "tp")
-        return self._wide(whole.times(share, share if share == 1 else share * 1.02))  # rows may be padded
+        return self.whole.times(share, share if share == 1 else share * 1.02)  # rows may be padded
+
+    @property
+    def load(self) -> Interval | None:
+        """What loading the weights takes."""
+        blocks = [block.num_parameters for _, block in self.blocks]
+        beside = self.num_base - sum(stack.num_blocks * block.num_parameters for stack, block in self.blocks)
+        tables = [rows * width for rows, width in self.anatomy.tables]
+        largest = max([*tables, *(one.num_weights for _, block in self.blocks for one in block.linears)])
+        return bound_load(self.setup, self.whole, max(beside, *blocks) * self.held, largest * self.held)
 
     @cached_property
     def gradients(self) -> Interval:
@@ -389,7 +406,9 @@ class _Case:
         attention = 4 * wide * self.compute + 4 * wide  # gradients of q, k, v and the result; an fp32 sum of q's
         norm = 3 * 4 * block.width
         found = count * max(mlp, attention * share, norm)
-        scores = self.setup.batch * tokens * max(tokens, source) * max(one.heads for one in block.attentions)
+        scores = (
+            self.setup.batch * tokens * max(tokens, source) * max((one.heads for one in block.attentions), default=0)
+        )
         if any(self._keeps_scores(one) or one.is_biased for one in block.attentions):
             found = max(found, scores * (4 + self.compute) * share)
         if self.setup.quantization != "none":  # one weight made whole again
@@ -511,14 +530,14 @@ class _Case:
         steps = [step]
         if self.setup.optimizer_in_backward:
             steps = [moment(Interval(), workspaces=threads)]
+        load = self.load
+        loads: dict[Phase, list[_Moment]] = {} if load is None else {"load": [{"weights": load}]}
         if self.setup.optimizer == "none":
-            return {"build": [always], "forward": forward[:1]}
+            return loads | {"build": [always], "forward": forward[:1]}
         built: _Moment = {"weights": self.weights, "buffers": Interval(0, _BUFFERS)}
-        if self.setup.quantization != "none":  # made whole before it is quantised
-            built["temporaries"] = Interval(0, self.num_base * self.held)
         if self.has_masters:
             built["optimizer"] = Interval(0, self.optimizer.upper)
-        return {"build": [built], "forward": forward, "backward": backward, "step": steps}
+        return loads | {"build": [built], "forward": forward, "backward": backward, "step": steps}
 
     @property
     def notes(self) -> tuple[str, ...]:

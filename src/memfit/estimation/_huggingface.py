@@ -193,6 +193,9 @@ def _parse(config: Mapping[str, Any], notes: dict[str, None]) -> tuple[Any, type
             remedy="correct the value it names, or leave it out for its default",
         ) from error
     _note_defaults(parsed, defaults, config, notes)
+    if config.get("tie_word_embeddings") is False and parsed.tie_word_embeddings:
+        version = transformers.__version__
+        notes[f"transformers {version} ties the head to the embedding; the config says that it does not"] = None
     if kind is None or _is_bare(kind):
         kind = _find_task(transformers, parsed, kind, notes)
     return parsed, kind

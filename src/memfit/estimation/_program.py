@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.estimation._interval import Interval
+
 
 @dataclass
 class Program:
@@ -25,6 +27,8 @@ class Program:
         before_step: Called between the last backward pass and the update: collectives, unscaling.
         after_step: Called after the update, before gradients are dropped.
         notes: What was replaced or assumed, in words.
+        load: What loading the weights takes; None where that is no more than what stays.
+        cast_slack: What stays beyond the count if libraries widen weights after loading them.
     """
 
     model: nn.Module
@@ -37,6 +41,8 @@ class Program:
     before_step: Callable[[], None] | None = None
     after_step: Callable[[], None] | None = None
     notes: tuple[str, ...] = ()
+    load: Interval | None = None
+    cast_slack: int = 0
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.estimation._cuda_ops import CudaOps
 from memfit.estimation._events import Event, Part, Phase
+from memfit.estimation._time_limit import check_time
 
 _forced_parts: list[tuple[Part, int]] = []
 
@@ -169,6 +170,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        check_time()
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             return self._guess_number(func, args[0])

@@ -15,6 +15,7 @@ Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "tp"]
 Quantization = Literal["none", "nf4", "int8"]
+Loading = Literal["any", "shards", "whole"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Setup:
         quantization: How frozen base weights are held.
         world_size: Devices.
         strategy: What is shared out among them.
+        load: How weights that are shared out are loaded: ``shards`` one block after the other, ``whole`` with the whole
+            model on each device before it is sharded, ``any`` with the first as the value and the second as the bound.
         num_microbatches: Forward and backward passes before each update.
         clip_grad_norm: Whether gradients are clipped by their norm.
     """
@@ -67,8 +70,36 @@ class Setup:
     quantization: Quantization = "none"
     world_size: int = 1
     strategy: Strategy = "none"
+    load: Loading = "any"
     num_microbatches: int = 1
     clip_grad_norm: bool = True
+
+
+def list_assumptions(setup: Setup) -> tuple[str, ...]:
+    """What a setup leaves open or loses, in words.
+
+    >>> list_assumptions(Setup(dtype="bf16", master_weights=True)), len(list_assumptions(Setup(dtype="bf16")))
+    ((), 1)
+    """
+    found = []
+    partitions = setup.strategy in ("zero1", "zero2", "zero3") and setup.world_size > 1  # DeepSpeed's are in fp32
+    full = not setup.lora_rank and setup.optimizer != "none"
+    if setup.dtype == "bf16" and full and not setup.master_weights and not partitions:
+        found.append(
+            "pure bf16 loses every update that is less than about 1/256 of its weight; --master-weights or --dtype "
+            "bf16-amp keeps them"
+        )
+    if setup.world_size > 1 and setup.strategy in ("fsdp", "zero3", "tp") and setup.load == "any":
+        found.append(
+            "load: the value loads shard by shard, the bound loads the whole model on each device before sharding it; "
+            "--load shards or --load whole says which"
+        )
+    elif setup.quantization != "none":
+        found.append(
+            f"load: from_pretrained puts one weight after the other on the device and makes it {setup.quantization} "
+            "there; the bound has what is not quantised in fp32, as after PEFT's prepare_model_for_kbit_training"
+        )
+    return tuple(found)
 
 
 def equation_of_batch(batch: int, num_microbatches: int, world_size: int) -> str:

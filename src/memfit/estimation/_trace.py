@@ -76,7 +76,8 @@ def trace(
         raise
     except Exception as error:
         raise UntraceableError.at(_find_module(error, models), f"{type(error).__name__}: {error}") from error
-    return Trace(events, parts, tuple(notes), modules, streams, slack_bytes, convolution_slack)
+    more = (program.load, program.cast_slack)
+    return Trace(events, parts, tuple(notes), modules, streams, slack_bytes, convolution_slack, *more)
 
 
 def _without_building(events: Sequence[Event]) -> list[Event]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -47,6 +48,7 @@ def estimate_workload(
     allocator: str | None = None,
     overrides: Sequence[config.Override] = (),
     env: Mapping[str, str] | None = None,
+    time_limit: float = math.inf,
 ) -> dict[str, Any]:
     """Estimate the training step of a config's workload, on its first fold, in an interpreter of its own.
 
@@ -57,6 +59,7 @@ def estimate_workload(
         allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``; None for the config's ``memory.cuda_allocator``.
         overrides: Further settings of the config.
         env: The environment; this process's when None.
+        time_limit: Seconds for the trace.
 
     Returns:
         What ``memfit.planning.ask`` gives, without a ``setup``, for the step is the workload's own: ``data`` says what
@@ -73,15 +76,15 @@ def estimate_workload(
         find_gpu(gpu)
     if allocator is not None:
         check_allocator(allocator, name="--allocator")
-    arguments = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator}
+    arguments = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
     return call_alone(f"{__name__}:estimate_in_child", source, arguments, overrides=overrides, env=env)
 
 
 def estimate_in_child(
-    target: str, resolved: str, gpu: str | None, available_bytes: int | None, allocator: str | None
+    target: str, resolved: str, gpu: str | None, available_bytes: int | None, allocator: str | None, time_limit: float
 ) -> dict[str, Any]:
     """Prepare the workload's data as a run does, take its longest batch, and trace its step."""
-    from memfit.estimation import check_allocator
+    from memfit.estimation import check_allocator, limit_time
     from memfit.pipeline._workload import PrepareContext, first_fold, load_workload
 
     workload = load_workload(target)
@@ -106,7 +109,8 @@ def estimate_in_child(
             step = make_step(context, params)
             return lambda: step(longest.batch)
 
-        found = _trace(make, target, gpu, available_bytes, text)
+        with limit_time(time_limit):
+            found = _trace(make, target, gpu, available_bytes, text)
         host = _host(loader, longest.batch, prepared.panel)
     host_text = _host_text(host)
     data = {

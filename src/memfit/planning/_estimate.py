@@ -9,9 +9,11 @@ from typing import Any
 
 from memfit.errors import ConfigError, MissingExtraError, UsageError, nearest
 from memfit.estimation import (
+    TIME_LIMIT,
     AllocatorSettings,
     Estimate,
     Gpu,
+    Interval,
     Setup,
     check_allocator,
     estimate_config,
@@ -19,12 +21,16 @@ from memfit.estimation import (
     find_batch,
     find_change,
     find_gpu,
+    limit_time,
     split_batch,
 )
+from memfit.estimation._estimate import judge
 from memfit.estimation._model_config import check_names
 from memfit.jobs import call_in_child
 from memfit.units import format_bytes
 
+#: Beyond this difference between trace and formula the answer says so.
+_MOST_APART = 0.15
 _MOST_SAMPLES = 1 << 14  # of a microbatch that is looked for
 _KILLED = f"the process that traced was killed (signal {int(signal.SIGKILL)}): out of memory?"
 #: The names of the numbers of blocks in a config.json.
@@ -46,6 +52,7 @@ class Question:
         available_bytes: What others leave of the device; None for all of it.
         largest_batch: Whether ``setup.batch`` is to be replaced by the largest that fits.
         global_batch: Samples an update, which the largest batch then divides; None for any number.
+        time_limit: Seconds for all tracing; after them the formula answers.
     """
 
     config: Mapping[str, Any]
@@ -56,6 +63,7 @@ class Question:
     available_bytes: int | None = None
     largest_batch: bool = False
     global_batch: int | None = None
+    time_limit: float = TIME_LIMIT
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form, which is also what ``answer_in_child`` takes."""
@@ -162,6 +170,11 @@ def _answer(question: Question) -> dict[str, Any]:
 def answer_in_child(**words: Any) -> dict[str, Any]:
     """Estimate, and look for a change where it does not fit; takes what ``Question.to_dict`` gives."""
     question = Question.from_dict(words)
+    with limit_time(question.time_limit):
+        return _answer_here(question)
+
+
+def _answer_here(question: Question) -> dict[str, Any]:
     config, device = question.config, question.device
     make = _estimator(question, device)
 
@@ -178,15 +191,22 @@ def answer_in_child(**words: Any) -> dict[str, Any]:
         "change": None,
         "smaller_model": None,
     }
+    formula = estimate_formula(config, setup, gpu=device) if guess and found.method == "traced" else found
+    traced, computed = (one.device["allocated_bytes"].value for one in (found, formula))
+    if abs(traced / max(computed, 1) - 1) > _MOST_APART:
+        answer["notes"].append(
+            f"the trace says {format_bytes(traced)} in tensors and the formula {format_bytes(computed)}: the trace "
+            "counts, and what the formula proposes is scaled to it"
+        )
     if device is None or found.verdict == "fits":
         return answer
     if guess is None:
         answer["notes"].append(f"no change was looked for, as the formula does not read this model's config: {unread}")
         return answer
-    scale = found.device["device_bytes"].upper / max(guess(setup), 1)
+    scale = found.device["device_bytes"].upper / max(formula.device["device_bytes"].upper, 1)
     change = find_change(setup, device, lambda changed: int(guess(changed) * scale), make)
     if change is None:
-        return answer | {"smaller_model": _smaller_model(config, setup, device)}
+        return answer | {"smaller_model": _smaller_model(config, setup, device, scale)}
     better, after = change
     return answer | {
         "change": {
@@ -243,8 +263,8 @@ def _why_not_traced(config: Mapping[str, Any]) -> str:
     return f"transformers {transformers.__version__} has no model type {name!r}{hint}"
 
 
-def _smaller_model(config: Mapping[str, Any], setup: Setup, device: Gpu) -> dict[str, Any] | None:
-    """The most blocks of a model of the same widths whose bound fits by the formula, with what saves most else."""
+def _smaller_model(config: Mapping[str, Any], setup: Setup, device: Gpu, scale: float) -> dict[str, Any] | None:
+    """The most blocks of a model of the same widths whose scaled bound fits, with what saves most else."""
     numbers = {name: config[name] for name in _NUM_BLOCKS if isinstance(config.get(name), int)}
     saving = replace(setup, foreach=False)
     if setup.optimizer != "none":
@@ -257,20 +277,23 @@ def _smaller_model(config: Mapping[str, Any], setup: Setup, device: Gpu) -> dict
     def shrink(blocks: int) -> dict[str, Any]:
         return {**config, **{name: max(1, round(count * blocks / total)) for name, count in numbers.items()}}
 
+    def need(blocks: int) -> dict[str, Interval]:
+        found = estimate_formula(shrink(blocks), saving, gpu=device)
+        return {name: one.times(scale) for name, one in found.device.items()}
+
     while above - fits > 1:  # fewer blocks take less
         middle = (fits + above) // 2
-        verdict = estimate_formula(shrink(middle), saving, gpu=device).verdict
+        verdict = judge(need(middle)["device_bytes"], device.total_bytes)
         fits, above = (middle, above) if verdict == "fits" else (fits, middle)
     if not fits:
         return None
-    smaller = shrink(fits)
-    found = estimate_formula(smaller, saving, gpu=device)
+    smaller, sizes = shrink(fits), need(fits)
     alone = replace(setup, strategy="none", world_size=1, lora_rank=0, quantization="none", dtype="fp32")
     alone = replace(alone, master_weights=False)
     return {
         "num_blocks": {name: smaller[name] for name in numbers},
         "num_parameters": estimate_formula(smaller, alone).parts["weights"].value // 4,
-        "device": found.to_dict()["device"],
+        "device": {name: vars(one) for name, one in sizes.items()},
         "text": f"{fits} of {total} blocks of these widths would, by the formula: at most "
-        f"{format_bytes(found.device['device_bytes'].upper)}",
+        f"{format_bytes(sizes['device_bytes'].upper)}",
     }

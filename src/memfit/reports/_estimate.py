@@ -17,7 +17,13 @@ _METRICS = {
     "reserved_bytes": "held by torch's allocator",
     "device_bytes": "with CUDA's context, as nvidia-smi shows it",
 }
-_STYLES = {"fits": "bold green", "may fit": "bold yellow", "does not fit": "bold red"}
+_STYLES = {
+    "fits": "bold green",
+    "fits with a thin margin": "bold yellow",
+    "may fit": "bold yellow",
+    "does not fit": "bold red",
+}
+_METHODS = {"traced": "traced in the code of", "formula": "computed by the rules of"}
 
 
 def print_estimate(answer: Mapping[str, Any], log: Console) -> None:
@@ -27,6 +33,8 @@ def print_estimate(answer: Mapping[str, Any], log: Console) -> None:
         log.print(answer["data"]["text"], markup=False, soft_wrap=True)
     if answer["setup"] is not None:  # a workload's step has none
         _equation(answer, log)
+    versions = " and ".join(f"{name} {version}" for name, version in answer["versions"].items())
+    log.print(f"{_METHODS[answer['method']]} {versions}", markup=False, soft_wrap=True)
     log.print()
     log.print(_table(("device", "value", "at most", ""), [
         (name.removesuffix("_bytes"), *_sizes(answer["device"][name]), text) for name, text in _METRICS.items()
@@ -58,12 +66,11 @@ def _verdict(answer: Mapping[str, Any], log: Console) -> None:
     name = answer["gpu"]["name"]
     size = format_bytes(total) if name == format_bytes(total) else f"{format_bytes(total)} ({name})"
     left = total - need["upper"]
-    if left == 0 and answer["verdict"] == "fits":
-        rest = "beyond that torch's allocator gives back what it has cached"
-    elif left >= 0:
-        rest = f"{format_bytes(left)} to spare at the least"
-    else:
-        rest = f"the bound is {format_bytes(-left)} above it"
+    rest = (
+        f"{format_bytes(left)} to spare at the least" if left >= 0 else f"the bound is {format_bytes(-left)} above it"
+    )
+    if left < 0 and answer["verdict"].startswith("fits"):
+        rest += ", which torch's allocator gives back of its cache"
     log.print(
         f"{answer['verdict']}: takes {text} of {size}; {rest}",
         style=_STYLES[answer["verdict"]],
