@@ -16,6 +16,7 @@ from ground_truth import (  # noqa: E402
     estimate_one,
     find_interval,
     find_specs,
+    main,
     print_ladder,
     print_summary,
     read_table,
@@ -46,6 +47,14 @@ def test_a_step_of_the_ladder_is_compared_as_a_difference() -> None:
     steps = [_outcome("TT-02", 60.0, 61.5, 65.0), _outcome("TT-03", 51.0, 52.4, 56.0)]
     assert print_ladder(steps) == []
     assert len(print_ladder([steps[0], _outcome("TT-03", 51.0, 50.0, 56.0)])) == 1
+
+
+def test_a_table_of_which_nothing_is_rebuilt_fails(tmp_path: Path, monkeypatch, capsys) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("id,peak_gib,notes\nX-1,25.5,grade=A\n")
+    monkeypatch.setattr(sys, "argv", ["ground_truth.py", "--table", str(table)])
+    assert main() == 1
+    assert "MISSED: no row was rebuilt" in capsys.readouterr().out
 
 
 def test_none_of_ten_still_leaves_room_for_three() -> None:

@@ -1,5 +1,6 @@
 """``memfit estimate``: its options, its JSON, what it refuses, what it proposes, and where it falls back."""
 
+import io
 import json
 import os
 import subprocess
@@ -7,7 +8,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+import memfit.cli._estimate as verb
 import memfit.planning._estimate as planning
 from memfit.memory import Budget, Device, DeviceProcess
 from memfit.units import GIB, MIB
@@ -99,6 +102,22 @@ def test_the_table_says_verdict_figures_parts_phases_and_the_size_of_an_update(e
     assert "4 samples x 32 microbatches x 1 device = 128 samples an update" in done.out
     for word in ("allocated", "active", "reserved", "device", "weights", "optimizer", "forward", "backward", "step"):
         assert word in done.out
+
+
+def test_a_thin_margin_is_named_with_its_size_and_the_versions_too(estimate):
+    need = device(estimate("--formula", "--json", "--gpu", "24GiB"), "device_bytes", "upper")
+    done = estimate("--formula", "--gpu", f"{need + MIB} B")
+    assert done.exit_code == 0
+    assert done.out.startswith("fits with a thin margin: takes ")
+    assert "; 1.0 MiB to spare at the least" in done.out
+    assert "computed by the rules of torch 2.13 and transformers 5" in done.out
+
+
+def test_on_a_terminal_a_line_says_how_long_it_may_trace(estimate, monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(verb, "console", lambda stderr=False: Console(file=written, force_terminal=stderr, width=200))
+    estimate("--formula", "--time-limit", 77)
+    assert "tracing two training steps on fake tensors, for at most 77 s" in written.getvalue()
 
 
 def test_without_a_device_there_is_no_verdict(estimate):

@@ -144,6 +144,16 @@ def test_a_device_gives_a_verdict():
     assert refused.verdict == "does not fit"
 
 
+def test_a_bound_above_the_device_is_shown_where_the_allocator_gives_back_its_cache():
+    def build():
+        return torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(4)))
+
+    bound = traced(build, torch.zeros(512, 4096)).device["device_bytes"].upper
+    found = traced(build, torch.zeros(512, 4096), gpu=f"{int(bound * 0.97)} B")
+    assert found.verdict == "fits with a thin margin"
+    assert found.device["device_bytes"].upper > int(bound * 0.97)
+
+
 def test_the_allocators_settings_change_what_is_reserved():
     def build():
         return Mlp(1500)

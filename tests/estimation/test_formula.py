@@ -122,6 +122,7 @@ _ENCODER = {name: _DECODER[name] for name in list(_DECODER)[:5]}
 _RELATIVE = {**_ENCODER, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
 _T5 = {"d_model": 256, "d_kv": 32, "d_ff": 320, "num_layers": 2, "num_heads": 8, "vocab_size": 1000}
 _GPT2 = {"n_embd": 256, "n_layer": 2, "n_head": 8, "vocab_size": 1000, "bos_token_id": 1, "eos_token_id": 2}
+_MAMBA = {"hidden_size": 256, "num_hidden_layers": 2, "vocab_size": 1000}
 _BERTS = ("bert", "roberta", "electra", "deberta", "deberta-v2")
 
 
@@ -136,6 +137,7 @@ _BERTS = ("bert", "roberta", "electra", "deberta", "deberta-v2")
         ("falcon", {**_DECODER, "new_decoder_architecture": True, "num_kv_heads": 2}, "CausalLM"),
         ("falcon", {**_DECODER, "multi_query": False, "parallel_attn": False, "bias": True}, "CausalLM"),
         ("gpt2", _GPT2, "CausalLM"),
+        *(("mamba", {**_MAMBA, **more}, "CausalLM") for more in ({}, {"use_bias": True, "use_conv_bias": False})),
         ("opt", {**_DECODER, "ffn_dim": 320, "word_embed_proj_dim": 128}, "CausalLM"),
         ("bloom", {"hidden_size": 256, "n_layer": 2, "n_head": 8, "vocab_size": 1000}, "CausalLM"),
         ("t5", _T5, "Seq2SeqLM"),

@@ -99,3 +99,9 @@ def test_without_a_longest_batch_the_largest_of_the_first_counts():
     assert bytes_of({"a": [np.zeros(2), torch.zeros(3)], "b": (batches[0], None)}) == 16 + 12 + 24
     with pytest.raises(UsageError, match="gives no batch"):
         find_longest([])
+
+
+def test_a_trace_that_takes_too_long_is_refused(config):
+    with pytest.raises(UsageError, match="the trace was not done after 0 s") as refused:
+        estimate_workload(config(), time_limit=0)
+    assert "--time-limit" in refused.value.remedy

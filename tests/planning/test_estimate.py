@@ -122,6 +122,35 @@ def test_a_trace_is_answered_also_where_the_formula_does_not_read_the_config():
 
 
 @pytest.mark.usefixtures("traced")
+def test_where_trace_and_formula_differ_the_answer_says_so_and_the_formula_is_scaled():
+    config = {**LLAMA, "num_hidden_layers": 8}
+    computed = ask(Question(config, Setup(batch=9), formula=True))
+    assert computed["device"]["allocated_bytes"]["value"] < 2 * GIB
+    found = ask(Question(config, Setup(batch=9), "3GiB"))  # traced: 13 GiB
+    assert "the trace says 13.00 GiB in tensors and the formula" in found["notes"][-1]
+    assert found["verdict"] == "does not fit" and found["change"] is None
+    alone = ask(Question(config, Setup(batch=9), "3GiB", formula=True))
+    assert alone["verdict"] == "fits"
+    smaller = found["smaller_model"]
+    assert smaller is None or smaller["device"]["device_bytes"]["upper"] <= 3 * GIB
+
+
+def test_a_trace_that_takes_too_long_leaves_the_formula():
+    pytest.importorskip("transformers")
+    found = ask(Question({**LLAMA, "num_hidden_layers": 2}, Setup(seq_len=8), time_limit=0))
+    assert found["method"] == "formula"
+    assert found["notes"][0] == "computed, not traced: the trace was not done after 0 s"
+
+
+def test_loading_by_shards_is_proposed_where_the_whole_model_does_not_fit():
+    config = {**LLAMA, "hidden_size": 4096, "intermediate_size": 11008}
+    setup = Setup(world_size=8, strategy="fsdp", seq_len=64, gradient_checkpointing="full", lora_rank=8)
+    found = ask(Question(config, setup, "16GiB", formula=True))
+    assert found["verdict"] == "may fit"
+    assert found["change"]["options"] == ["--load shards"]
+
+
+@pytest.mark.usefixtures("traced")
 def test_the_largest_batch_is_found_by_traces_alone():
     found = ask(Question(UNREAD, Setup(), "24GiB", largest_batch=True))
     assert found["largest_batch"] == {"batch": 20, "num_microbatches": 1, "fits": True}

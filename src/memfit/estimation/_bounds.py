@@ -85,7 +85,7 @@ def bound_device(
 
 
 def bound_load(setup: Setup, whole: Interval, unit: int, largest: int) -> Interval | None:
-    """What loading the weights takes of a device; None where it is no more than what stays of them.
+    """Return what loading the weights takes of a device; None where it is no more than what stays of them.
 
     Args:
         setup: Its strategy, adapters and quantisation count.
@@ -93,7 +93,7 @@ def bound_load(setup: Setup, whole: Interval, unit: int, largest: int) -> Interv
         unit: The largest block, or what lies beside the blocks.
         largest: The largest weight before it is quantised.
     """
-    if setup.world_size > 1 and setup.strategy in ("fsdp", "zero3", "tp"):
+    if setup.is_sharded:
         share = whole.times(1 / setup.world_size, 1.02 / setup.world_size)
         shards = share + Interval(unit, 2 * unit + _AT_LEAST)
         every = Interval(whole.value, whole.upper + shards.upper)

@@ -86,7 +86,7 @@ def list_changes(setup: Setup) -> Iterator[Change]:
 def _changes(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:
     trains = setup.optimizer != "none"
     full_update = trains and not setup.lora_rank
-    if setup.load != "shards" and setup.strategy in ("fsdp", "zero3", "tp"):
+    if setup.is_sharded and setup.load != "shards":
         yield replace(setup, load="shards"), "none: build on the meta device, load shard by shard", True
     if setup.attention == "eager":
         yield replace(setup, attention="sdpa"), "none: it is faster", True

@@ -62,6 +62,11 @@ class Estimate:
         """The phase of the allocated peak."""
         return max(self.by_phase, key=lambda phase: self.by_phase[phase].value)
 
+    @property
+    def fits(self) -> bool:
+        """Whether it fits its device, be it with a thin margin."""
+        return self.verdict in ("fits", "fits with a thin margin")
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form; sizes in bytes."""
         return {

@@ -109,13 +109,13 @@ def _estimate_trace(found: Trace, gpu: Gpu | None, *, world_size: int, allocator
 
 
 def _installed() -> dict[str, str]:
-    """The libraries in whose code a step was traced."""
+    """Return the versions of the libraries in whose code a step was traced."""
     loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "transformers")}
     return {name: version for name, version in loaded.items() if version}
 
 
 def _with_load(step: Estimate, load: Interval, beside: Interval) -> Estimate:
-    """An estimate of a step with that of loading the weights before it."""
+    """Add the loading of the weights to the estimate of a step."""
     need = {**dict.fromkeys(step.device, load), "device_bytes": load + beside}
     figures = {name: Interval.highest([one, need[name]]) for name, one in step.device.items()}
     highest = max(one.value for one in step.by_phase.values())
@@ -157,7 +157,7 @@ def estimate_config(
 def _estimate_setup(
     make: Callable[[Setup], Program], setup: Setup, gpu: Gpu | None, allocator: AllocatorSettings | None
 ) -> Estimate:
-    """The estimate of a setup; of a compiled one with the bound of no fusion, for versions of torch fuse otherwise."""
+    """Estimate a setup. A compiled one has the bound of no fusion: each version of torch fuses otherwise."""
 
     def trace(one: Setup) -> Estimate:
         return estimate_program(lambda: make(one), gpu=gpu, world_size=one.world_size, allocator=allocator)
@@ -203,10 +203,7 @@ def transform(program: Program, setup: Setup) -> Program:
 
 
 def _find_load(program: Program, setup: Setup, blocks: Sequence[torch.nn.Module]) -> tuple[Interval | None, int]:
-    """What loading a program's weights takes, and what stays if what is not quantised is cast to fp32.
-
-    PEFT's ``prepare_model_for_kbit_training`` casts it.
-    """
+    """Return what loading takes, and what PEFT's ``prepare_model_for_kbit_training`` adds by casting to fp32."""
     from memfit.estimation._quantization import QuantizedLinear
 
     def count(parameters: Iterable[torch.nn.Parameter]) -> int:
@@ -221,7 +218,7 @@ def _find_load(program: Program, setup: Setup, blocks: Sequence[torch.nn.Module]
         sizes = [one.in_features * one.out_features * one.compute_dtype.itemsize for one in quantised]
         largest = max([largest, *sizes])
         slack = count(one for one in program.model.parameters() if one.is_floating_point() and one.itemsize == 2)
-        slack //= setup.world_size if setup.strategy in ("fsdp", "zero3", "tp") else 1
+        slack //= setup.world_size if setup.is_sharded else 1
     return bound_load(setup, Interval(whole), max([whole - sum(in_blocks), *in_blocks]), largest), slack
 
 

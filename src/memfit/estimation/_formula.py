@@ -176,10 +176,6 @@ class _Case:
     def _share(self, *strategies: str) -> float:
         return 1 / max(self.setup.world_size, 1) if self.setup.strategy in strategies else 1.0
 
-    @property
-    def is_sharded(self) -> bool:
-        return self.setup.strategy in ("zero3", "fsdp") and self.setup.world_size > 1
-
     # Parameters
 
     @property
@@ -442,7 +438,7 @@ class _Case:
     @property
     def _cast(self) -> Interval:
         """Weights in autocast's dtype: all of them at the end of the forward pass."""
-        if self.held == self.compute or self.is_sharded:
+        if self.held == self.compute or self.setup.is_sharded:
             return Interval()
         numbers = sum(stack.num_blocks * one.num_weights for stack, block in self.blocks for one in block.linears)
         numbers += self.anatomy.head.num_weights if self.anatomy.head else 0

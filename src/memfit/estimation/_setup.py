@@ -74,9 +74,14 @@ class Setup:
     num_microbatches: int = 1
     clip_grad_norm: bool = True
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each device holds a part of the weights and gathers them block by block."""
+        return self.world_size > 1 and self.strategy in ("fsdp", "zero3")
+
 
 def list_assumptions(setup: Setup) -> tuple[str, ...]:
-    """What a setup leaves open or loses, in words.
+    """Return what a setup leaves open or loses, in words.
 
     >>> list_assumptions(Setup(dtype="bf16", master_weights=True)), len(list_assumptions(Setup(dtype="bf16")))
     ((), 1)
@@ -89,7 +94,7 @@ def list_assumptions(setup: Setup) -> tuple[str, ...]:
             "pure bf16 loses every update that is less than about 1/256 of its weight; --master-weights or --dtype "
             "bf16-amp keeps them"
         )
-    if setup.world_size > 1 and setup.strategy in ("fsdp", "zero3", "tp") and setup.load == "any":
+    if setup.is_sharded and setup.load == "any":
         found.append(
             "load: the value loads shard by shard, the bound loads the whole model on each device before sharding it; "
             "--load shards or --load whole says which"

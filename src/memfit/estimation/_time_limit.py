@@ -1,4 +1,4 @@
-"""The time that a trace may take, checked at every operation."""
+"""End a trace whose time is over: every operation checks it."""
 
 from __future__ import annotations
 

@@ -142,7 +142,8 @@ def _trace(
         raise UsageError(
             f"the step of '{target}' cannot be traced: {error.what}{where}.",
             rule="it is run twice on fake tensors, which have shapes and no values.",
-            remedy="take values out of tensors of the batch alone (.item(), .numpy()), or measure a run on the device",
+            remedy="take values out of tensors of the batch alone (.item(), .numpy()), allow it more time with "
+            "--time-limit, or measure a run on the device",
         ) from error
 
 

@@ -182,7 +182,7 @@ def _answer_here(question: Question) -> dict[str, Any]:
     guess, unread = _guesser(config, setup, device)
     if question.largest_batch and device is not None:
         setup, found = find_batch(question.setups, device, guess, make)
-        chosen = {"batch": setup.batch, "num_microbatches": setup.num_microbatches, "fits": found.verdict == "fits"}
+        chosen = {"batch": setup.batch, "num_microbatches": setup.num_microbatches, "fits": found.fits}
     else:
         found = make(setup)
     answer: dict[str, Any] = found.to_dict() | {
@@ -198,7 +198,7 @@ def _answer_here(question: Question) -> dict[str, Any]:
             f"the trace says {format_bytes(traced)} in tensors and the formula {format_bytes(computed)}: the trace "
             "counts, and what the formula proposes is scaled to it"
         )
-    if device is None or found.verdict == "fits":
+    if device is None or found.fits:
         return answer
     if guess is None:
         answer["notes"].append(f"no change was looked for, as the formula does not read this model's config: {unread}")

@@ -90,7 +90,7 @@ def _equation(answer: Mapping[str, Any], log: Console) -> None:
 
 
 def _change(answer: Mapping[str, Any], log: Console) -> None:
-    if answer["gpu"] is None or answer["verdict"] == "fits":
+    if answer["gpu"] is None or answer["verdict"].startswith("fits"):
         return
     log.print()
     change = answer["change"]
