@@ -92,8 +92,8 @@ def test_the_phase_load_has_the_whole_model_of_ranks_that_do_not_load_by_shards(
 
 def test_quantised_weights_are_loaded_wide_one_by_one_and_the_rest_may_become_fp32(both):
     found = both(replace(SMALL, lora_rank=4, quantization="nf4"))
-    built, head = found.by_phase["build"], 2048 * 256 * 2
-    assert found.by_phase["load"].value >= built.value + head - (1 << 20)
+    built, head, widest = found.by_phase["build"], 2048 * 256 * 2, 512 * 256 * 2
+    assert found.by_phase["load"].value == pytest.approx(built.value + widest, abs=widest / 2)
     assert built.upper - built.value >= 2 * head  # of the embedding and the head
 
 

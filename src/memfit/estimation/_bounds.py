@@ -91,7 +91,7 @@ def bound_load(setup: Setup, whole: Interval, unit: int, largest: int) -> Interv
         setup: Its strategy, adapters and quantisation count.
         whole: All weights, as they are held on a device that shares none.
         unit: The largest block, or what lies beside the blocks.
-        largest: The largest weight before it is quantised.
+        largest: The largest weight that is quantised, before it is; 0 for none.
     """
     if setup.is_sharded:
         share = whole.times(1 / setup.world_size, 1.02 / setup.world_size)

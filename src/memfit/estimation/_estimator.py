@@ -211,12 +211,11 @@ def _find_load(program: Program, setup: Setup, blocks: Sequence[torch.nn.Module]
 
     whole = count(program.model.parameters())
     in_blocks = [count(block.parameters()) for block in blocks]
-    largest = max((one.numel() * one.element_size() for one in program.model.parameters()), default=0)
-    slack = 0
+    largest = slack = 0
     if setup.quantization != "none":
         quantised = [module for module in program.model.modules() if isinstance(module, QuantizedLinear)]
         sizes = [one.in_features * one.out_features * one.compute_dtype.itemsize for one in quantised]
-        largest = max([largest, *sizes])
+        largest = max(sizes, default=0)
         slack = count(one for one in program.model.parameters() if one.is_floating_point() and one.itemsize == 2)
         slack //= setup.world_size if setup.is_sharded else 1
     return bound_load(setup, Interval(whole), max([whole - sum(in_blocks), *in_blocks]), largest), slack

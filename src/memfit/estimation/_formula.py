@@ -260,9 +260,9 @@ class _Case:
         """What loading the weights takes."""
         blocks = [block.num_parameters for _, block in self.blocks]
         beside = self.num_base - sum(stack.num_blocks * block.num_parameters for stack, block in self.blocks)
-        tables = [rows * width for rows, width in self.anatomy.tables]
-        largest = max([*tables, *(one.num_weights for _, block in self.blocks for one in block.linears)])
-        return bound_load(self.setup, self.whole, max(beside, *blocks) * self.held, largest * self.held)
+        largest = max((one.num_weights for _, block in self.blocks for one in block.linears), default=0)
+        largest *= self.held * (self.setup.quantization != "none")
+        return bound_load(self.setup, self.whole, max(beside, *blocks) * self.held, largest)
 
     @cached_property
     def gradients(self) -> Interval:
