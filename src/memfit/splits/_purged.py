@@ -284,7 +284,7 @@ def _column(name: str, values: ArrayLike | None, num_rows: int) -> NDArray[Any]:
 
 def _refuse_index(X: Any) -> None:
     """Refuse rows without groups whose pandas index says that they are not one date each, in order."""
-    index = X if hasattr(X, "nlevels") else getattr(X, "index", None)
+    index: Any = X if hasattr(X, "nlevels") else getattr(X, "index", None)
     if not hasattr(index, "nlevels"):
         return
     if index.nlevels > 1:

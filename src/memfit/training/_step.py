@@ -69,8 +69,8 @@ class SafeStep:
     """Makes optimizer steps that survive running out of memory, in any training loop.
 
     Args:
-        model: The model, in the mode in which it shall train. Plain attributes that its forward pass changes are not
-            put back; buffers are, so keep running values in those.
+        model: The model, in the mode in which it shall train, and of this process alone: DDP and FSDP are refused.
+            Plain attributes that its forward pass changes are not put back; buffers are, so keep running values there.
         optimizer: The optimizer over its parameters.
         loss: ``loss(model, batch) -> (sum, weight)``: the summed loss of a batch and the weight (number of samples,
             tokens) that it is the sum of. A step descends ``sum / weight``. It must not edit the batch's tensors.
