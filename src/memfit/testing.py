@@ -104,14 +104,19 @@ class FakeBackend:
         return dict(self._status)
 
     def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
-        """End a job at once, as preempted or cancelled, or with the verdict."""
-        if job_id not in self._status:
+        """End a job at once, as preempted or cancelled, or with the verdict; record one that does not run."""
+        known = self._status.get(job_id)
+        if verdict is not None and (known is None or known.state in ENDED):
+            known = known or JobStatus(job_id, verdict.state, attempt=0)
+            self._status[job_id] = replace(known, state=verdict.state, cause=verdict.cause)
+            return
+        if known is None:
             raise UsageError(f"there is no job {job_id}.", rule="only a submitted job ends.", remedy="submit it first")
         self.cancelled.append((job_id, now))
-        if self._status[job_id].state not in ENDED:
+        if known.state not in ENDED:
             verdict = verdict or Verdict("cancelled" if now else "preempted", "as asked")
             ended = {"state": verdict.state, "cause": verdict.cause, "ended": self.now, "asked": True}
-            self._status[job_id] = replace(self._status[job_id], used_bytes=0, stalled=False, **ended)  # type: ignore[arg-type]
+            self._status[job_id] = replace(known, used_bytes=0, stalled=False, **ended)  # type: ignore[arg-type]
 
     def wait(self, seconds: float) -> None:
         """Move every running job on by one step."""
@@ -283,6 +288,17 @@ class BackendContract:
         backend.submit(job)
         status = wait_for_end(backend, "retry")
         assert (status.state, status.attempt) == ("completed", 2)
+
+    def test_a_job_that_does_not_run_is_recorded_with_a_verdict(self, backend: Backend) -> None:
+        backend.submit(Job("ended", command=(sys.executable, "-c", "raise SystemExit(7)")))
+        wait_for_end(backend, "ended")
+        for name in ("ended", "never_started"):
+            backend.cancel(name, verdict=Verdict("out_of_memory", "it is too large"))
+        found = backend.poll()
+        assert {(found[name].state, found[name].cause) for name in ("ended", "never_started")} == {
+            ("out_of_memory", "it is too large")
+        }
+        assert (found["ended"].exit_code, found["never_started"].attempt) == (7, 0)
 
     def test_a_job_that_was_never_submitted_cannot_be_cancelled(self, backend: Backend) -> None:
         with pytest.raises(UsageError, match="nobody"):

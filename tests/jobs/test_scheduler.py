@@ -601,7 +601,7 @@ def test_a_cap_of_the_users_own_is_not_lessened_by_what_other_runs_lent(tmp_path
 
     def read(in_use):
         budget = machine.read(in_use)
-        cap = replace(budget.binding, name="cap", limit_bytes=300, headroom_bytes=300 - in_use)
+        cap = replace(budget.binding, name="cap", scope="job", limit_bytes=300, headroom_bytes=300 - in_use)
         return replace(budget, limits=(cap, *budget.limits))
 
     scheduler._budget.read_budget = read

@@ -11,6 +11,8 @@ ReadBudget = Callable[[int], Budget]
 
 #: How old a reading may be; what jobs took since is subtracted from it.
 _FRESH_SECONDS = 0.25
+#: What holds for all runs of this host together; the user's cap and a Slurm job bound this run alone.
+_SHARED = frozenset({"group", "host"})
 #: The share of the reserve up to which neighbours outside memfit may grow before jobs must give way.
 _LENT_TO_OUTSIDERS = 0.75
 
@@ -69,23 +71,45 @@ class BudgetWatch:
         headroom = min(self._headroom_bytes - (in_use_bytes - self._in_use_then), self.now.limit_bytes)
         return Lendable.now(headroom, self._reserve_left + self.checkpoint_bytes, claims)
 
+    def part_bytes(self, in_use_bytes: int, claims: Mapping[str, Claim]) -> int:
+        """Return this run's part of what may be lent: other runs may take theirs of a shared limit at the same time."""
+        whole = self.lendable(in_use_bytes, claims)
+        kept = in_use_bytes - self._in_use_then + whole.reserve_bytes + whole.unused_bytes
+        shared = [(free - kept) // (1 + self.others.num) for is_shared, free in self._rooms() if is_shared]
+        return max(0, min([whole.bytes, *shared]))
+
     @property
     def capacity_bytes(self) -> int:
         """What all jobs of this run may take together."""
         return self._headroom_bytes + self._in_use_then - self._reserve_left - self.checkpoint_bytes
 
     @property
+    def held_by_others_bytes(self) -> int:
+        """How much more this run could take if all other runs on this host ended; 0 where its own limit binds."""
+        theirs = self._taken_by_others + self._others_then.used_bytes
+        return min(free + theirs * is_shared for is_shared, free in self._rooms()) - self._headroom_bytes
+
+    @property
     def _headroom_bytes(self) -> int:
-        """What was free at the last reading, beside what other runs have lent and took since; the user's own cap is
-        not theirs."""
-        limits = [limit for limit in self.now.limits if limit.binds] or [self.now.binding]
-        others_bytes = self.others.unused_bytes + max(0, self.others.used_bytes - self._others_then.used_bytes)
-        return min(limit.headroom_bytes - (0 if limit.name == "cap" else others_bytes) for limit in limits)
+        return min(free for _, free in self._rooms())
+
+    @property
+    def _taken_by_others(self) -> int:
+        """What other runs have lent, and took since the last reading."""
+        return self.others.unused_bytes + max(0, self.others.used_bytes - self._others_then.used_bytes)
+
+    def _rooms(self) -> list[tuple[bool, int]]:
+        """For each limit, whether other runs share it, and what is free under it beside them."""
+        limits, taken = [limit for limit in self.now.limits if limit.binds] or [self.now.binding], self._taken_by_others
+        return [
+            (is_shared := limit.scope in _SHARED, limit.headroom_bytes - taken * is_shared) for limit in limits
+        ]
 
     def _measure_outsiders(self) -> int:
-        binding = self.now.binding
-        inside = self._in_use_then + self._others_then.used_bytes
-        outside = binding.limit_bytes - binding.headroom_bytes - inside
+        binding, others = self.now.binding, self._others_then
+        if binding.scope not in _SHARED:
+            others = Others()
+        outside = binding.limit_bytes - binding.headroom_bytes - self._in_use_then - others.used_bytes
         first = self._outside_first.setdefault(f"{binding.name} {binding.source}", outside)
         # What other runs lent may be in use already: they tell of it later than the kernel does.
-        return max(0, outside - self._others_then.unused_bytes - first)
+        return max(0, outside - others.unused_bytes - first)

@@ -193,5 +193,6 @@ class Backend(Protocol):
     def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
         """Ask a job to checkpoint and end (SIGTERM); with ``now``, end it and all its processes at once.
 
-        A job that then ends by this, and not by itself, is recorded with the verdict where there is one.
+        A job that then ends by this, and not by itself, is recorded with the verdict where there is one. So is, at
+        once, a job that does not run, whether it ended or never started.
         """

@@ -221,7 +221,13 @@ class LocalBackend:
                 submitted.read_at = 0.0  # there is news of one of them
 
     def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
-        """Ask a job to checkpoint and end; with ``now``, end it and all its processes at once."""
+        """Ask a job to checkpoint and end; with ``now``, end it and all its processes at once.
+
+        With a verdict, one that does not run is recorded with it.
+        """
+        if verdict is not None and job_id not in self._live:
+            self._record(job_id, verdict)
+            return
         if job_id not in self._live and job_id not in self._ended:
             raise UsageError(
                 f"there is no job {job_id} here.",
@@ -236,6 +242,15 @@ class LocalBackend:
                 write_atomic(submitted.folder / VERDICT, json.dumps(asdict(verdict)) + "\n", durable=False)
         submitted.to_send = signal.SIGQUIT if now else signal.SIGTERM
         _send(submitted)
+
+    def _record(self, job_id: str, verdict: Verdict) -> None:
+        """Write a verdict over the outcome of a job that does not run; one that never started has none yet."""
+        folder = self.run.job_dir(job_id)
+        with contextlib.suppress(OSError):  # on a full disk its last attempt's outcome stays
+            folder.mkdir(parents=True, exist_ok=True)
+            outcome = (_read_outcome(folder) or {"attempt": 0, "ended": time.time()}) | asdict(verdict)
+            write_atomic(folder / OUTCOME, json.dumps(outcome) + "\n")
+            self._ended[job_id] = to_status(job_id, outcome)
 
     def close(self) -> None:
         """Have the keeper leave; jobs that run go on."""
@@ -461,6 +476,8 @@ def _read_json_or_none(path: Path) -> dict[str, Any] | None:
 
 def _next_attempt(folder: Path) -> int:
     """The next attempt's number; the last attempt's outcome is kept under its number."""
+    if (_read_json_or_none(folder / OUTCOME) or {}).get("attempt") == 0:  # recorded without a start
+        (folder / OUTCOME).unlink()
     # What was ordered last counts: it stays whole when a supervisor is killed between the steps below.
     described = _read_json_or_none(folder / JOB)
     last = int(described["attempt"]) if described else _last_kept(folder)

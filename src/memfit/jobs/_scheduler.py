@@ -47,6 +47,10 @@ _LEAST_PARTS = 8
 #: How long a grown reservation stands before what it holds for nothing goes back, and how long a job that waits at its
 #: wall may take to leave.
 _GROWN_SECONDS, _LEAVING_SECONDS = 1.0, 2.0
+#: What other runs hold is worth a wait from this share of one's own budget on. A job that was promised an amount
+#: starts with this share of it, which is too little only if others hold the rest.
+_NOTABLE, _ALMOST = 0.05, 0.97
+_HELD_BY_OTHERS = "another run on this host has the memory that it needs"
 #: A reservation grows by at least this factor: smaller steps are not worth a word.
 _LEAST_GROWTH = 1.02
 
@@ -164,10 +168,13 @@ class Scheduler:
 
     def _capacity_bytes(self) -> int:
         """What all jobs may take now: of what is free, other runs on this host may take a part at the same time."""
-        capacity = self._budget.capacity_bytes
+        return self._budget.capacity_bytes - max(0, self._room(Slot.claim).bytes) + self._part_bytes()
+
+    def _part_bytes(self) -> int:
+        """What of the free bytes this run may hand out to its running jobs."""
+        self._read_budget()
         claims = {job_id: slot.claim() for job_id, slot in self._running.items()}
-        free = max(0, self._budget.lendable(self._in_use_bytes(), claims).bytes)
-        return capacity - (free - free // (1 + self._num_others()))
+        return self._budget.part_bytes(self._in_use_bytes(), claims)
 
     def _room(self, claim_of: Callable[[Slot], Claim] = Slot.expectation) -> Lendable:
         """What may be lent now, beside what running jobs are expected to take."""
@@ -221,9 +228,8 @@ class Scheduler:
         """Decide what follows from a job's end: it comes again, or it is done."""
         status = slot.status
         if slot.verdict is not None and status.state not in ("completed", slot.verdict.state):
-            # Its watcher could not read the verdict, on a full disk for example.
-            status = replace(status, state=slot.verdict.state, cause=slot.verdict.cause)
-            slot.status = self.statuses[slot.job.id] = status
+            self._record(slot, slot.verdict)  # its watcher could not read it, on a full disk for example
+            status = slot.status
         wall = slot.grant.wall_bytes if slot.grant else 0
         met_wall = status.wants_more and status.peak_bytes >= 0.8 * wall
         # One of unknown size had all there is; without walls it had what its data segment was limited to.
@@ -235,18 +241,25 @@ class Scheduler:
         elif slot.set_aside is not None and status.state in _ASIDE and not self._stop_level:
             self._read_budget()
             grown = round(1.25 * status.peak_bytes) if slot.stalled_since is not None else 0
-            needed = min(max(slot.reserved_bytes, slot.expected_bytes, grown), self._budget.capacity_bytes)
-            again = Retry("it stepped aside for others", needed if needed > 0 else None)
+            needed = min(max(slot.reserved_bytes, slot.expected_bytes, grown), self._most_bytes())
+            again = Retry("it stepped aside for others", needed or None)
             slot.num_asides += 1
         elif status.state != "completed" and not self._stop_level:
             self._read_budget()
             again = decide(
-                status, had_bytes=had, capacity_bytes=self._budget.capacity_bytes, had_device_bytes=slot.device_bytes
+                status,
+                had_bytes=had,
+                capacity_bytes=self._budget.capacity_bytes,
+                is_last=slot.num_retries + 1 >= self.policy.retries,
+                had_device_bytes=slot.device_bytes,
             )
             if isinstance(again, Retry) and slot.num_retries >= self.policy.retries:
                 again = f"it was started again {slot.num_retries} times already (retries)"
             slot.num_retries += isinstance(again, Retry)
         if isinstance(again, str):
+            if status.state == "out_of_memory" and slot.verdict is None and status.evidence.get("place") != "device":
+                self._record(slot, Verdict("out_of_memory", f"{status.cause}; {again}"))
+                status = slot.status
             ended = {"state": status.state, "cause": status.cause, "exit_code": status.exit_code, "why_final": again}
             self.say("end", job=slot.job.id, **ended, **self._memory())
             if status.state not in ("completed", "preempted", "cancelled") and self.policy.on_failure == "stop":
@@ -279,7 +292,7 @@ class Scheduler:
         if not self._running:
             self._short = ""
             return
-        free, short = max(0, self._room(Slot.claim).bytes) // (1 + self._num_others()), ""
+        free, short = self._part_bytes(), ""
         for slot in sorted(self._running.values(), key=Slot.lost_seconds, reverse=True):
             if slot.grew and monotonic() - slot.grew > _GROWN_SECONDS:
                 spare = slot.spare_bytes()
@@ -361,8 +374,8 @@ class Scheduler:
         if waited < (_DEADLOCK_SECONDS if is_deadlock else _STALL_SECONDS):
             return
         if len(self._running) == 1:
-            if self._num_others():
-                self._set_aside(stalled[0], "another run on this host has the memory that it needs")
+            if self._can_others_help():
+                self._set_aside(stalled[0], _HELD_BY_OTHERS)
             else:
                 self._give_up(stalled[0])
             return
@@ -380,17 +393,21 @@ class Scheduler:
         if headroom >= self._read_budget().reserve_bytes // 8:
             return
         first = cheapest(self._running.values())
-        lonely = len(self._running) == 1 and not self._num_others()
+        lonely = len(self._running) == 1 and not self._can_others_help()
         if lonely and self._budget.outsiders_bytes < self._read_budget().reserve_bytes // 2:
             self._give_up(first)
         else:
             left = f"only {format_bytes(max(0, headroom))} is left of {self._read_budget().binding.name}"
             self._set_aside(first, left)
 
+    def _can_others_help(self) -> bool:
+        """Return True if this run could take notably more when other runs on this host end."""
+        return self._budget.held_by_others_bytes > _NOTABLE * self._budget.capacity_bytes
+
     def _most_bytes(self) -> int:
-        """What one job could ever get here: the smallest limit, whoever uses it now, without the reserve."""
-        budget = self._read_budget()
-        return min(limit.limit_bytes for limit in budget.limits) - budget.reserve_bytes
+        """Return what one job could take if no other were there, of this run or another."""
+        most = self._budget.capacity_bytes
+        return max(1, most + self._budget.held_by_others_bytes if self._can_others_help() else most)
 
     def _num_others(self) -> int:
         return self._budget.others.num
@@ -497,6 +514,8 @@ class Scheduler:
                 slot, None, f"others like it took {format_bytes(needed or 1)}; it has all there is and its wall"
             )
             return None
+        if alone and slot.needed_bytes is not None and room.bytes >= _ALMOST * (needed or 1):
+            needed = min(needed or 1, room.bytes)  # what is free is never to the byte what it was
         if needed is not None and alone:  # the slack is for those beside whom it will run
             needed = max(needed, min(self._needed(slot, alone=False) or 0, room.bytes))
         if (needed or 1) > room.bytes:
@@ -521,7 +540,7 @@ class Scheduler:
         expected = self.forecast.predict(slot.job)
         if slot.needed_bytes is not None:
             is_measured = expected is not None and expected.method == "measured"
-            return max(slot.needed_bytes, expected.private_bytes if expected and is_measured else 0)
+            return min(max(slot.needed_bytes, expected.private_bytes if expected and is_measured else 0), self._most_bytes())
         if expected is None:
             return None
         # A job that runs alone may use all there is, so its like's peak is enough without the slack.
@@ -538,8 +557,7 @@ class Scheduler:
         slot.status, slot.admitted = JobStatus(job.id, "pending"), monotonic()
         self._running[job.id], self.statuses[job.id] = slot, slot.status
         if not self.policy.force:
-            free = max(0, self._room(Slot.claim).bytes) // (1 + self._num_others())
-            slot.grant = slot.grant_of(free // max(_LEAST_PARTS, len(self._running)), self._capacity_bytes())
+            slot.grant = slot.grant_of(self._part_bytes() // max(_LEAST_PARTS, len(self._running)), self._capacity_bytes())
             self._cap_of_part()
         if slot.device is not None:
             env = {"CUDA_VISIBLE_DEVICES": slot.device, "MEMFIT_DEVICE_BYTES": str(slot.device_bytes)}
@@ -562,8 +580,8 @@ class Scheduler:
 
     def _refuse(self, slot: Slot) -> DoesNotFitError | None:
         """Drop a job that does not fit although no other runs, when that has lasted; the others may fit."""
-        if self._num_others() and (self._needed(slot, alone=True) or 1) <= self._most_bytes():
-            self._wait(slot, Wait("memory", "another run on this host has the memory that it needs"))
+        if self._can_others_help() and (self._needed(slot, alone=True) or 1) <= self._most_bytes():
+            self._wait(slot, Wait("memory", _HELD_BY_OTHERS))
             return None
         self._lacking_since = self._lacking_since or monotonic()
         # One that has given way before came in when there was room, so there will be some again.
@@ -575,10 +593,18 @@ class Scheduler:
             self._obey(1)
         return error
 
+    def _record(self, slot: Slot, verdict: Verdict) -> None:
+        """Have a job that does not run end so, wherever its end is read."""
+        self.backend.cancel(slot.job.id, verdict=verdict)
+        slot.status = replace(slot.status, state=verdict.state, cause=verdict.cause)
+        self.statuses[slot.job.id] = slot.status
+
     def _drop(self, slot: Slot, state: State, cause: str) -> None:
-        """Have a job that waits end so, without a start."""
+        """Have a job that waits end so, without another start."""
         self._waiting.remove(slot)
-        slot.status = self.statuses[slot.job.id] = JobStatus(slot.job.id, state, cause=cause, attempt=0)
+        if slot.job.id not in self.statuses:
+            slot.status = replace(slot.status, attempt=0)
+        self._record(slot, Verdict(state, cause))
         self.say("end", job=slot.job.id, state=state, cause=cause, exit_code=None, **self._memory())
 
     def _refusal(self, slot: Slot) -> DoesNotFitError:

@@ -178,6 +178,8 @@ class RunView:
             self._admitted.clear()  # what still runs is admitted anew
         elif kind in ("end", "retry"):
             self._admitted.pop(str(job), None)
+            self._queued.discard(str(job))  # it may end while it waits for another start
+            self._settled.pop(str(job), None)
         if kind == "run" and event["state"] in ("started", "continued"):
             self.started, self._ended, self.num_commands = now, None, self.num_commands + 1
             self.waits, self.cpu = {}, {}
@@ -188,7 +190,6 @@ class RunView:
             self.cpu = {name: float(share) for name, share in shares.items() if isinstance(share, int | float)}
         elif kind == "retry":
             self._queued.add(str(job))
-            self._settled.pop(str(job), None)
             self.retries.setdefault(str(job), []).append(now)
         elif kind == "admit":
             self._take_admission(event, str(job))
