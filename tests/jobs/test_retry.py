@@ -20,6 +20,13 @@ def test_more_is_never_more_than_there_is():
     assert after("out_of_memory", peak_bytes=9000).needed_bytes == CAPACITY
 
 
+def test_the_last_retry_has_the_whole_budget():
+    again = decide(
+        JobStatus("a", "out_of_memory", peak_bytes=10), had_bytes=20, capacity_bytes=CAPACITY, is_last=True
+    )
+    assert again.needed_bytes == CAPACITY
+
+
 def test_what_had_the_whole_budget_is_not_tried_again():
     assert "the whole budget is" in after("out_of_memory", peak_bytes=CAPACITY)
 

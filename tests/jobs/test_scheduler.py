@@ -195,6 +195,25 @@ def test_stop_on_failure_starts_no_more_and_asks_the_others_to_stop(tmp_path):
     assert "c" not in backend.submitted
 
 
+def test_a_bug_in_the_first_job_to_end_starts_no_more_and_lets_those_that_run_end(tmp_path):
+    scripts = {"a": FakeJob((1,) * 3, state="failed"), "b": FakeJob((1,) * 6), "c": FakeJob()}
+    scheduler, backend, _, events = make(tmp_path, scripts, limit=100, on_failure="first", max_parallel=2)
+    scheduler.forecast.learn(like({}), Footprint(1))
+    assert {name: status.state for name, status in scheduler.run().items()} == {"a": "failed", "b": "completed"}
+    assert (backend.submitted, backend.cancelled) == (["a", "b"], [])
+    assert [fields["reason"] for fields in of_kind(events, "stop")] == [
+        "a, the first to end, failed by an error of its own"
+    ]
+
+
+@pytest.mark.parametrize("first", ["completed", "out_of_memory", "timeout", "node_fail", "preempted"])
+def test_what_is_no_bug_in_the_first_job_to_end_lets_the_others_start(tmp_path, first):
+    scripts = {"a": FakeJob(state=first), "b": FakeJob(state="failed"), "c": FakeJob()}
+    scheduler, _, _, _ = make(tmp_path, scripts, limit=1000, on_failure="first", max_parallel=1, retries=0)
+    found = {name: status.state for name, status in scheduler.run().items()}
+    assert found == {"a": first, "b": "failed", "c": "completed"}
+
+
 def test_continue_on_failure_runs_the_others_and_reports_all(tmp_path):
     scripts = {"a": FakeJob(state="failed"), "b": FakeJob(state="out_of_memory"), "c": FakeJob()}
     scheduler, _, _, events = make(tmp_path, scripts, limit=1000, retries=0)
@@ -633,6 +652,54 @@ def test_what_another_run_has_is_waited_for_and_no_reason_to_give_a_job_up(tmp_p
     assert scheduler.run(on_tick=other_run_ends)["a"].state == "completed"
     assert of_kind(events, "aside")[0]["reason"] == "another run on this host has the memory that it needs"
     assert backend.now > 9
+
+
+def test_a_job_larger_than_its_own_cap_is_ended_and_not_asked_to_wait_for_another_run(tmp_path):
+    scripts = {"big": FakeJob((100, 2000)), "small": FakeJob((100, 100))}
+    scheduler, backend, machine, events = make(tmp_path, scripts, limit=5000, claims=FakeClaims(unused=500))
+
+    def read(in_use):
+        budget = machine.read(in_use)
+        cap = replace(budget.binding, name="cap", scope="job", limit_bytes=1000, headroom_bytes=1000 - in_use)
+        return replace(budget, limits=(cap, *budget.limits))
+
+    scheduler._budget.read_budget = read
+    statuses = scheduler.run()
+    assert {name: status.state for name, status in statuses.items()} == {"big": "out_of_memory", "small": "completed"}
+    assert not any("another run" in fields["reason"] for fields in of_kind(events, "aside"))
+
+
+def test_another_run_that_holds_next_to_nothing_is_not_waited_for(tmp_path):
+    claims = FakeClaims(unused=10)
+    scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob((100, 2000))}, limit=1000, claims=claims)
+    assert scheduler.run()["a"].state == "out_of_memory"
+    assert backend.submitted == ["a"]
+
+
+def test_the_last_retry_has_the_whole_budget_to_itself(tmp_path):
+    scripts = {"a": FakeJob((100,), ends=("out_of_memory",) * 2), "b": FakeJob((100,) * 9)}
+    scheduler, backend, machine, events = make(tmp_path, scripts, limit=10_000, slack=0.0, retries=2)
+    scheduler.forecast.learn(like({}), Footprint(100))
+
+    def others_take_a_little() -> None:
+        machine.neighbour = 100 if backend.submitted.count("a") == 2 else 0
+
+    statuses = scheduler.run(on_tick=others_take_a_little)
+    assert {status.state for status in statuses.values()} == {"completed"}
+    assert [fields["reservation_bytes"] for fields in of_kind(events, "admit")][-1] >= 9_900
+    assert of_kind(events, "admit")[-1]["num_running"] == 1
+
+
+def test_a_job_that_is_stopped_while_it_waits_for_another_start_is_recorded_so(tmp_path):
+    scripts = {"a": FakeJob((100,), ends=("out_of_memory",)), "b": FakeJob((950,) * 20)}
+    params = {"a": {"kind": "a"}, "b": {"kind": "b"}}
+    scheduler, backend, _, events = make(tmp_path, scripts, limit=1050, slack=0.0, params=params)
+    for kind, size in (("a", 100), ("b", 950)):
+        scheduler.forecast.learn(like({"kind": kind}), Footprint(size))
+    statuses = scheduler.run(stopped=lambda job: "by hand" if job == "a" and of_kind(events, "retry") else "")
+    recorded = backend.poll()["a"]
+    assert (recorded.state, recorded.cause, recorded.attempt) == ("cancelled", "by hand", 1)
+    assert (statuses["a"].state, statuses["b"].state) == ("cancelled", "completed")
 
 
 def test_a_job_that_was_given_up_stays_so_even_when_its_watcher_did_not_hear_why(tmp_path):

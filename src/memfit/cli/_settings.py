@@ -39,7 +39,12 @@ class Flags:
         typer.Option(help="How often a job that ran out of memory, or was killed, starts again.", metavar="N"),
     ] = None
     on_failure: Annotated[
-        str | None, typer.Option(help="When a job fails: go on with the others, or stop them.", metavar="stop|continue")
+        str | None,
+        typer.Option(
+            help="When a job fails: stop the others, or continue with them; 'first': start no more if it is the first "
+            "to end and has a bug.",
+            metavar="stop|first|continue",
+        ),
     ] = None
     name: Annotated[
         str | None, typer.Option(help="The experiment: names the folder below the runs.", metavar="NAME")

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from memfit.memory import DEFAULT_SLACK, Others
 
-OnFailure = Literal["stop", "continue"]
+OnFailure = Literal["stop", "first", "continue"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Policy:
     Attributes:
         max_parallel: The most jobs at once; None for as many as fit.
         on_failure: ``stop`` asks the running jobs to stop and starts no more when one fails; ``continue`` goes on.
+            ``first`` starts no more when the first job that ends has failed by an error of its own.
         slack: The share that is reserved on top of a measured footprint.
         force: Admit without asking whether it fits, and without measuring one job first.
         retries: How often a job is started again when its memory was too small, its watcher died or it was preempted.

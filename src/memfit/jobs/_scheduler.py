@@ -12,6 +12,7 @@ work is asked to checkpoint and step aside, and comes again later with what it n
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -91,7 +92,7 @@ class Scheduler:
         self.statuses: dict[str, JobStatus] = {}
         self._waiting = [Slot(job, JobStatus(job.id, "pending")) for job in jobs]
         self._running: dict[str, Slot] = {}
-        self._stop_level = 0
+        self._stop_level, self._has_ended = 0, False
         self._why_waiting = ""
         self._lacking_since: float | None = None
         self._num_passed = 0
@@ -264,6 +265,12 @@ class Scheduler:
             self.say("end", job=slot.job.id, **ended, **self._memory())
             if status.state not in ("completed", "preempted", "cancelled") and self.policy.on_failure == "stop":
                 self._obey(1)
+            is_own_fault = status.state == "failed" and status.exit_code != -signal.SIGKILL
+            if is_own_fault and self.policy.on_failure == "first" and not self._has_ended and self._waiting:
+                self._clear_waiting()
+                reason = f"{slot.job.id}, the first to end, failed by an error of its own"
+                self.say("stop", level=0, num_running=len(self._running), reason=reason)
+            self._has_ended = True
             return
         told = {"state": status.state, "cause": status.cause, "reservation_bytes": again.needed_bytes}
         self.say("retry", job=slot.job.id, attempt=status.attempt + 1, reason=again.reason, **told)
@@ -276,13 +283,16 @@ class Scheduler:
         if level <= self._stop_level:
             return
         self._stop_level = level
+        self._clear_waiting()
+        self.say("stop", level=level, num_running=len(self._running))
+        for job_id in self._running:
+            self.backend.cancel(job_id, now=level > 1)
+
+    def _clear_waiting(self) -> None:
         for slot in self._waiting:
             if slot.job.id in self.statuses:  # it was to be started again
                 self.statuses[slot.job.id] = JobStatus(slot.job.id, "pending", attempt=slot.status.attempt)
         self._waiting.clear()
-        self.say("stop", level=level, num_running=len(self._running))
-        for job_id in self._running:
-            self.backend.cancel(job_id, now=level > 1)
 
     # Keeping those that run within the budget
 

@@ -218,7 +218,7 @@ def _go_on(order: _Order, found: RunDir | None, *, force: bool, view: View | Non
             supervisor.journal.write("done", num_done=len(jobs))
         same_malloc = before["settings"]["memory"]["tight_malloc"] == settings.memory.tight_malloc
         known = _known(jobs, done) if same_malloc else ()
-        ended = supervisor.schedule(left, known=known, num_planned=len(jobs))
+        ended = supervisor.schedule(left, known=known, num_planned=len(jobs), none_done=len(left) == len(jobs))
         return supervisor.settle({job.id: JobStatus(job.id, "pending") for job in jobs} | done | ended)
 
 

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from memfit import config
 from memfit.config import ByteSize, Settings
 from memfit.errors import ConfigError
+from memfit.jobs import OnFailure
 from memfit.memory import DEFAULT_SLACK
 from memfit.units import MIB
 
@@ -82,7 +83,8 @@ class CommandSettings(Settings):
         schema_version: The version of this format.
         experiment: Names the folder below ``runs_dir``.
         max_parallel: ``auto`` for as many jobs at once as fit, or the most.
-        on_failure: When a job fails, ``continue`` with the others or ``stop`` them at their next checkpoint.
+        on_failure: When a job fails, ``continue`` with the others or ``stop`` them at their next checkpoint. With
+            ``first``, start no more if the first job that ends has failed by an error of its own.
         retries: How often a job that ran out of memory, or was ended from outside, is started again.
         threads_per_job: Threads of each job's numerical libraries, however many jobs run at once.
         grace_seconds: How long a job that is asked to stop may take to do so.
@@ -93,7 +95,7 @@ class CommandSettings(Settings):
     schema_version: Literal[1] = 1
     experiment: _Name = ""
     max_parallel: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    on_failure: Literal["stop", "continue"] = "continue"
+    on_failure: OnFailure = "continue"
     retries: Annotated[int, Field(ge=0)] = 2
     threads_per_job: Annotated[int, Field(ge=1)] = 1
     grace_seconds: Annotated[float, Field(gt=0)] = 60.0
@@ -106,6 +108,7 @@ class RunConfig(CommandSettings):
 
     Attributes:
         target: The workload as ``module:NAME``.
+        on_failure: As for commands. The default is another one: folds share their code, and so its bugs.
         seed: All random numbers follow from it.
         folds: ``all``, or numbers and ranges such as ``2-5`` or ``1,3``.
         panels_dir: The cache of panels, shared by all runs.
@@ -115,6 +118,7 @@ class RunConfig(CommandSettings):
 
     experiment: _Name
     target: str
+    on_failure: OnFailure = "first"
     seed: Annotated[int, Field(ge=0)] = 0
     folds: str = "all"
     panels_dir: _Folder = Path("panels")

@@ -228,7 +228,8 @@ def train_folds(order: Order, supervisor: Supervisor, folds: Sequence[int], num_
         supervisor.journal.write("done", num_done=len(jobs))
     ended: dict[str, JobStatus] = {}
     for batch in [[job] for job in left] if order.in_order else [left]:
-        ended |= supervisor.schedule(batch, known=_known(run_dir, order.settings), num_planned=len(jobs))
+        known = _known(run_dir, order.settings)
+        ended |= supervisor.schedule(batch, known=known, num_planned=len(jobs), none_done=not done)
         if order.in_order and any(ended[job.id].state != "completed" for job in batch if job.id in ended):
             break
     # Folds of earlier commands count too: the table is the run's, not the command's.

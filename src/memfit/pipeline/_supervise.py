@@ -234,15 +234,19 @@ class Supervisor:
         self._budget = read_budget(self.settings, in_use_bytes + left_bytes, last=self._budget)
         return self._budget
 
-    def schedule(self, jobs: Sequence[Job], *, known: Known = (), num_planned: int = 0) -> dict[str, JobStatus]:
+    def schedule(
+        self, jobs: Sequence[Job], *, known: Known = (), num_planned: int = 0, none_done: bool = False
+    ) -> dict[str, JobStatus]:
         """Run jobs to their ends; the last status of each that was started.
 
         Args:
             jobs: In the order in which they are to start; those that still run are taken over.
             known: Footprints measured earlier, each with its job's parameters.
             num_planned: Write ``plan.json`` for so many jobs when a footprint is known; 0 for none.
+            none_done: No job like these is done yet; else ``on_failure: first`` is the same as ``continue``.
         """
         memory, most = self.settings.memory, self.settings.max_parallel
+        on_failure = self.settings.on_failure
 
         def say(kind: str, **fields: Any) -> None:
             self.journal.write(kind, **fields)
@@ -262,7 +266,7 @@ class Supervisor:
             self._plan(max((one for _, one in known), key=lambda one: one.private_bytes), "an earlier job", num_planned)
         policy = Policy(
             max_parallel=None if most == "auto" else most,
-            on_failure=self.settings.on_failure,
+            on_failure="continue" if on_failure == "first" and not none_done else on_failure,
             slack=memory.slack,
             force=self.force,
             retries=self.settings.retries,

@@ -226,6 +226,8 @@ def _describe_retry(event: Event, view: RunView) -> str:
 
 
 def _describe_stop(event: Event, view: RunView) -> str:
+    if not event["level"]:
+        return f"no more is started: {event.get('reason')}; --on-failure continue starts the others all the same"
     jobs = f"{event['num_running']} running job{'' if event['num_running'] == 1 else 's'}"
     if event["level"] > 1:
         return f"ending {jobs} now"
