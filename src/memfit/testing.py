@@ -30,6 +30,7 @@ class FakeJob:
         state: How it ends.
         ends: How its first attempts end; after these comes ``state``.
         checkpoint_bytes: The size of the checkpoint that it reports at its first step.
+        wanted_cpus: How many cores it wants while it runs.
     """
 
     bytes_by_step: tuple[int, ...] = (100,)
@@ -37,6 +38,7 @@ class FakeJob:
     state: State = "completed"
     ends: tuple[State, ...] = ()
     checkpoint_bytes: int = 0
+    wanted_cpus: float = 0.0
 
 
 class FakeBackend:
@@ -154,6 +156,7 @@ class FakeBackend:
             ended=float(at) if over else None,
             attempt=attempt,
             checkpoint_bytes=script.checkpoint_bytes,
+            wanted_cpus=0.0 if over else script.wanted_cpus,
         )
 
     def _count(self) -> None:

@@ -1,7 +1,10 @@
 """``memfit map`` as a command: what it runs, what it prints, its exit codes."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,3 +132,21 @@ def test_of_many_commands_each_end_is_a_line_and_quiet_tells_failures_alone(memf
     assert not any(" starts " in line or "others are starting" in line for line in lines)
     quiet = memfit("map", "-q", "--new", *SWEEP).out.partition("\nbudget ")
     assert quiet[1] and len(quiet[0].splitlines()) == 1 and "cmd_0007 n=7 failed" in quiet[0]
+
+
+def test_commands_that_want_more_cores_than_there_are_hear_of_max_parallel_once(tmp_path):
+    # They run until the line is there; on one core, so that four are enough.
+    text = f": {{a}}; while [ ! -e {tmp_path}/told ]; do :; done"
+    words = ["map", "--param", "a=1..4", "--memory", "32MiB", "--", "sh", "-c", text]
+    core = {min(os.sched_getaffinity(0))}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memfit", *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, core),
+    )  # fmt: skip
+    with process:
+        told = next(line for line in process.stdout if "--max-parallel" in line)
+        (tmp_path / "told").touch()
+        rest = process.stdout.read()
+    assert re.search(r"the 4 running jobs want \d\.\d cores and there are 1, .*; --max-parallel [12] ", told), told
+    assert process.returncode == 0 and "--max-parallel" not in rest
+    assert re.search(r"4 at once; the commands kept [01]\.\d cores busy", rest), rest

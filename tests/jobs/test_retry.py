@@ -21,9 +21,7 @@ def test_more_is_never_more_than_there_is():
 
 
 def test_the_last_retry_has_the_whole_budget():
-    again = decide(
-        JobStatus("a", "out_of_memory", peak_bytes=10), had_bytes=20, capacity_bytes=CAPACITY, is_last=True
-    )
+    again = decide(JobStatus("a", "out_of_memory", peak_bytes=10), had_bytes=20, capacity_bytes=CAPACITY, is_last=True)
     assert again.needed_bytes == CAPACITY
 
 

@@ -13,6 +13,8 @@ ReadBudget = Callable[[int], Budget]
 _FRESH_SECONDS = 0.25
 #: What holds for all runs of this host together; the user's cap and a Slurm job bound this run alone.
 _SHARED = frozenset({"group", "host"})
+#: What other runs hold is worth a wait from this share of one's own capacity on.
+_NOTABLE = 0.05
 #: The share of the reserve up to which neighbours outside memfit may grow before jobs must give way.
 _LENT_TO_OUTSIDERS = 0.75
 
@@ -90,6 +92,16 @@ class BudgetWatch:
         return min(free + theirs * is_shared for is_shared, free in self._rooms()) - self._headroom_bytes
 
     @property
+    def can_others_help(self) -> bool:
+        """Return True if this run could take notably more when other runs on this host end."""
+        return self.held_by_others_bytes > _NOTABLE * self.capacity_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """What one job could take if no other ran, of this run or of another."""
+        return max(1, self.capacity_bytes + (self.held_by_others_bytes if self.can_others_help else 0))
+
+    @property
     def _headroom_bytes(self) -> int:
         return min(free for _, free in self._rooms())
 
@@ -101,9 +113,7 @@ class BudgetWatch:
     def _rooms(self) -> list[tuple[bool, int]]:
         """For each limit, whether other runs share it, and what is free under it beside them."""
         limits, taken = [limit for limit in self.now.limits if limit.binds] or [self.now.binding], self._taken_by_others
-        return [
-            (is_shared := limit.scope in _SHARED, limit.headroom_bytes - taken * is_shared) for limit in limits
-        ]
+        return [(is_shared := limit.scope in _SHARED, limit.headroom_bytes - taken * is_shared) for limit in limits]
 
     def _measure_outsiders(self) -> int:
         binding, others = self.now.binding, self._others_then

@@ -120,6 +120,8 @@ class JobStatus:
         pid: The process id of the job itself, or None before its start.
         stalled: It waits at its wall: the kernel lets it allocate no more until the wall is raised.
         wants_more: An allocation of it was refused or delayed at its wall in this attempt.
+        wanted_cpus: How many cores it kept busy or waited for in the last half second, as threads told it.
+        cpu_seconds: The CPU time of all its processes; 0 before its end.
         checkpointed: When it last reported a checkpoint, in Unix seconds; None when it never did.
         checkpoint_bytes: The largest checkpoint that it reported.
         asked: Its end was asked for by ``cancel`` or ``memfit stop``.
@@ -142,6 +144,8 @@ class JobStatus:
     pid: int | None = None
     stalled: bool = False
     wants_more: bool = False
+    wanted_cpus: float = 0.0
+    cpu_seconds: float = 0.0
     checkpointed: float | None = None
     checkpoint_bytes: int = 0
     asked: bool = False

@@ -20,12 +20,14 @@ from time import monotonic
 
 from memfit.errors import DoesNotFitError
 from memfit.jobs._budget_watch import BudgetWatch, ReadBudget
+from memfit.jobs._cpu import CpuDemand
 from memfit.jobs._forecast import Forecast
 from memfit.jobs._job import ENDED, Backend, Job, JobStatus, State, Verdict
 from memfit.jobs._placement import place
 from memfit.jobs._policy import HostClaims, Policy, StopRequest, say_nothing
 from memfit.jobs._retry import Retry, decide
-from memfit.jobs._slot import Slot, Wait, cheapest
+from memfit.jobs._slot import Slot, Wait, cheapest, device_claims
+from memfit.jobs._too_large import outgrown, refusal
 from memfit.memory import Budget, Claim, Footprint, Lendable, Others, reservation_bytes
 from memfit.units import format_bytes
 
@@ -48,9 +50,8 @@ _LEAST_PARTS = 8
 #: How long a grown reservation stands before what it holds for nothing goes back, and how long a job that waits at its
 #: wall may take to leave.
 _GROWN_SECONDS, _LEAVING_SECONDS = 1.0, 2.0
-#: What other runs hold is worth a wait from this share of one's own budget on. A job that was promised an amount
-#: starts with this share of it, which is too little only if others hold the rest.
-_NOTABLE, _ALMOST = 0.05, 0.97
+#: A job that is to have so much starts with this share of it: what is free is never to the byte what it was.
+_ALMOST = 0.97
 _HELD_BY_OTHERS = "another run on this host has the memory that it needs"
 #: A reservation grows by at least this factor: smaller steps are not worth a word.
 _LEAST_GROWTH = 1.02
@@ -66,8 +67,8 @@ class Scheduler:
         policy: How jobs are admitted.
         known: Footprints measured earlier, each with the parameters of its job.
         say: Called with the kind and the fields of each event: ``admit``, ``wait``, ``footprint``, ``grow``,
-            ``short``, ``aside``, ``retry``, ``stop``, ``end``. Around each job (``admit``, ``end``) they hold what is
-            used under the binding limit, in bytes.
+            ``short``, ``aside``, ``retry``, ``stop``, ``cpu``, ``end``. Around each job (``admit``, ``end``) they hold
+            what is used under the binding limit, in bytes.
         claims: What other supervisors on this host have lent; None when there is none to ask.
     """
 
@@ -99,6 +100,7 @@ class Scheduler:
         self._short = ""
         self._favoured: str | None = None
         self._favoured_at = self._look_at = 0.0
+        self._cpu = CpuDemand()
         self._budget = BudgetWatch(read_budget, lambda: monotonic(), claims.others if claims else Others)
 
     def run(
@@ -139,6 +141,7 @@ class Scheduler:
                 latest = self._admit(held, stopped)
                 self._write_claims()
             refused = refused or latest
+            self._see_to_cpus()
             on_tick()
             if not self._waiting and not self._running:
                 if refused is not None and all(status.started is None for status in self.statuses.values()):
@@ -159,13 +162,8 @@ class Scheduler:
         """Move the wall above all jobs, which is for what their own miss: those lie within the budget."""
         spare = self._budget.checkpoint_bytes + self._budget.now.reserve_bytes // 8
         # Other runs have counted what this one lent: it stands, whatever they take meanwhile.
-        lent = sum(slot.reserved_bytes for slot in self._running.values()) if self._num_others() else 0
+        lent = sum(slot.reserved_bytes for slot in self._running.values()) if self._budget.others.num else 0
         self.backend.cap(max(1, lent, self._capacity_bytes()) + spare)
-
-    def _cap_of_part(self) -> None:
-        """The same where other runs have a part in what is free: there it follows each reservation, at once."""
-        if self._num_others():
-            self._cap()
 
     def _capacity_bytes(self) -> int:
         """What all jobs may take now: of what is free, other runs on this host may take a part at the same time."""
@@ -231,25 +229,20 @@ class Scheduler:
         if slot.verdict is not None and status.state not in ("completed", slot.verdict.state):
             self._record(slot, slot.verdict)  # its watcher could not read it, on a full disk for example
             status = slot.status
-        wall = slot.grant.wall_bytes if slot.grant else 0
-        met_wall = status.wants_more and status.peak_bytes >= 0.8 * wall
-        # One of unknown size had all there is; without walls it had what its data segment was limited to.
-        had = wall if met_wall or not slot.reserved_bytes else slot.reserved_bytes
-        had = max(had, status.evidence.get("data_limit_bytes") or 0)
         again: Retry | str = "it completed"
         if slot.verdict is not None:
             again = "it had the whole budget to itself"
         elif slot.set_aside is not None and status.state in _ASIDE and not self._stop_level:
             self._read_budget()
             grown = round(1.25 * status.peak_bytes) if slot.stalled_since is not None else 0
-            needed = min(max(slot.reserved_bytes, slot.expected_bytes, grown), self._most_bytes())
+            needed = min(max(slot.reserved_bytes, slot.expected_bytes, grown), self._budget.most_bytes)
             again = Retry("it stepped aside for others", needed or None)
             slot.num_asides += 1
         elif status.state != "completed" and not self._stop_level:
             self._read_budget()
             again = decide(
                 status,
-                had_bytes=had,
+                had_bytes=slot.had_bytes(),
                 capacity_bytes=self._budget.capacity_bytes,
                 is_last=slot.num_retries + 1 >= self.policy.retries,
                 had_device_bytes=slot.device_bytes,
@@ -274,9 +267,7 @@ class Scheduler:
             return
         told = {"state": status.state, "cause": status.cause, "reservation_bytes": again.needed_bytes}
         self.say("retry", job=slot.job.id, attempt=status.attempt + 1, reason=again.reason, **told)
-        slot.needed_bytes = again.needed_bytes or slot.needed_bytes
-        slot.needed_device_bytes = again.device_bytes or slot.needed_device_bytes
-        slot.set_aside, slot.stalled_since, slot.grant, slot.reserved_bytes, slot.grew = None, None, None, 0, 0.0
+        slot.take_back(again.needed_bytes, again.device_bytes)
         self._waiting.insert(0, slot)
 
     def _obey(self, level: int) -> None:
@@ -353,7 +344,8 @@ class Scheduler:
         """Bring the walls up to date, those that come down first."""
         if self.policy.force:
             return
-        self._cap_of_part()
+        if self._budget.others.num:  # with a part alone, it follows each reservation at once
+            self._cap()
         changes, capacity = [], self._capacity_bytes()
         for job_id, slot in self._running.items():
             if slot.set_aside is not None:
@@ -384,7 +376,7 @@ class Scheduler:
         if waited < (_DEADLOCK_SECONDS if is_deadlock else _STALL_SECONDS):
             return
         if len(self._running) == 1:
-            if self._can_others_help():
+            if self._budget.can_others_help:
                 self._set_aside(stalled[0], _HELD_BY_OTHERS)
             else:
                 self._give_up(stalled[0])
@@ -403,24 +395,17 @@ class Scheduler:
         if headroom >= self._read_budget().reserve_bytes // 8:
             return
         first = cheapest(self._running.values())
-        lonely = len(self._running) == 1 and not self._can_others_help()
+        lonely = len(self._running) == 1 and not self._budget.can_others_help
         if lonely and self._budget.outsiders_bytes < self._read_budget().reserve_bytes // 2:
             self._give_up(first)
         else:
             left = f"only {format_bytes(max(0, headroom))} is left of {self._read_budget().binding.name}"
             self._set_aside(first, left)
 
-    def _can_others_help(self) -> bool:
-        """Return True if this run could take notably more when other runs on this host end."""
-        return self._budget.held_by_others_bytes > _NOTABLE * self._budget.capacity_bytes
-
-    def _most_bytes(self) -> int:
-        """Return what one job could take if no other were there, of this run or another."""
-        most = self._budget.capacity_bytes
-        return max(1, most + self._budget.held_by_others_bytes if self._can_others_help() else most)
-
-    def _num_others(self) -> int:
-        return self._budget.others.num
+    def _see_to_cpus(self) -> None:
+        wanted = sum(slot.status.wanted_cpus for slot in self._running.values())
+        if told := self._cpu.take(wanted, len(self._running), self._read_budget().num_cpus, monotonic()):
+            self.say("cpu", **told)
 
     def _set_aside(self, slot: Slot, reason: str) -> None:
         slot.set_aside = monotonic()
@@ -433,14 +418,7 @@ class Scheduler:
 
     def _give_up(self, slot: Slot) -> None:
         """End a job that had the whole budget to itself and wants more."""
-        capacity, binding = self._budget.capacity_bytes, self._read_budget().binding
-        slot.verdict = Verdict(
-            "out_of_memory",
-            f"it needs more than the {format_bytes(capacity)} that it had alone, all that may be lent under "
-            f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}), "
-            f"{format_bytes(self._read_budget().reserve_bytes)} of which are kept back (--reserve): ended at its wall "
-            "by memfit, before the kernel would; raise that limit or make the job smaller",
-        )
+        slot.verdict = outgrown(self._budget.capacity_bytes, self._read_budget())
         slot.set_aside = monotonic()
         self.backend.cancel(slot.job.id, now=True, verdict=slot.verdict)
 
@@ -525,7 +503,7 @@ class Scheduler:
             )
             return None
         if alone and slot.needed_bytes is not None and room.bytes >= _ALMOST * (needed or 1):
-            needed = min(needed or 1, room.bytes)  # what is free is never to the byte what it was
+            needed = min(needed or 1, room.bytes)
         if needed is not None and alone:  # the slack is for those beside whom it will run
             needed = max(needed, min(self._needed(slot, alone=False) or 0, room.bytes))
         if (needed or 1) > room.bytes:
@@ -535,10 +513,7 @@ class Scheduler:
             expected = self.forecast.predict(slot.job)
             measured = max(expected.device_bytes.values(), default=0) if expected else 0
             on_device = slot.needed_device_bytes or round(measured * (1 + self.policy.slack)) or slot.job.device_bytes
-            claims: dict[str, list[Claim]] = {}
-            for other in self._running.values():
-                claims.setdefault(other.device or "", []).append(other.device_claim())
-            device, text = place(self._read_budget().devices, claims, on_device)
+            device, text = place(self._read_budget().devices, device_claims(self._running.values()), on_device)
             if device is None:
                 return Wait("device", text)
             slot.device, slot.device_bytes, why = device.uuid, on_device, f"{why}; {text}"
@@ -550,7 +525,10 @@ class Scheduler:
         expected = self.forecast.predict(slot.job)
         if slot.needed_bytes is not None:
             is_measured = expected is not None and expected.method == "measured"
-            return min(max(slot.needed_bytes, expected.private_bytes if expected and is_measured else 0), self._most_bytes())
+            return min(
+                max(slot.needed_bytes, expected.private_bytes if expected and is_measured else 0),
+                self._budget.most_bytes,
+            )
         if expected is None:
             return None
         # A job that runs alone may use all there is, so its like's peak is enough without the slack.
@@ -567,8 +545,11 @@ class Scheduler:
         slot.status, slot.admitted = JobStatus(job.id, "pending"), monotonic()
         self._running[job.id], self.statuses[job.id] = slot, slot.status
         if not self.policy.force:
-            slot.grant = slot.grant_of(self._part_bytes() // max(_LEAST_PARTS, len(self._running)), self._capacity_bytes())
-            self._cap_of_part()
+            slot.grant = slot.grant_of(
+                self._part_bytes() // max(_LEAST_PARTS, len(self._running)), self._capacity_bytes()
+            )
+            if self._budget.others.num:
+                self._cap()
         if slot.device is not None:
             env = {"CUDA_VISIBLE_DEVICES": slot.device, "MEMFIT_DEVICE_BYTES": str(slot.device_bytes)}
             job = replace(job, env=dict(job.env) | env)
@@ -590,14 +571,15 @@ class Scheduler:
 
     def _refuse(self, slot: Slot) -> DoesNotFitError | None:
         """Drop a job that does not fit although no other runs, when that has lasted; the others may fit."""
-        if self._can_others_help() and (self._needed(slot, alone=True) or 1) <= self._most_bytes():
+        if self._budget.can_others_help and (self._needed(slot, alone=True) or 1) <= self._budget.most_bytes:
             self._wait(slot, Wait("memory", _HELD_BY_OTHERS))
             return None
         self._lacking_since = self._lacking_since or monotonic()
         # One that has given way before came in when there was room, so there will be some again.
         if monotonic() - self._lacking_since < _LACK_SECONDS * (1 + 20 * slot.num_asides):
             return None
-        error = self._refusal(slot)
+        needed, expected = self._needed(slot, alone=True) or 1, self.forecast.predict(slot.job)
+        error = refusal(slot, needed, expected, self._room(), self._read_budget())
         self._drop(slot, "failed", error.what)
         if self.policy.on_failure == "stop":
             self._obey(1)
@@ -616,21 +598,3 @@ class Scheduler:
             slot.status = replace(slot.status, attempt=0)
         self._record(slot, Verdict(state, cause))
         self.say("end", job=slot.job.id, state=state, cause=cause, exit_code=None, **self._memory())
-
-    def _refusal(self, slot: Slot) -> DoesNotFitError:
-        needed, room, binding = self._needed(slot, alone=True) or 1, self._room(), self._read_budget().binding
-        expected = self.forecast.predict(slot.job)
-        method = expected.method if expected else ""
-        source = {"measured": "measured on a job like it", "declared": "as declared"}.get(method, "to start at all")
-        if needed <= room.bytes and slot.job.device_bytes is not None:
-            _, what = place(self._read_budget().devices, {}, slot.needed_device_bytes or slot.job.device_bytes)
-            return DoesNotFitError(
-                f"{slot.job.id}: {what}.",
-                rule="a job that declares device memory runs on one GPU that has it free.",
-                remedy="declare less with --gpu-memory, free a GPU, or leave the option out",
-            )
-        return DoesNotFitError(
-            f"{slot.job.id} needs {format_bytes(needed)} of host memory ({source}); {room.explain()}.",
-            rule=f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}).",
-            remedy="free memory or raise that limit, make the job smaller, or run it all the same with --force",
-        )

@@ -97,6 +97,19 @@ class Slot:
         since = self.status.checkpointed or self.status.started
         return max(0.0, time.time() - since) if since else 0.0
 
+    def had_bytes(self) -> int:
+        """Return what it could take before it ended: all there was when its size was unknown."""
+        wall = self.grant.wall_bytes if self.grant else 0
+        met_wall = self.status.wants_more and self.status.peak_bytes >= 0.8 * wall
+        had = wall if met_wall or not self.reserved_bytes else self.reserved_bytes
+        return max(had, self.status.evidence.get("data_limit_bytes") or 0)
+
+    def take_back(self, needed_bytes: int | None, device_bytes: int | None) -> None:
+        """Make it one that waits again; from now on it needs so much, or what it needed before."""
+        self.needed_bytes = needed_bytes or self.needed_bytes
+        self.needed_device_bytes = device_bytes or self.needed_device_bytes
+        self.set_aside, self.stalled_since, self.grant, self.reserved_bytes, self.grew = None, None, None, 0, 0.0
+
     def wanted_bytes(self, free_bytes: int) -> int:
         """What its reservation should grow to, of what is free; its present one when there is no need."""
         used = self.status.used_bytes
@@ -118,6 +131,14 @@ class Slot:
             return Grant(whole, whole)
         held = max(self.reserved_bytes, self.status.used_bytes)
         return Grant(self.reserved_bytes, max(held, min(held + free_bytes, capacity_bytes)))
+
+
+def device_claims(slots: Iterable[Slot]) -> dict[str, list[Claim]]:
+    """Return the jobs' parts of each device's memory, by its UUID; of those that use none under an empty one."""
+    claims: dict[str, list[Claim]] = {}
+    for slot in slots:
+        claims.setdefault(slot.device or "", []).append(slot.device_claim())
+    return claims
 
 
 def cheapest(slots: Iterable[Slot]) -> Slot:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError
+from memfit.jobs._cpu import CpuMeter
 from memfit.jobs._lock import complain
 from memfit.jobs._phases import phase_of_log, phase_of_shape
 from memfit.memory import Footprint, GroupState, JobGroup, Sample, SeriesWriter, TreeMeter, nvml_reader
@@ -64,6 +65,7 @@ class Watch:
     resident_peak_bytes: int = 0
     #: The same, where it is surely the job's own: what it took after the last sample shows there alone.
     own_peak_bytes: int = 0
+    cpu: CpuMeter = field(default_factory=CpuMeter)
     _tails: dict[Path, EventTail] = field(default_factory=dict)
     _looked: float = 0.0
     _unwritten_peak: int = 0
@@ -147,6 +149,10 @@ class Watch:
             complain(f"memory.arrows ends here: {error}")
             self.series = None
         self._unwritten_peak, self._written = 0, time.monotonic()
+
+    def measure_cpu(self) -> None:
+        """Measure how many cores its processes want."""
+        self.cpu.look(self.meter.pids if self.meter else ())
 
     def guess_phase(self) -> None:
         """Guess the phase of a job that marks none."""
@@ -258,6 +264,7 @@ class Watch:
             "pid": self.pid,
             "stalled": self.state.stalled if self.state else False,
             "wants_more": self.wants_more,
+            "wanted_cpus": round(self.cpu.wanted, 2),
             "checkpointed": self.checkpointed,
             "checkpoint_bytes": self.checkpoint_bytes,
             "asked": self.asked,

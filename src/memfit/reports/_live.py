@@ -151,6 +151,13 @@ def describe(event: Event, view: RunView) -> str:
         return f"{job} goes on after epoch {event['epoch']}" + (
             f" and {step} steps" if (step := event.get("step")) else ""
         )
+    if kind == "cpu":
+        wanted, cores, num = float(event["wanted_cpus"]), int(event["num_cpus"]), int(event["num_running"])
+        fewer = max(1, round(num * cores / wanted))
+        return (
+            f"the {num} running jobs want {wanted:.1f} cores and there are {cores}, so each of them takes longer; "
+            f"--max-parallel {fewer} runs fewer at once"
+        )
     if kind == "short":
         return f"memory is short: {event['reason']}; no job starts until there is more"
     other = _OF_JOBS.get(kind)

@@ -41,6 +41,7 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "skip": {"job": str, "reason": str, "num_skipped": int, "num_batches": int},
     "inexact": {"job": str, "reason": str},
     "stop": {"num_running": int, "level": int},
+    "cpu": {"wanted_cpus": (int, float), "num_cpus": int, "num_running": int},
     "done": {"num_done": int},
     "progress": {"job": str, "phase": str, "done": int, "total": int},
 }
@@ -352,6 +353,15 @@ class RunView:
                 until = following.get("started") or math.inf
                 lost += ended - began if any(ended <= at <= until for at in retries) else 0.0
         return total, lost
+
+    def cpu_seconds(self, rows: Sequence[JobRow]) -> float:
+        """Return the CPU time that all attempts of the jobs used, as measured at their ends."""
+        total = sum(row.status.cpu_seconds for row in rows)
+        for row in rows:
+            for number in range(1, row.status.attempt):
+                earlier = read_json(self.run.job_dir(row.status.job_id) / f"outcome_{number}.json") or {}
+                total += earlier.get("cpu_seconds", 0.0)
+        return total
 
 
 def _name(job_id: str, params: Mapping[str, str]) -> str:

@@ -77,6 +77,7 @@ def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
         "counts": view.counts(rows),
         "num_restarts": sum(map(len, view.retries.values())),
         "job_seconds": total,
+        "cpu_seconds": view.cpu_seconds(rows),
         "restarted_seconds": lost,
         "waited_seconds": dict(view.waits),
         "host_cpu": dict(view.cpu),
@@ -264,14 +265,15 @@ def _places(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
     seconds = [row.seconds for row in rows if row.seconds is not None and row.status.ended]
     last = " of the last command" if view.num_commands > 1 else ""
     wall = f"{format_duration(view.wall_seconds)} wall clock{last}"
-    took = format_duration(sum(seconds))
+    busy = ""
+    if view.num_commands == 1 and view.wall_seconds and (cpu_seconds := view.cpu_seconds(rows)):
+        busy = f"; the {view.kind} kept {cpu_seconds / view.wall_seconds:.1f} cores busy"
     if view.kind == "folds":
-        places = [("time", f"{wall}; the folds' own times add up to {took}"), *_restarts(view, rows)]
+        places = [("time", f"{wall}{busy}"), *_restarts(view, rows)]
     else:
         counts = ", ".join(f"{name} {number}" for name, number in view.counts(rows).items())
         places = [("jobs", counts or "none has started"), *_restarts(view, rows)]
-        # The wall clock, and not the sum of jobs that ran side by side.
-        places.append(("Total:", f"{wall}, {view.most_at_once} at once; their own times add up to {took}"))
+        places.append(("Total:", f"{wall}, {view.most_at_once} at once{busy}"))
     places += _bounds(view, sum(seconds))
     error, kills = _record.forecast_error(rows), _record.count_kills(view.run)
     heaps = [(heap, row) for row in rows if (heap := _heap(view, row.status.job_id))]
