@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +40,42 @@ SCHEMA_VERSION = 1
 RUN_DIR_VARIABLE = "MEMFIT_RUN_DIR"
 JOB_ID_VARIABLE = "MEMFIT_JOB_ID"
 
-_RUN_NAME = re.compile(r"run_\d{8}_\d{6}_[0-9a-f]{8}")
+_RUN_NAME = re.compile(r"run_(\d{8}_\d{6})_[0-9a-f]{8}")
+_STAMP = "%Y%m%d_%H%M%S"
+#: Unix seconds of the year 9000: no clock is there.
+_LAST_TIME = 221_845_392_000
+#: What ``run.json`` must hold; a field that only some runs have may be absent.
+_HEADER = {
+    "schema_version": int,
+    "fingerprint": (str, type(None)),
+    "kind": (str, type(None)),
+    "cwd": (str, type(None)),
+    "host": (str, type(None)),
+    "user": (str, type(None)),
+    "folders": ([str], type(None)),
+    "template": ([str], type(None)),
+    "combinations": ([{str: str}], type(None)),
+}
+_PEAKS = {"private_bytes": int, "shared_bytes": (int, type(None)), "device_bytes": ({str: int}, type(None))}
+#: A footprint as ``memfit.memory.Footprint.to_dict`` gives it.
+FOOTPRINT = _PEAKS | {"parts": ({str: int}, type(None)), "phases": ({str: _PEAKS}, type(None))}
+#: What ``plan.json`` and the stage that prepared the panel must hold.
+_PLAN = {"footprint": FOOTPRINT, "measured_on": str, "why": str, "num_jobs": (int, type(None))}
+_STAGE = {
+    "panel": str,
+    "panel_reused": bool,
+    "panel_changed": [str],
+    "panel_bytes": int,
+    "num_dates": int,
+    "num_assets": int,
+    "num_features": int,
+    "first_date": str,
+    "last_date": str,
+    "label_dates": int,
+    "embargo_size": int,
+    "forward_only": bool,
+    "folds": [{"first_test_date": str, "last_test_date": str}],
+}
 
 
 def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True, mode: int = 0o666) -> None:
@@ -85,11 +121,15 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     write_atomic(path, json.dumps(value, indent=2, sort_keys=False) + "\n", durable=durable)
 
 
-def read_json(path: Path | str) -> dict[str, Any] | None:
-    """A JSON file's object, or None when the file is not there.
+def read_json(path: Path | str, shape: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return a JSON file's object, or None when the file is not there.
+
+    Args:
+        path: The file.
+        shape: The type that each field must have, as for ``fits``; None to take any object.
 
     Raises:
-        DamagedError: If the file is there and holds no JSON object: files here are renamed into place whole, so a
+        DamagedError: If the file is there and holds no such object: files here are renamed into place whole, so a
             broken one was changed from outside.
     """
     try:
@@ -97,16 +137,22 @@ def read_json(path: Path | str) -> dict[str, Any] | None:
             text = file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except IsADirectoryError:
+        raise damaged(path, "is a folder") from None
     try:
         value = json.loads(text)
-    except ValueError as error:
-        value = error
+    except (ValueError, RecursionError):
+        value = None
     if not isinstance(value, dict):
-        raise DamagedError(
-            f"{path} is not a JSON object ({len(text)} bytes).",
-            rule="memfit writes this file aside and renames it, so a broken one was changed from outside.",
-            remedy=f"restore it from a backup, or move it away: mv {path} {path}.broken",
-        )
+        raise damaged(path, f"is not a JSON object ({len(text)} bytes)")
+    return _checked(path, value, shape or {})
+
+
+def _checked(path: Path | str, value: dict[str, Any], shape: Mapping[str, Any]) -> dict[str, Any]:
+    for name, kind in shape.items():
+        if not fits(value.get(name), kind):
+            told = f"{name}: {json.dumps(value[name])[:60]}" if name in value else f"no {name}"
+            raise damaged(path, f"has {told}")
     return value
 
 
@@ -196,18 +242,24 @@ def write_masked(path: Path, value: Mapping[str, Any], *, durable: bool = True) 
     write_json(path, shown, durable=durable)
 
 
-def read_whole(path: Path) -> dict[str, Any] | None:
+def read_whole(path: Path, shape: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """A JSON file's object with what was masked in it, or None when the file is not there.
+
+    Args:
+        path: The file.
+        shape: The type that each field must have with what was masked, as for ``fits``.
 
     Raises:
         UsageError: If the file with what was masked is not there.
         DamagedError: As for ``read_json``.
     """
-    value = read_json(path)
-    names = value.pop("masked", ()) if value else ()
+    value = read_json(path, {"masked": ([str], type(None))})
+    if value is None:
+        return None
+    names = value.pop("masked", None) or ()
     private = (read_json(_private(path)) or {}) if names else {}
-    if value is None or private.keys() >= set(names):
-        return value and value | {name: private[name] for name in names}
+    if private.keys() >= set(names):
+        return _checked(path, value | {name: private[name] for name in names}, shape or {})
     raise UsageError(
         f"{_private(path)} is not there.",
         rule=f"it holds the arguments that are masked in {path.name}, and only their owner may read it.",
@@ -217,6 +269,40 @@ def read_whole(path: Path) -> dict[str, Any] | None:
 
 def _private(path: Path) -> Path:
     return path.with_suffix(".private.json")
+
+
+def damaged(path: Path | str, what: str) -> DamagedError:
+    """Return the error for a file of the run directory that was changed from outside."""
+    return DamagedError(
+        f"{path} {what}.",
+        rule="memfit writes this file aside and renames it, so a broken one was changed from outside.",
+        remedy=f"restore it from a backup, or move it away: mv {path} {path}.broken",
+    )
+
+
+def fits(value: Any, shape: Any) -> bool:
+    """Return whether a JSON value has a shape: a type, a tuple of shapes, a list's items or an object's fields.
+
+    ``{str: shape}`` stands for an object whose fields have any names, a frozenset for one of its words.
+
+    >>> fits({"n": 1, "words": ["a"]}, {"n": int, "words": [str], "absent": (str, type(None))})
+    True
+    >>> fits({"n": 1, "words": ["a", 2]}, {"words": [str]}), fits({"a": 1, "b": "x"}, {str: int})
+    (False, False)
+    """
+    if isinstance(shape, type):
+        return isinstance(value, shape)
+    if isinstance(shape, frozenset):
+        return isinstance(value, str) and value in shape
+    if isinstance(shape, tuple):
+        return any(fits(value, one) for one in shape)
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(one, shape[0]) for one in value)
+    if not isinstance(value, dict):
+        return False
+    if str in shape:
+        return all(fits(one, shape[str]) for one in value.values())
+    return all(fits(value.get(name), kind) for name, kind in shape.items())
 
 
 class EventWriter:
@@ -272,7 +358,7 @@ class EventTail:
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
                 chunk = file.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return []
         whole = chunk[: chunk.rfind(b"\n") + 1]
         self._offset += len(whole)
@@ -283,16 +369,26 @@ def _records(lines: bytes) -> Iterator[dict[str, Any]]:
     for line in lines.splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             yield record
 
 
+def event_time(event: Mapping[str, Any]) -> float:
+    """Return an event's Unix seconds, or 0 when it tells none.
+
+    >>> event_time({"time": 2.5}), event_time({"time": "noon"}), event_time({"time": 1e300})
+    (2.5, 0.0, 0.0)
+    """
+    told = event.get("time")
+    return float(told) if isinstance(told, int | float) and 0 < told < _LAST_TIME else 0.0
+
+
 def read_events(events_dir: Path) -> list[dict[str, Any]]:
     """All whole records of all writers in a folder, in order of time; torn records are passed over."""
     records = [record for path in sorted(events_dir.glob("*.jsonl")) for record in EventTail(path).read()]
-    return sorted(records, key=lambda record: float(record.get("time", 0.0)))
+    return sorted(records, key=event_time)
 
 
 @dataclass(frozen=True)
@@ -320,17 +416,9 @@ class RunDir:
             fingerprint: The hex fingerprint of config, code and data; its first 8 digits end the folder's name.
             facts: More for ``run.json``, beside schema version, fingerprint, user, host, command and time.
         """
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", experiment):
-            raise UsageError(
-                f"'{experiment}' cannot name an experiment.",
-                rule="the name becomes a folder: letters, digits, '.', '_' and '-', beginning with a letter or digit.",
-                remedy="set experiment: to such a name, for example stock-ranker",
-            )
-        parent = root / experiment
-        parent.mkdir(parents=True, exist_ok=True)
+        parent = cls.folder_of(root, experiment)
         while True:
-            now = time.time()
-            path = parent / f"run_{time.strftime('%Y%m%d_%H%M%S', time.localtime(now))}_{fingerprint[:8]}"
+            path = parent / f"run_{_stamp(parent)}_{fingerprint[:8]}"
             try:
                 path.mkdir()
                 break
@@ -342,7 +430,7 @@ class RunDir:
             "schema_version": SCHEMA_VERSION,
             "experiment": experiment,
             "fingerprint": fingerprint,
-            "created": now,
+            "created": time.time(),
             "host": socket.gethostname(),
             "user": _user(),
             "pid": os.getpid(),
@@ -353,6 +441,23 @@ class RunDir:
         return cls(path.resolve())
 
     @classmethod
+    def folder_of(cls, root: Path, experiment: str) -> Path:
+        """Return the folder of an experiment's runs, made if need be.
+
+        Raises:
+            UsageError: If the experiment's name cannot name a folder.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", experiment):
+            raise UsageError(
+                f"'{experiment}' cannot name an experiment.",
+                rule="the name becomes a folder: letters, digits, '.', '_' and '-', beginning with a letter or digit.",
+                remedy="set experiment: to such a name, for example stock-ranker",
+            )
+        parent = root / experiment
+        parent.mkdir(parents=True, exist_ok=True)
+        return parent
+
+    @classmethod
     def open(cls, path: Path) -> RunDir:
         """An existing run directory.
 
@@ -360,7 +465,7 @@ class RunDir:
             UsageError: If it is none, if another user owns it, or if a newer memfit wrote it.
         """
         check_owner(path)
-        header = read_json(path / "run.json")
+        header = read_json(path / "run.json", {"schema_version": int})
         if header is None:
             raise UsageError(
                 f"{path} is no run directory.",
@@ -373,25 +478,52 @@ class RunDir:
                 rule=f"this memfit reads schema version {SCHEMA_VERSION}.",
                 remedy="use the version of memfit that wrote it, or start over with --new",
             )
+        _checked(path / "run.json", header, _HEADER)
         return cls(path.resolve())
 
     @classmethod
     def all(cls, root: Path, experiment: str) -> list[RunDir]:
-        """This user's runs of the experiment, newest first; a folder without ``run.json`` (killed at birth) is none."""
-        parent = root / experiment
-        names = [path for path in parent.glob("run_*") if _RUN_NAME.fullmatch(path.name) and is_own(path)]
-        return [cls.open(path) for path in sorted(names, reverse=True) if (path / "run.json").exists()]
+        """Return this user's runs of the experiment, newest first; a folder without ``run.json`` is none.
+
+        A damaged ``run.json``, or one of another version, is found when the run is opened.
+        """
+        parent = (root / experiment).resolve()
+        paths = [path for path in parent.glob("run_*") if _RUN_NAME.fullmatch(path.name) and is_own(path)]
+        return [cls(path) for path in sorted(paths, reverse=True) if (path / "run.json").exists()]
+
+    @classmethod
+    def newest(cls, root: Path, experiment: str, fingerprint: str) -> RunDir | None:
+        """Return the newest run of this very fingerprint; one that cannot be read is named and passed over."""
+        for run in cls.all(root, experiment):
+            if not run.path.name.endswith(f"_{fingerprint[:8]}"):
+                continue
+            try:
+                if cls.open(run.path).header.get("fingerprint") == fingerprint:
+                    return run
+            except UsageError as error:
+                print(f"memfit: this run is passed over: {error.what}", file=sys.stderr)
+        return None
 
     @property
     def header(self) -> dict[str, Any]:
         """``run.json``."""
-        return read_json(self.path / "run.json") or {}
+        return read_json(self.path / "run.json", _HEADER) or {}
 
     @property
     def state(self) -> str:
         """The state in ``outcome.json``, or ``running`` when there is none yet."""
-        outcome = read_json(self.path / "outcome.json")
+        outcome = read_json(self.path / "outcome.json", {"state": str})
         return str(outcome["state"]) if outcome else "running"
+
+    @property
+    def plan(self) -> dict[str, Any] | None:
+        """``plan.json``: how many jobs run at once and why; None before a job's footprint is known."""
+        return read_json(self.path / "plan.json", _PLAN)
+
+    @property
+    def stage(self) -> dict[str, Any] | None:
+        """What the prepare stage left: the panel and the folds; None before it has."""
+        return read_json(self.path / "checkpoints" / "stage_prepare.json", _STAGE)
 
     @property
     def events_dir(self) -> Path:
@@ -433,6 +565,21 @@ def check_owner(path: Path) -> None:
             rule="a user stops, watches and resumes own runs alone, root too: the files of others may be forged.",
             remedy=f"give the same command as that user: sudo -u '#{uid}' memfit ... {path}",
         )
+
+
+def _stamp(parent: Path) -> str:
+    """Return the time for a new run's name: now in UTC, or the second after the newest run's where that is later.
+
+    So the newest run sorts last, whatever the clock was set to, and whatever time zone older names are in.
+    """
+    now = time.strftime(_STAMP, time.gmtime())
+    known = [found[1] for name in os.listdir(parent) if (found := _RUN_NAME.fullmatch(name))]
+    for newest in sorted((stamp for stamp in known if stamp > now), reverse=True):
+        from datetime import datetime, timedelta  # rare, and slow to load
+
+        with suppress(ValueError, OverflowError):  # no date, or the last one
+            return (datetime.strptime(newest, _STAMP) + timedelta(seconds=1)).strftime(_STAMP)
+    return now
 
 
 def _user() -> str:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.errors import ConfigError, UsageError
+from memfit.errors import ConfigError, DamagedError, UsageError
 from memfit.memory import Footprint, PhasePeak
 
 SIZES = st.integers(0, 1 << 45)
@@ -76,5 +76,5 @@ def test_a_declared_size_that_is_no_size_is_refused():
 
 
 def test_what_another_version_wrote_is_not_read_as_something_else():
-    with pytest.raises(TypeError, match="colour"):
+    with pytest.raises(DamagedError, match="colour"):
         Footprint.from_dict({"private_bytes": 1, "colour": "red"})

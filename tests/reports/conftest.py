@@ -112,7 +112,8 @@ def finished(made):
     write_json(made.path / "checkpoints" / "stage_prepare.json", {
         "panel": str(made.path.parents[2] / "panels" / "a5d5239e"), "panel_reused": False, "panel_changed": ["values"],
         "panel_bytes": 3 * MIB, "num_dates": 2766, "num_assets": 20, "num_features": 5,
-        "first_date": "2012-01-03", "last_date": "2022-12-28", "folds": [{}, {}, {}],
+        "first_date": "2012-01-03", "last_date": "2022-12-28", "label_dates": 1, "embargo_size": 0, "forward_only": False,
+        "folds": [{"first_test_date": "2013-01-03", "last_test_date": "2013-12-30"}] * 3,
     })  # fmt: skip
     write_json(made.path / "outcome.json", {"state": "failed", "exit_code": 4})
     return made

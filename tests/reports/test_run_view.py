@@ -274,14 +274,14 @@ def test_a_reader_copes_with_a_missing_part(finished, name):
     rows = view.rows()
     assert [row.status.job_id for row in rows] == ["fold_1", "fold_2", "fold_3"]
     assert rows[2].metrics["num_dates"] == 544
-    assert (view.plan is None) == (name == "plan.json")
+    assert (view.run.plan is None) == (name == "plan.json")
     assert (rows[0].metrics == {}) == (name in ("jobs/fold_1/result.json", "jobs/fold_1/outcome.json"))
 
 
 def test_a_file_that_was_changed_from_outside_is_named(finished):
     (finished.path / "plan.json").write_text('{"why"')
     with pytest.raises(DamagedError, match=r"plan\.json"):
-        _ = view_of(finished).plan
+        _ = view_of(finished).run.plan
 
 
 def test_metrics_are_summed_up_over_the_folds_that_have_them(finished):

@@ -21,6 +21,8 @@ from memfit.errors import MemfitError, StoppedError, UsageError
 from memfit.rundir import read_json, read_whole, write_json
 
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
+#: What ``error.json`` must hold, as ``describe_error`` makes it.
+ERROR_SHAPE = {"type": str, "memfit": bool, "text": str}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 #: How many bytes of its first visible device a job may allocate.
 DEVICE_BYTES_VARIABLE = "MEMFIT_DEVICE_BYTES"
@@ -93,7 +95,7 @@ def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, s
         result = read_json(folder / RESULT)
         if result is not None and done.returncode == 0:
             return result["result"]
-        error = read_json(folder / ERROR)
+        error = read_json(folder / ERROR, ERROR_SHAPE)
     if error is not None and error["memfit"]:
         raise _rebuilt(error)
     raise UsageError(
@@ -114,8 +116,9 @@ def _place(stderr: str) -> str:
 
 
 def _rebuilt(error: Mapping[str, Any]) -> MemfitError:
-    kind = getattr(errors, error["type"], MemfitError)
-    return kind(error["what"], rule=error["rule"], remedy=error["remedy"])
+    kind = getattr(errors, error["type"], None)
+    kind = kind if isinstance(kind, type) and issubclass(kind, MemfitError) else MemfitError
+    return kind(error["text"], rule=str(error.get("rule")), remedy=str(error.get("remedy")))
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
@@ -190,6 +193,6 @@ def main(folder: Path) -> int:
 
 def raise_error_of(job_dir: Path) -> None:
     """Raise again the error of memfit's own that a job's interpreter left in its folder, if it left one."""
-    error = read_json(job_dir / ERROR)
+    error = read_json(job_dir / ERROR, ERROR_SHAPE)
     if error is not None and error["memfit"]:
         raise _rebuilt(error)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError, UsageError
-from memfit.jobs._job import Grant, Job, JobStatus, Verdict
+from memfit.jobs._job import STATES, Grant, Job, JobStatus, Verdict
 from memfit.jobs._link import KeeperLink, no_keeper, open_pidfd
 from memfit.jobs._lock import (
     JOB,
@@ -30,7 +30,15 @@ from memfit.jobs._lock import (
 from memfit.jobs._shim import BUSY
 from memfit.jobs._threads import thread_env
 from memfit.memory import Footprint, JobGroup, Walls
-from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, read_json, write_atomic, write_masked
+from memfit.rundir import (
+    FOOTPRINT,
+    JOB_ID_VARIABLE,
+    RUN_DIR_VARIABLE,
+    RunDir,
+    read_json,
+    write_atomic,
+    write_masked,
+)
 
 #: glibc: freed memory goes back to the kernel at once, so that resident follows live memory.
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
@@ -41,6 +49,21 @@ _FRESH_SECONDS = 0.1
 #: Without a descriptor that tells of its end, a job's lock is looked at so often.
 _LOOK_SECONDS = 0.2
 _MOST_KEEPERS = 3
+
+_NUMBER, _NONE = (int, float), type(None)
+_JOB_SHAPE = {"attempt": int, "group": (str, _NONE)}
+#: What ``status.json`` and ``outcome.json`` must hold.
+_STATUS_SHAPE: Mapping[str, Any] = {
+    "state": frozenset(STATES),
+    "phase": (str, _NONE),
+    "cause": (str, _NONE),
+    "footprint": (FOOTPRINT, _NONE),
+    "evidence": (dict, _NONE),
+    **dict.fromkeys(("started", "ended", "checkpointed"), (*_NUMBER, _NONE)),
+    **dict.fromkeys(("used_bytes", "peak_bytes", "pss_bytes", "checkpoint_bytes"), (int, _NONE)),
+    **dict.fromkeys(("exit_code", "attempt", "pid"), (int, _NONE)),
+    **dict.fromkeys(("settled", "stalled", "wants_more", "asked"), (bool, _NONE)),
+}
 
 
 def child_env(job: Job, run: RunDir) -> dict[str, str]:
@@ -323,7 +346,7 @@ class LocalBackend:
         self._live[job_id] = submitted
 
     def _taken_over(self, folder: Path) -> _Submitted:
-        holder, described = read_holder(folder), read_json(folder / JOB) or {}
+        holder, described = read_holder(folder), read_json(folder / JOB, _JOB_SHAPE) or {}
         group = JobGroup.at(Path(described["group"])) if described.get("group") else None
         submitted = _Submitted(folder, holder.attempt if holder else 0, group)
         self._follow_by_lock(submitted)
@@ -361,7 +384,7 @@ class LocalBackend:
                 submitted.status = _read_running(job_id, submitted)
             return self._status(job_id)
         outcome = _read_outcome(submitted.folder) or _bury(submitted)
-        self._ended[job_id] = to_status(job_id, outcome)
+        self._ended[job_id] = _to_status(job_id, outcome)
         del self._live[job_id]
         _forget(submitted)
         if self.walls is not None:
@@ -394,12 +417,12 @@ def _read_running(job_id: str, submitted: _Submitted) -> JobStatus:
     except OSError:
         changed = 0
     if known is None or changed != submitted.changed or time.time_ns() - changed > 2_000_000_000:
-        found = read_json(f"{folder}/{STATUS}") if changed else None
+        found = read_json(f"{folder}/{STATUS}", _STATUS_SHAPE) if changed else None
         holder = read_holder(folder)
         if holder is not None and submitted.attempt not in (0, holder.attempt):
             holder = None
         if found is not None:
-            known = to_status(job_id, found)
+            known = _to_status(job_id, found)
         elif holder is not None and holder.started is not None:
             about = {"attempt": holder.attempt, "pid": holder.job_pid, "started": holder.started}
             known = JobStatus(job_id, "running", **about)  # type: ignore[arg-type]
@@ -424,14 +447,14 @@ def _has_no_end(folder: Path) -> bool:
     """Whether the attempt that was ordered last was begun and no outcome of it is there."""
     if _read_outcome(folder) is not None or (holder := read_holder(folder)) is None:
         return False
-    described = _read_json_or_none(folder / JOB) or {}
+    described = _read_json_or_none(folder / JOB, _JOB_SHAPE) or {}
     return described.get("attempt") == holder.attempt and not (folder / f"outcome_{holder.attempt}.json").exists()
 
 
 def _read_outcome(folder: Path) -> dict[str, Any] | None:
     """``outcome.json``; None also for an empty one, which is what a power cut leaves of one not forced to disk."""
     try:
-        return read_json(f"{folder}/{OUTCOME}")
+        return read_json(f"{folder}/{OUTCOME}", _STATUS_SHAPE)
     except DamagedError:
         with contextlib.suppress(OSError):  # moved away meanwhile
             if (folder / OUTCOME).stat().st_size:
@@ -451,13 +474,13 @@ def _bury(submitted: _Submitted) -> dict[str, Any]:
 def _settle(folder: Path, more: str = "") -> dict[str, Any]:
     logs = (folder / "shim.log", folder.parent.parent / "keeper.log")
     cause = f"its watcher died without a word (see {next(filter(Path.exists, logs), logs[1])}){more}"
-    described = _read_json_or_none(folder / JOB) or {}
+    described = _read_json_or_none(folder / JOB, _JOB_SHAPE) or {}
     if described.get("group"):
         group = JobGroup.at(Path(described["group"]))
         group.kill()
         if not described.get("keeps_group"):
             group.remove()
-    holder, last = read_holder(folder), _read_json_or_none(folder / STATUS) or {}
+    holder, last = read_holder(folder), _read_json_or_none(folder / STATUS, _STATUS_SHAPE) or {}
     first = {"attempt": holder.attempt, "started": holder.started} if holder else {}
     ended = {"state": "node_fail", "cause": cause, "ended": time.time()}
     outcome = first | last | ended | {"used_bytes": 0, "pss_bytes": 0, "stalled": False}
@@ -467,9 +490,9 @@ def _settle(folder: Path, more: str = "") -> dict[str, Any]:
     return outcome
 
 
-def _read_json_or_none(path: Path) -> dict[str, Any] | None:
+def _read_json_or_none(path: Path, shape: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
-        return read_json(path)
+        return read_json(path, shape)
     except DamagedError:
         return None
 
@@ -479,7 +502,7 @@ def _next_attempt(folder: Path) -> int:
     if (_read_json_or_none(folder / OUTCOME) or {}).get("attempt") == 0:  # recorded without a start
         (folder / OUTCOME).unlink()
     # What was ordered last counts: it stays whole when a supervisor is killed between the steps below.
-    described = _read_json_or_none(folder / JOB)
+    described = _read_json_or_none(folder / JOB, _JOB_SHAPE)
     last = int(described["attempt"]) if described else _last_kept(folder)
     if (folder / OUTCOME).exists():
         os.replace(folder / OUTCOME, folder / f"outcome_{last}.json")
@@ -497,17 +520,17 @@ def _last_kept(folder: Path) -> int:
 _PLAIN = frozenset(field.name for field in fields(JobStatus)) - {"job_id", "footprint"}
 
 
-def to_status(job_id: str, found: Mapping[str, Any]) -> JobStatus:
+def _to_status(job_id: str, found: Mapping[str, Any]) -> JobStatus:
     """A ``status.json`` or ``outcome.json`` as a status."""
     footprint = found.get("footprint")
-    plain = {name: value for name, value in found.items() if name in _PLAIN}
+    plain = {name: value for name, value in found.items() if name in _PLAIN and value is not None}
     return JobStatus(job_id, footprint=Footprint.from_dict(footprint) if footprint else None, **plain)
 
 
 def read_status(run: RunDir, job_id: str) -> JobStatus:
     """A job's status from its files alone, for readers that did not submit it."""
     folder = run.job_dir(job_id)
-    found = _read_outcome(folder) or read_json(f"{folder}/{STATUS}")
+    found = _read_outcome(folder) or read_json(f"{folder}/{STATUS}", _STATUS_SHAPE)
     if found is not None:
-        return to_status(job_id, found)
+        return _to_status(job_id, found)
     return JobStatus(job_id, "pending")

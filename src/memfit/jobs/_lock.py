@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from memfit.memory import is_locked, lock_file
+from memfit.rundir import fits
 
 T = TypeVar("T")
 
@@ -46,12 +47,22 @@ class Holder:
     note: str = ""
 
 
+_HOLDER = {
+    "pid": int,
+    "attempt": int,
+    "job_pid": (int, type(None)),
+    "started": (int, float, type(None)),
+    "note": (str, type(None)),
+}
+
+
 def read_holder(folder: Path) -> Holder | None:
     """What the lock file says, or None when it is not there or just being written; the lock itself is not looked at."""
     try:
         with open(f"{folder}/{LOCK}", "rb") as file:
-            return Holder(**json.loads(file.read()))
-    except (OSError, ValueError, TypeError):
+            found = json.loads(file.read())
+        return Holder(**found) if fits(found, _HOLDER) else None
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError, StoppedError
-from memfit.jobs._child import ERROR, RESULT
+from memfit.jobs._child import ERROR, ERROR_SHAPE, RESULT
 from memfit.jobs._death import Counters, Death, explain, place_of, read_kernel_line
+from memfit.jobs._job import STATES
 from memfit.jobs._leftovers import end_children, remove_segments, stop_targets, wait_for
 from memfit.jobs._lock import JOB, OUTCOME, STATUS, STOP_REQUESTED, VERDICT, JobLock, complain
 from memfit.jobs._orphan import OrphanWatch
@@ -47,6 +48,7 @@ _FULL_SECONDS = 30.0
 _LEFT_BYTES = MIB
 #: The shim's own exit code when another shim holds the job.
 BUSY = 4
+_VERDICT_SHAPE = {"state": frozenset(STATES), "cause": str}
 
 
 def prepare() -> None:
@@ -325,7 +327,7 @@ class _Shim:
             stopped_by=stopped_by,
             counters_before=before,
             counters_after=after,
-            error=_read_left(self.job_dir / ERROR),
+            error=_read_left(self.job_dir / ERROR, ERROR_SHAPE),
             has_result=self.job["target"] is None or (self.job_dir / RESULT).exists(),
             peak_bytes=watch.peak_bytes,
             phase=watch.phase,
@@ -333,7 +335,7 @@ class _Shim:
             met_above=self.group.first_met() if returncode and self.group is not None else "",
             last_words=_read_end(self.job_dir / "err.log") if returncode else "",
             kernel_line=read_kernel_line(watch.pid, watch.born) if needs_log else "",
-            verdict=reason or _read_left(self.job_dir / VERDICT),
+            verdict=reason or _read_left(self.job_dir / VERDICT, _VERDICT_SHAPE),
         )
 
     def _remove_group(self) -> None:
@@ -341,9 +343,9 @@ class _Shim:
             self.group.remove()
 
 
-def _read_left(path: Path) -> dict[str, Any] | None:
+def _read_left(path: Path, shape: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
-        return read_json(path)
+        return read_json(path, shape)
     except DamagedError as error:  # torn by a full disk
         complain(str(error))
         return None

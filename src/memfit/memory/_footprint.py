@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from memfit.errors import UsageError
+from memfit.errors import DamagedError, UsageError
 from memfit.units import parse_bytes
 
 Method = Literal["declared", "measured"]
@@ -115,11 +115,21 @@ class Footprint:
     def from_dict(cls, value: Mapping[str, Any]) -> Footprint:
         """The footprint that ``to_dict`` gave.
 
+        Raises:
+            DamagedError: If it is another version's, or damaged.
+
         >>> Footprint.from_dict(Footprint(100, phases={"train": PhasePeak(100)}).to_dict()).peak_phase
         'train'
         """
-        phases = {name: PhasePeak(**peak) for name, peak in value.get("phases", {}).items()}
-        return cls(**{**value, "phases": phases})
+        try:
+            phases = {name: PhasePeak(**peak) for name, peak in value.get("phases", {}).items()}
+            return cls(**{**value, "phases": phases})
+        except (TypeError, AttributeError) as error:
+            raise DamagedError(
+                f"{str(dict(value))[:80]} is no footprint: {error}.",
+                rule="a footprint is read with the fields that this version of memfit writes.",
+                remedy="start over with --new, or read it with the version that wrote it",
+            ) from error
 
 
 def _larger(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:

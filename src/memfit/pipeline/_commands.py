@@ -13,15 +13,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from memfit import config
-from memfit.errors import UsageError
+from memfit.errors import DamagedError, UsageError
 from memfit.jobs import Job, JobStatus, read_status
 from memfit.memory import Budget, Footprint
 from memfit.pipeline._config import CommandSettings, kept_allocator, of_commands, resolve_with_allocator
 from memfit.pipeline._grid import expand, fill
-from memfit.pipeline._supervise import Known, RunResult, View, supervised
+from memfit.pipeline._supervise import CONTINUED, Known, RunResult, View, supervised, take_up
 from memfit.pipeline._workflow import resume_folds
-from memfit.rundir import RunDir, read_whole, write_masked
+from memfit.rundir import RunDir, damaged, read_whole, write_masked
 
 _INTERPRETER = re.compile(r"(?:python|pypy)[0-9.]*|(?:ba|da|z|k)?sh|torchrun|Rscript|julia|node|perl|ruby")
 _SCRIPT = re.compile(r".+\.(?:py|sh|R|jl|js|pl|rb)")
@@ -102,7 +104,8 @@ def run_commands(
     settings = settings or resolve_settings()
     words = [*command, *filter(None, [settings.value.memory.job_of])]
     order = _order(command, expand(words, params, param_file), settings)
-    return _go_on(order, None if new else _find(order), force=force, view=view)
+    run, state = take_up(order.settings, order.fingerprint, order.facts, new=new, keeps=_is_unfinished)
+    return _go_on(order, run, state, force=force, view=view)
 
 
 def resume(run: Path, *, view: View | None = None) -> RunResult:
@@ -112,8 +115,7 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
         UsageError: If there is no such run, its folder is gone, or another process runs it.
     """
     run_dir = RunDir.open(run)
-    header = read_whole(run_dir.path / "run.json") or {}
-    cwd = Path(header.get("cwd", "."))
+    cwd = Path(run_dir.header.get("cwd") or ".")
     if not cwd.is_dir():
         raise UsageError(
             f"{cwd} is not there, where {run_dir.path} was started.",
@@ -121,13 +123,31 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
             remedy=f"make that folder again: mkdir -p {cwd}",
         )
     with contextlib.chdir(cwd):
-        if header.get("kind") != "commands":
+        if run_dir.header.get("kind") != "commands":
             return resume_folds(run_dir, view)
-        settings = CommandSettings.model_validate(header["settings"])
+        header = _read_facts(run_dir)
+        try:
+            settings = CommandSettings.model_validate(header["settings"])
+        except ValidationError as error:
+            raise damaged(run_dir.path / "run.json", f"has other settings than this memfit: {error}") from error
         order = _Order(
             tuple(header["template"]), header["combinations"], header["cwd"], settings, dict(header["origins"])
         )
-        return _go_on(order, run_dir, force=False, view=view)
+        return _go_on(order, run_dir, CONTINUED, force=False, view=view)
+
+
+#: What ``run.json`` holds for a run of commands.
+_FACTS = {
+    "template": [str],
+    "combinations": [{str: str}],
+    "cwd": str,
+    "settings": {"memory": {"tight_malloc": bool}},
+    "origins": {str: str},
+}
+
+
+def _read_facts(run: RunDir) -> dict[str, Any]:
+    return read_whole(run.path / "run.json", _FACTS) or {}
 
 
 def _order(
@@ -185,28 +205,24 @@ def name_of(command: Sequence[str]) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:80] or "command"
 
 
-def _find(order: _Order) -> RunDir | None:
-    """The newest run of this command, when it is not finished."""
-    ending = f"_{order.fingerprint[:8]}"
-    runs = RunDir.all(order.settings.runs_dir, order.settings.experiment)
-    newest = next((run for run in runs if run.path.name.endswith(ending)), None)
-    is_same = newest is not None and newest.header.get("fingerprint") == order.fingerprint
-    return newest if newest is not None and is_same and newest.state != "completed" else None
+def _is_unfinished(run: RunDir) -> bool:
+    with contextlib.suppress(DamagedError):  # each job's own outcome says what is done
+        return run.state != "completed"
+    return True
 
 
-def _go_on(order: _Order, found: RunDir | None, *, force: bool, view: View | None) -> RunResult:
+def _go_on(order: _Order, run: RunDir, state: str, *, force: bool, view: View | None) -> RunResult:
     settings, facts = order.settings, order.facts
-    run = found or RunDir.create(settings.runs_dir, settings.experiment, order.fingerprint, facts)
-    told = {"state": "continued" if found else "started", "fingerprint": order.fingerprint}
+    told = {"state": state, "fingerprint": order.fingerprint}
     with supervised(run, settings, force=force, view=view, told=told) as supervisor:
-        before = run.header
+        before = _read_facts(run)
         if before["settings"] != facts["settings"]:
             write_masked(run.path / "run.json", before | facts)
         if kept := kept_allocator(settings, order.origins):
             supervisor.journal.write("plan", why=kept)
         jobs = _jobs(order)
         done: dict[str, JobStatus] = {}
-        if found is not None:
+        if state == CONTINUED:
             done = {
                 job.id: status
                 for job in jobs

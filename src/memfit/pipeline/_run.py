@@ -14,8 +14,8 @@ from memfit.errors import DamagedError, JobFailedError, UsageError
 from memfit.jobs import Job, JobStatus, call_in_child, raise_error_of, read_status
 from memfit.memory import Footprint
 from memfit.pipeline._config import FOLD_PHASES, RunConfig, kept_allocator, parse_folds, resolve_with_allocator
-from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
-from memfit.rundir import RunDir, mask, read_json, write_atomic
+from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised, take_up
+from memfit.rundir import RunDir, mask, write_atomic
 
 _WORKLOAD = "memfit.pipeline._workload"
 
@@ -93,7 +93,7 @@ def run(
             remedy="run a command with memfit.pipeline.run_commands(['python', 'train.py'])",
         )
     order = resolve_order(source, overrides, os.environ if env is None else env, force)
-    return go_on(order, None if new else find_run(order), view)
+    return go_on(order, *find_or_make(order, new=new), view)
 
 
 Stages = Callable[[Order, Supervisor], RunResult]
@@ -113,7 +113,7 @@ def reread_order(run_dir: RunDir) -> Order:
             remedy="start it by its config: memfit run <config>",
         )
     others = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
-    order = resolve_order(path, (), others, False, folders=run_dir.header.get("folders", ()))
+    order = resolve_order(path, (), others, False, folders=run_dir.header.get("folders") or ())
     if order.fingerprint != run_dir.header.get("fingerprint"):
         raise UsageError(
             f"the code or the data of {run_dir.path} changed since it was started.",
@@ -123,11 +123,10 @@ def reread_order(run_dir: RunDir) -> Order:
     return order
 
 
-def go_on(order: Order, found: RunDir | None, view: View | None, stages: Stages | None = None) -> RunResult:
-    """Take up a run, or begin one, and pass its stages: those of a run of folds, or others."""
-    run_dir = found or _create(order)
+def go_on(order: Order, run_dir: RunDir, state: str, view: View | None, stages: Stages | None = None) -> RunResult:
+    """Take up a run, new or continued, and pass its stages: those of a run of folds, or others."""
     _check_folds(order, run_dir)
-    told = {"state": "continued" if found else "started", "fingerprint": order.fingerprint}
+    told = {"state": state, "fingerprint": order.fingerprint}
     with supervised(run_dir, order.settings, force=order.force, view=view, told=told) as supervisor:
         written = run_dir.path / "config.yaml"
         if not written.exists() or written.read_text() != order.yaml:  # new, killed at birth, or other settings of runs
@@ -141,7 +140,7 @@ def go_on(order: Order, found: RunDir | None, view: View | None, stages: Stages 
 def _check_folds(order: Order, run_dir: RunDir) -> None:
     """Refuse a fold that there is not while what the run came to before still stands."""
     with contextlib.suppress(DamagedError):  # prepare writes a damaged stage anew
-        if stage := read_json(run_dir.path / "checkpoints" / "stage_prepare.json"):
+        if stage := run_dir.stage:
             parse_folds(order.settings.folds, len(stage["folds"]))
 
 
@@ -187,13 +186,8 @@ def resolve_order(
     )
 
 
-def find_run(order: Order) -> RunDir | None:
-    """The newest run of this very config, code and data."""
-    runs = RunDir.all(order.settings.runs_dir, order.settings.experiment)
-    return next((run for run in runs if run.header.get("fingerprint") == order.fingerprint), None)
-
-
-def _create(order: Order) -> RunDir:
+def find_or_make(order: Order, *, new: bool) -> tuple[RunDir, str]:
+    """Return the newest run of this very config, code and data, or a new one, and which of the two it is."""
     facts = {
         "kind": "folds",
         "target": order.settings.target,
@@ -201,7 +195,7 @@ def _create(order: Order) -> RunDir:
         "folders": list(order.folders),
         "origins": dict(order.origins),
     }
-    return RunDir.create(order.settings.runs_dir, order.settings.experiment, order.fingerprint, facts)
+    return take_up(order.settings, order.fingerprint, facts, new=new)
 
 
 def run_stages(order: Order, supervisor: Supervisor) -> RunResult:
@@ -274,7 +268,7 @@ def prepare_panel(order: Order, supervisor: Supervisor) -> dict[str, Any] | None
             rule=f"the folds start when {settings.target} has prepared their panel ({status.state}).",
             remedy=f"read {folder / 'err.log'}, then run the same command again",
         )
-    return read_json(run_dir.path / "checkpoints" / "stage_prepare.json")
+    return run_dir.stage
 
 
 def fold_job(order: Order, run_dir: RunDir, fold: int) -> Job:
@@ -303,7 +297,7 @@ def fold_job(order: Order, run_dir: RunDir, fold: int) -> Job:
 
 def _known(run_dir: RunDir, settings: RunConfig) -> Known:
     """What a fold of this run was measured to take under an earlier command, with the same allocator."""
-    decided = read_json(run_dir.path / "plan.json")
+    decided = run_dir.plan
     if decided is None or decided.get("tight_malloc") != settings.memory.tight_malloc:
         return ()
     return [({}, Footprint.from_dict(decided["footprint"]))]

@@ -30,6 +30,7 @@ from memfit.jobs import (
     Scheduler,
     StopRequest,
     forget_stops,
+    running_jobs,
     take_stop,
 )
 from memfit.memory import (
@@ -317,9 +318,52 @@ class Supervisor:
         metrics = {
             job_id: result["result"]
             for job_id, status in statuses.items()
-            if status.state == "completed" and (result := read_json(self.run.job_dir(job_id) / "result.json"))
+            if status.state == "completed"
+            and (result := read_json(self.run.job_dir(job_id) / "result.json", {"result": dict}))
         }
         return RunResult(self.run.path, self.state, exit_code, statuses, metrics)
+
+
+#: What a run's first event says of it: it is new, or one that stood already.
+STARTED, CONTINUED = "started", "continued"
+_TAKE_UP_SECONDS = 60.0
+
+
+def take_up(
+    settings: CommandSettings,
+    fingerprint: str,
+    facts: Mapping[str, Any],
+    *,
+    new: bool = False,
+    keeps: Callable[[RunDir], bool] = lambda run: True,
+) -> tuple[RunDir, str]:
+    """Return the newest run of this fingerprint, or a new one, and which of the two: two starts at once find one run.
+
+    Args:
+        settings: They name the folder of runs and the experiment.
+        fingerprint: Of what is to be run.
+        facts: For the ``run.json`` of a new run.
+        new: Make a new one in any case.
+        keeps: Whether the run that was found is to go on.
+
+    Raises:
+        UsageError: If the experiment's name is bad, or other starts hold its folder.
+    """
+    folder = RunDir.folder_of(settings.runs_dir, settings.experiment)
+    lock = lock_file(folder / ".lock", _TAKE_UP_SECONDS)
+    if lock is None:
+        raise UsageError(
+            f"another start of {settings.experiment} holds {folder / '.lock'} for {_TAKE_UP_SECONDS:.0f} s.",
+            rule="one start at a time looks for its run or makes it.",
+            remedy=f"see which process it is: fuser {folder / '.lock'}",
+        )
+    try:
+        found = None if new else RunDir.newest(settings.runs_dir, settings.experiment, fingerprint)
+        if found is not None and keeps(found):
+            return found, CONTINUED
+        return RunDir.create(settings.runs_dir, settings.experiment, fingerprint, facts), STARTED
+    finally:
+        os.close(lock)
 
 
 def read_budget(settings: CommandSettings, in_use_bytes: int = 0, *, last: Budget | None = None) -> Budget:
@@ -412,7 +456,7 @@ def _set_up(run: RunDir, settings: CommandSettings, journal: Journal, stack: Exi
     if claims.problem:
         print(f"memfit: your runs on this host do not share one budget: {claims.problem}", file=sys.stderr, flush=True)
     # Last of all: what still has processes or groups stays on the list, or nobody would ever sweep it.
-    stack.callback(lambda: claims.close(keep=Path(group).is_dir() if group else bool(backend.running())))
+    stack.callback(lambda: claims.close(keep=Path(group).is_dir() if group else bool(running_jobs(run))))
     backend, promise = _walled(run, settings, budget, stack)
     group = str(backend.walls.parent.path) if backend.walls else ""
     claims.write(used_bytes=0, unused_bytes=0, group=group)

@@ -20,7 +20,7 @@ from memfit.jobs import Job, JobStatus, raise_error_of
 from memfit.pipeline._config import parse_folds, replaced
 from memfit.pipeline._run import (
     Order,
-    find_run,
+    find_or_make,
     finish,
     finished,
     fold_job,
@@ -30,12 +30,14 @@ from memfit.pipeline._run import (
     resolve_order,
     train_folds,
 )
-from memfit.pipeline._supervise import RunResult, Supervisor, View
+from memfit.pipeline._supervise import CONTINUED, RunResult, Supervisor, View
 from memfit.rundir import RunDir, read_json, write_json
 
 _STAGES = "memfit.pipeline._stages"
 #: Its presence says that the run is a workflow's; it holds how far that has come.
 WORKFLOW_FILE = "workflow.json"
+#: What a phase's job returns, of that what is read here.
+_RESULT = {"result": {"inputs": str, "files": [str]}}
 #: In their order.
 PHASES = ("health", "folds", "results")
 #: Raised when the same scores and settings are judged otherwise than before: then what is kept is judged anew.
@@ -93,7 +95,7 @@ def workflow(
             rule="a workflow judges folds by the scores of their models: a FoldWorkload with score=...",
             remedy="write score(context, params), or train the folds alone: memfit run",
         )
-    return go_on(order, None if new else find_run(order), view, partial(_stages, until=until))
+    return go_on(order, *find_or_make(order, new=new), view, partial(_stages, until=until))
 
 
 def _check_baseline(order: Order) -> None:
@@ -112,9 +114,9 @@ def resume_folds(run_dir: RunDir, view: View | None = None) -> RunResult:
     Raises:
         UsageError: If its config was never written, or code or data are others now.
     """
-    state = read_json(run_dir.path / WORKFLOW_FILE)
+    state = read_json(run_dir.path / WORKFLOW_FILE, {"until": frozenset(PHASES)})
     stages = None if state is None else partial(_stages, until=state["until"])
-    return go_on(reread_order(run_dir), run_dir, view, stages)
+    return go_on(reread_order(run_dir), run_dir, CONTINUED, view, stages)
 
 
 def _stages(order: Order, supervisor: Supervisor, *, until: str) -> RunResult:
@@ -180,12 +182,12 @@ class _Workflow:
     def _stage(self, name: str, folds: Sequence[int]) -> dict[str, Any] | None:
         """What a stage came to, of earlier if what it is made of is the same; None when it was asked to stop."""
         ended = {
-            f"fold_{fold}": (read_json(self.run_dir.job_dir(f"fold_{fold}") / "outcome.json") or {})["ended"]
+            f"fold_{fold}": (read_json(self.run_dir.job_dir(f"fold_{fold}") / "outcome.json") or {}).get("ended")
             for fold in folds
         }
         inputs = config.fingerprint({"settings": self.settings, "ended": ended, "judged_as": _JUDGED_AS})
         folder = self.run_dir.job_dir(name)
-        before = read_json(folder / "result.json")
+        before = read_json(folder / "result.json", _RESULT)
         is_same = before is not None and before["result"]["inputs"] == inputs and self._is_whole(name, before["result"])
         if before is not None and is_same and finished(self.run_dir, name) is not None:
             self.supervisor.journal.write("stage", name=name, state="kept")
@@ -215,7 +217,7 @@ class _Workflow:
                 rule=f"it judges the scores that {self.order.settings.target} gives ({status.state}).",
                 remedy=f"read {folder / 'err.log'}, then run the same command again",
             )
-        return dict((read_json(folder / "result.json") or {})["result"])
+        return dict((read_json(folder / "result.json", _RESULT) or {})["result"])
 
     def _is_whole(self, name: str, result: Mapping[str, Any]) -> bool:
         """Whether all files that a phase wrote are still there."""

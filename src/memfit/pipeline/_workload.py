@@ -332,7 +332,7 @@ def run_fold(
 
 def read_stage(run: RunDir) -> tuple[dict[str, Any], Panel]:
     """What the prepare stage left, and the panel that it named."""
-    stage = read_json(run.path / "checkpoints" / "stage_prepare.json")
+    stage = run.stage
     if stage is None:
         raise UsageError(
             f"{run.path} holds no prepared stage.",

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from memfit.jobs import ENDED, JobStatus, read_status
-from memfit.rundir import EventTail, RunDir, read_json
+from memfit.rundir import EventTail, RunDir, event_time, fits, read_json
 
 Event = Mapping[str, Any]
 
 #: What an event must hold to be understood, by kind. A job may record what it likes under any name, so one of these
 #: kinds that lacks a field is passed over: no job can make the readers of its run fail.
-_FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "run": {"state": str, "job": type(None)},
     "budget": {"binding": dict, "limits": list, "job": type(None)},
     "admit": {"job": str, "num_running": int, "why": str, "reservation_bytes": (int, type(None))},
@@ -47,6 +47,7 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
 }
 #: The job that builds the panel: it comes before the run's own jobs and is none of them.
 PREPARE = "prepare"
+_TIMES = {"started": (int, float, type(None)), "ended": (int, float, type(None))}
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FOLD_ID = re.compile(r"fold_[0-9]+")
 
@@ -223,27 +224,17 @@ class RunView:
     @cached_property
     def kind(self) -> str:
         """What runs: ``folds`` of a workload, or ``commands``."""
-        return str(self.run.header.get("kind", "folds"))
+        return str(self.run.header.get("kind") or "folds")
 
     @cached_property
     def params(self) -> Mapping[str, Mapping[str, str]]:
         """The parameters of every command of the run, by job id, whether it has started or not; empty for folds."""
-        combinations = self.run.header.get("combinations", []) if self.kind == "commands" else []
+        combinations = self.run.header.get("combinations") or () if self.kind == "commands" else ()
         return {f"cmd_{number:04d}": found for number, found in enumerate(combinations, start=1)}
 
     def name(self, job_id: str) -> str:
         """The job's id and its parameters, such as ``cmd_0002 fold=2``."""
         return _name(job_id, self.params.get(job_id, {}))
-
-    @property
-    def stage(self) -> dict[str, Any] | None:
-        """What the prepare stage left: the panel and the folds."""
-        return read_json(self.run.path / "checkpoints" / "stage_prepare.json")
-
-    @property
-    def plan(self) -> dict[str, Any] | None:
-        """``plan.json``: how many at once and why; written when a job's footprint is known or grew."""
-        return read_json(self.run.path / "plan.json")
 
     @property
     def wall_seconds(self) -> float:
@@ -276,7 +267,7 @@ class RunView:
     def counts(self, rows: Sequence[JobRow]) -> dict[str, int]:
         """How many jobs are in which state, the most telling first; those that wait for their start are ``waiting``."""
         states = Counter(row.status.state for row in rows)
-        num_jobs = len(self.params) or int((self.plan or {}).get("num_jobs", 0))
+        num_jobs = len(self.params) or int((self.run.plan or {}).get("num_jobs", 0))
         waiting = states.pop("pending", 0) + max(0, num_jobs - len(rows))
         counts = {"completed": states.pop("completed", 0), "running": states.pop("running", 0), "waiting": waiting}
         return {name: number for name, number in [*counts.items(), *sorted(states.items())] if number}
@@ -324,7 +315,7 @@ class RunView:
 
     def _metrics(self, job_id: str) -> Mapping[str, float]:
         result = (read_json(self.run.job_dir(job_id) / "result.json") or {}).get("result")
-        return result if isinstance(result, dict) else {}
+        return result if fits(result, {str: (int, float)}) else {}
 
     def _phase_source(self, job_id: str, status: JobStatus) -> str:
         if status.phase is None:
@@ -344,12 +335,12 @@ class RunView:
         for row in rows:
             folder, retries = self.run.job_dir(row.status.job_id), self.retries.get(row.status.job_id, [])
             for number in range(1, row.status.attempt):
-                earlier = read_json(folder / f"outcome_{number}.json") or {}
+                earlier = read_json(folder / f"outcome_{number}.json", _TIMES) or {}
                 began, ended = earlier.get("started"), earlier.get("ended")
                 if began is None or ended is None:
                     continue
                 total += ended - began
-                following = read_json(folder / f"outcome_{number + 1}.json") or {"started": row.status.started}
+                following = read_json(folder / f"outcome_{number + 1}.json", _TIMES) or {"started": row.status.started}
                 until = following.get("started") or math.inf
                 lost += ended - began if any(ended <= at <= until for at in retries) else 0.0
         return total, lost
@@ -374,12 +365,9 @@ def _natural(name: str) -> list[tuple[str, int]]:
 
 
 def _is_understood(event: Event) -> bool:
-    if isinstance(event.get("time"), bool) or not isinstance(event.get("time"), int | float):
+    if not event_time(event) or not fits(event, {"kind": str, "job": (str, type(None))}):
         return False
-    if not isinstance(event.get("kind"), str) or not isinstance(event.get("job"), str | None):
-        return False
-    needed = _FIELDS.get(event["kind"], {})
-    return all(isinstance(event.get(name), kind) for name, kind in needed.items())
+    return fits(event, _FIELDS.get(event["kind"], {}))
 
 
 def summarize_metrics(rows: Sequence[JobRow]) -> dict[str, tuple[float, float | None, int]]:

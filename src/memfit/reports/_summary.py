@@ -70,8 +70,8 @@ def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
         "kind": view.kind,
         "state": run.state,
         "budget": dict(view.last("budget") or {}),
-        "plan": view.plan,
-        "panel": view.stage,
+        "plan": view.run.plan,
+        "panel": view.run.stage,
         "most_at_once": view.most_at_once,
         "wall_seconds": view.wall_seconds,
         "counts": view.counts(rows),
@@ -225,7 +225,7 @@ def _restarts(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
 
 
 def _facts(view: RunView) -> list[tuple[str, str]]:
-    budget, plan, stage = view.last("budget"), view.plan, view.stage
+    budget, plan, stage = view.last("budget"), view.run.plan, view.run.stage
     facts = []
     if budget is not None:
         limit = budget["binding"]
@@ -285,8 +285,8 @@ def _places(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
         places.append(("forecast", error.explain()))
     if kills.num_jobs:
         places.append(("record", kills.explain()))
-    if view.stage is not None:
-        places.append(("panel", _short(Path(view.stage["panel"]))))
+    if view.run.stage is not None:
+        places.append(("panel", _short(Path(view.run.stage["panel"]))))
     places.append(("run", f"{_short(view.run.path)} ({view.run.state})"))
     for name, what in (
         ("kfold_results.feather", "the folds above"),
