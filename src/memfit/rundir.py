@@ -573,7 +573,7 @@ def _stamp(parent: Path) -> str:
     So the newest run sorts last, whatever the clock was set to, and whatever time zone older names are in.
     """
     now = time.strftime(_STAMP, time.gmtime())
-    known = [found[1] for name in os.listdir(parent) if (found := _RUN_NAME.fullmatch(name))]
+    known = [found[1] for path in parent.iterdir() if (found := _RUN_NAME.fullmatch(path.name))]
     for newest in sorted((stamp for stamp in known if stamp > now), reverse=True):
         from datetime import datetime, timedelta  # rare, and slow to load
 

@@ -29,7 +29,7 @@ from memfit.jobs import load_target
 from memfit.pipeline._config import RunConfig, replaced
 from memfit.pipeline._provenance import Provenance
 from memfit.pipeline._workflow_settings import WorkflowSettings
-from memfit.rundir import RunDir, mark_phase, read_json, write_json
+from memfit.rundir import RunDir, mark_phase, write_json
 
 P = TypeVar("P", bound=BaseModel)
 _SECTIONS = ("params", "workflow")
