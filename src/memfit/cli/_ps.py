@@ -64,6 +64,7 @@ def _table(one: Overview) -> Table:
         status = row.status
         guessed = f" ~{row.phase_source}" if row.phase_source in ("log", "shape") else ""
         phase = "stalled" if status.stalled else (status.phase or "starts") + guessed
+        phase = f"stopped (SIGSTOP {status.stopped_pid})" if status.stopped_pid is not None else phase
         sizes = (status.used_bytes, status.peak_bytes, row.reserved_bytes)
         table.add_row(
             Text(f"  {row.name}"),

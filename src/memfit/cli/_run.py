@@ -22,6 +22,7 @@ from memfit.rundir import RunDir
 
 _JOB = "cmd_0001"
 _PIECE_BYTES = 1 << 20
+_MOST_NAMES = 5
 
 
 @with_flags
@@ -130,8 +131,23 @@ def close(
     else:
         print_summary(run_dir, log, view)
         if result.exit_code == StoppedError.exit_code:
-            log.print("\nstopped; the same command goes on from here")
+            log.print(f"\n{how_to_go_on(result)}", soft_wrap=True, markup=False)
     raise typer.Exit(result.exit_code if exit_code is None else exit_code)
+
+
+def how_to_go_on(result: RunResult) -> str:
+    """Say how a run that was stopped goes on, and which of its jobs then start from the beginning."""
+    anew = [
+        status.job_id
+        for status in result.statuses.values()
+        if status.state == "cancelled" and status.started is not None and status.checkpointed is None
+    ]
+    text = f"stopped; to go on: memfit resume {result.path}"
+    if not anew:
+        return text
+    names = ", ".join(anew[:_MOST_NAMES]) + (f" and {len(anew) - _MOST_NAMES} more" if len(anew) > _MOST_NAMES else "")
+    start = "starts" if len(anew) == 1 else "start"
+    return f"{text}\n{names} {start} again from the beginning: no checkpoint was reported (exit code 75)"
 
 
 class _Echo:

@@ -11,7 +11,7 @@ import typer
 from memfit.cli._terminal import console
 from memfit.errors import InterruptedRunError
 from memfit.jobs import stop as stop_run
-from memfit.reports import find_target
+from memfit.reports import find_target, is_live
 from memfit.units import format_duration
 
 _TELL_SECONDS = 5.0
@@ -46,13 +46,15 @@ def stop(
         jobs = f"{', '.join(left[:8])}{' ...' if len(left) > 8 else ''}" if left else "its supervisor"
         say(f"waiting for {jobs} ({format_duration(told - began)})")
 
+    was_live = is_live(found.run)
     try:
         ended = stop_run(found.run, found.job_id, now=now, on_tick=on_tick)
     except KeyboardInterrupt:
         say(f"{name} was asked to stop all the same; memfit watch {found.run.path} shows it")
         raise typer.Exit(InterruptedRunError.exit_code) from None
     if not ended:
-        say(f"{name} does not run: there is nothing to stop")
+        stopped = was_live and found.job_id is None
+        say(f"{name} has stopped: no job of it ran" if stopped else f"{name} does not run: there is nothing to stop")
     for status in ended:
         say(f"{status.job_id} {status.state}{f': {status.cause}' if status.cause else ''}")
     if any(status.state != "completed" for status in ended):

@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from memfit.cli._run import how_to_go_on
 from memfit.cli._settings import Flags, with_flags
 from memfit.cli._terminal import console, survive_hangup
 from memfit.errors import StoppedError
@@ -60,5 +61,5 @@ def close_workflow(result: RunResult, log: Console, *, as_json: bool) -> NoRetur
         print_summary(run_dir, log)
         print_workflow(run_dir, log)
         if result.exit_code == StoppedError.exit_code:
-            log.print("\nstopped; the same command goes on from here")
+            log.print(f"\n{how_to_go_on(result)}", soft_wrap=True, markup=False)
     raise typer.Exit(result.exit_code)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from memfit.diagnosis._job import Job
 from memfit.diagnosis._remedy import Remedy
@@ -10,7 +10,7 @@ from memfit.units import format_duration
 
 #: Of what the job needed by its own pace, so much is asked for above it.
 TIME_RESERVE = 0.2
-_WAYS: Mapping[str, tuple[tuple[str, str, str], ...]] = {
+_WAYS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "preempted": (
         ("checkpoint on its signal and let it be requeued", "#SBATCH --requeue --signal=B:TERM@120",
          "the scheduler took its place back; nothing was wrong with the job"),
@@ -73,6 +73,14 @@ _WAYS: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     ),
 }  # fmt: skip
 
+#: The same for a job under memfit, which is asked of its run and not of Slurm.
+_UNDER_MEMFIT: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "preempted": (("go on with the run", "memfit resume RUN", "it stopped after a checkpoint"),),
+    "node_fail": (("go on with the run", "memfit resume RUN", "its watcher died, the job did not fail"),),
+    "cancelled": (("go on with the run", "memfit resume RUN", "Ctrl-C or memfit stop ended it; nothing failed"),),
+    "terminated": (("find who sent the signal", "journalctl --since", "SIGTERM comes from a person or a manager"),),
+}
+
 
 def other_remedies(cause: str, job: Job) -> Iterator[Remedy]:
     """Ways on for a job that did not run out of memory."""
@@ -81,7 +89,8 @@ def other_remedies(cause: str, job: Job) -> Iterator[Remedy]:
     if cause == "killed":
         yield Remedy(
             "find who killed it before anything is changed",
-            "journalctl -k | grep -i 'killed process'; sacct -j JOBID --format=JobID,State,ExitCode,MaxRSS,ReqMem",
+            "journalctl -k | grep -i 'killed process'"
+            + ("" if job.under_memfit else "; sacct -j JOBID --format=JobID,State,ExitCode,MaxRSS,ReqMem"),
             reason="SIGKILL has no sender in a log: the kernel's log and the accounting do",
         )
         if not job.under_memfit:
@@ -90,7 +99,8 @@ def other_remedies(cause: str, job: Job) -> Iterator[Remedy]:
                 "memfit run -- COMMAND",
                 reason="it reads the kernel's counters before and after, so the next death names its killer",
             )
-    for title, setting, reason in _WAYS.get(cause, ()):
+    ways = (_WAYS | _UNDER_MEMFIT) if job.under_memfit else _WAYS
+    for title, setting, reason in ways.get(cause, ()):
         yield Remedy(title, setting, reason=reason)
 
 

@@ -21,6 +21,17 @@ from memfit.rundir import RunDir, read_json
 Killer = Literal["kernel", "memfit", "stranger", "itself", "unknown", "nobody"]
 Where = Literal["host_cgroup", "host_kernel", "host_alloc", "gpu", "none"]
 _SIGKILL = -9
+_NONE = type(None)
+_COUNTS = ({"own": (int, _NONE), "above": ({str: int}, _NONE)}, _NONE)
+_KILLS = {"before": _COUNTS, "after": _COUNTS}
+#: What is read here of the record of an end; another one is passed over.
+_END = {
+    "state": str,
+    "attempt": (int, _NONE),
+    "exit_code": (int, _NONE),
+    "peak_bytes": (int, _NONE),
+    "evidence": ({"wall_bytes": (int, _NONE), "oom_kills": (_KILLS, _NONE)}, _NONE),
+}
 
 
 @dataclass(frozen=True)
@@ -109,7 +120,7 @@ def _ends_of(folder: Path) -> list[JobEnd]:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return read_json(path)
+        return read_json(path, _END)
     except (DamagedError, OSError):
         return None
 
@@ -237,10 +248,12 @@ def run_facts(run: RunDir, only: str | None = None, index: int = 0) -> list[Fact
 
 def _event_facts(path: Path, only: str | None, index: int) -> list[Fact]:
     found = []
+    if not path.is_file():
+        return found
     for number, text in enumerate(path.read_text(errors="replace").split("\n"), 1):
         try:
             event = json.loads(text)
-        except ValueError:  # a torn last record
+        except (ValueError, RecursionError):  # a torn last record
             continue
         kind = _EVENTS.get(str(event.get("kind"))) if isinstance(event, dict) else None
         if kind is None or only not in (None, event.get("job")):

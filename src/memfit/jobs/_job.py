@@ -119,6 +119,7 @@ class JobStatus:
         attempt: How many times it was started.
         pid: The process id of the job itself, or None before its start.
         stalled: It waits at its wall: the kernel lets it allocate no more until the wall is raised.
+        stopped_pid: A process of it that a signal such as SIGSTOP stopped; None when all of them can run.
         wants_more: An allocation of it was refused or delayed at its wall in this attempt.
         wanted_cpus: How many cores it kept busy or waited for in the last half second, as threads told it.
         cpu_seconds: The CPU time of all its processes; 0 before its end.
@@ -143,6 +144,7 @@ class JobStatus:
     pss_bytes: int = 0
     pid: int | None = None
     stalled: bool = False
+    stopped_pid: int | None = None
     wants_more: bool = False
     wanted_cpus: float = 0.0
     cpu_seconds: float = 0.0

@@ -61,7 +61,7 @@ _STATUS_SHAPE: Mapping[str, Any] = {
     "evidence": (dict, _NONE),
     **dict.fromkeys(("started", "ended", "checkpointed"), (*_NUMBER, _NONE)),
     **dict.fromkeys(("used_bytes", "peak_bytes", "pss_bytes", "checkpoint_bytes"), (int, _NONE)),
-    **dict.fromkeys(("exit_code", "attempt", "pid"), (int, _NONE)),
+    **dict.fromkeys(("exit_code", "attempt", "pid", "stopped_pid"), (int, _NONE)),
     **dict.fromkeys(("settled", "stalled", "wants_more", "asked"), (bool, _NONE)),
 }
 
@@ -483,7 +483,7 @@ def _settle(folder: Path, more: str = "") -> dict[str, Any]:
     holder, last = read_holder(folder), _read_json_or_none(folder / STATUS, _STATUS_SHAPE) or {}
     first = {"attempt": holder.attempt, "started": holder.started} if holder else {}
     ended = {"state": "node_fail", "cause": cause, "ended": time.time()}
-    outcome = first | last | ended | {"used_bytes": 0, "pss_bytes": 0, "stalled": False}
+    outcome = first | last | ended | {"used_bytes": 0, "pss_bytes": 0, "stalled": False, "stopped_pid": None}
     with contextlib.suppress(OSError):  # on a full disk it is settled again by the next supervisor
         write_atomic(folder / OUTCOME, json.dumps(outcome) + "\n")
         (folder / STATUS).unlink(missing_ok=True)

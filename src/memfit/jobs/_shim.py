@@ -217,6 +217,7 @@ class _Shim:
         self.stop.read_request(self.job_dir)
         watch.guess_phase()
         watch.measure_cpu()
+        watch.look_for_stopped()
         try:
             write_atomic(self.job_dir / STATUS, json.dumps(watch.status()) + "\n", durable=False)
         except OSError as error:
@@ -281,7 +282,7 @@ class _Shim:
             cause = "; ".join(filter(None, (cause, *notes)))
         self._remove_group()
         ended = {"state": state, "ended": time.time(), "exit_code": returncode, "cause": cause, "evidence": evidence}
-        now_nothing = {"used_bytes": 0, "pss_bytes": 0, "stalled": False, "wanted_cpus": 0.0}
+        now_nothing = {"used_bytes": 0, "pss_bytes": 0, "stalled": False, "stopped_pid": None, "wanted_cpus": 0.0}
         used = resource.getrusage(resource.RUSAGE_CHILDREN)  # it reaps also what its job left
         ended["cpu_seconds"] = round(used.ru_utime + used.ru_stime, 3)
         asked = self.stop.asked_at is not None and not self.stop.reason

@@ -16,7 +16,7 @@ from memfit.jobs._cpu import CpuMeter
 from memfit.jobs._lock import complain
 from memfit.jobs._phases import phase_of_log, phase_of_shape
 from memfit.memory import Footprint, GroupState, JobGroup, Sample, SeriesWriter, TreeMeter, nvml_reader
-from memfit.rundir import EventTail, RunDir
+from memfit.rundir import EventTail, EventWriter, RunDir
 
 STATUS_SECONDS = 0.5
 SERIES_SECONDS = 1.0
@@ -76,6 +76,8 @@ class Watch:
     _num_met: int = 0
     _wall_bytes: int = sys.maxsize
     _log_offsets: dict[Path, int] = field(default_factory=dict)
+    _stopped_pid: int | None = None
+    _told_stopped: bool = False
 
     def __post_init__(self) -> None:
         self._grown_at, self._num_met = self.born, self.met_before
@@ -131,6 +133,19 @@ class Watch:
         refused = state.met_wall > self._num_met and used_bytes >= _AT_WALL * wall_bytes
         self.wants_more = self.wants_more or state.stalled or refused
         self._num_met, self._wall_bytes = state.met_wall, state.wall_bytes
+
+    def look_for_stopped(self) -> None:
+        """Note a process of the job that a signal stopped, and record that it stays stopped or goes on."""
+        before = self._stopped_pid
+        self._stopped_pid = min(filter(_is_stopped, self.meter.pids if self.meter else ()), default=None)
+        is_stopped = self._stopped_pid is not None
+        if is_stopped == self._told_stopped or (is_stopped and before is None):  # it may be for a moment
+            return
+        self._told_stopped = is_stopped
+        with suppress(OSError):
+            writer = EventWriter(self.run.events_dir, self.job_id)
+            writer.write("stopped", pid=self._stopped_pid)
+            writer.close()
 
     def open_series(self, path: Path) -> None:
         """Begin to write the memory's course; when it cannot be written, the job runs all the same."""
@@ -263,9 +278,19 @@ class Watch:
             "attempt": self.attempt,
             "pid": self.pid,
             "stalled": self.state.stalled if self.state else False,
+            "stopped_pid": self._stopped_pid,
             "wants_more": self.wants_more,
             "wanted_cpus": round(self.cpu.wanted, 2),
             "checkpointed": self.checkpointed,
             "checkpoint_bytes": self.checkpoint_bytes,
             "asked": self.asked,
         }
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a signal such as SIGSTOP stopped a process. Source: proc_pid_stat(5), state ``T``."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split(maxsplit=1)[:1] == ["T"]

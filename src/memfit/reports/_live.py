@@ -27,6 +27,7 @@ _STYLE = {
     "node_fail": "red",
     "timeout": "red",
     "stalled": "yellow",
+    "stopped": "yellow",
 }
 _REFRESH_SECONDS = 0.5
 _HEADINGS = ("job", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
@@ -243,6 +244,12 @@ def _describe_stop(event: Event, view: RunView) -> str:
     return f"asking {jobs} to stop at a checkpoint; a second Ctrl-C, or memfit stop --now, ends them now"
 
 
+def _describe_stopped(event: Event, view: RunView) -> str:
+    if event["pid"] is None:
+        return f"{event['job']} goes on: no process of it is stopped any more"
+    return f"{event['job']} is stopped: process {event['pid']} got SIGSTOP. To let it go on: kill -CONT {event['pid']}"
+
+
 #: What only matters where jobs share something.
 _OF_MANY = frozenset({"admit", "plan", "end", "grow"})
 #: A reservation that grows by less of the limit is in the events and not on the terminal.
@@ -260,6 +267,7 @@ _OF_JOBS: Mapping[str, Callable[[Event, RunView], str]] = {
     "aside": _describe_aside,
     "retry": _describe_retry,
     "stop": _describe_stop,
+    "stopped": _describe_stopped,
 }
 
 
@@ -350,7 +358,9 @@ def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float |
     if counts:
         text = ", ".join(f"{name} {number}" for name, number in counts.items())
         num_stalled = sum(row.status.stalled for row in rows)
+        num_stopped = sum(row.status.stopped_pid is not None for row in rows)
         text += f"; {num_stalled} waiting for memory" if num_stalled else ""
+        text += f"; {num_stopped} stopped by SIGSTOP" if num_stopped else ""
         text += f"; about {format_duration(eta, short=True)} left" if eta is not None else ""
         yield Text(text)
     used = sum(row.status.used_bytes for row in rows)
@@ -371,7 +381,9 @@ def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float |
 
 def _cells(row: JobRow, kind: str) -> list[str | Text]:
     status = row.status
-    state = "stalled" if status.stalled else "waiting" if status.state == "pending" else str(status.state)
+    state = "waiting" if status.state == "pending" else str(status.state)
+    if state == "running":
+        state = "stopped" if status.stopped_pid is not None else "stalled" if status.stalled else state
     text = state
     if state == "running":
         text = (status.phase or "starts")[:_PHASE_COLUMNS]

@@ -42,6 +42,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "inexact": {"job": str, "reason": str},
     "stop": {"num_running": int, "level": int},
     "cpu": {"wanted_cpus": (int, float), "num_cpus": int, "num_running": int},
+    "stopped": {"job": str, "pid": (int, type(None))},
     "done": {"num_done": int},
     "progress": {"job": str, "phase": str, "done": int, "total": int},
 }
@@ -309,7 +310,7 @@ class RunView:
         if is_running:
             return row
         if job_id in self._queued:
-            return replace(row, status=replace(status, state="pending", used_bytes=0, stalled=False))
+            return replace(row, status=replace(status, state="pending", used_bytes=0, stalled=False, stopped_pid=None))
         self._settled[job_id] = row
         return row
 

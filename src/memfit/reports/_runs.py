@@ -71,6 +71,7 @@ class Overview:
                     "phase": row.status.phase,
                     "phase_source": row.phase_source,
                     "stalled": row.status.stalled,
+                    "stopped_pid": row.status.stopped_pid,
                     "used_bytes": row.status.used_bytes,
                     "peak_bytes": row.status.peak_bytes,
                     "reserved_bytes": row.reserved_bytes,
