@@ -88,6 +88,7 @@ class Death:
         last_words: The end of what it wrote to standard error.
         kernel_line: The line in which the kernel tells that it killed the process, where the log can be read.
         verdict: The state and cause that whoever had it ended gave, or None.
+        full_disk: The folder of its logs, when that disk was full at its end; else empty.
     """
 
     returncode: int
@@ -103,6 +104,7 @@ class Death:
     last_words: str = ""
     kernel_line: str = ""
     verdict: Mapping[str, Any] | None = None
+    full_disk: str = ""
 
 
 def explain(death: Death) -> tuple[State, str]:
@@ -131,7 +133,8 @@ def explain(death: Death) -> tuple[State, str]:
     if shortage := _shortage(death):
         return "out_of_memory", f"{how}; {shortage}"
     said = _last_lines(death)[-1:] if error is None else []
-    return "failed", ": ".join([how, *(line[:200] for line in said)])
+    full = f"; the disk of {death.full_disk} is full, so what it wrote last is lost" if death.full_disk else ""
+    return "failed", ": ".join([how, *(line[:200] for line in said)]) + full
 
 
 def place_of(death: Death) -> str:

@@ -417,7 +417,7 @@ def _read_running(job_id: str, submitted: _Submitted) -> JobStatus:
     except OSError:
         changed = 0
     if known is None or changed != submitted.changed or time.time_ns() - changed > 2_000_000_000:
-        found = read_json(f"{folder}/{STATUS}", _STATUS_SHAPE) if changed else None
+        found = _read_record(folder / STATUS) if changed else None
         holder = read_holder(folder)
         if holder is not None and submitted.attempt not in (0, holder.attempt):
             holder = None
@@ -452,12 +452,16 @@ def _has_no_end(folder: Path) -> bool:
 
 
 def _read_outcome(folder: Path) -> dict[str, Any] | None:
-    """``outcome.json``; None also for an empty one, which is what a power cut leaves of one not forced to disk."""
+    return _read_record(folder / OUTCOME)
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """Return a job's record; None also for an empty one, as a power cut leaves of one not forced to disk."""
     try:
-        return read_json(f"{folder}/{OUTCOME}", _STATUS_SHAPE)
+        return read_json(path, _STATUS_SHAPE)
     except DamagedError:
         with contextlib.suppress(OSError):  # moved away meanwhile
-            if (folder / OUTCOME).stat().st_size:
+            if path.stat().st_size:
                 raise
         return None
 
@@ -530,7 +534,7 @@ def _to_status(job_id: str, found: Mapping[str, Any]) -> JobStatus:
 def read_status(run: RunDir, job_id: str) -> JobStatus:
     """A job's status from its files alone, for readers that did not submit it."""
     folder = run.job_dir(job_id)
-    found = _read_outcome(folder) or read_json(f"{folder}/{STATUS}", _STATUS_SHAPE)
+    found = _read_outcome(folder) or _read_record(folder / STATUS)
     if found is not None:
         return _to_status(job_id, found)
     return JobStatus(job_id, "pending")

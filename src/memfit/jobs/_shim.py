@@ -46,6 +46,8 @@ _DURABLE_SECONDS = 2.0
 _FULL_SECONDS = 30.0
 #: Less shared memory than that may be the kernel's lag in counting.
 _LEFT_BYTES = MIB
+#: A disk with less than that is full: some keep a few blocks for themselves.
+_FULL_BYTES = 64 << 10
 #: The shim's own exit code when another shim holds the job.
 BUSY = 4
 _VERDICT_SHAPE = {"state": frozenset(STATES), "cause": str}
@@ -277,7 +279,7 @@ class _Shim:
             evidence |= {"oom_kills": counters, "place": place_of(death)}
             notes = [
                 f"{len(left)} process(es) that it left running were ended" if left else "",
-                f"it left {format_bytes(left_bytes)} in /dev/shm" if left_bytes >= _LEFT_BYTES else "",
+                f"it left {format_bytes(left_bytes)} in /dev/shm or another tmpfs" if left_bytes >= _LEFT_BYTES else "",
             ]
             cause = "; ".join(filter(None, (cause, *notes)))
         self._remove_group()
@@ -336,6 +338,7 @@ class _Shim:
             met_above=self.group.first_met() if returncode and self.group is not None else "",
             last_words=_read_end(self.job_dir / "err.log") if returncode else "",
             kernel_line=read_kernel_line(watch.pid, watch.born) if needs_log else "",
+            full_disk=str(self.job_dir) if _is_full(self.job_dir) else "",
             verdict=reason or _read_left(self.job_dir / VERDICT, _VERDICT_SHAPE),
         )
 
@@ -350,6 +353,13 @@ def _read_left(path: Path, shape: Mapping[str, Any]) -> dict[str, Any] | None:
     except DamagedError as error:  # torn by a full disk
         complain(str(error))
         return None
+
+
+def _is_full(folder: Path) -> bool:
+    """Return whether a disk has next to nothing left for this user; a quota does not show here."""
+    disk = os.statvfs(folder)
+    free = disk.f_bavail if os.geteuid() else disk.f_bfree
+    return bool(disk.f_blocks) and free * disk.f_frsize < _FULL_BYTES
 
 
 def _read_end(path: Path) -> str:

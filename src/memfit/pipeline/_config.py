@@ -179,8 +179,12 @@ def of_commands(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.upper().partition("__")[0] not in names}
 
 
-def parse_folds(text: str, num_folds: int) -> list[int]:
-    """The fold numbers that a choice names, in order.
+def parse_folds(text: str, num_folds: int | None = None) -> list[int]:
+    """Return the fold numbers that a choice names, in order.
+
+    Args:
+        text: The choice.
+        num_folds: How many folds there are; None to check the text alone, which gives no numbers.
 
     Raises:
         ConfigError: If the text is no choice, or names a fold that there is not.
@@ -189,19 +193,21 @@ def parse_folds(text: str, num_folds: int) -> list[int]:
     ([1, 2, 3], [2, 3, 4, 5], [1, 3], [2])
     """
     if text == "all":
-        return list(range(1, num_folds + 1))
+        return list(range(1, (num_folds or 0) + 1))
     chosen: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
         first = int(match.group(1)) if match else 0
         last = int(match.group(2) or first) if match else 0
-        if not 1 <= first <= last <= num_folds:
+        if not 1 <= first <= last <= (num_folds or last):
+            most = f" to {num_folds} (params)" if num_folds else ""
             raise ConfigError(
                 f"'{part.strip()}' names no fold.",
-                rule=f"folds are numbered from 1 to {num_folds} (params), and a range runs upward.",
-                remedy=f"write for example --folds 1, --folds 1-{num_folds} or --folds all",
+                rule=f"folds are numbered from 1{most}, and a range runs upward.",
+                remedy=f"write for example --folds 1, --folds 1-{num_folds or 5} or --folds all",
             )
-        chosen |= set(range(first, last + 1))
+        if num_folds is not None:
+            chosen |= set(range(first, last + 1))
     return sorted(chosen)
 
 

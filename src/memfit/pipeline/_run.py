@@ -156,6 +156,7 @@ def resolve_order(
     values = None if isinstance(source, str | Path) else source
     resolved = resolve_with_allocator(RunConfig, file=file, values=values, env=env, overrides=overrides)
     settings = resolved.value
+    parse_folds(settings.folds)  # before the workload is asked anything
     folders = folders or ([str(file.resolve().parent)] if file else [])
     child_env = {"PYTHONPATH": os.pathsep.join([*folders, str(Path.cwd()), *filter(None, [env.get("PYTHONPATH")])])}
     described = call_in_child(

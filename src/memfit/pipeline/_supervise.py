@@ -363,6 +363,7 @@ def take_up(
             return found, CONTINUED
         return RunDir.create(settings.runs_dir, settings.experiment, fingerprint, facts), STARTED
     finally:
+        (folder / ".lock").unlink(missing_ok=True)  # who waits for it takes the next one
         os.close(lock)
 
 

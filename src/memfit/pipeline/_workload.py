@@ -231,15 +231,24 @@ def run_prepare(target: str, params: Mapping[str, Any], run_dir: str, panels_dir
     mark_phase("load")
     workload, run = load_workload(target), RunDir(Path(run_dir))
     try:
+        Path(panels_dir).mkdir(parents=True, exist_ok=True)
         done = workload.prepare(PrepareContext(Path(panels_dir)), read_params(workload, params))
     except OSError as error:
-        if error.filename is None or not Path(error.filename).is_relative_to(panels_dir):
+        is_there = error.filename is not None and Path(error.filename).is_relative_to(panels_dir)
+        if not is_there or isinstance(error, FileNotFoundError):  # what prepare itself looks for
             raise
         raise DataError(
             f"the panel cannot be kept in {error.filename}: {error.strerror}.",
             rule=f"panels are built below panels_dir ({panels_dir}), which must be a folder that can be written.",
-            remedy="make it writable, or name another: --set panels_dir=<folder>",
+            remedy=f"make {panels_dir} a folder that this user can write, or name another: --set panels_dir=<folder>",
         ) from error
+    if not isinstance(done, Prepared) or not isinstance(done.panel, Panel):
+        found = f"a Prepared with the panel {done.panel!r:.60}" if isinstance(done, Prepared) else f"{done!r:.60}"
+        raise UsageError(
+            f"prepare of {target} returned {found}.",
+            rule="it returns memfit.pipeline.Prepared(panel, splits): all folds map one memfit.Panel.",
+            remedy="build the panel of your table: Panel.build(table, context.panels_dir, features=[...], targets=[...])",
+        )
     if not done.splits:
         raise SplitError(
             f"prepare of {target} gave no fold.",

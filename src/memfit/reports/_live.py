@@ -126,7 +126,9 @@ class LiveRun:
         is_many = view.kind == "commands" and len(view.params) > _WHOLE_ROWS
         if kind == "wait":
             return not str(event["reason"]).startswith(_ROUTINE if is_many else _ROUTINE[:1])
-        return not is_many or not (kind == "admit" or (kind == "end" and is_success and self._live is not None))
+        if not is_many or _left_something(event):
+            return True
+        return not (kind == "admit" or (kind == "end" and is_success and self._live is not None))
 
 
 def describe(event: Event, view: RunView) -> str:
@@ -137,8 +139,8 @@ def describe(event: Event, view: RunView) -> str:
     'fold_2 waits: fold_1 is being measured'
     """
     kind, job = event["kind"], event.get("job")
-    if view.kind == "commands" and len(view.params) == 1 and kind in _OF_MANY:
-        return ""  # of a single command the summary says it
+    if view.kind == "commands" and len(view.params) == 1 and kind in _OF_MANY:  # the summary says it
+        return f"the command completed: {event['cause']}" if kind == "end" and _left_something(event) else ""
     if kind == "wait":
         return f"{job} waits: {event['reason']}" + (f"; {event['arithmetic']}" if event["arithmetic"] else "")
     if kind == "plan":
@@ -163,6 +165,11 @@ def describe(event: Event, view: RunView) -> str:
         return f"memory is short: {event['reason']}; no job starts until there is more"
     other = _OF_JOBS.get(kind)
     return other(event, view) if other else ""
+
+
+def _left_something(event: Event) -> bool:
+    """Return whether a job completed and left something behind: processes, or shared memory."""
+    return event["kind"] == "end" and event["state"] == "completed" and bool(event["cause"])
 
 
 def _describe_admit(event: Event, view: RunView) -> str:

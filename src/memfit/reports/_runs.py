@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +99,17 @@ def look_at(run: RunDir, supervisor: int | None = None) -> Overview:
         running = [row for row in rows if row.status.job_id in held]
         if "prepare" in held:
             running.insert(0, view.row("prepare"))
-        lost = {row.status.job_id for row in rows if row.status.state == "running"} - held
-        if supervisor is None:  # nobody starts what waits, and nobody settles what a dead watcher left
-            rows = [row for row in rows if row.status.job_id not in lost]
+        if supervisor is None:  # nobody settles yet what a dead watcher left
+            rows = [_as_lost(row) if row.status.job_id not in held else row for row in rows]
         return Overview(run, supervisor, run.state, view.counts(rows), running)
     except (OSError, MemfitError) as error:
         return Overview(run, supervisor, "unknown", {}, [], str(error).splitlines()[0])
+
+
+def _as_lost(row: JobRow) -> JobRow:
+    """Return the row of a job that nobody watches, with the end that the next start records if it ran."""
+    is_lost = row.status.state == "running"
+    return replace(row, status=replace(row.status, state="node_fail", used_bytes=0)) if is_lost else row
 
 
 def list_runs(*, claims: Path | None = None, root: Path | None = None) -> list[Overview]:
