@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -154,6 +155,37 @@ def test_two_runs_in_one_second_get_two_folders(tmp_path):
     second = RunDir.create(tmp_path, "x", "ab" * 32)
     assert first.path != second.path
     assert RunDir.all(tmp_path, "x") == [second, first]
+
+
+def test_the_newest_run_sorts_last_whatever_the_clock_and_the_time_zone_say(tmp_path, monkeypatch):
+    first = RunDir.create(tmp_path, "x", "ab" * 32)
+    monkeypatch.setenv("TZ", "XXX+11")
+    time.tzset()
+    try:
+        second = RunDir.create(tmp_path, "x", "cd" * 32)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert second.path.name[:16] >= first.path.name[:16]  # both in UTC
+    ahead = tmp_path / "x" / "run_21000101_235959_abababab"
+    first.path.rename(ahead)  # made before the clock was set back
+    (tmp_path / "x" / "run_99999999_999999_abababab").mkdir()
+    third = RunDir.create(tmp_path, "x", "ab" * 32)
+    assert third.path.name == "run_21000102_000000_abababab"
+    assert [run.path for run in RunDir.all(tmp_path, "x")] == [third.path, ahead, second.path]
+    assert RunDir.newest(tmp_path, "x", "ab" * 32) == third
+    assert third.header["created"] < time.time() + 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 99, "fingerprint": 7}'])
+def test_a_run_that_cannot_be_read_is_named_and_passed_over(tmp_path, capsys, text):
+    good = RunDir.create(tmp_path, "x", "ab" * 32)
+    bad = RunDir.create(tmp_path, "x", "ab" * 32)
+    (bad.path / "run.json").write_text(text)
+    assert RunDir.newest(tmp_path, "x", "ab" * 32) == good
+    assert str(bad.path) in capsys.readouterr().err
+    with pytest.raises(UsageError, match=r"run_\d+_\d+_abababab"):
+        RunDir.open(bad.path)
 
 
 def test_a_run_that_was_killed_at_birth_is_not_one(tmp_path):

@@ -1,11 +1,16 @@
 """``memfit ps``: this user's live runs on this host, wherever they lie."""
 
 import json
+import os
 import re
+import signal
+from pathlib import Path
 
 import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, running
+from memfit.jobs import read_status, running_jobs
+from memfit.jobs._lock import read_holder
 from memfit.memory import Claims
 from memfit.rundir import RunDir, write_json
 from memfit.testing import wait_until
@@ -62,6 +67,32 @@ def test_a_run_whose_supervisor_died_is_shown_as_long_as_its_jobs_go_on(memfit, 
         assert json.loads(memfit("ps", "--json").out)[0]["supervisor"] is None
         memfit("stop", run.path)
         assert "no run of yours is alive" in memfit("ps").out
+
+
+def test_a_job_that_sigstop_stopped_is_named_until_it_goes_on(memfit, tmp_path):
+    with running(tmp_path, folds="1", at_once=1) as (_, run):
+        wait_until(lambda: read_status(run, "cmd_0001").pid is not None)
+        pid = read_status(run, "cmd_0001").pid
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: f"stopped (SIGSTOP {pid})" in memfit("ps").out)
+        told = f"cmd_0001 is stopped: process {pid} got SIGSTOP. To let it go on: kill -CONT {pid}"
+        wait_until(lambda: told in (tmp_path / "demo.log").read_text())
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: "SIGSTOP" not in memfit("ps").out)
+        wait_until(lambda: "cmd_0001 goes on" in (tmp_path / "demo.log").read_text())
+
+
+def test_a_job_whose_watcher_died_with_all_others_is_not_told_as_waiting(memfit, tmp_path):
+    with running(tmp_path) as (process, run):
+        watchers = [read_holder(run.job_dir(f"cmd_000{number}")) for number in (1, 2)]
+        keeper = int(Path(f"/proc/{watchers[0].pid}/stat").read_text().rpartition(")")[2].split()[1])
+        for pid in (process.pid, keeper, *(one.pid for one in watchers)):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        wait_until(lambda: not running_jobs(run))
+        assert "interrupted; waiting 1, node_fail 2" in memfit("ps", "--all").out
+        for one in watchers:
+            os.killpg(one.job_pid, signal.SIGKILL)
 
 
 def test_all_shows_the_runs_that_ended_and_those_that_were_interrupted(memfit, tmp_path):

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -41,6 +42,31 @@ def test_with_now_a_run_ends_without_a_checkpoint(memfit, tmp_path):
         done = memfit("stop", "--now", run.path.name[:20])
         assert process.wait(60) == 130
         assert re.search(r"(?m)^cmd_0001 cancelled: ", done.out)
+
+
+def test_a_job_without_a_checkpoint_is_said_to_start_from_the_beginning(memfit, tmp_path):
+    (tmp_path / "job.py").write_text("import sys, time\nopen(sys.argv[1] + '.started', 'w').close(); time.sleep(300)\n")
+    with running(tmp_path, folds="1", at_once=1) as (process, run):
+        memfit("stop", run.path)
+        assert process.wait(60) == 75
+        said = (tmp_path / "demo.log").read_text()
+        assert f"stopped; to go on: memfit resume {run.path}\n" in said
+        assert "cmd_0001 starts again from the beginning: no checkpoint was reported (exit code 75)" in said
+    out = memfit("diagnose", run.path).out
+    assert "memfit resume RUN" in out and "sacct" not in out
+
+
+def test_a_run_of_which_no_job_runs_is_said_to_have_stopped(memfit, tmp_path):
+    run = RunDir.create(tmp_path / "runs", "idle", "0" * 64)
+    code = (
+        "import os, signal, sys; from memfit.pipeline._supervise import RunLock; from memfit.rundir import RunDir\n"
+        "lock = RunLock(RunDir.open(__import__('pathlib').Path(sys.argv[1])))\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: os._exit(75)); print('on', flush=True); signal.pause()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, run.path], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"on\n"
+        assert memfit("stop", run.path).out == f"{run.path} has stopped: no job of it ran\n"
+        assert process.wait(60) == 75
 
 
 def test_asking_twice_ends_no_job_before_its_checkpoint(tmp_path):

@@ -515,7 +515,7 @@ def test_shared_memory_that_a_job_leaves_is_told_and_kept(run_dir, walls):
         backend.submit(python("leaver", code), Grant(256 * MIB, 512 * MIB))
         status = wait_for_end(backend, "leaver")
         assert left.exists()
-        assert status.state == "completed" and "8.0 MiB in /dev/shm" in status.cause
+        assert status.state == "completed" and "8.0 MiB in /dev/shm or another tmpfs" in status.cause
     finally:
         left.unlink(missing_ok=True)
 
@@ -744,6 +744,25 @@ def test_an_outcome_that_meets_a_full_disk_is_written_when_there_is_room(tmp_pat
         filler.unlink()
         status = wait_for_end(backend, "late")
         assert (status.state, status.cause, status.exit_code) == ("completed", "", 0)
+        backend.close()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.root
+def test_a_job_whose_output_met_a_full_disk_is_told_so(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        run_dir = RunDir.create(disk, "full", "0" * 64)
+        backend = LocalBackend(run_dir)
+        backend.submit(python("loud", "import sys\nwhile True: sys.stdout.write('x' * 4096)"))
+        wait_until(lambda: "disk is full" in backend.poll()["loud"].cause)
+        os.truncate(run_dir.job_dir("loud") / "out.log", 0)
+        status = wait_for_end(backend, "loud")
+        assert (status.state, f"the disk of {run_dir.job_dir('loud')} is full" in status.cause) == ("failed", True)
         backend.close()
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

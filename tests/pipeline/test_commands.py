@@ -4,6 +4,8 @@ import json
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -219,6 +221,44 @@ def test_a_second_supervisor_of_the_same_command_is_refused():
         run_sh("touch on; sleep 300")
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 75
+
+
+def test_first_starts_at_the_same_moment_make_one_run(tmp_path):
+    text, together = "echo {a} >> ran; until test -e go; do sleep 0.05; done", threading.Barrier(4)
+
+    def start(_):
+        together.wait()
+        return run_sh(text, "a=1", settings=["memory.job=64MiB"]).state
+
+    with ThreadPoolExecutor(4) as threads:
+        starts = [threads.submit(start, number) for number in range(4)]
+        wait_until(lambda: sum(one.done() for one in starts) == 3)
+        Path("go").touch()
+    refused = [one.exception() for one in starts if one.exception()]
+    assert len(refused) == 3 and all("run by another process" in str(error) for error in refused)
+    assert lines("ran") == ["1"]
+    assert [path.name for path in Path("runs/sh").iterdir()] == [RunDir.all(Path("runs"), "sh")[0].path.name]
+
+
+def test_an_interrupted_run_goes_on_although_the_clock_was_set_back():
+    text = "echo {a} >> ran; test -e ready"
+    Path("ready").touch()
+    ahead = run_sh(text, "a=1").path
+    ahead.rename(ahead.with_name(f"run_21000101_000000_{ahead.name[-8:]}"))
+    Path("ready").unlink()
+    failed = run_sh(text, "a=1", new=True)
+    assert failed.exit_code == 4
+    Path("ready").touch()
+    again = run_sh(text, "a=1")
+    assert (again.path, again.exit_code) == (failed.path, 0)
+
+
+def test_one_damaged_run_blocks_no_other(capsys):
+    first = run_sh("true {a}", "a=1").path
+    (first / "run.json").write_text('{"schema_ver')
+    second = run_sh("true {a}", "a=1")
+    assert second.exit_code == 0 and second.path != first
+    assert f"{first}/run.json is not a JSON object" in capsys.readouterr().err
 
 
 def test_ctrl_c_asks_twice_ends_and_leaves_no_process():

@@ -184,6 +184,22 @@ def test_a_panels_folder_that_is_none_is_refused_as_bad_input(tiny, tmp_path):
         memfit.run(tiny("panels_dir: taken"))
 
 
+def test_a_choice_without_meaning_is_refused_before_anything_is_made(tiny, tmp_path):
+    with pytest.raises(ConfigError, match="'9-2' names no fold"):
+        memfit.run(tiny(), overrides=["folds=9-2"])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_prepare_that_writes_into_panels_dir_finds_it_and_one_without_a_panel_is_refused(tiny, tmp_path):
+    config, source = tiny("panels_dir: not/yet/there"), tmp_path / "tiny.py"
+    other = "    (context.panels_dir / 'own.txt').write_text('x')\n    return Prepared(None, [([0], [1])])\n\n\n"
+    before, _, after = source.read_text().partition("    panel = Panel.build(")
+    source.write_text(before + other + "def train_fold" + after.partition("def train_fold")[2])
+    with pytest.raises(UsageError, match="prepare of tiny:TINY returned a Prepared with the panel None"):
+        memfit.run(config)
+    assert (tmp_path / "not/yet/there/own.txt").exists()
+
+
 def test_a_declared_size_that_cannot_fit_is_refused(tiny):
     with pytest.raises(DoesNotFitError, match=r"fold_\d needs 900"):
         memfit.run(tiny("memory: {job: 900TiB}"))

@@ -51,6 +51,21 @@ def table_lines(view, width, room=None, pressure=None):
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
+def test_what_a_command_left_in_shared_memory_is_said_also_where_its_end_has_no_line(commands):
+    left = "it left 8.0 MiB in /dev/shm or another tmpfs"
+    event = {"time": 1.0, "kind": "end", "job": "cmd_0001", "state": "completed", "cause": left}
+    view = view_of(commands(1))
+    assert describe(event, view) == f"the command completed: {left}"
+    assert describe(event | {"cause": ""}, view) == ""
+    many, shown = commands(20), Shown(terminal=True)
+    tick = shown.live.show(many.run)
+    many.job("cmd_0001", cause=left)
+    many.end(1, "cmd_0001", cause=left)
+    tick()
+    shown.live.close()
+    assert left in shown.file.getvalue()
+
+
 def test_each_event_is_one_stamped_line_where_there_is_no_terminal(finished):
     shown, files = Shown(), sorted((finished.path / "events").iterdir())
     contents = {path: path.read_text() for path in files}

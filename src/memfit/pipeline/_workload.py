@@ -247,7 +247,7 @@ def run_prepare(target: str, params: Mapping[str, Any], run_dir: str, panels_dir
         raise UsageError(
             f"prepare of {target} returned {found}.",
             rule="it returns memfit.pipeline.Prepared(panel, splits): all folds map one memfit.Panel.",
-            remedy="build the panel of your table: Panel.build(table, context.panels_dir, features=[...], targets=[...])",
+            remedy="build it of your table: Panel.build(table, context.panels_dir, features=[...], targets=[...])",
         )
     if not done.splits:
         raise SplitError(
