@@ -6,7 +6,7 @@ that a reader sees the old content or the new one and never a part.
 
 Layout::
 
-    runs/<experiment>/run_<YYYYmmdd_HHMMSS>_<8 hex>/
+    runs/<experiment>/run_<YYYYmmdd_HHMMSS>_<8 hex>/    UTC
       run.json                          schema version, fingerprint, who and where
       config.yaml  plan.json  outcome.json
       events/<host>-<pid>-<start>.jsonl
