@@ -266,7 +266,3 @@ def _event_facts(path: Path, only: str | None, index: int) -> list[Fact]:
         line = Line(str(path), number, text[:4000], None, str(event.get("time", "")))
         found.append(Fact(kind, (line,), values, index))
     return found
-
-
-#: What an event is best told by.
-_MORE = {"phase": ("phase",), "end": ("state",), "oom": ("memory",)}
