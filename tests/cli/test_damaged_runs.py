@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from cli.live_run import alone_on_the_host
 from memfit.errors import MemfitError
 from memfit.memory import read_series
 from memfit.rundir import RunDir
@@ -65,7 +64,7 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def run(whole, tmp_path, monkeypatch):
     """Copies of the whole run, one at a time, with a file of it damaged."""
-    alone_on_the_host(tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "runs" / "demo" / whole.name
 
     def damaged(name, damage):
