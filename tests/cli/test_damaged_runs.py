@@ -1,6 +1,7 @@
 """Any file of a run directory may be damaged or somebody else's: each command ends in three parts, or goes on."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,8 @@ def whole(tmp_path_factory):
     """A run of two commands of which one failed, with every file that a run directory may hold."""
     folder = tmp_path_factory.mktemp("whole")
     words = [sys.executable, "-m", "memfit", *MAP, "sh", "-c", TEXT]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    env = os.environ | {"MEMFIT_CLAIMS_DIR": str(folder / "claims")}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 4, done.stderr
     (run,) = RunDir.all(folder / "runs", "demo")
     failed = run.job_dir("cmd_0002")

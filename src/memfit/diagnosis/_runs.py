@@ -247,7 +247,7 @@ def run_facts(run: RunDir, only: str | None = None, index: int = 0) -> list[Fact
 
 
 def _event_facts(path: Path, only: str | None, index: int) -> list[Fact]:
-    found = []
+    found: list[Fact] = []
     if not path.is_file():
         return found
     for number, text in enumerate(path.read_text(errors="replace").split("\n"), 1):

@@ -232,7 +232,7 @@ def run_prepare(target: str, params: Mapping[str, Any], run_dir: str, panels_dir
     workload, run = load_workload(target), RunDir(Path(run_dir))
     try:
         Path(panels_dir).mkdir(parents=True, exist_ok=True)
-        done = workload.prepare(PrepareContext(Path(panels_dir)), read_params(workload, params))
+        done: Any = workload.prepare(PrepareContext(Path(panels_dir)), read_params(workload, params))
     except OSError as error:
         is_there = error.filename is not None and Path(error.filename).is_relative_to(panels_dir)
         if not is_there or isinstance(error, FileNotFoundError):  # what prepare itself looks for
