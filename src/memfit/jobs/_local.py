@@ -503,7 +503,7 @@ def _read_json_or_none(path: Path, shape: Mapping[str, Any]) -> dict[str, Any] |
 
 def _next_attempt(folder: Path) -> int:
     """The next attempt's number; the last attempt's outcome is kept under its number."""
-    if (_read_json_or_none(folder / OUTCOME) or {}).get("attempt") == 0:  # recorded without a start
+    if (_read_json_or_none(folder / OUTCOME, _STATUS_SHAPE) or {}).get("attempt") == 0:  # recorded without a start
         (folder / OUTCOME).unlink()
     # What was ordered last counts: it stays whole when a supervisor is killed between the steps below.
     described = _read_json_or_none(folder / JOB, _JOB_SHAPE)

@@ -316,7 +316,7 @@ class RunView:
 
     def _metrics(self, job_id: str) -> Mapping[str, float]:
         result = (read_json(self.run.job_dir(job_id) / "result.json") or {}).get("result")
-        return result if fits(result, {str: (int, float)}) else {}
+        return dict(result) if isinstance(result, dict) and fits(result, {str: (int, float)}) else {}
 
     def _phase_source(self, job_id: str, status: JobStatus) -> str:
         if status.phase is None:
