@@ -59,7 +59,7 @@ _STATUS_SHAPE: Mapping[str, Any] = {
     "cause": (str, _NONE),
     "footprint": (FOOTPRINT, _NONE),
     "evidence": (dict, _NONE),
-    **dict.fromkeys(("started", "ended", "checkpointed"), (*_NUMBER, _NONE)),
+    **dict.fromkeys(("started", "ended", "checkpointed", "cpu_seconds"), (*_NUMBER, _NONE)),
     **dict.fromkeys(("used_bytes", "peak_bytes", "pss_bytes", "checkpoint_bytes"), (int, _NONE)),
     **dict.fromkeys(("exit_code", "attempt", "pid", "stopped_pid"), (int, _NONE)),
     **dict.fromkeys(("settled", "stalled", "wants_more", "asked"), (bool, _NONE)),
@@ -273,7 +273,7 @@ class LocalBackend:
             folder.mkdir(parents=True, exist_ok=True)
             outcome = (_read_outcome(folder) or {"attempt": 0, "ended": time.time()}) | asdict(verdict)
             write_atomic(folder / OUTCOME, json.dumps(outcome) + "\n")
-            self._ended[job_id] = to_status(job_id, outcome)
+            self._ended[job_id] = _to_status(job_id, outcome)
 
     def close(self) -> None:
         """Have the keeper leave; jobs that run go on."""

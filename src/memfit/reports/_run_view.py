@@ -48,7 +48,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
 }
 #: The job that builds the panel: it comes before the run's own jobs and is none of them.
 PREPARE = "prepare"
-_TIMES = {"started": (int, float, type(None)), "ended": (int, float, type(None))}
+_TIMES = dict.fromkeys(("started", "ended", "cpu_seconds"), (int, float, type(None)))
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FOLD_ID = re.compile(r"fold_[0-9]+")
 
@@ -351,8 +351,8 @@ class RunView:
         total = sum(row.status.cpu_seconds for row in rows)
         for row in rows:
             for number in range(1, row.status.attempt):
-                earlier = read_json(self.run.job_dir(row.status.job_id) / f"outcome_{number}.json") or {}
-                total += earlier.get("cpu_seconds", 0.0)
+                earlier = read_json(self.run.job_dir(row.status.job_id) / f"outcome_{number}.json", _TIMES) or {}
+                total += earlier.get("cpu_seconds") or 0.0
         return total
 
 

@@ -29,13 +29,14 @@ def summarize_workflow(run: RunDir) -> dict[str, Any]:
     found["sweep"] = [
         {"job": path.parent.name, "params": job["params"], "metrics": result["result"]}
         for path in sorted(run.path.glob("jobs/sweep_*/result.json"))
-        if (result := read_json(path)) and (job := read_json(path.with_name("job.json")))
+        if (result := read_json(path, {"result": {str: (int, float)}}))
+        and (job := read_json(path.with_name("job.json"), {"params": dict}))
     ]
     return found
 
 
 def _result(run: RunDir, name: str) -> dict[str, Any] | None:
-    content = read_json(run.job_dir(name) / "result.json")
+    content = read_json(run.job_dir(name) / "result.json", {"result": dict})
     return None if content is None else dict(content["result"])
 
 
