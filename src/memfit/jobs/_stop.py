@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -16,9 +15,9 @@ from pathlib import Path
 from memfit.errors import UsageError
 from memfit.jobs._job import JobStatus
 from memfit.jobs._local import read_status
-from memfit.jobs._lock import OUTCOME, STOP_REQUESTED, is_held
+from memfit.jobs._lock import STOP_REQUESTED, is_held
 from memfit.memory import is_locked, list_entries, live_jobs
-from memfit.rundir import RunDir, check_owner, read_json, write_atomic
+from memfit.rundir import RunDir, check_owner, write_atomic
 
 _LOCK = "supervisor.lock"
 _STEP_SECONDS = 0.1
@@ -95,14 +94,10 @@ def forget_stops(run: RunDir, job_ids: Iterable[str]) -> None:
 
 
 def take_stop(run: RunDir, job_id: str) -> str:
-    """Why a job that waits is not to be started any more, which its outcome says from now on; empty when it is."""
+    """Take the request to stop a job that waits; why it is not to start any more, empty when there is none."""
     if not os.access(f"{run.path}/jobs/{job_id}/{STOP_REQUESTED}", os.F_OK):
         return ""
-    folder = run.job_dir(job_id)
-    outcome = (read_json(folder / OUTCOME) or {}) | {"state": "cancelled", "cause": _NEVER_BEGAN, "ended": time.time()}
-    with contextlib.suppress(OSError):  # on a full disk the run's own outcome says it
-        write_atomic(folder / OUTCOME, json.dumps(outcome) + "\n", durable=False)
-        (folder / STOP_REQUESTED).unlink(missing_ok=True)
+    (run.job_dir(job_id) / STOP_REQUESTED).unlink(missing_ok=True)
     return _NEVER_BEGAN
 
 
