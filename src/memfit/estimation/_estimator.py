@@ -124,7 +124,7 @@ def _with_load(step: Estimate, load: Interval, beside: Interval) -> Estimate:
         device=figures,
         by_phase={"load": load, **step.by_phase},
         parts={"weights": load} if load.value > highest else step.parts,
-        verdict=step.gpu and _worse(step.verdict, judge(need["device_bytes"], step.gpu.total_bytes)),
+        verdict=_worse(step.verdict, judge(need["device_bytes"], step.gpu.total_bytes)) if step.gpu else None,
     )
 
 
@@ -175,7 +175,7 @@ def _estimate_setup(
         found,
         device=widen(found.device, plain.device),
         by_phase=widen(found.by_phase, plain.by_phase),
-        verdict=gpu and _worse(found.verdict, min(plain.verdict or "fits", "may fit", key=VERDICTS.index)),
+        verdict=_worse(found.verdict, min(plain.verdict or "fits", "may fit", key=VERDICTS.index)) if gpu else None,
         notes=(*found.notes, "the bound is that of the same step without torch.compile"),
     )
 
@@ -236,7 +236,7 @@ def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None
         "device_bytes": reserved + beside,
     }
     notes = (*((f"computed, not traced: {reason}",) if reason else ()), *found.notes, *list_assumptions(setup))
-    verdict = gpu and judge(figures["device_bytes"], gpu.total_bytes)
+    verdict = judge(figures["device_bytes"], gpu.total_bytes) if gpu else None
     return Estimate(figures, found.parts, found.by_phase, "formula", gpu, verdict, notes, RULES_OF)
 
 
