@@ -120,6 +120,8 @@ def estimate_one(name: str, *, with_peers: bool) -> dict[str, Any]:
     )
     figures: dict[str, Interval] = {str(name): interval for name, interval in estimate.device.items()}
     found = figures[f"{spec.metric}_bytes"]
+    if gpu is not None:  # a run that was measured did fit: no more of the bound counts as slack
+        found = Interval(found.value, max(found.value, min(found.upper, gpu.total_bytes)))
     before = estimate.by_phase["build"].value if spec.minus_inputs else 0
     result = {
         "value": (found.value - before) / GIB,
