@@ -60,14 +60,15 @@ def test_each_path_tests_each_row_once_and_each_fold_tests_its_blocks(case) -> N
     assert len(folds) == len(paths) == splitter.get_n_splits()
     for fold, (_, test) in enumerate(folds):
         assert np.flatnonzero(paths[fold] >= 0).tolist() == test.tolist()
-    for path in range(splitter.num_paths):
+    num_paths = math.comb(splitter.n_blocks - 1, splitter.n_test_blocks - 1)
+    for path in range(num_paths):
         assert (paths == path).sum(axis=0).tolist() == [1] * len(dates)
-    assert paths.max() == splitter.num_paths - 1
+    assert paths.max() == num_paths - 1
 
 
 def test_numbers_of_folds_and_paths_are_those_of_the_book() -> None:
     splitter = CombinatorialPurged(6, 2, purged_size=0)
-    assert (splitter.get_n_splits(), splitter.num_paths) == (15, 5)
+    assert splitter.get_n_splits() == 15
     assert (CombinatorialPurged(10, 8, purged_size=0).get_n_splits(), math.comb(9, 7)) == (45, 36)
 
 

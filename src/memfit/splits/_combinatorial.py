@@ -46,8 +46,8 @@ class CombinatorialPurged:
     Example:
         >>> splitter = CombinatorialPurged(4, 2, purged_size=1)
         >>> folds = list(splitter.split(range(16)))
-        >>> len(folds), splitter.num_paths
-        (6, 3)
+        >>> len(folds)
+        6
         >>> folds[1][0].tolist(), folds[1][1].tolist()  # blocks 1 and 3 of 4 are tested
         ([5, 6, 13, 14, 15], [0, 1, 2, 3, 8, 9, 10, 11])
     """
@@ -66,11 +66,6 @@ class CombinatorialPurged:
                 rule="n_test_blocks is less than n_blocks.",
                 remedy=f"pass n_test_blocks <= {self.n_blocks - 1}, or more blocks",
             )
-
-    @property
-    def num_paths(self) -> int:
-        """In how many folds each date is tested."""
-        return math.comb(self.n_blocks - 1, self.n_test_blocks - 1)
 
     def get_n_splits(self, X: Any = None, y: Any = None, groups: Any = None) -> int:
         """The number of folds, ``C(n_blocks, n_test_blocks)``; the arguments are ignored, as in scikit-learn."""
