@@ -194,7 +194,7 @@ def test_what_is_fitted_and_validated_is_of_the_training_dates_and_apart(tmp_pat
     ("scored", "name"), [("last", "latest_checkpoint.pt"), ("best", "best_model.pt"), ("ema", "ema_epoch_3.pt")]
 )
 def test_the_scored_weights_are_those_that_were_asked_for(tmp_path, monkeypatch, scored, name):
-    falling = iter([0.5, 0.9, 0.2, 0.1])  # the first is the preflight's
+    falling = iter([0.9, 0.2, 0.1])
     monkeypatch.setattr(job, "validation_metrics", lambda scores, params: {"valid_lift": next(falling)})
     params = make_params(SMALL, num_epochs=3, ema_epochs=(3,), scored=scored)
     context = make_context(tmp_path, params)
@@ -207,7 +207,7 @@ def test_the_scored_weights_are_those_that_were_asked_for(tmp_path, monkeypatch,
 
 
 def test_an_early_stop_is_on_validation_and_reports_the_snapshots_that_are_missing(tmp_path, monkeypatch):
-    falling = iter([0.5, 0.9, 0.2, 0.1])
+    falling = iter([0.9, 0.2, 0.1])
     monkeypatch.setattr(job, "validation_metrics", lambda scores, params: {"valid_lift": next(falling)})
     params = make_params(SMALL, num_epochs=6, patience=2, ema_epochs=(2, 5))
     context = make_context(tmp_path, params)
