@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 
 from memfit.errors import DataError, UsageError
-from memfit.evaluation import adjust_p_value, diebold_mariano, minimal_detectable_effect, minimum_dates
+from memfit.evaluation import adjust_p_value, diebold_mariano, minimal_detectable_effect, minimum_dates, power
 
 stattools = pytest.importorskip("statsmodels.tsa.stattools")
 
@@ -72,10 +72,14 @@ def test_too_few_dates_and_infinite_differences_are_refused() -> None:
         diebold_mariano(np.append(overlapping(3, 60), math.inf), 5)
 
 
-def power(effect: float, standard_error: float, num_dates: int, *, alpha: float) -> float:
-    """The power of the two-sided t test, by scipy's noncentral t."""
-    critical, size = scipy.stats.t.isf(alpha / 2, num_dates - 1), effect / standard_error
-    return scipy.stats.nct.sf(critical, num_dates - 1, size) + scipy.stats.nct.cdf(-critical, num_dates - 1, size)
+@pytest.mark.parametrize("alpha", [0.05, 0.01])
+def test_power_is_that_of_students_noncentral_t(alpha: float) -> None:
+    for size in (0.0, 1.0, 2.5, 8.0):
+        critical = scipy.stats.t.isf(alpha / 2, 239)
+        expected = scipy.stats.nct.sf(critical, 239, size) + scipy.stats.nct.cdf(-critical, 239, size)
+        assert power(size * 0.3, 0.3, 240, alpha=alpha) == pytest.approx(expected, abs=1e-9)
+        assert power(-size * 0.3, 0.3, 240, alpha=alpha) == power(size * 0.3, 0.3, 240, alpha=alpha)
+    assert power(60.0, 0.3, 240) == pytest.approx(1.0)
 
 
 def test_the_minimal_detectable_effect_is_found_with_the_wanted_power() -> None:

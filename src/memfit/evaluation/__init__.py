@@ -36,6 +36,7 @@ from memfit.evaluation._forecasts import (
     diebold_mariano,
     minimal_detectable_effect,
     minimum_dates,
+    power,
 )
 from memfit.evaluation._gap import Gap, generalization_gap
 from memfit.evaluation._gate import GateSettings, Knob, Reason, Verdict, judge
@@ -99,6 +100,7 @@ __all__ = [
     "minimum_dates",
     "ndcg_at_k",
     "positive_rate",
+    "power",
     "precision_at_k",
     "probabilistic_sharpe",
     "quantile_spread",

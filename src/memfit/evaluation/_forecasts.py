@@ -106,6 +106,27 @@ def check_differences(differences: ArrayLike, horizon: int) -> NDArray[np.float6
     return values
 
 
+def power(effect: float, standard_error: float, num_dates: int, *, alpha: float = 0.05) -> float:
+    """The probability that the two-sided test shows a true effect of this size.
+
+    Args:
+        effect: The true mean difference, in the unit of the differences.
+        standard_error: Of the mean difference, above 0.
+        num_dates: Number of differences.
+        alpha: The p-value below which the test rejects.
+
+    Raises:
+        UsageError: If an argument is out of range.
+        MissingExtraError: If scipy is not installed.
+
+    Example:
+        >>> round(power(0.02, 0.007, 240), 2)
+        0.81
+    """
+    _check_power(standard_error, num_dates, alpha)
+    return _power(abs(effect) / standard_error, num_dates, alpha)
+
+
 def minimal_detectable_effect(
     standard_error: float, num_dates: int, *, alpha: float = 0.05, wanted_power: float = 0.8
 ) -> float:
