@@ -22,10 +22,11 @@ import json
 import os
 import re
 import socket
+import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -133,7 +134,9 @@ def read_json(path: Path | str, shape: Mapping[str, Any] | None = None) -> dict[
             broken one was changed from outside.
     """
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise damaged(path, "is no file")
             text = file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -159,7 +162,8 @@ def _checked(path: Path | str, value: dict[str, Any], shape: Mapping[str, Any]) 
 #: What files and lines hold in place of a secret.
 MASK = "***"
 _SECRET_NAME = re.compile(
-    r"(?i)(?:.*[-_.])?(?:token|secret|password|passwd|passphrase|credentials?|apikey|(?:api|access|auth|private|secret)[-_]?key)"
+    r"(?i).*(?:token|secrets?|passwords?|passwd|passphrase|credentials?|(?:api|access|auth|private|account)[-_]?keys?)"
+    r"|.+[-_]pwd"
 )
 #: Names with their values, ``--name value`` and ``name=value``, anywhere in a text.
 _NAMED = re.compile(
@@ -167,9 +171,11 @@ _NAMED = re.compile(
 )
 #: What shows by itself that it is a secret: the password of a URL, a bearer, the tokens of well-known services.
 _BY_ITSELF = re.compile(
-    r"(://[^/\s:@]*:)([^/\s@]+)(?=@)|(?<=Bearer )[^\s\"']+"
+    r"(://[^/\s:@]*:)([^/\s]+)(?=@)|(?:(?<=Bearer )|(?<=Basic ))[^\s\"']+"
     r"|\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abps]-|AKIA)[\w-]{16,}"
 )
+#: Facts of a run or job that are no arguments: they stay as they are, whatever secret has the same text.
+_NO_ARGUMENTS = frozenset({"id", "kind", "cwd", "group", "host", "user", "experiment", "fingerprint", "python"})
 #: A shorter text is a secret in its own place alone: it may stand elsewhere by chance.
 _LEAST_TEXT = 6
 
@@ -186,6 +192,8 @@ def mask(value: Any) -> Any:
     {'DB_PASSWORD': '***', 'command': ['sh', '-c', 'export HF_TOKEN=***; run --secret *** --lr 1']}
     >>> mask(["--param", "t=abc,def", "--", "./train", "--token={t}"])
     ['--param', 't=***', '--', './train', '--token=***']
+    >>> mask({"command": ["./train", "--token=pre-abc"], "params": {"t": "abc", "lr": "0.1"}})
+    {'command': ['./train', '--token=***'], 'params': {'t': '***', 'lr': '0.1'}}
     """
     masker = _Masker()
     shown = masker.mask(value)
@@ -201,9 +209,23 @@ class _Masker:
         self.found: set[str] = set()
 
     def mask(self, value: Any) -> Any:
-        names = {text[1:-1] for text in self.found if re.fullmatch(r"\{\w+\}", text)}
+        names = {name for text in self.found for name in re.findall(r"\{(\w+)\}", text)}
         texts = sorted((text for text in self.found if len(text) >= _LEAST_TEXT), key=len, reverse=True)
         return self._mask(value, names, re.compile("|".join(map(re.escape, texts)) or r"(?!)"))
+
+    def _mask_field(
+        self, name: str, value: Any, hide: Callable[[str], str] | None, names: set[str], known: re.Pattern[str]
+    ) -> Any:
+        if hide is not None and isinstance(value, str | int):
+            return hide(str(value))
+        if hide is not None and isinstance(value, list | tuple) and all(isinstance(one, str | int) for one in value):
+            return [hide(str(one)) for one in value]
+        if name == "params" and isinstance(value, Mapping):  # a parameter that is a part of a secret argument
+            value = {
+                key: MASK if isinstance(one, str) and any(one in text for text in self.found) else one
+                for key, one in value.items()
+            }
+        return self._mask(value, names, known)
 
     def _mask(self, value: Any, names: set[str], known: re.Pattern[str]) -> Any:
         def is_secret(name: str) -> bool:
@@ -214,12 +236,8 @@ class _Masker:
             return MASK
 
         if isinstance(value, Mapping):
-            return {
-                name: hide(str(one))
-                if is_secret(name) and isinstance(one, str | int)
-                else self._mask(one, names, known)
-                for name, one in value.items()
-            }
+            return {name: self._mask_field(name, one, hide if is_secret(name) else None, names, known)
+                    for name, one in value.items()}  # fmt: skip
         if isinstance(value, list | tuple):
             shown = [self._mask(one, names, known) for one in value]
             for at, (flag, one) in enumerate(pairwise(value), start=1):
@@ -234,7 +252,7 @@ class _Masker:
 
 def write_masked(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
     """Replace a JSON file, its secrets masked; a file beside it, for its owner alone, holds what was masked."""
-    shown = mask(value)
+    shown = mask(value) | {name: one for name, one in value.items() if name in _NO_ARGUMENTS}
     hidden = {name: one for name, one in value.items() if one != shown[name]}
     if hidden:
         write_atomic(_private(path), json.dumps(hidden) + "\n", durable=durable, mode=0o600)
@@ -464,6 +482,7 @@ class RunDir:
         Raises:
             UsageError: If it is none, if another user owns it, or if a newer memfit wrote it.
         """
+        path = path.resolve()  # a link that is changed meanwhile leads nowhere else
         check_owner(path)
         header = read_json(path / "run.json", {"schema_version": int})
         if header is None:
@@ -479,7 +498,7 @@ class RunDir:
                 remedy="use the version of memfit that wrote it, or start over with --new",
             )
         _checked(path / "run.json", header, _HEADER)
-        return cls(path.resolve())
+        return cls(path)
 
     @classmethod
     def all(cls, root: Path, experiment: str) -> list[RunDir]:
@@ -549,7 +568,7 @@ def is_own(path: Path) -> bool:
         with tempfile.TemporaryFile(dir=path) as made:
             return os.fstat(made.fileno()).st_uid == owner
     except OSError:
-        return not path.exists()
+        return not os.access(path, os.F_OK)
 
 
 def check_owner(path: Path) -> None:

@@ -133,3 +133,40 @@ def test_the_config_and_the_jobs_of_folds_are_for_their_user_where_they_hold_a_s
     assert leaks(tmp_path / "runs") == set()
     [run] = RunDir.all(tmp_path / "runs", "tiny")
     assert memfit("resume", run.path).exit_code == 0
+
+
+def test_what_a_job_repeats_of_its_secrets_and_a_part_of_a_secret_stand_nowhere(memfit, tmp_path):
+    (tmp_path / "job.py").write_text("import sys\nsys.exit(f'unknown argument {sys.argv[1]}')\n")
+    done = memfit("map", "--param", "t=s3cret-a", "--name", "sweep", "--", "python", "job.py", "--token=pre{t}")
+    assert done.exit_code == 4
+    [run] = RunDir.all(tmp_path / "runs", "sweep")
+    diagnosed = memfit("diagnose", run.path / "jobs" / "cmd_0001" / "outcome.json")
+    assert "s3cret-a" not in done.out + done.err + diagnosed.out
+    assert {name for name, _ in leaks(tmp_path / "runs")} == {
+        str(run.path.relative_to(tmp_path / "runs") / "jobs/cmd_0001/err.log")
+    }
+
+
+def test_a_folder_with_the_name_of_a_secret_is_found_again(memfit, tmp_path, monkeypatch):
+    folder = tmp_path / "s3cret-a"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "job.py").write_text(JOB)
+    assert memfit("run", "--name", "one", "--", "python", "job.py", "--token=s3cret-a").exit_code == 1
+    [run] = RunDir.all(folder / "runs", "one")
+    (folder / "go").touch()
+    assert memfit("resume", run.path).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["PGPASSWORD=abc", "--mytoken=abc", "MYSQL_PWD=abc", "--api-keys=abc", "AccountKey=abc", "https://me:a@abc@host/",
+     "Authorization: Basic abc"],
+)  # fmt: skip
+def test_common_names_and_forms_of_secrets_are_masked(word):
+    assert "abc" not in mask([word])[0]
+
+
+@pytest.mark.parametrize("word", ["--max-tokens=512", "--tokenizer=t5", "--passes=2", "--keys=3", "PWD=/home/me"])
+def test_what_only_sounds_like_a_secret_is_shown(word):
+    assert mask([word]) == [word]

@@ -768,3 +768,24 @@ def test_numbers_too_large_for_a_line_are_names(tmp_path):
     params = {"a": {"x": "1e200"}, "b": {"x": "1e300"}, "c": {"x": "nan"}, "d": {"x": "2"}, "e": {"x": "inf"}}
     scheduler, _, _, _ = make(tmp_path, {name: FakeJob((5,)) for name in params}, limit=100, params=params)
     assert {status.state for status in scheduler.run().values()} == {"completed"}
+
+
+def test_a_budget_that_is_smaller_than_its_reserve_is_refused_and_no_other_run_is_waited_for(tmp_path):
+    scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob((100,))}, limit=100, reserve=200)
+    with pytest.raises(DoesNotFitError):
+        scheduler.run()
+    assert backend.submitted == []
+
+
+def test_without_walls_a_job_that_needs_what_another_run_holds_is_tried_again_with_more(tmp_path):
+    claims = FakeClaims(unused=800)
+    scripts = {"a": FakeJob((995,), ends=("out_of_memory",))}
+    scheduler, backend, _, events = make(tmp_path, scripts, limit=2000, reserve=200, claims=claims)
+    done = []
+
+    def the_other_run_ends() -> None:
+        if of_kind(events, "retry") and not done:
+            done.append(claims.__init__(unused=0))
+
+    assert scheduler.run(on_tick=the_other_run_ends)["a"].state == "completed"
+    assert backend.submitted == ["a", "a"]

@@ -295,3 +295,15 @@ def test_a_process_that_watches_jobs_may_load_it_at_no_cost():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
+
+
+@pytest.mark.parametrize("field", ["used_bytes", "started", "run"])
+def test_an_entry_of_another_version_is_passed_over(tmp_path, field):
+    folder = tmp_path / "claims"
+    with holder(tmp_path / "a", folder):
+        [path] = folder.glob("*.run")
+        entry = json.loads(path.read_bytes())
+        path.write_text(json.dumps(entry | {field: None}).ljust(1 << 14))
+        assert list_entries(folder) == []
+        with Claims(tmp_path / "b", folder=folder).deciding() as others:
+            assert others == Others()

@@ -94,7 +94,7 @@ class BudgetWatch:
     @property
     def can_others_help(self) -> bool:
         """Return True if this run could take notably more when other runs on this host end."""
-        return self.held_by_others_bytes > _NOTABLE * self.capacity_bytes
+        return self.held_by_others_bytes > max(0.0, _NOTABLE * self.capacity_bytes)
 
     @property
     def most_bytes(self) -> int:

@@ -229,7 +229,7 @@ class Scheduler:
         if slot.verdict is not None and status.state not in ("completed", slot.verdict.state):
             self._record(slot, slot.verdict)  # its watcher could not read it, on a full disk for example
             status = slot.status
-        again: Retry | str = "it completed"
+        again: Retry | str = "it completed" if status.state == "completed" else "the run was asked to stop"
         if slot.verdict is not None:
             again = "it had the whole budget to itself"
         elif slot.set_aside is not None and status.state in _ASIDE and not self._stop_level:
@@ -243,7 +243,7 @@ class Scheduler:
             again = decide(
                 status,
                 had_bytes=slot.had_bytes(),
-                capacity_bytes=self._budget.capacity_bytes,
+                capacity_bytes=max(0, self._budget.capacity_bytes) and self._budget.most_bytes,
                 is_last=slot.num_retries + 1 >= self.policy.retries,
                 had_device_bytes=slot.device_bytes,
             )

@@ -282,6 +282,8 @@ class _Shim:
                 f"it left {format_bytes(left_bytes)} in /dev/shm or another tmpfs" if left_bytes >= _LEFT_BYTES else "",
             ]
             cause = "; ".join(filter(None, (cause, *notes)))
+            # Its last words may repeat its arguments.
+            cause = mask({"command": self.job["command"], "params": self.job.get("params"), "cause": cause})["cause"]
         self._remove_group()
         ended = {"state": state, "ended": time.time(), "exit_code": returncode, "cause": cause, "evidence": evidence}
         now_nothing = {"used_bytes": 0, "pss_bytes": 0, "stalled": False, "stopped_pid": None, "wanted_cpus": 0.0}

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.memory._locks import is_locked, lock_file, open_regular, try_lock
+from memfit.rundir import fits
 
 #: Names another folder, for hosts whose /var/tmp is not the same for all of a user's processes.
 CLAIMS_VARIABLE = "MEMFIT_CLAIMS_DIR"
@@ -33,6 +34,15 @@ _ENTRY_BYTES = 1 << 14
 _PATIENCE_SECONDS, _STEP_SECONDS = 10.0, 0.002
 #: How often to look whether the jobs of a dead supervisor still run.
 _ORPHANS_SECONDS = 1.0
+#: What an entry must hold; another version's may hold something else.
+_SHAPE = {
+    "run": str,
+    "host": str,
+    "group": str,
+    "alive": bool,
+    "started": (int, float),
+    **dict.fromkeys(("pid", "used_bytes", "unused_bytes"), int),
+}
 
 
 @dataclass(frozen=True)
@@ -170,12 +180,16 @@ class Claims:
         except OSError:
             return None
         end = time.monotonic() + self._patience
-        while not try_lock(lock):
-            if time.monotonic() > end:
-                os.close(lock)
-                self._patience = _STEP_SECONDS  # not ten seconds again at each step
-                return None
-            time.sleep(_STEP_SECONDS)
+        try:
+            while not try_lock(lock):
+                if time.monotonic() > end:
+                    os.close(lock)
+                    self._patience = _STEP_SECONDS  # not ten seconds again at each step
+                    return None
+                time.sleep(_STEP_SECONDS)
+        except OSError:  # a file system without locks
+            os.close(lock)
+            return None
         self._patience = _PATIENCE_SECONDS
         return lock
 
@@ -277,7 +291,8 @@ def _read(descriptor: int) -> Entry | None:
     for _ in range(3):  # a write may be under way
         with contextlib.suppress(ValueError, TypeError, KeyError):
             found = json.loads(os.pread(descriptor, _ENTRY_BYTES, 0))
-            return Entry(**found | {"run": Path(found["run"])})
+            if fits(found, _SHAPE):
+                return Entry(**found | {"run": Path(found["run"])})
         time.sleep(_STEP_SECONDS / 2)
     return None
 

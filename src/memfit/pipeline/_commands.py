@@ -221,14 +221,11 @@ def _go_on(order: _Order, run: RunDir, state: str, *, force: bool, view: View | 
         if kept := kept_allocator(settings, order.origins):
             supervisor.journal.write("plan", why=kept)
         jobs = _jobs(order)
-        done: dict[str, JobStatus] = {}
-        if state == CONTINUED:
-            done = {
-                job.id: status
-                for job in jobs
-                if not supervisor.backend.is_running(job.id)
-                and (status := read_status(run, job.id)).state == "completed"
-            }
+        done = {
+            job.id: status
+            for job in jobs
+            if not supervisor.backend.is_running(job.id) and (status := read_status(run, job.id)).state == "completed"
+        }
         left = [job for job in jobs if job.id not in done]
         if not left:
             supervisor.journal.write("done", num_done=len(jobs))

@@ -350,12 +350,13 @@ def take_up(
         UsageError: If the experiment's name is bad, or other starts hold its folder.
     """
     folder = RunDir.folder_of(settings.runs_dir, settings.experiment)
-    lock = lock_file(folder / ".lock", _TAKE_UP_SECONDS)
+    path = folder / f".lock-{os.geteuid()}"  # other users' runs are theirs alone
+    lock = lock_file(path, _TAKE_UP_SECONDS)
     if lock is None:
         raise UsageError(
-            f"another start of {settings.experiment} holds {folder / '.lock'} for {_TAKE_UP_SECONDS:.0f} s.",
+            f"another start of {settings.experiment} holds {path} for {_TAKE_UP_SECONDS:.0f} s.",
             rule="one start at a time looks for its run or makes it.",
-            remedy=f"see which process it is: fuser {folder / '.lock'}",
+            remedy=f"see which process it is: fuser {path}",
         )
     try:
         found = None if new else RunDir.newest(settings.runs_dir, settings.experiment, fingerprint)
@@ -363,7 +364,7 @@ def take_up(
             return found, CONTINUED
         return RunDir.create(settings.runs_dir, settings.experiment, fingerprint, facts), STARTED
     finally:
-        (folder / ".lock").unlink(missing_ok=True)  # who waits for it takes the next one
+        path.unlink(missing_ok=True)  # who waits for it takes the next one
         os.close(lock)
 
 

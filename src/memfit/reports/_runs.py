@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -232,7 +233,7 @@ def _the_only(name: str, runs: Sequence[RunDir]) -> RunDir:
 
 def _below(root: Path, *, own: bool = True) -> list[RunDir]:
     """The runs of this user, or else of others, below a folder of runs, newest first."""
-    paths = [path for path in root.glob("*/run_*") if (path / "run.json").exists() and is_own(path) is own]
+    paths = [path for path in root.glob("*/run_*") if is_own(path) is own and os.access(path / "run.json", os.F_OK)]
     return [RunDir(path.resolve()) for path in sorted(paths, key=lambda path: path.name, reverse=True)]
 
 
