@@ -42,7 +42,8 @@ def pytest_sessionfinish(session):
         time.sleep(0.1)
     session.config.stash[_LEFT] = [line for _, line in left]
     for process, _ in left:
-        process.kill()
+        with suppress(psutil.Error):  # it has just ended
+            process.kill()
     if left and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

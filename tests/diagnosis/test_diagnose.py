@@ -114,6 +114,9 @@ def test_a_claim_of_success_after_one_epoch_of_forty_is_incomplete():
     "text",
     [
         f"{ONE_OF_FORTY}Early stopping: valid_loss did not improve\nTraining completed after early stopping\n",
+        f"{ONE_OF_FORTY}EarlyStopping: val_loss did not improve for 3 epochs\nTraining complete.\n",
+        f"{ONE_OF_FORTY}Monitored metric val_loss. Signaling Trainer to stop.\nTraining finished.\n",
+        f"{ONE_OF_FORTY}No improvement for 3 epochs, stopping.\nTraining completed\n",
         f"{ONE_OF_FORTY}`Trainer.fit` stopped: `max_steps=242` reached.\n",
         ONE_OF_FORTY.replace("Epoch 0", "Epoch 39") + "Training completed\n",
         ONE_OF_FORTY.replace("40", "1") + "Training completed\n",

@@ -333,6 +333,14 @@ def test_text_that_does_not_sort_as_dates_is_refused(splitter, kind) -> None:
         splitter.split(range(12), groups=days)
 
 
+@pytest.mark.parametrize(
+    "days", [["2024-01-31 09:30", "2024-01-31T08:00"], ["2024-01-31T08:00Z", "2024-01-31T08:00+02:00"]]
+)
+def test_iso_text_of_two_forms_is_refused(days) -> None:
+    with pytest.raises(SplitError, match="in one form"):
+        PurgedKFold(2, purged_size=0).split(range(2), groups=days)
+
+
 def test_text_in_iso_8601_sorts_as_its_dates() -> None:
     days = np.arange("2024-01-25", "2024-02-06", dtype="datetime64[D]")
     expected = PurgedKFold(2, purged_size=1).describe(days)
@@ -340,6 +348,9 @@ def test_text_in_iso_8601_sorts_as_its_dates() -> None:
         days.astype(str),
         days.astype("datetime64[s]").astype(str),
         np.char.replace(days.astype(str), "-", ""),
+        np.char.replace(days.astype(str), "-", "/"),
+        np.char.add(days.astype("datetime64[s]").astype(str), "Z"),
+        np.char.add(np.char.replace(days.astype("datetime64[s]").astype(str), "T", " "), "+00:00"),
     ):
         assert PurgedKFold(2, purged_size=1).describe(range(12), groups=texts) == expected
     mixed = [str(days[0]).replace("-", ""), *days[1:].astype(str)]

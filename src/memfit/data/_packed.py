@@ -121,7 +121,7 @@ class PackedDataset(Sequence[Any]):
         Args:
             path: The folder.
             verify: ``sizes`` checks the manifest against its own checksum, and the size of each file. ``sample`` also
-                checks 64 blocks of 1 MiB, which each call draws anew: all bytes of a data set up to 64 MiB. ``full``
+                checks 64 blocks of 1 MiB, which each call draws anew: all bytes of a data set of about 60 MiB. ``full``
                 checks every byte.
 
         Raises:

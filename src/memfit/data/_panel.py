@@ -135,7 +135,7 @@ class Panel:
         Args:
             path: The panel's folder.
             verify: ``sizes`` checks the manifest, the size of each file, and the dates and assets. ``sample`` also
-                checks 64 blocks of 1 MiB, which each call draws anew: all bytes of a panel up to 64 MiB. ``full``
+                checks 64 blocks of 1 MiB, which each call draws anew: all bytes of a panel of about 60 MiB. ``full``
                 checks every byte, as the process that prepares a run does once. A pickled panel, as a worker gets
                 it, is opened with ``sizes``.
 

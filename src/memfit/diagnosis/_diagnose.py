@@ -10,7 +10,7 @@ from typing import Any
 
 from memfit.diagnosis._circumstances import Moment, arithmetic, checks, timeline, where
 from memfit.diagnosis._facts import Fact, find_facts
-from memfit.diagnosis._log_progress import Progress, read_progress
+from memfit.diagnosis._log_progress import STOPS_EARLY, Progress, read_progress
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._read_device import DEVICE
 from memfit.diagnosis._read_host import HOST
@@ -325,9 +325,10 @@ def _nothing(streams: list[Stream], facts: Sequence[Fact], readings: _Readings) 
         if phase == "unknown" and stream.lines:
             phase = find_phase(streams, Fact("progress", (stream.lines[places[0]],), {}, index, places[0]))
     finished = any(fact.kind == "success" for fact in facts)
-    progress = next((one for one in map(_progress, streams if finished else ()) if one.is_premature), None)
-    if progress is not None:
-        return _incomplete(progress, phase, timeline(streams, None, facts, readings))
+    for stream in streams if finished else ():
+        progress = read_progress(stream.lines)
+        if progress.is_premature and not any(STOPS_EARLY.search(line.text) for line in stream.lines):
+            return _incomplete(progress, phase, timeline(streams, None, facts, readings))
     return Diagnosis(
         oom=False,
         recovered=False,
@@ -338,10 +339,6 @@ def _nothing(streams: list[Stream], facts: Sequence[Fact], readings: _Readings) 
         timeline=tuple(timeline(streams, None, facts, readings)),
         checks=tuple(checks(streams, None, completed=finished)),
     )
-
-
-def _progress(stream: Stream) -> Progress:
-    return read_progress(stream.lines)
 
 
 def _incomplete(progress: Progress, phase: JobPhase, moments: Iterable[Moment]) -> Diagnosis:

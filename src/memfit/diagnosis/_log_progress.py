@@ -105,6 +105,12 @@ _CLAIM = re.compile(
     r"|\bsuccessfully (?:completed|finished|trained)\b|`Trainer\.fit` stopped: `max_\w+=\d+` reached",
     re.IGNORECASE,
 )
+#: Lines that say why a training ends before its last epoch, and is done all the same.
+STOPS_EARLY = re.compile(
+    r"did not improve|no improvement|signaling trainer to stop|stopp(?:ed|ing) early"
+    r"|early.?stopp(?:ed|ing) (?:at|after|trigger|condition)|early.?stop(?:ped|ping)?[.!]",
+    re.IGNORECASE,
+)
 _REASON = re.compile(r"early.?stop|stopped: `max_|max_(?:steps|time)|time limit", re.IGNORECASE)
 _WANTED = re.compile(
     r"\b(?:max[_-]epochs|num[_-](?:train[_-])?epochs|Num Epochs|n_epochs)['\"]?\s*[:=]\s*(?P<epochs>\d+)"

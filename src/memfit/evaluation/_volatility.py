@@ -17,6 +17,8 @@ from memfit.evaluation._rank_ic import rank_ic, summarize_ic
 PAST_DATES = 60
 #: A mean rank correlation of this size, of either sign, is a warning.
 WARN_FROM = 0.5
+#: On fewer dates it may be chance.
+LEAST_DATES = 20
 
 _Floats = NDArray[np.float64]
 
@@ -68,7 +70,7 @@ def volatility_correlation(scores: _Floats, returns_1: _Floats) -> VolatilityCor
         mean=correlation.mean,
         num_dates=correlation.num_dates,
         past_dates=PAST_DATES,
-        warns=abs(correlation.mean) >= WARN_FROM,
+        warns=correlation.num_dates >= LEAST_DATES and abs(correlation.mean) >= WARN_FROM,
     )
 
 

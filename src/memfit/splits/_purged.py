@@ -24,7 +24,8 @@ _MISSING = {
     "label_end": ("labels are not resolved", "an open label has no end to purge by, and no value to learn."),
 }
 _ISO = re.compile(r"\d{4}-\d\d(-\d\d([T ]\d\d(:\d\d(:\d\d(\.\d+)?)?)?)?)?")
-_COMPACT = re.compile(r"\d{8}")
+# A date with any separator, with or without a time and an offset: it sorts where all texts have one form.
+_FORM = re.compile(r"\d{4}(?:([-/]?)\d\d(?:\1\d\d(?:[T ]?\d\d(?::?\d\d(?::?\d\d(?:\.\d+)?)?)?)?)?)?(Z|[+-]\d\d:?\d\d)?")
 # What a row is in one fold; the first rule that applies gives the row its name.
 _TRAIN, _TEST, _PURGED_BEFORE, _PURGED_AFTER, _EMBARGOED, _LOOKBACK = range(6)
 
@@ -305,13 +306,18 @@ def _refuse_index(X: Any) -> None:
 def _refuse_text(name: str, column: NDArray[Any]) -> None:
     """Refuse text that does not sort as the dates that it stands for."""
     if column.dtype.kind == "S":
-        column = column.astype(str)
+        column = np.char.decode(column, "latin-1")
     texts = {one for one in column.tolist() if isinstance(one, str)} if column.dtype.kind in "UO" else set()
-    if all(map(_ISO.fullmatch, texts)) or all(map(_COMPACT.fullmatch, texts)):
+    found = [_FORM.fullmatch(one) for one in texts]
+    forms = {(re.sub(r"\d", "9", one), it and it[2]) for one, it in zip(texts, found, strict=True)}
+    if (len(forms) <= 1 and all(found)) or (
+        all(map(_ISO.fullmatch, texts)) and len(set("T ") & set("".join(texts))) < 2
+    ):
         return
+    strange = next((one for one in sorted(texts) if not _ISO.fullmatch(one)), min(texts))
     raise SplitError(
-        f"{name} holds the text {next(one for one in sorted(texts) if not _ISO.fullmatch(one))!r}.",
-        rule="text must sort as its dates do: ISO 8601, for example 2024-01-31.",
+        f"{name} holds the text {strange!r}.",
+        rule="text must sort as its dates do: ISO 8601 in one form, for example 2024-01-31.",
         remedy=f"convert it first: {name}=pandas.to_datetime({name})",
     )
 
