@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import signal
 import time
 
@@ -442,7 +443,7 @@ def test_a_preflight_leaves_no_trace_and_is_recorded(tmp_path, events):
     [
         (lambda model, valid: {"ic": 1.0}, UsageError, r"Validation gave \['ic'\]"),
         (lambda model, valid: None, UsageError, "evaluate gave NoneType"),
-        (lambda model, valid: {}["missing"], KeyError, "missing"),
+        (lambda model, valid: {next(iter(valid)).sum(): 1}["missing"], KeyError, "missing"),
     ],
 )
 def test_a_preflight_finds_the_evaluation_that_does_not_work(evaluate, error, text):
@@ -531,6 +532,79 @@ def test_an_evaluation_that_wraps_what_ends_the_preflight_is_left_alone():
             raise RuntimeError("no batch") from error
 
     assert len(make().fit(loader(), VALID, num_epochs=1, evaluate=evaluate).history) == 1
+
+
+def in_place(model, averages):
+    own = [one.detach().clone() for one in model.parameters()]
+    for one, average in zip(model.parameters(), averages, strict=True):
+        one.data.copy_(average)
+    yield
+    for one, before in zip(model.parameters(), own, strict=True):
+        one.data.copy_(before)
+
+
+def by_storage(model, averages):
+    for _ in range(2):
+        for index, one in enumerate(model.parameters()):
+            one.data, averages[index] = averages[index], one.data
+        yield
+
+
+def by_parameter(model, averages):
+    own = model[0].weight
+    model[0].weight = torch.nn.Parameter(averages[0])
+    model.requires_grad_(False)
+    yield
+    model[0].weight = own
+    model.requires_grad_(True)
+
+
+@pytest.mark.parametrize("swap", [in_place, by_storage, by_parameter])
+def test_an_evaluation_that_the_preflight_leaves_has_swapped_no_weights(swap):
+    def fitted(preflight):
+        trainer = make()
+        averages = [one.detach() + 1 for one in trainer.model.parameters()]
+
+        def evaluate(model, valid):
+            swapped = swap(model, averages)
+            next(swapped)
+            total = float(sum(model(batch).sum() for batch in valid))
+            next(swapped, None)
+            return {"valid_loss": total}
+
+        trainer.fit(loader(), VALID, num_epochs=1, evaluate=evaluate, preflight=preflight)
+        assert all(one.requires_grad for one in trainer.model.parameters())
+        return trainer
+
+    assert same_fits(fitted(True), fitted(False))
+
+
+def stacked(model, valid):
+    return torch.stack(valid)
+
+
+def checked(model, valid):
+    assert isinstance(valid, list)
+    return valid[0]
+
+
+def drawn(model, valid):
+    return random.sample(valid, 2)[0]
+
+
+@pytest.mark.parametrize("take", [stacked, checked, drawn])
+def test_an_evaluation_that_takes_its_batches_otherwise_is_left_out_of_the_preflight(take, events):
+    def evaluate(model, valid):
+        return {"valid_loss": float(take(model, valid).sum())}
+
+    assert len(make().fit(loader(), [X[:8], X[8:16]], num_epochs=1, evaluate=evaluate).history) == 1
+    (event,) = events("preflight_evaluation")
+    assert event["reason"].startswith(("TypeError", "AssertionError"))
+
+
+def test_a_tuple_of_batches_is_validated_in_the_preflight(events):
+    make().fit(loader(), tuple(VALID), num_epochs=1)
+    assert list(events("preflight")[0]["phases"]) == ["train", "validate"]
 
 
 @pytest.mark.parametrize("valid", [{"x": X}, (X, X), X], ids=type)

@@ -85,6 +85,14 @@ def test_objects_are_told_apart_by_their_type_and_bytes():
     assert find_longest([Graphs(10), Graphs(1000), Graphs(20)]).batch.store["x"].shape == (1000, 4)
 
 
+def test_what_has_no_size_counts_nothing():
+    key, batch = MicrobatchSizes().bucket, Graphs(10)
+    known = key(batch)
+    batch.edges, batch.kind = torch.eye(4).to_sparse(), torch.Tensor
+    assert key(batch) == known
+    assert find_longest([torch.eye(4).to_sparse(), torch.eye(4)]).batch.layout == torch.strided
+
+
 def test_allocator_retries_in_two_steps_in_a_row_shrink_before_anything_fails():
     sizes = MicrobatchSizes()
     for retries in (1, 0, 2):

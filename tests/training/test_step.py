@@ -431,18 +431,35 @@ def training_only(model, x):
 
 
 @pytest.mark.parametrize(
-    ("loss", "text"),
-    [(in_batch_negatives, "draws random"), (noisy, "draws random"), (training_only, "raises ValueError: targets")],
+    ("loss", "text", "remedy"),
+    [
+        (in_batch_negatives, "draws random", "draw random numbers only in training mode"),
+        (noisy, "draws random", "draw random numbers only in training mode"),
+        (training_only, "raises ValueError: targets", "return the loss in evaluation mode too"),
+    ],
 )
-def test_a_loss_that_cannot_be_compared_with_its_parts_is_refused(loss, text):
+def test_a_loss_that_cannot_be_compared_with_its_parts_is_refused(loss, text, remedy):
     step = linear(loss, microbatch_size=4)
     before = state_of_model(step.model)
     with pytest.raises(UsageError, match=text) as caught:
         step(inputs())
+    assert caught.value.remedy.startswith(remedy)
     assert "allow_inexact=True" in caught.value.remedy
     assert_equal_tensors(before, state_of_model(step.model))
     assert linear(loss, microbatch_size=4, allow_inexact=True)(inputs()).num_microbatches == 2
     assert linear(loss, microbatch_size=None)(inputs()).num_microbatches == 1
+
+
+@pytest.mark.parametrize("which", [2, 3])
+def test_a_loss_that_is_no_number_once_is_not_taken_for_a_draw(which):
+    calls = []
+
+    def loss(model, x):
+        calls.append(model.training)
+        total, weight = model(x).square().sum(), len(x)
+        return (total * float("nan") if calls.count(False) == which and not model.training else total), weight
+
+    assert linear(loss, microbatch_size=4)(inputs()).num_microbatches == 2
 
 
 def test_a_batch_that_the_loss_edited_is_refused_and_one_whose_fields_it_took_out_is_not():

@@ -374,6 +374,15 @@ def test_a_setting_of_the_wrong_kind_is_named(settings, text):
         Trainer(torch.nn.Linear(2, 1), **{"loss": lambda model, x: (model(x).sum(), 1), **settings})
 
 
+class SumOfSquares(torch.nn.MSELoss):
+    def forward(self, model, batch):
+        return squared(model, batch)
+
+
+def test_a_class_made_of_one_of_torchs_losses_is_a_loss():
+    assert len(make(loss=SumOfSquares()).fit(Shuffled(), num_epochs=1).history) == 1
+
+
 def test_arguments_in_another_order_are_named():
     model = torch.nn.Linear(2, 1)
     with pytest.raises(UsageError, match="the model is SGD"):

@@ -91,7 +91,7 @@ def check_parts(model: Any, optimizer: Any, loss: Any, split: Any) -> None:
         example="torch.optim.AdamW(model.parameters())",
     )
     _refuse_ranks(model)
-    of_torch = isinstance(loss, torch.nn.modules.loss._Loss) or getattr(loss, "__module__", "") == "torch.nn.functional"
+    of_torch = getattr(loss, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional")
     if not callable(loss) or isinstance(loss, type) or of_torch:
         example = "loss=squared, with: def squared(model, batch): x, y = batch; "
         example += "return torch.nn.functional.mse_loss(model(x), y, reduction='sum'), len(x)"

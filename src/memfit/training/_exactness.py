@@ -23,6 +23,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of a sum in another o
 _HALF_TOLERANCE = 2e-2
 
 _Fault = tuple[str, str] | tuple[()]
+_INDEPENDENT = "or pass allow_inexact=True if no sample's loss depends on the others"
 _NO_SUM = (
     "the loss of a batch is not the sum of the losses of its parts",
     "return a sum and its weight; pass split=ByGroup(...) if samples of one group are coupled, split=WHOLE if all are; "
@@ -106,7 +107,7 @@ class Exactness:
     def _compare_parts(self, batch: Any, count: int, before: Snapshot) -> _Fault | None:
         """Why the loss of a few units is not known to be the sum of the losses of two parts, and what to do.
 
-        Empty if it is the sum, or two units do not fit into memory; None if the loss is not finite. It is compared in
+        Empty if it is the sum, or two units do not fit into memory; None if a loss is not finite. It is compared in
         evaluation mode, where dropout draws nothing.
         """
         modes = [(module, module.training) for module in self._model.modules()]
@@ -120,7 +121,10 @@ class Exactness:
                     except Exception as error:
                         if classify_oom(error) is None:
                             text = str(error).partition("\n")[0]
-                            return _incomparable(f"raises {type(error).__name__}: {text:.80}")
+                            return _incomparable(
+                                f"raises {type(error).__name__}: {text:.80}",
+                                f"return the loss in evaluation mode too, {_INDEPENDENT}",
+                            )
                     clear_caches()
                     count //= 2
         finally:
@@ -136,22 +140,21 @@ class Exactness:
         ]
         dtypes = {found[0][0].dtype, *(parameter.dtype for parameter in self._model.parameters())}
         (whole, weight), (again, _), *parts = [(float(loss_sum), float(weight)) for loss_sum, weight in found]
-        if not math.isfinite(whole):
+        if not all(map(math.isfinite, (whole, again, *(part for part, _ in parts)))):
             return None
         tolerance = max(_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes)
         scale = tolerance * (abs(whole) + sum(abs(part) for part, _ in parts))
         if not abs(whole - again) <= scale:
-            return _incomparable(f"gives {whole:.6g}, then {again:.6g} for the same samples: it draws random numbers")
+            return _incomparable(
+                f"gives {whole:.6g}, then {again:.6g} for the same samples: it draws random numbers",
+                f"draw random numbers only in training mode (model.training), {_INDEPENDENT}",
+            )
         is_sum = abs(whole - sum(part for part, _ in parts)) <= scale
         return () if is_sum and math.isclose(weight, sum(part for _, part in parts), rel_tol=1e-6) else _NO_SUM
 
 
-def _incomparable(why: str) -> _Fault:
-    return (
-        f"in evaluation mode the loss {why}, so memfit cannot compare it with the losses of its parts",
-        "draw random numbers only in training mode (model.training), or pass allow_inexact=True if no sample's loss "
-        "depends on the others",
-    )
+def _incomparable(why: str, remedy: str) -> _Fault:
+    return f"in evaluation mode the loss {why}, so memfit cannot compare it with the losses of its parts", remedy
 
 
 def place(where: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import torch
 
-from memfit.errors import DataError, HalfUpdatedError, StoppedError, UsageError
+from memfit.errors import DataError, HalfUpdatedError, MemfitError, StoppedError, UsageError
 from memfit.memory import Budget
 from memfit.rundir import mark_phase, record
 from memfit.training._checkpoint import CheckpointFolder, position_of, tensor_bytes
@@ -31,14 +31,14 @@ from memfit.training._ema import Ema
 from memfit.training._exactness import Exactness, Loss
 from memfit.training._hygiene import CleanupPolicy, LeakDetector, Moment
 from memfit.training._loader import Batches, TrainingData, preserved_generators
-from memfit.training._oom import release
+from memfit.training._oom import classify_oom, release
 from memfit.training._preflight import find_longest, preflight
 from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
 from memfit.training._result import Direction, FitResult, best_epoch
 from memfit.training._split import Split
 from memfit.training._state import Progress, capture, optimizer_identity, restore
 from memfit.training._step import SafeStep
-from memfit.training._validation import Evaluate, MeanLoss, OneBatch, Recovery, evaluated
+from memfit.training._validation import Evaluate, MeanLoss, OneBatch, Recovery, evaluated, kept_weights
 from memfit.training._worker_watch import warn_of_forks
 
 _STEP_EVENT_SECONDS = 0.5
@@ -194,7 +194,9 @@ class Fit:
     def _longest_validation(self) -> OneBatch | None:
         """The largest batch of validation; None without one, or where validation takes something else than batches."""
         valid = self.plan.valid
-        if valid is None or isinstance(valid, Mapping | tuple) or hasattr(valid, "__array__"):
+        if valid is None or isinstance(valid, Mapping) or hasattr(valid, "__array__"):
+            return None
+        if isinstance(valid, tuple) and self.plan.evaluate is not None:
             return None
         try:
             return OneBatch(valid, find_longest(valid, self.setup.first_batch_seconds).batch)
@@ -202,12 +204,22 @@ class Fit:
             return None
 
     def _try_evaluation(self, view: OneBatch) -> None:
-        """Validate one batch, and leave the evaluation when it asks for more: it reports nothing of a part."""
+        """Validate one batch, and leave the evaluation when it asks for more: it reports nothing of a part.
+
+        An ``evaluate`` that fails before it asks for a batch may take something else than batches: it is left out.
+        """
+        is_own = self.plan.evaluate is not None
         try:
-            self._metrics(view)
-        except Exception:
-            if not view.is_used:
+            with kept_weights(self.setup.model) if is_own else nullcontext():
+                self._metrics(view)
+        except Exception as error:
+            if view.is_used:
+                return
+            if view.is_begun or not is_own or isinstance(error, MemfitError) or classify_oom(error) is not None:
                 raise
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            record("preflight_evaluation", reason=text)
+            say(f"the preflight leaves evaluate out: it failed before it asked for a batch ({text:.100})")
 
     def _go_back(self, error: HalfUpdatedError) -> None:
         """To the newest checkpoint, after an optimizer step that an out-of-memory left half-way."""

@@ -180,13 +180,22 @@ def held_bytes(batch: Any) -> int:
 
 
 def _held_bytes(leaf: Any) -> int:
-    if isinstance(size := getattr(leaf, "nbytes", None), int):
+    if (size := _nbytes(leaf)) is not None:
         return size
     if isinstance(leaf, list) and leaf and is_opaque(leaf[0]):
         return sum(map(held_bytes, leaf))
     if is_opaque(leaf) and hasattr(leaf, "__dict__"):
-        return sum(getattr(one, "nbytes", 0) for _, one in leaves(vars(leaf)))
+        return sum(_nbytes(one) or 0 for _, one in leaves(vars(leaf)))
     return len(leaf) if isinstance(leaf, Sized) else 0
+
+
+def _nbytes(value: Any) -> int | None:
+    """Return the bytes of a tensor or array, 0 if it cannot say (a sparse one); None for anything else."""
+    try:
+        size = getattr(value, "nbytes", None)
+    except Exception:
+        return 0
+    return size if isinstance(size, int) else None
 
 
 def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:

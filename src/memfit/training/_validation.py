@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -168,18 +169,20 @@ class OneBatch:
     """Batches that end with an error after one batch, and are otherwise what they are: what a preflight validates.
 
     Attributes:
+        is_begun: Whether the one batch was asked for.
         is_used: Whether more than the one batch was asked for.
     """
 
     def __init__(self, batches: Any, batch: Any) -> None:
         self._batches = batches
         self._batch = batch
-        self.is_used = False
+        self.is_begun = self.is_used = False
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
+        self.is_begun = True
         yield self._batch
         self.is_used = True
         raise _EnoughError
@@ -193,6 +196,29 @@ class OneBatch:
 
 class _EnoughError(Exception):
     """The preflight has seen enough of an evaluation."""
+
+
+@contextmanager
+def kept_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Put the weights back behind the block, from a copy in host memory.
+
+    A weight that got other storage gets new storage: an average may hold the one that it had.
+    """
+    held = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
+    places = [(one, one.data_ptr(), one.device, one.requires_grad) for one in model.parameters()]
+    copies = [one.detach().to("cpu", copy=True) for one, *_ in places]
+    try:
+        yield
+    finally:
+        for module, parameters in held:
+            if not isinstance(module, torch.jit.ScriptModule):  # what it shows are not its own dicts
+                module._parameters.update(parameters)
+        for (one, address, device, requires_grad), copy in zip(places, copies, strict=True):
+            one.requires_grad_(requires_grad)
+            if one.data_ptr() != address:
+                one.data = copy.to(device, copy=True)
+            elif not torch.equal(one.detach().cpu(), copy):
+                one.data.copy_(copy)
 
 
 def evaluated(evaluate: Evaluate, model: torch.nn.Module, batches: Any) -> dict[str, float]:
