@@ -6,8 +6,9 @@ import stat
 import pytest
 
 from memfit.jobs import Job, LocalBackend
+from memfit.masking import mask
 from memfit.memory import Footprint
-from memfit.rundir import RunDir, mask
+from memfit.rundir import RunDir
 from memfit.testing import wait_until
 
 SECRETS = ("s3cret-a", "s3cret-b", "s3cret-c", "s3cret-d", "s3cret-e", "s3cret-f")

@@ -32,8 +32,9 @@ from memfit.jobs._lock import JOB, OUTCOME, STATUS, STOP_REQUESTED, VERDICT, Job
 from memfit.jobs._orphan import OrphanWatch
 from memfit.jobs._start import become_subreaper, start
 from memfit.jobs._watch import STATUS_SECONDS, Watch
+from memfit.masking import mask
 from memfit.memory import JobGroup
-from memfit.rundir import RunDir, mask, read_json, read_whole, write_atomic
+from memfit.rundir import RunDir, read_json, read_whole, write_atomic
 from memfit.units import MIB, format_bytes
 
 #: A job is sampled so often, from a certain age on: to look at one costs as much as a brief one itself.

@@ -12,10 +12,11 @@ from typing import Any
 from memfit import config
 from memfit.errors import DamagedError, JobFailedError, UsageError
 from memfit.jobs import Job, JobStatus, call_in_child, raise_error_of, read_status
+from memfit.masking import mask
 from memfit.memory import Footprint
 from memfit.pipeline._config import FOLD_PHASES, RunConfig, kept_allocator, parse_folds, resolve_with_allocator
 from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised, take_up
-from memfit.rundir import RunDir, mask, write_atomic
+from memfit.rundir import RunDir, write_atomic
 
 _WORKLOAD = "memfit.pipeline._workload"
 
