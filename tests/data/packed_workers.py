@@ -4,6 +4,7 @@ Prints for each method three sizes in bytes, of the larger worker: without objec
 the same.
 """
 
+import gc
 import multiprocessing
 import os
 import re
@@ -33,6 +34,7 @@ class ReadsAll(torch.utils.data.Dataset):
 
 
 def private_bytes(objects, method, total):
+    gc.freeze()  # else a collection in a forked worker copies the parent's heap
     loader = torch.utils.data.DataLoader(ReadsAll(objects), None, num_workers=2, multiprocessing_context=method)
     pids, totals, sizes = zip(*loader, strict=True)
     assert len(set(pids)) == 2

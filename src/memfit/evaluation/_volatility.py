@@ -18,7 +18,7 @@ PAST_DATES = 60
 #: A mean rank correlation of this size, of either sign, is a warning.
 WARN_FROM = 0.5
 #: On fewer dates it may be chance.
-LEAST_DATES = 20
+LEAST_DATES = 8
 
 _Floats = NDArray[np.float64]
 
