@@ -131,6 +131,10 @@ def measure_reads(path: Path, report: Report) -> None:
             drop_from_cache(path / "values.npy")
         seconds, _ = timed(opened, path)
         report.latency(f"map, {state}", seconds, f"{seconds * 1e3:.1f} ms, no value read")
+    for checks, note in (("sample", "64 blocks against their checksums"), ("full", "every byte")):
+        seconds, panel = timed(lambda how: Panel.open(path, verify=how), checks)
+        report.latency(f"open, verify='{checks}', warm", seconds, f"{seconds * 1e3:.1f} ms, {note}")
+        del panel
     for state in ("cold", "warm"):
         resident, panel = prepare(path, state)
         seconds, _ = timed(read_rows, panel)
@@ -147,7 +151,7 @@ def prepare(path: Path, state: str) -> tuple[float, Panel]:
 
 
 def opened(path: Path) -> Panel:
-    panel = Panel.open(path)
+    panel = Panel.open(path, verify="sizes")  # a sample would bring pages into the cache
     assert panel.values.nbytes
     return panel
 
