@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vm check format bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-throughput bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-workflow clean
+.PHONY: help install demo test test-vm check format bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-throughput bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-ranker clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## install memfit and what its tests need into .venv; runs again when the requirements change
+	@$(BIN)/python -m compileall -q src  # where PYTHONDONTWRITEBYTECODE is set, each job would compile it anew
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -42,7 +43,7 @@ check: install ## check format, lint, types, import layers and dead code, and ru
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/find_dead.py
-	$(BIN)/python tools/run_docs.py README.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md
+	$(BIN)/python tools/run_docs.py README.md docs/stages.md docs/moving.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md
 
 format: install ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix
@@ -69,8 +70,8 @@ bench-sequences: install ## padded token batches by memfit's loader beside PyTor
 bench-decision: install ## size, coverage and power of a comparison of two rankings, by simulation
 	$(BIN)/python benchmarks/decision.py $(ARGS)
 
-bench-workflow: install ## the ranker's workflow: folds side by side against one by one, and ten kills
-	$(BIN)/python benchmarks/workflow.py $(ARGS)
+bench-ranker: install ## the ranker's stages: folds side by side against one by one, and ten kills
+	$(BIN)/python benchmarks/ranker.py $(ARGS)
 
 bench-ground-truth: install ## estimates beside published peaks (ARGS="--table FILE"; --peers asks other estimators too)
 	$(BIN)/python benchmarks/ground_truth.py $(ARGS)

@@ -49,8 +49,8 @@ from memfit.evaluation import (
     minimum_dates,
     power,
     slow_variation,
-    volatility_correlation,
 )
+from memfit_workloads.finance import volatility_correlation
 
 ALPHA = 0.05
 #: What is asked of size, false decisions and coverage; the second size where n is the least that memfit accepts.

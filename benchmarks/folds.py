@@ -17,6 +17,7 @@ group and removes it; it allocates at most the limit that it prints, about 3 GiB
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -37,12 +39,11 @@ import yaml
 from pyarrow import feather
 
 from memfit.data import Panel
-from memfit.pipeline import FoldContext
-from memfit.rundir import read_json
+from memfit.pipeline import Context, Output
 from memfit.training import load_checkpoint
 from memfit.units import format_bytes, format_duration
-from memfit_workloads.ranker.job import RANKER
 from memfit_workloads.ranker.params import RankerParams
+from memfit_workloads.ranker.stages import train_fold
 
 NUM_FOLDS = 5
 NUM_ASSETS, NUM_FEATURES = 2048, 512
@@ -94,7 +95,7 @@ def write_config(work: Path, gib: float) -> Path:
     config = {
         "schema_version": 1,
         "experiment": "bench-folds",
-        "target": "memfit_workloads.ranker.job:RANKER",
+        "target": "memfit_workloads.ranker.stages:RANKER",
         "seed": 7,
         "runs_dir": str(work / "runs"),
         "panels_dir": str(work / "panels"),
@@ -120,7 +121,19 @@ def write_config(work: Path, gib: float) -> Path:
 
 
 def memfit(config: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "memfit", "run", str(config), "--json", *options]
+    return [
+        sys.executable,
+        "-m",
+        "memfit",
+        "run",
+        str(config),
+        "--json",
+        "--until",
+        "fold",
+        "--skip",
+        "health",
+        *options,
+    ]
 
 
 def drop_panels(work: Path) -> None:
@@ -150,24 +163,30 @@ class OwnCopy:
         return self.targets[:, :, self.target_names.index(name)]
 
 
+@dataclass(frozen=True)
+class Prepared(Output):
+    """What the stage prepare left, with a copy of the panel in place of the mapped one."""
+
+    config: Path
+
+    @functools.cached_property
+    def copy(self) -> OwnCopy:
+        """Made once in a process, as every fold of the naive way does."""
+        source = next((self.config.parent / "panels" / "markets").glob("*.parquet"))
+        return OwnCopy(source, super().panel())
+
+    def panel(self, name: str = "panel") -> Panel:
+        return cast(Panel, self.copy)
+
+
 def naive_fold(config: Path, run: Path, fold: int) -> None:
     """What people do: every process builds its own copy of the panel, then trains its fold."""
-    stage = read_json(run / "checkpoints" / "stage_prepare.json") or {}
-    splits = np.load(run / "checkpoints" / "stage_prepare.npz")
-    source = next((config.parent / "panels" / "markets").glob("*.parquet"))
-    panel = OwnCopy(source, Panel.open(Path(stage["panel"])))
+    prepared = Prepared(run / "checkpoints" / "stage_prepare.json", config)
     work = config.parent / "naive" / f"fold_{fold}"
     work.mkdir(parents=True, exist_ok=True)
-    context = FoldContext(
-        fold=fold,
-        panel=cast(Panel, panel),
-        train_dates=splits[f"train_{fold}"],
-        test_dates=splits[f"test_{fold}"],
-        checkpoint_dir=work,
-        seed=fold,
-        job_dir=work,
-    )
-    RANKER.train_fold(context, RankerParams.model_validate(yaml.safe_load(config.read_text())["params"]))
+    needs = {"prepare": [prepared]}
+    context = Context(prepared.result["folds"][fold - 1], fold, work, config.parent / "panels", needs=needs)
+    train_fold(context, RankerParams.model_validate(yaml.safe_load(config.read_text())["params"]))
 
 
 def run_memfit(command: Sequence[str], group: Group | None = None) -> dict[str, Any]:
@@ -209,7 +228,7 @@ def differences(first: Path, second: Path) -> list[str]:
     found = []
     for fold in range(1, NUM_FOLDS + 1):
         name = f"fold_{fold}"
-        a, b = (feather.read_table(run / "jobs" / name / "scores.feather") for run in (first, second))
+        a, b = (feather.read_table(run / "checkpoints" / name / "scores.feather") for run in (first, second))
         if not a.equals(b):
             found.append(f"{name}/scores.feather")
         before, after = (
@@ -236,9 +255,9 @@ def compare(work: Path, gib: float, parent: Path) -> dict[str, Any]:
     """All four steps; the figures."""
     config = write_config(work, gib)
     print("1. one fold alone, without a limit ...", flush=True)
-    alone = run_memfit(memfit(config, "--folds", "1"))
-    private = max(fold["peak_bytes"] for fold in alone["folds"])
-    panel = int(alone["panel"]["panel_bytes"])
+    alone = run_memfit(memfit(config, "--units", "1"))
+    private = max(job["peak_bytes"] for job in alone["jobs"] if job["stage"] == "fold")
+    panel = Output(Path(alone["run"]) / "checkpoints" / "stage_prepare.json").panel().nbytes
     limit = int((panel + NUM_FOLDS * private) * 1.05)
     if limit > MOST_BYTES:
         raise SystemExit(f"the limit would be {format_bytes(limit)}, more than {format_bytes(MOST_BYTES)}: lower --gib")

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from memfit.rundir import (
     EventWriter,
     RunDir,
     mark_phase,
+    read_devices,
     read_events,
     read_json,
     record,
@@ -231,3 +233,16 @@ def test_a_process_that_changes_its_run_records_in_the_new_one(tmp_path, monkeyp
         monkeypatch.setenv("MEMFIT_JOB_ID", "job")
         record("seen", name=name)
         assert [event["name"] for event in run.events() if event["kind"] == "seen"] == [name]
+
+
+def test_a_phase_tells_what_torch_holds_of_each_device_once_it_uses_any(tmp_path, monkeypatch):
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: 2,
+        memory_reserved=lambda n: 10 + n,
+        max_memory_reserved=lambda n: 20 + n,
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert read_devices() == {"devices": [{"bytes": 10, "peak_bytes": 20}, {"bytes": 11, "peak_bytes": 21}]}
+    cuda.is_initialized = lambda: False
+    assert read_devices() == {}

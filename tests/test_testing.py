@@ -5,7 +5,7 @@ import pytest
 from memfit.errors import UsageError
 from memfit.jobs import ENDED, Grant, Job, Verdict
 from memfit.memory import Footprint
-from memfit.testing import BackendContract, FakeBackend, FakeJob
+from memfit.testing import BackendContract, FakeBackend, FakeJob, submit
 
 
 def job(name="a", **options):
@@ -18,22 +18,32 @@ def backend():
 
 
 def test_what_the_contract_asks_without_a_process_holds(backend):
-    BackendContract().test_a_job_that_was_never_submitted_cannot_be_cancelled(backend)
+    contract = BackendContract()
+    contract.test_a_job_that_was_never_submitted_cannot_be_cancelled(backend)
+    contract.test_a_job_that_does_not_run_is_recorded_with_a_verdict(backend)
+
+
+def test_a_running_job_is_adopted_and_an_ended_one_is_not(backend):
+    submit(backend, job("b"))
+    assert backend.adopt(["b", "never"]) == {"b"}
+    backend.wait(0.1)
+    backend.wait(0.1)
+    assert backend.adopt(["b"]) == set()
 
 
 def test_a_job_never_runs_twice_at_once(backend):
-    backend.submit(job())
+    submit(backend, job())
     with pytest.raises(UsageError, match="a runs"):
-        backend.submit(job())
+        submit(backend, job())
     assert backend.submitted == ["a"]
 
 
 def test_an_ended_job_can_be_submitted_again_and_starts_anew(backend):
-    backend.submit(job("b"))
+    submit(backend, job("b"))
     backend.wait(0.1)
     backend.wait(0.1)
     assert backend.poll()["b"].state == "failed"
-    backend.submit(job("b"))
+    submit(backend, job("b"))
     backend.wait(0.1)
     assert (backend.poll()["b"].state, backend.poll()["b"].used_bytes) == ("running", 5)
     assert backend.submitted == ["b", "b"]
@@ -41,19 +51,19 @@ def test_an_ended_job_can_be_submitted_again_and_starts_anew(backend):
 
 def test_only_what_was_submitted_is_told(backend):
     assert backend.poll() == {}
-    backend.submit(job("c"))
+    submit(backend, job("c"))
     assert list(backend.poll()) == ["c"]
 
 
 def test_what_it_tells_is_a_copy(backend):
-    backend.submit(job())
+    submit(backend, job())
     backend.poll().clear()
     assert list(backend.poll()) == ["a"]
 
 
 @pytest.mark.parametrize(("now", "state"), [(False, "preempted"), (True, "cancelled")])
 def test_a_cancelled_job_ends_and_uses_nothing_more(backend, now, state):
-    backend.submit(job())
+    submit(backend, job())
     backend.cancel("a", now=now)
     assert (backend.poll()["a"].state, backend.used_bytes) == (state, 0)
     backend.wait(0.1)
@@ -61,7 +71,7 @@ def test_a_cancelled_job_ends_and_uses_nothing_more(backend, now, state):
 
 
 def test_a_job_that_ended_stays_as_it_ended_when_it_is_cancelled(backend):
-    backend.submit(job("b"))
+    submit(backend, job("b"))
     backend.wait(0.1)
     backend.wait(0.1)
     backend.cancel("b")
@@ -69,7 +79,7 @@ def test_a_job_that_ended_stays_as_it_ended_when_it_is_cancelled(backend):
 
 
 def test_its_memory_follows_the_script_and_its_peak_never_falls(backend):
-    backend.submit(job())
+    submit(backend, job())
     seen = []
     while backend.poll()["a"].state not in ENDED:
         seen.append((backend.poll()["a"].used_bytes, backend.poll()["a"].peak_bytes))
@@ -81,7 +91,7 @@ def test_its_memory_follows_the_script_and_its_peak_never_falls(backend):
 
 def test_its_footprint_speaks_from_its_step_on():
     backend = FakeBackend({"a": FakeJob((1, 1, 1), settles_at=1)})
-    backend.submit(job())
+    submit(backend, job())
     seen = []
     for _ in range(2):
         backend.wait(0.1)
@@ -91,13 +101,13 @@ def test_its_footprint_speaks_from_its_step_on():
 
 def test_a_job_stands_still_at_its_wall_and_at_the_wall_of_all_until_they_are_raised():
     backend = FakeBackend({"a": FakeJob((10, 30)), "b": FakeJob((10,) * 9)})
-    backend.submit(job("b"))
-    backend.submit(job("a"), Grant(10, 20))
+    submit(backend, job("b"))
+    submit(backend, job("a"), Grant(10, 20))
     for _ in range(4):
         backend.wait(0.1)
     assert (backend.poll()["a"].stalled, backend.poll()["a"].used_bytes) == (True, 20)
     backend.cap(35)
-    backend.resize("a", Grant(10, 100))
+    backend.grant("a", Grant(10, 100))
     backend.wait(0.1)
     assert (backend.poll()["a"].stalled, backend.used_bytes) == (True, 35)
     backend.cap(40)
@@ -108,19 +118,19 @@ def test_a_job_stands_still_at_its_wall_and_at_the_wall_of_all_until_they_are_ra
 def test_attempts_end_as_scripted_and_a_verdict_is_kept():
     backend = FakeBackend({"a": FakeJob(ends=("out_of_memory",))})
     for expected in ("out_of_memory", "completed"):
-        backend.submit(job())
+        submit(backend, job())
         backend.wait(0.1)
         backend.wait(0.1)
         assert backend.poll()["a"].state == expected
-    backend.submit(job())
+    submit(backend, job())
     backend.cancel("a", now=True, verdict=Verdict("out_of_memory", "too large"))
     ended = backend.poll()["a"]
     assert (ended.state, ended.cause, ended.asked) == ("out_of_memory", "too large", True)
 
 
 def test_the_most_at_once_and_their_memory_are_remembered(backend):
-    backend.submit(job())
-    backend.submit(job("c"))
+    submit(backend, job())
+    submit(backend, job("c"))
     for _ in range(3):
         backend.wait(0.1)
     assert (backend.most_at_once, backend.peak_bytes, backend.used_bytes) == (2, 37, 20)

@@ -22,10 +22,10 @@ ROOT = Path(__file__).parents[1]
 #: Names that are used from outside of this repository, or by name at run time: each with who uses it.
 EXCEPTIONS = {
     "BackendContract": "whoever writes a backend subclasses it",
+    "EnforcerContract": "the same, for one with walls",
     "FakeBackend": "whoever tests a scheduler of their own uses it",
+    "ListSource": "likewise",
     "existing": "tests look at the real groups of jobs through it",
-    "run_health": "the health phase of a workflow: the name is put together from the phase's",
-    "run_results": "the results phase, likewise",
     "shard_flat": "benchmarks/ground_truth.py rebuilds FSDP1's published peaks with it",
 }
 KINDS = ("function", "method", "property", "class")

@@ -1,12 +1,14 @@
 """A workload in one file: a linear model that predicts tomorrow from the last five days of eight random series."""
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 
 from memfit import config
 from memfit.data import DateBatches, Panel
 from memfit.evaluation import rank_ic_by_date, summarize_ic
-from memfit.pipeline import FoldContext, FoldWorkload, PrepareContext, Prepared
+from memfit.pipeline import Context, Stage, Workload
 from memfit.rundir import mark_phase
 from memfit.splits import PurgedKFold
 
@@ -32,16 +34,20 @@ def make_table(params: Params) -> pa.Table:
     })  # fmt: skip
 
 
-def prepare(context: PrepareContext, params: Params) -> Prepared:
+def prepare(context: Context, params: Params) -> dict[str, Any]:
     """Build the panel once, and split its dates. The label of a date is known one date later: purge by 1."""
     mark_phase("build")
     panel = Panel.build(make_table(params), context.panels_dir, features=["value"], targets=["tomorrow"])
     dates = np.arange(LOOKBACK - 1, len(panel.dates))  # those with a whole window
-    folds = PurgedKFold(n_splits=4, purged_size=1, embargo_size=2).split(panel.dates[dates])
-    return Prepared(panel, [(dates[train], dates[test]) for train, test in folds])
+    folds = []
+    for fold, (train, test) in enumerate(PurgedKFold(4, purged_size=1, embargo_size=2).split(panel.dates[dates]), 1):
+        context.save(f"dates_{fold}", {"train": dates[train], "test": dates[test]})
+        folds.append({"fold": fold, "num_test_dates": len(test)})
+    context.save("panel", panel)
+    return {"num_dates": len(panel.dates), "folds": folds}  # each of the folds is a job
 
 
-def train_fold(context: FoldContext, params: Params) -> dict[str, float]:
+def train_fold(context: Context, params: Params) -> dict[str, float]:
     """Runs in the fold's own process: only here is torch imported."""
     import torch
 
@@ -51,28 +57,39 @@ def train_fold(context: FoldContext, params: Params) -> dict[str, float]:
         error = model(torch.from_numpy(batch.windows)[:, :, 0]).squeeze(-1) - torch.from_numpy(batch.targets)
         return (error**2).sum(), len(error)
 
-    train = DateBatches(context.panel, context.train_dates, lookback=LOOKBACK, target="tomorrow", shuffle_seed=1)
-    test = DateBatches(context.panel, context.test_dates, lookback=LOOKBACK, target="tomorrow")
+    mark_phase("load")
+    prepared = context["prepare"]
+    panel, dates = prepared.panel(), prepared.arrays(f"dates_{context.unit['fold']}")
+    train = DateBatches(panel, dates["train"], lookback=LOOKBACK, target="tomorrow", shuffle_seed=1)
+    test = DateBatches(panel, dates["test"], lookback=LOOKBACK, target="tomorrow")
     torch.manual_seed(context.seed)
     model = torch.nn.Linear(LOOKBACK, 1)
     trainer = Trainer(
         model,
         loss=loss,
         optimizer=torch.optim.SGD(model.parameters(), lr=params.learning_rate),
-        checkpoint_dir=context.checkpoint_dir,
+        checkpoint_dir=context.dir,
         seed=context.seed,
     )
     trainer.fit(train, test, num_epochs=params.num_epochs)
     with torch.no_grad():
         scores = [model(torch.from_numpy(batch.windows)[:, :, 0]).squeeze(-1).numpy() for batch in test]
-    dates = np.concatenate([np.full(len(batch.targets), batch.date_index) for batch in test])
-    _, ic = rank_ic_by_date(dates, np.concatenate(scores), np.concatenate([batch.targets for batch in test]))
+    scored = np.concatenate([np.full(len(batch.targets), batch.date_index) for batch in test])
+    _, ic = rank_ic_by_date(scored, np.concatenate(scores), np.concatenate([batch.targets for batch in test]))
     return {"rank_ic": summarize_ic(ic).mean}
 
 
-LINEAR = FoldWorkload(
+LINEAR = Workload(
     params=Params,
-    fingerprint=lambda params: config.fingerprint(params.num_dates),
-    prepare=prepare,
-    train_fold=train_fold,
+    stages=(
+        Stage("prepare", prepare, reads=("num_dates",), phases=("load", "build")),
+        Stage(
+            "fold",
+            train_fold,
+            needs=("prepare",),
+            each="fold in prepare.folds",
+            reads=("num_epochs", "learning_rate", "@seed"),
+            phases=("load", "train", "checkpoint", "validate"),
+        ),
+    ),
 )

@@ -37,7 +37,9 @@ __all__ = ["Budget", "Footprint", "Job", "Panel", "Trainer", "diagnose", "estima
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f"memfit.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'memfit' has no attribute {name!r}")
+    from memfit.successors import missing_name
+
+    raise missing_name(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -68,7 +68,7 @@ class _Masker:
             return hide(str(value))
         if hide is not None and isinstance(value, list | tuple) and all(isinstance(one, str | int) for one in value):
             return [hide(str(one)) for one in value]
-        if name == "params" and isinstance(value, Mapping):  # a parameter that is a part of a secret argument
+        if name in ("params", "unit") and isinstance(value, Mapping):  # a parameter that is a part of a secret argument
             value = {
                 key: MASK if isinstance(one, str) and any(one in text for text in self.found) else one
                 for key, one in value.items()

@@ -8,10 +8,11 @@ Layout::
 
     runs/<experiment>/run_<YYYYmmdd_HHMMSS>_<8 hex>/    UTC
       run.json                          schema version, fingerprint, who and where
-      config.yaml  plan.json  outcome.json
+      config.yaml  graph.json  plan.json  outcome.json
       events/<host>-<pid>-<start>.jsonl
       jobs/<job id>/{out.log, err.log, outcome.json, memory.arrows, ...}
-      checkpoints/fold_<i>/...
+      checkpoints/fold_<i>.json         what a unit of a stage left; its files lie in checkpoints/fold_<i>/
+      checkpoints/stage_<name>.json     the same for a stage that runs once
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from typing import Any
 from memfit.errors import DamagedError, UsageError
 from memfit.masking import NO_ARGUMENTS, mask
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+#: The versions that reports and diagnoses read; only the newest is run or gone on with.
+_READABLE = (1, SCHEMA_VERSION)
 
 #: The two variables by which a job's process finds its run directory and its own name.
 RUN_DIR_VARIABLE = "MEMFIT_RUN_DIR"
@@ -60,23 +63,8 @@ _HEADER = {
 _PEAKS = {"private_bytes": int, "shared_bytes": (int, type(None)), "device_bytes": ({str: int}, type(None))}
 #: A footprint as ``memfit.memory.Footprint.to_dict`` gives it.
 FOOTPRINT = _PEAKS | {"parts": ({str: int}, type(None)), "phases": ({str: _PEAKS}, type(None))}
-#: What ``plan.json`` and the stage that prepared the panel must hold.
+#: What ``plan.json`` must hold.
 _PLAN = {"footprint": FOOTPRINT, "measured_on": str, "why": str, "num_jobs": (int, type(None))}
-_STAGE = {
-    "panel": str,
-    "panel_reused": bool,
-    "panel_changed": [str],
-    "panel_bytes": int,
-    "num_dates": int,
-    "num_assets": int,
-    "num_features": int,
-    "first_date": str,
-    "last_date": str,
-    "label_dates": int,
-    "embargo_size": int,
-    "forward_only": bool,
-    "folds": [{"first_test_date": str, "last_test_date": str}],
-}
 
 
 def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True, mode: int = 0o666) -> None:
@@ -400,10 +388,10 @@ class RunDir:
                 rule="a run directory holds a run.json.",
                 remedy="name a folder such as runs/<experiment>/run_<time>_<id>",
             )
-        if header.get("schema_version") != SCHEMA_VERSION:
+        if header.get("schema_version") not in _READABLE:
             raise UsageError(
                 f"{path} has schema version {header.get('schema_version')}.",
-                rule=f"this memfit reads schema version {SCHEMA_VERSION}.",
+                rule=f"this memfit reads schema versions up to {SCHEMA_VERSION}.",
                 remedy="use the version of memfit that wrote it, or start over with --new",
             )
         _checked(path / "run.json", header, _HEADER)
@@ -432,6 +420,19 @@ class RunDir:
                 print(f"memfit: this run is passed over: {error.what}", file=sys.stderr)
         return None
 
+    def check_version(self) -> None:
+        """Refuse to go on with a run of memfit 0.1.
+
+        Raises:
+            UsageError: If it is one.
+        """
+        if self.header.get("schema_version") != SCHEMA_VERSION:
+            raise UsageError(
+                f"{self.path} was made by memfit 0.1.",
+                rule="this memfit reads such a run and does not go on with it: its stages are kept otherwise.",
+                remedy="finish it with that version, or start over: the same command with --new",
+            )
+
     @property
     def header(self) -> dict[str, Any]:
         """``run.json``."""
@@ -449,11 +450,6 @@ class RunDir:
         return read_json(self.path / "plan.json", _PLAN)
 
     @property
-    def stage(self) -> dict[str, Any] | None:
-        """What the prepare stage left: the panel and the folds; None before it has."""
-        return read_json(self.path / "checkpoints" / "stage_prepare.json", _STAGE)
-
-    @property
     def events_dir(self) -> Path:
         return self.path / "events"
 
@@ -462,6 +458,11 @@ class RunDir:
 
     def checkpoint_dir(self, job_id: str) -> Path:
         return self.path / "checkpoints" / job_id
+
+    def manifest_path(self, stage: str, job_id: str) -> Path:
+        """Where a job's manifest lies: ``stage_<name>.json`` for a stage that runs once."""
+        name = f"stage_{stage}" if job_id == stage else job_id
+        return self.path / "checkpoints" / f"{name}.json"
 
     def events(self) -> list[dict[str, Any]]:
         return read_events(self.events_dir)
@@ -560,7 +561,16 @@ def mark_phase(name: str) -> None:
     Does nothing outside a run.
     """
     if current_run() is not None:
-        record("phase", phase=name, **read_heap())
+        record("phase", phase=name, **read_heap(), **read_devices())
+
+
+def read_devices() -> dict[str, list[dict[str, int]]]:
+    """Return what torch holds on each of this process's devices, in bytes; nothing before torch has used one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return {}
+    held, peak = torch.cuda.memory_reserved, torch.cuda.max_memory_reserved
+    return {"devices": [{"bytes": held(n), "peak_bytes": peak(n)} for n in range(torch.cuda.device_count())]}
 
 
 class _MallInfo(ctypes.Structure):

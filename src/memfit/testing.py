@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from memfit.errors import UsageError
-from memfit.jobs import ENDED, Backend, Grant, Job, JobStatus, State, Verdict
+from memfit.jobs import ENDED, Backend, Grant, Job, JobStatus, Request, State, Submission, Traits, Verdict, read_status
 from memfit.memory import Footprint
-from memfit.rundir import RunDir
+from memfit.rundir import RunDir, read_json
 
 _PATIENCE_SECONDS = 60.0
+
+
+class ListSource:
+    """Hands over the jobs of a list, all at once.
+
+    Example:
+        >>> source = ListSource([Job("a", command=("true",)), Job("b", command=("true",))])
+        >>> [job.id for job in source.next(1)], source.is_done, list(source.next(1))
+        (['a', 'b'], True, [])
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._left = tuple(jobs)
+
+    def next(self, num_free: int) -> Sequence[Job]:
+        """Return all jobs at the first call, and none after it."""
+        jobs, self._left = self._left, ()
+        return jobs
+
+    def ended(self, status: JobStatus) -> None:
+        """Do nothing: nothing follows from an end."""
+
+    @property
+    def is_done(self) -> bool:
+        """True once the jobs are handed over."""
+        return not self._left
 
 
 @dataclass(frozen=True)
@@ -26,19 +51,23 @@ class FakeJob:
 
     Attributes:
         bytes_by_step: Its private bytes at each step; it ends after the last.
+        device_bytes: What it takes at each step of each device that it was given; nothing after the last.
         settles_at: The step from which its footprint speaks for its like.
         state: How it ends.
         ends: How its first attempts end; after these comes ``state``.
         checkpoint_bytes: The size of the checkpoint that it reports at its first step.
         wanted_cpus: How many cores it wants while it runs.
+        num_queued: For how many steps the backend's queue holds it before each start.
     """
 
     bytes_by_step: tuple[int, ...] = (100,)
+    device_bytes: tuple[int, ...] = ()
     settles_at: int = 0
     state: State = "completed"
     ends: tuple[State, ...] = ()
     checkpoint_bytes: int = 0
     wanted_cpus: float = 0.0
+    num_queued: int = 0
 
 
 class FakeBackend:
@@ -54,19 +83,22 @@ class FakeBackend:
 
     Example:
         >>> backend = FakeBackend({"a": FakeJob((10, 20))})
-        >>> backend.submit(Job("a", command=("true",)))
+        >>> backend.submit([Submission(Job("a", command=("true",)))])
         >>> backend.wait(0.1); backend.wait(0.1); backend.poll()["a"].state
         'running'
         >>> backend.wait(0.1); backend.poll()["a"].state
         'completed'
     """
 
+    traits = Traits(queues_jobs=True, enforces_memory=False, patience_seconds=1.0)
+
     def __init__(self, scripts: Mapping[str, FakeJob]) -> None:
+        self.enforcer = self
         self.scripts = dict(scripts)
         self.submitted: list[str] = []
         self.jobs: dict[str, Job] = {}
         self.cancelled: list[tuple[str, bool]] = []
-        self.grants: dict[str, Grant | None] = {}
+        self.grants: dict[str, Grant] = {}
         self.total_bytes: int | None = None
         self.most_at_once = 0
         self.peak_bytes = 0
@@ -83,23 +115,36 @@ class FakeBackend:
         """The private bytes of all that run."""
         return sum(status.used_bytes for status in self._status.values() if status.state not in ENDED)
 
-    def submit(self, job: Job, grant: Grant | None = None) -> None:
-        """Start a scripted job."""
-        status = self._status.get(job.id)
-        if status is not None and status.state not in ENDED:
-            raise UsageError(f"job {job.id} runs.", rule="a job never runs twice at once.", remedy="wait for its end")
-        self.submitted.append(job.id)
-        self.jobs[job.id], self._at[job.id], self.grants[job.id] = job, -1, grant
-        self._status[job.id] = self._at_step(job.id)
+    def submit(self, batch: Sequence[Submission]) -> None:
+        """Start scripted jobs."""
+        for job, _ in batch:
+            status = self._status.get(job.id)
+            if status is not None and status.state not in ENDED:
+                rule = "a job never runs twice at once."
+                raise UsageError(f"job {job.id} runs.", rule=rule, remedy="wait for its end")
+            self.submitted.append(job.id)
+            self.jobs[job.id], self._at[job.id] = job, -1 - self.scripts[job.id].num_queued
+            self._status[job.id] = self._at_step(job.id)
         self._count()
 
-    def resize(self, job_id: str, grant: Grant) -> None:
+    def adopt(self, job_ids: Iterable[str]) -> set[str]:
+        """Return those of the jobs that run here."""
+        return {name for name in job_ids if name in self._status and self._status[name].state not in ENDED}
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to follow."""
+
+    def grant(self, job_id: str, grant: Grant) -> None:
         """Take note of a job's grant."""
         self.grants[job_id] = grant
 
     def cap(self, total_bytes: int) -> None:
         """Take note of what all may take together."""
         self.total_bytes = total_bytes
+
+    def left_bytes(self) -> int:
+        """Return 0: fake jobs leave nothing."""
+        return 0
 
     def poll(self) -> dict[str, JobStatus]:
         """All statuses."""
@@ -117,7 +162,13 @@ class FakeBackend:
         self.cancelled.append((job_id, now))
         if known.state not in ENDED:
             verdict = verdict or Verdict("cancelled" if now else "preempted", "as asked")
-            ended = {"state": verdict.state, "cause": verdict.cause, "ended": self.now, "asked": True}
+            ended = {
+                "state": verdict.state,
+                "cause": verdict.cause,
+                "ended": self.now,
+                "asked": True,
+                "ended_by": "user",
+            }
             self._status[job_id] = replace(known, used_bytes=0, stalled=False, **ended)  # type: ignore[arg-type]
 
     def wait(self, seconds: float) -> None:
@@ -125,12 +176,12 @@ class FakeBackend:
         self.now += 0.1
         for job_id, status in self._status.items():
             if status.state not in ENDED:
-                grant, steps = self.grants[job_id], self.scripts[job_id].bytes_by_step
+                grant, steps = self.grants.get(job_id), self.scripts[job_id].bytes_by_step
                 at = self._at[job_id] + 1
                 room = [grant.wall_bytes] if grant is not None else []
                 if self.total_bytes is not None and grant is not None:
                     room.append(self.total_bytes - self.used_bytes + status.used_bytes)
-                if room and at < len(steps) and steps[at] > min(room):
+                if room and 0 <= at < len(steps) and steps[at] > min(room):
                     used = max(status.used_bytes, min(room))
                     self._status[job_id] = replace(status, used_bytes=used, stalled=True)
                 else:
@@ -140,10 +191,16 @@ class FakeBackend:
 
     def _at_step(self, job_id: str) -> JobStatus:
         script, at, attempt = self.scripts[job_id], self._at[job_id], self.submitted.count(job_id)
+        if at < -1:
+            return JobStatus(job_id, "pending", attempt=attempt, pending_reason="Priority")
+        devices = list(filter(None, self.jobs[job_id].env.get("CUDA_VISIBLE_DEVICES", "").split(",")))
         if at < 0:
-            return JobStatus(job_id, "running", started=0.0, attempt=attempt)
+            unused = dict.fromkeys(devices, 0)
+            return JobStatus(job_id, "running", started=0.0, attempt=attempt, device_used_bytes=unused)
         peak = max(script.bytes_by_step[: at + 1])
         over = at >= len(script.bytes_by_step)
+        on_device = script.device_bytes[at : at + 1] or (0,)
+        device_peak = max(script.device_bytes[: at + 1], default=0)
         state = script.ends[attempt - 1] if attempt <= len(script.ends) else script.state
         return JobStatus(
             job_id,
@@ -151,7 +208,8 @@ class FakeBackend:
             settled=at >= script.settles_at,
             used_bytes=0 if over else script.bytes_by_step[at],
             peak_bytes=peak,
-            footprint=Footprint(peak),
+            footprint=Footprint(peak, device_bytes=dict.fromkeys(devices, device_peak) if device_peak else {}),
+            device_used_bytes=dict.fromkeys(devices, 0 if over else on_device[0]),
             started=0.0,
             ended=float(at) if over else None,
             attempt=attempt,
@@ -165,161 +223,249 @@ class FakeBackend:
 
 
 class BackendContract:
-    """What every backend must pass: subclass it in a test module and give ``backend``.
+    """What every backend must pass: subclass it in a test module and give ``make_backend``.
+
+    The tests look at files and statuses only, so that a job may run on another host.
 
     Example::
 
         class TestMyBackend(BackendContract):
             @pytest.fixture
-            def backend(self, run_dir):
-                return MyBackend(run_dir)
+            def make_backend(self, run_dir):
+                return lambda: MyBackend(run_dir)
     """
 
     @pytest.fixture
     def run_dir(self, tmp_path: Path) -> RunDir:
-        """A fresh run directory."""
+        """A fresh run directory; override it where jobs see another disk."""
         return RunDir.create(tmp_path, "contract", "0" * 64)
 
     @pytest.fixture
-    def backend(self, run_dir: RunDir) -> Backend:
-        """The backend under test."""
+    def make_backend(self, run_dir: RunDir) -> Callable[[], Backend]:
+        """What makes another backend object on the same run directory, as a later supervisor does."""
         raise NotImplementedError
 
+    @pytest.fixture
+    def backend(self, make_backend: Callable[[], Backend]) -> Backend:
+        """The backend under test."""
+        return make_backend()
+
     def test_a_job_that_ends_with_0_is_completed(self, backend: Backend) -> None:
-        backend.submit(Job("good", command=(sys.executable, "-c", "pass")))
+        submit(backend, python("good", "pass"))
         status = wait_for_end(backend, "good")
-        assert (status.state, status.exit_code, status.cause) == ("completed", 0, "")
+        assert (status.state, status.exit_code, status.cause, status.ended_by) == ("completed", 0, "", "job")
         assert status.started is not None and status.ended is not None and status.started <= status.ended
 
     def test_a_job_that_ends_with_another_code_has_failed_and_says_so(self, backend: Backend) -> None:
-        backend.submit(Job("bad", command=(sys.executable, "-c", "raise SystemExit(7)")))
+        submit(backend, python("bad", "raise SystemExit(7)"))
         status = wait_for_end(backend, "bad")
-        assert (status.state, status.exit_code) == ("failed", 7)
+        assert (status.state, status.exit_code, status.ended_by) == ("failed", 7, "job")
         assert "exit code 7" in status.cause
 
     def test_a_command_that_is_not_there_has_failed_and_says_so(self, backend: Backend) -> None:
-        backend.submit(Job("absent", command=("/nonexistent/program",)))
+        submit(backend, Job("absent", command=("/nonexistent/program",)))
         status = wait_for_end(backend, "absent")
         assert status.state == "failed"
         assert "/nonexistent/program" in status.cause
 
     def test_a_function_job_that_raises_has_failed_with_its_last_line(self, backend: Backend) -> None:
-        backend.submit(Job("boom", target="memfit.units:parse_bytes", arguments={"text": "12 parsecs"}))
+        submit(backend, Job("boom", target="memfit.units:parse_bytes", arguments={"text": "12 parsecs"}))
         status = wait_for_end(backend, "boom")
         assert (status.state, status.exit_code) == ("failed", 2)
         assert "12 parsecs" in status.cause
 
     def test_memory_of_the_whole_tree_is_measured(self, backend: Backend) -> None:
         hold = "import time; block = bytearray(80 << 20); time.sleep(1.5)"
-        spawn = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}], check=True)"
-        backend.submit(Job("tree", command=(sys.executable, "-c", spawn)))
+        submit(backend, python("tree", f"{_SPAWN}; subprocess.run([sys.executable, '-c', {hold!r}], check=True)"))
         status = wait_for_end(backend, "tree")
         assert status.state == "completed"
         assert 80 << 20 < status.peak_bytes < 200 << 20
         assert status.footprint is not None and status.footprint.private_bytes == status.peak_bytes
 
-    def test_a_cancelled_job_may_save_and_is_preempted(self, backend: Backend, tmp_path: Path) -> None:
-        ready, saved = tmp_path / "ready", tmp_path / "saved"
-        code = (
-            "import pathlib, signal, sys, time\n"
-            f"def save(*_): pathlib.Path({str(saved)!r}).touch(); sys.exit(75)\n"
-            "signal.signal(signal.SIGTERM, save)\n"
-            f"pathlib.Path({str(ready)!r}).touch()\n"
-            "time.sleep(300)\n"
-        )
-        backend.submit(Job("polite", command=(sys.executable, "-c", code)))
+    def test_a_batch_of_jobs_gives_each_its_own_outcome(self, backend: Backend) -> None:
+        backend.submit([Submission(python(f"job_{code}", f"raise SystemExit({code})")) for code in range(5)])
+        assert [wait_for_end(backend, f"job_{code}").exit_code for code in range(5)] == list(range(5))
+
+    def test_a_cancelled_job_may_save_and_is_preempted_by_the_user(self, backend: Backend, run_dir: RunDir) -> None:
+        ready, saved = run_dir.path / "ready", run_dir.path / "saved"
+        code = f"{_SIGNALS}; signal.signal(signal.SIGTERM, lambda *_: (touch({str(saved)!r}), sys.exit(75)))\n"
+        submit(backend, python("polite", code + f"touch({str(ready)!r}); time.sleep(300)"))
         wait_until(ready.exists)
         backend.cancel("polite")
         status = wait_for_end(backend, "polite")
         assert (status.state, status.exit_code) == ("preempted", 75)
-        assert saved.exists()
+        assert (status.asked, status.ended_by, saved.exists()) == (True, "user", True)
 
-    def test_a_job_cancelled_now_is_ended_with_its_grandchildren(self, backend: Backend, tmp_path: Path) -> None:
-        pid_file = tmp_path / "grandchild"
-        deaf = "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        deaf += f"p = pathlib.Path({str(pid_file)!r}); t = p.with_suffix('.tmp'); "
-        deaf += "t.write_text(str(os.getpid())); t.rename(p); time.sleep(300)"
-        spawn = (
-            "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-            f"subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session=True); time.sleep(300)"
-        )
-        backend.submit(Job("deaf", command=(sys.executable, "-c", spawn)))
-        wait_until(pid_file.exists)
-        grandchild = int(pid_file.read_text())
+    def test_a_job_cancelled_now_is_ended_with_its_grandchildren(self, backend: Backend, run_dir: RunDir) -> None:
+        beats = run_dir.path / "beats"
+        code = f"{_SPAWN}; import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        submit(backend, python("deaf", code + _start_beating(beats) + "; time.sleep(300)"))
+        wait_until(beats.exists)
         backend.cancel("deaf", now=True)
-        assert wait_for_end(backend, "deaf").state == "cancelled"
-        wait_until(lambda: not is_alive(grandchild))
+        status = wait_for_end(backend, "deaf")
+        assert (status.state, status.ended_by) == ("cancelled", "user")
+        wait_until(lambda: not _grows(beats))
 
-    def test_what_a_job_leaves_running_is_ended(self, backend: Backend, tmp_path: Path) -> None:
-        pid_file = tmp_path / "orphan"
-        spawn = (
-            "import pathlib, subprocess, sys, time\n"
-            "sleep = [sys.executable, '-c', 'import time; time.sleep(300)']\n"
-            "orphan = subprocess.Popen(sleep, start_new_session=True)\n"
-            f"pathlib.Path({str(pid_file)!r}).write_text(str(orphan.pid)); time.sleep(1)\n"
-        )
-        backend.submit(Job("leaver", command=(sys.executable, "-c", spawn)))
+    def test_what_a_job_leaves_running_is_ended(self, backend: Backend, run_dir: RunDir) -> None:
+        beats = run_dir.path / "beats"
+        wait = f"\nimport os\nwhile not os.path.exists({str(beats)!r}): pass"
+        submit(backend, python("leaver", f"{_SPAWN}; " + _start_beating(beats) + wait))
         assert wait_for_end(backend, "leaver").state == "completed"
-        wait_until(lambda: not is_alive(int(pid_file.read_text())))
+        wait_until(lambda: not _grows(beats))
 
-    def test_a_stranger_that_kills_a_job_is_not_taken_for_the_kernel(self, backend: Backend, tmp_path: Path) -> None:
-        pid_file = tmp_path / "pid"
-        code = f"import os, pathlib, time; p = pathlib.Path({str(pid_file)!r}); t = p.with_suffix('.tmp'); "
-        code += "t.write_text(str(os.getpid())); t.rename(p); time.sleep(300)"
-        backend.submit(Job("victim", command=(sys.executable, "-c", code)))
-        wait_until(pid_file.exists)
-        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+    def test_a_signal_from_the_platform_is_no_request_of_the_users(self, backend: Backend) -> None:
+        submit(backend, python("taken", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"))
+        status = wait_for_end(backend, "taken")
+        assert (status.state, status.asked, status.ended_by) == ("preempted", False, "platform")
+
+    def test_a_stranger_that_kills_a_job_is_not_taken_for_the_kernel(self, backend: Backend) -> None:
+        submit(backend, python("victim", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
         status = wait_for_end(backend, "victim")
-        assert (status.state, status.exit_code) == ("failed", -signal.SIGKILL)
+        assert (status.state, status.exit_code) == ("failed", -9)
         assert "SIGKILL" in status.cause
 
+    def test_a_grandchild_that_runs_out_of_memory_is_told(self, backend: Backend) -> None:
+        code = f"{_SPAWN}; sys.exit(subprocess.run([sys.executable, '-c', 'raise MemoryError']).returncode)"
+        submit(backend, python("parent", code))
+        status = wait_for_end(backend, "parent")
+        assert (status.state, status.exit_code) == ("out_of_memory", 1)
+
+    def test_more_memory_than_was_requested_is_out_of_memory(self, backend: Backend) -> None:
+        if not backend.traits.enforces_memory:
+            pytest.skip("this backend does not enforce a request")
+        request = Request(limit_bytes=256 << 20)
+        backend.submit([Submission(python("large", "block = bytearray(400 << 20)"), request)])
+        assert wait_for_end(backend, "large").state == "out_of_memory"
+
     def test_a_job_never_runs_twice_at_once(self, backend: Backend) -> None:
-        job = Job("once", command=(sys.executable, "-c", "import time; time.sleep(300)"))
-        backend.submit(job)
+        job = python("once", "import time; time.sleep(300)")
+        submit(backend, job)
         with pytest.raises(UsageError, match="once"):
-            backend.submit(job)
+            submit(backend, job)
         backend.cancel("once", now=True)
         assert wait_for_end(backend, "once").state == "cancelled"
 
-    def test_a_job_that_failed_can_be_submitted_again(self, backend: Backend, tmp_path: Path) -> None:
-        mark = tmp_path / "mark"
+    def test_an_ended_job_runs_again_as_the_next_attempt(self, backend: Backend, run_dir: RunDir) -> None:
+        mark = run_dir.path / "mark"
         code = f"import pathlib; m = pathlib.Path({str(mark)!r}); second = m.exists(); m.touch(); "
-        code += "raise SystemExit(not second)"
-        job = Job("retry", command=(sys.executable, "-c", code))
-        backend.submit(job)
+        job = python("retry", code + "raise SystemExit(not second)")
+        submit(backend, job)
         assert wait_for_end(backend, "retry").state == "failed"
-        backend.submit(job)
+        submit(backend, job)
         status = wait_for_end(backend, "retry")
         assert (status.state, status.attempt) == ("completed", 2)
+        kept = read_json(run_dir.job_dir("retry") / "outcome_1.json")
+        assert kept is not None and kept["state"] == "failed"
+
+    def test_a_later_backend_adopts_a_job_that_runs(
+        self, backend: Backend, make_backend: Callable[[], Backend], run_dir: RunDir
+    ) -> None:
+        ready = run_dir.path / "ready"
+        code = f"import pathlib, time; pathlib.Path({str(ready)!r}).touch(); time.sleep(300)"
+        submit(backend, python("long", code))
+        wait_until(ready.exists)
+        later = make_backend()
+        assert later.adopt(["long", "never"]) == {"long"}
+        with pytest.raises(UsageError, match="long"):
+            submit(later, python("long", code))
+        later.cancel("long", now=True)
+        assert wait_for_end(later, "long").attempt == 1
+        assert later.adopt(["long"]) == set()  # its end was told
+        assert wait_for_end(backend, "long").state == "cancelled"
+
+    def test_an_end_that_nobody_watched_is_read_right(self, backend: Backend, run_dir: RunDir) -> None:
+        submit(backend, python("alone", "import time; time.sleep(0.5); raise SystemExit(3)"))
+        backend.close()
+        wait_until(lambda: read_status(run_dir, "alone").state in ENDED)
+        assert read_status(run_dir, "alone").exit_code == 3
 
     def test_a_job_that_does_not_run_is_recorded_with_a_verdict(self, backend: Backend) -> None:
-        backend.submit(Job("ended", command=(sys.executable, "-c", "raise SystemExit(7)")))
-        wait_for_end(backend, "ended")
-        for name in ("ended", "never_started"):
-            backend.cancel(name, verdict=Verdict("out_of_memory", "it is too large"))
-        found = backend.poll()
-        assert {(found[name].state, found[name].cause) for name in ("ended", "never_started")} == {
-            ("out_of_memory", "it is too large")
-        }
-        assert (found["ended"].exit_code, found["never_started"].attempt) == (7, 0)
+        backend.cancel("never_started", verdict=Verdict("out_of_memory", "it is too large"))
+        status = backend.poll()["never_started"]
+        assert (status.state, status.cause, status.attempt) == ("out_of_memory", "it is too large", 0)
 
     def test_a_job_that_was_never_submitted_cannot_be_cancelled(self, backend: Backend) -> None:
         with pytest.raises(UsageError, match="nobody"):
             backend.cancel("nobody")
 
 
+class EnforcerContract:
+    """What a backend that offers an enforcer must pass; give ``backend`` with a capacity of 1 GiB."""
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """The backend under test."""
+        raise NotImplementedError
+
+    def test_a_job_waits_at_its_wall_and_goes_on_when_the_wall_is_raised(self, backend: Backend) -> None:
+        assert backend.enforcer is not None
+        code = "import time; time.sleep(0.2); block = bytearray(200 << 20)"
+        submit(backend, python("grower", code), Grant(50 << 20, 100 << 20))
+        wait_until(lambda: backend.poll()["grower"].stalled)
+        status = backend.poll()["grower"]
+        assert status.wants_more and 80 << 20 < status.used_bytes <= 100 << 20
+        backend.enforcer.grant("grower", Grant(300 << 20, 400 << 20))
+        status = wait_for_end(backend, "grower")
+        assert (status.state, status.wants_more) == ("completed", True)
+        assert status.peak_bytes > 200 << 20
+
+    def test_jobs_wait_at_the_wall_of_all_and_go_on_when_it_is_raised(self, backend: Backend) -> None:
+        assert backend.enforcer is not None
+        backend.enforcer.cap(100 << 20)
+        code = "import time; time.sleep(0.2); block = bytearray(200 << 20)"
+        submit(backend, python("held", code), Grant(300 << 20, 400 << 20))
+        wait_until(lambda: backend.poll()["held"].stalled)
+        backend.enforcer.cap(1 << 30)
+        assert wait_for_end(backend, "held").state == "completed"
+
+    def test_a_grant_for_a_job_that_has_ended_does_nothing(self, backend: Backend) -> None:
+        assert backend.enforcer is not None
+        submit(backend, python("brief", "pass"), Grant(300 << 20, 400 << 20))
+        wait_until(lambda: backend.poll()["brief"].state == "completed")
+        assert backend.enforcer.left_bytes() < 64 << 20
+
+
+_SPAWN = "import subprocess, sys"
+_SIGNALS = "import pathlib, signal, sys, time; touch = lambda path: pathlib.Path(path).touch()"
+
+
+def _start_beating(path: Path) -> str:
+    """Code that starts a process in a session of its own, deaf to SIGTERM, which appends to a file for ever."""
+    beat = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    beat += f"while True:\n    open({str(path)!r}, 'a').write('x'); time.sleep(0.02)"
+    return f"subprocess.Popen([sys.executable, '-c', {beat!r}], start_new_session=True)"
+
+
+def _grows(path: Path) -> bool:
+    size = path.stat().st_size
+    time.sleep(0.5)
+    return path.stat().st_size > size
+
+
+def python(job_id: str, code: str, **options: Any) -> Job:
+    """A job that runs Python code."""
+    return Job(job_id, command=(sys.executable, "-c", code), **options)
+
+
+def submit(backend: Backend, job: Job, grant: Grant | None = None) -> None:
+    """Start one job, held back by a grant where there is one."""
+    if grant is not None and backend.enforcer is not None:
+        backend.enforcer.grant(job.id, grant)
+    backend.submit([Submission(job, Request(grant.wall_bytes if grant is not None else None))])
+
+
 def wait_for_end(backend: Backend, job_id: str) -> JobStatus:
-    """A job's last status; fails the test when it has not ended in a minute."""
-    wait_until(lambda: backend.poll()[job_id].state in ENDED)
+    """A job's last status; fails the test when it has not ended in a minute and the backend's patience."""
+    wait_until(lambda: backend.poll()[job_id].state in ENDED, _PATIENCE_SECONDS + backend.traits.patience_seconds)
     return backend.poll()[job_id]
 
 
-def wait_until(is_true: Callable[[], bool]) -> None:
-    """Wait for a condition; fails the test after a minute."""
-    end = time.monotonic() + _PATIENCE_SECONDS
+def wait_until(is_true: Callable[[], bool], seconds: float = _PATIENCE_SECONDS) -> None:
+    """Wait for a condition; fails the test after so many seconds."""
+    end = time.monotonic() + seconds
     while not is_true():
         if time.monotonic() > end:
-            pytest.fail(f"waited {_PATIENCE_SECONDS:.0f} s in vain")
+            pytest.fail(f"waited {seconds:.0f} s in vain")
         time.sleep(0.02)
 
 

@@ -14,22 +14,33 @@ MODULE = """
 import dataclasses, time
 import tiny
 from memfit.data import DateBatches, Loader
+from memfit.pipeline import Probe
+
+def data_of(context):
+    prepared = context["prepare"]
+    return prepared.panel(), prepared.arrays("splits")["train_1"]
 
 def loader(context, params, num_workers):
-    assert context.checkpoint_dir.is_dir() and len(context.train_dates) and context.fold == 1
+    panel, dates = data_of(context)
+    assert context.dir.is_dir() and len(dates) and context.unit["fold"] == 1
     assert num_workers in (0, 1)
-    return DateBatches(context.panel, context.train_dates, lookback=1, target="y")
+    return DateBatches(panel, dates, lookback=1, target="y")
 
 def step(context, params):
     return lambda batch: time.sleep(0.001 * len(batch.targets))
 
-BOTH = dataclasses.replace(tiny.TINY, loader=loader, step=step)
-NO_STEP = dataclasses.replace(tiny.TINY, loader=loader)
+
+def probed(**probe):
+    stages = [dataclasses.replace(one, probe=Probe(**probe)) if one.name == "fold" else one for one in tiny.TINY.stages]
+    return dataclasses.replace(tiny.TINY, stages=tuple(stages))
+
+BOTH = probed(loader=loader, step=step)
+NO_STEP = probed(loader=loader)
 
 def with_workers(context, params, num_workers):
-    return Loader(context.panel, context.train_dates, lookback=1, target="y", num_workers=num_workers)
+    return Loader(*data_of(context), lookback=1, target="y", num_workers=num_workers)
 
-WITH_WORKERS = dataclasses.replace(tiny.TINY, loader=with_workers)
+WITH_WORKERS = probed(loader=with_workers)
 """
 
 
@@ -75,8 +86,8 @@ def test_a_step_of_a_given_length_stands_in_for_the_model_and_the_verdict_is_a_s
 @pytest.mark.parametrize(
     ("target", "words", "said"),
     [
-        ("tiny:TINY", [], "the workload 'tiny:TINY' names no loader."),
-        ("loading:NO_STEP", ["--with-model"], "the workload 'loading:NO_STEP' names no step."),
+        ("tiny:TINY", [], "no stage of 'tiny:TINY' says how it is measured."),
+        ("loading:NO_STEP", ["--with-model"], "stage fold of 'loading:NO_STEP' names no step."),
         ("loading:BOTH", ["--with-model", "--step-ms", "5"], "--step-ms and --with-model were both given."),
         ("loading:BOTH", ["--num-workers", "0,two"], "--num-workers 0,two is no list of counts."),
         ("loading:BOTH", ["--set", "target_=x"], "target_"),

@@ -29,8 +29,8 @@ def days(seed, effect=0.0, num=240):
 @pytest.fixture
 def tables(tmp_path):
     """A better A as a run's folder, and B as a file of each kind."""
-    (tmp_path / "new/results").mkdir(parents=True)
-    pyarrow.feather.write_feather(days(0, 0.1), tmp_path / "new/results/days.feather")
+    (tmp_path / "new/checkpoints/stage_backtest").mkdir(parents=True)
+    pyarrow.feather.write_feather(days(0, 0.1), tmp_path / "new/checkpoints/stage_backtest/days.feather")
     pyarrow.feather.write_feather(days(1), tmp_path / "old.feather")
     pyarrow.csv.write_csv(days(1), tmp_path / "old.csv")
     pyarrow.parquet.write_table(days(1), tmp_path / "old.parquet")
@@ -109,7 +109,7 @@ def test_a_metric_without_a_horizon_needs_one(run, tables):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("empty", "old.csv"), "empty holds neither days.feather nor results/days.feather"),
+        (("empty", "old.csv"), "empty holds neither days.feather nor checkpoints/stage_backtest/days.feather"),
         (("old.xlsx", "old.csv"), "not a name of a day table"),
         (("absent.feather", "old.csv"), "absent.feather is not there"),
         (("damaged.feather", "old.csv"), "damaged.feather cannot be read"),
@@ -142,10 +142,10 @@ def scored(folder, seed, codes):
     columns = {"score_h1": score[:, places].ravel(), "target_h1": target[:, places].ravel()}
     rows = {"date": pa.array(np.repeat(dates, len(codes)), pa.date32()), "code": list(codes) * 80} | columns
     table = pa.table(rows)
-    (folder / "results").mkdir(parents=True)
-    pyarrow.feather.write_feather(table, folder / "results/scores.feather")
+    (folder / "checkpoints/stage_backtest").mkdir(parents=True)
+    pyarrow.feather.write_feather(table, folder / "checkpoints/stage_backtest/scores.feather")
     found = evaluate_days(read_scores(table), horizons=[1], k=2, fold=seed)
-    pyarrow.feather.write_feather(found, folder / "results/days.feather")
+    pyarrow.feather.write_feather(found, folder / "checkpoints/stage_backtest/days.feather")
 
 
 def test_runs_of_other_assets_are_compared_on_those_that_both_scored(run, tmp_path):

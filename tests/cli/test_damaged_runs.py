@@ -35,7 +35,7 @@ DAMAGES = {
     "folder": _folder,
 }
 #: They are read by nobody who could stumble.
-NOT_READ = ("err.log", "keeper.log", "environ.json")
+NOT_READ = ("err.log", "environ.json")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def whole(tmp_path_factory):
     records = {
         "outcome_1.json": outcome,
         "status.json": outcome | {"state": "running", "ended": None, "attempt": 2},
-        "verdict.json": {"state": "cancelled", "cause": "asked"},
+        "cancel.json": {"now": False, "state": "cancelled", "cause": "asked"},
         "error.json": {"type": "ValueError", "memfit": False, "text": "x"},
         "result.json": {"result": {"loss": 1.0}},
     }

@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 import torch
 import tiny
+from memfit.pipeline import Probe
 
 def loader(context, params, num_workers):
     return [np.ones((rows, 32), np.float32) for rows in (4, 16, 8)]
@@ -26,7 +27,11 @@ def step(context, params):
 
     return train
 
-BOTH = dataclasses.replace(tiny.TINY, loader=loader, step=step)
+def probed(**probe):
+    stages = [dataclasses.replace(one, probe=Probe(**probe)) if one.name == "fold" else one for one in tiny.TINY.stages]
+    return dataclasses.replace(tiny.TINY, stages=tuple(stages))
+
+BOTH = probed(loader=loader, step=step)
 """
 
 

@@ -56,9 +56,9 @@ def test_with_continue_all_run_and_all_failures_are_reported(memfit):
     assert "cmd_0004 a=4 failed" in done.err
 
 
-def test_a_dry_run_prints_commands_and_budget_and_starts_nothing(memfit, tmp_path):
+def test_a_plan_prints_commands_and_budget_and_starts_nothing(memfit, tmp_path):
     (tmp_path / "grid.csv").write_text('model,lr\nbig,1e-3\n"small, old",1e-4\n')
-    words = ["--param-file", "grid.csv", "--param", "fold=1..2", "--limit", "64MiB", "--dry-run"]
+    words = ["--param-file", "grid.csv", "--param", "fold=1..2", "--limit", "64MiB", "--plan"]
     command = ["python", "train.py", "{model}", "--json", '{"lr": {lr}, "fold": {fold}}']
     done = memfit("map", *words, "--", *command)
     assert done.exit_code == 0
@@ -68,7 +68,8 @@ def test_a_dry_run_prints_commands_and_budget_and_starts_nothing(memfit, tmp_pat
         """python train.py 'small, old' --json '{"lr": 1e-4, "fold": 1}'""",
         """python train.py 'small, old' --json '{"lr": 1e-4, "fold": 2}'""",
     ]
-    assert "cap binds, set by the user" in done.out
+    assert "can be lent to jobs (cap)" in done.out and "one job: not measured yet" in done.out
+    assert "measure one: memfit run -- python train.py big" in done.out
     found = json.loads(memfit("map", *words, "--json", "--", *command).out)
     assert found["commands"][3][4] == '{"lr": 1e-4, "fold": 2}'
     assert found["budget"]["limit_bytes"] == 64 << 20
@@ -99,14 +100,14 @@ def test_bad_input_gives_2_and_an_error_in_three_parts_before_anything_is_made(m
 
 
 def test_what_stands_behind_the_first_dashes_is_the_commands_alone(memfit, tmp_path):
-    done = memfit("map", "--param", "a=1", "--", "sh", "-c", 'echo "$@" >> ran', "--", "--dry-run", "--", "{a}")
+    done = memfit("map", "--param", "a=1", "--", "sh", "-c", 'echo "$@" >> ran', "--", "--plan", "--", "{a}")
     assert done.exit_code == 0
-    assert (tmp_path / "ran").read_text() == "--dry-run -- 1\n"
+    assert (tmp_path / "ran").read_text() == "--plan -- 1\n"
 
 
 def test_every_flag_is_in_the_help_with_what_it_does(memfit):
     text = memfit("map", "--help").out
-    flags = "param param-file dry-run max-parallel memory gpu-memory limit reserve retries on-failure name runs-dir"
+    flags = "param param-file plan max-parallel memory gpu-memory limit reserve retries on-failure name runs-dir"
     for flag in [
         *flags.split(),
         "threads",
@@ -149,4 +150,4 @@ def test_commands_that_want_more_cores_than_there_are_hear_of_max_parallel_once(
         rest = process.stdout.read()
     assert re.search(r"the 4 running jobs want \d\.\d cores and there are 1, .*; --max-parallel [12] ", told), told
     assert process.returncode == 0 and "--max-parallel" not in rest
-    assert re.search(r"4 at once; the commands kept [01]\.\d cores busy", rest), rest
+    assert re.search(r"4 at once; the jobs kept [01]\.\d cores busy", rest), rest

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -146,7 +147,7 @@ def test_a_folder_of_claims_that_another_user_took_first_is_named_and_the_run_go
 
 def test_one_users_runs_are_neither_shown_to_another_nor_counted_there(folder, memfit, monkeypatch):
     claims = Claims(folder / "runs" / "mine")
-    claims.write(used_bytes=0, unused_bytes=1 << 50)
+    claims.write(used=Counter(), unused=Counter(host=1 << 50))
     monkeypatch.setenv("MEMFIT_CLAIMS_DIR", str(folder / "theirs"))
 
     def look():

@@ -19,7 +19,7 @@ def three_parts(text):
 
 
 def test_a_run_is_logged_summed_up_continued_and_started_anew(memfit, config):
-    words = ["--max-parallel", 1, "--folds", "1-2", "--set", "params.hold_mib=2", "--set", "params.n_splits=3"]
+    words = ["--max-parallel", 1, "--units", "1-2", "--set", "params.hold_mib=2", "--set", "params.n_splits=3"]
     first = memfit("run", config(), *words, "--on-failure", "stop")
     assert (first.exit_code, first.err) == (0, "")
     head, _, summary = first.out.partition("\n\n")
@@ -29,10 +29,11 @@ def test_a_run_is_logged_summed_up_continued_and_started_anew(memfit, config):
     assert re.search(rf"^{STAMP}fold_2 completed \(\d+\.\ds\), peak [\d.]+ MiB", head, re.MULTILINE)
     assert re.search(r"^1 +completed +\d.*\n2 +completed", summary, re.MULTILINE)
     assert "mean of 2" in summary and "fold_3" not in first.out
+    assert re.search(r"^fold_1 completed .*; 1 of 2 left, about \d", re.sub(STAMP, "", head), re.MULTILINE)
 
     run = RunDir.open(next(iter(RunDir.all(config().parent / "runs", "tiny"))).path)
     effective = yaml.safe_load((run.path / "config.yaml").read_text())
-    assert (effective["max_parallel"], effective["folds"], effective["on_failure"]) == (1, "1-2", "stop")
+    assert (effective["max_parallel"], effective["units"], effective["on_failure"]) == (1, "1-2", "stop")
     assert effective["params"]["n_splits"] == 3
     assert [e["num_running"] for e in run.events() if e["kind"] == "admit"] == [1, 1, 1]
 
@@ -40,14 +41,22 @@ def test_a_run_is_logged_summed_up_continued_and_started_anew(memfit, config):
     second = memfit("run", config(), *words, "--json")
     found = json.loads(second.out)
     assert (second.exit_code, found["run"], found["state"]) == (0, str(run.path), "completed")
-    assert [fold["attempt"] for fold in found["folds"]] == [1, 1]
-    assert f"Run {run.path}" in second.err and "prepare completed" in second.err
+    assert [(job["state"], job["attempt"]) for job in found["jobs"]] == [("kept", 1)] * 3
+    assert [(stage["counts"], stage["units"]) for stage in found["stages"]] == [({"kept": 1}, 1), ({"kept": 2}, 2)]
+    assert all(stage["saved_seconds"] > 0 for stage in found["stages"])
+    assert f"Run {run.path}" in second.err and "fold_1 and fold_2 are kept, which saves " in second.err
     assert "fold_1 starts" not in second.err
 
     third = memfit("run", config(), *words, "--json", "--new")
     again = json.loads(third.out)
     assert again["run"] != found["run"]
-    assert again["metrics"] == found["metrics"]
+    assert [stage["metrics"] for stage in again["stages"]] == [stage["metrics"] for stage in found["stages"]]
+
+    # A changed setting runs what reads it, and says so.
+    fourth = memfit("run", config(), *words, "--set", "params.num_epochs=2")
+    assert "prepare is reused from run_" in fourth.out
+    assert "fold_1 and fold_2 run again: num_epochs 1 -> 2" in fourth.out
+    assert re.search(r"^fold +completed 2: num_epochs 1 -> 2$", fourth.out, re.MULTILINE)
 
 
 def test_a_failed_fold_gives_4_and_is_named_with_its_log_and_cause(memfit, config):
@@ -60,12 +69,13 @@ def test_a_failed_fold_gives_4_and_is_named_with_its_log_and_cause(memfit, confi
 
 def test_what_does_not_fit_gives_3_with_the_arithmetic_and_runs_by_force(memfit, config):
     path = config("memory: {job: 900TiB}")
-    refused = memfit("run", path, "--json", "--folds", 1)
+    assert memfit("run", path, "--until", "prepare").exit_code == 0
+    refused = memfit("run", path, "--json", "--units", 1)
     assert (refused.exit_code, refused.out) == (3, "")
     error = three_parts(refused.err[refused.err.rindex("memfit: ") :])
     assert error["what"].startswith("fold_1 needs 900.00 TiB of host memory (as declared); ")
     assert " may be lent = " in error["what"] and "--force" in error["remedy"]
-    forced = memfit("run", path, "--force", "--folds", 1)
+    forced = memfit("run", path, "--force", "--units", 1)
     assert forced.exit_code == 0
     assert "forced: not checked against the budget" in forced.out
 
@@ -78,14 +88,17 @@ def test_what_does_not_fit_gives_3_with_the_arithmetic_and_runs_by_force(memfit,
         (["--on-failure", "panic"], "--on-failure"),
         (["--set", "max_paralel=2"], "max_paralel"),
         (["--set", "nothing"], "nothing"),
-        (["--set", "folds=1", "--folds", "2"], "given twice"),
+        (["--set", "units=1", "--units", "2"], "given twice"),
+        (["--until", "nonesuch"], "there is no stage 'nonesuch'"),
+        (["--skip", "prepare"], "stage prepare cannot be skipped"),
+        (["--param", "a=1..2"], "has stages with units of their own"),
     ],
 )
 def test_a_bad_value_gives_2_and_an_error_in_three_parts(memfit, config, tmp_path, words, what):
     done = memfit("run", config(), *words)
     assert (done.exit_code, done.out) == (2, "")
     assert what in three_parts(done.err)["what"]
-    assert not (tmp_path / "runs").exists()
+    assert not list(tmp_path.glob("runs/*/*/jobs/*"))
 
 
 def test_a_config_that_is_not_there_gives_2(memfit, tmp_path):
@@ -100,13 +113,134 @@ def test_an_unknown_flag_gives_2_and_the_nearest_one(memfit, config):
     assert "--max-paralel" in done.err and "--max-parallel" in done.err
 
 
-@pytest.mark.parametrize("words", [["run"], ["fly"]])
+@pytest.mark.parametrize("words", [["run"], ["fly"], ["run", "config.yaml", "--", "ls"]])
 def test_a_missing_argument_and_an_unknown_verb_give_2(memfit, words):
     assert memfit(*words).exit_code == 2
 
 
 def test_every_flag_is_in_the_help_with_what_it_does(memfit):
     text = memfit("run", "--help").out
-    for flag in ("--max-parallel", "--folds", "--set", "--on-failure", "--new", "--force", "--json"):
+    for flag in (
+        "--max-parallel",
+        "--units",
+        "--until",
+        "--param",
+        "--plan",
+        "--set",
+        "--on-failure",
+        "--new",
+        "--force",
+        "--json",
+    ):
         assert re.search(rf"^ +{flag}\b.*  \w|^ +{flag}\b.*\n +\w", text, re.MULTILINE), flag
     assert re.sub(r"\s+", " ", text).count("Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4") == 1
+
+
+FUNCTION = """
+from memfit.pipeline import Context
+
+def train(ctx: Context, lr: float = 0.1, fold: int = 0) -> dict:
+    return {"loss": lr * fold}
+"""
+
+
+def test_a_plain_function_runs_once_or_for_each_value(memfit, tmp_path):
+    (tmp_path / "job.py").write_text(FUNCTION)
+    once = json.loads(memfit("run", "job:train", "--set", "params.fold=3", "--json").out)
+    assert [(job["job"], job["result"]["loss"]) for job in once["jobs"]] == [("train", pytest.approx(0.3))]
+    each = memfit("run", "job:train", "--param", "fold=1..2", "--param", "lr=0.5,1", "--json")
+    found = json.loads(each.out)
+    assert [job["result"]["loss"] for job in found["jobs"]] == [0.5, 1, 1, 2]
+    assert found["jobs"][1]["params"] == {"fold": "1", "lr": "1"}
+    assert found["stages"][0]["metrics"]["loss"]["mean"] == 1.125
+
+
+GATED = """
+from pydantic import BaseModel
+from memfit.pipeline import Stage, Stop, Workload
+
+class Params(BaseModel, extra="forbid", frozen=True):
+    limit: float = 2.0
+
+def prepare(ctx, params):
+    return {"folds": 3, "market": "daily"}
+
+def fold(ctx, params):
+    return {"loss": float(ctx.unit)}
+
+def gate(ctx, params):
+    report = ["the first loss is 1.0"]
+    if params.limit < 1:
+        raise Stop("the first fold is too bad", exit_code=11, result={"report": report})
+    return {"report": report}
+
+WORKLOAD = Workload(Params, (
+    Stage("prepare", prepare, reads=()),
+    Stage("fold", fold, needs=("prepare",), each="fold in prepare.folds", reads=()),
+    Stage("gate", gate, needs=("fold",), holds="fold"),
+))
+"""
+
+
+@pytest.fixture
+def gated(tmp_path):
+    (tmp_path / "gated.py").write_text(GATED)
+    return ["run", "gated:WORKLOAD"]
+
+
+def test_a_gate_that_stops_the_run_is_told_with_what_it_skipped(memfit, gated):
+    done = memfit(*gated, "--set", "params.limit=0.5")
+    assert done.exit_code == 11
+    assert "gate stops the run here: the first fold is too bad" in done.out
+    assert "fold_2 and fold_3 are skipped: gate stopped the run" in done.out
+    assert re.search(r"^gate +stopped the run \(exit code 11\): the first fold is too bad\n +the first loss is 1.0$",
+                     done.out, re.MULTILINE)  # fmt: skip
+    assert memfit(*gated, "--set", "params.limit=0.5", "--json").exit_code == 11
+    # What it held goes on when it passes, and what is valid is not run again.
+    passed = memfit(*gated, "--set", "params.limit=2")
+    assert passed.exit_code == 0
+    assert "prepare is reused" in passed.out and "gate runs again: limit 0.5 -> 2.0" in passed.out
+    assert re.search(r"^fold +reused 1, completed 2, which saved", passed.out, re.MULTILINE)
+
+
+def test_a_choice_of_stages_and_units_runs_these_alone(memfit, gated):
+    def states(*words):
+        found = json.loads(memfit(*gated, *words, "--json").out)
+        return {stage["name"]: stage["counts"] for stage in found["stages"]}
+
+    done = memfit(*gated, "--stage", "gate")
+    assert done.exit_code == 2 and "stage prepare is not valid: it was not made yet" in done.err
+    assert states("--until", "prepare") == {"prepare": {"completed": 1}}
+    one = {"prepare": {"kept": 1}, "fold": {"completed": 1}, "gate": {"passed": 1}}
+    assert states("--units", "1", "--skip", "gate") == one
+    assert states("--stage", "fold", "--units", "2", "--skip", "gate")["fold"] == {"completed": 1}
+    assert states("--from", "fold", "--units", "1")["prepare"] == {"kept": 1}
+
+
+def test_a_plan_says_what_would_run_why_and_what_fits_and_starts_nothing(memfit, gated, tmp_path):
+    first = memfit(*gated, "--plan")
+    assert first.exit_code == 0 and not (tmp_path / "runs").exists()
+    assert "prepare   would run 1: it was not made yet" in first.out
+    assert "measure one: memfit run gated:WORKLOAD --until fold --units 1" in first.out
+    assert memfit(*gated).exit_code == 0
+    done = json.loads(memfit(*gated, "--plan", "--json").out)
+    assert [stage["states"] for stage in done["stages"]] == [{"kept": 1}, {"kept": 3}, {"kept": 1}]
+    assert all(stage["num_runs"] == 0 and stage["saved_seconds"] >= 0 for stage in done["stages"])
+    anew = memfit(*gated, "--plan", "--from", "fold")
+    assert re.search(r"^fold +would run 1, would run later 2: it is asked for \(--from fold\)$", anew.out, re.MULTILINE)
+    assert re.search(r"one job: .* \(measured on fold_\d of run_", anew.out)
+    assert re.search(r"^ +all 3 +\S+ MiB +\S+ GiB  yes +about \d", anew.out, re.MULTILINE)
+    large = memfit(*gated, "--plan", "--from", "fold", "--limit", "16MiB")
+    assert large.exit_code == 3 and re.search(r" -\S+ MiB +no ", large.out)
+    assert not [
+        job
+        for job in tmp_path.glob("runs/*/*/jobs/*")
+        if job.name not in ("prepare", "gate") and not job.name.startswith("fold_")
+    ]
+
+
+def test_from_a_stage_its_units_are_trained_again_from_the_first_epoch(memfit, config, tmp_path):
+    assert memfit("run", config(n_splits=2), "--units", "1").exit_code == 0
+    assert memfit("run", config(n_splits=2), "--units", "1", "--from", "fold").exit_code == 0
+    [run] = RunDir.all(tmp_path / "runs", "tiny")
+    assert [event["epoch"] for event in run.events() if event["kind"] == "epoch"] == [1, 1]

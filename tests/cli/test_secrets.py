@@ -9,7 +9,7 @@ from memfit.jobs import Job, LocalBackend
 from memfit.masking import mask
 from memfit.memory import Footprint
 from memfit.rundir import RunDir
-from memfit.testing import wait_until
+from memfit.testing import submit, wait_until
 
 SECRETS = ("s3cret-a", "s3cret-b", "s3cret-c", "s3cret-d", "s3cret-e", "s3cret-f")
 #: Leaves its arguments outside of the run's folder, and fails until the file "go" is there.
@@ -91,7 +91,7 @@ def test_a_functions_arguments_and_a_jobs_variables_are_masked_too(tmp_path):
     run = RunDir.create(tmp_path / "runs", "bare", "0" * 64)
     backend = LocalBackend(run)
     arguments = {"args": ["sh", "-c", "sleep 1; echo $HF_TOKEN > $1", "sh", str(tmp_path / "seen")]}
-    backend.submit(
+    submit(backend,
         Job("call", target="subprocess:check_call", arguments=arguments | {"env": {"HF_TOKEN": "s3cret-a"}},
             env={"DB_PASSWORD": "s3cret-b"}, footprint=Footprint.declared("64MiB"))
     )  # fmt: skip

@@ -15,7 +15,7 @@ from memfit.jobs._job import Job
 from memfit.jobs._stop import find_supervisor, running_jobs, stop
 from memfit.memory import list_entries
 from memfit.rundir import RunDir
-from memfit.testing import wait_until
+from memfit.testing import submit, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +143,7 @@ def test_jobs_without_a_supervisor_are_stopped_too(memfit, tmp_path):
 def test_jobs_of_a_backend_are_stopped_from_another_process_now(tmp_path):
     run = RunDir.create(tmp_path / "runs", "bare", "0" * 64)
     backend = LocalBackend(run)
-    backend.submit(Job("deaf", command=("sh", "-c", "trap '' TERM; touch ready; sleep 300"), cwd=str(tmp_path)))
+    submit(backend, Job("deaf", command=("sh", "-c", "trap '' TERM; touch ready; sleep 300"), cwd=str(tmp_path)))
     wait_until((tmp_path / "ready").exists)
     subprocess.run(memfit_command("stop", "--now", run.job_dir("deaf")), check=True, timeout=60)
     assert read_status(run, "deaf").state == "cancelled"

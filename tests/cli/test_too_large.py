@@ -28,7 +28,6 @@ def walls(request, monkeypatch):
         pytest.skip(f"needs root and groups that can be made: {why_no_walls()}")
     if request.param == "no walls":
         monkeypatch.setattr(Walls, "build", lambda *_, **__: None)
-        monkeypatch.setattr("memfit.pipeline._supervise.systemd_scope_command", lambda: None)
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def other_run(tmp_path):
     folder.mkdir()
     words = [sys.executable, "-m", "memfit", "run", "--quiet", "--", "sleep", "600"]
     with subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL) as process:
-        wait_until(lambda: any(entry.alive and entry.used_bytes for entry in list_entries()))
+        wait_until(lambda: any(entry.alive and any(entry.used.values()) for entry in list_entries()))
         yield
         assert process.poll() is None
         process.terminate()

@@ -130,7 +130,6 @@ def test_variables_for_jobs_and_of_other_programs_are_no_settings() -> None:
     assert {
         rundir.RUN_DIR_VARIABLE,
         rundir.JOB_ID_VARIABLE,
-        "MEMFIT_DEVICE_BYTES",
         "MEMFIT_CLAIMS_DIR",
     } == INTERNAL_VARIABLES
     env = dict.fromkeys([*INTERNAL_VARIABLES, "SEED", "MEMFITX_SEED", "XMEMFIT_SEED"], "1")

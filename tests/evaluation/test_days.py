@@ -125,8 +125,8 @@ def test_each_metric_is_summarised_with_the_standard_error_of_its_horizon() -> N
 
 
 def test_a_table_in_a_folder_or_its_results_keeps_what_it_was_evaluated_with(tmp_path: Path) -> None:
-    (tmp_path / "results").mkdir()
-    for name, k in (("results/days.feather", 3), ("days.feather", 4)):
+    (tmp_path / "checkpoints/stage_backtest").mkdir(parents=True)
+    for name, k in (("checkpoints/stage_backtest/days.feather", 3), ("days.feather", 4)):
         pyarrow.feather.write_feather(evaluate_days(made(), horizons=[1], k=k), tmp_path / name)
         assert description(read_days(tmp_path))["k"] == k  # the folder's own goes before its results'
-    assert description(read_days(tmp_path / "results"))["k"] == 3
+    assert description(read_days(tmp_path / "checkpoints/stage_backtest"))["k"] == 3

@@ -1,12 +1,9 @@
 """Functions in interpreters of their own."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from memfit.errors import ConfigError, MemfitError, UsageError
 from memfit.jobs import Job, call_in_child, load_target
-from memfit.jobs._child import cap_device
 
 
 def test_a_result_comes_back():
@@ -60,35 +57,3 @@ def test_a_local_function_cannot_be_a_job():
 def test_a_job_id_that_cannot_be_a_folder_is_refused(name):
     with pytest.raises(UsageError, match="cannot name a job"):
         Job(name, command=("true",))
-
-
-class TorchOfOneDevice:
-    """Stands in for torch: a device of so many bytes, and what was set on it."""
-
-    def __init__(self, total_bytes, *, available=True):
-        self.set = []
-        self.cuda = SimpleNamespace(
-            is_available=lambda: available,
-            get_device_properties=lambda index: SimpleNamespace(total_memory=total_bytes),
-            set_per_process_memory_fraction=lambda fraction, index: self.set.append((fraction, index)),
-        )
-
-
-def test_a_job_gets_its_part_of_the_device():
-    torch = TorchOfOneDevice(8 << 30)
-    assert cap_device({"MEMFIT_DEVICE_BYTES": str(2 << 30)}, {"torch": torch}) == 0.25
-    assert torch.set == [(0.25, 0)]
-
-
-def test_a_part_larger_than_the_device_is_all_of_it():
-    torch = TorchOfOneDevice(1 << 30)
-    cap_device({"MEMFIT_DEVICE_BYTES": str(2 << 30)}, {"torch": torch})
-    assert torch.set == [(1.0, 0)]
-
-
-@pytest.mark.parametrize("env", [{}, {"MEMFIT_DEVICE_BYTES": "100"}])
-def test_no_device_is_capped_without_a_cap_or_a_device(env):
-    torch = TorchOfOneDevice(1 << 30, available=not env)
-    assert cap_device(env, {"torch": torch}) is None
-    assert cap_device(env, {}) is None
-    assert torch.set == []

@@ -32,11 +32,14 @@ def death(returncode, **changes):
         (death(0), "completed", ""),
         (death(0, has_result=False), "failed", "left no result"),
         (death(75), "preempted", "goes on from there"),
-        (death(-15, stopped_by="SIGTERM"), "cancelled", "SIGTERM in phase validate, as asked"),
-        (death(-9, stopped_by="SIGKILL"), "cancelled", "SIGKILL"),
-        (death(3, stopped_by="SIGTERM"), "cancelled", "SIGTERM"),
-        (death(-9, stopped_by="SIGTERM", counters_after=Counters(above={"/jobs": 4}, host=10)), "out_of_memory", "from 3 to 4"),
-        (death(-9, stopped_by="SIGTERM"), "failed", "killed with SIGKILL by somebody else"),
+        (death(-15), "preempted", "SIGTERM from outside memfit in phase validate"),
+        (death(-2), "preempted", "SIGINT from outside memfit"),
+        (death(1, stopped_by="SIGTERM"), "preempted", "a signal from outside memfit"),
+        (death(-15, stopped_by="SIGTERM", is_asked=True), "cancelled", "SIGTERM in phase validate, as asked"),
+        (death(-9, stopped_by="SIGKILL", is_asked=True), "cancelled", "SIGKILL"),
+        (death(3, stopped_by="SIGTERM", is_asked=True), "cancelled", "SIGTERM"),
+        (death(-9, stopped_by="SIGTERM", is_asked=True, counters_after=Counters(above={"/jobs": 4}, host=10)), "out_of_memory", "from 3 to 4"),
+        (death(-9, stopped_by="SIGTERM", is_asked=True), "failed", "killed with SIGKILL by somebody else"),
         (death(-9, counters_after=Counters(above={"/jobs": 4}, host=10)), "out_of_memory", "oom_kill counter of /jobs rose from 3 to 4"),
         (death(-9, counters_after=Counters(above={"/jobs": 3}, host=10)), "out_of_memory", "probably"),
         (death(-9, counters_before=OWN, counters_after=OWN_ROSE), "out_of_memory", "oom_kill counter of job-a rose from 0 to 1"),
@@ -54,8 +57,8 @@ def death(returncode, **changes):
         (death(-7, met_above="run"), "out_of_memory", "run has met its wall"),
         (death(1, last_words="OSError: [Errno 12] Cannot allocate memory\n", met_above="run"), "out_of_memory", "run has met its wall"),
         (death(1, last_words="ValueError: out of memory slots\n", met_above="run"), "failed", "exit code 1"),
-        (death(-9, stopped_by="SIGKILL", verdict={"state": "out_of_memory", "cause": "too large"}), "out_of_memory", "too large"),
-        (death(0, stopped_by="SIGTERM", verdict={"state": "out_of_memory", "cause": "too large"}), "completed", ""),
+        (death(-9, stopped_by="SIGKILL", is_asked=True, verdict={"state": "out_of_memory", "cause": "too large"}), "out_of_memory", "too large"),
+        (death(0, stopped_by="SIGTERM", is_asked=True, verdict={"state": "out_of_memory", "cause": "too large"}), "completed", ""),
         (death(-9), "failed", "killed with SIGKILL by somebody else in phase validate at a peak of 5.00 GiB"),
         (death(-9, counters_before=Counters(), counters_after=Counters()), "failed", "not readable"),
         (death(-signal.SIGSEGV), "failed", "SIGSEGV"),
@@ -66,9 +69,25 @@ def death(returncode, **changes):
     ],
 )  # fmt: skip
 def test_a_death_is_explained_from_its_evidence(evidence, state, words):
-    found, cause = explain(evidence)
+    found, cause, _ = explain(evidence)
     assert found == state
     assert words in cause
+
+
+@pytest.mark.parametrize(
+    ("evidence", "who"),
+    [
+        (death(0), "job"),
+        (death(7), "job"),
+        (death(75), "platform"),
+        (death(75, is_asked=True), "user"),
+        (death(-15), "platform"),
+        (death(-15, stopped_by="SIGTERM", is_asked=True), "user"),
+        (death(0, stopped_by="SIGTERM", is_asked=True), "job"),
+    ],
+)
+def test_who_ended_a_job_is_told(evidence, who):
+    assert explain(evidence)[2] == who
 
 
 def test_an_exit_code_of_137_alone_is_no_proof_of_the_kernel():

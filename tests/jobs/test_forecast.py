@@ -5,9 +5,18 @@ from memfit.jobs._forecast import Forecast
 from memfit.memory import Footprint
 
 
-def job(declared=None, **params):
+def job(declared=None, stage="", **params):
     footprint = Footprint.declared(declared) if declared else None
-    return Job("j", command=("true",), footprint=footprint, params=params)
+    return Job("j", command=("true",), footprint=footprint, params=params, stage=stage)
+
+
+def test_jobs_of_another_stage_say_nothing_even_with_the_same_parameters():
+    forecast = Forecast()
+    for size in (10, 20, 30, 40):
+        forecast.learn(job(stage="prepare", size=str(size)), Footprint(size))
+    assert forecast.predict(job(stage="fold", size="20")) is None
+    assert forecast.predict(job(500, stage="fold", size="20")).private_bytes == 500
+    assert forecast.predict(job(stage="prepare", size="100")).private_bytes == 100
 
 
 def test_of_a_job_of_which_nothing_is_known_nothing_is_said():

@@ -6,10 +6,11 @@ from memfit.jobs import JobStatus
 from memfit.jobs._retry import Retry, decide
 
 CAPACITY = 10_000
+DEVICE = {"had_device_bytes": 200, "device_capacity_bytes": 1000}
 
 
 def after(state, **fields):
-    return decide(JobStatus("a", state, **fields), had_bytes=1000, capacity_bytes=CAPACITY, had_device_bytes=200)
+    return decide(JobStatus("a", state, **fields), had_bytes=1000, capacity_bytes=CAPACITY, **DEVICE)
 
 
 def test_a_lack_of_memory_gets_more_of_it():
@@ -52,3 +53,14 @@ def test_an_end_that_was_asked_for_is_an_end(state):
 def test_a_lack_of_device_memory_gets_more_on_the_device_and_not_on_the_host():
     again = after("out_of_memory", peak_bytes=1200, evidence={"place": "device"})
     assert (again.needed_bytes, again.device_bytes) == (None, 300)
+
+
+def test_a_job_that_was_given_no_device_is_told_to_ask_for_one():
+    status = JobStatus("a", "out_of_memory", evidence={"place": "device"})
+    assert "--num-gpus 1" in decide(status, had_bytes=1000, capacity_bytes=CAPACITY)
+
+
+def test_a_job_that_had_all_of_a_device_is_not_tried_again():
+    status = JobStatus("a", "out_of_memory", evidence={"place": "device"})
+    again = decide(status, had_bytes=1, capacity_bytes=CAPACITY, had_device_bytes=1000, device_capacity_bytes=1000)
+    assert "gives one job 1000 B" in again

@@ -1,5 +1,6 @@
 """The scheduler against a fake backend: no process, no clock."""
 
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -9,20 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import DoesNotFitError
-from memfit.jobs import Job, Policy, Scheduler, StopRequest, Verdict
+from memfit.jobs import Job, LocalAdmission, Policy, Request, Scheduler, StopRequest, Submission, Verdict
 from memfit.jobs._budget_watch import BudgetWatch
-from memfit.memory import Budget, Device, Footprint, Others
-from memfit.testing import FakeBackend, FakeJob
+from memfit.memory import HOST, Budget, Device, Footprint, Others
+from memfit.testing import FakeBackend, FakeJob, ListSource
 
-GIB = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def _fake_clock(monkeypatch):
-    """The scheduler's clock is the fake backend's, which ``make`` puts here."""
-    clock = {}
-    monkeypatch.setattr("memfit.jobs._scheduler.monotonic", lambda: clock["backend"].now)
-    monkeypatch.setattr(FakeMachine, "clock", clock, raising=False)
+GIB, MIB = 1 << 30, 1 << 20
 
 
 class FakeMachine:
@@ -33,7 +26,6 @@ class FakeMachine:
         (tmp_path / "proc/meminfo").write_text("MemTotal: 1048576 kB\nMemAvailable: 1048576 kB\n")
         self._budget = Budget.read(root=tmp_path, env={}, reserve_bytes=reserve)
         self._backend, self.limit, self.neighbour, self.num_cpus = backend, limit, 0, 64
-        self.clock["backend"] = backend
         self.in_use_seen = 0
 
     def read(self, in_use_bytes: int) -> Budget:
@@ -41,6 +33,10 @@ class FakeMachine:
         free = self.limit - self._backend.used_bytes - self.neighbour
         binding = replace(self._budget.binding, limit_bytes=self.limit, headroom_bytes=free)
         return replace(self._budget, limits=(binding,), num_cpus=self.num_cpus)
+
+
+def others_of(num: int, used: int, unused: int) -> Others:
+    return Others(num, Counter({HOST: used}), Counter({HOST: unused}))
 
 
 def like(params):
@@ -55,17 +51,24 @@ def make(tmp_path, scripts, limit, **options):
     phases = options.pop("phases", ())
     declared, params = options.pop("declared", None), options.pop("params", {})
     claims = options.pop("claims", None)
+    stages, num_gpus, gpu = options.pop("stages", {}), options.pop("num_gpus", 0), options.pop("gpu", None)
     jobs = [
-        Job(name, command=("true",), phases=phases, footprint=declared, params=params.get(name, {})) for name in scripts
+        Job(
+            name,
+            command=("true",),
+            phases=phases,
+            footprint=declared,
+            params=params.get(name, {}),
+            stage=stages.get(name, ""),
+            num_devices=num_gpus,
+            device_bytes=gpu and gpu * GIB,
+        )
+        for name in scripts
     ]
-    scheduler = Scheduler(
-        jobs,
-        backend,
-        machine.read,
-        policy=Policy(**options),
-        say=lambda kind, **fields: events.append((kind, fields)),
-        claims=claims,
-    )
+    source = options.pop("source", None) or ListSource(jobs)
+    say = options.pop("say", lambda kind, **fields: events.append((kind, fields)))
+    admission = LocalAdmission(machine.read, policy=Policy(**options), claims=claims, now=backend.clock)
+    scheduler = Scheduler(source, backend, admission, say=say)
     return scheduler, backend, machine, events
 
 
@@ -103,7 +106,7 @@ def test_a_job_is_admitted_as_soon_as_there_is_room_and_not_when_a_batch_ends(tm
     scripts = {"a": FakeJob((100,) * 30), "b": FakeJob((100,) * 3), "c": FakeJob((100,) * 3), "d": FakeJob((100,) * 3)}
     scheduler, backend, _, events = make(tmp_path, scripts, limit=220, slack=0.0)
     backend.scripts["a"] = FakeJob((100,) * 30)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     scheduler.run()
     ends = [fields["job"] for kind, fields in events if kind == "end"]
     assert ends == ["b", "c", "d", "a"]
@@ -112,7 +115,7 @@ def test_a_job_is_admitted_as_soon_as_there_is_room_and_not_when_a_batch_ends(tm
 def test_the_reserve_is_never_lent(tmp_path):
     scripts = {f"fold_{i}": FakeJob((100,) * 5) for i in range(1, 4)}
     scheduler, backend, _, _ = make(tmp_path, scripts, limit=320, reserve=100, slack=0.0)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     scheduler.run()
     assert backend.most_at_once == 2
 
@@ -120,7 +123,7 @@ def test_the_reserve_is_never_lent(tmp_path):
 def test_a_users_cap_is_told_what_the_running_jobs_use(tmp_path):
     scripts = {f"fold_{i}": FakeJob((100,) * 6) for i in range(1, 4)}
     scheduler, _, machine, _ = make(tmp_path, scripts, limit=250, slack=0.0)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     scheduler.run()
     assert machine.in_use_seen == 200
 
@@ -128,7 +131,7 @@ def test_a_users_cap_is_told_what_the_running_jobs_use(tmp_path):
 def test_a_neighbour_that_takes_memory_holds_jobs_back(tmp_path):
     scripts = {f"fold_{i}": FakeJob((100,) * 6) for i in range(1, 5)}
     scheduler, backend, machine, events = make(tmp_path, scripts, limit=500, slack=0.0)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     machine.neighbour = 250
     scheduler.run()
     assert backend.most_at_once == 2
@@ -139,7 +142,7 @@ def test_a_neighbour_that_takes_memory_holds_jobs_back(tmp_path):
 def test_a_job_that_grows_past_its_likes_raises_the_reservation_of_those_to_come(tmp_path):
     scripts = {"a": FakeJob((100,) * 9), "b": FakeJob((100, 100, 300, 300)), "c": FakeJob((100,) * 3)}
     scheduler, _, _, events = make(tmp_path, scripts, limit=450, slack=0.0, max_parallel=2)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     scheduler.run()
     assert [f["reservation_bytes"] for kind, f in events if kind == "footprint"] == [300]
     assert [f["reservation_bytes"] for kind, f in events if kind == "admit"] == [100, 100, 300]
@@ -188,7 +191,7 @@ def test_one_at_a_time_keeps_the_order(tmp_path):
 def test_stop_on_failure_starts_no_more_and_asks_the_others_to_stop(tmp_path):
     scripts = {"a": FakeJob((1,) * 3, state="failed"), "b": FakeJob((1,) * 50), "c": FakeJob()}
     scheduler, backend, _, _ = make(tmp_path, scripts, limit=100, on_failure="stop", max_parallel=2)
-    scheduler.forecast.learn(like({}), Footprint(1))
+    scheduler.admission.forecast.learn(like({}), Footprint(1))
     statuses = scheduler.run()
     assert statuses["a"].state == "failed"
     assert statuses["b"].state == "preempted"
@@ -198,7 +201,7 @@ def test_stop_on_failure_starts_no_more_and_asks_the_others_to_stop(tmp_path):
 def test_a_bug_in_the_first_job_to_end_starts_no_more_and_lets_those_that_run_end(tmp_path):
     scripts = {"a": FakeJob((1,) * 3, state="failed"), "b": FakeJob((1,) * 6), "c": FakeJob()}
     scheduler, backend, _, events = make(tmp_path, scripts, limit=100, on_failure="first", max_parallel=2)
-    scheduler.forecast.learn(like({}), Footprint(1))
+    scheduler.admission.forecast.learn(like({}), Footprint(1))
     assert {name: status.state for name, status in scheduler.run().items()} == {"a": "failed", "b": "completed"}
     assert (backend.submitted, backend.cancelled) == (["a", "b"], [])
     assert [fields["reason"] for fields in of_kind(events, "stop")] == [
@@ -230,7 +233,7 @@ def test_when_the_first_job_fails_before_it_was_measured_the_next_one_is_measure
     alone = []
     scheduler.run(on_tick=lambda: alone.append(tuple(backend.submitted)))
     assert ("a", "b") in alone
-    assert scheduler.forecast.predict(Job("d", command=("true",))) == Footprint(7)
+    assert scheduler.admission.forecast.predict(Job("d", command=("true",))) == Footprint(7)
 
 
 def test_a_request_to_stop_reaches_the_running_jobs_once_and_a_second_ends_them_now(tmp_path):
@@ -253,9 +256,10 @@ def test_jobs_that_still_run_are_taken_over_whatever_is_free(tmp_path):
     # What they use is taken already: asking whether it fits once more would refuse a run that goes on.
     scripts = {f"fold_{i}": FakeJob((100,) * 5) for i in range(1, 4)}
     scheduler, backend, machine, events = make(tmp_path, scripts, limit=220, slack=0.0)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     machine.neighbour = 30
-    statuses = scheduler.run(still_running=["fold_2", "fold_3"])
+    backend.submit([Submission(Job(name, command=("true",))) for name in ("fold_2", "fold_3")])  # by an earlier one
+    statuses = scheduler.run(still_running=backend.adopt(scripts))
     assert backend.submitted == ["fold_2", "fold_3", "fold_1"]
     assert backend.most_at_once == 2
     assert {status.state for status in statuses.values()} == {"completed"}
@@ -278,7 +282,7 @@ def of_kind(events, kind):
 def test_a_job_that_outgrows_its_reservation_gets_more_from_what_is_free(tmp_path):
     scripts = {"a": FakeJob((100,) * 3), "b": FakeJob((100, 150, 250, 400, 400))}
     scheduler, backend, _, events = make(tmp_path, scripts, limit=1000, slack=0.0)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     statuses = scheduler.run()
     assert statuses["b"].state == "completed"
     assert backend.submitted == ["a", "b"]
@@ -289,7 +293,7 @@ def test_a_job_that_outgrows_its_reservation_gets_more_from_what_is_free(tmp_pat
 def test_every_grant_stays_within_the_capacity_and_leaves_room_for_a_burst(tmp_path):
     scripts = {name: FakeJob((100,) * 4) for name in "ab"}
     scheduler, backend, _, _ = make(tmp_path, scripts, limit=1000, slack=0.0)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     seen = []
     scheduler.run(on_tick=lambda: seen.append(dict(backend.grants)))
     assert all(grant.wall_bytes <= 1000 for grants in seen for grant in grants.values())
@@ -303,7 +307,7 @@ def test_every_grant_stays_within_the_capacity_and_leaves_room_for_a_burst(tmp_p
 def test_while_a_job_wants_more_than_is_free_no_other_is_admitted_and_a_neighbours_end_lets_it_go_on(tmp_path):
     scripts = {"a": FakeJob((100,) * 12), "b": FakeJob((100, 100, 260, 260, 260)), "c": FakeJob((100,) * 3)}
     scheduler, backend, _, events = make(tmp_path, scripts, limit=320, slack=0.0)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     backend.scripts["c"] = FakeJob((100,) * 2)
     statuses = scheduler.run()
     assert {status.state for status in statuses.values()} == {"completed"}
@@ -316,7 +320,7 @@ def test_while_a_job_wants_more_than_is_free_no_other_is_admitted_and_a_neighbou
 def test_when_all_that_run_wait_at_their_walls_the_cheapest_steps_aside_and_comes_again_with_more(tmp_path):
     scripts = {"a": FakeJob((100, 150, 200, 300, 300)), "b": FakeJob((100, 150, 200, 300, 300))}
     scheduler, backend, _, events = make(tmp_path, scripts, limit=400, slack=0.0)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     statuses = scheduler.run()
     assert {status.state for status in statuses.values()} == {"completed"}
     assert len(of_kind(events, "aside")) == 1
@@ -340,7 +344,7 @@ def test_a_job_that_wants_more_than_the_whole_budget_is_ended_with_the_arithmeti
 def test_out_of_memory_is_tried_again_with_more_and_only_so_often(tmp_path):
     scripts = {"once": FakeJob((100,), ends=("out_of_memory",)), "always": FakeJob((100,), state="out_of_memory")}
     scheduler, backend, _, events = make(tmp_path, scripts, limit=10_000, slack=0.0, retries=2)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     statuses = scheduler.run()
     assert statuses["once"].state == "completed"
     assert statuses["always"].state == "out_of_memory"
@@ -351,7 +355,7 @@ def test_out_of_memory_is_tried_again_with_more_and_only_so_often(tmp_path):
     assert "ran out of memory" in mine[0]["reason"]
 
 
-@pytest.mark.parametrize(("state", "num_starts"), [("failed", 1), ("timeout", 1), ("node_fail", 3), ("preempted", 3)])
+@pytest.mark.parametrize(("state", "num_starts"), [("failed", 1), ("timeout", 1), ("node_fail", 3), ("preempted", 2)])
 def test_what_was_not_a_lack_of_memory_is_tried_again_only_when_the_job_was_not_at_fault(tmp_path, state, num_starts):
     scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob((100,), state=state)}, limit=1000)
     assert scheduler.run()["a"].state == state
@@ -374,7 +378,7 @@ def test_a_smaller_job_may_pass_one_that_does_not_fit_yet_but_not_for_ever(tmp_p
     params = {name: {"kind": name.rstrip("0123456789")} for name in scripts}
     scheduler, backend, _, _ = make(tmp_path, scripts, limit=1000, slack=0.0, params=params, max_parallel=3)
     for kind, size in (("a", 100), ("large", 950), ("s", 10)):
-        scheduler.forecast.learn(like({"kind": kind}), Footprint(size))
+        scheduler.admission.forecast.learn(like({"kind": kind}), Footprint(size))
     statuses = scheduler.run()
     assert {status.state for status in statuses.values()} == {"completed"}
     place = backend.submitted.index("large")
@@ -386,7 +390,7 @@ def test_starts_are_paced_by_the_cores(tmp_path):
     scripts = {f"j{i}": FakeJob((1,) * 100) for i in range(8)}
     scheduler, backend, machine, events = make(tmp_path, scripts, limit=10_000)
     machine.num_cpus = 1
-    scheduler.forecast.learn(like({}), Footprint(1))
+    scheduler.admission.forecast.learn(like({}), Footprint(1))
     started = []
     scheduler.run(on_tick=lambda: started.append((round(backend.now, 1), len(backend.submitted))))
     by_time = dict(started)
@@ -400,7 +404,7 @@ def test_jobs_that_want_half_as_many_cores_again_are_told_once_and_all_run(tmp_p
     scripts = {f"j{i}": FakeJob((1,) * 400, wanted_cpus=wanted) for i in range(4)}
     scheduler, backend, machine, events = make(tmp_path, scripts, limit=10_000)
     machine.num_cpus = 2
-    scheduler.forecast.learn(like({}), Footprint(1))
+    scheduler.admission.forecast.learn(like({}), Footprint(1))
     scheduler.run()
     assert backend.most_at_once == 4
     told = of_kind(events, "cpu")
@@ -417,7 +421,7 @@ def test_one_job_with_many_threads_is_no_reason_to_run_fewer(tmp_path):
 def test_a_neighbour_may_grow_into_the_reserve_without_holding_jobs_back(tmp_path):
     scripts = {f"j{i}": FakeJob((100,) * 8) for i in range(6)}
     scheduler, backend, machine, _ = make(tmp_path, scripts, limit=700, slack=0.0, reserve=400)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
 
     def grow() -> None:
         machine.neighbour = min(300, machine.neighbour + 100)
@@ -430,30 +434,31 @@ def test_a_neighbour_may_grow_into_the_reserve_without_holding_jobs_back(tmp_pat
 def test_when_a_neighbour_takes_the_whole_reserve_the_cheapest_gives_way_before_the_kernel_ends_one(tmp_path):
     scripts = {f"j{i}": FakeJob((100,) * 12, checkpoint_bytes=7) for i in range(3)}
     scheduler, backend, machine, events = make(tmp_path, scripts, limit=400, slack=0.0, reserve=80)
-    scheduler.forecast.learn(like({}), Footprint(100))
-    resized, resize = [], backend.resize
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
+    granted, give = [], backend.grant
 
     def grow() -> None:
         machine.neighbour = 100 if 0.5 < backend.now < 1.0 else 0
 
     def note(job_id, grant) -> None:
-        resized.append((job_id, grant.wall_bytes - backend.grants[job_id].wall_bytes))
-        resize(job_id, grant)
+        if job_id in backend.grants:
+            granted.append((job_id, grant.wall_bytes - backend.grants[job_id].wall_bytes))
+        give(job_id, grant)
 
-    backend.resize = note
+    backend.grant = note
 
     statuses = scheduler.run(on_tick=grow)
     assert {status.state for status in statuses.values()} == {"completed"}
     aside = of_kind(events, "aside")
     assert len(aside) == 1 and "is left of" in aside[0]["reason"]
-    assert (aside[0]["job"], 7 + 10) in resized  # the room to write its checkpoint, and an eighth of the reserve
+    assert (aside[0]["job"], 7 + 10) in granted  # the room to write its checkpoint, and an eighth of the reserve
     assert len(backend.submitted) == 4
 
 
 def test_the_room_for_the_largest_checkpoint_is_never_lent(tmp_path):
     scripts = {"a": FakeJob((100, 150, 200, 300, 300), checkpoint_bytes=50), "b": FakeJob((100, 150, 200, 300, 300))}
     scheduler, backend, _, events = make(tmp_path, scripts, limit=450, slack=0.0)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     statuses = scheduler.run()
     assert {status.state for status in statuses.values()} == {"completed"}
     assert backend.peak_bytes <= 450
@@ -462,7 +467,8 @@ def test_the_room_for_the_largest_checkpoint_is_never_lent(tmp_path):
 
 class FakeClaims:
     def __init__(self, unused: int, num: int = 1) -> None:
-        self.now, self.written, self.is_deciding = Others(num, 0, unused), [], False
+        self.now, self.written, self.is_deciding = others_of(num, 0, unused), [], False
+        self.all_unused: list[Counter] = []
 
     def others(self):
         return self.now
@@ -474,15 +480,16 @@ class FakeClaims:
         yield self.now
         self.is_deciding = False
 
-    def write(self, *, used_bytes: int, unused_bytes: int) -> None:
-        self.written.append((used_bytes, unused_bytes))
+    def write(self, *, used, unused) -> None:
+        self.written.append((used[HOST], unused[HOST]))
+        self.all_unused.append(unused)
 
 
 def test_what_other_supervisors_have_lent_is_not_lent_again_and_they_are_told(tmp_path):
     scripts = {f"j{i}": FakeJob((100,) * 4) for i in range(4)}
     claims = FakeClaims(unused=750)
     scheduler, backend, _, _ = make(tmp_path, scripts, limit=1000, slack=0.0, claims=claims)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     scheduler.run()
     assert backend.most_at_once == 2
     assert max(used for used, _ in claims.written) == 200
@@ -494,11 +501,11 @@ def test_what_other_runs_take_of_what_they_lent_leaves_the_reserve_whole(tmp_pat
     scripts = {f"j{i}": FakeJob((100,) * 8) for i in range(8)}
     claims = FakeClaims(unused=400)
     scheduler, backend, machine, events = make(tmp_path, scripts, limit=1000, slack=0.0, reserve=200, claims=claims)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
 
     def others_grow() -> None:
         if backend.now >= 0.3:
-            machine.neighbour, claims.now = 400, Others(1, 400, 0)
+            machine.neighbour, claims.now = 400, others_of(1, 400, 0)
 
     scheduler.run(on_tick=others_grow)
     assert backend.most_at_once == 4
@@ -508,10 +515,10 @@ def test_what_other_runs_take_of_what_they_lent_leaves_the_reserve_whole(tmp_pat
 def test_reservations_are_made_and_grow_only_while_no_other_run_decides_and_are_told_within(tmp_path):
     claims = FakeClaims(unused=0)
     scripts = {f"j{i}": FakeJob((50, 100, 200, 200, 200)) for i in range(2)}
-    scheduler, _, _, _ = make(tmp_path, scripts, limit=450, slack=0.0, claims=claims)
-    scheduler.forecast.learn(like({}), Footprint(100))
     seen = []
-    scheduler.say = lambda kind, **fields: seen.append((kind, claims.is_deciding))
+    say = lambda kind, **fields: seen.append((kind, claims.is_deciding))  # noqa: E731
+    scheduler, _, _, _ = make(tmp_path, scripts, limit=450, slack=0.0, claims=claims, say=say)
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     scheduler.run()
     assert {("admit", True), ("grow", True)} <= set(seen)
     assert not {("admit", False), ("grow", False)} & set(seen)
@@ -521,13 +528,13 @@ def test_reservations_are_made_and_grow_only_while_no_other_run_decides_and_are_
 def test_the_wall_above_all_jobs_covers_what_was_lent_before_the_job_starts_beside_another_run(tmp_path):
     scripts = {f"j{i}": FakeJob((100,) * 8) for i in range(4)}
     scheduler, backend, _, _ = make(tmp_path, scripts, limit=420, slack=0.0, claims=FakeClaims(unused=0))
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     caps, submit = [], backend.submit
     backend.cap = caps.append
 
-    def note(job, grant=None):
-        assert caps[-1] >= sum(slot.reserved_bytes for slot in scheduler._running.values())
-        submit(job, grant)
+    def note(batch):
+        assert caps[-1] >= sum(slot.reserved[HOST] for slot in scheduler.admission.running.values())
+        submit(batch)
 
     backend.submit = note
     scheduler.run()
@@ -538,13 +545,13 @@ def test_the_wall_above_all_jobs_stays_above_what_was_lent_when_other_runs_take_
     claims = FakeClaims(unused=0)
     scripts = {f"j{i}": FakeJob((20,) * 8) for i in range(2)}
     scheduler, backend, machine, _ = make(tmp_path, scripts, limit=500, slack=0.0, claims=claims)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     caps = []
     backend.cap = caps.append
 
     def others_take_too_much() -> None:
         if len(backend.submitted) == 2:
-            machine.neighbour, claims.now = 400, Others(1, 400, 0)
+            machine.neighbour, claims.now = 400, others_of(1, 400, 0)
 
     scheduler.run(on_tick=others_take_too_much)
     assert min(caps[3:-1]) >= 200
@@ -552,25 +559,25 @@ def test_the_wall_above_all_jobs_stays_above_what_was_lent_when_other_runs_take_
 
 def test_what_other_runs_may_have_taken_of_what_they_lent_is_no_growth_of_outsiders(tmp_path):
     _, _, machine, _ = make(tmp_path, {"a": FakeJob()}, limit=1000)
-    others = Others(1, 0, 300)
+    others = others_of(1, 0, 300)
     watch = BudgetWatch(machine.read, lambda: 0.0, lambda: others)
-    watch.read(0)
+    watch.read(Counter())
     assert watch.outsiders_bytes == 0
     machine.neighbour = 300  # the kernel says it before the other run does
-    watch.read(0)
+    watch.read(Counter())
     assert watch.outsiders_bytes == 0
-    machine.neighbour, others = 500, Others(1, 300, 0)
-    watch.read(0)
+    machine.neighbour, others = 500, others_of(1, 300, 0)
+    watch.read(Counter())
     assert watch.outsiders_bytes == 200
 
 
 def test_what_other_runs_took_since_the_last_reading_is_not_free(tmp_path):
     _, _, machine, _ = make(tmp_path, {"a": FakeJob()}, limit=1000)
-    watch = BudgetWatch(machine.read, lambda: 0.0, lambda: Others(1, 0, 300))
-    watch.read(0)
-    assert watch.lendable(0, {}).bytes == 700
-    watch.others = Others(1, 200, 100)  # as told at a decision, before the budget is read again
-    assert watch.lendable(0, {}).bytes == 700
+    watch = BudgetWatch(machine.read, lambda: 0.0, lambda: others_of(1, 0, 300))
+    watch.read(Counter())
+    assert watch.lendable(Counter(), [])[HOST].bytes == 700
+    watch.others = others_of(1, 200, 100)  # as told at a decision, before the budget is read again
+    assert watch.lendable(Counter(), [])[HOST].bytes == 700
 
 
 def test_a_full_disk_or_whatever_else_holds_a_run_starts_nothing(tmp_path):
@@ -581,35 +588,158 @@ def test_a_full_disk_or_whatever_else_holds_a_run_starts_nothing(tmp_path):
     assert backend.submitted == ["a"]
 
 
-def device(index: int, free: int, total: int = 80 * GIB) -> Device:
-    return Device(index, f"GPU-{index}", "stand-in", total, free, total - free, ())
+def use_gpus(scheduler, backend, gpus):
+    """Have GPUs of so many GiB, each with so many taken by strangers; jobs take theirs as their scripts say."""
+    read = scheduler.admission.budget.read_budget
+
+    def look(in_use):
+        used = sum((Counter(one.device_used_bytes) for one in backend.poll().values()), Counter())
+        devices = [
+            Device(n, f"GPU-{n}", "stand-in", total * GIB, (total - taken) * GIB - used[f"GPU-{n}"], taken * GIB, ())
+            for n, (total, taken) in enumerate(gpus)
+        ]
+        return replace(read(in_use), devices=tuple(devices))
+
+    scheduler.admission.budget.read_budget = look
 
 
-def with_devices(machine, devices):
-    read = machine.read
-    return lambda in_use: replace(read(in_use), devices=devices)
+def make_gpu(tmp_path, scripts, gpus, *, num=1, declared=None, **options):
+    scheduler, backend, _, events = make(tmp_path, scripts, 1000, slack=0.0, num_gpus=num, gpu=declared, **options)
+    use_gpus(scheduler, backend, gpus)
+    scheduler.admission.forecast.learn(like({}), Footprint(1))
+    return scheduler, backend, events
 
 
-def test_jobs_share_a_gpu_while_their_footprints_fit_and_foreign_use_counts(tmp_path):
+def test_jobs_share_gpus_while_what_they_declare_fits_beside_what_strangers_take(tmp_path):
     scripts = {f"j{i}": FakeJob((1,) * 30) for i in range(6)}
-    scheduler, backend, machine, events = make(tmp_path, scripts, limit=1000)
-    scheduler._waiting = [replace(slot, job=replace(slot.job, device_bytes=10 * GIB)) for slot in scheduler._waiting]
-    scheduler._budget.read_budget = with_devices(machine, (device(0, 25 * GIB), device(1, 11 * GIB)))
-    scheduler.forecast.learn(like({}), Footprint(1))
+    scheduler, backend, events = make_gpu(tmp_path, scripts, [(80, 55), (80, 69)], declared=10)
     scheduler.run()
-    places = [fields["device"] for fields in of_kind(events, "admit")][:3]
-    assert sorted(places) == ["GPU-0", "GPU-0", "GPU-1"]
+    given = [[*fields["devices"]] for fields in of_kind(events, "admit")][:3]
+    assert given == [["GPU-0"], ["GPU-0"], ["GPU-1"]]
     assert backend.most_at_once == 3
     assert backend.jobs["j0"].env["CUDA_VISIBLE_DEVICES"] == "GPU-0"
-    assert backend.jobs["j0"].env["MEMFIT_DEVICE_BYTES"] == str(10 * GIB)
 
 
-def test_a_job_that_needs_a_gpu_where_there_is_none_is_refused(tmp_path):
-    scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob()}, limit=1000)
-    scheduler._waiting[0].job = replace(scheduler._waiting[0].job, device_bytes=GIB)
-    with pytest.raises(DoesNotFitError, match=r"1\.00 GiB on a GPU and there is none here"):
+def test_two_jobs_with_two_gpus_each_run_on_four_and_a_third_waits(tmp_path):
+    scripts = {f"j{i}": FakeJob((1,) * 9, device_bytes=(50 * GIB,) * 9) for i in range(3)}
+    scheduler, backend, events = make_gpu(tmp_path, scripts, [(80, 0)] * 4, num=2, declared=50)
+    statuses = scheduler.run()
+    assert [[*fields["devices"]] for fields in of_kind(events, "admit")][:2] == [["GPU-0", "GPU-1"], ["GPU-2", "GPU-3"]]
+    assert backend.most_at_once == 2
+    assert of_kind(events, "wait")[0]["on"] == "device"
+    assert {status.state for status in statuses.values()} == {"completed"}
+
+
+def test_what_a_job_was_measured_to_take_of_its_gpu_counts_for_its_like(tmp_path):
+    scripts = {f"j{i}": FakeJob((1,) * 9, device_bytes=(30 * GIB,) * 9, settles_at=4) for i in range(4)}
+    scheduler, backend, events = make_gpu(tmp_path, scripts, [(80, 0)])
+    scheduler.run()
+    first, *others = of_kind(events, "admit")
+    assert first["devices"] == {"GPU-0": 80 * GIB - 256 * MIB}  # of unknown size: it has the GPU to itself
+    assert {size for one in others for size in one["devices"].values()} == {30 * GIB}
+    assert backend.most_at_once == 2
+
+
+def test_a_job_that_outgrows_its_like_on_the_host_says_what_it_takes_of_its_gpu_once_that_is_settled(tmp_path):
+    scripts = {f"j{i}": FakeJob((9,) * 40, device_bytes=(30 * GIB,) * 40, settles_at=9) for i in range(2)}
+    scheduler, backend, events = make_gpu(tmp_path, scripts, [(80, 0)])
+    scheduler.run()
+    assert backend.most_at_once == 2
+    assert of_kind(events, "admit")[1]["devices"] == {"GPU-0": 30 * GIB}
+
+
+def test_a_job_of_unknown_size_takes_a_gpu_of_its_own_beside_others(tmp_path):
+    scripts = {f"j{i}": FakeJob((1,) * 9, device_bytes=(GIB,) * 9, settles_at=99) for i in range(3)}
+    scheduler, backend, _ = make_gpu(tmp_path, scripts, [(80, 0), (80, 0)])
+    scheduler.run()
+    assert backend.most_at_once == 2
+    assert [backend.jobs[name].env["CUDA_VISIBLE_DEVICES"] for name in ("j0", "j1")] == ["GPU-0", "GPU-1"]
+
+
+def test_a_reservation_on_a_gpu_grows_with_its_job_and_holds_others_back(tmp_path):
+    scripts = {
+        "a": FakeJob((1,) * 40, device_bytes=(10 * GIB, 40 * GIB, *[70 * GIB] * 38), settles_at=99),
+        "b": FakeJob((1,) * 3),
+    }
+    scheduler, backend, events = make_gpu(tmp_path, scripts, [(80, 0)], declared=20, params={"a": {}, "b": {}})
+    policy = scheduler.admission.policy
+    scheduler.admission.policy = replace(policy, max_parallel=1)
+
+    def open_up():
+        if backend.now > 1.0:
+            scheduler.admission.policy = policy
+
+    scheduler.run(on_tick=open_up)
+    grown = of_kind(events, "grow_device")
+    assert grown[0]["from_bytes"] == 20 * GIB and grown[-1]["to_bytes"] >= 70 * GIB
+    assert "GPU 0" in grown[0]["why"]
+    assert backend.most_at_once == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num", "declared", "words"),
+    [
+        ([], 1, 1, "it needs 1 GPU and 0 are here"),
+        ([(80, 0)] * 2, 3, None, "it needs 3 GPUs and 2 are here"),
+        (
+            [(80, 30), (80, 0)],
+            2,
+            60,
+            r"60\.00 GiB on 2 GPUs \(as declared\); 49\.75 GiB may be lent on GPU 0 \(GPU-0\) = 50\.00 GiB free",
+        ),
+    ],
+)
+def test_a_job_that_no_gpus_here_can_hold_is_refused_with_the_arithmetic(tmp_path, gpus, num, declared, words):
+    scheduler, backend, _ = make_gpu(tmp_path, {"a": FakeJob()}, gpus, num=num, declared=declared)
+    with pytest.raises(DoesNotFitError, match=words):
         scheduler.run()
     assert backend.submitted == []
+
+
+def test_a_job_waits_for_a_gpu_that_another_run_holds(tmp_path):
+    claims = FakeClaims(0)
+    claims.now = Others(1, Counter(), Counter({"GPU-0": 50 * GIB}))
+    scheduler, backend, events = make_gpu(tmp_path, {"a": FakeJob()}, [(80, 0)], declared=40, claims=claims)
+
+    def others_end():
+        if backend.now > 10:
+            claims.now = Others()
+
+    assert scheduler.run(on_tick=others_end)["a"].state == "completed"
+    assert "another run" in of_kind(events, "wait")[0]["reason"]
+    assert claims.all_unused[0] == {}
+    assert max(unused["GPU-0"] for unused in claims.all_unused) == 40 * GIB
+
+
+def test_what_a_job_told_before_it_ended_is_not_taken_for_more_than_its_gpu_has(tmp_path):
+    scripts = {"a": FakeJob((1, 1), device_bytes=(10 * GIB,) * 2, settles_at=9, ends=("out_of_memory",) * 2)}
+    scheduler, backend, events = make_gpu(tmp_path, scripts, [(80, 20)], declared=20)
+    poll, read = backend.poll, scheduler.admission.budget.read
+    backend.poll = lambda: {name: replace(one, evidence={"place": "device"}) for name, one in poll().items()}
+    late = Counter({"GPU-0": 5 * GIB})
+    scheduler.admission.budget.read = lambda in_use: read(in_use + late if backend.now < 2 else in_use)
+    assert scheduler.run()["a"].state == "completed"
+    assert of_kind(events, "admit")[-1]["devices"] == {"GPU-0": 60 * GIB - 256 * MIB}
+
+
+def test_a_job_that_is_taken_over_keeps_what_it_uses_of_its_gpus(tmp_path):
+    scripts = {"a": FakeJob((1,) * 9, device_bytes=(30 * GIB,) * 9, settles_at=99), "b": FakeJob((1,) * 3)}
+    scheduler, backend, events = make_gpu(tmp_path, scripts, [(80, 0)], declared=60)
+    earlier = Job("a", command=("true",), env={"CUDA_VISIBLE_DEVICES": "GPU-0"})
+    backend.submit([Submission(earlier, Request(None))])
+    scheduler.run(still_running=["a"])
+    assert backend.most_at_once == 1
+    assert of_kind(events, "wait")[0]["on"] == "device"
+
+
+def test_a_job_that_ran_out_of_device_memory_comes_again_with_more_until_it_had_all_of_a_gpu(tmp_path):
+    scripts = {"a": FakeJob((1, 1), device_bytes=(10 * GIB,) * 2, settles_at=9, state="out_of_memory")}
+    scheduler, backend, events = make_gpu(tmp_path, scripts, [(80, 0)], declared=20)
+    poll, told = backend.poll, {"evidence": {"place": "device"}}
+    backend.poll = lambda: {name: replace(status, **told) for name, status in poll().items()}
+    assert scheduler.run()["a"].state == "out_of_memory"
+    assert [next(iter(fields["devices"].values())) // GIB for fields in of_kind(events, "admit")] == [20, 30, 79]
+    assert "gives one job 79.75 GiB" in of_kind(events, "end")[0]["why_final"]
 
 
 @given(
@@ -642,8 +772,8 @@ def test_a_cap_of_the_users_own_is_not_lessened_by_what_other_runs_lent(tmp_path
         cap = replace(budget.binding, name="cap", scope="job", limit_bytes=300, headroom_bytes=300 - in_use)
         return replace(budget, limits=(cap, *budget.limits))
 
-    scheduler._budget.read_budget = read
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.budget.read_budget = read
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     scheduler.run()
     assert backend.most_at_once == 3
 
@@ -682,7 +812,7 @@ def test_a_job_larger_than_its_own_cap_is_ended_and_not_asked_to_wait_for_anothe
         cap = replace(budget.binding, name="cap", scope="job", limit_bytes=1000, headroom_bytes=1000 - in_use)
         return replace(budget, limits=(cap, *budget.limits))
 
-    scheduler._budget.read_budget = read
+    scheduler.admission.budget.read_budget = read
     statuses = scheduler.run()
     assert {name: status.state for name, status in statuses.items()} == {"big": "out_of_memory", "small": "completed"}
     assert not any("another run" in fields["reason"] for fields in of_kind(events, "aside"))
@@ -698,7 +828,7 @@ def test_another_run_that_holds_next_to_nothing_is_not_waited_for(tmp_path):
 def test_the_last_retry_has_the_whole_budget_to_itself(tmp_path):
     scripts = {"a": FakeJob((100,), ends=("out_of_memory",) * 2), "b": FakeJob((100,) * 9)}
     scheduler, backend, machine, events = make(tmp_path, scripts, limit=10_000, slack=0.0, retries=2)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
 
     def others_take_a_little() -> None:
         machine.neighbour = 100 if backend.submitted.count("a") == 2 else 0
@@ -714,7 +844,7 @@ def test_a_job_that_is_stopped_while_it_waits_for_another_start_is_recorded_so(t
     params = {"a": {"kind": "a"}, "b": {"kind": "b"}}
     scheduler, backend, _, events = make(tmp_path, scripts, limit=1050, slack=0.0, params=params)
     for kind, size in (("a", 100), ("b", 950)):
-        scheduler.forecast.learn(like({"kind": kind}), Footprint(size))
+        scheduler.admission.forecast.learn(like({"kind": kind}), Footprint(size))
     statuses = scheduler.run(stopped=lambda job: "by hand" if job == "a" and of_kind(events, "retry") else "")
     recorded = backend.poll()["a"]
     assert (recorded.state, recorded.cause, recorded.attempt) == ("cancelled", "by hand", 1)
@@ -734,7 +864,7 @@ def test_a_job_that_was_given_up_stays_so_even_when_its_watcher_did_not_hear_why
 def test_a_job_that_stepped_aside_comes_again_however_it_ended(tmp_path, state):
     scripts = {"a": FakeJob((100, 150, 200, 300, 300)), "b": FakeJob((100, 150, 200, 300, 300))}
     scheduler, backend, _, _ = make(tmp_path, scripts, limit=400, slack=0.0, retries=0)
-    scheduler.forecast.learn(like({}), Footprint(100))
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
     cancel = backend.cancel
     backend.cancel = lambda job_id, *, now=False, verdict=None: cancel(job_id, verdict=Verdict(state, "meanwhile"))
     assert {status.state for status in scheduler.run().values()} == {"completed"}
@@ -745,7 +875,7 @@ def test_a_stop_while_a_job_waits_to_be_started_again_leaves_it_pending(tmp_path
     params = {"a": {"kind": "a"}, "b": {"kind": "b"}}
     scheduler, _, _, events = make(tmp_path, scripts, limit=1050, slack=0.0, params=params)
     for kind, size in (("a", 100), ("b", 950)):
-        scheduler.forecast.learn(like({"kind": kind}), Footprint(size))
+        scheduler.admission.forecast.learn(like({"kind": kind}), Footprint(size))
     stop = StopRequest()
 
     def tick() -> None:
@@ -789,3 +919,99 @@ def test_without_walls_a_job_that_needs_what_another_run_holds_is_tried_again_wi
 
     assert scheduler.run(on_tick=the_other_run_ends)["a"].state == "completed"
     assert backend.submitted == ["a", "a"]
+
+
+class Chain:
+    """A source whose second stage follows from the first; it notes what it hears."""
+
+    def __init__(self, *batches: list[Job]) -> None:
+        self.batches, self.open, self.heard, self.asked = list(batches), set(), [], []
+
+    def next(self, num_free):
+        self.asked.append(num_free)
+        if self.open or not self.batches:
+            return []
+        batch = self.batches.pop(0)
+        self.open = {job.id for job in batch}
+        return batch
+
+    def ended(self, status):
+        self.open.remove(status.job_id)
+        self.heard.append((status.job_id, status.state, status.cause))
+
+    @property
+    def is_done(self):
+        return not self.batches
+
+
+def of_stage(stage, *names):
+    return [Job(name, command=("true",), stage=stage, unit=number) for number, name in enumerate(names)]
+
+
+def test_a_source_hands_over_jobs_when_those_that_they_need_have_ended(tmp_path):
+    source = Chain(of_stage("fold", "fold_1", "fold_2"), of_stage("judge", "judge"))
+    scripts = {"fold_1": FakeJob((5,) * 3), "fold_2": FakeJob((5,), ends=("node_fail",)), "judge": FakeJob((5,))}
+    scheduler, backend, _, _ = make(tmp_path, scripts, limit=1000, source=source, max_parallel=2)
+    assert {status.state for status in scheduler.run().values()} == {"completed"}
+    assert backend.submitted.index("judge") == len(backend.submitted) - 1
+    assert sorted(source.heard) == [(name, "completed", "") for name in ("fold_1", "fold_2", "judge")]
+    assert source.asked[0] == 2 and max(source.asked) == 2
+
+
+def test_a_source_hears_of_every_job_that_is_given_up_when_the_run_stops(tmp_path):
+    source = Chain(of_stage("fold", "a", "b", "c"), of_stage("judge", "judge"))
+    scripts = {name: FakeJob((5,) * 9) for name in ("a", "b", "c", "judge")}
+    scheduler, backend, _, _ = make(tmp_path, scripts, limit=1000, source=source, max_parallel=1)
+    stop = StopRequest()
+    statuses = scheduler.run(stop=stop, on_tick=stop.ask)
+    asked = "the run was asked to stop"
+    assert sorted(source.heard) == [("a", "preempted", "as asked"), ("b", "pending", asked), ("c", "pending", asked)]
+    assert list(statuses) == ["a"] == backend.submitted
+
+
+def test_a_bug_in_the_first_job_of_a_stage_leaves_the_jobs_of_other_stages_alone(tmp_path):
+    source = Chain(of_stage("fold", "a", "b") + of_stage("other", "c", "d"))
+    scripts = {"a": FakeJob(state="failed"), "b": FakeJob(), "c": FakeJob(), "d": FakeJob(state="failed")}
+    options = {"limit": 1000, "source": source, "max_parallel": 1, "on_failure": "first"}
+    scheduler, backend, _, events = make(tmp_path, scripts, **options)
+    scheduler.run()
+    assert backend.submitted == ["a", "c", "d"]
+    reason = "a, the first to end, failed by an error of its own"
+    assert ("b", "pending", reason) in source.heard
+    assert [fields["reason"] for fields in of_kind(events, "stop")] == [reason]
+
+
+def test_jobs_of_a_stage_whose_first_job_failed_are_not_started_when_they_come_later(tmp_path):
+    source = Chain(of_stage("trial", "a"), of_stage("trial", "b"))
+    scripts = {"a": FakeJob(state="failed"), "b": FakeJob()}
+    scheduler, backend, _, _ = make(tmp_path, scripts, limit=1000, source=source, on_failure="first")
+    scheduler.run()
+    assert backend.submitted == ["a"]
+    assert [state for _, state, _ in source.heard] == ["failed", "pending"]
+
+
+def test_a_stage_of_which_a_job_completed_before_goes_on_after_a_bug(tmp_path):
+    scripts = {"a": FakeJob(state="failed"), "b": FakeJob()}
+    proven = {"on_failure": "first", "proven_stages": frozenset({""})}
+    scheduler, _, _, _ = make(tmp_path, scripts, limit=1000, max_parallel=1, **proven)
+    assert {name: status.state for name, status in scheduler.run().items()} == {"a": "failed", "b": "completed"}
+
+
+def test_jobs_speak_for_those_of_their_own_stage_alone(tmp_path):
+    stages = {"p": "prepare", "f1": "fold", "f2": "fold"}
+    scripts = {"p": FakeJob((500,) * 2), "f1": FakeJob((10,) * 3), "f2": FakeJob((10,) * 3)}
+    scheduler, _, _, events = make(tmp_path, scripts, limit=1100, slack=0.0, stages=stages, max_parallel=1)
+    scheduler.run()
+    reserved = {fields["job"]: fields["reservation_bytes"] for fields in of_kind(events, "admit")}
+    assert reserved == {"p": None, "f1": None, "f2": 10}
+
+
+def test_a_job_in_the_backends_queue_blocks_nobody(tmp_path):
+    scripts = {"a": FakeJob((10,) * 3, num_queued=5), "b": FakeJob((10,) * 3), "c": FakeJob((10,) * 3)}
+    scheduler, backend, _, events = make(tmp_path, scripts, limit=1000)
+    seen = []
+    statuses = scheduler.run(on_tick=lambda: seen.append(backend.poll()["a"].pending_reason))
+    assert {status.state for status in statuses.values()} == {"completed"}
+    assert seen[0] == "Priority"
+    ends = [fields["job"] for fields in of_kind(events, "end")]
+    assert ends[0] == "b"  # it was measured although a, which came first, is of unknown size

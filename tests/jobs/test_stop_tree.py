@@ -6,7 +6,7 @@ import pytest
 
 from memfit.jobs import Job, LocalBackend
 from memfit.rundir import RunDir
-from memfit.testing import wait_for_end, wait_until
+from memfit.testing import submit, wait_for_end, wait_until
 
 SAVES = """
 import pathlib, signal, sys, time
@@ -38,7 +38,7 @@ def backend(tmp_path):
 
 
 def stop(backend, tmp_path, *command):
-    backend.submit(Job("job", command=command))
+    submit(backend, Job("job", command=command))
     wait_until((tmp_path / "saved.ready").exists)
     backend.cancel("job")
     return wait_for_end(backend, "job")

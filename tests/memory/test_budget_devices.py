@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from memfit.memory._budget import Budget
-from memfit.memory._devices import read_devices, select_visible
+from memfit.memory._devices import device_reader, read_devices, select_visible
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 GIB = 1 << 30
@@ -150,3 +150,18 @@ def test_numbers_are_doubted_where_cuda_may_count_otherwise(proc):
 )
 def test_cudas_list_ends_at_its_first_entry_that_names_no_single_device(visible, chosen):
     assert select_visible([(0, "GPU-a", ""), (1, "GPU-b", "")], visible) == chosen
+
+
+def test_device_bytes_are_those_of_the_trees_processes():
+    gpus = [{"uuid": "GPU-a", "processes": [(10, 5), (11, 7), (12, None), (99, 9)]}, {"uuid": "GPU-b"}]
+    read = device_reader(FakeNvml(gpus))
+    assert (read({10, 11, 12}), read({50})) == ({"GPU-a": 12}, {})
+
+
+def test_what_a_tree_takes_of_a_gpu_in_instances_is_told_by_instance():
+    parts = [{"uuid": "MIG-1", "ids": (3, 0), "processes": [(10, 5)]}, {"uuid": "MIG-2", "ids": (5, 0)}]
+    assert device_reader(FakeNvml([{"uuid": "GPU-a", "parts": parts}]))({10}) == {"MIG-1": 5}
+
+
+def test_a_machine_without_a_driver_has_no_device_reader():
+    assert device_reader(FakeNvml([], library=False)) is None

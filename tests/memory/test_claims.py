@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from nobody import as_nobody, needs_root, shared_folder
 
 HOLD = """
 import sys, time
+from collections import Counter
 from pathlib import Path
 from memfit.memory._claims import Claims
 claims = Claims(Path(sys.argv[1]), folder=Path(sys.argv[2]))
-claims.write(used_bytes=300, unused_bytes=200, group="/group/of/it")
+claims.write(used=Counter(host=300), unused=Counter(host=200), group="/group/of/it")
 print("ready", flush=True)
 time.sleep(300)
 """
@@ -29,6 +31,7 @@ time.sleep(300)
 #: Takes 10 of what is free each time it may decide, until nothing is; tells how much that was.
 RACE = """
 import sys
+from collections import Counter
 from pathlib import Path
 from memfit.memory._claims import Claims
 run, folder, total = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -37,10 +40,10 @@ print("ready", flush=True)
 sys.stdin.readline()
 while True:
     with claims.deciding() as others:
-        if others.unused_bytes + mine + 10 > total:
+        if others.unused["host"] + mine + 10 > total:
             break
         mine += 10
-        claims.write(used_bytes=0, unused_bytes=mine)
+        claims.write(used=Counter(host=0), unused=Counter(host=mine))
 print(mine, flush=True)
 sys.stdin.readline()
 """
@@ -70,7 +73,7 @@ def listed(tmp_path):
 def unused_of_others(run, folder):
     claims = Claims(run, folder=folder)
     try:
-        return claims.others().unused_bytes
+        return claims.others().unused["host"]
     finally:
         claims.close()
 
@@ -91,7 +94,7 @@ def test_an_entry_says_what_its_run_lent_and_is_alive_while_its_supervisor_lives
     with holder(tmp_path / "run", listed) as process:
         (entry,) = list_entries(listed)
         assert (entry.run, entry.pid, entry.host) == (tmp_path / "run", process.pid, socket.gethostname())
-        assert (entry.used_bytes, entry.unused_bytes, entry.group) == (300, 200, "/group/of/it")
+        assert (entry.used["host"], entry.unused["host"], entry.group) == (300, 200, "/group/of/it")
         assert entry.alive
         assert unused_of_others(tmp_path / "another", listed) == 200
         assert unused_of_others(tmp_path / "run", listed) == 0
@@ -114,9 +117,9 @@ def test_jobs_that_go_on_without_a_supervisor_still_count_and_are_not_swept(tmp_
     with open(run / "jobs/cmd_0001/lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         claims = Claims(run, folder=listed)
-        claims.write(used_bytes=900, unused_bytes=70)
+        claims.write(used=Counter(host=900), unused=Counter(host=70))
         claims.close(keep=True)
-        assert [(entry.alive, entry.unused_bytes) for entry in list_entries(listed)] == [(False, 70)]
+        assert [(entry.alive, entry.unused["host"]) for entry in list_entries(listed)] == [(False, 70)]
         assert unused_of_others(tmp_path / "another", listed) == 70
         assert sweep_entries(listed) == []
     assert unused_of_others(tmp_path / "another", listed) == 0
@@ -125,10 +128,10 @@ def test_jobs_that_go_on_without_a_supervisor_still_count_and_are_not_swept(tmp_
 
 def test_a_resumed_run_takes_its_old_entry_over(tmp_path, listed):
     old = Claims(tmp_path / "run", folder=listed)
-    old.write(used_bytes=1, unused_bytes=1)
+    old.write(used=Counter(host=1), unused=Counter(host=1))
     old.close(keep=True)
     new = Claims(tmp_path / "run", folder=listed)
-    assert [(entry.alive, entry.unused_bytes) for entry in list_entries(listed)] == [(True, 0)]
+    assert [(entry.alive, entry.unused["host"]) for entry in list_entries(listed)] == [(True, 0)]
     new.close()
     assert list_entries(listed) == []
 
@@ -189,7 +192,7 @@ def test_a_name_that_another_user_took_first_ends_the_sharing_with_its_reason_an
         kept.close(keep=True)
         as_nobody(lambda: take(folder / "claims"))
         claims = Claims(tmp_path / "run", folder=folder / "claims")
-        claims.write(used_bytes=1, unused_bytes=1)
+        claims.write(used=Counter(host=1), unused=Counter(host=1))
         with claims.deciding() as others:
             assert others == Others()
         assert (list_entries(folder / "claims"), sweep_entries(folder / "claims")) == ([], [])
@@ -224,14 +227,14 @@ def test_a_list_that_others_may_write_to_is_not_used(tmp_path, listed):
     assert "others may open it" in claims.problem
     assert list(listed.iterdir()) == []
     listed.chmod(0o700)
-    claims.write(used_bytes=1, unused_bytes=0)
+    claims.write(used=Counter(host=1), unused=Counter(host=0))
     assert (claims.problem, len(list_entries(listed))) == ("", 1)
     claims.close()
 
 
 def test_an_entry_of_another_host_is_listed_and_neither_counted_nor_swept(tmp_path, listed):
     claims = Claims(tmp_path / "far", folder=listed)
-    claims.write(used_bytes=5000, unused_bytes=5000)
+    claims.write(used=Counter(host=5000), unused=Counter(host=5000))
     (path,) = listed.iterdir()
     path.write_text(path.read_text().replace(socket.gethostname(), "another-host"))
     claims.close(keep=True)
@@ -246,7 +249,7 @@ def test_a_holder_that_is_stopped_is_passed_by_in_the_end(tmp_path, listed, monk
     code = HOLD.replace('print("ready", flush=True)', 'claims.deciding().__enter__(); print("ready", flush=True)')
     with start(code, tmp_path / "stopped", listed) as process:
         with claims.deciding() as others:
-            assert others.unused_bytes == 200
+            assert others.unused["host"] == 200
         process.kill()
     claims.close()
 
@@ -254,9 +257,9 @@ def test_a_holder_that_is_stopped_is_passed_by_in_the_end(tmp_path, listed, monk
 def test_a_list_that_cannot_be_made_fails_no_run(tmp_path):
     (tmp_path / "file").write_text("")
     claims = Claims(tmp_path / "run", folder=tmp_path / "file" / "claims")
-    claims.write(used_bytes=1, unused_bytes=1)
+    claims.write(used=Counter(host=1), unused=Counter(host=1))
     with claims.deciding() as others:
-        assert others.unused_bytes == 0
+        assert others.unused["host"] == 0
     claims.close()
     assert "file" in claims.problem
     assert list_entries(tmp_path / "file" / "claims") == []
@@ -278,14 +281,14 @@ def test_many_looks_never_keep_a_run_from_its_entry(tmp_path, listed):
 
 def test_a_write_that_changes_nothing_costs_nothing(tmp_path, listed):
     claims = Claims(tmp_path / "run", folder=listed)
-    claims.write(used_bytes=5, unused_bytes=5, group="/g")
+    claims.write(used=Counter(host=5), unused=Counter(host=5), group="/g")
     (path,) = listed.glob("*.run")
     os.utime(path, (1, 1))
-    claims.write(used_bytes=5, unused_bytes=5)
+    claims.write(used=Counter(host=5), unused=Counter(host=5))
     assert path.stat().st_mtime == 1
-    claims.write(used_bytes=5, unused_bytes=4)
+    claims.write(used=Counter(host=5), unused=Counter(host=4))
     assert path.stat().st_mtime > 1
-    assert [(entry.unused_bytes, entry.group) for entry in list_entries(listed)] == [(4, "/g")]
+    assert [(entry.unused["host"], entry.group) for entry in list_entries(listed)] == [(4, "/g")]
     claims.close()
 
 
@@ -297,7 +300,7 @@ def test_a_process_that_watches_jobs_may_load_it_at_no_cost():
     assert done.stdout == "\n"
 
 
-@pytest.mark.parametrize("field", ["used_bytes", "started", "run"])
+@pytest.mark.parametrize("field", ["used", "started", "run"])
 def test_an_entry_of_another_version_is_passed_over(tmp_path, field):
     folder = tmp_path / "claims"
     with holder(tmp_path / "a", folder):

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,6 @@ from memfit.memory._process import (
     PsutilReader,
     Sharing,
     Tree,
-    nvml_reader,
     parse_rollup,
     parse_stat,
     parse_status,
@@ -216,45 +214,3 @@ def test_a_child_just_forked_counts_with_what_it_wrote_until_it_executes_a_progr
     assert sharing.unique({1: 1000, 2: 1000}) == 1010
     sharing.leave(2)
     assert sharing.unique({1: 1000, 2: 40}) == 1040
-
-
-class FakeNVML:
-    """One device that tells, one that does not."""
-
-    class NVMLError(Exception):
-        pass
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:
-        return f"GPU-{handle}"
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
-        if handle == 1:
-            raise self.NVMLError
-        pairs = [(10, 5 * MIB), (11, 7 * MIB), (99, 9 * MIB), (12, None)]
-        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in pairs]
-
-
-def test_device_bytes_are_those_of_the_trees_processes():
-    read = nvml_reader(FakeNVML())
-    assert read is not None
-    assert read({10, 11, 12}) == {"GPU-0": 12 * MIB}
-    assert read({50}) == {}
-
-
-def test_a_machine_without_a_driver_has_no_device_reader():
-    nvml = FakeNVML()
-
-    def fail() -> None:
-        raise nvml.NVMLError
-
-    nvml.nvmlInit = fail  # type: ignore[method-assign]
-    assert nvml_reader(nvml) is None

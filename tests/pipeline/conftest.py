@@ -1,11 +1,12 @@
-"""A config of the tiny workload in a folder of its own, and scores that are judged in this process."""
+"""A config of the tiny workload in a folder of its own."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 
-import judging
+#: Modules of the runs that tests start, imported from folders of their own.
+collect_ignore = ["chain.py", "chain_help.py"]
 
 
 @pytest.fixture
@@ -22,10 +23,3 @@ def tiny(tmp_path, monkeypatch):
         return path
 
     return write
-
-
-@pytest.fixture
-def judged_here(tmp_path):
-    """Scores are judged in this process."""
-    with judging.judged_here(tmp_path, module="memoriser"):
-        yield

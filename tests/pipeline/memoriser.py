@@ -3,21 +3,22 @@
 import os
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict
 
 from memfit.data import Panel
-from memfit.pipeline import FoldContext, FoldWorkload, PrepareContext, Prepared, ScoreContext
+from memfit.pipeline import Context, Stage, Workload
 from memfit.rundir import mark_phase, record
 from memfit.splits import PurgedKFold
+from memfit_workloads import finance
 
 NUM_ASSETS, HORIZON = 30, 5
 
 
-class MemoriserParams(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class MemoriserParams(finance.JudgeSettings):
     num_dates: int = 160
     n_splits: int = 4
     skill: float = 0.0  # how much the scores know of the target on dates that were not trained on
@@ -26,6 +27,10 @@ class MemoriserParams(BaseModel):
     die_fold: int = 0
     price_error: bool = False
     calm: bool = False  # assets differ in volatility, and the scores prefer calm ones
+
+    @property
+    def scored_horizons(self) -> tuple[int, ...]:
+        return (HORIZON,)
 
 
 def daily_returns(params: MemoriserParams) -> np.ndarray:
@@ -52,7 +57,7 @@ def closes(params: MemoriserParams) -> np.ndarray:
     return values
 
 
-def prepare(context: PrepareContext, params: MemoriserParams) -> Prepared:
+def prepare(context: Context, params: MemoriserParams) -> dict[str, Any]:
     mark_phase("build")
     daily = daily_returns(params)
     days = np.busday_offset("2020-01-01", np.arange(params.num_dates), roll="forward")
@@ -68,39 +73,42 @@ def prepare(context: PrepareContext, params: MemoriserParams) -> Prepared:
     panel = Panel.build(table, context.panels_dir, features=["x"], targets=targets)
     usable = np.arange(params.num_dates - HORIZON)
     splits = list(PurgedKFold(params.n_splits, purged_size=HORIZON, embargo_size=2).split(usable))
-    return Prepared(panel, splits, label_dates=HORIZON, embargo_size=2)
+    return finance.save_folds(context, panel, splits, label_dates=HORIZON, embargo_size=2)
 
 
-def train_fold(context: FoldContext, params: MemoriserParams) -> dict[str, float]:
+def train_fold(context: Context, params: MemoriserParams) -> dict[str, float]:
     import torch
 
     from memfit.training import save_checkpoint
 
+    mark_phase("load")
+    fold, (panel, train_dates, _) = context.unit["fold"], finance.fold_of(context)
     for epoch in (1, 2):
         mark_phase("train")
         time.sleep(params.epoch_seconds)
-        if params.die_fold == context.fold:
+        if params.die_fold == fold:
             os.kill(os.getpid(), signal.SIGKILL)
-        memory = np.zeros((len(context.panel.dates), NUM_ASSETS), np.float32)
-        memory[context.train_dates] = np.nan_to_num(context.panel.targets[context.train_dates, :, 1])
+        memory = np.zeros((len(panel.dates), NUM_ASSETS), np.float32)
+        memory[train_dates] = np.nan_to_num(panel.targets[train_dates, :, 1])
         known = np.zeros(len(memory), np.uint8)
-        known[context.train_dates] = 1
+        known[train_dates] = 1
         state = {
-            "memfit_checkpoint": 1, "epoch": epoch, "fit": f"fold {context.fold}", "identity": {},
-            "model": {"memory": torch.from_numpy(memory), "known": torch.from_numpy(known)}, "provenance": dict(context.provenance),
+            "memfit_checkpoint": 1, "epoch": epoch, "fit": f"fold {fold}", "identity": {},
+            "model": {"memory": torch.from_numpy(memory), "known": torch.from_numpy(known)}, "provenance": finance.provenance(context, params),
         }  # fmt: skip
         mark_phase("checkpoint")
-        save_checkpoint(context.checkpoint_dir / f"ema_epoch_{epoch}.pt", state)
+        path = context.dir / f"ema_epoch_{epoch}.pt"
+        save_checkpoint(path, state)
+        context.save(path.stem, path)
         mark_phase("validate")
         record("epoch", epoch=epoch, num_epochs=2, loss=1 / epoch)
-    return {"num_train": float(len(context.train_dates))}
+    return {"num_train": float(len(train_dates))}
 
 
-def score(context: ScoreContext, params: MemoriserParams) -> pa.Table:
+def score(panel: Panel, dates: np.ndarray, checkpoint: Path, params: MemoriserParams) -> pa.Table:
     from memfit.training import load_checkpoint
 
-    panel, dates = context.panel, context.dates
-    model = load_checkpoint(context.checkpoint)["model"]
+    model = load_checkpoint(checkpoint)["model"]
     memory, known = model["memory"].numpy()[dates], model["known"].numpy()[dates, None]
     truth = np.nan_to_num(panel.targets[dates, :, 1])
     noise = np.random.default_rng(8).normal(0, 0.04, memory.shape)
@@ -124,12 +132,20 @@ def market(panel: Panel, params: MemoriserParams) -> pa.Table:
     })  # fmt: skip
 
 
-MEMORISER = FoldWorkload(
+SCORED = ("num_dates", "skill", "drift", "calm", "price_error")
+MEMORISER = Workload(
     params=MemoriserParams,
-    fingerprint=lambda params: f"memoriser-{params.num_dates}-{params.drift}-{params.calm}",
-    prepare=prepare,
-    train_fold=train_fold,
-    score=score,
-    market=market,
-    horizons=lambda params: [HORIZON],
+    fingerprint=lambda params: {"decision": finance.fingerprint(params)},
+    stages=(
+        Stage("prepare", prepare, reads=("num_dates", "n_splits", "drift", "calm"), phases=("load", "build")),
+        Stage(
+            "fold",
+            train_fold,
+            needs=("prepare",),
+            each="fold in prepare.folds",
+            reads=(*SCORED, "epoch_seconds", "die_fold", "@seed"),
+            phases=("load", "train", "checkpoint", "validate"),
+        ),
+        *finance.stages(score, market, reads=SCORED),
+    ),
 )

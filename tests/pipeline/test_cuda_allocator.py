@@ -25,7 +25,8 @@ def train_fold(context, params):
     exec({AT_START!r})
     return {{"done": 1.0}}
 
-SEES = dataclasses.replace(tiny.TINY, train_fold=train_fold)
+stages = [dataclasses.replace(stage, run=train_fold) if stage.name == "fold" else stage for stage in tiny.TINY.stages]
+SEES = dataclasses.replace(tiny.TINY, stages=tuple(stages))
 """
 
 
@@ -83,7 +84,7 @@ def test_a_contradiction_is_refused_before_anything_runs_with_the_flag_and_the_s
 
 def test_a_fold_starts_with_what_its_config_says_and_the_effective_config_keeps_it(tiny, tmp_path):
     (tmp_path / "sees.py").write_text(WORKLOAD)
-    path = tiny(f"folds: '1'\nmemory: {{cuda_allocator: '{GROWS}'}}")
+    path = tiny(f"units: '1'\nmemory: {{cuda_allocator: '{GROWS}'}}")
     path.write_text(path.read_text().replace("target: tiny:TINY", "target: sees:SEES"))
     result = run(path)
     assert result.state == "completed"

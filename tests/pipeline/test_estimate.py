@@ -10,11 +10,11 @@ import torch
 from memfit.errors import ConfigError, UsageError
 from memfit.estimation._events import find_peaks
 from memfit.estimation._step_trace import trace_step
-from memfit.pipeline import PrepareContext, estimate_workload
+from memfit.pipeline import estimate_workload
 from memfit.pipeline._estimate import bytes_of, find_longest
-from memfit.pipeline._workload import first_fold
-from memfit_workloads.ranker.job import RANKER
 from memfit_workloads.ranker.params import RankerParams
+from memfit_workloads.ranker.stages import RANKER
+from stages_here import StagesHere
 
 PARAMS = {
     "data": {"source": "generated", "num_dates": 110, "num_assets": 30, "num_features": 2, "turnover": 0.3,
@@ -30,7 +30,7 @@ def config(tmp_path, monkeypatch):
     """Writes a config of the ranker on a small generated market."""
     monkeypatch.chdir(tmp_path)
 
-    def write(top="", target="memfit_workloads.ranker.job:RANKER", params=PARAMS):
+    def write(top="", target="memfit_workloads.ranker.stages:RANKER", params=PARAMS):
         path = tmp_path / "config.yaml"
         path.write_text(f"schema_version: 1\nexperiment: small\ntarget: {target}\n{top}\nparams: {params}\n")
         return path
@@ -56,27 +56,26 @@ def test_the_ranker_is_estimated_from_its_config_alone_with_host_and_device_apar
 
 def test_the_traced_step_of_the_ranker_follows_its_batch(tmp_path):
     params = RankerParams.model_validate(PARAMS)
-    prepared = RANKER.prepare(PrepareContext(tmp_path / "panels"), params)
-    context = first_fold(prepared, 0, tmp_path)
-    loader = RANKER.loader(context, params, 0)
+    context, probe = StagesHere(tmp_path, RANKER, params, seed=0).context("fold", 1), RANKER.stage("fold").probe
+    loader = probe.loader(context, params, 0)
 
     def peak_of(batch):
         def make():
-            step = RANKER.step(context, params)
+            step = probe.step(context, params)
             return lambda: step(batch)
 
         return max(one.num_bytes for one in find_peaks(trace_step(make, cuda=False)).values())
 
     longest = find_longest(loader)
-    others = [peak_of(batch) for batch in itertools.islice(loader, 2)]
+    others = [peak_of(batch) for batch in itertools.islice(loader, 4)]
     assert longest.is_sure and all(peak_of(longest.batch) >= one for one in others)
     assert len(set(others)) > 1, "the market's lists differ in length"
 
 
 def test_a_config_without_a_loader_and_a_step_is_refused_with_what_to_write(tiny):
-    with pytest.raises(UsageError, match="names no loader and step") as caught:
+    with pytest.raises(UsageError, match="no stage of 'tiny:TINY' says how it is measured") as caught:
         estimate_workload(tiny())
-    assert "FoldWorkload(..., loader=loader, step=step)" in str(caught.value)
+    assert "Stage(..., probe=Probe(loader, step))" in str(caught.value)
 
 
 def test_what_contradicts_itself_is_refused_before_anything_is_prepared(config, tmp_path):

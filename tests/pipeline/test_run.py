@@ -13,13 +13,18 @@ from pyarrow import feather
 
 import memfit
 from memfit.errors import ConfigError, DataError, DoesNotFitError, SplitError, UsageError
-from memfit.pipeline import parse_folds, resume
+from memfit.pipeline import resume
 from memfit.rundir import RunDir
 from memfit.testing import is_alive, wait_until
 
 
 def fold_table(result):
     return feather.read_table(result.path / "kfold_results.feather")
+
+
+def folds_of(result):
+    """The last statuses of the folds, without the stage before them."""
+    return {job: status for job, status in result.statuses.items() if job.startswith("fold")}
 
 
 def events_of(result, kind):
@@ -49,22 +54,22 @@ def test_five_folds_are_trained_measured_tabled_and_kept(tiny):
     assert "may be lent" in admitted["fold_2"]["why"]
 
     # What was forecast from the first fold is what the others took.
-    peaks = [status.peak_bytes for status in result.statuses.values()]
+    peaks = [status.peak_bytes for status in folds_of(result).values()]
     assert all(0.8 * decided["footprint"]["private_bytes"] <= peak <= decided["reservation_bytes"] for peak in peaks)
 
-    # The same command shows the finished run, and opens the panel that is there.
+    # The same command shows the finished run, and says what that saved.
     again = memfit.run(config)
     assert (again.path, again.metrics) == (result.path, result.metrics)
-    assert json.loads((again.path / "checkpoints/stage_prepare.json").read_text())["panel_reused"] is True
     assert {status.attempt for status in again.statuses.values()} == {1}
-    assert [event["num_done"] for event in events_of(again, "done")] == [5]
+    kept = {event["stage"]: event for event in events_of(again, "stage") if event["state"] == "kept"}
+    assert kept["fold"]["jobs"] == [f"fold_{i}" for i in range(1, 6)] and kept["fold"]["seconds"] > 1
 
     # One at a time gives the same numbers and tables.
     sequential = memfit.run(config, overrides=["max_parallel=1"], new=True)
     assert sequential.path != result.path
     assert sequential.metrics == result.metrics
     for fold in range(1, 6):
-        a, b = (feather.read_table(r.path / f"jobs/fold_{fold}/scores.feather") for r in (result, sequential))
+        a, b = (feather.read_table(r.path / f"checkpoints/fold_{fold}/scores.feather") for r in (result, sequential))
         assert a.equals(b)
     assert {event["num_running"] for event in events_of(sequential, "admit")} == {1}
 
@@ -73,27 +78,34 @@ def test_changed_params_and_changed_code_start_a_run_of_their_own(tiny, tmp_path
     first = memfit.run(tiny(num_epochs=1))
     second = memfit.run(tiny(num_epochs=2))
     code = tmp_path / "tiny.py"
-    code.write_text(code.read_text() + "\n# changed\n")
+    code.write_text(code.read_text() + "\n# a comment\n\ndef unused():\n    return 1\n")
+    assert memfit.run(tiny(num_epochs=2)).path == second.path
+    code.write_text(code.read_text().replace("loss=1 / epoch", "loss=2 / epoch"))
     third = memfit.run(tiny(num_epochs=2))
     assert len({first.path, second.path, third.path}) == 3
+    states = {(event["stage"], event["state"]): event for event in events_of(third, "stage")}
+    assert ("prepare", "reused") in states and ("fold", "completed") in states
+    assert states["fold", "running"]["why"] == "tiny:train_fold changed"
+    reused = json.loads((third.path / "checkpoints/stage_prepare.json").read_text())["reused_from"]
+    assert reused.startswith(str(tmp_path / "runs"))
 
 
 def test_how_folds_are_admitted_does_not_make_another_run(tiny):
-    first = memfit.run(tiny(), overrides=["folds=1"])
-    second = memfit.run(tiny(), overrides=["folds=all", "max_parallel=2", "on_failure=stop"])
+    first = memfit.run(tiny(), overrides=["units=1"])
+    second = memfit.run(tiny(), overrides=["units=all", "max_parallel=2", "on_failure=stop"])
     assert second.path == first.path
-    assert sorted(first.metrics) == ["fold_1"]
+    assert sorted(first.metrics) == ["fold_1", "prepare"]
     assert json.loads((second.path / "plan.json").read_text())["num_jobs"] == 3
     assert second.statuses["fold_1"].attempt == 1
-    assert len(second.metrics) == 3
+    assert len(second.metrics) == 4
 
 
 def test_the_table_holds_the_folds_of_all_commands(tiny):
     config = tiny()
-    memfit.run(config, overrides=["folds=1"])
-    result = memfit.run(config, overrides=["folds=3"])
+    memfit.run(config, overrides=["units=1"])
+    result = memfit.run(config, overrides=["units=3"])
     assert fold_table(result)["fold"].to_pylist() == [1, 3]
-    assert sorted(result.metrics) == ["fold_1", "fold_3"]
+    assert sorted(result.metrics) == ["fold_3", "prepare"]
 
 
 def test_a_command_that_ends_by_an_error_says_so_in_its_events(tiny):
@@ -120,14 +132,14 @@ def test_a_failed_fold_gives_exit_code_4_and_the_others_go_on(tiny):
     assert (result.state, result.exit_code) == ("failed", 4)
     assert result.statuses["fold_3"].state == "failed"
     assert "a planted bug" in result.statuses["fold_3"].cause
-    assert sorted(result.metrics) == ["fold_1", "fold_2"]
+    assert sorted(result.metrics) == ["fold_1", "fold_2", "prepare"]
     assert "a planted bug" in (result.path / "jobs/fold_3/err.log").read_text()
 
 
 def test_stop_on_failure_starts_no_later_fold(tiny):
     result = memfit.run(tiny(fail_fold=2), overrides=["on_failure=stop", "max_parallel=1"])
     assert result.exit_code == 4
-    assert {job: status.state for job, status in result.statuses.items()} == {
+    assert {job: status.state for job, status in folds_of(result).items()} == {
         "fold_1": "completed", "fold_2": "failed", "fold_3": "pending",
     }  # fmt: skip
 
@@ -135,17 +147,17 @@ def test_stop_on_failure_starts_no_later_fold(tiny):
 def test_a_bug_in_the_first_fold_ends_the_run_unless_it_is_to_continue(tiny):
     first = memfit.run(tiny(fail_fold=1))
     assert (first.state, first.exit_code) == ("failed", 4)
-    assert {job: status.state for job, status in first.statuses.items()} == {
+    assert {job: status.state for job, status in folds_of(first).items()} == {
         "fold_1": "failed", "fold_2": "pending", "fold_3": "pending",
     }  # fmt: skip
     again = memfit.run(tiny(fail_fold=1), overrides=["on_failure=continue"])
-    assert (again.path, sorted(again.metrics)) == (first.path, ["fold_2", "fold_3"])
+    assert (again.path, sorted(again.metrics)) == (first.path, ["fold_2", "fold_3", "prepare"])
 
 
 def test_a_bug_that_some_folds_do_not_have_ends_no_run(tiny):
-    memfit.run(tiny(fail_fold=2), overrides=["folds=1"])
+    memfit.run(tiny(fail_fold=2), overrides=["units=1"])
     result = memfit.run(tiny(fail_fold=2))
-    assert {job: status.state for job, status in result.statuses.items()} == {
+    assert {job: status.state for job, status in folds_of(result).items()} == {
         "fold_1": "completed", "fold_2": "failed", "fold_3": "completed",
     }  # fmt: skip
 
@@ -157,7 +169,7 @@ def test_a_fold_killed_by_a_stranger_is_told_and_only_it_runs_again(tiny):
     assert "SIGKILL" in result.statuses["fold_3"].cause
     again = memfit.run(config)
     assert again.path == result.path
-    assert {job: status.attempt for job, status in again.statuses.items()} == {
+    assert {job: status.attempt for job, status in folds_of(again).items()} == {
         "fold_1": 1, "fold_2": 1, "fold_3": 2,
     }  # fmt: skip
 
@@ -185,19 +197,9 @@ def test_a_panels_folder_that_is_none_is_refused_as_bad_input(tiny, tmp_path):
 
 
 def test_a_choice_without_meaning_is_refused_before_anything_is_made(tiny, tmp_path):
-    with pytest.raises(ConfigError, match="'9-2' names no fold"):
-        memfit.run(tiny(), overrides=["folds=9-2"])
+    with pytest.raises(ConfigError, match="'9-2' names no unit"):
+        memfit.run(tiny(), overrides=["units=9-2"])
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_prepare_that_writes_into_panels_dir_finds_it_and_one_without_a_panel_is_refused(tiny, tmp_path):
-    config, source = tiny("panels_dir: not/yet/there"), tmp_path / "tiny.py"
-    other = "    (context.panels_dir / 'own.txt').write_text('x')\n    return Prepared(None, [([0], [1])])\n\n\n"
-    before, _, after = source.read_text().partition("    panel = Panel.build(")
-    source.write_text(before + other + "def train_fold" + after.partition("def train_fold")[2])
-    with pytest.raises(UsageError, match="prepare of tiny:TINY returned a Prepared with the panel None"):
-        memfit.run(config)
-    assert (tmp_path / "not/yet/there/own.txt").exists()
 
 
 def test_a_declared_size_that_cannot_fit_is_refused(tiny):
@@ -216,9 +218,9 @@ def test_a_users_limit_bounds_how_many_run_at_once(tiny):
 
 
 @pytest.mark.parametrize("text", ["0", "6", "3-2", "a", "2-9", "1-", ""])
-def test_a_choice_that_names_no_fold_is_refused(text):
-    with pytest.raises(ConfigError, match="names no fold"):
-        parse_folds(text, 5)
+def test_a_choice_that_names_no_unit_is_refused(text, tiny):
+    with pytest.raises(ConfigError, match="names no unit"):
+        memfit.run(tiny(n_splits=2, num_epochs=1), overrides=[f"units={text}"])
 
 
 def test_a_second_supervisor_is_refused_while_the_first_runs(tiny):
@@ -279,11 +281,28 @@ def test_a_killed_supervisor_loses_no_finished_work_and_runs_nothing_twice(tiny)
     assert len(epochs) == len(set(epochs)) == 12
 
 
+def test_a_job_that_still_runs_with_older_code_is_ended_and_starts_anew(tiny, tmp_path):
+    config = tiny(num_epochs=3, epoch_seconds=1.0)
+    words = [sys.executable, "-m", "memfit", "run", str(config), "--units", "1"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    runs = config.parent / "runs" / "tiny"
+    wait_until(lambda: any(runs.glob("run_*/checkpoints/fold_1/state.json")))
+    process.kill()
+    process.wait()
+    code = tmp_path / "tiny.py"
+    code.write_text(code.read_text().replace('"draw": float(draw)', '"draw": -1.0'))
+    result = memfit.run(config, overrides=["units=1"])
+    assert (result.path.parent, result.exit_code) == (runs, 0)
+    assert result.metrics["fold_1"]["draw"] == -1.0
+    epochs = [e["epoch"] for e in events_of(result, "epoch") if e["time"] > result.statuses["fold_1"].started]
+    assert epochs == [1, 2, 3]
+
+
 def test_the_supervisor_loads_no_heavy_module(tiny):
     config = tiny()
     code = (
         "import sys, memfit; from pathlib import Path\n"
-        f"result = memfit.run(Path({str(config)!r}), overrides=['folds=1'])\n"
+        f"result = memfit.run(Path({str(config)!r}), overrides=['units=1'])\n"
         "print([m for m in ('torch', 'pandas', 'numpy', 'pyarrow', 'tiny') if m in sys.modules])\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -293,33 +312,33 @@ def test_the_supervisor_loads_no_heavy_module(tiny):
 def test_a_fold_that_does_not_exist_leaves_the_finished_run_as_it_is(tiny):
     config = tiny()
     result = memfit.run(config)
-    with pytest.raises(ConfigError, match="names no fold"):
-        memfit.run(config, overrides=["folds=9"])
+    with pytest.raises(ConfigError, match="names no unit"):
+        memfit.run(config, overrides=["units=9"])
     assert RunDir(result.path).state == "completed"
 
 
-def test_a_finished_fold_whose_result_is_gone_is_trained_again(tiny):
+def test_a_finished_fold_whose_output_is_gone_is_trained_again(tiny):
     config = tiny()
     result = memfit.run(config)
-    (result.path / "jobs/fold_2/result.json").unlink()
+    (result.path / "checkpoints/fold_2/scores.feather").unlink()
     again = memfit.run(config)
-    assert again.metrics == result.metrics
+    assert (again.path, again.metrics) == (result.path, result.metrics)
     assert again.statuses["fold_2"].attempt == 2
 
 
-def test_resume_goes_on_from_anywhere_with_the_code_and_settings_of_the_run(tiny, tmp_path, monkeypatch):
+def test_resume_goes_on_from_anywhere_with_the_settings_of_the_run(tiny, tmp_path, monkeypatch):
     result = memfit.run(tiny(), overrides=["max_parallel=2"])
-    (result.path / "jobs/fold_2/result.json").unlink()
+    (result.path / "checkpoints/fold_2.json").write_text("{")  # damaged: it is made anew
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setenv("MEMFIT_MAX_PARALLEL", "1")
     again = resume(result.path)
     assert (again.path, again.metrics) == (result.path, result.metrics)
-    assert {job: status.attempt for job, status in again.statuses.items()} == {"fold_1": 1, "fold_2": 2, "fold_3": 1}
+    assert {job: one.attempt for job, one in folds_of(again).items()} == {"fold_1": 1, "fold_2": 2, "fold_3": 1}
     assert not list((tmp_path / "elsewhere").iterdir())
     code = tmp_path / "tiny.py"
-    code.write_text(code.read_text() + "\n# changed\n")
-    with pytest.raises(UsageError, match=r"the code or the data of .* changed"):
+    code.write_text(code.read_text().replace("loss=1 / epoch", "loss=2 / epoch"))
+    with pytest.raises(UsageError, match=r"the code or the data of .* changed since it was finished"):
         resume(result.path)
 
 

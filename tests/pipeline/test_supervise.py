@@ -1,11 +1,8 @@
 """What happens to a supervisor: a full disk, a lock that is removed, an error of its own."""
 
 import os
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +10,9 @@ from memfit.errors import UsageError
 from memfit.jobs import Job, StopRequest
 from memfit.memory import is_locked, lock_file
 from memfit.pipeline._config import CommandSettings
-from memfit.pipeline._supervise import DISK_RESERVE_BYTES, Journal, RunLock, _Backend, supervised
+from memfit.pipeline._supervise import Journal, RunLock, supervised
 from memfit.rundir import RunDir, read_json
-from memfit.testing import wait_for_end, wait_until
+from memfit.testing import ListSource, wait_until
 
 
 @pytest.fixture
@@ -86,58 +83,6 @@ def test_another_error_than_a_full_disk_is_raised(run):
         journal.write("one")
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of little more than what is kept free."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    size = DISK_RESERVE_BYTES + (8 << 20)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("needs to mount a small disk")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
-def test_a_run_on_a_disk_that_fills_up_waits_and_goes_on_when_there_is_room(small_disk, tmp_path):
-    ballast = small_disk / "ballast"
-    # The first command fills the disk; those after it must wait, and the first one's end must not be lost.
-    text = f"echo {{a}} >> {tmp_path}/ran; test {{a}} != 1 || cat /dev/zero > {ballast} 2> /dev/null; true"
-    words = [sys.executable, "-m", "memfit", "map", "--param", "a=1..3", "--max-parallel", "1"]
-    words += ["--runs-dir", str(small_disk / "runs"), "--", "sh", "-c", text]
-    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        wait_until(ballast.exists)
-        assert process.stderr.readline().startswith("memfit: ")
-        assert Path(tmp_path / "ran").read_text() == "1\n"
-        ballast.unlink()
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, out + err
-    assert Path(tmp_path / "ran").read_text() == "1\n2\n3\n"
-    [run] = RunDir.all(small_disk / "runs", "sh")
-    assert run.state == "completed"
-    ends = [event["job"] for event in run.events() if event["kind"] == "end"]
-    assert ends == ["cmd_0001", "cmd_0002", "cmd_0003"]
-
-
-def test_an_order_that_meets_a_full_disk_is_given_again_when_there_is_room(small_disk):
-    run = RunDir.create(small_disk, "demo", "0" * 64)
-    ballast = small_disk / "ballast"
-    with pytest.raises(OSError, match="No space left"), open(ballast, "wb") as file:
-        while True:
-            file.write(bytes(1 << 16))
-    backend = _Backend(run)
-    waiting = threading.Thread(target=backend.submit, args=(Job("late", command=("true",)),))
-    waiting.start()
-    waiting.join(0.5)
-    assert waiting.is_alive()
-    ballast.unlink()
-    waiting.join(60)
-    assert wait_for_end(backend, "late").state == "completed"
-    backend.close()
-
-
 def test_an_error_of_its_own_ends_a_run_with_an_outcome_that_names_it(run):
     with pytest.raises(ZeroDivisionError), supervised(run, CommandSettings(), force=False, view=None, told={}):
         1 / 0  # noqa: B018
@@ -151,13 +96,13 @@ def test_a_lock_that_is_removed_is_taken_again_or_the_run_is_left_to_who_was_fas
         supervised(run, CommandSettings(), force=False, view=None, told={}) as supervisor,
     ):
         path.unlink()
-        supervisor.schedule([Job("first", command=("true",))])
+        supervisor.schedule(ListSource([Job("first", command=("true",))]))
         assert is_locked(path)
         with pytest.raises(UsageError):
             RunLock(run)
         descriptor = lock_file(other)
         other.rename(path)
-        supervisor.schedule([Job("second", command=("true",))])
+        supervisor.schedule(ListSource([Job("second", command=("true",))]))
     os.close(descriptor)
     assert not run.job_dir("second").exists()
     assert not (run.path / "outcome.json").exists()  # the other one writes it

@@ -2,8 +2,9 @@
 
 import json
 import os
+import signal
 import time
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from memfit.data import Panel
 from memfit.errors import StoppedError
-from memfit.pipeline import FoldContext, FoldWorkload, PrepareContext, Prepared
+from memfit.pipeline import Context, Stage, Workload
 from memfit.rundir import mark_phase, record, write_json
 from memfit.splits import PurgedKFold
 
@@ -35,28 +36,33 @@ def make_table(params: TinyParams) -> pa.Table:
     })  # fmt: skip
 
 
-def prepare(context: PrepareContext, params: TinyParams) -> Prepared:
+def prepare(context: Context, params: TinyParams) -> dict[str, Any]:
     mark_phase("build")
     panel = Panel.build(make_table(params), context.panels_dir, features=["x"], targets=["y"])
-    splitter = PurgedKFold(params.n_splits, purged_size=1, embargo_size=1)
-    return Prepared(panel, list(splitter.split(np.arange(params.num_dates))))
+    splits = list(PurgedKFold(params.n_splits, purged_size=1, embargo_size=1).split(panel.dates))
+    context.save("panel", panel)
+    rows = {f"train_{fold}": train for fold, (train, _) in enumerate(splits, 1)}
+    context.save("splits", rows | {f"test_{fold}": test for fold, (_, test) in enumerate(splits, 1)})
+    return {"folds": [{"fold": fold, "num_test_dates": len(test)} for fold, (_, test) in enumerate(splits, 1)]}
 
 
-def train_fold(context: FoldContext, params: TinyParams) -> dict[str, float]:
-    saved = context.checkpoint_dir / "state.json"
+def train_fold(context: Context, params: TinyParams) -> dict[str, float]:
+    mark_phase("load")
+    prepared, fold = context["prepare"], context.unit["fold"]
+    panel, splits = prepared.panel(), prepared.arrays("splits")
+    train, test = splits[f"train_{fold}"], splits[f"test_{fold}"]
+    saved = context.dir / "state.json"
     first = json.loads(saved.read_text())["epoch"] + 1 if saved.exists() else 1
     stopping: list[int] = []
-    import signal
-
     signal.signal(signal.SIGTERM, lambda *_: stopping.append(1))
     block = None
     for epoch in range(first, params.num_epochs + 1):
         mark_phase("train")
         block = np.ones(params.hold_mib << 20, np.uint8)
         time.sleep(params.epoch_seconds)
-        if params.fail_fold == context.fold:
+        if params.fail_fold == fold:
             raise ValueError("a planted bug")
-        if params.die_fold == context.fold:
+        if params.die_fold == fold:
             os.kill(os.getpid(), signal.SIGKILL)
         mark_phase("checkpoint")
         write_json(saved, {"epoch": epoch})
@@ -65,12 +71,24 @@ def train_fold(context: FoldContext, params: TinyParams) -> dict[str, float]:
         if stopping:
             raise StoppedError("stopped.", rule="asked to.", remedy="start again")
     del block
-    table = pa.table({"date": context.test_dates, "score": np.asarray(context.panel.values[context.test_dates, 0, 0])})
-    Path(context.save_table("scores", table))
-    rng = np.random.default_rng(context.seed)
-    return {"mean_x": float(np.nanmean(context.panel.values[context.train_dates])), "draw": float(rng.random())}
+    scores = np.asarray(panel.values[test, 0, 0])
+    context.save("scores", pa.table({"date": test, "score": scores}))
+    draw = np.random.default_rng(context.seed).random()
+    return {"mean_x": float(np.nanmean(panel.values[train])), "draw": float(draw)}
 
 
-TINY = FoldWorkload(
-    params=TinyParams, fingerprint=lambda params: f"tiny-{params.num_dates}", prepare=prepare, train_fold=train_fold
+TINY = Workload(
+    params=TinyParams,
+    fingerprint=lambda params: f"tiny-{params.num_dates}",
+    stages=(
+        Stage("prepare", prepare, reads=("num_dates", "n_splits"), phases=("load", "build")),
+        Stage(
+            "fold",
+            train_fold,
+            needs=("prepare",),
+            each="fold in prepare.folds",
+            reads=("num_epochs", "epoch_seconds", "hold_mib", "fail_fold", "die_fold", "@seed"),
+            phases=("load", "train", "checkpoint", "validate"),
+        ),
+    ),
 )

@@ -30,7 +30,9 @@ def made(tmp_path, monkeypatch):
     path = tmp_path / "runs" / "demo" / "run_20261121_090000_0123abcd"
     for name in ("events", "jobs", "checkpoints"):
         (path / name).mkdir(parents=True)
-    write_json(path / "run.json", {"schema_version": 1, "experiment": "demo", "fingerprint": "0123abcd" * 8})
+    write_json(path / "run.json", {"schema_version": 2, "kind": "stages", "fingerprint": "0123abcd" * 8})
+    stages = [{"name": "prepare", "each": None}, {"name": "fold", "each": "fold in prepare.folds"}]
+    write_json(path / "graph.json", {"schema_version": 1, "stages": [*stages, {"name": "judge", "each": None}]})
 
     def event(at, kind, job=None, file="host-1-1", **fields):
         with open(path / "events" / f"{file}.jsonl", "a") as lines:
@@ -49,8 +51,12 @@ def made(tmp_path, monkeypatch):
         }
         write_json(path / "jobs" / job_id / name, known | fields)
 
-    def result(job_id, **metrics):
-        write_json(path / "jobs" / job_id / "result.json", {"result": metrics})
+    def result(job_id, **result):
+        name = job_id if "_" in job_id else f"stage_{job_id}"
+        write_json(path / "checkpoints" / f"{name}.json", {"result": result})
+
+    def stage(at, name, state, *jobs, why="", seconds=0.0):
+        event(at, "stage", stage=name, state=state, why=why, jobs=jobs or [name], seconds=seconds)
 
     def admit(at, job_id, num_running, reserved=300 * MIB, **fields):
         why = "7.00 GiB may be lent"
@@ -60,7 +66,15 @@ def made(tmp_path, monkeypatch):
         event(at, "end", job_id, state=state, cause=cause, exit_code=0, **fields)
 
     return SimpleNamespace(
-        run=RunDir.open(path), path=path, event=event, job=job, result=result, admit=admit, end=end, start=START
+        run=RunDir.open(path),
+        path=path,
+        event=event,
+        job=job,
+        result=result,
+        stage=stage,
+        admit=admit,
+        end=end,
+        start=START,
     )
 
 
@@ -70,7 +84,7 @@ def commands(made):
 
     def make(number):
         combinations = [{"fold": str(fold), "lr": "1e-3"} for fold in range(1, number + 1)]
-        header = {"schema_version": 1, "experiment": "demo", "kind": "commands", "combinations": combinations}
+        header = {"schema_version": 2, "experiment": "demo", "kind": "commands", "combinations": combinations}
         write_json(made.path / "run.json", header | {"template": ["python", "train.py", "{fold}"]})
         return made
 
@@ -84,8 +98,12 @@ def finished(made):
     budget = {"binding": limit, "limits": [limit], "headroom_bytes": 7 * GIB, "reserve_bytes": GIB, "promise": "none"}
     made.event(0, "run", state="started", fingerprint="0123abcd" * 8)
     made.event(1, "budget", **budget)
+    made.stage(2, "prepare", "running", why="it was not made yet")
     made.admit(2, "prepare", 1, None)
     made.end(9, "prepare")
+    made.stage(9, "prepare", "completed")
+    made.stage(9, "fold", "running", "fold_1", "fold_2", "fold_3", why="learning_rate 0.1 -> 0.2")
+    made.stage(9, "judge", "waiting")
     made.job("prepare", at=2, seconds=7)
     made.admit(10, "fold_1", 1, None)
     made.event(1000, "epoch", "fold_1", "host-2-2", epoch=1, num_epochs=2, train_loss=2.93071, num_steps=12)
@@ -98,22 +116,20 @@ def finished(made):
     made.admit(3523, "fold_3", 2)
     made.end(4000, "fold_2", "out_of_memory", "killed by the kernel for memory in phase train")
     made.end(7123, "fold_3")
+    made.stage(7124, "fold", "completed", "fold_1", "fold_3")
+    made.stage(7124, "fold", "failed", "fold_2", why="killed by the kernel for memory in phase train")
+    made.stage(7124, "judge", "skipped", why="fold_2 failed")
     made.event(7140, "run", state="failed", cpu={"busy": 0.412, "disk": 0.031})
     made.job("fold_1", at=10, seconds=3512)
     made.job("fold_2", "out_of_memory", at=1003, seconds=2997, cause="killed by the kernel for memory in phase train")
     made.job("fold_3", at=3523, seconds=3600, peak_bytes=290 * MIB)
+    made.result("prepare", num_dates=2766, market="daily", folds=[1, 2, 3], report=["20 assets, 5 features"])
     made.result("fold_1", rank_ic=0.0081, rank_ic_sd=0.326, icir=0.0249, num_dates=545.0, train_loss=2.9307)
     made.result("fold_3", rank_ic=0.0333, rank_ic_sd=0.296, icir=0.1124, num_dates=544.0, train_loss=2.9434)
     footprint = Footprint(270 * MIB, 140 * MIB, phases={"load": PhasePeak(200 * MIB), "train": PhasePeak(270 * MIB)})
     write_json(made.path / "plan.json", {
         "footprint": footprint.to_dict(), "measured_on": "fold_1", "why": "2 of 3 at once (no more fit)",
-        "reservation_bytes": 300 * MIB,
-    })  # fmt: skip
-    write_json(made.path / "checkpoints" / "stage_prepare.json", {
-        "panel": str(made.path.parents[2] / "panels" / "a5d5239e"), "panel_reused": False, "panel_changed": ["values"],
-        "panel_bytes": 3 * MIB, "num_dates": 2766, "num_assets": 20, "num_features": 5,
-        "first_date": "2012-01-03", "last_date": "2022-12-28", "label_dates": 1, "embargo_size": 0, "forward_only": False,
-        "folds": [{"first_test_date": "2013-01-03", "last_test_date": "2013-12-30"}] * 3,
+        "reservation_bytes": 300 * MIB, "num_jobs": 3,
     })  # fmt: skip
     write_json(made.path / "outcome.json", {"state": "failed", "exit_code": 4})
     return made

@@ -11,17 +11,19 @@ from memfit.reports._live import Room, describe, read_pressure, read_room, rende
 GIB, MIB = 1 << 30, 1 << 20
 
 LINES = """\
-2026-11-21 09:00:02  prepare starts and is of unknown size (1 running): 7.00 GiB may be lent
+2026-11-21 09:00:02  prepare starts and is of unknown size (1 running)
 2026-11-21 09:00:09  prepare completed (7.0s), peak 270.0 MiB
-2026-11-21 09:00:10  fold_1 starts and is of unknown size (1 running): 7.00 GiB may be lent
+2026-11-21 09:00:09  fold_1 to fold_3 (3 jobs) run again: learning_rate 0.1 -> 0.2
+2026-11-21 09:00:10  fold_1 starts and is of unknown size (1 running)
 2026-11-21 09:16:40  fold_1 epoch 1/2  train_loss 2.9307  num_steps 12
 2026-11-21 09:16:42  2 of 3 at once (no more fit)
-2026-11-21 09:16:43  fold_2 starts and reserves 300.0 MiB (2 running): 7.00 GiB may be lent; 1.00 GiB of 8.00 GiB used, 512.0 MiB of it by the jobs (PSS)
+2026-11-21 09:16:43  fold_2 starts and reserves 300.0 MiB (2 running); 1.00 GiB of 8.00 GiB used, 512.0 MiB of it by the jobs (PSS)
 2026-11-21 09:16:44  fold_3 waits: it needs 300.0 MiB; 1.0 MiB may be lent
 2026-11-21 09:58:42  fold_1 completed (58m 32s), peak 270.0 MiB; 600.0 MiB of 8.00 GiB used, 270.0 MiB of it by the jobs (PSS)
-2026-11-21 09:58:43  fold_3 starts and reserves 300.0 MiB (2 running): 7.00 GiB may be lent
+2026-11-21 09:58:43  fold_3 starts and reserves 300.0 MiB (2 running)
 2026-11-21 10:06:40  fold_2 out_of_memory (49m 57s), peak 270.0 MiB of 300.0 MiB reserved: killed by the kernel for memory in phase train
 2026-11-21 10:58:43  fold_3 completed (1h 00m 00s), peak 290.0 MiB of 300.0 MiB reserved
+2026-11-21 10:58:44  judge is skipped: fold_2 failed
 """
 
 
@@ -166,11 +168,11 @@ def test_the_table_is_whole_at_this_width(running, width):
     view = RunView(running.run, now=lambda: running.start + 7200)
     view.read()
     lines = table_lines(view, width)
-    assert lines[0].split() == ["fold", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA"]
+    assert lines[0].split() == ["job", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA"]
     sizes = ["1023.9", "MiB"]
-    assert lines[1].split() == ["8", "completed", "11.5/100", "-", *sizes * 2, "25h", "00m", "-"]
-    assert lines[3].split() == ["10", "checkpoint", "11.5/100", *sizes * 3, "2h", "00m", "7h", "45m"]
-    assert lines[2].split()[:2] == ["9", "out_of_memory"]
+    assert lines[1].split() == ["fold_8", "completed", "11.5/100", "-", *sizes * 2, "25h", "00m", "-"]
+    assert lines[3].split() == ["fold_10", "checkpoint", "11.5/100", *sizes * 3, "2h", "00m", "7h", "45m"]
+    assert lines[2].split()[:2] == ["fold_9", "out_of_memory"]
     assert "…" not in "".join(lines)
     assert len(lines) == 9 and max(map(len, lines)) <= width
     assert lines[6] == "completed 1, running 2, node_fail 1, out_of_memory 1; about 7h 45m left"
@@ -178,7 +180,7 @@ def test_the_table_is_whole_at_this_width(running, width):
     assert lines[8] == "jobs use 2.00 GiB of 2.00 GiB; 50.00 GiB free of 64.00 GiB (MemAvailable)"
 
 
-def test_while_the_panel_is_prepared_the_table_shows_that(made):
+def test_a_stage_that_runs_once_is_a_line_of_the_table(made):
     made.admit(0, "prepare", 1, None)
     made.job("prepare", "running", name="status.json", phase="build", used_bytes=50 * MIB)
     view = RunView(made.run, now=lambda: made.start + 5)
@@ -186,7 +188,6 @@ def test_while_the_panel_is_prepared_the_table_shows_that(made):
     assert table_lines(view, 80)[1].split() == [
         "prepare",
         "build",
-        "-",
         "50.0",
         "MiB",
         "270.0",
@@ -205,8 +206,65 @@ def test_a_stop_says_what_happens_and_a_finished_run_that_nothing_is_left(made):
         == "asking 2 running jobs to stop at a checkpoint; a second Ctrl-C, or memfit stop --now, ends them now"
     )
     assert describe(now, view) == "ending 1 running job now"
-    done = {"time": 0.0, "kind": "done", "num_done": 5}
-    assert describe(done, view) == "all 5 folds were done already; memfit run with --new starts over"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"state": "kept", "jobs": ["prepare"], "seconds": 7.0}, "prepare is kept, which saves 7.0s"),
+        ({"state": "kept", "jobs": ["fold_1", "fold_2"]}, "fold_1 and fold_2 are kept"),
+        (
+            {"state": "reused", "jobs": ["prepare"], "why": "/r/demo/run_1/checkpoints/stage_prepare.json"},
+            "prepare is reused from run_1",
+        ),
+        ({"state": "running", "jobs": ["prepare"], "why": "it was not made yet"}, ""),
+        ({"state": "running", "jobs": ["judge"], "why": "lr 0.1 -> 0.2"}, "judge runs again: lr 0.1 -> 0.2"),
+        ({"state": "stopped", "jobs": ["judge"], "why": "it loses money"}, "judge stops the run here: it loses money"),
+        ({"state": "skipped", "jobs": ["judge"], "why": "fold_2 failed"}, "judge is skipped: fold_2 failed"),
+        ({"state": "completed", "jobs": ["judge"]}, ""),
+    ],
+    ids=lambda value: value["state"] if isinstance(value, dict) else "",
+)
+def test_what_becomes_of_a_stage_is_told_where_no_job_says_it(made, fields, text):
+    event = {"time": 0.0, "kind": "stage", "stage": fields["jobs"][0], "why": "", "seconds": 0.0} | fields
+    assert describe(event, view_of(made)) == text
+
+
+def test_of_commands_it_is_said_how_many_were_done_already(commands):
+    event = {"time": 0.0, "kind": "stage", "stage": "cmd", "state": "kept", "why": "", "seconds": 0.0}
+    view = view_of(commands(3))
+    jobs = ["cmd_0001", "cmd_0002"]
+    assert describe(event | {"jobs": jobs}, view) == "2 of 3 commands were done already; --new starts over"
+    assert describe(event | {"jobs": jobs, "state": "completed"}, view) == ""
+
+
+def test_the_log_says_how_many_units_are_left_and_for_how_long(made):
+    shown = Shown()
+    shown.live.view = RunView(made.run, now=lambda: made.start + 60)
+    made.event(0, "run", state="started")
+    made.stage(0, "fold", "running", *(f"fold_{number}" for number in range(1, 6)))
+    for number in (1, 2):
+        made.admit(1, f"fold_{number}", 2)
+    made.job("fold_1", seconds=60)
+    made.job("fold_2", "running", name="status.json")
+    made.end(60, "fold_1")
+    shown.live.close()
+    assert shown.lines[-1].endswith(
+        "fold_1 completed (1m 00s), peak 270.0 MiB of 300.0 MiB reserved; 4 of 5 left, about 3m 00s"
+    )
+
+
+def test_below_the_table_stands_how_far_each_stage_is(made):
+    made.event(0, "run", state="started")
+    made.stage(0, "prepare", "kept")
+    made.stage(0, "fold", "running", "fold_1", "fold_2", "fold_3")
+    made.stage(1, "fold", "completed", "fold_1")
+    made.stage(1, "judge", "waiting")
+    made.job("fold_1", seconds=60)
+    made.job("fold_2", "running", name="status.json")
+    lines = table_lines(view_of(made, 20), 80)
+    assert lines[4] == "stages: prepare kept, fold 1 of 3, judge waiting"
+    assert lines[5] == "completed 2, running 1, waiting 2; about 1m 40s of fold left"
 
 
 def test_the_table_shows_how_much_of_the_panel_is_built(made):

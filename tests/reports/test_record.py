@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def row(peak, reserved, state="completed"):
     status = JobStatus("fold_1", state, peak_bytes=peak)
-    return JobRow(status, 1.0, reserved, 0, 0, None, metrics={}, params={}, phase_source=None)
+    return JobRow("fold", "", status, 1.0, reserved, 0, 0, None, result={}, params={}, phase_source="")
 
 
 def test_kills_are_counted_over_the_experiments_runs_that_ended(tmp_path):

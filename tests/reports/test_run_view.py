@@ -1,10 +1,14 @@
 """A run read from its directory: in mid-run, continued, torn and with files missing."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from memfit.errors import DamagedError
-from memfit.reports import RunView
+from memfit.reports import RunView, print_summary, summarize
 from memfit.reports._run_view import summarize_metrics
+from memfit.rundir import write_json
 
 MIB = 1 << 20
 
@@ -191,13 +195,13 @@ def test_a_runs_time_left_is_what_is_waiting_at_the_mean_time_shared_by_those_th
         made.job(f"cmd_{number:04d}", state, at=0 if number < 3 else 10, seconds=10.0,
                  name="status.json" if state == "running" else "outcome.json")  # fmt: skip
     view = view_of(made, 14)
-    assert view.eta_seconds(view.rows()) == (6 * 10 + 2 * 6) / 2
-    assert view.eta_seconds(view.rows()[:2]) is None
+    assert view.left("cmd", view.rows()) == (8, (6 * 10 + 2 * 6) / 2)
+    assert view.left("cmd", view.rows()[2:]) == (10, None)
 
 
-def test_commands_are_in_order_of_their_numbers_and_the_prepare_job_is_none_of_them(commands):
+def test_commands_are_in_order_of_their_numbers(commands):
     made = commands(12)
-    for name in ("cmd_0010", "cmd_0002", "prepare", ".hidden", "cmd_10000"):
+    for name in ("cmd_0010", "cmd_0002", ".hidden", "cmd_10000"):
         (made.path / "jobs" / name).mkdir()
     view = view_of(made)
     assert view.ids == ["cmd_0002", "cmd_0010", "cmd_10000"]
@@ -210,9 +214,8 @@ def test_a_first_fold_of_unknown_size_has_reserved_nothing(made):
     assert view_of(made).row("fold_1").reserved_bytes is None
 
 
-def test_the_most_at_once_counts_folds_of_the_last_command_that_admitted_any(made):
+def test_the_most_at_once_counts_jobs_of_the_last_command_that_admitted_any(made):
     made.event(0, "run", state="started")
-    made.admit(1, "prepare", 9, None)
     for number in (1, 2, 3):
         made.admit(2, f"fold_{number}", number)
     assert view_of(made).most_at_once == 3
@@ -242,12 +245,77 @@ def test_a_command_that_was_refused_ended_with_its_last_event(made):
     assert view_of(made, 1000).wall_seconds == 7
 
 
-def test_folds_are_in_order_of_their_numbers_and_strange_folders_are_none(made):
-    for name in ("fold_10", "fold_2", "fold_1"):
+def test_jobs_are_in_the_order_of_their_stages_and_numbers(made):
+    for name in ("judge", "fold_10", "fold_2", "fold_1", "prepare"):
         made.job(name)
-    for name in ("fold_2.bak", "fold_", "fold_x", "prepare"):
-        (made.path / "jobs" / name).mkdir()
-    assert [row.status.job_id for row in view_of(made).rows()] == ["fold_1", "fold_2", "fold_10"]
+    (made.path / "jobs" / ".hidden").mkdir()
+    rows = view_of(made).rows()
+    assert [row.status.job_id for row in rows] == ["prepare", "fold_1", "fold_2", "fold_10", "judge"]
+    assert [(row.stage, row.has_unit) for row in rows[:2]] == [("prepare", False), ("fold", True)]
+
+
+def test_of_a_run_of_memfit_0_1_the_folds_are_shown_as_jobs(made):
+    write_json(made.path / "run.json", {"schema_version": 1, "experiment": "demo", "fingerprint": "0" * 64})
+    (made.path / "graph.json").unlink()
+    write_json(made.path / "checkpoints" / "stage_prepare.json", {"panel": "/panels/a", "num_dates": 9})
+    for name in ("fold_2", "fold_1", "prepare"):
+        made.job(name)
+    write_json(made.path / "jobs/fold_2/result.json", {"result": {"rank_ic": 0.5}})
+    write_json(
+        made.path / "plan.json", {"footprint": {"private_bytes": 1}, "measured_on": "fold_1", "why": "x", "num_jobs": 5}
+    )
+    view = view_of(made)
+    rows = view.rows()
+    assert [row.status.job_id for row in rows] == ["prepare", "fold_1", "fold_2"]
+    assert (rows[0].result, rows[2].metrics) == ({}, {"rank_ic": 0.5})
+    assert view.counts(rows) == {"completed": 3, "waiting": 3}
+    assert view.stage_names(rows) == ["prepare", "fold"]
+    print_summary(made.run, Console(file=io.StringIO()))
+    assert [(stage["name"], stage["counts"]) for stage in summarize(made.run)["stages"]] == [
+        ("prepare", {"completed": 1}), ("fold", {"completed": 2}),
+    ]  # fmt: skip
+
+
+def test_stages_say_what_is_kept_why_others_run_and_what_that_saves(made):
+    made.event(0, "run", state="continued")
+    made.stage(0, "prepare", "reused", why="/runs/demo/run_1/checkpoints/stage_prepare.json", seconds=7.5)
+    made.stage(0, "fold", "kept", "fold_1", "fold_2", seconds=100.0)
+    made.stage(0, "fold", "running", "fold_3", "fold_4", why="code of train changed")
+    made.stage(0, "judge", "waiting")
+    made.job("fold_1", seconds=50.0)
+    made.result("prepare", num_dates=9)
+    for name in ("fold_1", "fold_2"):
+        made.result(name, rank_ic=0.5)
+    made.job("fold_3", "running", name="status.json", at=10)
+    view = view_of(made, 20)
+    rows = view.rows()
+    assert [(row.status.job_id, row.state) for row in rows] == [
+        ("prepare", "reused"), ("fold_1", "kept"), ("fold_2", "kept"), ("fold_3", "running"),
+    ]  # fmt: skip
+    assert (rows[0].result, rows[2].metrics, rows[2].seconds) == ({"num_dates": 9}, {"rank_ic": 0.5}, None)
+    assert view.counts(rows) == {"completed": 3, "running": 1, "waiting": 2}
+    assert [view.stages[name].saved_seconds for name in ("prepare", "fold")] == [7.5, 100]
+    assert view.stages["fold"].why == "fold_3 and fold_4: code of train changed"
+    assert view.left("fold", rows) == (2, 90)
+    made.event(30, "run", state="continued")
+    view.read()
+    assert view.stages == {}
+
+
+def test_a_gate_that_stopped_the_run_and_what_it_skipped_are_no_failures(made):
+    made.stage(0, "prepare", "stopped", why="the first fold loses money")
+    made.stage(0, "judge", "skipped", why="prepare stopped the run: the first fold loses money")
+    made.job("prepare")
+    made.result("prepare", sharpe=-1.0)
+    view = view_of(made)
+    assert view.counts(view.rows()) == {"skipped": 1, "stopped": 1}
+    assert view.row("prepare").metrics == {"sharpe": -1.0}
+
+
+def test_a_job_that_ended_well_and_left_no_result_has_failed(made):
+    made.stage(0, "prepare", "failed", why="its result is not there")
+    made.job("prepare")
+    assert view_of(made).row("prepare").state == "failed"
 
 
 def test_a_torn_last_record_and_broken_lines_are_passed_over(made):
@@ -261,8 +329,8 @@ def test_a_torn_last_record_and_broken_lines_are_passed_over(made):
     assert [event["why"] for event in view.read()] == ["late"]
 
 
-@pytest.mark.parametrize("name", ["plan.json", "checkpoints/stage_prepare.json", "jobs/fold_1/outcome.json",
-                                  "jobs/fold_1/result.json", "outcome.json", "events"])  # fmt: skip
+@pytest.mark.parametrize("name", ["plan.json", "graph.json", "checkpoints/stage_prepare.json", "jobs/fold_1/outcome.json",
+                                  "checkpoints/fold_1.json", "outcome.json", "events"])  # fmt: skip
 def test_a_reader_copes_with_a_missing_part(finished, name):
     path = finished.path / name
     if path.is_dir():
@@ -272,10 +340,10 @@ def test_a_reader_copes_with_a_missing_part(finished, name):
         path.unlink()
     view = view_of(finished, 9000)
     rows = view.rows()
-    assert [row.status.job_id for row in rows] == ["fold_1", "fold_2", "fold_3"]
-    assert rows[2].metrics["num_dates"] == 544
+    assert [row.status.job_id for row in rows] == ["prepare", "fold_1", "fold_2", "fold_3"]
+    assert rows[3].metrics["num_dates"] == 544
     assert (view.run.plan is None) == (name == "plan.json")
-    assert (rows[0].metrics == {}) == (name in ("jobs/fold_1/result.json", "jobs/fold_1/outcome.json"))
+    assert (rows[1].metrics == {}) == (name == "checkpoints/fold_1.json")
 
 
 def test_a_file_that_was_changed_from_outside_is_named(finished):
@@ -284,9 +352,9 @@ def test_a_file_that_was_changed_from_outside_is_named(finished):
         _ = view_of(finished).run.plan
 
 
-def test_metrics_are_summed_up_over_the_folds_that_have_them(finished):
-    summary = summarize_metrics(view_of(finished).rows())
+def test_metrics_are_summed_up_over_the_units_that_have_them(finished):
+    summary = summarize_metrics(view_of(finished).rows()[1:])
     assert summary["num_dates"] == (544.5, pytest.approx(0.5**0.5), 2)
     assert list(summary) == ["rank_ic", "rank_ic_sd", "icir", "num_dates", "train_loss"]
-    finished.job("fold_3", "failed")
+    (finished.path / "checkpoints/fold_3.json").unlink()
     assert summarize_metrics(view_of(finished).rows())["rank_ic"] == (0.0081, None, 1)

@@ -16,9 +16,13 @@ GIB, MIB = 1 << 30, 1 << 20
 WIDE = """
 budget    7.00 GiB free of 8.00 GiB, set by memory.max (cgroup v2 /job); 1.00 GiB of it is never lent
 promise   none
-panel     built anew (changed: values): 2766 dates x 20 assets x 5 features, 2012-01-03 to 2022-12-28, 3.0 MiB, mapped by every fold
-one fold  270.0 MiB private at its peak, in phase train (measured on fold_1); 140.0 MiB of mapped files beside it
+one job   270.0 MiB private at its peak, in phase train (measured on fold_1); 140.0 MiB of mapped files beside it
 at once   2 of 3 at once (no more fit). 2 ran at once
+
+prepare   completed
+          num_dates: 2766  market: daily
+          20 assets, 5 features
+fold      completed 2, out_of_memory 1: learning_rate 0.1 -> 0.2
 
 fold       state                time       peak   reserved  rank_ic  rank_ic_sd    icir  num_dates  train_loss
 1          completed         58m 32s  270.0 MiB          -   0.0081      0.3260  0.0249        545      2.9307
@@ -27,13 +31,15 @@ fold       state                time       peak   reserved  rank_ic  rank_ic_sd 
 mean of 2                                                    0.0207      0.3110  0.0687      544.5      2.9371
 sd of 2                                                      0.0178      0.0212  0.0619        0.7      0.0090
 
+judge     skipped: fold_2 failed
+
 fold_2 out_of_memory: killed by the kernel for memory in phase train
   log: runs/demo/run_20261121_090000_0123abcd/jobs/fold_2/err.log
 
-time      1h 59m 00s wall clock
+jobs      completed 3, out_of_memory 1, skipped 1
+Total:    1h 59m 00s wall clock, 2 at once
 bound by  1.4 at once on average, 35 % of the time others waited for memory, the host's cores were 41 % busy, 3 % idle for a disk
 forecast  reservations were 3 % above the peaks (median; 3 to 3 % over 1 job), 0 of them too small
-panel     panels/a5d5239e
 run       runs/demo/run_20261121_090000_0123abcd (failed)
             checkpoints
             jobs (out.log and err.log of each, its memory)
@@ -76,7 +82,7 @@ def test_many_metrics_go_on_in_further_tables(made):
     text = printed(made.run, 80)
     assert all(f"a_metric_with_a_long_name_{number}" in text for number in range(7))
     assert "…" not in text
-    assert text.count("\nfold ") == 5  # the folds, then two metrics each and one
+    assert text.count("\nfold ") == 6  # the stage, its units, then two metrics each and one
 
 
 def test_a_metric_wider_than_the_console_is_a_table_alone(made):
@@ -90,10 +96,10 @@ def test_the_total_is_the_wall_clock_and_not_the_sum_of_folds_side_by_side(made)
     made.event(70, "run", state="completed")
     for fold in (1, 2, 3):
         made.job(f"fold_{fold}", at=5, seconds=60, cpu_seconds=35.0)
-    assert "1m 10s wall clock; the folds kept 1.5 cores busy" in printed(made.run, 120)
+    assert "1m 10s wall clock, 0 at once; the jobs kept 1.5 cores busy" in printed(made.run, 120)
     made.event(100, "run", state="continued")
     made.event(102, "run", state="completed")
-    assert "2.0s wall clock of the last command\n" in printed(made.run, 120)
+    assert "2.0s wall clock of the last command, 0 at once\n" in printed(made.run, 120)
 
 
 def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
@@ -102,10 +108,17 @@ def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
     assert found["run"] == str(finished.path)
     assert found["budget"]["binding"]["limit_bytes"] == 8 * GIB
     assert found["plan"]["measured_on"] == "fold_1"
-    assert found["panel"]["num_assets"] == 20
+    assert [stage["counts"] for stage in found["stages"]] == [
+        {"completed": 1}, {"completed": 2, "out_of_memory": 1}, {"skipped": 1},
+    ]  # fmt: skip
+    assert [(stage["name"], stage["units"], stage["why"]) for stage in found["stages"]] == [
+        ("prepare", 1, ""), ("fold", 3, "learning_rate 0.1 -> 0.2"), ("judge", 1, "fold_2 failed"),
+    ]  # fmt: skip
+    assert found["jobs"][0]["result"]["folds"] == [1, 2, 3]
     assert found["waited_seconds"] == {"memory": 2519} and found["host_cpu"] == {"busy": 0.412, "disk": 0.031}
-    assert found["folds"][1] == {
+    assert found["jobs"][2] == {
         "job": "fold_2",
+        "stage": "fold",
         "params": {},
         "state": "out_of_memory",
         "seconds": 2997,
@@ -117,9 +130,9 @@ def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
         "log": str(finished.path / "jobs/fold_2/err.log"),
         "diagnosis": None,
         "heap": None,
-        "metrics": {},
+        "result": {},
     }
-    assert found["metrics"]["num_dates"] == {"mean": 544.5, "sd": pytest.approx(0.5**0.5), "n": 2}
+    assert found["stages"][1]["metrics"]["num_dates"] == {"mean": 544.5, "sd": pytest.approx(0.5**0.5), "n": 2}
 
 
 def test_a_failed_job_comes_with_what_its_log_says_of_its_end(made):
@@ -131,7 +144,7 @@ def test_a_failed_job_comes_with_what_its_log_says_of_its_end(made):
     text = printed(made.run, 160)
     assert "  diagnosis: disk full" in text and "line 2: OSError: [Errno 28]" in text
     assert text.count("diagnosis:") == 1  # of a kill memfit knows more than its log, and of a success there is nothing
-    told = [one["diagnosis"] for one in summarize(made.run)["folds"]]
+    told = [one["diagnosis"] for one in summarize(made.run)["jobs"]]
     assert told[0].startswith("disk full") and told[1:] == [None, None]
 
 
@@ -140,7 +153,7 @@ def test_the_widest_gap_between_live_and_resident_heap_is_told(made):
         made.job(f"fold_{fold}")
         made.event(5, "phase", f"fold_{fold}", phase="train", live_bytes=live * MIB, resident_bytes=110 * MIB)
     assert "40.0 MiB live of 110.0 MiB held by the C allocator of fold_2" in printed(made.run, 120)
-    found = summarize(made.run)["folds"]
+    found = summarize(made.run)["jobs"]
     assert found[0]["heap"] == {"live_bytes": 100 * MIB, "resident_bytes": 110 * MIB}
 
 
@@ -149,8 +162,8 @@ def test_a_metric_that_is_not_finite_is_null_in_json_and_shown_in_the_text(made)
         made.job(f"fold_{fold}")
         made.result(f"fold_{fold}", icir=value)
     found = json.loads(json.dumps(summarize(made.run), allow_nan=False))
-    assert [fold["metrics"]["icir"] for fold in found["folds"]] == [None, None, 1.25]
-    assert found["metrics"]["icir"] == {"mean": None, "sd": None, "n": 3}
+    assert [fold["result"]["icir"] for fold in found["jobs"]] == [None, None, 1.25]
+    assert found["stages"][0]["metrics"]["icir"] == {"mean": None, "sd": None, "n": 3}
     text = printed(made.run, 120)
     assert "nan" in text and "inf" in text and "1.2500" in text
 
@@ -161,17 +174,17 @@ def test_a_run_in_mid_run_is_summed_up(made):
     made.job("fold_1", "running", name="status.json")
     (made.path / "jobs" / "fold_2").mkdir()
     found = summarize(made.run)
-    assert [(fold["job"], fold["state"], fold["seconds"] is None) for fold in found["folds"]] == [
+    assert [(fold["job"], fold["state"], fold["seconds"] is None) for fold in found["jobs"]] == [
         ("fold_1", "running", False),
         ("fold_2", "pending", True),
     ]
-    assert (found["state"], found["plan"], found["metrics"]) == ("running", None, {})
+    assert (found["state"], found["plan"], found["stages"][0]["metrics"]) == ("running", None, {})
     assert "fold_1" not in printed(made.run, 80)  # no fold has failed
     assert "(running)" in printed(made.run, 80)
 
 
 def test_an_empty_run_directory_is_summed_up(made):
-    assert summarize(made.run)["folds"] == []
+    assert summarize(made.run)["jobs"] == []
     assert printed(made.run, 80).splitlines()[-1].strip() == "jobs (out.log and err.log of each, its memory)"
 
 
@@ -305,3 +318,38 @@ def test_a_metrics_column_reads_as_what_it_counts(values, statistics, cells):
 
 def test_a_number_of_any_size_keeps_its_digits():
     assert [format_number(value) for value in (12, 1e9, float("-inf"))] == ["12", "1.000e+09", "-inf"]
+
+
+def test_a_run_that_a_gate_stopped_says_which_stage_why_and_what_it_skipped(made):
+    made.event(0, "run", state="started")
+    made.stage(0, "prepare", "reused", why="/runs/demo/run_1/checkpoints/stage_prepare.json", seconds=7.5)
+    made.stage(1, "fold", "stopped", "fold", why="the first fold loses money")
+    made.stage(1, "judge", "skipped", why="fold stopped the run: the first fold loses money")
+    made.job("fold", seconds=9)
+    write_json(
+        made.path / "checkpoints" / "stage_fold.json", {"result": {"sharpe": -1.25, "report": ["red: Sharpe", "sell"]}}
+    )
+    outcome = {"state": "stopped", "exit_code": 11, "why": "the first fold loses money"}
+    write_json(made.path / "outcome.json", outcome)
+    assert """
+prepare   reused, which saved 7.5s
+fold      stopped the run (exit code 11): the first fold loses money
+          sharpe: -1.2500
+          red: Sharpe
+          sell
+judge     skipped: fold stopped the run: the first fold loses money
+""" in printed(made.run, 120)
+    found = summarize(made.run)
+    assert (found["state"], found["why"]) == ("stopped", "the first fold loses money")
+    assert [stage["saved_seconds"] for stage in found["stages"]] == [7.5, 0, 0]
+
+
+def test_units_that_the_command_line_gave_are_told_by_their_parameters(made):
+    units = [{"lr": "0.1"}, {"lr": "0.2"}]
+    write_json(made.path / "run.json", {"schema_version": 2, "kind": "stages", "units": units})
+    write_json(made.path / "graph.json", {"stages": [{"name": "train", "each": None}]})
+    for number in (1, 2):
+        made.job(f"train_000{number}")
+        write_json(made.path / "checkpoints" / f"train_000{number}.json", {"result": {"loss": 0.5 * number}})
+    text = printed(made.run, 120)
+    assert "unit         state" in text and "0002 lr=0.2  completed" in text and "0.7500" in text

@@ -2,27 +2,27 @@
 
 import os
 import signal
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from pyarrow import feather
 
 from memfit.data import Panel
-from memfit.errors import StoppedError, UsageError
+from memfit.errors import StoppedError
 from memfit.evaluation import rank_ic_by_date
-from memfit.pipeline import FoldContext, PrepareContext, ScoreContext
+from memfit.pipeline import Output
 from memfit.training import CheckpointWarning, load_checkpoint
-from memfit_workloads.ranker import job
+from memfit_workloads import finance
+from memfit_workloads.ranker import stages
 from memfit_workloads.ranker.data import hold_out
-from memfit_workloads.ranker.job import RANKER
 from memfit_workloads.ranker.loss import RankerLoss
 from memfit_workloads.ranker.market import Market, write_market
 from memfit_workloads.ranker.model import PatchRanker
 from memfit_workloads.ranker.params import RankerParams
+from memfit_workloads.ranker.stages import RANKER
+from stages_here import StagesHere
 
 MODEL = {"patch_size": 5, "width": 16, "num_layers": 1, "num_heads": 2, "dropout": 0.1}
 GENERATED = {
@@ -30,7 +30,7 @@ GENERATED = {
     "horizons": (1, 2, 5), "main_horizon": 2, "lookback": 10,
 }  # fmt: skip
 SMALL = GENERATED | {"num_dates": 110, "num_assets": 10, "num_features": 2, "horizons": (1, 2)}
-FAST = {"dates_per_batch": 2, "learning_rate": 3e-3}
+FAST = {"dates_per_batch": 2, "learning_rate": 3e-3, "device": "cpu"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,31 +46,33 @@ def make_params(data=GENERATED, splits=(("n_splits", 3), ("embargo_size", 2)), *
     return RankerParams(data=data, splits=dict(splits), model=MODEL, train=FAST | train)
 
 
-def make_context(tmp_path, params, fold=1):
-    """What the pipeline gives a fold."""
-    prepared = RANKER.prepare(PrepareContext(tmp_path / "panels"), params)
-    train, test = prepared.splits[fold - 1]
-    (tmp_path / "job").mkdir(exist_ok=True)
-    folder = tmp_path / f"fold_{fold}"
-    folder.mkdir(exist_ok=True)
-    return FoldContext(fold, prepared.panel, train, test, folder, 3, tmp_path / "job", {"fold": fold, "run": "abc"})
+class Fold:
+    """A fold's training as a job does it, here."""
 
+    def __init__(self, tmp_path, params, fold=1, *, previous=None, folder=None):
+        self.here, self.params = StagesHere(tmp_path, RANKER, params), params
+        self.context = self.here.context("fold", fold, folder=folder)
+        self.context.previous = previous
+        self.dir = self.context.dir
+        self.panel, self.train_dates, self.test_dates = finance.fold_of(self.context)
 
-def scores_of(context):
-    return feather.read_table(context.job_dir / "scores.feather")
+    def train(self):
+        return dict(self.here.run("fold", context=self.context).result)
 
+    @property
+    def scores(self):
+        return Output(self.dir.with_suffix(".json")).table("scores")
 
-def scored_by(context, params, name, dates=None):
-    dates = context.test_dates if dates is None else dates
-    return RANKER.score(ScoreContext(context.panel, dates, context.checkpoint_dir / name), params)
+    def scored_by(self, name, dates=None, params=None):
+        dates = self.test_dates if dates is None else dates
+        return stages.score(self.panel, dates, self.dir / name, params or self.params)
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
     """A fold of a market with a strong planted signal."""
-    params = make_params(num_epochs=4, ema_epochs=(3, 4))
-    context = make_context(tmp_path_factory.mktemp("planted"), params)
-    return params, RANKER.train_fold(context, params), context
+    fold = Fold(tmp_path_factory.mktemp("planted"), make_params(num_epochs=4, ema_epochs=(3, 4)))
+    return fold.params, fold.train(), fold
 
 
 def test_a_planted_signal_is_found_at_every_horizon(planted):
@@ -98,7 +100,7 @@ def test_no_signal_is_found_when_the_targets_are_shuffled(tmp_path):
     data = {"source": "parquet", "path": tmp_path / "mine.parquet", "features": ["f00", "f01", "f02"], "lookback": 10,
             "targets": {1: "target_h1", 2: "target_h2"}, "horizons": (1, 2), "main_horizon": 2}  # fmt: skip
     params = make_params(data, num_epochs=2)
-    metrics = RANKER.train_fold(make_context(tmp_path, params), params)
+    metrics = Fold(tmp_path, params).train()
     print(metrics)
     assert metrics["num_dates"] > 80
     for horizon in (1, 2):
@@ -106,61 +108,61 @@ def test_no_signal_is_found_when_the_targets_are_shuffled(tmp_path):
 
 
 def test_the_reported_figures_are_those_of_the_saved_scores_on_test_dates_alone(planted):
-    _, metrics, context = planted
-    scores = scores_of(context)
+    _, metrics, fold = planted
+    scores = fold.scores
     names = [f"{what}_h{horizon}" for what in ("score", "target") for horizon in (1, 2, 5)]
     assert scores.column_names == ["date", "code", *names]
     for horizon in (1, 2, 5):
         columns = [scores.column(name).to_numpy() for name in ("date", f"score_h{horizon}", f"target_h{horizon}")]
         dates, ic = rank_ic_by_date(*columns)
-        assert set(dates) == set(context.panel.dates[context.test_dates])
+        assert set(dates) == set(fold.panel.dates[fold.test_dates])
         assert metrics[f"h{horizon}_rank_ic"] == pytest.approx(np.nanmean(ic))
     first = scores.slice(0, 1).to_pylist()[0]
-    date = np.flatnonzero(context.panel.dates == np.datetime64(first["date"]))[0]
-    asset = context.panel.assets.index(first["code"])
-    assert context.panel.target("target_h5")[date, asset] == np.float32(first["target_h5"])
+    date = np.flatnonzero(fold.panel.dates == np.datetime64(first["date"]))[0]
+    asset = fold.panel.assets.index(first["code"])
+    assert fold.panel.target("target_h5")[date, asset] == np.float32(first["target_h5"])
 
 
 def test_a_checkpoint_scores_any_dates_and_the_test_dates_as_the_fold_did(planted):
-    params, _, context = planted
-    assert scored_by(context, params, "latest_checkpoint.pt").equals(scores_of(context))
-    average = scored_by(context, params, "ema_epoch_4.pt")
-    assert average.select(["date", "code", "target_h1"]).equals(
-        scores_of(context).select(["date", "code", "target_h1"])
-    )
-    assert not average.equals(scores_of(context))
-    newest = scored_by(context, params, "latest_checkpoint.pt", np.array([278, 279]))
+    _, _, fold = planted
+    assert fold.scored_by("latest_checkpoint.pt").equals(fold.scores)
+    average = fold.scored_by("ema_epoch_4.pt")
+    assert average.select(["date", "code", "target_h1"]).equals(fold.scores.select(["date", "code", "target_h1"]))
+    assert not average.equals(fold.scores)
+    newest = fold.scored_by("latest_checkpoint.pt", np.array([278, 279]))
     assert (
         newest.column("target_h1").null_count
         == newest.num_rows
-        - newest.filter(pa.compute.equal(newest.column("date"), pa.scalar(context.panel.dates[278].item()))).num_rows
+        - newest.filter(pa.compute.equal(newest.column("date"), pa.scalar(fold.panel.dates[278].item()))).num_rows
     )
     assert newest.column("score_h5").null_count == 0 < newest.num_rows
     assert newest.column("target_h5").null_count == newest.num_rows
 
 
 def test_checkpoints_say_where_they_belong_and_the_step_size_has_come_down(planted):
-    params, metrics, context = planted
+    params, metrics, fold = planted
     for name in ("latest_checkpoint.pt", "ema_epoch_3.pt", "best_model.pt"):
-        assert load_checkpoint(context.checkpoint_dir / name)["provenance"] == {"fold": 1, "run": "abc"}
-    (group,) = load_checkpoint(context.checkpoint_dir / "latest_checkpoint.pt")["optimizer"]["param_groups"]
+        found = finance.read_provenance(fold.dir / name)
+        assert (found.fold, found.panel, found.label_dates) == (1, fold.panel.fingerprint, 5)
+        assert found.params["train"]["num_epochs"] == 4 and "gate" not in found.params
+    (group,) = load_checkpoint(fold.dir / "latest_checkpoint.pt")["optimizer"]["param_groups"]
     assert group["lr"] == pytest.approx(params.train.learning_rate * params.train.final_share, rel=0.01)
     assert (metrics["num_epochs"], metrics["num_snapshots"]) == (4, 2)
     assert "warm_start" not in metrics
 
 
 def test_a_fold_run_again_trains_nothing_and_reports_the_same(planted):
-    params, metrics, context = planted
-    before = (context.job_dir / "scores.feather").read_bytes()
-    saved = (context.checkpoint_dir / "latest_checkpoint.pt").stat().st_mtime_ns
-    assert RANKER.train_fold(context, params) == metrics
-    assert (context.job_dir / "scores.feather").read_bytes() == before
-    assert (context.checkpoint_dir / "latest_checkpoint.pt").stat().st_mtime_ns == saved
+    _, metrics, fold = planted
+    before = (fold.dir / "scores.feather").read_bytes()
+    saved = (fold.dir / "latest_checkpoint.pt").stat().st_mtime_ns
+    assert fold.train() == metrics
+    assert (fold.dir / "scores.feather").read_bytes() == before
+    assert (fold.dir / "latest_checkpoint.pt").stat().st_mtime_ns == saved
 
 
 def test_what_is_fitted_and_validated_is_of_the_training_dates_and_apart(tmp_path, monkeypatch):
     seen = {"fit": set(), "valid": set()}
-    fitted, scored = job.ListBatches, job.lists_to_score
+    fitted, scored = stages.ListBatches, stages.lists_to_score
 
     def fit(panel, dates, params, **options):
         seen["fit"] |= set(dates.tolist())
@@ -170,22 +172,22 @@ def test_what_is_fitted_and_validated_is_of_the_training_dates_and_apart(tmp_pat
         seen.setdefault("test" if seen.get("valid") else "valid", set()).update(dates.tolist())
         return scored(panel, dates, params)
 
-    monkeypatch.setattr(job, "ListBatches", fit)
-    monkeypatch.setattr(job, "lists_to_score", valid)
+    monkeypatch.setattr(stages, "ListBatches", fit)
+    monkeypatch.setattr(stages, "lists_to_score", valid)
     params = make_params(SMALL, num_epochs=1, valid_share=0.2)
-    context = make_context(tmp_path, params, fold=2)
-    RANKER.train_fold(context, params)
-    assert seen["test"] == set(context.test_dates.tolist())
-    assert seen["fit"] | seen["valid"] <= set(context.train_dates.tolist())
+    fold = Fold(tmp_path, params, 2)
+    fold.train()
+    assert seen["test"] == set(fold.test_dates.tolist())
+    assert seen["fit"] | seen["valid"] <= set(fold.train_dates.tolist())
     assert max(seen["fit"]) + 2 < min(seen["valid"])
     for part in ("fit", "valid"):
         assert min(abs(one - other) for one in seen[part] for other in seen["test"]) > 2
-    fit_dates, _ = hold_out(context.train_dates, 0.2, 2)
-    mean, sd = job._scale(context.panel, fit_dates)
-    values = context.panel.values[fit_dates].reshape(-1, 2).astype(np.float64)
+    fit_dates, _ = hold_out(fold.train_dates, 0.2, 2)
+    mean, sd = stages._scale(fold.panel, fit_dates)
+    values = fold.panel.values[fit_dates].reshape(-1, 2).astype(np.float64)
     assert mean == pytest.approx(np.nanmean(values, axis=0), abs=1e-5)
     assert sd == pytest.approx(np.nanstd(values, axis=0), abs=1e-5)
-    saved = load_checkpoint(context.checkpoint_dir / "latest_checkpoint.pt")["model"]
+    saved = load_checkpoint(fold.dir / "latest_checkpoint.pt")["model"]
     assert np.array_equal(saved["scale.mean_F"].numpy(), mean)
     assert np.array_equal(saved["scale.sd_F"].numpy(), sd)
 
@@ -195,33 +197,30 @@ def test_what_is_fitted_and_validated_is_of_the_training_dates_and_apart(tmp_pat
 )
 def test_the_scored_weights_are_those_that_were_asked_for(tmp_path, monkeypatch, scored, name):
     falling = iter([0.9, 0.2, 0.1])
-    monkeypatch.setattr(job, "validation_metrics", lambda scores, params: {"valid_lift": next(falling)})
+    monkeypatch.setattr(stages, "validation_metrics", lambda scores, params: {"valid_lift": next(falling)})
     params = make_params(SMALL, num_epochs=3, ema_epochs=(3,), scored=scored)
-    context = make_context(tmp_path, params)
-    RANKER.train_fold(context, params)
-    tables = {
-        file: scored_by(context, params, file) for file in ("latest_checkpoint.pt", "best_model.pt", "ema_epoch_3.pt")
-    }
-    assert [file for file, table in tables.items() if table.equals(scores_of(context))] == [name]
-    assert load_checkpoint(context.checkpoint_dir / "best_model.pt")["epoch"] == 1
+    fold = Fold(tmp_path, params)
+    fold.train()
+    tables = {file: fold.scored_by(file) for file in ("latest_checkpoint.pt", "best_model.pt", "ema_epoch_3.pt")}
+    assert [file for file, table in tables.items() if table.equals(fold.scores)] == [name]
+    assert load_checkpoint(fold.dir / "best_model.pt")["epoch"] == 1
 
 
 def test_an_early_stop_is_on_validation_and_reports_the_snapshots_that_are_missing(tmp_path, monkeypatch):
     falling = iter([0.9, 0.2, 0.1])
-    monkeypatch.setattr(job, "validation_metrics", lambda scores, params: {"valid_lift": next(falling)})
+    monkeypatch.setattr(stages, "validation_metrics", lambda scores, params: {"valid_lift": next(falling)})
     params = make_params(SMALL, num_epochs=6, patience=2, ema_epochs=(2, 5))
-    context = make_context(tmp_path, params)
+    fold = Fold(tmp_path, params)
     with pytest.warns(CheckpointWarning, match=r"at epochs \[5\]"):
-        metrics = RANKER.train_fold(context, params)
+        metrics = fold.train()
     assert (metrics["num_epochs"], metrics["num_snapshots"]) == (3, 1)
-    assert [path.name for path in context.checkpoint_dir.glob("ema_epoch_*")] == ["ema_epoch_2.pt"]
+    assert [path.name for path in fold.dir.glob("ema_epoch_*")] == ["ema_epoch_2.pt"]
 
 
 def test_a_fold_that_was_stopped_in_mid_epoch_goes_on_bit_exact(tmp_path, monkeypatch):
     params = make_params(SMALL, num_epochs=2, ema_epochs=(2,), tau_days=60.0, scored="ema")
-    straight = make_context(tmp_path, params)
-    metrics = RANKER.train_fold(straight, params)
-    table = scores_of(straight)
+    straight = Fold(tmp_path, params)
+    metrics = straight.train()
     calls, plain = [], RankerLoss.__call__
 
     def stopping(self, model, batch):
@@ -231,50 +230,72 @@ def test_a_fold_that_was_stopped_in_mid_epoch_goes_on_bit_exact(tmp_path, monkey
         return plain(self, model, batch)
 
     monkeypatch.setattr(RankerLoss, "__call__", stopping)
-    stopped = replace(straight, checkpoint_dir=tmp_path / "stopped")
+    stopped = Fold(tmp_path, params, folder=tmp_path / "stopped")
     with pytest.raises(StoppedError, match="in epoch 2, after its step"):
-        RANKER.train_fold(stopped, params)
-    assert RANKER.train_fold(stopped, params) == metrics
-    assert scores_of(stopped).equals(table)
+        stopped.train()
+    assert stopped.train() == metrics
+    assert stopped.scores.equals(straight.scores)
     for name in ("latest_checkpoint.pt", "ema_epoch_2.pt"):
-        first, second = (load_checkpoint(one.checkpoint_dir / name)["model"] for one in (straight, stopped))
+        first, second = (load_checkpoint(one.dir / name)["model"] for one in (straight, stopped))
         assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
+def test_in_mixed_precision_a_checkpoint_scores_as_its_fold_did_in_float32(tmp_path, precision):
+    params = make_params(SMALL, num_epochs=1, precision=precision)
+    fold = Fold(tmp_path, params)
+    fold.train()
+    state = load_checkpoint(fold.dir / "latest_checkpoint.pt")
+    assert state["identity"]["precision"] == precision
+    assert {value.dtype for value in state["model"].values()} == {torch.float32}
+    table = fold.scores
+    assert table.schema.field("score_h1").type == pa.float32()
+    assert fold.scored_by("latest_checkpoint.pt").equals(table)
+    in_float32 = fold.scored_by("latest_checkpoint.pt", params=make_params(SMALL, num_epochs=1))
+    wide, narrow = (one.column("score_h1").to_numpy() for one in (in_float32, table))
+    assert 0 < np.abs(wide - narrow).max() < 0.05 * np.abs(wide).max()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_fold_takes_the_gpu_where_there_is_one(tmp_path):
+    params = make_params(SMALL, num_epochs=1, device="auto")
+    fold = Fold(tmp_path, params)
+    assert next(stages._model(fold.context, fold.panel, params, fold.train_dates)[0].parameters()).is_cuda
+    fold.train()
+    assert load_checkpoint(fold.dir / "latest_checkpoint.pt")["identity"]["precision"] is not None
+    assert fold.scored_by("latest_checkpoint.pt").num_rows == fold.scores.num_rows
 
 
 def test_a_warm_start_begins_with_the_weights_of_the_fold_before_and_says_so(tmp_path):
     splits = {"kind": "walk_forward", "n_splits": 3, "embargo_size": 1, "warm_start": True}
     params = make_params(SMALL, splits, num_epochs=1, valid_share=0)
-    first, second = (make_context(tmp_path, params, fold) for fold in (1, 2))
-    assert RANKER.in_order(params)
-    assert RANKER.train_fold(first, params)["warm_start"] == 1
-    second = replace(second, previous_dir=first.checkpoint_dir)
+    first = Fold(tmp_path, params)
+    assert first.train()["warm_start"] == 1
+    second = Fold(tmp_path, params, 2, previous=Output(first.here.manifest("fold", 1)))
     assert set(first.train_dates) < set(second.train_dates)
-    trained = load_checkpoint(first.checkpoint_dir / "latest_checkpoint.pt")["model"]
-    warm = job._model(second, params, second.train_dates)[0].state_dict()
+    trained = load_checkpoint(first.dir / "latest_checkpoint.pt")["model"]
+    warm = stages._model(second.context, second.panel, params, second.train_dates)[0].state_dict()
     assert all(torch.equal(warm[name], trained[name]) for name in trained)
-    with pytest.raises(UsageError, match=r"fold 2 begins with the weights of fold 1, and .* is not there"):
-        job._model(replace(second, previous_dir=tmp_path / "nothing"), params, second.train_dates)
-    plain = make_params(SMALL, splits | {"warm_start": False})
-    assert not RANKER.in_order(plain)
-    cold = job._model(replace(second, previous_dir=None), plain, second.train_dates)[0].state_dict()
+    second.context.previous = None
+    cold = stages._model(second.context, second.panel, params, second.train_dates)[0].state_dict()
     assert not torch.equal(cold["heads.weight"], trained["heads.weight"])
 
 
 def test_combinatorial_folds_name_the_path_of_each_date(tmp_path):
     params = make_params(SMALL, {"kind": "combinatorial", "n_splits": 4, "embargo_size": 1}, num_epochs=1)
-    context = make_context(tmp_path, params, fold=6)
-    metrics = RANKER.train_fold(context, params)
-    scores = scores_of(context)
-    assert set(scores.column("date").to_numpy()) == set(context.panel.dates[context.test_dates])
+    fold = Fold(tmp_path, params, 6)
+    metrics = fold.train()
+    scores = fold.scores
+    assert set(scores.column("date").to_numpy()) == set(fold.panel.dates[fold.test_dates])
     # Fold 6 tests the last two of four blocks, as the third fold that tests each.
     assert set(scores.column("path").to_pylist()) == {2}
-    assert metrics["num_dates"] == len(context.test_dates)
+    assert metrics["num_dates"] == len(fold.test_dates)
 
 
 def test_a_feature_that_never_changes_is_not_divided_by_zero(tmp_path):
     rows = {"date": ["2024-01-02"] * 2, "code": ["A", "B"], "x": [3.0, 3.0], "y": [1.0, None]}
     panel = Panel.build(pa.table(rows), tmp_path, features=["x", "y"])
-    mean, sd = job._scale(panel, np.array([0]))
+    mean, sd = stages._scale(panel, np.array([0]))
     assert (mean.tolist(), sd.tolist()) == ([3.0, 1.0], [1.0, 1.0])
 
 

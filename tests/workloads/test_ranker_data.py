@@ -4,6 +4,7 @@ import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -15,13 +16,14 @@ from pydantic import ValidationError
 
 from memfit import config
 from memfit.errors import DataError, SplitError, UsageError
-from memfit.pipeline import PrepareContext, RunConfig
+from memfit.pipeline import RunConfig
 from memfit.splits import CombinatorialPurged, PurgedKFold, WalkForward
 from memfit_workloads.ranker import data as module
-from memfit_workloads.ranker import job
-from memfit_workloads.ranker.data import hold_out, path_of_dates
-from memfit_workloads.ranker.job import RANKER
+from memfit_workloads.ranker import stages
+from memfit_workloads.ranker.data import fingerprint, hold_out, market, path_of_dates
 from memfit_workloads.ranker.params import RankerParams
+from memfit_workloads.ranker.stages import RANKER
+from stages_here import StagesHere
 
 MODEL = {"patch_size": 5, "width": 16, "num_layers": 1, "num_heads": 2, "dropout": 0.1}
 GENERATED = {
@@ -37,7 +39,11 @@ def make_params(data=GENERATED, *, splits=(("n_splits", 3), ("embargo_size", 2))
 
 
 def prepare(tmp_path, params):
-    return RANKER.prepare(PrepareContext(tmp_path), params)
+    """The facts that prepare gives, the panel, and the positions that each fold trains on and is tested on."""
+    output = StagesHere(tmp_path, RANKER, params).run("prepare")
+    splits = output.arrays("splits")
+    folds = [(splits[f"train_{one['fold']}"], splits[f"test_{one['fold']}"]) for one in output.result["folds"]]
+    return SimpleNamespace(panel=output.panel(), splits=folds, **output.result)
 
 
 def test_folds_are_purged_by_the_longest_horizon_and_every_usable_date_is_tested_once(tmp_path):
@@ -110,7 +116,7 @@ def test_the_market_to_check_has_the_closes_that_the_returns_are_made_of(tmp_pat
     data = GENERATED if source == "generated" else {"source": "prices", "start": "2021-01-01", "end": "2021-12-31"}
     params = RankerParams(data=data)
     prepared = prepare(tmp_path, params)
-    table = RANKER.market(prepared.panel, params)
+    table = market(prepared.panel, params)
     assert table.column_names == ["date", "code", "close"]
     assert (table.schema.field("date").type, table.schema.field("close").type) == (pa.date32(), pa.float64())
     closes = np.full(prepared.panel.shape[:2], np.nan)
@@ -133,11 +139,11 @@ def test_the_market_of_a_file_is_its_column_of_closes_and_without_one_is_refused
     named = RankerParams(
         data=data | {"close": "price", "horizons": (1,), "main_horizon": 1}, splits=splits, model={"patch_size": 1}
     )
-    table = RANKER.market(prepare(tmp_path / "panels", named).panel, named)
+    table = market(prepare(tmp_path / "panels", named).panel, named)
     assert table.column("close").to_pylist() == [5.0 + number for number in range(20)]
     unnamed = RankerParams(data=data, model={"patch_size": 1})
     with pytest.raises(DataError, match="names no closing prices"):
-        RANKER.market(None, unnamed)
+        market(None, unnamed)
 
 
 def test_real_prices_become_a_panel_whose_last_dates_are_in_no_fold(tmp_path):
@@ -150,13 +156,13 @@ def test_real_prices_become_a_panel_whose_last_dates_are_in_no_fold(tmp_path):
 
 def test_a_generated_market_is_written_once_per_set_of_parameters(tmp_path):
     prepare(tmp_path, make_params())
-    (path,) = (tmp_path / "markets").iterdir()
+    (path,) = (tmp_path / "panels" / "markets").iterdir()
     before = path.stat().st_mtime_ns
     prepare(tmp_path, make_params())
     assert path.stat().st_mtime_ns == before
     prepare(tmp_path, make_params(GENERATED | {"market_seed": 1}))
     prepare(tmp_path, make_params(GENERATED | {"horizons": (2, 3)}))
-    assert len(list((tmp_path / "markets").iterdir())) == 3
+    assert len(list((tmp_path / "panels" / "markets").iterdir())) == 3
 
 
 def test_the_fingerprint_follows_the_content_of_the_data(tmp_path):
@@ -164,17 +170,17 @@ def test_the_fingerprint_follows_the_content_of_the_data(tmp_path):
     data = PARQUET | {"path": path, "lookback": 10}
     params = make_params(data)
     with pytest.raises(DataError, match=r"mine\.parquet is not there"):
-        RANKER.fingerprint(params)
+        fingerprint(params)
     pq.write_table(pa.table({"x": [1.0]}), path)
-    first = RANKER.fingerprint(params)
-    assert RANKER.fingerprint(params) == first
+    first = fingerprint(params)
+    assert fingerprint(params) == first
     pq.write_table(pa.table({"x": [2.0]}), path)
-    assert RANKER.fingerprint(params) != first
+    assert fingerprint(params) != first
     folder = make_params(data | {"path": tmp_path})
-    assert RANKER.fingerprint(folder) == RANKER.fingerprint(params)
+    assert fingerprint(folder) == fingerprint(params)
     pq.write_table(pa.table({"x": [3.0]}), tmp_path / "more.parquet")
-    assert RANKER.fingerprint(folder) != RANKER.fingerprint(params)
-    seeds = {RANKER.fingerprint(make_params(GENERATED | {"market_seed": seed})) for seed in (0, 1)}
+    assert fingerprint(folder) != fingerprint(params)
+    seeds = {fingerprint(make_params(GENERATED | {"market_seed": seed})) for seed in (0, 1)}
     assert len(seeds) == 2
 
 
@@ -235,14 +241,14 @@ def test_a_market_that_cannot_be_is_refused(tmp_path):
 def test_the_shipped_config_is_valid_and_names_this_workload():
     file = Path(str(resources.files("memfit_workloads.ranker"))) / "config.yaml"
     settings = config.resolve(RunConfig, file=file, env={}).value
-    assert settings.target == "memfit_workloads.ranker.job:RANKER"
+    assert settings.target == "memfit_workloads.ranker.stages:RANKER"
     params = RankerParams.model_validate(settings.params)
     assert (params.data.source, params.splits.n_splits) == ("prices", 5)
     assert max(params.train.ema_epochs) <= params.train.num_epochs
 
 
 def test_the_readmes_sample_config_is_valid(tmp_path):
-    text = (Path(job.__file__).parent / "README.md").read_text()
+    text = (Path(stages.__file__).parent / "README.md").read_text()
     file = tmp_path / "mine.yaml"
     file.write_text(text.split("```yaml\n")[1].split("```")[0])
     resolved = config.resolve(RunConfig, file=file, env={}, overrides=["params.data.targets.5=return_5d"])
@@ -252,13 +258,13 @@ def test_the_readmes_sample_config_is_valid(tmp_path):
 
 
 def test_the_demo_config_takes_a_generated_market_by_one_setting():
-    file = Path(job.__file__).parent / "config.yaml"
+    file = Path(stages.__file__).parent / "config.yaml"
     settings = config.resolve(RunConfig, file=file, env={}, overrides=["params.data.source=generated"])
     assert config.resolve_nested(settings, "params", RankerParams).value.data.source == "generated"
 
 
 def test_horizons_losses_and_columns_of_targets_can_be_set_one_by_one():
-    file = Path(job.__file__).parent / "config.yaml"
+    file = Path(stages.__file__).parent / "config.yaml"
     words = ["data.horizons=[1,5]", "train.loss.mse=0", "train.horizon_weights={5: 2.0}", "splits.kind=walk_forward"]
     settings = config.resolve(RunConfig, file=file, env={}, overrides=[f"params.{word}" for word in words])
     params = config.resolve_nested(settings, "params", RankerParams).value
@@ -267,7 +273,6 @@ def test_horizons_losses_and_columns_of_targets_can_be_set_one_by_one():
 
 
 def test_preparing_a_run_loads_no_torch():
-    code = "import sys, memfit_workloads.ranker.job; print({'torch', 'skfolio', 'pandas'} & set(sys.modules))"
+    code = "import sys, memfit_workloads.ranker.stages; print({'torch', 'skfolio', 'pandas'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "set()"
-    assert Path(job.__file__).name == "job.py"

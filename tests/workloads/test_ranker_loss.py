@@ -154,6 +154,16 @@ def test_a_batch_that_is_cut_between_lists_has_the_same_gradient():
     assert torch.allclose(whole, cut, rtol=1e-12, atol=1e-15)
 
 
+def test_a_loss_of_16_bit_scores_is_computed_in_float32():
+    batch, model = make_batch(), Flat()
+    loss = RankerLoss(1.0, 0.5, 0.1, horizon_weights=(1.0, 2.0))
+    plain = loss(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = loss(model, batch)
+    assert mixed[0].dtype == torch.float32 and mixed[0] != plain[0]
+    assert mixed[0].item() == pytest.approx(plain[0].item(), rel=0.02) and torch.equal(mixed[1], plain[1])
+
+
 def test_a_horizon_without_weight_and_one_without_targets_train_nothing():
     batch, model = make_batch(horizons=3), Flat(horizons=3)
     batch.targets[:, 2] = NAN

@@ -1,32 +1,76 @@
-"""The command line: one file per verb, errors turned into their exit codes here."""
+"""The command line: one file per verb, loaded when it is called; errors turned into their exit codes here."""
 
 from __future__ import annotations
 
 import errno
+import importlib
+import importlib.metadata
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from memfit.cli._average import average
-from memfit.cli._backtest import backtest
-from memfit.cli._bench import bench
-from memfit.cli._budget import budget
-from memfit.cli._compare import compare
-from memfit.cli._diagnose import diagnose
-from memfit.cli._doctor import doctor
-from memfit.cli._estimate import estimate
-from memfit.cli._map import map_
-from memfit.cli._panel import panel
-from memfit.cli._ps import ps
-from memfit.cli._resume import resume
-from memfit.cli._run import run
-from memfit.cli._stop import stop
-from memfit.cli._watch import watch
-from memfit.cli._workflow import workflow
-from memfit.errors import MemfitError, UsageError
+from memfit.cli._files import expand_files
+from memfit.errors import MemfitError, UsageError, nearest
+from memfit.successors import find_gone
+
+__all__ = ["app", "expand_files", "main"]
+
+_COMMAND = "[OPTIONS] [-- COMMAND...]"
+#: The verbs: where each is, what it is for, and its usage where typer does not know it.
+_VERBS = {
+    "run": ("_run:run", "Run a workload, a function or a command under a budget.", _COMMAND),
+    "map": ("_map:map_", "Run a command for every combination of parameters.", "[OPTIONS] -- COMMAND..."),
+    "watch": ("_watch:watch", "Show a run that goes on, from any terminal.", None),
+    "ps": ("_ps:ps", "List your live runs on this host and their jobs.", None),
+    "stop": ("_stop:stop", "Have a run, or one job, checkpoint and end.", None),
+    "resume": ("_resume:resume", "Go on with a run that was stopped or killed.", None),
+    "budget": ("_budget:budget", "Show what memory may be used, and who says so.", None),
+    "estimate": ("_estimate:estimate", "Say what device memory a training will take, and what fits.", None),
+    "doctor": ("_doctor:doctor", "Examine this place, or a command in it.", _COMMAND),
+    "diagnose": ("_diagnose:diagnose", "Say what killed a job, and what to do about it.", None),
+    "average": ("_average:average", "Average checkpoints of one training.", None),
+    "compare": ("_compare:compare", "Say whether one run is better than another, by their days.", None),
+    "panel": ("_panel:panel", "Build, check, extend, prune and export panels.", None),
+    "bench": ("_bench:bench", "Measure a part of a training on this machine.", None),
+}
+
+
+class _Verbs(TyperGroup):
+    """The verbs above, and those that installed packages name as entry points in the group ``memfit.verbs``."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*_VERBS, *sorted(_entry_points().names)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in _VERBS:
+            (home, _, name), text, usage = (_VERBS[cmd_name][0].partition(":"), *_VERBS[cmd_name][1:])
+            verb = getattr(importlib.import_module(f"memfit.cli.{home}"), name)
+        elif cmd_name in (found := _entry_points()).names:
+            verb, text, usage = found[cmd_name].load(), None, None
+        else:
+            gone = find_gone("verb", cmd_name)
+            raise UsageError(
+                f"memfit has no verb '{cmd_name}'" + (f" since {gone.since}." if gone else "."),
+                rule="memfit --help lists the verbs.",
+                remedy=f"use {gone.new}" if gone else nearest(cmd_name, self.list_commands(ctx)),
+            )
+        if not isinstance(verb, typer.Typer):
+            one = typer.Typer(add_completion=False, rich_markup_mode=None)
+            one.command(cmd_name, options_metavar=usage, short_help=text)(verb)
+            return typer.main.get_command(one)
+        group = typer.main.get_command(verb)
+        group.name, group.short_help = cmd_name, text
+        return group
+
+
+def _entry_points() -> importlib.metadata.EntryPoints:
+    return importlib.metadata.entry_points(group="memfit.verbs")
+
 
 app = typer.Typer(
+    cls=_Verbs,
     help="Training that fits: plan, run, recover and explain the memory of PyTorch jobs.\n\n"
     "Begin with: memfit budget, then memfit run -- python train.py",
     no_args_is_help=True,
@@ -34,30 +78,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(options_metavar="[OPTIONS] [-- COMMAND...]", short_help="Run folds, or one command, under a budget.")(run)
-app.command(
-    "map", options_metavar="[OPTIONS] -- COMMAND...", short_help="Run a command for every combination of parameters."
-)(map_)
-app.command(short_help="Train a fold, pass a gate, train the others, judge them all.")(workflow)
-app.command(short_help="Show a run that goes on, from any terminal.")(watch)
-app.command(short_help="List your live runs on this host and their jobs.")(ps)
-app.command(short_help="Have a run, or one job, checkpoint and end.")(stop)
-app.command(short_help="Go on with a run that was stopped or killed.")(resume)
-app.command(short_help="Show what memory may be used, and who says so.")(budget)
-app.command(short_help="Say what device memory a training will take, and what fits.")(estimate)
-app.command(options_metavar="[OPTIONS] [-- COMMAND...]", short_help="Examine this place, or a command in it.")(doctor)
-app.command(short_help="Say what killed a job, and what to do about it.")(diagnose)
-app.command(short_help="Average checkpoints of one training.")(average)
-app.command(short_help="Backtest checkpoints on dates that they never saw.")(backtest)
-app.command(short_help="Say whether one run is better than another, by their days.")(compare)
-app.add_typer(panel, name="panel", short_help="Build, check, extend, prune and export panels.")
-app.add_typer(bench, name="bench", short_help="Measure a part of a training on this machine.")
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        import importlib.metadata
-
         typer.echo(f"memfit {importlib.metadata.version('memfit')}")
         raise typer.Exit
 
@@ -75,6 +99,7 @@ def main() -> None:
     """Run the command line; an error of memfit's own is printed in its three parts and gives the exit code."""
     words, command = _split(sys.argv[1:])
     try:
+        _check_gone(words)
         app(args=words, obj=command)
     except MemfitError as error:
         _end(error)
@@ -90,6 +115,15 @@ def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
         return words, None
     at = words.index("--")
     return words[:at], tuple(words[at + 1 :])
+
+
+def _check_gone(words: list[str]) -> None:
+    """Refuse a flag that an earlier memfit had, and name what to use now."""
+    for word in words[1:]:
+        gone = find_gone("flag", f"{words[0]} {word.partition('=')[0]}")
+        if gone is not None:
+            what, rule = f"memfit {gone.old} is gone.", f"memfit has no such flag since {gone.since}."
+            raise UsageError(what, rule=rule, remedy=f"use {gone.new}")
 
 
 def _end(error: MemfitError) -> NoReturn:

@@ -31,7 +31,12 @@ _HEADINGS = (
 )
 _MODE_HEADINGS = ("mode", "workers", "samples/s", "waits", "starts", "private", "data in memory", "")
 
-bench = typer.Typer(help="Measure a part of a training on this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(
+    help="Measure a part of a training on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
 
 
 @bench.callback()
@@ -41,7 +46,7 @@ def _bench() -> None:
 
 @bench.command("loader", short_help="Measure a workload's loader, and choose its number of workers.")
 def loader(  # noqa: PLR0913 - one each for what is measured and how
-    config: Annotated[Path, typer.Argument(help="A config of folds, a YAML file.", show_default=False)],
+    config: Annotated[Path, typer.Argument(help="A config, a YAML file.", show_default=False)],
     num_workers: Annotated[str, typer.Option(help="The counts of workers to measure.", metavar="N,N,...")] = "0,1,2,4",
     seconds: Annotated[float, typer.Option(help="How long each measurement goes on.")] = 5.0,
     step_ms: Annotated[

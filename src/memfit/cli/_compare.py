@@ -13,7 +13,6 @@ from rich.table import Table
 
 from memfit.cli._terminal import console
 from memfit.errors import UsageError
-from memfit.reports import slow_note
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -125,8 +124,8 @@ def _rows(decision: Decision, record: Path) -> list[tuple[str, str]]:
         rows.append(("by fold", effects))
     if decision.num_other_assets:
         rows.append(("note", f"on {decision.num_other_assets} dates A and B scored different numbers of assets"))
-    if decision.is_slow:
-        rows.append(("warning", slow_note(decision.to_dict())))
+    if decision.slow_note:
+        rows.append(("warning", decision.slow_note))
     return rows
 
 

@@ -45,7 +45,7 @@ _ALIASES = {
 
 def estimate(  # noqa: PLR0913 - one each for what decides on the memory
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="A config of folds, a YAML file.", show_default=False)] = None,
+    config: Annotated[Path | None, typer.Argument(help="A config, a YAML file.", show_default=False)] = None,
     hf_config: Annotated[
         Path | None,
         typer.Option("--hf-config", help="The model's config.json, or its folder.", metavar="FILE", show_default=False),

@@ -23,7 +23,7 @@ def check_what_to_estimate(context: typer.Context, config: Path | None, hf_confi
             "memfit estimate was given neither a config nor --hf-config."
             if config is None
             else f"memfit estimate was given both a config ({config}) and --hf-config {hf_config}.",
-            rule="it takes a config of folds, whose workload names its step, or a model's config.json.",
+            rule="it takes a config, whose workload names its step, or a model's config.json.",
             remedy="write memfit estimate config.yaml, or memfit estimate --hf-config config.json --batch 8",
         )
     sources = {name: context.get_parameter_source(name) for name in context.params}
@@ -39,7 +39,7 @@ def check_what_to_estimate(context: typer.Context, config: Path | None, hf_confi
     if config is None and "set_" in given:
         raise UsageError(
             "beside --hf-config --set has no effect.",
-            rule="it sets what a config of folds holds.",
+            rule="it sets what a config holds.",
             remedy="leave out --set; memfit estimate --help lists the flags of a training",
         )
 

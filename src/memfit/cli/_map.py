@@ -1,33 +1,20 @@
-"""``memfit map``: a command for every combination of parameters, under one budget."""
+"""``memfit map``: a short name for ``memfit run --param ... -- COMMAND``."""
 
 from __future__ import annotations
 
-import json
-import shlex
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
-from memfit.cli._run import close
+from memfit.cli._run import IsPlan, Param, ParamFile, start_commands
 from memfit.cli._settings import Flags, with_flags
-from memfit.cli._terminal import console, survive_hangup
 from memfit.errors import UsageError
-from memfit.pipeline import expand, fill, read_budget, resolve_settings, run_commands
-from memfit.reports import LiveRun, print_budget
 
 
 @with_flags
 def map_(
     context: typer.Context,
-    param: Annotated[
-        list[str] | None,
-        typer.Option(help="Values of one parameter: fold=1..5, lr=1e-3,1e-4. Repeatable.", metavar="NAME=VALUES"),
-    ] = None,
-    param_file: Annotated[
-        Path | None, typer.Option(help="A CSV file whose rows are combinations.", metavar="CSV", show_default=False)
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and the budget; start none.")] = False,
+    param: Param = None,
+    param_file: ParamFile = None,
+    plan: IsPlan = False,
     *,
     flags: Flags,
 ) -> None:
@@ -54,32 +41,4 @@ def map_(
             rule="it runs a command for every combination of its parameters.",
             remedy="add for example --param fold=1..5, or run it once: memfit run -- ...",
         )
-    settings = resolve_settings(flags.overrides())
-    if dry_run:
-        words = [*command, *filter(None, [settings.value.memory.job_of])]
-        commands = [fill(command, combination) for combination in expand(words, param or [], param_file)]
-        budget = read_budget(settings.value)
-        if flags.as_json:
-            typer.echo(json.dumps({"commands": commands, "budget": budget.to_dict()}, indent=2))
-        else:
-            for line in commands:
-                typer.echo(shlex.join(line))
-            typer.echo("")
-            print_budget(budget, console())
-        return
-    log = console(stderr=flags.as_json)
-    live = LiveRun(log, quiet=flags.quiet)
-    survive_hangup()
-    try:
-        result = run_commands(
-            command,
-            params=param or [],
-            param_file=param_file,
-            settings=settings,
-            new=flags.new,
-            force=flags.force,
-            view=live.show,
-        )
-    finally:
-        live.close()
-    close(result, log, as_json=flags.as_json, view=live.view)
+    start_commands(command, param or [], param_file, flags, is_plan=plan)

@@ -23,6 +23,7 @@ panel = typer.Typer(
     help="Build, inspect, check, extend, prune and export panels: dates x assets x features in mapped files.\n\n"
     "memfit panel build prices.parquet --index date,code --features 'f*' --targets ret -o panels/",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 

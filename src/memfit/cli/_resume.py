@@ -9,8 +9,6 @@ import typer
 from memfit.cli._run import close
 from memfit.cli._settings import AsJson, Quiet
 from memfit.cli._terminal import console, survive_hangup
-from memfit.cli._workflow import close_workflow
-from memfit.pipeline import WORKFLOW_FILE
 from memfit.pipeline import resume as resume_run
 from memfit.reports import LiveRun, find_run
 
@@ -20,7 +18,7 @@ def resume(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with a run, of folds or of commands, in the folder and with the settings that it was started with.
+    """Go on with a run in the folder and with the settings that it was started with.
 
     Jobs that are done are kept, jobs that still run are taken over, interrupted ones go on from their checkpoints. The
     others start in the run's order, failed ones among them: with --on-failure stop the one that failed is tried again
@@ -35,6 +33,4 @@ def resume(
         result = resume_run(find_run(run).path, view=live.show)
     finally:
         live.close()
-    if (result.path / WORKFLOW_FILE).exists():
-        close_workflow(result, log, as_json=as_json)
     close(result, log, as_json=as_json)

@@ -1,11 +1,11 @@
-"""``memfit run``: train a workload's folds, or run any command, under one budget."""
+"""``memfit run``: run a workload's stages, a plain function or any command under one budget."""
 
 from __future__ import annotations
 
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -14,80 +14,120 @@ from rich.console import Console
 
 from memfit.cli._settings import Flags, with_flags
 from memfit.cli._terminal import console, survive_hangup
-from memfit.errors import JobFailedError, StoppedError, UsageError
-from memfit.pipeline import RunResult, resolve_settings, run_commands
+from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
+from memfit.pipeline import Choice, RunPlan, RunResult, expand, plan_commands, plan_run, resolve_settings, run_commands
 from memfit.pipeline import run as run_config
-from memfit.reports import LiveRun, RunView, print_summary, summarize
+from memfit.reports import LiveRun, RunView, print_run_plan, print_summary, summarize
 from memfit.rundir import RunDir
 
 _JOB = "cmd_0001"
 _PIECE_BYTES = 1 << 20
 _MOST_NAMES = 5
 
+Param = Annotated[
+    list[str] | None,
+    typer.Option(help="Values of one parameter: fold=1..5, lr=1e-3,1e-4. Repeatable.", metavar="NAME=VALUES"),
+]
+ParamFile = Annotated[
+    Path | None, typer.Option(help="A CSV file whose rows are combinations.", metavar="CSV", show_default=False)
+]
+IsPlan = Annotated[bool, typer.Option("--plan", help="Say what would run, why, and how much fits; start nothing.")]
+
 
 @with_flags
-def run(
+def run(  # noqa: PLR0913 - one each for what is run of it
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="A config of folds, a YAML file.", show_default=False)] = None,
-    folds: Annotated[str | None, typer.Option(help="Which folds, for example 2-5 or 1,3.", metavar="RANGE")] = None,
+    source: Annotated[
+        str | None,
+        typer.Argument(help="A config, a YAML file; or a function, module:name.", metavar="CONFIG", show_default=False),
+    ] = None,
+    until: Annotated[str | None, typer.Option(help="The last stage.", metavar="STAGE")] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="This stage alone; all that it needs must be valid.", metavar="STAGE")
+    ] = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", help="This stage and all after it again, valid or not.", metavar="STAGE")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="A stage that counts as passed. Repeatable.", metavar="STAGE")
+    ] = None,
+    units: Annotated[
+        str | None, typer.Option(help="Which units (folds, files ...), for example 2-5 or 1,3.", metavar="RANGE")
+    ] = None,
+    param: Param = None,
+    param_file: ParamFile = None,
+    plan: IsPlan = False,
     *,
     flags: Flags,
 ) -> None:
-    """Run what CONFIG says, or the command behind --, under one memory budget.
+    """Run what CONFIG says, a function, or the command behind --, under one memory budget.
 
-    memfit run config.yaml trains a workload's folds in parallel. The first fold runs alone until it has passed each
-    phase once; what it took admits the others, as many at once as fit.
+    memfit run config.yaml runs the stages of a workload: what is valid is kept, what changed runs again. The first unit
+    of a stage (a fold, for example) is measured; as many others run at once as fit.
 
-    memfit run -- python train.py --fold 3 runs any command. Its output is shown as it comes, and kept.
+    memfit run train:train --param fold=1..5 runs a plain function once for each value.
+
+    memfit run -- python train.py --fold 3 runs any command. Its output is shown as it comes, and kept. With --param it
+    runs once for each combination: memfit run --param fold=1..5 -- python train.py --fold {fold}
 
     The same command goes on where the last one stood. Ctrl-C once stops the jobs at a checkpoint (exit code 75),
     twice ends them now (130).
 
-    Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 a fold failed, 75 stopped and can go on. A command that
-    failed gives its own code, or 128 + n when signal n ended it.
+    Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 a job failed, 10 or 11 a stage stopped the run, 75
+    stopped and can go on. A single command that failed gives its own code, or 128 + n when signal n ended it.
     """
     command: tuple[str, ...] | None = context.obj
-    _check_what_to_run(config, command, folds)
-    log = console(stderr=flags.as_json or not config)
-    survive_hangup()
-    if config is None:
-        result = _run_command(command or (), log, flags)
-        close(result, log, as_json=flags.as_json, exit_code=_exit_code(result))
-    live = LiveRun(log, quiet=flags.quiet)
-    try:
-        given = flags.overrides(folds=folds)
-        result = run_config(config, overrides=given, new=flags.new, force=flags.force, view=live.show)
-    finally:
-        live.close()
-    close(result, log, as_json=flags.as_json)
-
-
-def _check_what_to_run(config: Path | None, command: tuple[str, ...] | None, folds: str | None) -> None:
-    rule = "it runs either a config of folds, or the command behind --."
-    if config is not None and command is not None:
+    if bool(command) == (source is not None):
         raise UsageError(
-            f"memfit run was given both a config ({config}) and a command.",
-            rule=rule,
-            remedy="leave one out: memfit run config.yaml, or memfit run -- python train.py",
-        )
-    if config is None and not command:
-        raise UsageError(
-            "memfit run was given nothing to run.",
-            rule=rule,
+            f"memfit run was given {f'both a config ({source}) and a command' if command else 'nothing to run'}.",
+            rule="it runs either a config or a function, or the command behind --.",
             remedy="name one: memfit run config.yaml, or memfit run -- python train.py",
         )
-    if command is not None and folds is not None:
+    if command:
+        of_stages = {"until": until, "stage": stage, "from": from_, "skip": skip, "units": units}
+        _check_no_stages([f"--{name}" for name, given in of_stages.items() if given])
+        start_commands(command, param or [], param_file, flags, is_plan=plan)
+    combinations = expand(None, param or [], param_file) if param or param_file else ()
+    choice = Choice(until=until, only=stage, anew=from_, combinations=tuple(combinations))
+    given = flags.overrides(units=units and json.dumps(units), skip=json.dumps(skip) if skip else None)
+    if plan:
+        close_plan(plan_run(source or "", overrides=given, choice=choice, new=flags.new), flags)
+    log = console(stderr=flags.as_json)
+    survive_hangup()
+    live = LiveRun(log, quiet=flags.quiet)
+    try:
+        result = run_config(
+            source or "", overrides=given, choice=choice, new=flags.new, force=flags.force, view=live.show
+        )
+    finally:
+        live.close()
+    close(result, log, as_json=flags.as_json, view=live.view)
+
+
+def _check_no_stages(flags: Sequence[str]) -> None:
+    if flags:
         raise UsageError(
-            "a command has no folds to choose (--folds).",
-            rule="--folds chooses among the folds of a config.",
-            remedy=f"run the command for each: memfit map --param fold={folds.replace('-', '..')} -- ...",
+            f"a command has no stages to choose ({', '.join(flags)}).",
+            rule="these flags choose among the stages and units of a config.",
+            remedy="leave them out; give a command's units with --param fold=2..5",
         )
 
 
-def _run_command(command: tuple[str, ...], log: Console, flags: Flags) -> RunResult:
-    """Run one command, its output passed on: standard output stays the command's alone, unless JSON comes there."""
+def start_commands(
+    command: tuple[str, ...], params: Sequence[str], param_file: Path | None, flags: Flags, *, is_plan: bool
+) -> NoReturn:
+    """Run a command, once or for every combination of parameters, and exit with the run's code.
+
+    The output of a single command is passed on: standard output is the command's alone, unless JSON comes there.
+    """
     settings = resolve_settings(flags.overrides())
-    log._force_terminal = False  # lines alone: a table that is drawn anew would mix with the command's own output
+    if is_plan:
+        close_plan(
+            plan_commands(command, params=params, param_file=param_file, settings=settings, new=flags.new), flags
+        )
+    is_one = not params and param_file is None
+    log = console(stderr=flags.as_json or is_one)
+    survive_hangup()
     live, echo = LiveRun(log, quiet=flags.quiet), _Echo(to_stderr=flags.as_json)
 
     def view(run_dir: RunDir) -> Callable[[], None]:
@@ -100,25 +140,41 @@ def _run_command(command: tuple[str, ...], log: Console, flags: Flags) -> RunRes
 
         return both
 
+    if is_one:
+        log._force_terminal = False  # lines alone: a table that is drawn anew would mix with the command's own output
     try:
-        result = run_commands(command, settings=settings, new=flags.new, force=flags.force, view=view)
+        result = run_commands(
+            command, params=params, param_file=param_file, settings=settings, new=flags.new, force=flags.force,
+            view=view if is_one else live.show,
+        )  # fmt: skip
     finally:
         echo.pass_on()
         live.close()
+    code = _tell_end(result, log, quiet=flags.quiet) if is_one else result.exit_code
+    close(result, log, as_json=flags.as_json, exit_code=code, view=live.view)
+
+
+def _tell_end(result: RunResult, log: Console, *, quiet: bool) -> int:
+    """Print how a single command ended; its own code when it failed, as a shell gives it: 128 + n for signal n."""
     status = result.statuses.get(_JOB)
-    if status is not None and status.exit_code is not None and not (flags.quiet and status.state == "completed"):
-        code = status.exit_code
+    code = None if status is None else status.exit_code
+    if status is None or code is None:
+        return result.exit_code
+    if not (quiet and status.state == "completed"):
         name = signal.Signals(-code).name if -code in set(signal.Signals) else -code
         log.print(f"the command was ended by {name}" if code < 0 else f"the command ended with exit code {code}")
-    return result
-
-
-def _exit_code(result: RunResult) -> int:
-    """The command's own code when it failed, as a shell would give it: 128 + n when signal n ended it."""
-    status = result.statuses.get(_JOB)
-    if result.exit_code != JobFailedError.exit_code or status is None or not status.exit_code:
+    if result.exit_code != JobFailedError.exit_code or not code:
         return result.exit_code
-    return status.exit_code if status.exit_code > 0 else 128 - status.exit_code
+    return code if code > 0 else 128 - code
+
+
+def close_plan(plan: RunPlan, flags: Flags) -> NoReturn:
+    """Print what would run and how much of it fits, and exit: with 3 when a job does not fit even alone."""
+    if flags.as_json:
+        typer.echo(json.dumps(plan.to_dict(), indent=2))
+    else:
+        print_run_plan(plan, console())
+    raise typer.Exit(0 if plan.fits else DoesNotFitError.exit_code)
 
 
 def close(

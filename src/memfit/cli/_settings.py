@@ -28,9 +28,12 @@ class Flags:
         str | None,
         typer.Option(help="What one job takes, as a hint, or '{name}' of a parameter; it is measured.", metavar="SIZE"),
     ] = None
+    num_gpus: Annotated[
+        str | None, typer.Option(help="How many GPUs one job needs; it sees no others.", metavar="N")
+    ] = None
     gpu_memory: Annotated[
         str | None,
-        typer.Option(help="What one job takes on a GPU; it is placed on one with that room.", metavar="SIZE"),
+        typer.Option(help="What one job takes on each of its GPUs, as a hint; it is measured.", metavar="SIZE"),
     ] = None
     limit: Annotated[str | None, typer.Option(help="Your own cap on all jobs together.", metavar="SIZE")] = None
     reserve: Annotated[str | None, typer.Option(help="What is never lent to jobs.", metavar="SIZE")] = None
@@ -110,6 +113,7 @@ class Flags:
 _SETTINGS = {
     "max_parallel": "max_parallel",
     "memory": "memory.job",
+    "num_gpus": "memory.num_gpus",
     "gpu_memory": "memory.gpu_job",
     "limit": "memory.limit",
     "reserve": "memory.reserve",

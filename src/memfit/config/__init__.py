@@ -8,6 +8,7 @@ from memfit.config._given import INTERNAL_VARIABLES
 from memfit.config._problems import ARGUMENT, DEFAULT, OVERRIDE, Override, variable
 from memfit.config._resolve import Resolved, resolve, resolve_nested
 from memfit.config._types import ByteSize, Settings, fingerprint, size_text, to_plain
+from memfit.config._yaml import read_plain
 
 __all__ = [
     "ARGUMENT",
@@ -19,6 +20,7 @@ __all__ = [
     "Resolved",
     "Settings",
     "fingerprint",
+    "read_plain",
     "resolve",
     "resolve_nested",
     "size_text",

@@ -29,7 +29,7 @@ from memfit.config._yaml import Document, Fault, Tree, YamlError, is_null, key_f
 from memfit.errors import ConfigError, nearest
 
 #: Variables that are no settings: those that memfit hands to its own jobs, and the folder of a user's claims.
-INTERNAL_VARIABLES = frozenset({"MEMFIT_RUN_DIR", "MEMFIT_JOB_ID", "MEMFIT_DEVICE_BYTES", "MEMFIT_CLAIMS_DIR"})
+INTERNAL_VARIABLES = frozenset({"MEMFIT_RUN_DIR", "MEMFIT_JOB_ID", "MEMFIT_CLAIMS_DIR"})
 
 
 @dataclass

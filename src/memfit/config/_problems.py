@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from memfit.config._schema import keys_at, known_names
 from memfit.errors import ConfigError, nearest
+from memfit.successors import find_gone
 
 Steps = tuple[str | int, ...]
 
@@ -151,8 +152,12 @@ def unknown(model: type[BaseModel], path: Steps, origin: str, prefix: str) -> Pr
     siblings = [prefix + dotted((*path[:-1], key)) for key in keys_at(model, path[:-1])]
     every = list(known_names(model, prefix))
     same = [known for known in every if known.rpartition(".")[2] == name.rpartition(".")[2]]
+    gone = find_gone("key", name)
     hit = _closest(name, same) or _closest(name, siblings) or _closest(name, every)
     rule = f"an unknown name is refused, so that no setting is silently off (known to {model.__name__})"
+    if gone:
+        rule = f"{name} is gone since memfit {gone.since}"
+        return Problem(f"{name} is no setting ({origin})", rule, f"use '{gone.new}'")
     if not origin.startswith(_VARIABLE):
         remedy = f"did you mean '{hit}'?" if hit else _known(siblings)
         return Problem(f"{name} is no setting ({origin})", rule, remedy)

@@ -15,19 +15,7 @@ Example:
     'rank IC 0.167 ± 0.601, n 3, ICIR 0.16'
 """
 
-from memfit.evaluation._backtest import BacktestResult, BacktestSummary, QuantileRow, backtest
 from memfit.evaluation._bootstrap import Interval, bootstrap_interval
-from memfit.evaluation._controls import (
-    BacktestInput,
-    Controls,
-    ShiftTest,
-    SweepRow,
-    run_controls,
-    shift_scores,
-    shift_test,
-    shuffle_scores,
-    sweep,
-)
 from memfit.evaluation._days import common_days, evaluate_days, evaluate_folds, read_days, summarize_days
 from memfit.evaluation._decision import Decision, FoldEffect, decide
 from memfit.evaluation._forecasts import (
@@ -39,62 +27,32 @@ from memfit.evaluation._forecasts import (
     power,
 )
 from memfit.evaluation._gap import Gap, generalization_gap
-from memfit.evaluation._gate import GateSettings, Knob, Reason, Verdict, judge
-from memfit.evaluation._market import Finding, Market, QualitySettings, read_market
-from memfit.evaluation._quality import check_market
 from memfit.evaluation._rank_ic import ICSummary, rank_ic, rank_ic_by_date, summarize_ic
 from memfit.evaluation._ranking import hit_rate, lift_at_k, ndcg_at_k, positive_rate, precision_at_k, quantile_spread
 from memfit.evaluation._record import decide_on_record, read_record
-from memfit.evaluation._report import BacktestReport, beside, read_backtest, write_backtest
 from memfit.evaluation._scores import Scores, read_scores
-from memfit.evaluation._sharpe import Sharpe, deflated_sharpe, probabilistic_sharpe, sharpe
-from memfit.evaluation._sleeves import BacktestSettings
 from memfit.evaluation._variance import SlowVariation, Summary, slow_variation, summarize
-from memfit.evaluation._volatility import VolatilityCorrelation, volatility_correlation
 
 __all__ = [
-    "BacktestInput",
-    "BacktestReport",
-    "BacktestResult",
-    "BacktestSettings",
-    "BacktestSummary",
-    "Controls",
     "Decision",
     "DieboldMariano",
-    "Finding",
     "FoldEffect",
     "Gap",
-    "GateSettings",
     "ICSummary",
     "Interval",
-    "Knob",
-    "Market",
-    "QualitySettings",
-    "QuantileRow",
-    "Reason",
     "Scores",
-    "Sharpe",
-    "ShiftTest",
     "SlowVariation",
     "Summary",
-    "SweepRow",
-    "Verdict",
-    "VolatilityCorrelation",
     "adjust_p_value",
-    "backtest",
-    "beside",
     "bootstrap_interval",
-    "check_market",
     "common_days",
     "decide",
     "decide_on_record",
-    "deflated_sharpe",
     "diebold_mariano",
     "evaluate_days",
     "evaluate_folds",
     "generalization_gap",
     "hit_rate",
-    "judge",
     "lift_at_k",
     "minimal_detectable_effect",
     "minimum_dates",
@@ -102,25 +60,14 @@ __all__ = [
     "positive_rate",
     "power",
     "precision_at_k",
-    "probabilistic_sharpe",
     "quantile_spread",
     "rank_ic",
     "rank_ic_by_date",
-    "read_backtest",
     "read_days",
-    "read_market",
     "read_record",
     "read_scores",
-    "run_controls",
-    "sharpe",
-    "shift_scores",
-    "shift_test",
-    "shuffle_scores",
     "slow_variation",
     "summarize",
     "summarize_days",
     "summarize_ic",
-    "sweep",
-    "volatility_correlation",
-    "write_backtest",
 ]

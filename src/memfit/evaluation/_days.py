@@ -22,7 +22,7 @@ from memfit.evaluation._series import KEYS, by_date
 from memfit.evaluation._variance import Summary, summarize
 
 _METADATA = b"memfit_days"
-_IN_FOLDER = ("days.feather", "results/days.feather")
+_IN_FOLDER = ("days.feather", "checkpoints/stage_backtest/days.feather")
 #: What the days of a backtest have and a day table has not.
 _OF_BACKTEST = {"net", "equity", "is_rebalance"}
 
@@ -136,7 +136,7 @@ def read_days(path: Path) -> pa.Table:
     the mean of theirs, and a day table has the metrics of each fold's.
 
     Args:
-        path: A file; or a folder that has ``days.feather`` in it or in ``results/``.
+        path: A file; or a folder that has ``days.feather`` in it or in ``checkpoints/stage_backtest/``.
 
     Raises:
         UsageError: If it is not there, or its name is not one of a day table.
@@ -191,7 +191,7 @@ def _file_of(path: Path) -> Path:
         raise DataError(
             f"{path} holds neither {' nor '.join(_IN_FOLDER)}.",
             rule="a run that was evaluated has a day table in one of these.",
-            remedy="name the folder of a finished workflow, or a day table itself",
+            remedy="name the folder of a run that was judged, or a day table itself",
         )
     return inside[0]
 
@@ -224,8 +224,8 @@ def _with_scores(path: Path) -> tuple[pa.Table, Scores]:
     if path.suffix != ".feather" or beside == path or not beside.is_file():
         raise DataError(
             f"{path} has no scores beside it.",
-            rule="a workflow and memfit backtest --output leave scores.feather beside days.feather.",
-            remedy="name the folder of a finished workflow, or the ..._days.feather of a backtest",
+            rule="the stage backtest and memfit backtest --output leave scores.feather beside days.feather.",
+            remedy="name the folder of a run that was judged, or the ..._days.feather of a backtest",
         )
     if len(days) != len(pc.unique(days.column("date"))):
         raise DataError(

@@ -111,6 +111,18 @@ class Decision:
             for name, value in (dataclasses.asdict(self) | {"folds": [*map(dataclasses.asdict, self.folds)]}).items()
         }
 
+    @property
+    def slow_note(self) -> str:
+        """What it means that the difference varies slowly; empty if it does not."""
+        if not self.is_slow:
+            return ""
+        return (
+            f"{self.metric} varies slowly, beyond the {self.horizon} dates that labels span (z "
+            f"{self.slow_statistic:+.1f}). Its true error is about {self.slow_error_factor:.1f} times as large, and t "
+            f"then {self.statistic / self.slow_error_factor:+.1f}. False decisions are more frequent than "
+            f"{1 - self.level:.0%}."
+        )
+
 
 def decide(
     days_a: pa.Table,

@@ -1,11 +1,27 @@
 """Jobs, the backends that run them, and the scheduler that admits them under a budget."""
 
+from memfit.jobs._admission import LocalAdmission
 from memfit.jobs._budget_watch import ReadBudget
 from memfit.jobs._child import call_in_child, load_target, raise_error_of
-from memfit.jobs._job import ENDED, STATES, Backend, Grant, Job, JobStatus, State, Verdict
+from memfit.jobs._job import (
+    ENDED,
+    STATES,
+    Backend,
+    EndedBy,
+    Enforcer,
+    Grant,
+    Job,
+    JobStatus,
+    Request,
+    State,
+    Submission,
+    Traits,
+    Verdict,
+)
 from memfit.jobs._local import LocalBackend, child_env, read_status
 from memfit.jobs._policy import HostClaims, OnFailure, Policy, StopRequest
 from memfit.jobs._scheduler import Scheduler
+from memfit.jobs._source import JobSource
 from memfit.jobs._stop import ASK_SIGNAL, NOW_SIGNAL, find_supervisor, forget_stops, running_jobs, stop, take_stop
 from memfit.jobs._threads import limit_threads
 
@@ -15,17 +31,24 @@ __all__ = [
     "NOW_SIGNAL",
     "STATES",
     "Backend",
+    "EndedBy",
+    "Enforcer",
     "Grant",
     "HostClaims",
     "Job",
+    "JobSource",
     "JobStatus",
+    "LocalAdmission",
     "LocalBackend",
     "OnFailure",
     "Policy",
     "ReadBudget",
+    "Request",
     "Scheduler",
     "State",
     "StopRequest",
+    "Submission",
+    "Traits",
     "Verdict",
     "call_in_child",
     "child_env",

@@ -1,14 +1,17 @@
-"""The interpreters beside a supervisor: ``python -m memfit.jobs keeper RUN_DIR`` and ``... child FOLDER``."""
+"""The processes beside a supervisor: ``python -m memfit.jobs shim RUN_DIR --job ID`` and ``... child FOLDER``."""
 
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    role, folder = sys.argv[1], Path(sys.argv[2])
-    if role == "keeper":
-        from memfit.jobs import _keeper
+    match sys.argv[1:]:
+        case ["shim", run_dir, "--job", job_id]:
+            from memfit.jobs import _shim
 
-        sys.exit(_keeper.main(folder))
-    from memfit.jobs import _child
+            sys.exit(_shim.main(Path(run_dir) / "jobs" / job_id))
+        case ["child", folder]:
+            from memfit.jobs import _child
 
-    sys.exit(_child.main(folder))
+            sys.exit(_child.main(Path(folder)))
+        case _:
+            sys.exit(__doc__)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection
 
-from memfit.memory import Budget, Claim, Lendable, Others
+from memfit.memory import HOST, Budget, Claim, Lendable, Others, Sizes
+from memfit.units import MIB
 
 #: The budget as it is now, given the private bytes that running jobs use now (a cap of the user's counts those).
 ReadBudget = Callable[[int], Budget]
@@ -17,6 +19,8 @@ _SHARED = frozenset({"group", "host"})
 _NOTABLE = 0.05
 #: The share of the reserve up to which neighbours outside memfit may grow before jobs must give way.
 _LENT_TO_OUTSIDERS = 0.75
+#: Never lent on a device: what the driver and a second context take on top of what was measured.
+DEVICE_RESERVE_BYTES = 256 * MIB
 
 
 class BudgetWatch:
@@ -31,6 +35,7 @@ class BudgetWatch:
         others: What other runs took and lent, as last seen.
         checkpoint_bytes: The largest checkpoint that a job of this run reported: so much is never lent, so that a job
             that is asked to step aside has the room to write one.
+        read_at: When the budget was read last, by the clock.
         outsiders_bytes: By how much others than memfit's jobs have grown since the first reading, at the least.
     """
 
@@ -42,13 +47,13 @@ class BudgetWatch:
         self.checkpoint_bytes = self.outsiders_bytes = 0
         self._clock = clock
         self._budget: Budget | None = None
-        self._read_at, self._in_use_then, self._reserve_left = 0.0, 0, 0
+        self.read_at, self._in_use_then, self._reserve_left = 0.0, Counter[str](), 0
         self._outside_first: dict[str, int] = {}
 
     @property
     def is_due(self) -> bool:
         """Whether the last reading is too old."""
-        return self._budget is None or self._clock() - self._read_at >= _FRESH_SECONDS
+        return self._budget is None or self._clock() - self.read_at >= _FRESH_SECONDS
 
     @property
     def now(self) -> Budget:
@@ -57,38 +62,61 @@ class BudgetWatch:
             raise RuntimeError("the budget was never read")
         return self._budget
 
-    def read(self, in_use_bytes: int) -> None:
-        """Read the budget, while jobs use so many private bytes."""
+    def read(self, in_use: Sizes) -> None:
+        """Read the budget, while jobs use so many bytes at each place."""
         # First what others lent: what their jobs take between the two readings counts twice, and not never.
         self.others = self._others_then = self.read_others()
-        self._budget = self.read_budget(in_use_bytes)
-        self._read_at, self._in_use_then = self._clock(), in_use_bytes
+        self._budget = self.read_budget(in_use[HOST])
+        self.read_at, self._in_use_then = self._clock(), in_use
         self.outsiders_bytes = self._measure_outsiders()
         # The reserve, less what others took since the first reading: it is there for them.
         reserve = self._budget.reserve_bytes
         self._reserve_left = reserve - min(self.outsiders_bytes, int(reserve * _LENT_TO_OUTSIDERS))
 
-    def lendable(self, in_use_bytes: int, claims: Mapping[str, Claim]) -> Lendable:
-        """What may be lent now, beside the claims of the jobs that run."""
-        headroom = min(self._headroom_bytes - (in_use_bytes - self._in_use_then), self.now.limit_bytes)
-        return Lendable.now(headroom, self._reserve_left + self.checkpoint_bytes, claims)
+    def lendable(self, in_use: Sizes, claims: Collection[Claim]) -> dict[str, Lendable]:
+        """What may be lent now at each place, beside the claims of the jobs that run."""
+        headroom = min(self._headroom_bytes - (in_use[HOST] - self._in_use_then[HOST]), self.now.limit_bytes)
+        rooms = {HOST: Lendable.now(headroom, self._reserve_left + self.checkpoint_bytes, claims)}
+        unused = sum((claim.unused for claim in claims), self._lent_by_others)
+        taken = in_use - self._in_use_then  # what was given back, the reading may have seen before the job told it
+        for device in self.now.devices:
+            free, where = device.free_bytes - taken[device.uuid], f"on GPU {device.index} ({device.uuid})"
+            rooms[device.uuid] = Lendable(free, DEVICE_RESERVE_BYTES, unused[device.uuid], where)
+        return rooms
 
-    def part_bytes(self, in_use_bytes: int, claims: Mapping[str, Claim]) -> int:
+    def parts(self, in_use: Sizes, claims: Collection[Claim]) -> Sizes:
         """Return this run's part of what may be lent: other runs may take theirs of a shared limit at the same time."""
-        whole = self.lendable(in_use_bytes, claims)
-        kept = in_use_bytes - self._in_use_then + whole.reserve_bytes + whole.unused_bytes
-        shared = [(free - kept) // (1 + self.others.num) for is_shared, free in self._rooms() if is_shared]
-        return max(0, min([whole.bytes, *shared]))
+        rooms, num = self.lendable(in_use, claims), 1 + self.others.num
+        whole = rooms.pop(HOST)
+        kept = in_use[HOST] - self._in_use_then[HOST] + whole.reserve_bytes + whole.unused_bytes
+        shared = [(free - kept) // num for is_shared, free in self._rooms() if is_shared]
+        host = max(0, min([whole.bytes, *shared]))
+        return Counter({HOST: host, **{place: max(0, room.bytes) // num for place, room in rooms.items()}})
+
+    @property
+    def devices_of_others(self) -> Sizes:
+        """What other runs on this host hold of each device, in use or not."""
+        held = self.others.used + self.others.unused
+        return Counter({device.uuid: held[device.uuid] for device in self.now.devices if held[device.uuid]})
+
+    def most_device_bytes(self, num_devices: int) -> int:
+        """What one job could take on each of so many devices if no other ran, of this run or of another."""
+        ours = self._in_use_then + self._others_then.used
+        # What a job told last may be free already.
+        sizes = [min(one.total_bytes, one.free_bytes + ours[one.uuid]) for one in self.now.devices]
+        if not 0 < num_devices <= len(sizes):
+            return 0
+        return max(0, sorted(sizes, reverse=True)[num_devices - 1] - DEVICE_RESERVE_BYTES)
 
     @property
     def capacity_bytes(self) -> int:
         """What all jobs of this run may take together."""
-        return self._headroom_bytes + self._in_use_then - self._reserve_left - self.checkpoint_bytes
+        return self._headroom_bytes + self._in_use_then[HOST] - self._reserve_left - self.checkpoint_bytes
 
     @property
     def held_by_others_bytes(self) -> int:
         """How much more this run could take if all other runs on this host ended; 0 where its own limit binds."""
-        theirs = self._taken_by_others + self._others_then.used_bytes
+        theirs = self._lent_by_others[HOST] + self._others_then.used[HOST]
         return min(free + theirs * is_shared for is_shared, free in self._rooms()) - self._headroom_bytes
 
     @property
@@ -106,20 +134,23 @@ class BudgetWatch:
         return min(free for _, free in self._rooms())
 
     @property
-    def _taken_by_others(self) -> int:
+    def _lent_by_others(self) -> Sizes:
         """What other runs have lent, and took since the last reading."""
-        return self.others.unused_bytes + max(0, self.others.used_bytes - self._others_then.used_bytes)
+        return self.others.unused + (self.others.used - self._others_then.used)
 
     def _rooms(self) -> list[tuple[bool, int]]:
         """For each limit, whether other runs share it, and what is free under it beside them."""
-        limits, taken = [limit for limit in self.now.limits if limit.binds] or [self.now.binding], self._taken_by_others
+        limits, taken = (
+            [limit for limit in self.now.limits if limit.binds] or [self.now.binding],
+            self._lent_by_others[HOST],
+        )
         return [(is_shared := limit.scope in _SHARED, limit.headroom_bytes - taken * is_shared) for limit in limits]
 
     def _measure_outsiders(self) -> int:
         binding, others = self.now.binding, self._others_then
         if binding.scope not in _SHARED:
             others = Others()
-        outside = binding.limit_bytes - binding.headroom_bytes - self._in_use_then - others.used_bytes
+        outside = binding.limit_bytes - binding.headroom_bytes - self._in_use_then[HOST] - others.used[HOST]
         first = self._outside_first.setdefault(f"{binding.name} {binding.source}", outside)
         # What other runs lent may be in use already: they tell of it later than the kernel does.
-        return max(0, outside - others.unused_bytes - first)
+        return max(0, outside - others.unused[HOST] - first)

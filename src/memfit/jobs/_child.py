@@ -18,14 +18,12 @@ from typing import Any
 
 from memfit import errors
 from memfit.errors import MemfitError, StoppedError, UsageError
-from memfit.rundir import read_json, read_whole, write_json
+from memfit.rundir import read_devices, read_json, read_whole, record, write_json
 
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
 #: What ``error.json`` must hold, as ``describe_error`` makes it.
 ERROR_SHAPE = {"type": str, "memfit": bool, "text": str}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-#: How many bytes of its first visible device a job may allocate.
-DEVICE_BYTES_VARIABLE = "MEMFIT_DEVICE_BYTES"
 
 
 def load_target(target: str) -> Any:
@@ -136,26 +134,6 @@ def _is_memory_error(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or bool(names & {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"})
 
 
-def cap_device(env: Mapping[str, str], modules: Mapping[str, Any] = sys.modules) -> float | None:
-    """Have torch refuse allocations beyond the job's part of its device; the part that was set, or None.
-
-    Nothing is set where the job's modules have not loaded torch, or where there is no device. What other processes
-    and the driver take of the device does not count against it.
-
-    Args:
-        env: Holds ``MEMFIT_DEVICE_BYTES`` where there is a cap.
-        modules: The modules that are loaded.
-
-    Source: torch/cuda/memory.py, set_per_process_memory_fraction (torch 2.6).
-    """
-    text, torch = env.get(DEVICE_BYTES_VARIABLE), modules.get("torch")
-    if not text or torch is None or not torch.cuda.is_available():
-        return None
-    part = min(1.0, int(text) / int(torch.cuda.get_device_properties(0).total_memory))
-    torch.cuda.set_per_process_memory_fraction(part, 0)
-    return part
-
-
 def _die_with(parent: int) -> None:
     """End this process when its parent ends, however that ends: nobody would read its result (Linux only)."""
     if sys.platform == "linux":
@@ -174,8 +152,11 @@ def main(folder: Path) -> int:
         _die_with(request["parent"])
     try:
         function = load_target(request["target"])
-        cap_device(os.environ)
-        result = function(**request["arguments"])
+        try:
+            result = function(**request["arguments"])
+        finally:
+            if held := read_devices():
+                record("devices", **held)
         write_json(folder / RESULT, {"result": json.loads(json.dumps(result))})
     except StoppedError as stopped:
         print(stopped, file=sys.stderr)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import StoppedError
-from memfit.jobs._job import State
+from memfit.jobs._job import EndedBy, State
 from memfit.memory import JobGroup, memory_group, oom_kills_above
 from memfit.units import format_bytes
 
@@ -25,6 +25,8 @@ _ERROR_TEXTS = re.compile(
 #: ENOMEM in words, as libc and Python write it.
 _REFUSED = re.compile(r"cannot allocate memory", re.IGNORECASE)
 _LAST_LINES = 8
+#: How a job ends that a platform stops: it knows no other signals.
+_STOPPING = (-signal.SIGTERM, -signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Death:
 
     Attributes:
         returncode: As in ``subprocess``: negative for a signal.
-        stopped_by: The signal that memfit sent because it was asked to stop the job, or None.
+        stopped_by: The signal that the job's watcher sent it, or None.
         counters_before, counters_after: The kernel's counts when the job started and after it ended.
         error: What the job's interpreter left in ``error.json``, or None.
         has_result: Whether a function job left its result.
@@ -88,6 +90,7 @@ class Death:
         last_words: The end of what it wrote to standard error.
         kernel_line: The line in which the kernel tells that it killed the process, where the log can be read.
         verdict: The state and cause that whoever had it ended gave, or None.
+        is_asked: memfit or its user asked for the end.
         full_disk: The folder of its logs, when that disk was full at its end; else empty.
     """
 
@@ -104,11 +107,20 @@ class Death:
     last_words: str = ""
     kernel_line: str = ""
     verdict: Mapping[str, Any] | None = None
+    is_asked: bool = False
     full_disk: str = ""
 
 
-def explain(death: Death) -> tuple[State, str]:
-    """The job's final state and its cause in words."""
+def explain(death: Death) -> tuple[State, str, EndedBy]:
+    """The job's final state, its cause in words, and who ended it."""
+    state, cause = _explain(death)
+    if state == "preempted" and not death.is_asked:
+        return state, cause, "platform"
+    is_stopped = state == "preempted" or (death.stopped_by is not None and state != "completed")
+    return state, cause, "user" if is_stopped and death.is_asked else "job"
+
+
+def _explain(death: Death) -> tuple[State, str]:
     where = f" in phase {death.phase}" if death.phase else ""
     if death.returncode == 0:
         return ("completed", "") if death.has_result else ("failed", "ended with 0 but left no result")
@@ -118,9 +130,13 @@ def explain(death: Death) -> tuple[State, str]:
     if death.stopped_by == "SIGKILL" or (death.stopped_by and death.returncode != -signal.SIGKILL):
         if death.verdict is not None:
             return death.verdict["state"], death.verdict["cause"]
-        return "cancelled", f"ended by memfit with {death.stopped_by}{where}, as asked"
+        if death.is_asked:
+            return "cancelled", f"ended by memfit with {death.stopped_by}{where}, as asked"
+        return "preempted", f"ended by a signal from outside memfit{where}"
     if death.returncode == -signal.SIGKILL:
         return _explain_kill(death, where)
+    if death.returncode in _STOPPING:
+        return "preempted", f"ended by {_signal_name(-death.returncode)} from outside memfit{where}"
     how = f"exit code {death.returncode}{where}"
     if death.returncode < 0:
         how = f"ended by signal {_signal_name(-death.returncode)}{where}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from operator import mul
@@ -22,14 +22,14 @@ _LEAST_POINTS, _MOST_POINTS = 4, 64
 _GOOD = 0.25
 #: A larger number is a name: its squares would overflow.
 _LARGEST = 1e15
-#: The feature that stands for a job's declared size.
-_DECLARED = "(declared)"
+#: The feature that stands for a job's declared size, and the one that stands for its stage.
+_DECLARED, _STAGE = "(declared)", "(stage)"
 
 _Key = tuple[tuple[str, str], ...]
 
 
 class Forecast:
-    """The measured footprints of a run's jobs, and what they say about the others.
+    """The measured footprints of a run's jobs, and what they say about the others of the same stage.
 
     Where the peaks of jobs of one kind (those that share all parameters that are no numbers) follow one of their
     numbers, or their declared size, along a straight line, that line and its largest error speak. Otherwise jobs that
@@ -48,18 +48,18 @@ class Forecast:
     def __init__(self) -> None:
         self._largest: dict[_Key, Footprint] = {}
         self._lines: dict[_Key, dict[str, _Line]] = {}
-        self._declared: set[int] = set()
+        self._declared: dict[str, set[int]] = {}
         self._told: dict[int, tuple[Job, Footprint | None]] = {}
 
     def learn(self, job: Job, footprint: Footprint, *, is_final: bool = True) -> None:
         """Take in what a job took; of one that still runs, for those that share its parameters alone."""
         self._told.clear()
-        for subset in _subsets(job.params):
+        for subset in _subsets(job):
             known = self._largest.get(subset)
             if known is None or footprint.private_bytes > known.private_bytes or footprint.device_bytes:
                 self._largest[subset] = footprint if known is None else known.merge(footprint)
         if job.footprint is not None:
-            self._declared.add(job.footprint.private_bytes)
+            self._declared.setdefault(job.stage, set()).add(job.footprint.private_bytes)
         if not is_final:
             return
         kind, numbers = _features(job)
@@ -77,30 +77,31 @@ class Forecast:
 
     def _predict(self, job: Job) -> Footprint | None:
         found: Footprint | None = None
-        num_shared = 0
-        for subset in _subsets(job.params):
+        num_shared, num_all = 0, len(job.params) + 1
+        for subset in _subsets(job):
             if found is not None and len(subset) < num_shared:
                 break
             known = self._largest.get(subset)
             if known is not None:
                 found, num_shared = known if found is None else found.merge(known), len(subset)
-        if found is not None and num_shared < len(job.params):
+        if found is not None and num_shared < num_all:
             along = self._along_a_line(job)
             if along is not None:
                 return replace(found, private_bytes=along)
-        return job.footprint if self._has_own_hint(job, num_shared) else found or job.footprint
+        return job.footprint if self._has_own_hint(job, num_shared == num_all) else found or job.footprint
 
-    def _has_own_hint(self, job: Job, num_shared: int) -> bool:
-        """Whether its declared size is its own, and not one for all, and tells more than those like it."""
-        if not job.params or job.footprint is None or num_shared == len(job.params):
+    def _has_own_hint(self, job: Job, has_twin: bool) -> bool:
+        """True if its declared size is its own, not one for the whole stage, and no job with its parameters ran."""
+        if not job.params or job.footprint is None or has_twin:
             return False
-        return len(self._declared | {job.footprint.private_bytes}) > 1 or not self._declared
+        declared = self._declared.get(job.stage, set())
+        return len(declared | {job.footprint.private_bytes}) > 1 or not declared
 
     def is_inferred(self, job: Job) -> bool:
-        """Whether what is told of a job rests on others that are like it, and neither on its twin nor on a hint."""
+        """True if the forecast comes from similar jobs, not from one with its parameters or a declared size."""
         expected = self.predict(job)
         is_measured = expected is not None and expected.method == "measured"
-        return is_measured and bool(job.params) and tuple(sorted(job.params.items())) not in self._largest
+        return is_measured and bool(job.params) and next(_subsets(job)) not in self._largest
 
     def _along_a_line(self, job: Job) -> int | None:
         """What the best line of its kind says; None when there is no good one."""
@@ -148,11 +149,12 @@ class _Line:
 
 
 def _features(job: Job) -> tuple[_Key, dict[str, float]]:
-    """A job's kind, which are its parameters that are no numbers, and its numbers, the declared size among them."""
+    """Return a job's kind (its stage and the parameters that are no numbers), and its numbers and declared size."""
     numbers = {name: number for name, value in job.params.items() if (number := _number(value)) is not None}
     if job.footprint is not None:
         numbers[_DECLARED] = float(job.footprint.private_bytes)
-    return tuple(sorted((name, value) for name, value in job.params.items() if name not in numbers)), numbers
+    names = {name: value for name, value in job.params.items() if name not in numbers}
+    return ((_STAGE, job.stage), *sorted(names.items())), numbers
 
 
 def _number(text: str) -> float | None:
@@ -166,13 +168,12 @@ def _number(text: str) -> float | None:
     return value if abs(value) <= _LARGEST else None  # not for a NaN either
 
 
-def _subsets(params: Mapping[str, str]) -> Iterator[_Key]:
-    """The subsets of a job's parameters, the largest first, the empty one last."""
-    items = tuple(sorted(params.items()))
-    sizes = range(len(items), -1, -1)
+def _subsets(job: Job) -> Iterator[_Key]:
+    """A job's stage with each subset of its parameters, the largest first, the empty one last."""
+    items = tuple(sorted(job.params.items()))
+    sizes: Iterable[int] = range(len(items), -1, -1)
     if len(items) > _MOST_FOR_ALL_SUBSETS:
-        for size in dict.fromkeys((len(items), len(items) - 1, 1, 0)):
-            yield from combinations(items, size)
-        return
+        sizes = dict.fromkeys((len(items), len(items) - 1, 1, 0))
     for size in sizes:
-        yield from combinations(items, size)
+        for chosen in combinations(items, size):
+            yield (_STAGE, job.stage), *chosen

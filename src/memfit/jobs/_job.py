@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from memfit.errors import UsageError
 from memfit.memory import Footprint
@@ -15,6 +15,7 @@ State = Literal[
     "pending", "running", "completed", "failed", "out_of_memory", "timeout", "preempted", "cancelled", "node_fail"
 ]
 STATES: tuple[State, ...] = get_args(State)
+EndedBy = Literal["", "job", "user", "platform"]
 ENDED: frozenset[State] = frozenset(STATES) - {"pending", "running"}
 
 
@@ -38,9 +39,12 @@ class Job:
             most of them speak for it.
         cwd: The folder that its process starts in; the supervisor's when None.
         stdin: The file that it reads as its standard input, at its first attempt; nothing when None.
-        device_bytes: What it is declared to take on one device, or None when it needs no device.
+        num_devices: How many devices it needs; it sees no others.
+        device_bytes: What it is declared to take on each of them; None when that is to be measured.
         keeps_group: Its control group outlives it until the run ends, so that the page cache which it filled (a
             shared panel) is charged there and not to the jobs that read it.
+        stage: The name of its stage. Only jobs of one stage are alike: they share forecasts and ``on_failure: first``.
+        unit: Which part of its stage it is (a fold, a trial, a shard), as a JSON value.
 
     Example:
         >>> Job("hello", command=("echo", "hello")).command
@@ -63,8 +67,11 @@ class Job:
     params: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
     stdin: str | None = None
+    num_devices: int = 0
     device_bytes: int | None = None
     keeps_group: bool = False
+    stage: str = ""
+    unit: Any = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.id):
@@ -79,6 +86,12 @@ class Job:
                 "command.",
                 rule="a job is either a function (target) or a command.",
                 remedy="give one of them",
+            )
+        if self.num_devices < 0 or (self.device_bytes is not None and not self.num_devices):
+            raise UsageError(
+                f"job {self.id} declares device memory and asks for {self.num_devices} devices.",
+                rule="what a job is declared to take on each device needs at least 1 device.",
+                remedy="give num_devices too",
             )
         if self.threads < 1:
             raise UsageError(
@@ -112,6 +125,7 @@ class JobStatus:
         used_bytes: Its non-reclaimable memory now, of its whole control group where it has one.
         peak_bytes: The peak of that.
         pss_bytes: The proportional sizes of its processes at the last sweep; 0 before the first and after its end.
+        device_used_bytes: Its device memory now, by device UUID; a device that it was given and does not use has 0.
         footprint: The measured footprint so far, or None before the first sample.
         started, ended: Unix seconds, or None.
         exit_code: The child's exit code; negative for a signal, as in ``subprocess``.
@@ -126,6 +140,9 @@ class JobStatus:
         checkpointed: When it last reported a checkpoint, in Unix seconds; None when it never did.
         checkpoint_bytes: The largest checkpoint that it reported.
         asked: Its end was asked for by ``cancel`` or ``memfit stop``.
+        ended_by: Who ended it: the ``job`` itself, the ``user`` (through memfit) or the ``platform`` (a signal from
+            elsewhere, or the death of its watcher); empty while it runs.
+        pending_reason: Why the backend's queue holds a submitted job that has not started; empty when none does.
         evidence: What proves the cause: limits, peaks and counters of its group at the end.
     """
 
@@ -142,6 +159,7 @@ class JobStatus:
     cause: str = ""
     attempt: int = 1
     pss_bytes: int = 0
+    device_used_bytes: Mapping[str, int] = field(default_factory=dict)
     pid: int | None = None
     stalled: bool = False
     stopped_pid: int | None = None
@@ -151,6 +169,8 @@ class JobStatus:
     checkpointed: float | None = None
     checkpoint_bytes: int = 0
     asked: bool = False
+    ended_by: EndedBy = ""
+    pending_reason: str = ""
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -175,23 +195,81 @@ class Verdict:
     cause: str
 
 
-class Backend(Protocol):
-    """The seam: whatever runs jobs implements these six. ``memfit.testing.BackendContract`` is what it must pass."""
+@dataclass(frozen=True)
+class Request:
+    """What one attempt of a job asks for.
 
-    def submit(self, job: Job, grant: Grant | None = None) -> None:
-        """Start a job, or take over the one of that id that still runs. Returns before the job ends.
+    Attributes:
+        limit_bytes: The most host memory that it may take where no enforcer holds it back; None for no limit.
+    """
 
-        Without a grant, or where no walls can be set up, nothing holds the job back.
-        """
+    limit_bytes: int | None = None
 
-    def resize(self, job_id: str, grant: Grant) -> None:
-        """Give a running job another grant; does nothing for one that has ended or where there are no walls."""
+
+class Submission(NamedTuple):
+    """A job to start, and what this attempt asks for."""
+
+    job: Job
+    request: Request = Request()
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a backend can do.
+
+    Attributes:
+        queues_jobs: True if a submitted job may wait in a queue before it starts.
+        enforces_memory: True if a job that takes more than its request ends as ``out_of_memory``.
+        patience_seconds: How long a status may lag behind the truth.
+    """
+
+    queues_jobs: bool
+    enforces_memory: bool
+    patience_seconds: float
+
+
+class Enforcer(Protocol):
+    """Holds running jobs back at walls. Only a backend on this host can offer one."""
+
+    def grant(self, job_id: str, grant: Grant) -> None:
+        """Say what a job may take: before its start, and again while it runs. Does nothing for one that has ended."""
 
     def cap(self, total_bytes: int) -> None:
-        """Say what all jobs together may take now; does nothing where there are no walls."""
+        """Say what all jobs together may take now."""
 
-    def poll(self) -> dict[str, JobStatus]:
-        """The status of every job submitted here, by id."""
+    def left_bytes(self) -> int:
+        """Return the memory that jobs left behind when they ended, such as files in /dev/shm."""
+
+
+class Backend(Protocol):
+    """The seam: whatever runs jobs implements these. ``memfit.testing.BackendContract`` is what it must pass.
+
+    The run directory holds the state. A backend object only follows it, so a new one can be made at any time.
+    """
+
+    @property
+    def traits(self) -> Traits:
+        """What it can do."""
+
+    @property
+    def enforcer(self) -> Enforcer | None:
+        """What holds running jobs back; None where nothing can."""
+
+    def submit(self, batch: Sequence[Submission]) -> None:
+        """Start jobs. Returns before they end.
+
+        Raises:
+            UsageError: If a job of one of these ids runs already.
+        """
+
+    def adopt(self, job_ids: Iterable[str]) -> set[str]:
+        """Follow those of these jobs that an earlier supervisor started and that still run; their ids.
+
+        A job that was adopted is returned again until ``poll`` has told its end.
+        """
+
+    def poll(self) -> Mapping[str, JobStatus]:
+        """The status of every job that was submitted or adopted here, by id. Never raises because a queue is down."""
 
     def wait(self, seconds: float) -> None:
         """Wait until something of note happened (a job ended, passed its soft bytes, met its wall), or so long."""
@@ -201,4 +279,10 @@ class Backend(Protocol):
 
         A job that then ends by this, and not by itself, is recorded with the verdict where there is one. So is, at
         once, a job that does not run, whether it ended or never started.
+
+        Raises:
+            UsageError: If there is no job of this id and no verdict.
         """
+
+    def close(self) -> None:
+        """Follow no job any more; those that run go on."""

@@ -8,26 +8,25 @@ import os
 import re
 import select
 import signal
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from memfit.errors import DamagedError, UsageError
-from memfit.jobs._job import STATES, Grant, Job, JobStatus, Verdict
-from memfit.jobs._link import KeeperLink, no_keeper, open_pidfd
+from memfit.jobs._job import STATES, EndedBy, Grant, Job, JobStatus, Request, Submission, Traits, Verdict
 from memfit.jobs._lock import (
+    CANCEL,
     JOB,
     LOCK,
     OUTCOME,
     STATUS,
     STOP_REQUESTED,
-    VERDICT,
     is_held,
     read_holder,
 )
-from memfit.jobs._shim import BUSY
 from memfit.jobs._threads import thread_env
 from memfit.memory import Footprint, JobGroup, Walls
 from memfit.rundir import (
@@ -48,7 +47,6 @@ _CUDA_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _FRESH_SECONDS = 0.1
 #: Without a descriptor that tells of its end, a job's lock is looked at so often.
 _LOOK_SECONDS = 0.2
-_MOST_KEEPERS = 3
 
 _NUMBER, _NONE = (int, float), type(None)
 _JOB_SHAPE = {"attempt": int, "group": (str, _NONE)}
@@ -58,7 +56,9 @@ _STATUS_SHAPE: Mapping[str, Any] = {
     "phase": (str, _NONE),
     "cause": (str, _NONE),
     "footprint": (FOOTPRINT, _NONE),
+    "device_used_bytes": ({str: int}, _NONE),
     "evidence": (dict, _NONE),
+    "ended_by": (frozenset(get_args(EndedBy)), _NONE),
     **dict.fromkeys(("started", "ended", "checkpointed", "cpu_seconds"), (*_NUMBER, _NONE)),
     **dict.fromkeys(("used_bytes", "peak_bytes", "pss_bytes", "checkpoint_bytes"), (int, _NONE)),
     **dict.fromkeys(("exit_code", "attempt", "pid", "stopped_pid"), (int, _NONE)),
@@ -90,9 +90,8 @@ class _Submitted:
         folder: Its folder.
         attempt: The attempt that is followed; 0 for one taken over before its watcher had told.
         group: Its control group, or None.
-        by_lock: It is followed by its lock: another keeper forked its shim.
-        has_ended: Its keeper said that its shim has ended.
-        pidfd: Can be read when the shim of a job followed by its lock has ended.
+        child: The process id of its shim while that is a child of this process; else the job is followed by its lock.
+        pidfd: Can be read when the shim has ended.
         to_send: The signal that waits until the shim listens.
         status, read_at, changed: The last status, when it was read by the monotonic clock, and the file's time then.
     """
@@ -100,8 +99,7 @@ class _Submitted:
     folder: Path
     attempt: int
     group: JobGroup | None = None
-    by_lock: bool = False
-    has_ended: bool = False
+    child: int | None = None
     pidfd: int | None = None
     to_send: signal.Signals | None = None
     status: JobStatus | None = None
@@ -112,14 +110,12 @@ class _Submitted:
 class LocalBackend:
     """Runs jobs as processes of this host.
 
-    All state lies in the run directory: a new supervisor that submits the same job takes over the one that still runs,
-    and reads the outcome of one that ended in between.
+    All state lies in the run directory: a new supervisor adopts the jobs that still run.
 
     Args:
         run: The run directory.
         grace_seconds: How long a job that was asked to stop may take to checkpoint.
         walls: Makes a control group for each job that has a grant; without it such a job's data segment is limited.
-        keeper_prefix: The words before the keeper's command, for example to start it in a scope of its own.
     """
 
     def __init__(
@@ -128,65 +124,63 @@ class LocalBackend:
         *,
         grace_seconds: float = 60.0,
         walls: Walls | None = None,
-        keeper_prefix: Sequence[str] = (),
     ) -> None:
         self.run = run
         self.grace_seconds = grace_seconds
         self.walls = walls
-        self._prefix = tuple(keeper_prefix)
-        self._keeper: KeeperLink | None = None
-        self._num_lost = 0
+        self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, patience_seconds=1.0)
         self._live: dict[str, _Submitted] = {}
         self._ended: dict[str, JobStatus] = {}
-        self._found_running: set[str] = set()
+        self._adopted: set[str] = set()
+        self._granted: dict[str, JobGroup] = {}
         for lock in (run.path / "jobs").glob(f"*/{LOCK}"):
             # What died with its watcher while nobody looked is told so, and not as running for ever. Its first process
             # ended with the watcher, and its number may be another's by now.
             folder = lock.parent
-            if _has_no_end(folder) and not self.is_running(folder.name):
+            if _has_no_end(folder) and not is_held(folder):
                 _settle(folder)
 
-    def keeper_pid(self) -> int:
-        """The process id of the keeper, which is started if there is none: walls can be built below its group."""
-        return self._get_keeper().wait_for_pid()
+    @property
+    def enforcer(self) -> LocalBackend | None:
+        """This object, where there are walls."""
+        return self if self.walls is not None else None
 
-    def is_running(self, job_id: str) -> bool:
-        """Whether a job of this run's that anybody started runs now; ``submit`` then takes it over, ended or not."""
-        held = is_held(self.run.job_dir(job_id))
-        if held:
-            self._found_running.add(job_id)
-        return held
+    def adopt(self, job_ids: Iterable[str]) -> set[str]:
+        """Follow those of these jobs that an earlier supervisor started and that still run; their ids."""
+        wanted = set(job_ids)
+        for job_id in wanted.difference(self._adopted, self._live):
+            if is_held(self.run.job_dir(job_id)):
+                self._adopted.add(job_id)
+                self._follow(job_id, self._taken_over(self.run.job_dir(job_id)))
+        return wanted & self._adopted
 
     def running(self) -> list[str]:
         """The jobs submitted here that have not ended."""
         self.poll()
         return list(self._live)
 
-    def submit(self, job: Job, grant: Grant | None = None) -> None:
-        """Start a job's shim; a job of that id that still runs is taken over instead.
+    def submit(self, batch: Sequence[Submission]) -> None:
+        """Start the shims of jobs.
 
         Raises:
-            UsageError: If this backend runs a job of that id already.
+            UsageError: If a job of one of these ids runs already.
             OSError: For example on a full disk.
         """
-        if job.id in self._live and job.id in self.running():
+        for job, request in batch:
+            self._submit(job, request)
+
+    def _submit(self, job: Job, request: Request) -> None:
+        folder = self.run.job_dir(job.id)
+        if is_new := not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+        if (job.id in self._live and job.id in self.running()) or (not is_new and is_held(folder)):
             raise UsageError(
                 f"job {job.id} is running already.",
                 rule="a job never runs twice at once.",
                 remedy="wait for its end, or give the other job another id",
             )
-        folder = self.run.job_dir(job.id)
-        if is_new := not folder.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-        if job.id in self._found_running or (not is_new and is_held(folder)):
-            self._found_running.discard(job.id)
-            self._follow(job.id, self._taken_over(folder))
-            if grant is not None:
-                self.resize(job.id, grant)
-            return
-        attempt = 1 if is_new else _next_attempt(folder)
-        group = self._make_group(job.id, grant)
-        has_limit = grant is not None and group is None and job.device_bytes is None
+        attempt, group = 1 if is_new else _next_attempt(folder), self._granted.pop(job.id, None)
+        has_limit = group is None and not job.num_devices
         described = {
             **vars(job),  # not asdict, which copies all that lies deeper
             "params": dict(job.params),
@@ -197,43 +191,49 @@ class LocalBackend:
             "footprint": job.footprint.to_dict() if job.footprint else None,
             "cwd": job.cwd or os.getcwd(),
             "group": str(group.path) if group else None,
-            "data_limit_bytes": grant.wall_bytes if grant and has_limit else None,
+            "data_limit_bytes": request.limit_bytes if has_limit else None,
         }
         # Not forced to disk: what a power cut takes is run again.
         write_masked(folder / JOB, described, durable=False)
-        self._follow(job.id, _Submitted(folder, attempt, group, read_at=time.monotonic()))
-        self._order_shim(job.id)
+        child = self._start_shim(job.id, folder)
+        pidfd = _open_pidfd(child) if child is not None else None
+        self._follow(job.id, _Submitted(folder, attempt, group, child, pidfd, read_at=time.monotonic()))
 
-    def resize(self, job_id: str, grant: Grant) -> None:
-        """Move a running job's wall; does nothing for one that has ended or has no group."""
+    def grant(self, job_id: str, grant: Grant) -> None:
+        """Make the group of a job that is to start, or move the wall of one that runs."""
         submitted = self._live.get(job_id)
-        if self.walls is not None and submitted is not None and submitted.group is not None:
-            with contextlib.suppress(OSError):  # gone with its job
+        if self.walls is None or (submitted is not None and submitted.group is None):
+            return
+        with contextlib.suppress(OSError):  # gone with its job, or refused: then its data segment is limited instead
+            if submitted is None:
+                self._granted[job_id] = self.walls.make(job_id, grant.soft_bytes, grant.wall_bytes)
+            else:
                 self.walls.resize(job_id, grant.soft_bytes, grant.wall_bytes)
-            submitted.read_at = 0.0
+                submitted.read_at = 0.0
 
     def cap(self, total_bytes: int) -> None:
         """Move the wall of all jobs together."""
         if self.walls is not None:
-            with contextlib.suppress(OSError):  # as little to be had as in ``resize``
+            with contextlib.suppress(OSError):  # as little to be had as in ``grant``
                 self.walls.set_capacity(total_bytes)
+
+    def left_bytes(self) -> int:
+        """What jobs that ended left charged to the run."""
+        return self.walls.left_bytes() if self.walls is not None else 0
 
     def poll(self) -> dict[str, JobStatus]:
         """The status of every job submitted here, by id."""
-        self._hear()
         for job_id, submitted in list(self._live.items()):
             self._read(job_id, submitted)
+        self._adopted.difference_update(self._ended)
         return self._ended | {job_id: self._status(job_id) for job_id in self._live}
 
     def wait(self, seconds: float) -> None:
         """Wait until a job ended, passed its soft bytes or met its wall, or so long."""
         deadline = time.monotonic() + seconds
-        handles = [self._keeper.fileno()] if self._keeper is not None else []
-        for submitted in self._live.values():
-            if submitted.by_lock and submitted.pidfd is not None:
-                handles.append(submitted.pidfd)
-            elif submitted.by_lock:
-                seconds = min(seconds, _LOOK_SECONDS)
+        handles = [submitted.pidfd for submitted in self._live.values() if submitted.pidfd is not None]
+        if len(handles) < len(self._live):
+            seconds = min(seconds, _LOOK_SECONDS)
         if self.walls is None:
             poll = select.poll()
             for handle in handles:
@@ -260,9 +260,8 @@ class LocalBackend:
         submitted = self._live.get(job_id)
         if submitted is None:
             return
-        if verdict is not None:
-            with contextlib.suppress(OSError):  # on a full disk it is told as cancelled
-                write_atomic(submitted.folder / VERDICT, json.dumps(asdict(verdict)) + "\n", durable=False)
+        order = {"now": now} | (asdict(verdict) if verdict is not None else {})
+        write_atomic(submitted.folder / CANCEL, json.dumps(order) + "\n", durable=False)
         submitted.to_send = signal.SIGQUIT if now else signal.SIGTERM
         _send(submitted)
 
@@ -276,68 +275,26 @@ class LocalBackend:
             self._ended[job_id] = _to_status(job_id, outcome)
 
     def close(self) -> None:
-        """Have the keeper leave; jobs that run go on."""
+        """Follow no job any more; those that run go on."""
         for submitted in self._live.values():
             _forget(submitted)
-        if self._keeper is not None:
-            self._keeper.close()
-            self._keeper = None
-            for submitted in self._live.values():
-                submitted.by_lock = True
 
-    # The keeper
-
-    def _get_keeper(self) -> KeeperLink:
-        if self._keeper is None:
-            self._keeper = KeeperLink(self.run.path, self._prefix)
-        return self._keeper
-
-    def _order_shim(self, job_id: str) -> None:
-        while True:
-            try:
-                self._get_keeper().order(job_id)
-                return
-            except ConnectionError:
-                self._lose_keeper(besides=job_id)
-
-    def _hear(self) -> None:
-        """Take note of the shims that ended, and of the keeper's own end."""
-        while self._keeper is not None:
-            ends = self._keeper.ends()
-            if ends is None:
-                self._lose_keeper()
-                return
-            if not ends:
-                return
-            for job_id, code in ends:
-                submitted = self._live.get(job_id)
-                if submitted is None or submitted.by_lock:
-                    continue
-                if code == BUSY or is_held(submitted.folder):  # another shim has it, whoever ordered that one
-                    self._follow_by_lock(submitted)
-                else:
-                    submitted.has_ended = True
-
-    def _lose_keeper(self, besides: str = "") -> None:
-        """Follow the shims of a keeper that died by their locks; those that it had not forked are ordered again."""
-        if self._keeper is None:
-            return
-        started, log = self._keeper.pid is not None, self._keeper.log
-        self._keeper.close()
-        self._keeper = None
-        self._num_lost = 0 if started else self._num_lost + 1
-        if self._num_lost >= _MOST_KEEPERS:
-            raise no_keeper(log)
-        for job_id, submitted in list(self._live.items()):
-            if submitted.by_lock or submitted.has_ended or job_id == besides:
-                continue
-            holder = read_holder(submitted.folder)
-            if holder is not None and holder.attempt == submitted.attempt:
-                self._follow_by_lock(submitted)
-            elif _read_outcome(submitted.folder) is not None:
-                submitted.has_ended = True
-            else:  # a shim that is just being forked finds the lock held or the outcome written, or the other one does
-                self._order_shim(job_id)
+    def _start_shim(self, job_id: str, folder: Path) -> int | None:
+        """Start the shim of a job in a session of its own; None when no process can be had."""
+        # Without -P a file in this folder named like one of Python's modules would be imported in its place.
+        command = [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(self.run.path), "--job", job_id]
+        log = f"{folder}/shim.log"
+        streams = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ]
+        try:
+            # Not subprocess, which complains of a child that outlives its parent.
+            return os.posix_spawn(sys.executable, command, os.environ, file_actions=streams, setsid=True)
+        except OSError as error:  # the job ends as one whose watcher died
+            Path(log).write_text(f"no watcher for {job_id}: {error}\n")
+            return None
 
     # Following jobs
 
@@ -349,24 +306,8 @@ class LocalBackend:
         holder, described = read_holder(folder), read_json(folder / JOB, _JOB_SHAPE) or {}
         group = JobGroup.at(Path(described["group"])) if described.get("group") else None
         submitted = _Submitted(folder, holder.attempt if holder else 0, group)
-        self._follow_by_lock(submitted)
+        _watch_holder(submitted)
         return submitted
-
-    def _follow_by_lock(self, submitted: _Submitted) -> None:
-        submitted.by_lock = True
-        holder = read_holder(submitted.folder)
-        if holder is not None:
-            submitted.pidfd = open_pidfd(holder.pid)
-            if submitted.pidfd is not None and not is_held(submitted.folder):  # the number may be another's by now
-                _forget(submitted)
-
-    def _make_group(self, job_id: str, grant: Grant | None) -> JobGroup | None:
-        if self.walls is None or grant is None:
-            return None
-        try:
-            return self.walls.make(job_id, grant.soft_bytes, grant.wall_bytes)
-        except OSError:
-            return None  # its data segment is limited instead
 
     def _status(self, job_id: str) -> JobStatus:
         submitted = self._live[job_id]
@@ -374,8 +315,7 @@ class LocalBackend:
 
     def _read(self, job_id: str, submitted: _Submitted) -> JobStatus | None:
         """Bring a job's status up to date; None when it has ended."""
-        alive = is_held(submitted.folder) if submitted.by_lock else not submitted.has_ended
-        if alive:
+        if _has_shim(submitted):
             # Also for the moment between its outcome and its end: an ended job has no process left.
             if submitted.to_send is not None:
                 _send(submitted)
@@ -389,6 +329,37 @@ class LocalBackend:
         _forget(submitted)
         if self.walls is not None:
             self.walls.forget(job_id)
+        return None
+
+
+def _has_shim(submitted: _Submitted) -> bool:
+    """Whether a shim watches the job: the one that was started here or, when that found it taken, another one."""
+    if submitted.child is not None:
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(submitted.child, os.WNOHANG)[0] == 0:
+                return True
+        submitted.child = None
+        _forget(submitted)
+        _watch_holder(submitted)
+    return is_held(submitted.folder)
+
+
+def _watch_holder(submitted: _Submitted) -> None:
+    """Have the end of the shim that holds the job's lock wake ``wait``."""
+    holder = read_holder(submitted.folder)
+    if holder is not None:
+        submitted.pidfd = _open_pidfd(holder.pid)
+        if not is_held(submitted.folder):  # the number may be another's by now
+            _forget(submitted)
+
+
+def _open_pidfd(pid: int) -> int | None:
+    """A descriptor that can be read when a process has ended; None when it has, or where there are none such."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
         return None
 
 
@@ -428,8 +399,6 @@ def _read_running(job_id: str, submitted: _Submitted) -> JobStatus:
             known = JobStatus(job_id, "running", **about)  # type: ignore[arg-type]
         else:
             known = JobStatus(job_id, "pending", attempt=submitted.attempt or 1)
-        if holder is not None and holder.note:
-            known = replace(known, cause=holder.note)
         submitted.changed = changed if found is not None else 0
     state = submitted.group.state() if submitted.group is not None else None
     if state is None:
@@ -476,8 +445,7 @@ def _bury(submitted: _Submitted) -> dict[str, Any]:
 
 
 def _settle(folder: Path, more: str = "") -> dict[str, Any]:
-    logs = (folder / "shim.log", folder.parent.parent / "keeper.log")
-    cause = f"its watcher died without a word (see {next(filter(Path.exists, logs), logs[1])}){more}"
+    cause = f"its watcher died without a word (see {folder / 'shim.log'}){more}"
     described = _read_json_or_none(folder / JOB, _JOB_SHAPE) or {}
     if described.get("group"):
         group = JobGroup.at(Path(described["group"]))
@@ -486,7 +454,7 @@ def _settle(folder: Path, more: str = "") -> dict[str, Any]:
             group.remove()
     holder, last = read_holder(folder), _read_json_or_none(folder / STATUS, _STATUS_SHAPE) or {}
     first = {"attempt": holder.attempt, "started": holder.started} if holder else {}
-    ended = {"state": "node_fail", "cause": cause, "ended": time.time()}
+    ended = {"state": "node_fail", "cause": cause, "ended": time.time(), "ended_by": "platform"}
     outcome = first | last | ended | {"used_bytes": 0, "pss_bytes": 0, "stalled": False, "stopped_pid": None}
     with contextlib.suppress(OSError):  # on a full disk it is settled again by the next supervisor
         write_atomic(folder / OUTCOME, json.dumps(outcome) + "\n")
@@ -511,7 +479,7 @@ def _next_attempt(folder: Path) -> int:
     if (folder / OUTCOME).exists():
         os.replace(folder / OUTCOME, folder / f"outcome_{last}.json")
     if last:
-        for name in (STATUS, VERDICT, STOP_REQUESTED):
+        for name in (STATUS, CANCEL, STOP_REQUESTED):
             (folder / name).unlink(missing_ok=True)
     return last + 1
 

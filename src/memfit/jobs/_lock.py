@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from memfit.memory import is_locked, lock_file
 from memfit.rundir import fits
 
-T = TypeVar("T")
-
 LOCK, JOB, STATUS, OUTCOME = "lock", "job.json", "status.json", "outcome.json"
 #: Written by whoever wants the job to checkpoint and end, or to end now when the file says ``now``.
 STOP_REQUESTED = "stop_requested"
-#: The state and cause that the job's end by ``LocalBackend.cancel`` is recorded with.
-VERDICT = "verdict.json"
-
-FULL = "the disk is full; memfit tries again every second"
-_AGAIN_SECONDS = 1.0
+#: Written by ``cancel``: whether the job is to end now, and the state and cause that its end is recorded with, if any.
+CANCEL = "cancel.json"
 
 
 @dataclass(frozen=True)
@@ -37,14 +28,12 @@ class Holder:
         attempt: The job's attempt that it watches.
         job_pid: The process id of the job itself, or None before its start.
         started: When the job began, in Unix seconds.
-        note: What it cannot say elsewhere: that the disk is full.
     """
 
     pid: int
     attempt: int
     job_pid: int | None = None
     started: float | None = None
-    note: str = ""
 
 
 _HOLDER = {
@@ -52,7 +41,6 @@ _HOLDER = {
     "attempt": int,
     "job_pid": (int, type(None)),
     "started": (int, float, type(None)),
-    "note": (str, type(None)),
 }
 
 
@@ -95,24 +83,7 @@ class JobLock:
         os.close(self._descriptor)
 
     def tell(self, **changes: int | float | str | None) -> None:
-        """Write what changed into the lock file, in place: once it has its block that works on a full disk too."""
+        """Write what changed into the lock file, in place."""
         self.holder = Holder(**vars(self.holder) | changes)
-        # Padded, so that a shorter text leaves no rest of a longer one and the file never needs to grow.
+        # Padded, so that a shorter text leaves no rest of a longer one.
         os.pwrite(self._descriptor, json.dumps(vars(self.holder)).ljust(255).encode() + b"\n", 0)
-
-    def patiently(self, write: Callable[[], T], *, gives_up: Callable[[], bool] = lambda: False) -> T:
-        """Do something that must not be lost: while the disk is full, again every second, until the caller gives up."""
-        while True:
-            try:
-                done = write()
-                break
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or gives_up():
-                    raise
-            with suppress(OSError):
-                self.tell(note=FULL)
-            time.sleep(_AGAIN_SECONDS)
-        if self.holder.note:
-            with suppress(OSError):
-                self.tell(note="")
-        return done

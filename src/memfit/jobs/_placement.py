@@ -1,34 +1,100 @@
-"""Which GPU a job gets: the one with the most room that its device footprint fits into."""
+"""Which devices a job gets, and what it is told of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 
-from memfit.memory import Claim, Device
-from memfit.units import MIB, format_bytes
+from memfit.jobs._job import Job
+from memfit.jobs._slot import Wait
+from memfit.memory import HOST, Device, Lendable, Sizes
 
-#: Never lent on a device: what the driver and a second context take on top of what was measured.
-DEVICE_RESERVE_BYTES = 256 * MIB
+#: torch reads the first that is set.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_FRACTION = "per_process_memory_fraction"
+#: The first torch that knows this setting; an earlier one refuses to start with it.
+_FIRST_TORCH = (2, 10)
 
 
-def lendable_bytes(device: Device, claims: Sequence[Claim]) -> int:
-    """What may be lent on a device: what is free now, whoever took the rest, less what running jobs may still take."""
-    return device.free_bytes - DEVICE_RESERVE_BYTES - sum(claim.unused_bytes for claim in claims)
+def choose(
+    rooms: Mapping[str, Lendable], num_devices: int, needed_bytes: int | None, held: Container[str]
+) -> Sizes | Wait:
+    """Return what a job reserves on each of its devices, which are those with the most room; or why it gets none.
 
-
-def place(
-    devices: Sequence[Device], claims: Mapping[str, Sequence[Claim]], needed_bytes: int
-) -> tuple[Device | None, str]:
-    """The device for a job and why, or None and why not.
+    One of unknown size gets all that may be lent of devices on which no other job is.
 
     Args:
-        devices: The devices as they are now; what foreign processes use is not free on them.
-        claims: The running jobs' reservations and use by device UUID.
-        needed_bytes: What the job will take.
+        rooms: What may be lent at each place.
+        num_devices: How many devices the job needs.
+        needed_bytes: What it needs of each; None when that is not known.
+        held: The devices of which other jobs hold a part.
+
+    >>> rooms = {"GPU-a": Lendable(900, 100, 0), "GPU-b": Lendable(700, 100, 0), "GPU-c": Lendable(500, 100, 0)}
+    >>> choose(rooms, 2, 300, held=()), choose(rooms, 2, None, held={"GPU-b"})
+    (Counter({'GPU-a': 300, 'GPU-b': 300}), Counter({'GPU-a': 800, 'GPU-c': 400}))
+    >>> choose(rooms, 4, 300, held=()).reason
+    'it needs 4 GPUs and 3 are here'
     """
-    rooms = [(lendable_bytes(device, claims.get(device.uuid, ())), device) for device in devices]
-    if not rooms:
-        return None, f"it needs {format_bytes(needed_bytes)} on a GPU and there is none here"
-    room, device = max(rooms, key=lambda found: found[0])
-    text = f"{format_bytes(room)} may be lent on GPU {device.index} ({device.uuid})"
-    return (device, text) if needed_bytes <= room else (None, f"it needs {format_bytes(needed_bytes)} on a GPU; {text}")
+    devices = [place for place in rooms if place != HOST]
+    if len(devices) < num_devices:
+        return Wait("device", f"it needs {count_gpus(num_devices)} and {len(devices)} are here")
+    if needed_bytes is None:
+        devices = [place for place in devices if place not in held]
+    if len(devices) < num_devices:
+        reason = f"it needs {count_gpus(num_devices)} for itself, for its size there is unknown"
+        return Wait("device", reason, f"{len(devices)} have no other job")
+    chosen = sorted(devices, key=lambda place: -rooms[place].bytes)[:num_devices]
+    return Counter({place: max(1, rooms[place].bytes) if needed_bytes is None else needed_bytes for place in chosen})
+
+
+def count_gpus(num: int) -> str:
+    """Return a number of GPUs in words.
+
+    >>> count_gpus(1), count_gpus(2)
+    ('1 GPU', '2 GPUs')
+    """
+    return "1 GPU" if num == 1 else f"{num} GPUs"
+
+
+def device_env(
+    job: Job, given: Sequence[str], most: Sizes, devices: Sequence[Device], *, env: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables that show a job its devices alone, and have its torch refuse to take more of them.
+
+    torch takes one fraction for all devices of a process; what other processes and the driver take of a device does
+    not count against it.
+
+    Args:
+        job: The job.
+        given: Its devices, by UUID.
+        most: What it may take of each; nothing stands for all.
+        devices: All devices here.
+        env: What the job's environment is made of.
+
+    Source: torch 2.13, c10/cuda/CUDAAllocatorConfig.h.
+    """
+    told = {"CUDA_VISIBLE_DEVICES": ",".join(given)}
+    fraction = min([1.0, *(most[one.uuid] / one.total_bytes for one in devices if one.uuid in most)])
+    own = job.cuda_allocator or next(filter(None, map(env.get, _ALLOCATOR)), "")
+    if fraction >= 1 or _FRACTION in own or not _knows_fraction(job):
+        return told
+    return told | dict.fromkeys(_ALLOCATOR, f"{own}{own and ','}{_FRACTION}:{fraction:.4f}")
+
+
+def _knows_fraction(job: Job) -> bool:
+    """Whether the torch that the job will load knows the fraction: it is the one beside this interpreter."""
+    if job.command:
+        program = shutil.which(job.command[0])
+        if program is None or Path(program).parent != Path(sys.executable).parent:
+            return False
+    try:
+        found = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        return False
+    return found is not None and (int(found[1]), int(found[2])) >= _FIRST_TORCH

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from memfit.memory import DEFAULT_SLACK, Others
+from memfit.memory import DEFAULT_SLACK, Others, Sizes
 
 OnFailure = Literal["stop", "first", "continue"]
 
@@ -18,10 +18,11 @@ class Policy:
     Attributes:
         max_parallel: The most jobs at once; None for as many as fit.
         on_failure: ``stop`` asks the running jobs to stop and starts no more when one fails; ``continue`` goes on.
-            ``first`` starts no more when the first job that ends has failed by an error of its own.
+            ``first`` starts no more of a stage when the first job of it that ends has failed by an error of its own.
         slack: The share that is reserved on top of a measured footprint.
         force: Admit without asking whether it fits, and without measuring one job first.
         retries: How often a job is started again when its memory was too small, its watcher died or it was preempted.
+        proven_stages: Stages of which a job completed in an earlier run: ``first`` means ``continue`` for them.
     """
 
     max_parallel: int | None = None
@@ -29,6 +30,7 @@ class Policy:
     slack: float = DEFAULT_SLACK
     force: bool = False
     retries: int = 2
+    proven_stages: frozenset[str] = frozenset()
 
 
 class HostClaims(Protocol):
@@ -36,7 +38,7 @@ class HostClaims(Protocol):
 
     def others(self) -> Others: ...
     def deciding(self) -> AbstractContextManager[Others]: ...
-    def write(self, *, used_bytes: int, unused_bytes: int) -> None: ...
+    def write(self, *, used: Sizes, unused: Sizes) -> None: ...
 
 
 class StopRequest:

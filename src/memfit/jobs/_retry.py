@@ -27,19 +27,28 @@ class Retry:
 
 
 def decide(
-    status: JobStatus, *, had_bytes: int, capacity_bytes: int, is_last: bool = False, had_device_bytes: int = 0
+    status: JobStatus,
+    *,
+    had_bytes: int,
+    capacity_bytes: int,
+    is_last: bool = False,
+    had_device_bytes: int = 0,
+    device_capacity_bytes: int = 0,
+    was_preempted: bool = False,
 ) -> Retry | str:
     """What follows from a job's end: a retry, or the reason why there is none.
 
-    Memory: again from its checkpoint with more, and the last time with the whole budget. Its watcher's death or a
-    preemption: again as it was. Its own fault, an end that was asked for, a timeout: never.
+    Memory: again from its checkpoint with more, and the last time with the whole budget. Its watcher's death: again as
+    it was. An end from outside memfit: again once. Its own fault, an end that was asked for, a timeout: never.
 
     Args:
         status: How it ended.
         had_bytes: What it could take when it ended: the larger of its reservation and its wall.
         capacity_bytes: What the budget can give one job.
         is_last: No further retry follows this one.
-        had_device_bytes: What it had reserved on its device.
+        had_device_bytes: What it had reserved on each of its devices.
+        device_capacity_bytes: What one job can have on each of as many devices.
+        was_preempted: It was ended from outside memfit before.
 
     >>> decide(JobStatus("a", "out_of_memory", peak_bytes=100), had_bytes=90, capacity_bytes=1000).needed_bytes
     150
@@ -51,18 +60,30 @@ def decide(
     if status.state == "node_fail":
         return Retry("its watcher died, the job did not fail")
     if status.state == "preempted":
-        return Retry("it was preempted from outside and goes on from its checkpoint")
+        if was_preempted:
+            return "it was ended from outside memfit for the second time"
+        return Retry("it was ended from outside memfit; it goes on from its checkpoint")
     if status.state == "out_of_memory" and status.evidence.get("place") == "device":
-        more = round(max(1, had_device_bytes) * MORE)
-        return Retry(f"it ran out of device memory; it gets {format_bytes(more)} of it", None, more)
+        if not device_capacity_bytes:
+            return "it ran out of device memory and was given no GPU: --num-gpus 1 gives it one"
+        peak = status.footprint.bytes_per_device if status.footprint else 0
+        most = _more_memory(peak, had_device_bytes, device_capacity_bytes, is_last)
+        if most is None:
+            return f"a GPU here gives one job {format_bytes(device_capacity_bytes)}, and it had that"
+        return Retry(f"it ran out of device memory; it gets {format_bytes(most)} on each GPU", device_bytes=most)
     if status.state == "out_of_memory" or (status.state == "failed" and status.wants_more):
-        return _more_memory(status, had_bytes, capacity_bytes, is_last)
+        peak = status.peak_bytes
+        most = _more_memory(peak, had_bytes, capacity_bytes, is_last)
+        if most is None:
+            needed = max(peak, min(had_bytes, capacity_bytes))
+            return f"it had {format_bytes(needed)}, and the whole budget is {format_bytes(capacity_bytes)}"
+        return Retry(f"it ran out of memory at {format_bytes(peak)}; it gets {format_bytes(most)}", most)
     return "its own fault is not tried again"
 
 
-def _more_memory(status: JobStatus, had_bytes: int, capacity_bytes: int, is_last: bool) -> Retry | str:
-    needed = max(status.peak_bytes, min(had_bytes, capacity_bytes))
+def _more_memory(peak_bytes: int, had_bytes: int, capacity_bytes: int, is_last: bool) -> int | None:
+    """What it gets at one place after it ran out of memory there; None when it had all that there is."""
+    needed = max(peak_bytes, min(had_bytes, capacity_bytes))
     if needed >= 0.99 * capacity_bytes:
-        return f"it had {format_bytes(needed)}, and the whole budget is {format_bytes(capacity_bytes)}"
-    needed = capacity_bytes if is_last else min(round(needed * MORE), capacity_bytes)
-    return Retry(f"it ran out of memory at {format_bytes(status.peak_bytes)}; it gets {format_bytes(needed)}", needed)
+        return None
+    return capacity_bytes if is_last else min(round(needed * MORE), capacity_bytes)

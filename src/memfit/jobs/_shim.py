@@ -1,12 +1,13 @@
 """The small process beside each local job: it owns the job's watch and its outcome.
 
-The keeper forks it. It starts the job's process in the job's control group, samples the memory of the whole tree ten
-times a second, follows its events, passes a request to stop on to it, ends what it leaves behind, and writes
-``outcome.json``. It holds ``lock`` in the job's folder as long as it lives, so that a supervisor that starts anew knows
-a running job from a dead one by the lock, not by a process id. It imports the standard library only.
+It starts by itself: ``python -m memfit.jobs shim RUN_DIR --job ID``. It starts the job's process in the job's control
+group, samples the memory of the whole tree ten times a second, follows its events, passes a request to stop on to it,
+ends what it leaves behind, and writes ``outcome.json``. It holds ``lock`` in the job's folder as long as it lives, so
+that a supervisor that starts anew knows a running job from a dead one by the lock, not by a process id. It imports the
+standard library only.
 
-Signals: SIGTERM asks the job to checkpoint and end, and ends it after a grace; SIGQUIT ends it now. The file
-``stop_requested`` in the job's folder does the same, at once when it says ``now``.
+Signals: SIGTERM asks the job to checkpoint and end, and ends it after a grace; SIGQUIT ends it now. The files
+``cancel.json`` and ``stop_requested`` in the job's folder do the same, and tell that memfit or its user asked.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import DamagedError, StoppedError
+from memfit.errors import DamagedError, StoppedError, UsageError
 from memfit.jobs._child import ERROR, ERROR_SHAPE, RESULT
 from memfit.jobs._death import Counters, Death, explain, place_of, read_kernel_line
 from memfit.jobs._job import STATES
 from memfit.jobs._leftovers import end_children, remove_segments, stop_targets, wait_for
-from memfit.jobs._lock import JOB, OUTCOME, STATUS, STOP_REQUESTED, VERDICT, JobLock, complain
+from memfit.jobs._lock import CANCEL, JOB, OUTCOME, STATUS, STOP_REQUESTED, JobLock, complain
 from memfit.jobs._orphan import OrphanWatch
 from memfit.jobs._start import become_subreaper, start
 from memfit.jobs._watch import STATUS_SECONDS, Watch
@@ -43,84 +44,94 @@ SAMPLE_SECONDS, _FIRST_SAMPLE_SECONDS = 0.1, 0.25
 _BRIEF_SECONDS = 0.5
 #: The outcome of a job that ran less is not forced to disk: it is run again sooner than that takes.
 _DURABLE_SECONDS = 2.0
-#: How long a job that was asked to end waits for a full disk to take its outcome.
-_FULL_SECONDS = 30.0
 #: Less shared memory than that may be the kernel's lag in counting.
 _LEFT_BYTES = MIB
 #: A disk with less than that is full: some keep a few blocks for themselves.
 _FULL_BYTES = 64 << 10
-#: The shim's own exit code when another shim holds the job.
-BUSY = 4
-_VERDICT_SHAPE = {"state": frozenset(STATES), "cause": str}
-
-
-def prepare() -> None:
-    """Do once, before the first fork, what every shim would do again."""
-    Counters.read()
+_CANCEL_SHAPE = {"now": bool, "state": (frozenset(STATES), type(None)), "cause": (str, type(None))}
 
 
 class _Stop:
-    """Set by signals and by the watch itself: ask (SIGTERM) or now (SIGQUIT)."""
+    """Why the job is to end, and how soon.
 
-    def __init__(self) -> None:
-        self.asked_at: float | None = None
-        self.now = False
+    memfit and its user ask by a file (``cancel.json``, ``stop_requested``). A signal alone is the platform's.
+    """
+
+    def __init__(self, job_dir: Path) -> None:
+        self._job_dir = job_dir
+        self.since: float | None = None
+        self.now = self.is_asked = False
         #: Why the watcher itself ends the job; nobody asked for that.
         self.reason = ""
-        signal.signal(signal.SIGTERM, self.ask)
-        signal.signal(signal.SIGQUIT, self.at_once)
+        signal.signal(signal.SIGTERM, self.begin)
+        signal.signal(signal.SIGQUIT, self.end_now)
         # Not SIG_IGN, which the job would inherit.
         signal.signal(signal.SIGINT, lambda *_: None)
         signal.signal(signal.SIGHUP, lambda *_: None)
 
-    def ask(self, *_: object) -> None:
-        self.asked_at = self.asked_at or time.monotonic()
+    def begin(self, *_: object) -> None:
+        self.since = self.since or time.monotonic()
+        self.read_request()
 
-    def at_once(self, *_: object) -> None:
-        self.asked_at, self.now = self.asked_at or time.monotonic(), True
+    def end_now(self, *_: object) -> None:
+        self.now = True
+        self.begin()
 
     def is_over(self, grace_seconds: float) -> bool:
         """Whether the job has to end now: that was asked for, or the grace is over."""
-        return self.now or (self.asked_at is not None and time.monotonic() - self.asked_at > grace_seconds)
+        return self.now or (self.since is not None and time.monotonic() - self.since > grace_seconds)
 
-    def read_request(self, job_dir: Path) -> None:
-        """Obey the file that asks for a stop."""
+    def read_request(self) -> None:
+        """Obey the files that ask for a stop."""
         with contextlib.suppress(OSError):
-            text = (job_dir / STOP_REQUESTED).read_text()
-            (self.at_once if text.strip() == "now" else self.ask)()
+            self._take((self._job_dir / STOP_REQUESTED).read_text().strip() == "now")
+        if order := _read_left(self._job_dir / CANCEL, _CANCEL_SHAPE):
+            self._take(order["now"])
+
+    def _take(self, now: bool) -> None:
+        self.since, self.is_asked, self.now = self.since or time.monotonic(), True, self.now or now
 
 
 def main(job_dir: Path) -> int:
-    """Run the job whose folder this is; 0 when its outcome is written, whatever that outcome is."""
+    """Run the job whose folder this is, as its ``job.json`` says.
+
+    Starting it again is harmless: an attempt that has ended is not run twice, and one that runs is left alone.
+
+    Returns:
+        The job's exit code, 128 + n when signal n ended it; 0 when another watcher has the job.
+    """
     lock = JobLock.take(job_dir)
     if lock is None:
-        return BUSY
+        return 0
     try:
-        return _main(job_dir, lock)
+        outcome = read_json(job_dir / OUTCOME) or _run(job_dir, lock)
     finally:
         lock.release()
+    with contextlib.suppress(OSError):
+        if not (log := job_dir / "shim.log").stat().st_size:
+            log.unlink()
+    code = outcome.get("exit_code")
+    if code is None:
+        return 1
+    return int(code) if code >= 0 else 128 - int(code)
 
 
-def _main(job_dir: Path, lock: JobLock) -> int:
-    if os.access(f"{job_dir}/{OUTCOME}", os.F_OK):  # ordered twice, when a keeper died, and over already
-        return 0
+def _run(job_dir: Path, lock: JobLock) -> dict[str, Any]:
     job = read_whole(job_dir / JOB)
     if job is None:
-        complain(f"{job_dir}/{JOB} is missing")
-        return 1
-    stop = _Stop()
+        raise UsageError(
+            f"{job_dir / JOB} is missing.",
+            rule="a shim runs the job that this file describes.",
+            remedy="have the supervisor start the job: memfit resume RUN",
+        )
+    stop = _Stop(job_dir)
     become_subreaper()
-    lock.patiently(lambda: lock.tell(attempt=int(job["attempt"])))
-    shim = _Shim(job, job_dir, lock, stop)
-    outcome = shim.run()
+    lock.tell(attempt=int(job["attempt"]))
+    outcome = _Shim(job, job_dir, lock, stop).run()
     is_durable = time.time() - outcome["started"] > _DURABLE_SECONDS
-    # Whoever asked for its end does not wait for a disk for ever: without an outcome it runs again.
-    lock.patiently(
-        lambda: write_atomic(f"{job_dir}/{OUTCOME}", json.dumps(outcome) + "\n", durable=is_durable),
-        gives_up=lambda: stop.asked_at is not None and time.monotonic() - stop.asked_at > _FULL_SECONDS,
-    )
+    write_atomic(job_dir / OUTCOME, json.dumps(outcome) + "\n", durable=is_durable)
     (job_dir / STATUS).unlink(missing_ok=True)
-    return 0
+    return outcome
 
 
 class _Shim:
@@ -144,29 +155,27 @@ class _Shim:
         state = self.group.state() if self.group and not is_first else None
         older = frozenset[Path]() if is_first else frozenset(self.run_dir.events_dir.glob("*.jsonl"))
         try:
-            pid = self.lock.patiently(
-                lambda: start(self.job, self.job_dir, self.group, lambda: self.stop.is_over(self.grace_seconds)),
-                gives_up=lambda: self.stop.asked_at is not None,
-            )
+            process = start(self.job, self.job_dir, self.group)
         except OSError as error:
             self._remove_group()
             cause = f"could not be started: {error.strerror or error} ({error.filename})"
             ended = {"started": started, "ended": time.time(), "attempt": self.attempt}
-            return {"state": "failed", "cause": cause, **ended, "asked": self.stop.asked_at is not None}
-        with contextlib.suppress(OSError):
-            self.lock.tell(job_pid=pid, started=started)
+            return {"state": "failed", "cause": cause, **ended, "asked": self.stop.is_asked, "ended_by": "job"}
+        self.lock.tell(job_pid=process.pid, started=started)
         watch = Watch(
             run=self.run_dir,
             job_id=str(self.job["id"]),
             phases=tuple(self.job["phases"]),
-            pid=pid,
+            pid=process.pid,
             group=self.group,
             attempt=self.attempt,
             started=started,
             met_before=state.met_wall if state else 0,
             older=older,
+            devices=_devices_of(self.job),
         )
-        returncode, stopped_by = self._follow(watch)
+        process.returncode, stopped_by = self._follow(watch)
+        returncode = process.returncode
         return self._close(watch, before, returncode, stopped_by)
 
     def _follow(self, watch: Watch) -> tuple[int, str | None]:
@@ -189,9 +198,9 @@ class _Shim:
     def _obey(self, watch: Watch, sent: str | None) -> str | None:
         """Pass a request to stop on; the strongest signal that was sent so far."""
         stop = self.stop
-        if stop.asked_at is None:
+        if stop.since is None:
             return None
-        watch.asked = not stop.reason
+        watch.asked = stop.is_asked
         # It is reaped by this process alone, so that its number is still its own.
         if stop.is_over(self.grace_seconds):
             with contextlib.suppress(ProcessLookupError):
@@ -217,27 +226,19 @@ class _Shim:
         if is_first:
             watch.open_series(self.job_dir / f"memory{'' if self.attempt == 1 else f'_{self.attempt}'}.arrows")
             self._check_env(watch.pid)
-        self.stop.read_request(self.job_dir)
+        self.stop.read_request()
         watch.guess_phase()
         watch.measure_cpu()
         watch.look_for_stopped()
-        try:
+        with contextlib.suppress(OSError):
             write_atomic(self.job_dir / STATUS, json.dumps(watch.status()) + "\n", durable=False)
-        except OSError as error:
-            if not self.lock.holder.note:
-                with contextlib.suppress(OSError):
-                    self.lock.tell(note=f"its status cannot be written: {error.strerror}")
-            return
-        if self.lock.holder.note:
-            with contextlib.suppress(OSError):
-                self.lock.tell(note="")
 
     def _see_to_orphan(self, watch: Watch, now: float) -> None:
         if self.orphan is None or self.stop.now:
             return
         if reason := self.orphan.look(watch.state, now):
-            self.stop.reason = "" if self.stop.asked_at is not None else reason
-            self.stop.at_once()
+            self.stop.reason = "" if self.stop.since is not None else reason
+            self.stop.end_now()
 
     def _check_env(self, pid: int) -> None:
         """Record the variables that memfit set as the job's process really has them."""
@@ -263,8 +264,7 @@ class _Shim:
         left = end_children(lambda: (watch.meter.pids if watch.meter else set()) - {os.getpid(), watch.pid})
         if self.group is not None and self.group.pids():
             self.group.kill()
-        with contextlib.suppress(OSError):
-            self.lock.tell(job_pid=None)  # its number may be another's soon
+        self.lock.tell(job_pid=None)  # its number may be another's soon
         remove_segments(watch.pids | left, since=watch.started)
         if watch.series is not None:
             with contextlib.suppress(OSError):
@@ -272,10 +272,10 @@ class _Shim:
         evidence, left_bytes = self._group_evidence(watch, returncode)
         status = watch.status()
         if returncode == 0 and self.job["target"] is None and not left and left_bytes < _LEFT_BYTES:
-            state, cause = "completed", ""
+            state, cause, ended_by = "completed", "", "job"
         else:
             death = self._death(watch, before, returncode, stopped_by)
-            state, cause = explain(death)
+            state, cause, ended_by = explain(death)
             counters = {"before": death.counters_before.to_dict(), "after": death.counters_after.to_dict()}
             evidence |= {"oom_kills": counters, "place": place_of(death)}
             notes = [
@@ -290,8 +290,7 @@ class _Shim:
         now_nothing = {"used_bytes": 0, "pss_bytes": 0, "stalled": False, "stopped_pid": None, "wanted_cpus": 0.0}
         used = resource.getrusage(resource.RUSAGE_CHILDREN)  # it reaps also what its job left
         ended["cpu_seconds"] = round(used.ru_utime + used.ru_stime, 3)
-        asked = self.stop.asked_at is not None and not self.stop.reason
-        return status | ended | now_nothing | {"asked": asked}
+        return status | ended | now_nothing | {"asked": self.stop.is_asked, "ended_by": ended_by}
 
     def _group_evidence(self, watch: Watch, returncode: int) -> tuple[dict[str, Any], int]:
         """What the job's group tells at the end, and the shared memory that is still charged to it."""
@@ -327,7 +326,8 @@ class _Shim:
             refused = f"its limit of {format_bytes(self.job['data_limit_bytes'])} of data"
         after = Counters.read(self.group)
         needs_log = returncode == -signal.SIGKILL and stopped_by != "SIGKILL" and after.own is None
-        reason = {"state": "out_of_memory", "cause": self.stop.reason} if self.stop.reason else None
+        verdict = {"state": "out_of_memory", "cause": self.stop.reason} if self.stop.reason else None
+        order = _read_left(self.job_dir / CANCEL, _CANCEL_SHAPE) or {}
         return Death(
             returncode=returncode,
             stopped_by=stopped_by,
@@ -342,7 +342,8 @@ class _Shim:
             last_words=_read_end(self.job_dir / "err.log") if returncode else "",
             kernel_line=read_kernel_line(watch.pid, watch.born) if needs_log else "",
             full_disk=str(self.job_dir) if _is_full(self.job_dir) else "",
-            verdict=reason or _read_left(self.job_dir / VERDICT, _VERDICT_SHAPE),
+            verdict=verdict or (order if order.get("state") else None),
+            is_asked=self.stop.is_asked,
         )
 
     def _remove_group(self) -> None:
@@ -395,3 +396,9 @@ class _Waiter:
         if used.ru_maxrss > resource.getrusage(resource.RUSAGE_SELF).ru_maxrss:
             self._watch.own_peak_bytes = used.ru_maxrss * unit
         return os.waitstatus_to_exitcode(status)
+
+
+def _devices_of(job: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the devices that a job was given, by UUID."""
+    visible = job["env"].get("CUDA_VISIBLE_DEVICES", "") if job["num_devices"] else ""
+    return tuple(filter(None, visible.split(",")))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memfit.jobs._job import Grant, Job, JobStatus, Verdict
-from memfit.memory import Claim
+from memfit.memory import HOST, Claim, Footprint, Sizes, reservation_bytes
 from memfit.units import MIB
 
 #: By how much a reservation grows at least when the job passes it, and at most because of that minimum.
@@ -20,12 +21,14 @@ class Wait(NamedTuple):
 
     Attributes:
         on: ``memory``, ``device``, ``max_parallel``, ``measuring`` (of a job that speaks for others), ``starting`` (as
-            many as cores can bear) or ``other``.
-        reason: The same in words, with the arithmetic behind a semicolon.
+            many as cores can bear), ``other_run`` (on this host) or ``other``.
+        reason: The same in words.
+        detail: The arithmetic behind it.
     """
 
     on: str
     reason: str
+    detail: str = ""
 
 
 @dataclass
@@ -35,62 +38,100 @@ class Slot:
     Attributes:
         job: The job.
         status: Its last status.
-        reserved_bytes: What it holds of the budget; 0 while its size is unknown and it runs alone.
-        expected_bytes: What its like take; it will want that much sooner or later.
-        by_hint: Its reservation rests on a declared size, which a measured one may lower.
+        reserved: What it holds of the budget, in bytes by place; nothing on the host while its size is unknown and it
+            runs alone. The places other than the host are the devices that it was given.
+        expected: What its like take; it will want that much sooner or later.
+        by_hint: The places where its reservation rests on no measurement, and a measured one may lower it.
         needed_bytes: What it must get at its next start, whatever its like take; None when they decide.
-        device, device_bytes: The UUID of its GPU and what it holds there.
+        needed_device_bytes: The same on each device.
         grant: What the backend was told last.
         admitted: When it was started, by the monotonic clock.
         stalled_since: Since when it waits at its wall; None when it does not.
-        grew: When its reservation was raised last, by the monotonic clock; 0 when it never was.
+        grew: When its reservation at each place was raised last, by the monotonic clock.
         set_aside: It was asked to end so that others can go on; since then, by the monotonic clock.
         verdict: What its end is to be called, once it was given up for good.
+        was_preempted: The platform ended it once, and it was started again.
         num_retries, num_asides: How often it was started again for its own sake, and for others'.
     """
 
     job: Job
     status: JobStatus
-    reserved_bytes: int = 0
-    expected_bytes: int = 0
-    by_hint: bool = False
+    reserved: Sizes = field(default_factory=Counter)
+    expected: Sizes = field(default_factory=Counter)
+    by_hint: frozenset[str] = frozenset()
     needed_bytes: int | None = None
-    device: str | None = None
-    device_bytes: int = 0
     needed_device_bytes: int | None = None
     grant: Grant | None = None
     admitted: float = 0.0
     stalled_since: float | None = None
-    grew: float = 0.0
+    grew: dict[str, float] = field(default_factory=dict)
     set_aside: float | None = None
     verdict: Verdict | None = None
+    was_preempted: bool = False
     num_retries: int = 0
     num_asides: int = 0
-    learned_bytes: int = field(default=0)
-
-    def claim(self) -> Claim:
-        """Its part of the host's budget."""
-        return Claim(self.reserved_bytes, self.status.used_bytes)
-
-    def expectation(self) -> Claim:
-        """What it will want of the host's budget, as far as its like tell."""
-        return Claim(max(self.reserved_bytes, self.expected_bytes), self.status.used_bytes)
-
-    def device_claim(self) -> Claim:
-        """Its part of its device's memory."""
-        footprint = self.status.footprint
-        return Claim(self.device_bytes, max(footprint.device_bytes.values(), default=0) if footprint else 0)
+    learned: Sizes = field(default_factory=Counter)
 
     @property
-    def wants_more(self) -> bool:
-        """Whether it has passed its reservation, or waits at its wall."""
-        over = self.status.used_bytes > self.reserved_bytes
-        return bool(self.reserved_bytes) and (over or self.status.stalled)
+    def used(self) -> Sizes:
+        """What it uses now, by place."""
+        return Counter({HOST: self.status.used_bytes, **self.status.device_used_bytes})
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices that it was given, by UUID."""
+        return [place for place in self.reserved if place != HOST]
+
+    def claim(self) -> Claim:
+        """Its part of the budget."""
+        return Claim(self.reserved, self.used)
+
+    def expectation(self) -> Claim:
+        """What it will want of the budget, as far as its like tell."""
+        return Claim(self.reserved | self.expected, self.used)
+
+    def wants_more(self, place: str = HOST) -> bool:
+        """Whether it has passed its reservation there, or waits at its wall."""
+        over = self.used[place] > self.reserved[place]
+        return bool(self.reserved[place]) and (over or (place == HOST and self.status.stalled))
+
+    @property
+    def is_queued(self) -> bool:
+        """True while the backend has the job in a queue: it was submitted, and has not started."""
+        return self.status.state == "pending" and bool(self.status.pending_reason)
 
     @property
     def is_measured(self) -> bool:
         """Whether its size is known or reserved, so that others need not wait for it."""
-        return bool(self.reserved_bytes) or self.status.settled
+        return bool(self.reserved[HOST]) or self.status.settled
+
+    def reserve(self, sizes: Sizes, expected: Footprint | None) -> None:
+        """Hold so many bytes at each place from its start on, given its forecast."""
+        self.reserved, self.expected = sizes, sizes.copy()
+        is_hint = expected is not None and expected.method == "declared" and self.needed_bytes is None
+        devices = () if self.needed_device_bytes else self.devices
+        self.by_hint = frozenset([*([HOST] if is_hint else []), *devices])
+
+    def hold_devices(self, measured: Footprint | None, slack: float) -> None:
+        """Reserve its part of its devices if an earlier supervisor chose them, given what was measured."""
+        if self.job.num_devices and not self.devices:
+            need = self.device_need(measured, slack) or 1
+            self.reserved |= Counter({place: max(need, used) for place, used in self.status.device_used_bytes.items()})
+
+    def device_need(self, expected: Footprint | None, slack: float) -> int | None:
+        """What it reserves on each of its devices, given what was measured; None when that is not known."""
+        measured = expected.bytes_per_device if expected else 0
+        return self.needed_device_bytes or round(measured * (1 + slack)) or self.job.device_bytes
+
+    def revise(self, expected: Footprint, slack: float) -> None:
+        """Have its reservations follow what was measured on its like; a hint may turn out too large."""
+        sizes = Counter({HOST: reservation_bytes(expected, slack)} if self.needed_bytes is None else {})
+        if expected.bytes_per_device and self.needed_device_bytes is None:
+            sizes |= Counter(dict.fromkeys(self.devices, self.device_need(expected, slack)))
+        self.expected = Counter({**self.expected, **sizes})
+        for place in self.by_hint.intersection(sizes):
+            self.reserved[place] = min(self.reserved[place], sizes[place])
+        self.by_hint = self.by_hint.difference(sizes)
 
     def lost_seconds(self) -> float:
         """The work that would be lost if it ended now: since its last checkpoint, or since its start."""
@@ -101,44 +142,39 @@ class Slot:
         """Return what it could take before it ended: all there was when its size was unknown."""
         wall = self.grant.wall_bytes if self.grant else 0
         met_wall = self.status.wants_more and self.status.peak_bytes >= 0.8 * wall
-        had = wall if met_wall or not self.reserved_bytes else self.reserved_bytes
+        had = wall if met_wall or not self.reserved[HOST] else self.reserved[HOST]
         return max(had, self.status.evidence.get("data_limit_bytes") or 0)
 
     def take_back(self, needed_bytes: int | None, device_bytes: int | None) -> None:
         """Make it one that waits again; from now on it needs so much, or what it needed before."""
         self.needed_bytes = needed_bytes or self.needed_bytes
         self.needed_device_bytes = device_bytes or self.needed_device_bytes
-        self.set_aside, self.stalled_since, self.grant, self.reserved_bytes, self.grew = None, None, None, 0, 0.0
+        self.set_aside, self.stalled_since, self.grant = None, None, None
+        self.reserved, self.grew = Counter(), {}
 
-    def wanted_bytes(self, free_bytes: int) -> int:
-        """What its reservation should grow to, of what is free; its present one when there is no need."""
-        used = self.status.used_bytes
-        if not self.wants_more:
-            return max(self.reserved_bytes, self.expected_bytes)
+    def wanted_bytes(self, free_bytes: int, place: str = HOST) -> int:
+        """What its reservation should grow to, of what is free there; its present one when there is no need."""
+        used, held = self.used[place], max(self.reserved[place], self.expected[place])
+        if not self.wants_more(place):
+            return held
         # One that waits at its wall gets half of what is free, so that it meets few more on its way.
-        step = free_bytes // 2 if self.status.stalled else min(_STEP_BYTES, free_bytes // 8)
-        return max(self.reserved_bytes, self.expected_bytes, round(used * _GROWTH), used + step)
+        is_stalled = place == HOST and self.status.stalled
+        step = free_bytes // 2 if is_stalled else min(_STEP_BYTES, free_bytes // 8)
+        return max(held, round(used * _GROWTH), used + step)
 
-    def spare_bytes(self) -> int:
+    def spare_bytes(self, place: str = HOST) -> int:
         """What a reservation that grew has come to hold for nothing: it rests on no forecast, only on its use then."""
-        least = max(self.expected_bytes, round(self.status.used_bytes * _GROWTH), 1)
-        return self.reserved_bytes - least if self.grew and least < 0.9 * self.reserved_bytes else 0
+        least, held = max(self.expected[place], round(self.used[place] * _GROWTH), 1), self.reserved[place]
+        return held - least if place in self.grew and least < 0.9 * held else 0
 
     def grant_of(self, free_bytes: int, capacity_bytes: int) -> Grant:
         """What it may take: its reservation, and up to its wall its part of what is free; all there is when alone."""
-        if not self.reserved_bytes:
+        reserved = self.reserved[HOST]
+        if not reserved:
             whole = max(1, capacity_bytes)
             return Grant(whole, whole)
-        held = max(self.reserved_bytes, self.status.used_bytes)
-        return Grant(self.reserved_bytes, max(held, min(held + free_bytes, capacity_bytes)))
-
-
-def device_claims(slots: Iterable[Slot]) -> dict[str, list[Claim]]:
-    """Return the jobs' parts of each device's memory, by its UUID; of those that use none under an empty one."""
-    claims: dict[str, list[Claim]] = {}
-    for slot in slots:
-        claims.setdefault(slot.device or "", []).append(slot.device_claim())
-    return claims
+        held = max(reserved, self.status.used_bytes)
+        return Grant(reserved, max(held, min(held + free_bytes, capacity_bytes)))
 
 
 def cheapest(slots: Iterable[Slot]) -> Slot:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from memfit.errors import DoesNotFitError
 from memfit.jobs._job import Verdict
-from memfit.jobs._placement import place
-from memfit.jobs._slot import Slot
-from memfit.memory import Budget, Footprint, Lendable
+from memfit.jobs._placement import count_gpus
+from memfit.jobs._slot import Slot, Wait
+from memfit.memory import HOST, Budget, Footprint, Lendable, Sizes
 from memfit.units import format_bytes
 
 
@@ -23,7 +25,12 @@ def outgrown(capacity_bytes: int, budget: Budget) -> Verdict:
 
 
 def refusal(
-    slot: Slot, needed_bytes: int, expected: Footprint | None, room: Lendable, budget: Budget
+    slot: Slot,
+    needed_bytes: int,
+    expected: Footprint | None,
+    rooms: Mapping[str, Lendable],
+    devices: Sizes | Wait,
+    budget: Budget,
 ) -> DoesNotFitError:
     """Return the error for a job that does not fit although no other runs.
 
@@ -31,20 +38,28 @@ def refusal(
         slot: The job.
         needed_bytes: What it needs of host memory.
         expected: What that rests on; None when nothing is known of it.
-        room: What may be lent.
+        rooms: What may be lent at each place.
+        devices: What it needs of each of the devices with the most room, or why there are none.
         budget: The budget.
     """
-    job_id, device_bytes = slot.job.id, slot.needed_device_bytes or slot.job.device_bytes
-    if needed_bytes <= room.bytes and device_bytes is not None:
-        _, what = place(budget.devices, {}, device_bytes)
-        return DoesNotFitError(
-            f"{job_id}: {what}.",
-            rule="a job that declares device memory runs on one GPU that has it free.",
-            remedy="declare less with --gpu-memory, free a GPU, or leave the option out",
-        )
+    job_id = slot.job.id
     method = expected.method if expected else ""
     source = {"measured": "measured on a job like it", "declared": "as declared"}.get(method, "to start at all")
-    binding = budget.binding
+    if needed_bytes <= rooms[HOST].bytes:
+        if isinstance(devices, Wait):
+            what = "; ".join(filter(None, (f"{job_id}: {devices.reason}", devices.detail)))
+        else:
+            lacking = min(devices, key=lambda place: rooms[place].bytes)
+            if not (expected and method == "measured" and expected.bytes_per_device):
+                source = "as declared" if slot.job.device_bytes else "to start at all"
+            what = f"{job_id} needs {format_bytes(devices[lacking])} on {count_gpus(slot.job.num_devices)} ({source})"
+            what += f"; {rooms[lacking].explain()}"
+        return DoesNotFitError(
+            f"{what}.",
+            rule="a job gets as many GPUs as it asks for, each with room for what it takes there.",
+            remedy="free a GPU, make the job smaller, or ask for less with --gpu-memory or --num-gpus",
+        )
+    room, binding = rooms[HOST], budget.binding
     return DoesNotFitError(
         f"{job_id} needs {format_bytes(needed_bytes)} of host memory ({source}); {room.explain()}.",
         rule=f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}).",

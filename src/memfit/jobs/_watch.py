@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,8 +15,8 @@ from memfit.errors import DamagedError
 from memfit.jobs._cpu import CpuMeter
 from memfit.jobs._lock import complain
 from memfit.jobs._phases import phase_of_log, phase_of_shape
-from memfit.memory import Footprint, GroupState, JobGroup, Sample, SeriesWriter, TreeMeter, nvml_reader
-from memfit.rundir import EventTail, EventWriter, RunDir
+from memfit.memory import HOST, Footprint, GroupState, JobGroup, Sample, SeriesWriter, Sizes, TreeMeter, device_reader
+from memfit.rundir import EventTail, EventWriter, RunDir, fits
 
 STATUS_SECONDS = 0.5
 SERIES_SECONDS = 1.0
@@ -37,6 +37,7 @@ class Watch:
         started, born: When it began, in Unix seconds and by the monotonic clock.
         met_before: How often its group had met its wall before.
         older: Event files that were there before it.
+        devices: The devices that it was given, by UUID, in the order in which it numbers them.
         wants_more: An allocation met the wall.
     """
 
@@ -49,6 +50,7 @@ class Watch:
     started: float
     met_before: int = 0
     older: frozenset[Path] = frozenset()
+    devices: tuple[str, ...] = ()
     born: float = field(default_factory=time.monotonic)
     meter: TreeMeter | None = None
     series: SeriesWriter | None = None
@@ -67,10 +69,12 @@ class Watch:
     own_peak_bytes: int = 0
     cpu: CpuMeter = field(default_factory=CpuMeter)
     _tails: dict[Path, EventTail] = field(default_factory=dict)
+    #: What torch in each process said that it holds, now and at its peak, by event file and device.
+    _reports: dict[tuple[Path, str], tuple[int, int]] = field(default_factory=dict)
     _looked: float = 0.0
     _unwritten_peak: int = 0
     _written: float = 0.0
-    _settled_peak: int = 0
+    _settled: Sizes = field(default_factory=Counter)
     _grown_at: float = 0.0
     _levels: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=16))
     _num_met: int = 0
@@ -102,7 +106,8 @@ class Watch:
     def observe(self) -> None:
         """Look at its group, follow its events, then take a sample."""
         if self.meter is None:
-            self.meter = TreeMeter(self.pid, cgroup=self.group.path if self.group else None, devices=nvml_reader())
+            reader = device_reader(has_devices=bool(self.devices))
+            self.meter = TreeMeter(self.pid, cgroup=self.group.path if self.group else None, devices=reader)
             self.meter.counts_from_birth = True
         self.look_at_group()
         self.meter.floor_bytes = self.state.used_bytes if self.state else 0
@@ -115,8 +120,9 @@ class Watch:
         self._unwritten_peak = max(self._unwritten_peak, sample.peak_bytes)
         if changed or time.monotonic() - self._written >= SERIES_SECONDS:
             self.write_series()
-        if sample.peak_bytes > _GROWN * self._settled_peak:
-            self._settled_peak, self._grown_at = sample.peak_bytes, time.monotonic()
+        sizes = Counter({HOST: sample.peak_bytes, **self.device_used_bytes()})
+        if any(size > _GROWN * self._settled[place] for place, size in sizes.items()):
+            self._settled, self._grown_at = self._settled | sizes, time.monotonic()
 
     def look_at_group(self) -> None:
         """Note what the kernel says of its group."""
@@ -201,10 +207,13 @@ class Watch:
         if not self._tails or time.monotonic() - self._looked >= STATUS_SECONDS:
             self._looked = time.monotonic()
             self._find_event_files()
-        for tail in self._tails.values():
+        for path, tail in self._tails.items():
             for record in tail.read():
                 if record.get("job") != self.job_id:
                     continue
+                if fits(told := record.get("devices"), [{"bytes": int, "peak_bytes": int}]):
+                    for uuid, held in zip(self.devices, told or (), strict=False):
+                        self._reports[path, uuid] = held["bytes"], held["peak_bytes"]
                 if record.get("kind") == "phase":
                     self._enter(str(record.get("phase")))
                 elif record.get("kind") == "checkpoint":
@@ -229,6 +238,15 @@ class Watch:
         self.checkpointed = float(record.get("time", time.time()))
         self.checkpoint_bytes = max(self.checkpoint_bytes, int(record.get("bytes") or 0))
 
+    def device_used_bytes(self) -> dict[str, int]:
+        """What it holds on each device now: as NVML counts it, or as torch does where NVML cannot see its processes."""
+        alive = {str(pid) for pid in self.meter.pids} if self.meter else set()
+        seen = self.sample.device_bytes if self.sample else {}
+        told = Counter(dict.fromkeys(self.devices, 0))
+        for (path, uuid), (held, _) in self._reports.items():
+            told[uuid] += held if path.stem.split("-")[-2] in alive else 0
+        return {uuid: max(told[uuid], seen.get(uuid, 0)) for uuid in {**told, **seen}}
+
     @property
     def settled(self) -> bool:
         """Whether its footprint speaks for its like."""
@@ -252,6 +270,10 @@ class Watch:
         """The peaks so far."""
         if self.meter is not None:
             found = self.meter.footprint()
+            told = Counter[str]()
+            for (_, uuid), (_, peak) in self._reports.items():
+                told[uuid] += peak
+            found = replace(found, device_bytes=dict(told | Counter(found.device_bytes)))
             late = self.own_peak_bytes - (self.sample.shared_bytes if self.sample else 0) - found.private_bytes
             if late <= 0:
                 return found
@@ -270,6 +292,7 @@ class Watch:
             "used_bytes": self.sample.private_bytes if self.sample else 0,
             "peak_bytes": footprint.private_bytes,
             "pss_bytes": self.sample.pss_bytes if self.sample else 0,
+            "device_used_bytes": self.device_used_bytes(),
             "footprint": footprint.to_dict(),
             "started": self.started,
             "ended": None,

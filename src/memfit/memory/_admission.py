@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from memfit.memory._footprint import Footprint
+from memfit.memory._footprint import HOST, Footprint, Sizes
 from memfit.units import format_bytes
 
 #: What a job reserves on top of its like's measured peak, as a share of it.
@@ -13,7 +14,7 @@ DEFAULT_SLACK = 0.10
 
 
 def reservation_bytes(footprint: Footprint, slack: float = DEFAULT_SLACK) -> int:
-    """What a job of this footprint reserves: its private peak and, when that was measured on another job, a slack.
+    """Return what a job of this footprint reserves on the host: its private peak, and a slack if that was measured.
 
     >>> reservation_bytes(Footprint(1000), slack=0.1), reservation_bytes(Footprint.declared(1000))
     (1100, 1000)
@@ -24,39 +25,41 @@ def reservation_bytes(footprint: Footprint, slack: float = DEFAULT_SLACK) -> int
 
 @dataclass(frozen=True)
 class Claim:
-    """A running job's part of the budget: what it reserved and what it uses now, both private bytes.
+    """A running job's part of the budget, in bytes by place: what it reserved and what it uses now.
 
-    >>> Claim(100, 30).unused_bytes, Claim(100, 130).unused_bytes
-    (70, 0)
+    >>> Claim(Counter({HOST: 100, "GPU-1": 50}), Counter({HOST: 30, "GPU-1": 60})).unused
+    Counter({'host': 70})
     """
 
-    reserved_bytes: int
-    used_bytes: int
+    reserved: Sizes
+    used: Sizes
 
     @property
-    def unused_bytes(self) -> int:
-        """What it may still take; 0 when it has taken more than it reserved."""
-        return max(0, self.reserved_bytes - self.used_bytes)
+    def unused(self) -> Sizes:
+        """What it may still take; nothing at a place where it has taken more than it reserved."""
+        return Counter(self.reserved) - self.used
 
 
 @dataclass(frozen=True)
 class Lendable:
-    """What may be lent to one more job now, as a sum that can be shown.
+    """What may be lent at one place to one more job now, as a sum that can be shown.
 
     Attributes:
-        headroom_bytes: What is free under the binding limit, as measured now.
+        headroom_bytes: What is free there, as measured now.
         reserve_bytes: What is never lent.
         unused_bytes: What running jobs reserved and do not use yet.
+        where: The place in words, such as ``on GPU 0``; empty for the host.
     """
 
     headroom_bytes: int
     reserve_bytes: int
     unused_bytes: int
+    where: str = ""
 
     @classmethod
-    def now(cls, headroom_bytes: int, reserve_bytes: int, claims: Mapping[str, Claim]) -> Lendable:
-        """The sum for a headroom and a reserve in bytes, and the claims of the jobs that run, by id."""
-        return cls(headroom_bytes, reserve_bytes, sum(claim.unused_bytes for claim in claims.values()))
+    def now(cls, headroom_bytes: int, reserve_bytes: int, claims: Iterable[Claim]) -> Lendable:
+        """Return the sum for the host, given its headroom and reserve in bytes and the claims of the running jobs."""
+        return cls(headroom_bytes, reserve_bytes, sum(claim.unused[HOST] for claim in claims))
 
     @property
     def bytes(self) -> int:
@@ -70,6 +73,7 @@ class Lendable:
         '5.00 GiB may be lent = 8.00 GiB free - 1.00 GiB reserve - 2.00 GiB reserved and not yet used'
         """
         return (
-            f"{format_bytes(self.bytes)} may be lent = {format_bytes(self.headroom_bytes)} free - "
-            f"{format_bytes(self.reserve_bytes)} reserve - {format_bytes(self.unused_bytes)} reserved and not yet used"
+            f"{format_bytes(self.bytes)} may be lent{self.where and ' '}{self.where} = "
+            f"{format_bytes(self.headroom_bytes)} free - {format_bytes(self.reserve_bytes)} reserve - "
+            f"{format_bytes(self.unused_bytes)} reserved and not yet used"
         )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from memfit.errors import UsageError
 from memfit.memory import _cgroup
 from memfit.memory._base import find_base
-from memfit.memory._devices import Device, read_devices
+from memfit.memory._devices import Device, read_devices, real_nvml
 from memfit.memory._host import (
     REAL_ROOT,
     Host,
@@ -106,7 +106,7 @@ class Budget:
         limits = _in_order(found, host)
         swap = _usable_swap(host.swap, placement)
         default_reserve, reserve_note = default_reserve_of(limits[0], swap)
-        nvml = _real_nvml() if nvml is None and root == REAL_ROOT else nvml
+        nvml = real_nvml() if nvml is None and root == REAL_ROOT else nvml
         devices, device_note = read_devices(nvml, root=root, env=env) if nvml is not None else ((), "")
         num_cpus, cpus_source = (last.num_cpus, last.cpus_source) if last else _cpus(root, env)
         permission, promise = (last.permission, last.promise) if last else _permission(root, placement)
@@ -149,12 +149,6 @@ class Budget:
         """A JSON-ready form; every size is in bytes."""
         figures = {name: getattr(self, name) for name in ("limit_bytes", "headroom_bytes", "lendable_bytes")}
         return {"binding": asdict(self.binding), **figures, **asdict(self)}
-
-
-def _real_nvml() -> Any:
-    import pynvml
-
-    return pynvml
 
 
 def default_reserve_of(binding: Limit, swap: Swap) -> tuple[int, str]:

@@ -16,11 +16,13 @@ import os
 import socket
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from memfit.memory._footprint import Sizes
 from memfit.memory._locks import is_locked, lock_file, open_regular, try_lock
 from memfit.rundir import fits
 
@@ -41,7 +43,9 @@ _SHAPE = {
     "group": str,
     "alive": bool,
     "started": (int, float),
-    **dict.fromkeys(("pid", "used_bytes", "unused_bytes"), int),
+    "pid": int,
+    "used": {str: int},
+    "unused": {str: int},
 }
 
 
@@ -54,8 +58,8 @@ class Entry:
         host: The host's name.
         pid: The supervisor's process id; only to be used while ``alive``.
         started: When the supervisor began, in Unix seconds.
-        used_bytes: What its jobs use.
-        unused_bytes: What it has promised to jobs that do not use it yet.
+        used: What its jobs use, in bytes by place.
+        unused: What it has promised to jobs that do not use it yet, in bytes by place.
         group: The folder of its parent control group, or empty.
         alive: Whether its supervisor lives.
     """
@@ -64,8 +68,8 @@ class Entry:
     host: str
     pid: int
     started: float
-    used_bytes: int = 0
-    unused_bytes: int = 0
+    used: Sizes = field(default_factory=Counter)
+    unused: Sizes = field(default_factory=Counter)
     group: str = ""
     alive: bool = True
 
@@ -76,13 +80,13 @@ class Others:
 
     Attributes:
         num: How many there are.
-        used_bytes: What their jobs use.
-        unused_bytes: What they have promised to jobs that do not use it yet.
+        used: What their jobs use, in bytes by place.
+        unused: What they have promised to jobs that do not use it yet, in bytes by place.
     """
 
     num: int = 0
-    used_bytes: int = 0
-    unused_bytes: int = 0
+    used: Sizes = field(default_factory=Counter)
+    unused: Sizes = field(default_factory=Counter)
 
 
 class Claims:
@@ -102,10 +106,10 @@ class Claims:
         >>> import tempfile
         >>> list_of_runs = Path(tempfile.mkdtemp())
         >>> mine, other = Claims(Path("/runs/a"), folder=list_of_runs), Claims(Path("/runs/b"), folder=list_of_runs)
-        >>> other.write(used_bytes=300, unused_bytes=200)
+        >>> other.write(used=Counter(host=300), unused=Counter(host=200))
         >>> with mine.deciding() as others:
         ...     others
-        Others(num=1, used_bytes=300, unused_bytes=200)
+        Others(num=1, used=Counter({'host': 300}), unused=Counter({'host': 200}))
         >>> mine.close(); other.close()
     """
 
@@ -123,8 +127,8 @@ class Claims:
     def others(self) -> Others:
         """What all other live runs of this user on this host took and promised."""
         entries = [entry for entry in list_entries(self._folder) if self._counts(entry)]
-        used_bytes = sum(entry.used_bytes for entry in entries)
-        return Others(len(entries), used_bytes, sum(entry.unused_bytes for entry in entries))
+        used = sum((entry.used for entry in entries), Counter[str]())
+        return Others(len(entries), used, sum((entry.unused for entry in entries), Counter[str]()))
 
     @contextmanager
     def deciding(self) -> Iterator[Others]:
@@ -140,16 +144,16 @@ class Claims:
             if lock is not None:
                 os.close(lock)
 
-    def write(self, *, used_bytes: int, unused_bytes: int, group: str | None = None) -> None:
+    def write(self, *, used: Sizes, unused: Sizes, group: str | None = None) -> None:
         """Bring the own entry up to date; costs nothing when nothing changed.
 
         Args:
-            used_bytes: What the run's jobs use.
-            unused_bytes: What it has promised to jobs that do not use it yet.
+            used: What the run's jobs use, in bytes by place.
+            unused: What it has promised to jobs that do not use it yet, in bytes by place.
             group: The folder of its parent control group, so that what a dead run left there can be swept.
         """
         group = self._entry.group if group is None else group
-        self._entry = replace(self._entry, used_bytes=used_bytes, unused_bytes=unused_bytes, group=group)
+        self._entry = replace(self._entry, used=used.copy(), unused=unused.copy(), group=group)
         self._put()
 
     def close(self, *, keep: bool = False) -> None:
@@ -292,7 +296,8 @@ def _read(descriptor: int) -> Entry | None:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             found = json.loads(os.pread(descriptor, _ENTRY_BYTES, 0))
             if fits(found, _SHAPE):
-                return Entry(**found | {"run": Path(found["run"])})
+                sizes = {name: Counter(found[name]) for name in ("used", "unused")}
+                return Entry(**found | {"run": Path(found["run"])} | sizes)
         time.sleep(_STEP_SECONDS / 2)
     return None
 

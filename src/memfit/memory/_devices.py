@@ -1,14 +1,18 @@
-"""GPUs as NVML shows them: their memory, and the processes of others on them, by name."""
+"""GPUs as NVML shows them: their memory, and who takes it. All of memfit reads NVML here."""
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memfit.memory._host import parse_status, read_text
+
+#: Device bytes by device UUID of the processes with these numbers.
+DeviceReader = Callable[[set[int]], Mapping[str, int]]
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,43 @@ def read_devices(nvml: Any, *, root: Path, env: Mapping[str, str]) -> tuple[tupl
         return (), f"the GPUs could not be read: {error}"
     finally:
         nvml.nvmlShutdown()
+
+
+def device_reader(nvml: Any = None, *, has_devices: bool = False) -> DeviceReader | None:
+    """Return a reader of device bytes by process, or None on a machine without GPUs.
+
+    In a container with process numbers of its own, NVML gives the host's numbers and no process is found.
+
+    Args:
+        nvml: A module with nvidia-ml-py's names; that package when None, imported only where there is a GPU.
+        has_devices: There is a GPU: this need not be looked for.
+
+    Source: NVML API reference, nvmlDeviceGetComputeRunningProcesses.
+    """
+    if nvml is None:
+        if not has_devices and sys.platform.startswith("linux") and not Path("/dev/nvidiactl").exists():
+            return None
+        nvml = real_nvml()
+    try:
+        nvml.nvmlInit()
+        devices = list(_handles(nvml))
+    except nvml.NVMLError:
+        return None
+
+    def read(pids: set[int]) -> dict[str, int]:
+        used = {}
+        for device in devices:
+            sizes = [size or 0 for pid, size in _processes(nvml, device.handle).items() if pid in pids]
+            if sizes:
+                used[device.uuid] = sum(sizes)
+        return used
+
+    return read
+
+
+def real_nvml() -> Any:
+    """Return the module of nvidia-ml-py, which takes some milliseconds to import."""
+    return importlib.import_module("pynvml")
 
 
 def select_visible(devices: list[tuple[int, str, str]], visible: str | None) -> list[int]:

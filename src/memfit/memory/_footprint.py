@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,6 +11,10 @@ from memfit.errors import DamagedError, UsageError
 from memfit.units import parse_bytes
 
 Method = Literal["declared", "measured"]
+#: The place that every job takes memory of; the other places are devices, by their UUID.
+HOST = "host"
+#: Bytes by place. Those of two places are never added together.
+Sizes = Counter[str]
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,25 @@ class Footprint:
     def declared(cls, host: str | int) -> Footprint:
         """A footprint as a user declares it: a hint until the job has been measured."""
         return cls(private_bytes=parse_bytes(host), method="declared")
+
+    @property
+    def sizes(self) -> Sizes:
+        """What admission counts of it, by place."""
+        return Counter({HOST: self.private_bytes, **self.device_bytes})
+
+    @property
+    def bytes_per_device(self) -> int:
+        """What it takes of the device of which it takes the most; 0 when it uses none."""
+        return max(self.device_bytes.values(), default=0)
+
+    def exceeds(self, other: Footprint, factor: float = 1.0) -> bool:
+        """Whether it takes more than so many times another one, on the host or on a device that both use.
+
+        >>> Footprint(100, device_bytes={"a": 9}).exceeds(Footprint(100, device_bytes={"b": 8}))
+        True
+        """
+        on_device = 0 < factor * other.bytes_per_device < self.bytes_per_device
+        return on_device or self.private_bytes > factor * other.private_bytes
 
     @property
     def peak_phase(self) -> str | None:

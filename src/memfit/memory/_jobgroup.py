@@ -1,4 +1,4 @@
-"""The control group of one job: its state, its wall, its end. A handle by path, for supervisor, keeper and shim."""
+"""The control group of one job: its state, its wall, its end. A handle by path, for supervisor and shim."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -81,36 +80,6 @@ class JobGroup:
             OSError: If the group is gone, or this user may not.
         """
         put(f"{self.path}/cgroup.procs", "0")
-
-    @contextlib.contextmanager
-    def hosting(self, home: Path) -> Iterator[None]:
-        """Have the calling process in the group until the end of the block, so that what it forks begins there.
-
-        Args:
-            home: The directory of the group that it goes back to.
-
-        Raises:
-            OSError: As ``enter``; or if it may not go back, and then it has not entered.
-            RuntimeError: If it could not go back although it may: it is to end now.
-        """
-        back = os.open(f"{home}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            try:
-                self.enter()
-                yield
-            finally:
-                try:
-                    os.write(back, b"0")
-                except OSError as error:
-                    raise RuntimeError(f"this process cannot leave {self.path} for {home}") from error
-        finally:
-            os.close(back)
-
-    def has_room(self, wanted_bytes: int) -> bool:
-        """Whether so much more can be charged before its own wall or that of the group above it is met."""
-        name = "memory.limit_in_bytes" if self.version == 1 else "memory.high"
-        groups = (self, JobGroup(self.path.parent, self.version))
-        return all(group.charged_bytes() + wanted_bytes <= group._wall(name) for group in groups)
 
     def state(self) -> GroupState | None:
         """What the kernel says of it now, or None when it is gone."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memfit.errors import UsageError
+from memfit.memory._devices import DeviceReader, device_reader
 from memfit.memory._footprint import Footprint, PhasePeak
 from memfit.memory._process import (
-    DeviceReader,
     ProcReader,
     PsutilReader,
     Reader,
@@ -24,7 +24,6 @@ from memfit.memory._process import (
     Stat,
     Status,
     Tree,
-    nvml_reader,
 )
 
 #: At most these shares of one core go into sweeps (of PSS; of devices), and into looking through all processes.
@@ -118,7 +117,7 @@ class TreeMeter:
         root: Where ``/proc`` lies.
         clock: Seconds for pacing and phases.
         cgroup: The job's own memory cgroup; its peak is reported as the part ``charged_peak``.
-        devices: Gives device bytes; see ``nvml_reader``.
+        devices: Gives device bytes; see ``device_reader``.
         reader: Where figures of processes come from; by default ``/proc``, or psutil where there is none.
         cpu: CPU seconds of the calling thread; they bound the cost of sweeps to 1 % of one core.
 
@@ -398,7 +397,7 @@ def measure(pid: int | None = None, *, interval_seconds: float = 0.1) -> Iterato
             remedy="leave it out for 0.1",
         )
     pid = os.getpid() if pid is None else pid
-    meter = Meter(TreeMeter(pid, devices=nvml_reader()))
+    meter = Meter(TreeMeter(pid, devices=device_reader()))
     if not meter._sample():
         raise UsageError(
             f"there is no process {pid} to measure.",

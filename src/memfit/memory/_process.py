@@ -5,19 +5,14 @@ Only the standard library is imported here, because the small process that watch
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from memfit.units import KIB
-
-#: Device bytes by device UUID of the processes with these numbers.
-DeviceReader = Callable[[set[int]], Mapping[str, int]]
 
 
 @dataclass(frozen=True)
@@ -364,37 +359,3 @@ class Sharing:
         given_back = sum(holding.given_back for holding in self._holdings.values())
         total = sum(sizes.values())
         return max(max(sizes.values(), default=0), total - max(0, self._excess - given_back))
-
-
-def nvml_reader(nvml: Any = None) -> DeviceReader | None:
-    """A reader of device bytes by process from NVML, or None on a machine without it.
-
-    In a container with process numbers of its own, NVML gives the host's numbers and no process is found. ``nvml`` is
-    the ``pynvml`` module, which is imported only where there is an NVIDIA driver.
-
-    Source: NVML API reference, nvmlDeviceGetComputeRunningProcesses.
-    """
-    if nvml is None:
-        if sys.platform.startswith("linux") and not Path("/dev/nvidiactl").exists():
-            return None
-        nvml = importlib.import_module("pynvml")
-    try:
-        nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        devices = {str(nvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
-    except nvml.NVMLError:
-        return None
-
-    def read(pids: set[int]) -> dict[str, int]:
-        used = {}
-        for uuid, handle in devices.items():
-            try:
-                running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            except nvml.NVMLError:  # this device does not tell, for example one split by MIG
-                continue
-            sizes = [process.usedGpuMemory or 0 for process in running if process.pid in pids]
-            if sizes:
-                used[uuid] = sum(sizes)
-        return used
-
-    return read

@@ -1,56 +1,52 @@
-"""Runs a workload's stages and folds, and any command, under one budget."""
+"""Runs a workload's stages, a plain function or any command under one budget."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-from memfit.pipeline._backtest import backtest_checkpoints
+from memfit.pipeline._alone import call_alone
 from memfit.pipeline._bench import LoaderBench, bench_loader
-from memfit.pipeline._commands import resolve_settings, resume, run_commands
-from memfit.pipeline._config import CommandSettings, MemorySettings, RunConfig, parse_folds
+from memfit.pipeline._config import CommandSettings, MemorySettings, RunConfig, StageSettings
+from memfit.pipeline._contract import Context, Output, Probe, Stage, Stop, Workload
 from memfit.pipeline._estimate import estimate_workload
+from memfit.pipeline._graph import Choice
 from memfit.pipeline._grid import expand, fill
-from memfit.pipeline._run import run
+from memfit.pipeline._manifest import fingerprint_files
+from memfit.pipeline._order import resolve_settings
+from memfit.pipeline._plan_run import RunPlan, StagePlan, plan_commands, plan_run
+from memfit.pipeline._probe import first_context
+from memfit.pipeline._run import resume, run, run_commands
 from memfit.pipeline._supervise import RunResult, read_budget
-from memfit.pipeline._workflow import GATE_EXIT_CODES, WORKFLOW_FILE, workflow
-
-if TYPE_CHECKING:
-    from memfit.pipeline._workload import FoldContext, FoldWorkload, PrepareContext, Prepared, ScoreContext
-
-_OF_WORKLOADS = ("FoldContext", "FoldWorkload", "PrepareContext", "Prepared", "ScoreContext")
+from memfit.successors import missing_name
 
 __all__ = [
-    "GATE_EXIT_CODES",
+    "Choice",
     "CommandSettings",
-    "FoldContext",
-    "FoldWorkload",
+    "Context",
     "LoaderBench",
     "MemorySettings",
-    "PrepareContext",
-    "Prepared",
+    "Output",
+    "Probe",
     "RunConfig",
+    "RunPlan",
     "RunResult",
-    "WORKFLOW_FILE",
-    "ScoreContext",
-    "backtest_checkpoints",
+    "Stage",
+    "StagePlan",
+    "StageSettings",
+    "Stop",
+    "Workload",
     "bench_loader",
+    "call_alone",
     "estimate_workload",
     "expand",
     "fill",
-    "parse_folds",
+    "fingerprint_files",
+    "first_context",
+    "plan_commands",
+    "plan_run",
     "read_budget",
     "resolve_settings",
     "resume",
     "run",
     "run_commands",
-    "workflow",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # Workloads load NumPy and Arrow; the process that admits their jobs needs neither.
-    if name in _OF_WORKLOADS:
-        from memfit.pipeline import _workload
-
-        return getattr(_workload, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> None:
+    raise missing_name(__name__, name)

@@ -14,10 +14,6 @@ from memfit.pipeline._alone import call_alone
 from memfit.pipeline._config import RunConfig
 
 _HERE = "memfit.pipeline._bench"
-_HOW = (
-    "write a function loader(context, params, num_workers) that gives a fold's training batches, and name it: "
-    "FoldWorkload(..., loader=loader); docs/commands.md shows one"
-)
 
 
 @dataclass(frozen=True)
@@ -69,24 +65,22 @@ def bench_loader(
 def measure_in_child(target: str, resolved: str, how: Mapping[str, Any]) -> dict[str, Any]:
     """Prepare the workload's data as a run does, and measure the loader of its first fold."""
     from memfit.data import choose_num_workers, measure_loader, verdict
-    from memfit.pipeline._workload import PrepareContext, first_fold, load_workload
+    from memfit.pipeline._probe import HOW, data_text, find_probe, first_context
 
-    workload, asked = load_workload(target), LoaderBench(**how)
-    if workload.loader is None or (asked.with_model and workload.step is None):
-        missing = "loader" if workload.loader is None else "step"
+    (stage, probe), asked = find_probe(target), LoaderBench(**how)
+    if probe.loader is None or (asked.with_model and probe.step is None):
+        missing = "loader" if probe.loader is None else "step"
         raise UsageError(
-            f"the workload '{target}' names no {missing}.",
-            rule="memfit bench loader measures the loader that a FoldWorkload names, and --with-model its step.",
-            remedy=_HOW if missing == "loader" else "leave --with-model out, give --step-ms, or name a step",
+            f"stage {stage} of '{target}' names no {missing}.",
+            rule="memfit bench loader measures the loader that a stage names (probe), and --with-model its step.",
+            remedy=HOW if missing == "loader" else "leave --with-model out, give --step-ms, or name a step",
         )
     whole = config.Resolved.from_json(RunConfig, resolved)
-    params = config.resolve_nested(whole, "params", workload.params).value
-    prepared = workload.prepare(PrepareContext(whole.value.panels_dir), params)
     with tempfile.TemporaryDirectory(prefix="memfit-bench-") as folder:
-        context = first_fold(prepared, whole.value.seed, Path(folder))
-        make = workload.loader
-        step = workload.step(context, params) if asked.with_model and workload.step else asked.step_seconds
-        data = f"{prepared.panel!r}, {len(context.train_dates)} dates of fold 1"
+        context, params = first_context(target, whole, stage, Path(folder))
+        make = probe.loader
+        step = probe.step(context, params) if asked.with_model and probe.step else asked.step_seconds
+        data = data_text(context)
         if asked.modes:
             return {"data": data} | _modes(lambda number: make(context, params, number), step, asked)
         reports = measure_loader(

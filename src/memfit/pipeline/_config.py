@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,8 +18,6 @@ from memfit.units import MIB
 
 #: Below this no process can be relied on to start: an interpreter with what a command line needs takes some 10 MiB.
 LEAST_LIMIT_BYTES = 16 * MIB
-#: The phases that every fold passes; each once, and its footprint is known.
-FOLD_PHASES = ("load", "train", "checkpoint", "validate")
 
 
 def _enough(limit: int) -> int:
@@ -60,7 +57,8 @@ class MemorySettings(Settings):
         job: What one job is declared to take: a hint that is checked before the first starts; the measured figure
             counts from then on.
         job_of: The same for each command of a sweep on its own, in terms of its parameters: ``"{memory}"``.
-        gpu_job: What one job is declared to take on one GPU; jobs that name it are placed on a GPU with that much room.
+        num_gpus: How many GPUs one job needs; it sees no others. 1 when ``gpu_job`` is given.
+        gpu_job: What one job is declared to take on each of its GPUs: a hint, like ``job``.
         tight_malloc: Have glibc give freed memory back at once, so that resident memory follows live memory.
         cuda_allocator: What torch's allocator for CUDA is told, as in ``PYTORCH_CUDA_ALLOC_CONF``. It is set before a
             job's interpreter starts; where you set that variable, or ``PYTORCH_ALLOC_CONF``, yourself, yours counts.
@@ -71,6 +69,7 @@ class MemorySettings(Settings):
     slack: Annotated[float, Field(ge=0.0, le=10.0)] = DEFAULT_SLACK
     job: ByteSize | None = None
     job_of: str | None = None
+    num_gpus: Annotated[int, Field(ge=0)] = 0
     gpu_job: ByteSize | None = None
     tight_malloc: bool = True
     cuda_allocator: Annotated[str, AfterValidator(_allocator)] | None = None
@@ -103,27 +102,60 @@ class CommandSettings(Settings):
     memory: MemorySettings = MemorySettings()
 
 
-class RunConfig(CommandSettings):
-    """The config of a run of folds.
+class StageSettings(Settings):
+    """What one stage is, where it is a command, and what it needs of the machine.
 
     Attributes:
-        target: The workload as ``module:NAME``.
-        on_failure: As for commands. The default is another one: folds share their code, and so its bugs.
+        run: The command: a line for the shell, or a list of words. Placeholders: ``{unit}``, its fields and its
+            variable in ``each``, ``{dir}`` (its folder), ``{seed}``, ``{params.NAME}``, and the name of another
+            stage for the folder of that.
+        needs: Stages whose folders it reads; those that the command names are added.
+        after: Stages that it only waits for.
+        each: The list of its units: ``fold in params.folds``, or ``fold in prepare.folds`` from the ``result.json``
+            that a stage left in its folder.
+        holds: The stage of which all units but the first wait until this one has passed.
+        in_order: Whether each unit waits for the one before.
+        memory: What one of its jobs is declared to take: a hint, checked before the first starts.
+        gpu_memory: The same on each of its GPUs.
+        num_gpus: How many GPUs one of its jobs needs.
+        like: The stage whose measured size speaks for this one too.
+    """
+
+    run: str | list[str] | None = None
+    needs: list[str] = Field(default_factory=list)
+    after: list[str] = Field(default_factory=list)
+    each: str | None = None
+    holds: str | None = None
+    in_order: bool = False
+    memory: ByteSize | None = None
+    gpu_memory: ByteSize | None = None
+    num_gpus: Annotated[int, Field(ge=0)] | None = None
+    like: str | None = None
+
+
+class RunConfig(CommandSettings):
+    """The config of a workload.
+
+    Attributes:
+        target: A function or a workload as ``module:NAME``; empty where the stages are commands.
+        stages: Per stage its command, where there is no target, and what it needs of the machine.
+        on_failure: As for commands. The default is another one: the units of a stage share their code, and so its bugs.
         seed: All random numbers follow from it.
-        folds: ``all``, or numbers and ranges such as ``2-5`` or ``1,3``.
+        units: Which units of the stages that have some: ``all``, or numbers, ranges and names such as ``2-5``.
+        skip: Stages that count as passed.
         panels_dir: The cache of panels, shared by all runs.
-        params: The workload's own parameters.
-        workflow: How its folds are judged, for ``memfit workflow`` and ``memfit backtest``: see `WorkflowSettings`.
+        params: The workload's own settings.
     """
 
     experiment: _Name
-    target: str
+    target: str = ""
+    stages: dict[str, StageSettings] = Field(default_factory=dict)
     on_failure: OnFailure = "first"
     seed: Annotated[int, Field(ge=0)] = 0
-    folds: str = "all"
+    units: str = "all"
+    skip: list[str] = Field(default_factory=list)
     panels_dir: _Folder = Path("panels")
     params: dict[str, Any] = Field(default_factory=dict)
-    workflow: dict[str, Any] = Field(default_factory=dict)
 
 
 C = TypeVar("C", bound=CommandSettings)
@@ -177,48 +209,3 @@ def of_commands(env: Mapping[str, str]) -> dict[str, str]:
     others = RunConfig.model_fields.keys() - CommandSettings.model_fields.keys()
     names = {config.variable(name) for name in others}
     return {name: value for name, value in env.items() if name.upper().partition("__")[0] not in names}
-
-
-def parse_folds(text: str, num_folds: int | None = None) -> list[int]:
-    """Return the fold numbers that a choice names, in order.
-
-    Args:
-        text: The choice.
-        num_folds: How many folds there are; None to check the text alone, which gives no numbers.
-
-    Raises:
-        ConfigError: If the text is no choice, or names a fold that there is not.
-
-    >>> parse_folds("all", 3), parse_folds("2-5", 5), parse_folds("1,3", 5), parse_folds("2", 5)
-    ([1, 2, 3], [2, 3, 4, 5], [1, 3], [2])
-    """
-    if text == "all":
-        return list(range(1, (num_folds or 0) + 1))
-    chosen: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        first = int(match.group(1)) if match else 0
-        last = int(match.group(2) or first) if match else 0
-        if not 1 <= first <= last <= (num_folds or last):
-            most = f" to {num_folds} (params)" if num_folds else ""
-            raise ConfigError(
-                f"'{part.strip()}' names no fold.",
-                rule=f"folds are numbered from 1{most}, and a range runs upward.",
-                remedy=f"write for example --folds 1, --folds 1-{num_folds or 5} or --folds all",
-            )
-        if num_folds is not None:
-            chosen |= set(range(first, last + 1))
-    return sorted(chosen)
-
-
-def replaced(params: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters with other values under dotted names.
-
-    >>> replaced({"train": {"tau": 1, "rate": 2}}, {"train.tau": 5})
-    {'train': {'tau': 5, 'rate': 2}}
-    """
-    changed = dict(params)
-    for name, value in chosen.items():
-        first, _, rest = name.partition(".")
-        changed[first] = replaced(changed.get(first) or {}, {rest: value}) if rest else value
-    return changed

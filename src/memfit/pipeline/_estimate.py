@@ -19,10 +19,6 @@ from memfit.units import format_bytes
 
 #: Batches of a loader that does not name its longest, of which the largest counts.
 _LOOKED_AT = 64
-_HOW = (
-    "write loader(context, params, num_workers), the batches of a fold, and step(context, params), a function that "
-    "takes one training step on a batch, and name them: FoldWorkload(..., loader=loader, step=step)"
-)
 
 
 @dataclass(frozen=True)
@@ -85,24 +81,22 @@ def estimate_in_child(
 ) -> dict[str, Any]:
     """Prepare the workload's data as a run does, take its longest batch, and trace its step."""
     from memfit.estimation import check_allocator, limit_time
-    from memfit.pipeline._workload import PrepareContext, first_fold, load_workload
+    from memfit.pipeline._probe import HOW, data_text, find_probe, first_context, mapped_bytes
 
-    workload = load_workload(target)
-    if workload.loader is None or workload.step is None:
-        missing = " and ".join(name for name in ("loader", "step") if getattr(workload, name) is None)
+    stage, probe = find_probe(target)
+    if probe.loader is None or probe.step is None:
+        missing = " and ".join(name for name in ("loader", "step") if getattr(probe, name) is None)
         raise UsageError(
-            f"the workload '{target}' names no {missing}.",
-            rule="what is estimated is the step that a FoldWorkload names, on a batch of the loader that it names.",
-            remedy=_HOW,
+            f"stage {stage} of '{target}' names no {missing}.",
+            rule="what is estimated is the step that a stage names (probe), on a batch of the loader that it names.",
+            remedy=HOW,
         )
     whole = config.Resolved.from_json(RunConfig, resolved)
-    params = config.resolve_nested(whole, "params", workload.params).value
-    prepared = workload.prepare(PrepareContext(whole.value.panels_dir), params)
     text = allocator or whole.value.memory.cuda_allocator
     warned = [] if text is None else check_allocator(text)
     with tempfile.TemporaryDirectory(prefix="memfit-estimate-") as folder:
-        context = first_fold(prepared, whole.value.seed, Path(folder))
-        loader, make_step = workload.loader(context, params, 0), workload.step
+        context, params = first_context(target, whole, stage, Path(folder))
+        loader, make_step = probe.loader(context, params, 0), probe.step
         longest = find_longest(loader)
 
         def make() -> Any:
@@ -111,13 +105,13 @@ def estimate_in_child(
 
         with limit_time(time_limit):
             found = _trace(make, target, gpu, available_bytes, text)
-        host = _host(loader, longest.batch, prepared.panel)
+        host, read = _host(loader, longest.batch, mapped_bytes(context)), data_text(context)
     host_text = _host_text(host)
     data = {
         "batch_bytes": host["batch_bytes"],
         "is_longest": longest.is_sure,
         "num_batches_seen": longest.num_seen,
-        "text": f"{prepared.panel!r}; {_batch_text(longest)}\n{host_text}",
+        "text": f"{read}; {_batch_text(longest)}\n{host_text}",
     }
     notes = [*found["notes"], *warned]
     beside = {"setup": None, "largest_batch": None, "change": None, "smaller_model": None}
@@ -183,14 +177,14 @@ def _num_items(batch: Any) -> int:
     return len(batch) if hasattr(batch, "__len__") else 0
 
 
-def _host(loader: Any, batch: Any, panel: Any) -> dict[str, Any]:
+def _host(loader: Any, batch: Any, panel_bytes: int) -> dict[str, Any]:
     from memfit.data import loader_footprint
 
     try:
         footprint = loader_footprint(loader).to_dict()
     except UsageError:
         footprint = None
-    return {"panel": {"mapped_bytes": panel.nbytes}, "batch_bytes": bytes_of(batch), "loader": footprint}
+    return {"panel": {"mapped_bytes": panel_bytes}, "batch_bytes": bytes_of(batch), "loader": footprint}
 
 
 def _batch_text(longest: _Longest) -> str:

@@ -1,4 +1,4 @@
-"""Which commands ``memfit map`` runs: every combination of its parameters, put into the command's placeholders."""
+"""The units that ``--param`` gives: every combination of the parameters, put into a command's placeholders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import difflib
 import io
 import itertools
 import math
+import os
 import re
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -21,7 +23,8 @@ Combination = Mapping[str, str]
 T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
+#: A name in braces, in a command.
+PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
 _VALUE = re.compile(r'\s*(?:"(?P<quoted>(?:[^"]|"")*)"\s*|(?P<plain>[^",][^,]*|))(?P<end>,|$)')
 _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.(\d{1,18}))?")
 _LIKE_A_RANGE = re.compile(r"[-+.\deE]*\d[.\deE]*\.\.[-+.\deE]*\d[-+.\deE]*")
@@ -29,11 +32,13 @@ _LIKE_A_RANGE = re.compile(r"[-+.\deE]*\d[.\deE]*\.\.[-+.\deE]*\d[-+.\deE]*")
 _ALIKE = 0.75
 
 
-def expand(command: Sequence[str], params: Sequence[str], param_file: Path | None = None) -> list[dict[str, str]]:
+def expand(
+    command: Sequence[str] | None, params: Sequence[str], param_file: Path | None = None
+) -> list[dict[str, str]]:
     """Every combination of the parameters, the last one changing fastest; one empty combination without parameters.
 
     Args:
-        command: The command whose placeholders they fill: each parameter must stand in it.
+        command: The command whose placeholders they fill: each parameter must stand in it. None for a function.
         params: Texts such as ``fold=1..5``, ``step=0..100..10`` and ``lr=1e-3,1e-4``; quotes as in CSV keep a comma or
             two dots as they are: ``name="a,b",c``.
         param_file: A CSV file with a header: its rows are combinations that are crossed with ``params``.
@@ -53,7 +58,8 @@ def expand(command: Sequence[str], params: Sequence[str], param_file: Path | Non
     names = [name for axis in axes for name in axis[0]]
     if twice := _twice(names):
         raise _bad(f"the parameter {twice} is given twice", f"give all values of {twice} in one place")
-    _check_placeholders(command, names)
+    if command is not None:
+        _check_placeholders(command, names)
     number = math.prod(len(axis) for axis in axes)
     if number > MAX_COMMANDS:
         sizes = " x ".join(str(len(axis)) for axis in axes)
@@ -71,7 +77,18 @@ def fill(command: Sequence[str], combination: Combination) -> tuple[str, ...]:
     >>> fill(["train", "--fold={fold}", '{"a": {fold}, "b": {b}}'], {"fold": "3"})
     ('train', '--fold=3', '{"a": 3, "b": {b}}')
     """
-    return tuple(_PLACEHOLDER.sub(lambda found: combination.get(found[1], found[0]), word) for word in command)
+    return tuple(PLACEHOLDER.sub(lambda found: combination.get(found[1], found[0]), word) for word in command)
+
+
+def own_stdin(combinations: Sequence[Combination]) -> str | None:
+    """The pipe or file that a single command is to read as this process reads it; None for a terminal or nothing."""
+    if len(combinations) != 1 or combinations[0]:
+        return None
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return None
+    return f"/proc/{os.getpid()}/fd/0" if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else None
 
 
 def _values(name: str, text: str) -> list[str]:
@@ -157,7 +174,7 @@ def _numbered(text: str) -> Iterable[tuple[int, list[str]]]:
 
 def _check_placeholders(command: Sequence[str], names: Sequence[str]) -> None:
     """Refuse a parameter that the command does not use, and a placeholder that is nearly one."""
-    found = dict.fromkeys(name for word in command for name in _PLACEHOLDER.findall(word))
+    found = dict.fromkeys(name for word in command for name in PLACEHOLDER.findall(word))
     by_lower = {name.lower(): name for name in names}
     for placeholder in found:
         near = difflib.get_close_matches(placeholder.lower(), by_lower, n=1, cutoff=_ALIKE)

@@ -1,44 +1,27 @@
-"""``memfit.run``: from a config to trained folds in a run directory."""
+"""Runs an order: finds its run directory, hands its jobs to the scheduler, and settles what came of it."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import dataclasses
+import functools
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from memfit import config
-from memfit.errors import DamagedError, JobFailedError, UsageError
+from memfit.errors import DamagedError, UsageError
 from memfit.jobs import Job, JobStatus, call_in_child, raise_error_of, read_status
 from memfit.masking import mask
 from memfit.memory import Footprint
-from memfit.pipeline._config import FOLD_PHASES, RunConfig, kept_allocator, parse_folds, resolve_with_allocator
-from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised, take_up
-from memfit.rundir import RunDir, write_atomic
-
-_WORKLOAD = "memfit.pipeline._workload"
-
-
-@dataclass(frozen=True)
-class Order:
-    """A resolved order to run: the config, what it means for each child, and its fingerprint.
-
-    ``workflow`` holds the settings of the workflow around the folds; None where the workload has none.
-    """
-
-    settings: RunConfig
-    params: Mapping[str, Any]
-    workflow: Mapping[str, Any] | None
-    sweep: Mapping[str, Sequence[Any]]
-    in_order: bool
-    yaml: str
-    origins: Mapping[str, str]
-    fingerprint: str
-    env: Mapping[str, str]
-    folders: Sequence[str]
-    force: bool
+from memfit.pipeline._config import RunConfig, StageSettings, kept_allocator
+from memfit.pipeline._graph import ALL, Choice, Graph, Unit
+from memfit.pipeline._grid import PLACEHOLDER, expand, own_stdin
+from memfit.pipeline._manifest import find_manifest, open_folder
+from memfit.pipeline._order import FACTS, Order, order_of_command, order_of_config, order_of_run, resolve_settings
+from memfit.pipeline._supervise import CONTINUED, Known, RunResult, Supervisor, View, supervised, take_up
+from memfit.rundir import RunDir, read_json, read_whole, write_atomic, write_json, write_masked
 
 
 def run(
@@ -46,275 +29,385 @@ def run(
     *,
     overrides: Sequence[config.Override] = (),
     env: Mapping[str, str] | None = None,
+    choice: Choice = ALL,
     new: bool = False,
     force: bool = False,
     view: View | None = None,
 ) -> RunResult:
-    """Train a workload's folds in parallel under one memory budget, or go on with the run that stands.
+    """Run what a config says, or a plain function, under one memory budget, or go on with the run that stands.
 
-    The newest run of the same config, code and data goes on: folds that are done are kept, a fold that still runs is
-    taken over, one that was interrupted continues from its last checkpoint. SIGINT and SIGTERM ask the folds to stop
-    at a checkpoint; a second one ends them at once.
+    What is valid is kept; what changed, and what builds on that, runs again; what still runs is taken over; what was
+    interrupted goes on from its checkpoint. SIGINT and SIGTERM ask the jobs to stop at a checkpoint; a second one ends
+    them at once.
 
     Args:
-        source: The config: a YAML file, or its content as a mapping.
+        source: The config, a YAML file or its content as a mapping; or a function as ``module:name``.
         overrides: Settings such as ``"params.train.num_epochs=3"``; they count more than environment and file.
         env: Where ``MEMFIT_…`` variables are read; ``os.environ`` when None.
-        new: Start over in a new run directory.
+        choice: Which stages and units; all by default.
+        new: Start over in a new run directory that takes over nothing.
         force: Run also what does not fit the budget.
         view: Makes, from the run directory, a function that is called ten times a second while jobs run.
 
     Returns:
-        The result; failed folds are told in it and not raised.
+        The result; failed jobs are told in it and not raised.
 
     Raises:
-        UsageError: If the config, the data or the split is bad, or another process runs this run.
-        DoesNotFitError: If a fold does not fit the budget even alone.
-        JobFailedError: If the panel could not be prepared.
+        UsageError: If the config, the code or the data is bad, or another process runs this run.
+        DoesNotFitError: If a job does not fit the budget even alone.
 
     Example:
         A config names its workload; ``docs/workload.md`` writes one::
 
-            result = memfit.run("examples/linear/config.yaml", overrides=["folds=1-2"])
+            result = memfit.run("examples/linear/config.yaml", overrides=["units=1-2"])
             result.metrics["fold_1"]
 
         What it cannot mean is refused before anything is made:
 
         >>> from memfit.errors import ConfigError
         >>> try:
-        ...     run({"experiment": "demo", "target": "workload:LINEAR", "fold": "1-2"})
+        ...     run({"experiment": "demo", "target": "workload:LINEAR", "unit": "1-2"})
         ... except ConfigError as error:
         ...     print(error.remedy)
-        did you mean 'folds'?
+        did you mean 'units'?
     """
     if not isinstance(source, str | Path | Mapping):
         raise UsageError(
             f"memfit.run was given {source!r:.80}.",
-            rule="it takes a config: a YAML file, or its content as a mapping.",
+            rule="it takes a config: a YAML file, or its content as a mapping; or a function as 'module:name'.",
             remedy="run a command with memfit.pipeline.run_commands(['python', 'train.py'])",
         )
-    order = resolve_order(source, overrides, os.environ if env is None else env, force)
-    return go_on(order, *find_or_make(order, new=new), view)
+    order = order_of_config(source, overrides=overrides, env=env, choice=choice)
+    Graph(order.stages, RunDir(Path()), common(order), order.choice)  # refuses a bad choice before anything is made
+    run_dir, state = take_up(
+        order.settings, order.fingerprint, order.facts, new=new, keeps=functools.partial(goes_on, order)
+    )
+    return _go_on(order, run_dir, state, force=force, view=view, reuse=not new)
 
 
-Stages = Callable[[Order, Supervisor], RunResult]
+def run_commands(
+    command: Sequence[str],
+    *,
+    params: Sequence[str] = (),
+    param_file: Path | None = None,
+    settings: config.Resolved[Any] | None = None,
+    new: bool = False,
+    force: bool = False,
+    view: View | None = None,
+) -> RunResult:
+    """Run a command for every combination of parameters under one memory budget, or go on with the run that stands.
 
+    The newest run of the same command, parameters and folder goes on unless it is finished: what is done is kept, what
+    still runs is taken over. SIGINT and SIGTERM ask the commands to stop; a second one ends them at once.
 
-def reread_order(run_dir: RunDir) -> Order:
-    """The order that a run of folds was given, by its ``config.yaml``; the current folder is that of its start.
+    Args:
+        command: The command; ``{name}`` stands for the value of a parameter.
+        params: Texts such as ``fold=1..5`` and ``lr=1e-3,1e-4``.
+        param_file: A CSV file with a header whose rows are combinations, crossed with ``params``.
+        settings: How they are run; from ``MEMFIT_`` variables and defaults when None.
+        new: Start over in a new run directory.
+        force: Run also what does not fit the budget.
+        view: Makes, from the run directory, a function that is called ten times a second while jobs run.
+
+    Returns:
+        The result; failed commands are told in it and not raised.
 
     Raises:
-        UsageError: If its config was never written, or code or data are others now.
+        UsageError: If parameters, settings or the program are bad, or another process runs this run.
+        DoesNotFitError: If no command fits the budget even alone.
     """
-    path = run_dir.path / "config.yaml"
-    if not path.exists():
-        raise UsageError(
-            f"{run_dir.path} holds no config.yaml.",
-            rule="a run goes on with the settings that it was started with; this one ended before they were written.",
-            remedy="start it by its config: memfit run <config>",
-        )
-    others = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
-    order = resolve_order(path, (), others, False, folders=run_dir.header.get("folders") or ())
-    if order.fingerprint != run_dir.header.get("fingerprint"):
-        raise UsageError(
-            f"the code or the data of {run_dir.path} changed since it was started.",
-            rule="all folds of a run are trained by one code on one data set (the fingerprint in run.json).",
-            remedy="start a run of its own by its config: memfit run <config>",
-        )
-    return order
+    settings = settings or resolve_settings()
+    words = [*command, *filter(None, [settings.value.memory.job_of])]
+    order = order_of_command(command, expand(words, params, param_file), settings)
+    run_dir, state = take_up(
+        order.settings, order.fingerprint, order.facts, new=new, keeps=functools.partial(goes_on, order)
+    )
+    return _go_on(order, run_dir, state, force=force, view=view, reuse=False)
 
 
-def go_on(order: Order, run_dir: RunDir, state: str, view: View | None, stages: Stages | None = None) -> RunResult:
-    """Take up a run, new or continued, and pass its stages: those of a run of folds, or others."""
-    _check_folds(order, run_dir)
+def resume(run: Path, *, view: View | None = None) -> RunResult:
+    """Go on with a run in the folder and with the settings that it was started with.
+
+    Raises:
+        UsageError: If there is no such run, its folder is gone, it is finished and its code or data have changed
+            since, or another process runs it.
+    """
+    run_dir = RunDir.open(run)
+    run_dir.check_version()
+    cwd = Path(run_dir.header.get("cwd") or ".")
+    if not cwd.is_dir():
+        raise UsageError(
+            f"{cwd} is not there, where {run_dir.path} was started.",
+            rule="a run goes on in the folder in which it was started, for its paths begin there.",
+            remedy=f"make that folder again: mkdir -p {shlex.quote(str(cwd))}",
+        )
+    with contextlib.chdir(cwd):
+        order = order_of_run(run_dir)
+        if all(stage["keyed"] for stage in order.stages) and not goes_on(order, run_dir):
+            raise UsageError(
+                f"the code or the data of {run_dir.path} changed since it was finished.",
+                rule="a finished result is never overwritten.",
+                remedy="start it by its config: a new run takes over what is still valid",
+            )
+        return _go_on(order, run_dir, CONTINUED, force=False, view=view, reuse=False)
+
+
+def goes_on(order: Order, run: RunDir) -> bool:
+    """Whether a run is to go on: it is not finished, or nothing in it would be overwritten."""
+    graph = Graph(order.stages, run, common(order), order.choice, is_plan=True)
+    is_keyed = all(stage["keyed"] for stage in order.stages)
+    if is_keyed:  # and a unit that there is not is refused while the run stands as it was
+        graph.advance()
+    with contextlib.suppress(DamagedError):  # each job's own files say what is done
+        if run.state in ("completed", "stopped"):
+            return is_keyed and not any(graph.replaces(unit) for units in graph.units.values() for unit in units)
+    return True
+
+
+def common(order: Order) -> dict[str, Any]:
+    """What every key depends on beside the stage's own."""
+    return {"seed": getattr(order.settings, "seed", 0), "threads": order.settings.threads_per_job}
+
+
+def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | None, reuse: bool) -> RunResult:
+    settings = order.settings
     told = {"state": state, "fingerprint": order.fingerprint}
-    with supervised(run_dir, order.settings, force=order.force, view=view, told=told) as supervisor:
-        written = run_dir.path / "config.yaml"
-        if not written.exists() or written.read_text() != order.yaml:  # new, killed at birth, or other settings of runs
-            is_secret = mask(order.params) != order.params
-            write_atomic(written, order.yaml, mode=0o600 if is_secret else 0o666)
-        if kept := kept_allocator(order.settings, order.origins):
+    with supervised(run, settings, force=force, view=view, told=told) as supervisor:
+        _write_order(order, run)
+        if kept := kept_allocator(settings, order.origins):
             supervisor.journal.write("plan", why=kept)
-        return (stages or run_stages)(order, supervisor)
-
-
-def _check_folds(order: Order, run_dir: RunDir) -> None:
-    """Refuse a fold that there is not while what the run came to before still stands."""
-    with contextlib.suppress(DamagedError):  # prepare writes a damaged stage anew
-        if stage := run_dir.stage:
-            parse_folds(order.settings.folds, len(stage["folds"]))
-
-
-def resolve_order(
-    source: Path | str | Mapping[str, Any],
-    overrides: Sequence[config.Override],
-    env: Mapping[str, str],
-    force: bool,
-    folders: Sequence[str] = (),
-) -> Order:
-    """The order that a config gives, its workload asked in a process of its own."""
-    file = Path(source) if isinstance(source, str | Path) else None
-    values = None if isinstance(source, str | Path) else source
-    resolved = resolve_with_allocator(RunConfig, file=file, values=values, env=env, overrides=overrides)
-    settings = resolved.value
-    parse_folds(settings.folds)  # before the workload is asked anything
-    folders = folders or ([str(file.resolve().parent)] if file else [])
-    child_env = {"PYTHONPATH": os.pathsep.join([*folders, str(Path.cwd()), *filter(None, [env.get("PYTHONPATH")])])}
-    described = call_in_child(
-        f"{_WORKLOAD}:describe",
-        {"target": settings.target, "resolved": resolved.to_json()},
-        env=dict(os.environ) | child_env,
-    )
-    content = {
-        "target": settings.target,
-        "seed": settings.seed,
-        "threads_per_job": settings.threads_per_job,
-        "params": described["params"],
-        "code": described["code"],
-        "data": described["data"],
-    }
-    return Order(
-        settings=settings,
-        params=described["params"],
-        workflow=described["workflow"],
-        sweep=described["sweep"],
-        in_order=described["in_order"],
-        yaml=described["yaml"],
-        origins=described["origins"],
-        fingerprint=config.fingerprint(content),
-        env=child_env,
-        folders=folders,
-        force=force,
-    )
-
-
-def find_or_make(order: Order, *, new: bool) -> tuple[RunDir, str]:
-    """Return the newest run of this very config, code and data, or a new one, and which of the two it is."""
-    facts = {
-        "kind": "folds",
-        "target": order.settings.target,
-        "cwd": str(Path.cwd()),
-        "folders": list(order.folders),
-        "origins": dict(order.origins),
-    }
-    return take_up(order.settings, order.fingerprint, facts, new=new)
-
-
-def run_stages(order: Order, supervisor: Supervisor) -> RunResult:
-    """Prepare the panel, train the folds that the config chooses, and settle what they came to."""
-    stage = prepare_panel(order, supervisor)
-    if stage is None:
-        return finish(supervisor, {})
-    folds = parse_folds(order.settings.folds, len(stage["folds"]))
-    return finish(supervisor, train_folds(order, supervisor, folds, len(stage["folds"])))
-
-
-def train_folds(order: Order, supervisor: Supervisor, folds: Sequence[int], num_folds: int) -> dict[str, JobStatus]:
-    """Train those of the folds that are not done yet; the last status of each fold of the run that has one."""
-    run_dir = supervisor.run
-    jobs = [fold_job(order, run_dir, fold) for fold in folds]
-    every = [f"fold_{fold}" for fold in range(1, num_folds + 1)]
-    done = {
-        job_id: status
-        for job_id in every
-        if not supervisor.backend.is_running(job_id) and (status := finished(run_dir, job_id)) is not None
-    }
-    left = [job for job in jobs if job.id not in done]
-    if not left:
-        supervisor.journal.write("done", num_done=len(jobs))
-    ended: dict[str, JobStatus] = {}
-    for batch in [[job] for job in left] if order.in_order else [left]:
-        known = _known(run_dir, order.settings)
-        ended |= supervisor.schedule(batch, known=known, num_planned=len(jobs), none_done=not done)
-        if order.in_order and any(ended[job.id].state != "completed" for job in batch if job.id in ended):
-            break
-    # Folds of earlier commands count too: the table is the run's, not the command's.
-    statuses = {job.id: JobStatus(job.id, "pending") for job in jobs} | done | ended
-    return {job_id: statuses[job_id] for job_id in every if job_id in statuses}
-
-
-def finished(run_dir: RunDir, job_id: str) -> JobStatus | None:
-    """The status of a job that is done: completed, and its result is there; one without it is run again."""
-    status = read_status(run_dir, job_id)
-    has_result = status.state == "completed" and (run_dir.job_dir(job_id) / "result.json").exists()
-    return status if has_result else None
-
-
-def prepare_panel(order: Order, supervisor: Supervisor) -> dict[str, Any] | None:
-    """Have the panel built or opened by a job of its own; the stage that it left, or None when it was stopped."""
-    run_dir = supervisor.run
-    settings = order.settings
-    arguments = {
-        "target": settings.target,
-        "params": order.params,
-        "run_dir": str(run_dir.path),
-        "panels_dir": str(settings.panels_dir.absolute()),
-    }
-    job = Job(
-        "prepare",
-        target=f"{_WORKLOAD}:run_prepare",
-        arguments=arguments,
-        cuda_allocator=settings.memory.cuda_allocator,
-        env=order.env,
-        phases=("load", "build"),
-        keeps_group=True,  # the panel's page cache stays charged to it
-    )
-    status = supervisor.schedule([job]).get("prepare")
-    if status is None or status.state in ("cancelled", "preempted"):
-        return None
-    if status.state != "completed":
-        folder = run_dir.job_dir("prepare")
-        raise_error_of(folder)
-        raise JobFailedError(
-            f"the panel could not be prepared: {status.cause}.",
-            rule=f"the folds start when {settings.target} has prepared their panel ({status.state}).",
-            remedy=f"read {folder / 'err.log'}, then run the same command again",
+        others = RunDir.all(settings.runs_dir, settings.experiment) if reuse else []
+        graph = Graph(
+            order.stages,
+            run,
+            common(order),
+            order.choice,
+            make_job=lambda graph, unit: _job(order, graph, unit),
+            earlier=[other for other in others if other != run],
+            say=supervisor.journal.write,
         )
-    return run_dir.stage
+        graph.forget()
+        graph.advance()
+        supervisor.end_stale(graph.is_stale)
+        known = _known(order, graph)
+        alike = [one for one in known if len(graph.units.get(one[0], ())) > 1]
+        if alike and not graph.is_done:
+            stage, _, largest = max(alike, key=lambda one: one[2].private_bytes)
+            supervisor.plan(largest, "an earlier job", len(graph.units[stage]))
+        statuses = supervisor.schedule(graph, known=known, num_like=graph.num_like, proven=graph.proven)
+        return _settle(order, supervisor, graph, statuses)
 
 
-def fold_job(order: Order, run_dir: RunDir, fold: int) -> Job:
-    """The job that trains one fold."""
-    settings = order.settings
-    declared = settings.memory.job
-    return Job(
-        f"fold_{fold}",
-        target=f"{_WORKLOAD}:run_fold",
-        arguments={
-            "target": settings.target,
-            "params": order.params,
-            "run_dir": str(run_dir.path),
-            "fold": fold,
-            "seed": settings.seed,
-        },
-        footprint=Footprint.declared(declared) if declared else None,
-        phases=FOLD_PHASES,
-        threads=settings.threads_per_job,
-        tight_malloc=settings.memory.tight_malloc,
-        cuda_allocator=settings.memory.cuda_allocator,
-        env=order.env,
-        device_bytes=settings.memory.gpu_job,
+def _write_order(order: Order, run: RunDir) -> None:
+    """Leave the resolved config and the graph, or a command's settings where they are others now."""
+    if not order.yaml:
+        before = read_whole(run.path / "run.json", FACTS) or {}
+        if before["settings"] != order.facts["settings"]:
+            write_masked(run.path / "run.json", before | dict(order.facts))
+        return
+    written = run.path / "config.yaml"
+    if not written.exists() or written.read_text() != order.yaml:  # new, killed at birth, or other settings of runs
+        write_atomic(written, order.yaml, mode=0o600 if mask(order.params) != order.params else 0o666)
+    kept = ("name", "needs", "after", "each", "holds", "in_order")
+    write_json(
+        run.path / "graph.json",
+        {"schema_version": 1, "stages": [{name: stage[name] for name in kept} for stage in order.stages]},
     )
 
 
-def _known(run_dir: RunDir, settings: RunConfig) -> Known:
-    """What a fold of this run was measured to take under an earlier command, with the same allocator."""
-    decided = run_dir.plan
-    if decided is None or decided.get("tight_malloc") != settings.memory.tight_malloc:
-        return ()
-    return [({}, Footprint.from_dict(decided["footprint"]))]
+# Jobs
 
 
-def finish(supervisor: Supervisor, statuses: Mapping[str, JobStatus]) -> RunResult:
-    """Settle the run's state, and write the table of results."""
-    result = supervisor.settle(statuses)
-    if result.metrics:
-        # In a process of its own: Arrow would stay in this one's memory.
-        rows = [
-            {"job": job_id, "state": s.state, "started": s.started, "ended": s.ended, "peak_bytes": s.peak_bytes}
-            for job_id, s in statuses.items()
-        ]
+def _job(order: Order, graph: Graph, unit: Unit) -> Job:
+    settings, stage = order.settings, unit.stage
+    own = stage_settings(order, stage["name"])
+    has_units = unit.job_id != stage["name"]
+    declared = own.memory or (settings.memory.job if has_units else None)
+    device_bytes = own.gpu_memory or (settings.memory.gpu_job if has_units else None)
+    facts: dict[str, Any] = {
+        "footprint": Footprint.declared(declared) if declared else None,
+        "threads": settings.threads_per_job,
+        "tight_malloc": settings.memory.tight_malloc,
+        "cuda_allocator": settings.memory.cuda_allocator,
+        "device_bytes": device_bytes,
+        "num_devices": own.num_gpus or (settings.memory.num_gpus if has_units else 0) or int(device_bytes is not None),
+        "stage": own.like or stage["name"],
+        "unit": unit.value,
+    }
+    if stage["command"] is not None:
+        return _command_job(order, graph, unit, facts)
+    return Job(
+        unit.job_id,
+        target="memfit.pipeline._stage:run_stage",
+        arguments={"order": stage_order(order, graph, unit)},
+        phases=tuple(stage["phases"]),
+        env=order.env,
+        keeps_group=not has_units,  # the page cache that it filled stays charged to it
+        **facts,
+    )
+
+
+def stage_settings(order: Order, name: str) -> StageSettings:
+    """What a stage needs of the machine."""
+    return (
+        order.settings.stages.get(name, StageSettings()) if isinstance(order.settings, RunConfig) else StageSettings()
+    )
+
+
+def stage_order(order: Order, graph: Graph, unit: Unit) -> dict[str, Any]:
+    """What `run_stage` is told."""
+    assert isinstance(order.settings, RunConfig)
+    stage, previous = unit.stage, graph.previous(unit)
+    needs = graph.inputs(unit) or {}
+    return {
+        "target": order.target,
+        "params": order.params,
+        "stage": {name: stage[name] for name in ("name", "settings", "code", "modules", "seed")},
+        "job": unit.job_id,
+        "unit": unit.value,
+        "variable": (stage["source"] or {}).get("variable"),
+        "seed": order.settings.seed,
+        "key": unit.key,
+        "parts": dict(unit.parts),
+        "manifest": str(unit.manifest(graph.run)),
+        "panels_dir": str(order.settings.panels_dir.absolute()),
+        "needs": {name: [str(one.manifest(graph.run)) for one in units] for name, units in needs.items()},
+        "meets": [name for name in needs if stage["each"] and graph.stages[name]["each"] == stage["each"]],
+        "previous": str(previous.manifest(graph.run)) if previous else None,
+    }
+
+
+def _command_job(order: Order, graph: Graph, unit: Unit, facts: dict[str, Any]) -> Job:
+    settings, stage = order.settings, unit.stage
+    fields = unit.value if isinstance(unit.value, Mapping) else {(stage["source"] or {}).get("variable"): unit.value}
+    values = {str(name): str(value) for name, value in fields.items() if name}
+    words = {name: [value] for name, value in values.items()}
+    if stage["keyed"]:
+        folder = unit.manifest(graph.run).with_suffix("")
+        open_folder(folder, unit.key, graph.run.job_dir(unit.job_id) / "outcome.json")
+        words |= {f"params.{name}": [str(value)] for name, value in stage["settings"].items()}
+        label = unit.label if isinstance(unit.value, Mapping) else unit.value
+        words |= {"unit": [str(label)], "dir": [str(folder)], "seed": [str(getattr(settings, "seed", 0))]}
+        for name, units in (graph.inputs(unit) or {}).items():
+            words[name] = [str(one.manifest(graph.run).with_suffix("")) for one in units]
+        command = fill_words(stage["command"], words, shell=stage["shell"])
+    else:
+        command = fill_words(stage["command"], words, shell=False)
+        if settings.memory.job_of:
+            facts["footprint"] = Footprint.declared(fill_words([settings.memory.job_of], words, shell=False)[0])
+        facts["params"] = values
+        facts["stdin"] = own_stdin(stage["units"])
+    return Job(unit.job_id, command=command, cwd=order.cwd, **facts)
+
+
+def fill_words(command: Sequence[str], words: Mapping[str, Sequence[str]], *, shell: bool) -> tuple[str, ...]:
+    """A command with its placeholders replaced; all other braces stay.
+
+    Args:
+        command: Its words, or one line for the shell.
+        words: What each placeholder stands for: one word, or several (the folders of all units).
+        shell: The one word is a line for the shell: values are quoted.
+
+    >>> fill_words(["join", "{fold}", "--out={dir}"], {"fold": ["a", "b c"], "dir": ["d"]}, shell=False)
+    ('join', 'a', 'b c', '--out=d')
+    >>> fill_words(["cat {fold} > {dir}/all"], {"fold": ["a", "b c"], "dir": ["d"]}, shell=True)
+    ('sh', '-c', "cat a 'b c' > d/all")
+    """
+    if shell:
+        line = PLACEHOLDER.sub(lambda found: shlex.join(words.get(found[1], [])) or found[0], command[0])
+        return ("sh", "-c", line)
+    filled: list[str] = []
+    for word in command:
+        whole = PLACEHOLDER.fullmatch(word)
+        if whole and len(words.get(whole[1], ())) > 1:
+            filled += words[whole[1]]
+        else:
+            filled.append(PLACEHOLDER.sub(lambda found: " ".join(words.get(found[1], [found[0]])), word))
+    return tuple(filled)
+
+
+def _known(order: Order, graph: Graph) -> Known:
+    """What jobs of this run were measured to take under an earlier command, with the same allocator."""
+    found = []
+    for stage in order.stages:
+        for unit in graph.units.get(stage["name"], ()):
+            if unit.state not in ("kept", "completed"):
+                continue
+            footprint = read_status(graph.run, unit.job_id).footprint
+            job = read_json(graph.run.job_dir(unit.job_id) / "job.json") or {}
+            if footprint is not None and job.get("tight_malloc") == order.settings.memory.tight_malloc:
+                values = unit.value if isinstance(unit.value, Mapping) and not stage["keyed"] else {}
+                found.append((stage_settings(order, stage["name"]).like or stage["name"], values, footprint))
+    return found
+
+
+# What came of it
+
+
+def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mapping[str, JobStatus]) -> RunResult:
+    run = supervisor.run
+    units = [unit for name in graph.stages for unit in graph.units.get(name, ())]
+    found = {}
+    for unit in [unit for unit in units if unit.state != "passed"]:
+        status = statuses.get(unit.job_id)
+        if status is None and unit.state in ("kept", "completed"):
+            status = read_status(run, unit.job_id)
+        if status is None or (unit.state in ("kept", "reused") and status.state != "completed"):
+            status = JobStatus(unit.job_id, "completed" if unit.state in ("kept", "reused") else "pending")
+        if unit.state == "failed" and status.state == "completed":  # it left no result
+            status = dataclasses.replace(status, state="failed", cause=unit.why)
+        found[unit.job_id] = status
+    results = {unit.job_id: dict(unit.result(run)) for unit in units if unit.state in ("kept", "reused", "completed")}
+    gate = graph.stopped()
+    made = find_manifest(gate.manifest(run)) if gate else None
+    stopped = {"why": made["why"], "exit_code": made["exit_code"]} if made else None
+    result = supervisor.settle(found, stopped, {job: one for job, one in results.items() if one})
+    _raise_bad_input(graph, units)
+    tables = _tables(run, graph, found, results)
+    if tables:
         supervisor.journal.drain(supervisor.stop)
-        table = {"path": str(result.path / "kfold_results.feather"), "rows": rows, "metrics": result.metrics}
-        call_in_child("memfit.pipeline._results:write_kfold_results", table)
+        call_in_child("memfit.pipeline._results:write_tables", {"tables": tables})
     return result
+
+
+def _raise_bad_input(graph: Graph, units: Sequence[Unit]) -> None:
+    """Raise the error of memfit's own that ended a stage which runs once: bad input or data, refused in words."""
+    for unit in units:
+        if unit.state == "failed" and unit.job_id == unit.stage["name"]:
+            raise_error_of(graph.run.job_dir(unit.job_id))
+
+
+def _tables(
+    run: RunDir, graph: Graph, statuses: Mapping[str, JobStatus], results: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """One table for each stage with units that left results: a row for each unit."""
+    found = []
+    for name, units in graph.units.items():
+        if units[0].label is None or not any(results.get(unit.job_id) for unit in units):
+            continue
+        rows = [
+            {
+                "unit": unit.label,
+                "state": statuses[unit.job_id].state,
+                "seconds": unit.seconds or None,
+                "peak_private_bytes": statuses[unit.job_id].peak_bytes,
+                "result": results.get(unit.job_id, {}),
+            }
+            for unit in units
+        ] + _rows_of_others(run, name, {unit.job_id for unit in units})
+        source = graph.stages[name].get("source") or {}
+        file = "kfold_results.feather" if name == "fold" else f"{name}_results.feather"
+        found.append({"path": str(run.path / file), "variable": source.get("variable", "unit"), "rows": rows})
+    return found
+
+
+def _rows_of_others(run: RunDir, stage: str, asked: set[str]) -> list[dict[str, Any]]:
+    """The rows of units that earlier commands made: the table is the run's, not the command's."""
+    found = []
+    for path in (run.path / "checkpoints").glob(f"{stage}_*.json"):
+        made = find_manifest(path)
+        if made is not None and made["stage"] == stage and made["job"] not in asked:
+            peak = read_status(run, made["job"]).peak_bytes
+            own = {"unit": made["job"].removeprefix(f"{stage}_"), "state": "completed", "seconds": made["seconds"]}
+            found.append(own | {"peak_private_bytes": peak, "result": made["result"]})
+    return found

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +19,15 @@ from typing import Any
 import psutil
 
 from memfit import config
-from memfit.errors import DoesNotFitError, MemfitError, UsageError
+from memfit.errors import DamagedError, DoesNotFitError, MemfitError, UsageError
 from memfit.jobs import (
     ASK_SIGNAL,
+    ENDED,
     NOW_SIGNAL,
-    Grant,
-    Job,
+    Backend,
+    JobSource,
     JobStatus,
+    LocalAdmission,
     LocalBackend,
     Policy,
     Scheduler,
@@ -42,20 +45,20 @@ from memfit.memory import (
     lock_file,
     sweep_entries,
     sweep_groups,
-    systemd_scope_command,
     why_no_walls,
 )
 from memfit.pipeline._config import CommandSettings
 from memfit.planning import plan
-from memfit.rundir import EventWriter, RunDir, encode_event, read_json, write_json
+from memfit.rundir import EventWriter, RunDir, encode_event, write_json
 from memfit.units import MIB, format_bytes
 
 View = Callable[[RunDir], Callable[[], None]]
-Known = Sequence[tuple[dict[str, str], Footprint]]
+Known = Sequence[tuple[str, Mapping[str, str], Footprint]]
 
 #: No job is started while less than this is free on the disk of the run: what the others write needs it.
 DISK_RESERVE_BYTES = 16 * MIB
 _AGAIN_SECONDS = 1.0
+_TICK_SECONDS = 0.1
 _DRAIN_SECONDS = 10.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -66,17 +69,18 @@ class RunResult:
 
     Attributes:
         path: The run directory.
-        state: ``completed``, ``failed``, ``preempted`` (asked to stop, goes on when started again) or ``cancelled``.
+        state: ``completed``, ``failed``, ``stopped`` (by a stage: a gate), ``preempted`` (asked to stop, goes on when
+            started again) or ``cancelled``.
         exit_code: What the process should exit with.
         statuses: The jobs' last statuses, by job id.
-        metrics: The numbers of the folds that were trained, by job id.
+        metrics: What the stages returned, by job id.
     """
 
     path: Path
     state: str
     exit_code: int
     statuses: Mapping[str, JobStatus]
-    metrics: Mapping[str, Mapping[str, float]]
+    metrics: Mapping[str, Mapping[str, Any]]
 
 
 class Journal(EventWriter):
@@ -221,7 +225,7 @@ class Supervisor:
     lock: RunLock
     journal: Journal
     stop: StopRequest
-    backend: LocalBackend
+    backend: Backend
     claims: Claims
     tick: Callable[[], None]
     state: str = "failed"
@@ -231,29 +235,33 @@ class Supervisor:
 
     def read_budget(self, in_use_bytes: int = 0) -> Budget:
         """The budget as it is now, under the user's cap on what the jobs use or left in /dev/shm."""
-        left_bytes = self.backend.walls.left_bytes() if self.backend.walls else 0
+        left_bytes = self.backend.enforcer.left_bytes() if self.backend.enforcer else 0
         self._budget = read_budget(self.settings, in_use_bytes + left_bytes, last=self._budget)
         return self._budget
 
     def schedule(
-        self, jobs: Sequence[Job], *, known: Known = (), num_planned: int = 0, none_done: bool = False
+        self,
+        source: JobSource,
+        *,
+        known: Known = (),
+        num_like: Callable[[str], int] = lambda job_id: 1,
+        proven: frozenset[str] = frozenset(),
     ) -> dict[str, JobStatus]:
-        """Run jobs to their ends; the last status of each that was started.
+        """Run the jobs of a source to their ends; the last status of each that was started.
 
         Args:
-            jobs: In the order in which they are to start; those that still run are taken over.
-            known: Footprints measured earlier, each with its job's parameters.
-            num_planned: Write ``plan.json`` for so many jobs when a footprint is known; 0 for none.
-            none_done: No job like these is done yet; else ``on_failure: first`` is the same as ``continue``.
+            source: Hands over the jobs; those that still run are taken over.
+            known: Footprints measured earlier, each with its job's stage and parameters.
+            num_like: How many jobs the stage of a job has.
+            proven: The stages of which a job is done, for which ``on_failure: first`` means ``continue``.
         """
         memory, most = self.settings.memory, self.settings.max_parallel
-        on_failure = self.settings.on_failure
 
         def say(kind: str, **fields: Any) -> None:
             self.journal.write(kind, **fields)
-            if kind == "footprint" and num_planned:
+            if kind == "footprint" and (number := num_like(str(fields["job"]))) > 1:
                 measured = Footprint.from_dict(fields["footprint"])
-                self._plan(measured, str(fields["job"]), num_planned, int(fields["in_use_bytes"]))
+                self.plan(measured, str(fields["job"]), number, int(fields["in_use_bytes"]))
 
         def hold() -> str:
             self.lock.keep()
@@ -263,20 +271,19 @@ class Supervisor:
             self.journal.flush()
             self.tick()
 
-        if known and jobs and num_planned:
-            self._plan(max((one for _, one in known), key=lambda one: one.private_bytes), "an earlier job", num_planned)
         policy = Policy(
             max_parallel=None if most == "auto" else most,
-            on_failure="continue" if on_failure == "first" and not none_done else on_failure,
+            on_failure=self.settings.on_failure,
             slack=memory.slack,
             force=self.force,
             retries=self.settings.retries,
+            proven_stages=proven,
         )
-        scheduler = Scheduler(
-            jobs, self.backend, self.read_budget, policy=policy, known=known, say=say, claims=self.claims
-        )
-        still_running = [job.id for job in jobs if self.backend.is_running(job.id)]
-        forget_stops(self.run, {job.id for job in jobs}.difference(still_running))
+        admission = LocalAdmission(self.read_budget, policy=policy, known=known, claims=self.claims)
+        scheduler = Scheduler(source, self.backend, admission, say=say)
+        jobs = {path.name for path in (self.run.path / "jobs").iterdir()}
+        still_running = self.backend.adopt(jobs)
+        forget_stops(self.run, jobs.difference(still_running))
         return scheduler.run(
             stop=self.stop,
             on_tick=tick,
@@ -285,7 +292,16 @@ class Supervisor:
             stopped=lambda job_id: take_stop(self.run, job_id),
         )
 
-    def _plan(self, footprint: Footprint, measured_on: str, num_jobs: int, in_use_bytes: int = 0) -> None:
+    def end_stale(self, is_stale: Callable[[str], bool]) -> None:
+        """End the jobs of an earlier supervisor that still run and work on what is not asked for any more."""
+        found = self.backend.adopt([job_id for job_id in running_jobs(self.run) if is_stale(job_id)])
+        for job_id in found:
+            self.journal.write("plan", why=f"{job_id} still ran with other code or data: it is ended, and starts anew")
+            self.backend.cancel(job_id, now=True)
+        while any(self.backend.poll()[job_id].state not in ENDED for job_id in found):
+            self.backend.wait(_TICK_SECONDS)
+
+    def plan(self, footprint: Footprint, measured_on: str, num_jobs: int, in_use_bytes: int = 0) -> None:
         """Write the plan that follows from the largest footprint; say so when it is another one than before."""
         if footprint.private_bytes <= 1.01 * self._planned_bytes:
             return
@@ -310,17 +326,25 @@ class Supervisor:
             self._num_parallel = decided.num_parallel
             self.journal.write("plan", why=decided.explain(), num_parallel=decided.num_parallel)
 
-    def settle(self, statuses: Mapping[str, JobStatus]) -> RunResult:
-        """Write what the run came to."""
+    def settle(
+        self,
+        statuses: Mapping[str, JobStatus],
+        stopped: Mapping[str, Any] | None,
+        metrics: Mapping[str, Mapping[str, Any]],
+    ) -> RunResult:
+        """Write what the run came to.
+
+        Args:
+            statuses: The last status of each job.
+            stopped: Of the stage that stopped the run: ``exit_code`` and ``why``; None where none did.
+            metrics: The results, by job id.
+        """
         self.state, exit_code = _state(statuses, self.stop)
         jobs = {job_id: {"state": s.state, "cause": s.cause} for job_id, s in statuses.items()}
-        self.journal.put("outcome.json", {"state": self.state, "exit_code": exit_code, "jobs": jobs})
-        metrics = {
-            job_id: result["result"]
-            for job_id, status in statuses.items()
-            if status.state == "completed"
-            and (result := read_json(self.run.job_dir(job_id) / "result.json", {"result": dict}))
-        }
+        told = {}
+        if stopped is not None and self.state != "failed":
+            self.state, exit_code, told = "stopped", int(stopped["exit_code"]), {"why": stopped["why"]}
+        self.journal.put("outcome.json", {"state": self.state, "exit_code": exit_code, "jobs": jobs} | told)
         return RunResult(self.run.path, self.state, exit_code, statuses, metrics)
 
 
@@ -359,6 +383,8 @@ def take_up(
             remedy=f"see which process it is: fuser {path}",
         )
     try:
+        if not new:
+            _check_newest(settings)
         found = None if new else RunDir.newest(settings.runs_dir, settings.experiment, fingerprint)
         if found is not None and keeps(found):
             return found, CONTINUED
@@ -366,6 +392,14 @@ def take_up(
     finally:
         path.unlink(missing_ok=True)  # who waits for it takes the next one
         os.close(lock)
+
+
+def _check_newest(settings: CommandSettings) -> None:
+    """Refuse to start beside an unfinished run of an older memfit, which its user may take for going on."""
+    newest = next(iter(RunDir.all(settings.runs_dir, settings.experiment)), None)
+    with contextlib.suppress(DamagedError):
+        if newest is not None and newest.state != "completed":
+            newest.check_version()
 
 
 def read_budget(settings: CommandSettings, in_use_bytes: int = 0, *, last: Budget | None = None) -> Budget:
@@ -393,7 +427,6 @@ def supervised(
             journal.write("run", **told)
             with ExitStack() as stack:
                 backend, claims = _set_up(run, settings, journal, stack)
-                backend.stop = stop
                 tick = view(run) if view else lambda: None
                 supervisor = Supervisor(run, settings, force, lock, journal, stop, backend, claims, tick)
                 yield supervisor
@@ -426,25 +459,7 @@ def _cpu_use(before: Any, after: Any) -> dict[str, float]:
     return {"busy": round(1 - (spent["idle"] + disk) / total, 3), "disk": round(disk / total, 3)}
 
 
-class _Backend(LocalBackend):
-    """A local backend that waits for room where the disk is too full to write a job's order.
-
-    ``hold`` comes before that; what fills the disk between the two is met here.
-    """
-
-    stop = StopRequest()
-
-    def submit(self, job: Job, grant: Grant | None = None) -> None:
-        while True:
-            try:
-                return super().submit(job, grant)
-            except OSError as error:
-                if error.errno not in _FULL or self.stop.level > 1:
-                    raise
-            time.sleep(_AGAIN_SECONDS)
-
-
-def _set_up(run: RunDir, settings: CommandSettings, journal: Journal, stack: ExitStack) -> tuple[_Backend, Claims]:
+def _set_up(run: RunDir, settings: CommandSettings, journal: Journal, stack: ExitStack) -> tuple[LocalBackend, Claims]:
     """The backend with its walls, and the claims; what dead runs left of either is removed first."""
     for entry in sweep_entries():
         # A run that another supervisor takes up at this moment keeps its group.
@@ -461,33 +476,24 @@ def _set_up(run: RunDir, settings: CommandSettings, journal: Journal, stack: Exi
     stack.callback(lambda: claims.close(keep=Path(group).is_dir() if group else bool(running_jobs(run))))
     backend, promise = _walled(run, settings, budget, stack)
     group = str(backend.walls.parent.path) if backend.walls else ""
-    claims.write(used_bytes=0, unused_bytes=0, group=group)
+    claims.write(used=Counter(), unused=Counter(), group=group)
     permission = backend.walls.permission if backend.walls else "none"
     journal.write("budget", **budget.to_dict() | {"permission": permission, "promise": promise, "group": group})
     return backend, claims
 
 
-def _walled(run: RunDir, settings: CommandSettings, budget: Budget, stack: ExitStack) -> tuple[_Backend, str]:
+def _walled(run: RunDir, settings: CommandSettings, budget: Budget, stack: ExitStack) -> tuple[LocalBackend, str]:
     """The backend with walls where any can be made, and what then holds, in words."""
     name, capacity_bytes = _group_name(run), max(1, budget.lendable_bytes)
-    backend = _Backend(run, grace_seconds=settings.grace_seconds)
-    backend.walls, promise = Walls.build(name, capacity_bytes), budget.promise
-    if backend.walls is None and (scope := systemd_scope_command()) is not None:
-        scoped = _Backend(run, grace_seconds=settings.grace_seconds, keeper_prefix=scope)
-        with contextlib.suppress(MemfitError, OSError):  # a user manager that starts nothing
-            scoped.walls = Walls.build(name, capacity_bytes, pid=scoped.keeper_pid())
-        if scoped.walls is None:
-            scoped.close()
-        else:
-            backend, where = scoped, scoped.walls.parent.name
-            promise = f"each job runs in a group of its own with a wall, below {where} in a scope of systemd's"
-    if backend.walls is not None:
-        stack.callback(backend.walls.close)
+    walls, promise = Walls.build(name, capacity_bytes), budget.promise
+    if walls is not None:
+        stack.callback(walls.close)
     elif budget.permission != "none":
         promise = (
             f"no walls, although groups can be made here ({why_no_walls() or 'the kernel refused one'}): jobs are "
         )
         promise += "admitted by measured non-reclaimable bytes and watched by sampling"
+    backend = LocalBackend(run, grace_seconds=settings.grace_seconds, walls=walls)
     stack.callback(backend.close)
     return backend, promise
 

@@ -4,10 +4,10 @@ from memfit.reports._budget import print_budget
 from memfit.reports._diagnosis import explain_in_a_line, print_diagnosis, print_fix, print_verification
 from memfit.reports._estimate import print_estimate
 from memfit.reports._live import LiveRun
+from memfit.reports._plan import print_run_plan
 from memfit.reports._run_view import JobRow, RunView
 from memfit.reports._runs import Overview, Target, find_run, find_target, has_supervisor, is_live, list_runs
 from memfit.reports._summary import print_summary, summarize
-from memfit.reports._workflow import print_backtest, print_workflow, slow_note, summarize_workflow
 
 __all__ = [
     "JobRow",
@@ -21,15 +21,12 @@ __all__ = [
     "has_supervisor",
     "is_live",
     "list_runs",
-    "print_backtest",
     "print_budget",
     "print_diagnosis",
     "print_estimate",
     "print_fix",
+    "print_run_plan",
     "print_summary",
     "print_verification",
-    "print_workflow",
-    "slow_note",
     "summarize",
-    "summarize_workflow",
 ]

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from memfit.memory import Budget
 from memfit.reports._numbers import format_number
-from memfit.reports._run_view import PREPARE, Event, JobRow, RunView
+from memfit.reports._run_view import NO_NEWS, Event, JobRow, RunView, StageView, is_number, name_jobs
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
 
@@ -36,8 +36,8 @@ _COLUMNS, _PHASE_COLUMNS = 80, 13
 #: A run of so many jobs is shown whole; of a larger one those that run, so many at most, and the last that ended.
 _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
-#: How reasons to wait begin that every sweep has; the first is over within a second.
-_ROUTINE = ("others are starting", "it needs ", "its size is unknown", "at most ")
+#: What jobs of every sweep wait for; the first is over within a second.
+_ROUTINE = ("starting", "memory", "device", "max_parallel")
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,14 @@ class LiveRun:
     def _print_new_lines(self) -> None:
         if self.view is None:
             return
+        events = self.view.read()
+        # What is left is said once in each look: counting it reads all rows.
+        ends = {self.view.stage_of(event["job"]): event for event in events if event["kind"] == "end"}
         lines = [
             f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(float(event['time'])))}  "
             + re.sub(r"\s*\n\s*", "; ", text)
-            for event in self.view.read()
+            + (describe_left(event, self.view) if event in ends.values() else "")
+            for event in events
             if self._is_told(event, self.view) and (text := describe(event, self.view))
         ]
         if lines:  # at once: on a terminal each printing draws the table anew
@@ -123,9 +127,9 @@ class LiveRun:
         kind, is_success = event["kind"], event.get("state") == "completed"
         if self.quiet:
             return kind == "end" and not is_success
-        is_many = view.kind == "commands" and len(view.params) > _WHOLE_ROWS
+        is_many = max([len(view.params), *(len(stage.units) for stage in view.stages.values())]) > _WHOLE_ROWS
         if kind == "wait":
-            return not str(event["reason"]).startswith(_ROUTINE if is_many else _ROUTINE[:1])
+            return event.get("on") not in (_ROUTINE if is_many else _ROUTINE[:1])
         if not is_many or _left_something(event):
             return True
         return not (kind == "admit" or (kind == "end" and is_success and self._live is not None))
@@ -145,11 +149,8 @@ def describe(event: Event, view: RunView) -> str:
         return f"{job} waits: {event['reason']}" + (f"; {event['arithmetic']}" if event["arithmetic"] else "")
     if kind == "plan":
         return str(event["why"])
-    if kind == "done":
-        starter = "memfit run" if view.kind == "folds" or len(view.params) == 1 else "memfit map"
-        num = int(event["num_done"])
-        done = f"all {num} {view.kind} were" if num > 1 else f"the {view.kind.removesuffix('s')} was"
-        return f"{done} done already; {starter} with --new starts over"
+    if kind == "stage":
+        return _describe_stage(event, view)
     if kind == "resume":
         return f"{job} goes on after epoch {event['epoch']}" + (
             f" and {step} steps" if (step := event.get("step")) else ""
@@ -167,6 +168,35 @@ def describe(event: Event, view: RunView) -> str:
     return other(event, view) if other else ""
 
 
+def describe_left(event: Event, view: RunView) -> str:
+    """After the end of a unit: how many of its stage are left, and for how long; empty after the last one."""
+    stage, rows = view.stage_of(event["job"]), view.rows()
+    num_left, seconds = view.left(stage, rows)
+    if not num_left:
+        return ""
+    num_units = len(view.stages[stage].units) if stage in view.stages else len(view.params)
+    of = f" of {num_units}" if num_units else ""
+    return f"; {num_left}{of} left" + (f", about {format_duration(seconds, short=True)}" if seconds is not None else "")
+
+
+def _describe_stage(event: Event, view: RunView) -> str:
+    """What became of some units of a stage, where no other event says it."""
+    state, why, jobs = event["state"], event["why"], event["jobs"]
+    names, are = name_jobs(jobs), "is" if len(jobs) == 1 else "are"
+    if view.kind == "commands":
+        of = "the command was" if len(view.params) == 1 else f"{len(jobs)} of {len(view.params)} commands were"
+        return f"{of} done already; --new starts over" if state == "kept" else ""
+    if state in ("kept", "reused"):
+        source = f" from {Path(why).parent.parent.name}" if state == "reused" else ""
+        saved = f", which saves {format_duration(event['seconds'])}" if event["seconds"] else ""
+        return f"{names} {are} {state}{source}{saved}"
+    if state == "running" and why not in NO_NEWS:
+        return f"{names} {'runs' if len(jobs) == 1 else 'run'} again: {why}"
+    if state == "stopped":
+        return f"{names} stops the run here: {why}"
+    return f"{names} {are} {state}: {why}" if state in ("skipped", "passed") else ""
+
+
 def _left_something(event: Event) -> bool:
     """Return whether a job completed and left something behind: processes, or shared memory."""
     return event["kind"] == "end" and event["state"] == "completed" and bool(event["cause"])
@@ -175,15 +205,13 @@ def _left_something(event: Event) -> bool:
 def _describe_admit(event: Event, view: RunView) -> str:
     size, name = event["reservation_bytes"], view.name(str(event["job"]))
     reserved = f"reserves {format_bytes(size)}" if size else "is of unknown size"
-    if view.kind == "commands":
-        why = "" if "may be lent" in event["why"] else f": {event['why']}"
-        return f"{name} starts and {reserved} ({event['num_running']} running){why}{_memory(event)}"
-    return f"{name} starts and {reserved} ({event['num_running']} running): {event['why']}{_memory(event)}"
+    why = "" if "may be lent" in event["why"] else f": {event['why']}"
+    return f"{name} starts and {reserved} ({event['num_running']} running){why}{_memory(event)}"
 
 
 def _describe_epoch(event: Event, view: RunView) -> str:
     known = ("time", "job", "kind", "epoch", "num_epochs")
-    numbers = [f"{name} {format_number(v)}" for name, v in event.items() if name not in known and _is_number(v)]
+    numbers = [f"{name} {format_number(v)}" for name, v in event.items() if name not in known and is_number(v)]
     return f"{event['job']} epoch {event['epoch']}/{event['num_epochs']}  {'  '.join(numbers)}".rstrip()
 
 
@@ -258,7 +286,7 @@ def _describe_stopped(event: Event, view: RunView) -> str:
 
 
 #: What only matters where jobs share something.
-_OF_MANY = frozenset({"admit", "plan", "end", "grow"})
+_OF_MANY = frozenset({"admit", "plan", "end", "grow", "grow_device"})
 #: A reservation that grows by less of the limit is in the events and not on the terminal.
 _WORTH_A_LINE = 0.02
 
@@ -267,6 +295,7 @@ _OF_JOBS: Mapping[str, Callable[[Event, RunView], str]] = {
     "epoch": _describe_epoch,
     "end": _describe_end,
     "grow": _describe_grow,
+    "grow_device": _describe_grow,
     "oom": _describe_oom,
     "microbatch": _describe_microbatch,
     "skip": _describe_skip,
@@ -281,15 +310,11 @@ _OF_JOBS: Mapping[str, Callable[[Event, RunView], str]] = {
 def _memory(event: Event) -> str:
     """What was used at a job's start or end, under which limit, and what of it was the run's own."""
     sizes = [event.get(f"{name}_bytes") for name in ("used", "limit", "pss")]
-    if not all(_is_number(size) for size in sizes):
+    if not all(is_number(size) for size in sizes):
         return ""
     used, limit, pss = (format_bytes(int(size or 0)) for size in sizes)
     own = f", {pss} of it by the jobs (PSS)" if event["pss_bytes"] else ""
     return f"; {used} of {limit} used{own}"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_room(view: RunView, *, here: bool = True) -> Room:
@@ -301,7 +326,7 @@ def read_room(view: RunView, *, here: bool = True) -> Room:
     """
     told = view.last("budget") or {"limits": [], "binding": {}}
     used = sum(row.status.used_bytes for row in view.rows())
-    if not here and _is_number(told["binding"].get("limit_bytes")):
+    if not here and is_number(told["binding"].get("limit_bytes")):
         events = [event for kind in ("admit", "end") for job in view.ids if (event := view.last(kind, job))]
         last = max(events, key=lambda event: float(event["time"]), default=told["binding"])
         used = max(used, int(last.get("used_bytes", 0)))
@@ -327,13 +352,9 @@ def read_pressure(root: Path = Path("/")) -> float | None:
 def render(view: RunView, room: Room, width: int = _COLUMNS, pressure: float | None = None) -> RenderableType:
     """The table of jobs, which needs 80 columns at most, the counts of all of them, and the budget."""
     rows = view.rows()
-    preparing = not rows and view.last("admit", PREPARE) is not None
-    shown = [view.row(PREPARE)] if preparing else _shown(rows)
-    lines = [_cells(row, view.kind) for row in shown]
-    if preparing and (share := _share_done(view, lines[0][1])):
-        lines[0][1] = Text(share, style=_STYLE["running"])
-    headings = ["fold" if view.kind == "folds" else "job", *_HEADINGS[1:]]
-    if view.kind != "folds" and not any(row.epochs_done for row in shown):
+    shown = _shown(rows)
+    headings, lines = list(_HEADINGS), [_cells(row, view) for row in shown]
+    if not any(row.epochs_done for row in shown):
         headings, lines = headings[:2] + headings[3:], [cells[:2] + cells[3:] for cells in lines]
     widths = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
     left = width - sum(widths) - 2 * len(widths)
@@ -345,7 +366,7 @@ def render(view: RunView, room: Room, width: int = _COLUMNS, pressure: float | N
     gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= _COLUMNS else 1
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
     for name in headings:
-        is_text = name in ("fold", "job", "parameters", "phase")
+        is_text = name in ("job", "parameters", "phase")
         table.add_column(name, no_wrap=True, justify="left" if is_text else "right")
     for cells in lines:
         table.add_row(*cells)
@@ -355,20 +376,25 @@ def render(view: RunView, room: Room, width: int = _COLUMNS, pressure: float | N
 def _shown(rows: Sequence[JobRow]) -> Sequence[JobRow]:
     if len(rows) <= _WHOLE_ROWS:
         return rows
-    running = [row for row in rows if row.status.state == "running"][:_RUNNING_ROWS]
+    running = [row for row in rows if row.state == "running"][:_RUNNING_ROWS]
     ended = sorted((row for row in rows if row.status.ended), key=lambda row: row.status.ended or 0.0)
     return [*ended[-_ENDED_ROWS:], *running]
 
 
 def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float | None) -> Iterator[Text]:
-    counts, eta = view.counts(rows), view.eta_seconds(rows)
+    counts = view.counts(rows)
+    if len(view.stages) > 1:
+        yield Text("stages: " + ", ".join(_progress(view.stages[name]) for name in view.stage_names(rows)))
     if counts:
         text = ", ".join(f"{name} {number}" for name, number in counts.items())
         num_stalled = sum(row.status.stalled for row in rows)
         num_stopped = sum(row.status.stopped_pid is not None for row in rows)
         text += f"; {num_stalled} waiting for memory" if num_stalled else ""
         text += f"; {num_stopped} stopped by SIGSTOP" if num_stopped else ""
-        text += f"; about {format_duration(eta, short=True)} left" if eta is not None else ""
+        for stage in view.stage_names(rows):
+            eta = view.left(stage, rows)[1]
+            of = f" of {stage}" if len(view.stages) > 1 else ""
+            text += f"; about {format_duration(eta, short=True)}{of} left" if eta is not None else ""
         yield Text(text)
     used = sum(row.status.used_bytes for row in rows)
     reserved = sum(max(row.reserved_bytes or 0, row.status.used_bytes) for row in rows if row.status.state == "running")
@@ -386,17 +412,26 @@ def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float |
         yield Text(f"memory pressure {pressure:.1f} % of the last ten seconds", style="dim")
 
 
-def _cells(row: JobRow, kind: str) -> list[str | Text]:
+def _progress(stage: StageView) -> str:
+    """A stage in two words, or as a fraction of its units: ``prepare kept``, ``fold 2 of 5``."""
+    states = set(stage.units.values())
+    if len(states) == 1 and (len(stage.units) == 1 or states != {"running"}):
+        return f"{stage.name} {states.pop()}"
+    num_done = sum(state in ("kept", "reused", "completed") for state in stage.units.values())
+    return f"{stage.name} {num_done} of {len(stage.units)}"
+
+
+def _cells(row: JobRow, view: RunView) -> list[str | Text]:
     status = row.status
-    state = "waiting" if status.state == "pending" else str(status.state)
+    state = "waiting" if row.state == "pending" else row.state
     if state == "running":
         state = "stopped" if status.stopped_pid is not None else "stalled" if status.stalled else state
     text = state
     if state == "running":
-        text = (status.phase or "starts")[:_PHASE_COLUMNS]
+        text = _share_done(view, row) or (status.phase or "starts")[:_PHASE_COLUMNS]
         text += f" ~{row.phase_source}" if row.phase_source in ("log", "shape") else ""
     return [
-        status.job_id.removeprefix("fold_") if kind == "folds" else status.job_id,
+        status.job_id,
         Text(text, style=_STYLE.get(state, "")),
         f"{_epochs(row)}/{row.num_epochs or '?'}" if row.epochs_done else "-",
         format_bytes(status.used_bytes) if status.used_bytes else "-",
@@ -407,10 +442,10 @@ def _cells(row: JobRow, kind: str) -> list[str | Text]:
     ]
 
 
-def _share_done(view: RunView, phase: str | Text) -> str:
-    """The phase that the prepare job is in with the share of it that is done, such as ``build 45 %``."""
-    event = view.last("progress", PREPARE)
-    if event is None or event["phase"] != str(phase) or not event["total"]:
+def _share_done(view: RunView, row: JobRow) -> str:
+    """The phase that a job is in with the share of it that is done, such as ``build 45 %``."""
+    event = view.last("progress", row.status.job_id)
+    if event is None or event["phase"] != row.status.phase or not event["total"]:
         return ""
     return f"{event['phase'][:7]} {100 * event['done'] // event['total']} %"
 

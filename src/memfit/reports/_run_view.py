@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "plan": {"why": str},
     "footprint": {"reservation_bytes": int},
     "grow": {"job": str, "from_bytes": int, "to_bytes": int, "why": str},
+    "grow_device": {"job": str, "from_bytes": int, "to_bytes": int, "why": str},
     "short": {"reason": str},
     "aside": {"job": str, "reason": str, "now": bool},
     "retry": {"job": str, "attempt": int, "reason": str, "reservation_bytes": (int, type(None))},
@@ -43,14 +44,61 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "stop": {"num_running": int, "level": int},
     "cpu": {"wanted_cpus": (int, float), "num_cpus": int, "num_running": int},
     "stopped": {"job": str, "pid": (int, type(None))},
-    "done": {"num_done": int},
+    "stage": {"stage": str, "state": str, "why": str, "jobs": [str], "seconds": (int, float)},
     "progress": {"job": str, "phase": str, "done": int, "total": int},
 }
-#: The job that builds the panel: it comes before the run's own jobs and is none of them.
-PREPARE = "prepare"
+#: States of a unit that will not run any more, and those in which its result is there.
+_OVER = frozenset({"kept", "reused", "completed", "passed", "skipped", "stopped", "failed"})
+NO_NEWS = ("", "it was not made yet")
+_THERE = frozenset({"kept", "reused", "completed", "stopped"})
+_GRAPH = {"stages": [{"name": str, "each": (str, type(None))}]}
+#: The first job of a run of memfit 0.1, which has no graph.
+_FIRST = "prepare"
 _TIMES = dict.fromkeys(("started", "ended", "cpu_seconds"), (int, float, type(None)))
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_FOLD_ID = re.compile(r"fold_[0-9]+")
+
+
+@dataclass
+class StageView:
+    """One stage, as the last command left it.
+
+    Attributes:
+        name: The stage's name.
+        units: The state of each of its jobs, by job id: ``waiting``, ``running`` (or queued), ``kept``, ``reused``,
+            ``completed``, ``stopped``, ``passed``, ``skipped``, ``failed``, ``cancelled``.
+        reasons: Why jobs run, were skipped or stopped the run: each reason with its jobs.
+        saved_seconds: How long it took to make the results that were kept or reused.
+    """
+
+    name: str
+    units: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, list[str]] = field(default_factory=dict)
+    saved_seconds: float = 0.0
+
+    def take(self, event: Event) -> None:
+        """Take in an event of the kind ``stage``."""
+        self.units |= dict.fromkeys(event["jobs"], event["state"])
+        if event["state"] in ("kept", "reused"):
+            self.saved_seconds += event["seconds"]
+        elif event["why"] not in NO_NEWS and event["state"] not in ("failed", "cancelled"):  # a job's cause says more
+            known = self.reasons.setdefault(event["why"], [])
+            known += [job for job in event["jobs"] if job not in known]
+
+    @property
+    def why(self) -> str:
+        """All reasons in one line; a reason that holds for some units names them."""
+        return "; ".join(
+            why if len(jobs) == len(self.units) else f"{name_jobs(jobs)}: {why}" for why, jobs in self.reasons.items()
+        )
+
+
+def name_jobs(jobs: Sequence[str]) -> str:
+    """Some jobs in words.
+
+    >>> name_jobs(["prepare"]), name_jobs(["fold_1", "fold_2"]), name_jobs([f"fold_{n}" for n in range(1, 6)])
+    ('prepare', 'fold_1 and fold_2', 'fold_1 to fold_5 (5 jobs)')
+    """
+    return " and ".join(jobs) if len(jobs) < 3 else f"{jobs[0]} to {jobs[-1]} ({len(jobs)} jobs)"
 
 
 @dataclass(frozen=True)
@@ -58,25 +106,29 @@ class JobRow:
     """One job's line.
 
     Attributes:
+        stage: The stage that it is a unit of.
+        told: What the supervisor said of it last, as in ``StageView.units``; empty where it said nothing.
         status: Its state, phase and memory; ``pending`` also for one that ended and is queued again.
         seconds: How long it has run, or ran, in this attempt; None before its start.
         reserved_bytes: What it has reserved, or had last; None when it ran alone, before its size was known.
         epochs_done: How many epochs it has done, the part of the present one included; 0 before the first step.
         num_epochs: Of how many; 0 while that is not known.
         eta_seconds: How long it will still train, at its mean rate in this attempt; None when not to be said.
-        metrics: The numbers that it returned.
+        result: What it returned.
         params: What tells it from the other jobs.
         phase_source: How its phase is known: ``marks``, or guessed from its ``log`` or the ``shape`` of its memory;
             empty when nothing says so.
     """
 
+    stage: str
+    told: str
     status: JobStatus
     seconds: float | None
     reserved_bytes: int | None
     epochs_done: float
     num_epochs: int
     eta_seconds: float | None
-    metrics: Mapping[str, float]
+    result: Mapping[str, Any]
     params: Mapping[str, str]
     phase_source: str
 
@@ -84,6 +136,23 @@ class JobRow:
     def name(self) -> str:
         """The job's id and its parameters, such as ``cmd_0002 fold=2``."""
         return _name(self.status.job_id, self.params)
+
+    @property
+    def state(self) -> str:
+        """The state to show: ``kept``, ``reused`` and ``stopped`` (by itself: a gate) are the supervisor's word."""
+        if self.told in _THERE or (self.told == "failed" and self.status.state == "completed"):
+            return self.told
+        return str(self.status.state)
+
+    @property
+    def has_unit(self) -> bool:
+        """Whether its stage runs once for each of several units."""
+        return self.status.job_id != self.stage
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The numbers among what it returned."""
+        return {name: value for name, value in self.result.items() if is_number(value)}
 
 
 @dataclass
@@ -125,6 +194,7 @@ class RunView:
         num_commands: How many commands have begun this run or gone on with it.
         most_at_once: The most jobs that ran at the same time, by the last command that admitted any.
         retries: When each job was queued again by memfit itself, in Unix seconds, by job id.
+        stages: The stages of the last command, by name, in order; empty for commands and for runs of memfit 0.1.
     """
 
     def __init__(self, run: RunDir, *, now: Callable[[], float] = time.time) -> None:
@@ -134,6 +204,7 @@ class RunView:
         self.num_commands = 0
         self.most_at_once = 0
         self.retries: dict[str, list[float]] = {}
+        self.stages: dict[str, StageView] = {}
         self._ended: float | None = None
         self._last_time: float | None = None
         #: Seconds of the last command in which jobs waited and none could start, by what they waited for.
@@ -148,7 +219,8 @@ class RunView:
         self._admitted: dict[str, float] = {}
         self._queued: set[str] = set()
         self._ids: list[str] = []
-        self._num_folders = -1
+        self._known = (-1, -1)
+        self._num_told = 0
         self._settled: dict[str, JobRow] = {}
 
     def read(self) -> list[Event]:
@@ -187,6 +259,7 @@ class RunView:
             self.started, self._ended, self.num_commands = now, None, self.num_commands + 1
             self.waits, self.cpu = {}, {}
             self._settled.clear()
+            self.stages.clear()
         elif kind == "run":
             self._ended, told = now, event.get("cpu")
             shares = told if isinstance(told, dict) else {}
@@ -198,6 +271,11 @@ class RunView:
             self._take_admission(event, str(job))
         elif kind in ("epoch", "step"):
             self._progress.setdefault(str(job), _Progress()).take(event)
+        elif kind == "stage" and self.kind != "commands":
+            self.stages.setdefault(event["stage"], StageView(event["stage"])).take(event)
+            self._num_told += 1
+            for one in event["jobs"]:
+                self._settled.pop(one, None)
 
     def _count_wait(self, event: Event, kind: str, now: float) -> None:
         """Add up for how long jobs could not start, by what they waited for."""
@@ -214,9 +292,8 @@ class RunView:
         self._queued.discard(job)
         self._settled.pop(job, None)
         self._of_kind.pop(("grow", job), None)
-        if job != PREPARE:
-            before = self.most_at_once if self._admitted_by == self.num_commands else 0
-            self.most_at_once, self._admitted_by = max(before, event["num_running"]), self.num_commands
+        before = self.most_at_once if self._admitted_by == self.num_commands else 0
+        self.most_at_once, self._admitted_by = max(before, event["num_running"]), self.num_commands
 
     def last(self, kind: str, job_id: str | None = None) -> Event | None:
         """The last event of a kind, of one job or of the supervisor's."""
@@ -224,14 +301,28 @@ class RunView:
 
     @cached_property
     def kind(self) -> str:
-        """What runs: ``folds`` of a workload, or ``commands``."""
+        """What runs: ``stages`` of a workload, ``commands``, or ``folds`` in a run of memfit 0.1."""
         return str(self.run.header.get("kind") or "folds")
 
     @cached_property
+    def graph(self) -> Mapping[str, Mapping[str, Any]]:
+        """The workload's stages by name, in order: ``graph.json``."""
+        found = (read_json(self.run.path / "graph.json", _GRAPH) or {}).get("stages", ())
+        return {stage["name"]: stage for stage in found}
+
+    @cached_property
     def params(self) -> Mapping[str, Mapping[str, str]]:
-        """The parameters of every command of the run, by job id, whether it has started or not; empty for folds."""
-        combinations = self.run.header.get("combinations") or () if self.kind == "commands" else ()
-        return {f"cmd_{number:04d}": found for number, found in enumerate(combinations, start=1)}
+        """The parameters of every job whose values the command line gave, by job id, whether it has started or not."""
+        header = self.run.header
+        if self.kind == "commands":
+            return {f"cmd_{number:04d}": one for number, one in enumerate(header.get("combinations") or (), start=1)}
+        stage = next(iter(self.graph), "")
+        return {f"{stage}_{number:04d}": one for number, one in enumerate(header.get("units") or (), start=1)}
+
+    def stage_of(self, job_id: str) -> str:
+        """The stage of a job: ``fold`` of ``fold_3``."""
+        told = next((stage.name for stage in self.stages.values() if job_id in stage.units), "")
+        return told or re.sub(r"_[0-9]+$", "", job_id)
 
     def name(self, job_id: str) -> str:
         """The job's id and its parameters, such as ``cmd_0002 fold=2``."""
@@ -250,39 +341,68 @@ class RunView:
 
     @property
     def ids(self) -> list[str]:
-        """The jobs that were admitted, in the order of their names and numbers."""
+        """The jobs that were admitted, or whose results are kept: by stage, in the order of names and numbers."""
         try:
             names = [folder.name for folder in os.scandir(self.run.path / "jobs")]
         except FileNotFoundError:
             names = []
-        if len(names) != self._num_folders:  # folders come, and never go
-            self._num_folders = len(names)
-            pattern = _FOLD_ID if self.kind == "folds" else _JOB_ID
-            self._ids = sorted((name for name in names if pattern.fullmatch(name) and name != PREPARE), key=_natural)
+        if (len(names), self._num_told) != self._known:  # folders come, and never go
+            self._known = (len(names), self._num_told)
+            found = {name for name in names if _JOB_ID.fullmatch(name)}
+            if self.stages:
+                told = {job: state for stage in self.stages.values() for job, state in stage.units.items()}
+                found = {job for job, state in told.items() if job in found or state in _THERE}
+            order = list(self.graph) or [_FIRST]
+            places = {name: place for place, name in enumerate(order)}
+            self._ids = sorted(found, key=lambda name: (places.get(self.stage_of(name), len(order)), _natural(name)))
         return self._ids
 
     def rows(self) -> list[JobRow]:
-        """One row for each job that was admitted, in the order of names and numbers."""
+        """One row for each job that was admitted, or whose result is kept."""
         return [self.row(job_id) for job_id in self.ids]
 
     def counts(self, rows: Sequence[JobRow]) -> dict[str, int]:
-        """How many jobs are in which state, the most telling first; those that wait for their start are ``waiting``."""
-        states = Counter(row.status.state for row in rows)
-        num_jobs = len(self.params) or int((self.run.plan or {}).get("num_jobs", 0))
-        waiting = states.pop("pending", 0) + max(0, num_jobs - len(rows))
+        """How many jobs are in which state, the most telling first; kept and reused results count as completed."""
+        states = Counter("completed" if row.state in ("kept", "reused") else row.state for row in rows)
+        states.pop("pending", 0)
+        shown = {row.status.job_id for row in rows}
+        for stage in self.stages.values():
+            states.update(state for job, state in stage.units.items() if job not in shown and state in _OVER)
+        waiting = sum(self._num_waiting(name, rows) for name in self.stage_names(rows))
         counts = {"completed": states.pop("completed", 0), "running": states.pop("running", 0), "waiting": waiting}
         return {name: number for name, number in [*counts.items(), *sorted(states.items())] if number}
 
-    def eta_seconds(self, rows: Sequence[JobRow]) -> float | None:
-        """How long the run will still take, as jobs took so far; None while none has completed, or all have."""
-        took = [row.seconds for row in rows if row.status.state == "completed" and row.seconds is not None]
-        running = [row for row in rows if row.status.state == "running"]
-        if not took or not running:
-            return None
+    def stage_names(self, rows: Sequence[JobRow]) -> list[str]:
+        """The stages of the last command, or those of the jobs where it told none, in order."""
+        told = [name for name in self.graph if name in self.stages]
+        return told or list(dict.fromkeys([*(row.stage for row in rows), *(map(self.stage_of, [*self.params][:1]))]))
+
+    def _num_waiting(self, stage: str, rows: Sequence[JobRow]) -> int:
+        """How many units of a stage are known and have not started."""
+        states = {row.status.job_id: row.state for row in rows if row.stage == stage}
+        if stage in self.stages:
+            units = self.stages[stage].units
+            return sum(state not in _OVER and states.get(job, "pending") == "pending" for job, state in units.items())
+        plan = self.run.plan
+        num_planned = plan.get("num_jobs") or 0 if plan and self.stage_of(plan["measured_on"]) == stage else 0
+        pending = sum(state == "pending" for state in states.values())
+        return pending + max(0, (len(self.params) or num_planned) - len(states))
+
+    def left(self, stage: str, rows: Sequence[JobRow]) -> tuple[int, float | None]:
+        """How many units of a stage are not done yet, and how long they take, as units took so far.
+
+        The seconds are None while no unit is done, or when nothing is left.
+        """
+        own = [row for row in rows if row.stage == stage]
+        running = [row for row in own if row.state == "running"]
+        waiting = self._num_waiting(stage, rows)
+        took = [row.seconds for row in own if row.status.state == "completed" and row.seconds is not None]
+        if not took or not (running or waiting):
+            return waiting + len(running), None
         mean = statistics.fmean(took)
         left = [row.eta_seconds or max(0.0, mean - (row.seconds or 0.0)) for row in running]
-        waiting = self.counts(rows).get("waiting", 0)
-        return max(*left, (waiting * mean + sum(left)) / len(left))
+        at_once = len(running) or max(1, self.most_at_once)
+        return waiting + len(running), max([(waiting * mean + sum(left)) / at_once, *left])
 
     def row(self, job_id: str) -> JobRow:
         """One job's row."""
@@ -296,27 +416,37 @@ class RunView:
         is_running, seconds = status.state not in ENDED, None
         if status.started is not None:
             seconds = max(0.0, (status.ended or now) - status.started)
+        stage = self.stage_of(job_id)
+        told = self.stages[stage].units.get(job_id, "") if stage in self.stages else ""
         row = JobRow(
+            stage=stage,
+            told=told,
             status=status,
             seconds=seconds,
             reserved_bytes=self._reserved_bytes(job_id),
             epochs_done=progress.last[1],
             num_epochs=progress.num_epochs,
             eta_seconds=progress.eta_seconds(now) if is_running and seconds is not None else None,
-            metrics=self._metrics(job_id) if status.state == "completed" and self.kind != "commands" else {},
+            result=self._result(stage, job_id) if told in _THERE or status.state == "completed" else {},
             params=self.params.get(job_id, {}),
             phase_source=self._phase_source(job_id, status),
         )
-        if is_running:
+        if is_running and told not in _THERE:
             return row
         if job_id in self._queued:
             return replace(row, status=replace(status, state="pending", used_bytes=0, stalled=False, stopped_pid=None))
         self._settled[job_id] = row
         return row
 
-    def _metrics(self, job_id: str) -> Mapping[str, float]:
-        result = (read_json(self.run.job_dir(job_id) / "result.json") or {}).get("result")
-        return dict(result) if isinstance(result, dict) and fits(result, {str: (int, float)}) else {}
+    def _result(self, stage: str, job_id: str) -> Mapping[str, Any]:
+        """What a job returned, from its manifest; in a run of memfit 0.1 from its folder."""
+        if self.kind == "commands":
+            return {}
+        path = (
+            self.run.manifest_path(stage, job_id) if self.kind == "stages" else self.run.job_dir(job_id) / "result.json"
+        )
+        result = (read_json(path) or {}).get("result")
+        return result if isinstance(result, dict) else {}
 
     def _phase_source(self, job_id: str, status: JobStatus) -> str:
         if status.phase is None:
@@ -372,7 +502,7 @@ def _is_understood(event: Event) -> bool:
 
 
 def summarize_metrics(rows: Sequence[JobRow]) -> dict[str, tuple[float, float | None, int]]:
-    """Per metric the mean over folds, the standard deviation (n - 1; None for one fold) and n."""
+    """Per metric the mean over units, the standard deviation (n - 1; None for one) and n."""
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))
     found: dict[str, tuple[float, float | None, int]] = {}
     for name in names:
@@ -386,3 +516,8 @@ def _sd(values: Sequence[float]) -> float | None:
         return None
     # statistics.stdev fails on what is not finite.
     return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def is_number(value: object) -> bool:
+    """Whether a JSON value is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

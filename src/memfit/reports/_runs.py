@@ -98,8 +98,6 @@ def look_at(run: RunDir, supervisor: int | None = None) -> Overview:
         view.read()
         rows, held = view.rows(), set(running_jobs(run))
         running = [row for row in rows if row.status.job_id in held]
-        if "prepare" in held:
-            running.insert(0, view.row("prepare"))
         if supervisor is None:  # nobody settles yet what a dead watcher left
             rows = [_as_lost(row) if row.status.job_id not in held else row for row in rows]
         return Overview(run, supervisor, run.state, view.counts(rows), running)

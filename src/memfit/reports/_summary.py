@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +17,9 @@ from rich.text import Text
 
 from memfit.reports import _record
 from memfit.reports._diagnosis import explain_in_a_line
-from memfit.reports._numbers import format_column
-from memfit.reports._run_view import JobRow, RunView, summarize_metrics
-from memfit.rundir import RunDir
+from memfit.reports._numbers import format_column, format_number
+from memfit.reports._run_view import JobRow, RunView, StageView, is_number, summarize_metrics
+from memfit.rundir import RunDir, read_json
 from memfit.units import format_bytes, format_duration
 
 #: So many commands have a line each in the closing summary; of more, those that did not go smoothly.
@@ -35,6 +36,7 @@ _WAITED_FOR = {
     "max_parallel": "because of max_parallel",
     "measuring": "while one was measured",
     "starting": "while others started",
+    "other_run": "for another run",
 }
 
 
@@ -46,10 +48,9 @@ class _Column:
 
 
 def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
-    """The summary as JSON: budget, plan, panel, jobs, metrics, durations, where everything lies.
+    """The summary as JSON: budget, plan, stages, jobs, durations, where everything lies.
 
-    The jobs are called ``folds`` in a run of folds and ``jobs`` in one of commands. Sizes are in bytes, durations in
-    seconds; a metric that is not finite is null, as JSON has no word for it.
+    Sizes are in bytes, durations in seconds; a number that is not finite is null, as JSON has no word for it.
 
     Args:
         run: The run directory.
@@ -58,7 +59,7 @@ def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
     Example:
         >>> import tempfile
         >>> found = summarize(RunDir.create(Path(tempfile.mkdtemp()), "demo", "0" * 64))
-        >>> found["state"], found["folds"], found["wall_seconds"]
+        >>> found["state"], found["jobs"], found["wall_seconds"]
         ('running', [], 0.0)
     """
     view = view or RunView(run)
@@ -69,9 +70,10 @@ def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
         "run": str(run.path),
         "kind": view.kind,
         "state": run.state,
+        "why": _outcome(run).get("why", ""),
         "budget": dict(view.last("budget") or {}),
         "plan": view.run.plan,
-        "panel": view.run.stage,
+        "stages": [_stage(view, name, rows) for name in view.stage_names(rows)] if view.kind != "commands" else [],
         "most_at_once": view.most_at_once,
         "wall_seconds": view.wall_seconds,
         "counts": view.counts(rows),
@@ -81,21 +83,44 @@ def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
         "restarted_seconds": lost,
         "waited_seconds": dict(view.waits),
         "host_cpu": dict(view.cpu),
-        "folds" if view.kind == "folds" else "jobs": [_job(view, row) for row in rows],
+        "jobs": [_job(view, row) for row in rows],
         **_record.to_dict(run, rows),
-        "metrics": {
-            name: {"mean": _finite(mean), "sd": _finite(sd), "n": num}
-            for name, (mean, sd, num) in summarize_metrics(rows).items()
-        },
     }
+
+
+def _outcome(run: RunDir) -> Mapping[str, Any]:
+    return read_json(run.path / "outcome.json") or {}
+
+
+def _stage(view: RunView, name: str, rows: Sequence[JobRow]) -> dict[str, Any]:
+    own = [row for row in rows if row.stage == name]
+    stage = _told(view, name, own)
+    metrics = summarize_metrics(own)
+    return {
+        "name": name,
+        "counts": Counter(stage.units.values()),
+        "units": len(stage.units),
+        "why": stage.why,
+        "saved_seconds": stage.saved_seconds,
+        "metrics": _finite({name: {"mean": mean, "sd": sd, "n": n} for name, (mean, sd, n) in metrics.items()}),
+    }
+
+
+def _told(view: RunView, name: str, own: Sequence[JobRow]) -> StageView:
+    """A stage with the states of its units as its jobs have them, which know more than the supervisor said."""
+    told = view.stages.get(name, StageView(name))
+    states = {row.status.job_id: "waiting" if row.state == "pending" else row.state for row in own}
+    before = {job: "waiting" if state == "running" else state for job, state in told.units.items()}
+    return replace(told, units=before | states)
 
 
 def _job(view: RunView, row: JobRow) -> dict[str, Any]:
     status = row.status
     return {
         "job": status.job_id,
+        "stage": row.stage,
         "params": dict(row.params),
-        "state": status.state,
+        "state": row.state,
         "seconds": row.seconds,
         "peak_bytes": status.peak_bytes,
         "reservation_bytes": row.reserved_bytes,
@@ -103,9 +128,9 @@ def _job(view: RunView, row: JobRow) -> dict[str, Any]:
         "cause": status.cause,
         "attempt": status.attempt,
         "log": str(_log(view, row)),
-        "diagnosis": _said(view, row) if status.state in _BAD else None,
+        "diagnosis": _said(view, row) if row.state in _BAD else None,
         "heap": _heap(view, status.job_id),
-        "metrics": {name: _finite(value) for name, value in row.metrics.items()},
+        "result": _finite(row.result),
     }
 
 
@@ -140,8 +165,13 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """A JSON value with null for each number in it that is not finite."""
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_summary(run: RunDir, console: Console, view: RunView | None = None) -> None:
@@ -159,21 +189,58 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None) ->
     console.print()
     for name, text in [] if is_one else _facts(view):
         console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=True)
-    if view.kind == "folds":
-        for table in _tables(rows, console):
-            console.print()
-            console.print(table)
-    else:
+    if view.kind == "commands":
         _print_jobs(view, rows, console)
+    else:
+        _print_stages(view, rows, console)
     for row in rows:
-        if row.status.state in _BAD:
-            text = f"{row.name} {row.status.state}: {row.status.cause}\n  log: {_short(_log(view, row))}"
+        if row.state in _BAD:
+            text = (
+                f"{row.name} {row.state}: {row.status.cause or 'it left no result'}\n  log: {_short(_log(view, row))}"
+            )
             if said := _said(view, row):
                 text += f"\n  diagnosis: {said}"
             console.print(Text(f"\n{text}", style="red"), soft_wrap=True)
     console.print()
     for name, text in _of_one(view, rows) if is_one else _places(view, rows):
         console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=True)
+
+
+def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console) -> None:
+    """For each stage what became of it and why, and what it returned: by unit in a table, or name by name."""
+    names = view.stage_names(rows)
+    width, gap = max([10, *(len(name) + 1 for name in names)]), True
+    for name in names:
+        own = [row for row in rows if row.stage == name]
+        fate = _fate(view, _told(view, name, own))
+        console.print(Text.assemble("\n" if gap else "", (f"{name:<{width}}", "bold"), fate), soft_wrap=True)
+        lines = [line for row in own for line in row.result.get("report", ()) if isinstance(line, str)]
+        gap = any(row.has_unit for row in own)
+        if gap:
+            for table in _tables(own, view, console):
+                console.print()
+                console.print(table)
+        elif own and (told := _values(own[0].result)):
+            lines = [told, *lines]
+        for line in lines:
+            console.print(f"{'':<{width}}{line}", soft_wrap=True, markup=False)
+
+
+def _fate(view: RunView, stage: StageView) -> str:
+    """What became of a stage's units, and why."""
+    counts = Counter(stage.units.values())
+    text = ", ".join(f"{state} {number}" if len(stage.units) > 1 else state for state, number in counts.items())
+    if stage.saved_seconds:
+        text += f", which saved {format_duration(stage.saved_seconds)}"
+    if "stopped" in counts:
+        text += f" the run (exit code {_outcome(view.run).get('exit_code')})"
+    return text + (f": {stage.why}" if stage.why else "")
+
+
+def _values(result: Mapping[str, Any]) -> str:
+    """The numbers and words of a result, without its lists."""
+    told = {name: format_number(value) if is_number(value) else value for name, value in result.items()}
+    return "  ".join(f"{name}: {value}" for name, value in told.items() if isinstance(value, str | bool))
 
 
 def _print_jobs(view: RunView, rows: Sequence[JobRow], console: Console) -> None:
@@ -225,7 +292,7 @@ def _restarts(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
 
 
 def _facts(view: RunView) -> list[tuple[str, str]]:
-    budget, plan, stage = view.last("budget"), view.run.plan, view.run.stage
+    budget, plan = view.last("budget"), view.run.plan
     facts = []
     if budget is not None:
         limit = budget["binding"]
@@ -235,30 +302,18 @@ def _facts(view: RunView) -> list[tuple[str, str]]:
             f"{limit['name']} ({limit['source']}); {format_bytes(budget['reserve_bytes'])} of it is never lent",
         ))  # fmt: skip
         facts.append(("promise", str(budget["promise"])))
-    if stage is not None:
-        facts.append(("panel", _panel(stage)))
     if plan is not None:
         footprint = plan["footprint"]
-        phases = footprint["phases"]
+        phases = footprint.get("phases", {})
         top = max(phases, key=lambda name: phases[name]["private_bytes"], default="")
         where = f", in phase {top}" if top else ""
         facts.append((
-            "one job" if view.kind != "folds" else "one fold",
+            "one job",
             f"{format_bytes(footprint['private_bytes'])} private at its peak{where} (measured on "
             f"{plan['measured_on']}); {format_bytes(footprint['shared_bytes'])} of mapped files beside it",
         ))  # fmt: skip
         facts.append(("at once", f"{plan['why']}. {view.most_at_once} ran at once"))
     return facts
-
-
-def _panel(stage: Mapping[str, Any]) -> str:
-    how = "reused" if stage["panel_reused"] else "built"
-    if stage["panel_changed"] and not stage["panel_reused"]:
-        how += f" anew (changed: {', '.join(stage['panel_changed'])})"
-    return (
-        f"{how}: {stage['num_dates']} dates x {stage['num_assets']} assets x {stage['num_features']} features, "
-        f"{stage['first_date']} to {stage['last_date']}, {format_bytes(stage['panel_bytes'])}, mapped by every fold"
-    )
 
 
 def _places(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
@@ -267,13 +322,10 @@ def _places(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
     wall = f"{format_duration(view.wall_seconds)} wall clock{last}"
     busy = ""
     if view.num_commands == 1 and view.wall_seconds and (cpu_seconds := view.cpu_seconds(rows)):
-        busy = f"; the {view.kind} kept {cpu_seconds / view.wall_seconds:.1f} cores busy"
-    if view.kind == "folds":
-        places = [("time", f"{wall}{busy}"), *_restarts(view, rows)]
-    else:
-        counts = ", ".join(f"{name} {number}" for name, number in view.counts(rows).items())
-        places = [("jobs", counts or "none has started"), *_restarts(view, rows)]
-        places.append(("Total:", f"{wall}, {view.most_at_once} at once{busy}"))
+        busy = f"; the jobs kept {cpu_seconds / view.wall_seconds:.1f} cores busy"
+    counts = ", ".join(f"{name} {number}" for name, number in view.counts(rows).items())
+    places = [("jobs", counts or "none has started"), *_restarts(view, rows)]
+    places.append(("Total:", f"{wall}, {view.most_at_once} at once{busy}"))
     places += _bounds(view, sum(seconds))
     error, kills = _record.forecast_error(rows), _record.count_kills(view.run)
     heaps = [(heap, row) for row in rows if (heap := _heap(view, row.status.job_id))]
@@ -285,16 +337,10 @@ def _places(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
         places.append(("forecast", error.explain()))
     if kills.num_jobs:
         places.append(("record", kills.explain()))
-    if view.run.stage is not None:
-        places.append(("panel", _short(Path(view.run.stage["panel"]))))
     places.append(("run", f"{_short(view.run.path)} ({view.run.state})"))
-    for name, what in (
-        ("kfold_results.feather", "the folds above"),
-        ("checkpoints", ""),
-        ("jobs", "out.log and err.log of each, its memory"),
-    ):
-        if (view.run.path / name).exists() and (view.kind == "folds" or name == "jobs"):
-            places.append(("", f"  {name}" + (f" ({what})" if what else "")))
+    tables = [path.name for path in sorted(view.run.path.glob("*_results.feather"))]
+    for name in [*tables, *(["checkpoints"] if view.kind != "commands" else []), "jobs"]:
+        places.append(("", f"  {name}" + (" (out.log and err.log of each, its memory)" if name == "jobs" else "")))
     return places
 
 
@@ -319,18 +365,21 @@ def _short(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _tables(rows: Sequence[JobRow], console: Console) -> Iterator[Table]:
-    """The folds' table; where the console is too narrow for all of it, the metrics follow in tables of their own."""
-    folds = [row.status.job_id.removeprefix("fold_") for row in rows]
+def _tables(rows: Sequence[JobRow], view: RunView, console: Console) -> Iterator[Table]:
+    """A table of a stage's units; where the console is too narrow for all of it, the numbers follow in tables of
+    their own."""
+    stage = rows[0].stage
+    each = str(view.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
+    units = [row.name.removeprefix(f"{stage}_") for row in rows]
     facts, metrics = _fact_columns(rows), _metric_columns(rows)
     num = max((num for _, _, num in summarize_metrics(rows).values()), default=0)
     labels = [f"mean of {num}", f"sd of {num}"] if num > 1 else []
-    names = _Column("fold", folds + labels, right=False)
+    names = _Column(each, units + labels, right=False)
     padded = [replace(column, cells=column.cells + [""] * len(labels)) for column in facts]
     if _fits([names, *padded, *metrics], console):
         yield _table([names, *padded, *metrics])
         return
-    yield _table([_Column("fold", folds, right=False), *facts])
+    yield _table([_Column(each, units, right=False), *facts])
     while metrics:
         most = next((n for n in range(len(metrics), 1, -1) if _fits([names, *metrics[:n]], console)), 1)
         yield _table([names, *metrics[:most]])
@@ -353,7 +402,7 @@ def _table(columns: Sequence[_Column]) -> Table:
 
 def _fact_columns(rows: Sequence[JobRow]) -> list[_Column]:
     return [
-        _Column("state", [row.status.state for row in rows], right=False),
+        _Column("state", [row.state for row in rows], right=False),
         _Column("time", ["-" if row.seconds is None else format_duration(row.seconds) for row in rows]),
         _Column("peak", [format_bytes(row.status.peak_bytes) if row.status.peak_bytes else "-" for row in rows]),
         _Column("reserved", [format_bytes(row.reserved_bytes) if row.reserved_bytes else "-" for row in rows]),
@@ -361,7 +410,7 @@ def _fact_columns(rows: Sequence[JobRow]) -> list[_Column]:
 
 
 def _metric_columns(rows: Sequence[JobRow]) -> list[_Column]:
-    """One column for each metric: the folds' values, then mean and standard deviation when there are several."""
+    """One column for each number: the units' values, then mean and standard deviation when there are several."""
     summary = summarize_metrics(rows)
     several = max((num for _, _, num in summary.values()), default=0) > 1
     return [

@@ -5,6 +5,7 @@
     Ema                      an average of the weights over the steps, with snapshots at listed epochs
     average_checkpoints      the mean of late checkpoints of one training
     SafeStep, StepOutcome    one optimizer step that is split and replayed when memory runs out, for any loop
+    autocast, find_device, to_device   what the trainer does for precision= and device=, for code of your own
     SkipPolicy, OomEvent     which batches may be left out; what was survived
     BySample, ByGroup, WHOLE how a batch may be cut; Split is what they are
     MicrobatchSizes          which size fits, by shape of batch
@@ -34,6 +35,7 @@ except ModuleNotFoundError as error:
 from memfit.training._activations import CheckpointedBlocks, checkpoint_activations
 from memfit.training._average import average_checkpoints
 from memfit.training._checkpoint import CheckpointWarning, load_checkpoint, save_checkpoint
+from memfit.training._compute import autocast, find_device, to_device
 from memfit.training._ema import Ema
 from memfit.training._hygiene import CleanupPolicy, FrozenHeap, Leak, LeakDetector, freeze_startup_heap
 from memfit.training._loader import KeyedDataset, KeyedSampler
@@ -73,9 +75,11 @@ __all__ = [
     "Split",
     "StepOutcome",
     "Trainer",
+    "autocast",
     "average_checkpoints",
     "checkpoint_activations",
     "classify_oom",
+    "find_device",
     "find_longest",
     "freeze_startup_heap",
     "load_checkpoint",
@@ -84,4 +88,5 @@ __all__ = [
     "save_checkpoint",
     "seed_everything",
     "set_rng_state",
+    "to_device",
 ]

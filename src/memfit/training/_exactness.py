@@ -12,6 +12,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from memfit.errors import UsageError
 from memfit.rundir import record
+from memfit.training._compute import PlacedLoss
 from memfit.training._oom import classify_oom, clear_caches
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import Split, rebuild
@@ -139,6 +140,8 @@ class Exactness:
             self._loss(self._model, rebuild(self._split.take(batch, *bounds), lambda leaf: leaf)) for bounds in ranges
         ]
         dtypes = {found[0][0].dtype, *(parameter.dtype for parameter in self._model.parameters())}
+        if isinstance(self._loss, PlacedLoss) and self._loss.dtype is not None:
+            dtypes.add(self._loss.dtype)
         (whole, weight), (again, _), *parts = [(float(loss_sum), float(weight)) for loss_sum, weight in found]
         if not all(map(math.isfinite, (whole, again, *(part for part, _ in parts)))):
             return None

@@ -27,6 +27,7 @@ from memfit.errors import DataError, HalfUpdatedError, MemfitError, StoppedError
 from memfit.memory import Budget
 from memfit.rundir import mark_phase, record
 from memfit.training._checkpoint import CheckpointFolder, position_of, tensor_bytes
+from memfit.training._compute import Precision, autocast
 from memfit.training._ema import Ema
 from memfit.training._exactness import Exactness, Loss
 from memfit.training._hygiene import CleanupPolicy, LeakDetector, Moment
@@ -52,6 +53,7 @@ class Setup:
 
     model: torch.nn.Module
     loss: Loss
+    precision: Precision
     optimizer: torch.optim.Optimizer
     step: SafeStep
     split: Split
@@ -312,10 +314,11 @@ class Fit:
         setup, progress = self.setup, self.progress
         setup.step.where = {"epoch": progress.epoch, "step": progress.step + 1, "num_steps": self.num_steps}
         outcome = setup.step(*batches)
-        if setup.schedule is not None:
-            setup.schedule.step()
-        if setup.ema is not None and not outcome.skipped:
-            setup.ema.update(setup.model)
+        if not outcome.skipped:
+            if setup.schedule is not None:
+                setup.schedule.step()
+            if setup.ema is not None:
+                setup.ema.update(setup.model)
         self._clean("step")
         progress.step += 1
         progress.num_batches += len(batches)
@@ -417,8 +420,10 @@ class Fit:
 
     def _metrics(self, batches: Any) -> dict[str, float]:
         """What validation gives, with the name in it that the best epoch is chosen by."""
-        with preserved_generators(self.plan.valid):
-            metrics = evaluated(self.evaluate, self.setup.model, batches)
+        setup = self.setup
+        precision = None if self.plan.evaluate is None else setup.precision  # the mean loss has its own
+        with preserved_generators(self.plan.valid), autocast(setup.model, precision):
+            metrics = evaluated(self.evaluate, setup.model, batches)
         if self.plan.best_metric not in metrics or _RESERVED_NAMES & metrics.keys():
             raise UsageError(
                 f"Validation gave {sorted(metrics)}, and the best epoch is chosen by '{self.plan.best_metric}'.",

@@ -198,10 +198,15 @@ def _nbytes(value: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure with every leaf changed; the containers are new, so that one may take fields out of them."""
+def rebuild(batch: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """The same structure with every leaf changed; the containers are new, so that one may take fields out of them.
+
+    ``is_leaf`` says which containers are leaves too.
+    """
+    if is_leaf is not None and is_leaf(batch):
+        return change(batch)
     if isinstance(batch, Mapping):
-        changed = {name: rebuild(part, change) for name, part in batch.items()}
+        changed = {name: rebuild(part, change, is_leaf) for name, part in batch.items()}
         if type(batch) is dict:
             return changed
         other = cast(dict[Any, Any], copy.copy(batch))  # keeps what a subclass holds beside its items
@@ -209,14 +214,14 @@ def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
             other[name] = part
         return other
     if isinstance(batch, tuple) and not (_is_texts(batch) or _is_plain(batch)):
-        parts = [rebuild(part, change) for part in batch]
+        parts = [rebuild(part, change, is_leaf) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, list) and _holds_arrays(batch):
-        return [rebuild(part, change) for part in batch]
+        return [rebuild(part, change, is_leaf) for part in batch]
     if _is_record(batch):
         other = copy.copy(batch)
         for field in dataclasses.fields(batch):
-            object.__setattr__(other, field.name, rebuild(getattr(batch, field.name), change))
+            object.__setattr__(other, field.name, rebuild(getattr(batch, field.name), change, is_leaf))
         return other
     return change(batch)
 

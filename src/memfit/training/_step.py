@@ -32,6 +32,7 @@ from memfit.training._undo import OptimizerGuard
 from memfit.units import format_bytes
 
 _MOST_UPDATES = 3
+_LEAST_SCALE = 1e-4
 
 
 @dataclass
@@ -375,7 +376,7 @@ class SafeStep:
         found_inf = scaler._found_inf_per_device(self.optimizer).values()
         done.skipped_by_scaler = any(found.item() for found in found_inf)
         if done.skipped_by_scaler:  # the optimizer stays as it is, with the room kept for its state
-            scaler.update()
+            self._lower_scale(scaler)
             return
 
         def step_and_adapt() -> None:
@@ -383,6 +384,20 @@ class SafeStep:
             scaler.update()
 
         self._guard.step(step_and_adapt)  # last: what failed after it would be done twice
+
+    def _lower_scale(self, scaler: torch.amp.GradScaler) -> None:
+        """Update the scaler after a gradient that was not finite.
+
+        Raises:
+            JobFailedError: If no scale helps, as with a loss that is not finite itself.
+        """
+        scale = scaler.get_scale()
+        scaler.update()
+        next_scale = scaler.get_scale()
+        record("scaler_skip", scale=scale, next_scale=next_scale, **self.where)
+        if next_scale < _LEAST_SCALE:
+            what = f"the gradient is not finite, however small its scale: {scale:.2g} now."
+            raise _not_finite(f"In {place(self.where)} {what}")
 
     def _remember(self, todo: list[_Batch], num_retries: int) -> None:
         for batch in todo:

@@ -11,7 +11,8 @@ import torch
 
 from memfit.errors import UsageError, nearest
 from memfit.training._checkpoint import CheckpointFolder
-from memfit.training._checks import known_arguments, number, of_type, whole_number
+from memfit.training._checks import check_parts, known_arguments, number, of_type, whole_number
+from memfit.training._compute import Precision, place
 from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
 from memfit.training._fit import Fit, Plan, Setup
@@ -42,11 +43,17 @@ class Trainer:
     """Trains a model, survives running out of memory, and resumes bit-exact after a kill at any moment.
 
     Args:
-        model: The model, on the device where it shall train. It is changed in place.
+        model: The model. It is changed in place.
         loss: ``loss(model, batch) -> (sum, weight)``: the summed loss of a batch, and the weight (number of samples,
-            tokens, lists) that it is the sum of. A step descends ``sum / weight``. It moves the batch to the device.
+            tokens, lists) that it is the sum of. A step descends ``sum / weight``.
         optimizer: Made over the model's parameters; by default ``torch.optim.AdamW(model.parameters())``.
-        schedule: A schedule of the learning rate, stepped after each optimizer step.
+        device: ``"cuda"``, ``"cuda:1"``, ``"cpu"``, or ``"auto"`` for the granted GPU and else the CPU. The model is
+            moved there now, each microbatch before the loss gets it; an ``evaluate`` of your own moves its batches.
+            None leaves both where they are: the loss moves the batch to the model.
+        precision: ``"bf16-mixed"`` and ``"fp16-mixed"`` run loss and evaluation under autocast, the weights stay in
+            float32; float16 also gets a ``GradScaler``. ``"auto"`` is bf16-mixed on a GPU that computes in it,
+            fp16-mixed on another GPU, float32 on the CPU. None is ``"float32"``: no autocast.
+        schedule: A schedule of the learning rate, stepped after each optimizer step; a skipped step does not count.
         ema: An average of the weights, updated after each optimizer step; its snapshots go to ``checkpoint_dir``.
         seed: Seeds the global generators when a fit begins anew (dropout), and the stream that data draw from. The
             model's first weights are drawn before: call ``seed_everything`` ahead of building it.
@@ -62,7 +69,7 @@ class Trainer:
         provenance: Plain values that say where this training belongs, such as its run, fold and training dates. Every
             checkpoint and snapshot holds them as ``provenance``; a resume does not compare them.
         **step: Settings of the ``SafeStep``: ``microbatch_size``, ``split``, ``weight``, ``max_grad_norm``, ``scaler``,
-            ``allow_inexact``, ``skip``.
+            ``allow_inexact``, ``skip``. A ``scaler`` replaces the one that fp16-mixed makes.
 
     Example:
         >>> import torch
@@ -85,6 +92,8 @@ class Trainer:
         *,
         loss: Loss,
         optimizer: torch.optim.Optimizer | None = None,
+        device: str | torch.device | None = None,
+        precision: Precision | None = None,
         schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
         ema: Ema | None = None,
         seed: int = 0,
@@ -98,7 +107,6 @@ class Trainer:
         provenance: Mapping[str, Any] | None = None,
         **step: Unpack[StepSettings],
     ) -> None:
-        max_grad_norm, scaler = step.get("max_grad_norm"), step.get("scaler")
         whole_number("keep_epochs", keep_epochs, least=1, why="a resume has a checkpoint to go on from")
         whole_number("seed", seed, least=0, most=(1 << 32) - 1, why="NumPy's largest seed is 2**32 - 1")
         if global_batch_size is not None:
@@ -127,6 +135,11 @@ class Trainer:
         _refuse_unknown(step)
         of_type("the model", model, torch.nn.Module, rule="it is a torch.nn.Module.", example="torch.nn.Linear(8, 1)")
         optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
+        check_parts(model, optimizer, loss, step.get("split"))
+        loss, precision = place(model, optimizer, loss, device, precision)
+        if precision == "fp16-mixed" and step.get("scaler") is None:
+            step["scaler"] = torch.amp.GradScaler(next(model.parameters()).device.type)
+        scaler = step.get("scaler")
         safe_step = SafeStep(model, optimizer, loss, on_oom=_on_oom(cleanup), **step)
         self.model = model
         self.optimizer = optimizer
@@ -134,6 +147,7 @@ class Trainer:
         self._setup = Setup(
             model=model,
             loss=loss,
+            precision=precision,
             optimizer=optimizer,
             step=safe_step,
             split=step.get("split") or BySample(),
@@ -149,7 +163,8 @@ class Trainer:
             provenance=dict(provenance or {}),
             identity={
                 "seed": seed,
-                "max_grad_norm": max_grad_norm,
+                "max_grad_norm": step.get("max_grad_norm"),
+                "precision": None if precision == "float32" else precision,
                 "global_batch_size": global_batch_size,
                 "scaler": None if scaler is None else type(scaler).__name__,
                 "schedule": None if schedule is None else _describe(schedule),
@@ -224,7 +239,6 @@ _ELSEWHERE = {
     "callbacks": "act in evaluate=, which fit calls after each epoch; or write a loop around memfit's SafeStep",
     "logger": "log in evaluate=, which fit calls after each epoch; or read fit's result: result.history",
     "scheduler": "pass schedule=, which is stepped after each optimizer step",
-    "precision": "use torch.autocast in the loss; for float16 also pass scaler=torch.amp.GradScaler()",
     "num_epochs": "pass it to fit: trainer.fit(train, num_epochs=3)",
 }
 

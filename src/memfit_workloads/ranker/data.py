@@ -18,9 +18,10 @@ import pyarrow as pa
 from memfit import config
 from memfit.data import Panel
 from memfit.errors import DataError, SplitError
-from memfit.pipeline import PrepareContext, Prepared
+from memfit.pipeline import Context
 from memfit.rundir import mark_phase
 from memfit.splits import CombinatorialPurged, PurgedKFold, WalkForward
+from memfit_workloads import finance
 from memfit_workloads.ranker import market as markets
 from memfit_workloads.ranker import prices
 from memfit_workloads.ranker.params import DataParams, RankerParams
@@ -56,8 +57,8 @@ def fingerprint(params: RankerParams) -> str:
     return digest.hexdigest()
 
 
-def prepare(context: PrepareContext, params: RankerParams) -> Prepared:
-    """The panel and its folds, purged by the longest horizon."""
+def prepare(context: Context, params: RankerParams) -> dict[str, Any]:
+    """Save the panel and its folds, purged by the longest horizon."""
     mark_phase("load")
     data = params.data
     source, features, checked = _source(context.panels_dir, data)
@@ -66,7 +67,8 @@ def prepare(context: PrepareContext, params: RankerParams) -> Prepared:
     panel = Panel.build(source, context.panels_dir, features=features, targets=targets)
     usable = usable_dates(panel, params)
     folds = splitter(params).split(panel.dates[usable])
-    return Prepared(
+    return finance.save_folds(
+        context,
         panel,
         [(usable[train], usable[test]) for train, test in folds],
         label_dates=max(data.labels),

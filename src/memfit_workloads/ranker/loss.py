@@ -135,8 +135,10 @@ class RankerLoss:
     horizon_weights: tuple[float, ...]
 
     def __call__(self, model: torch.nn.Module, batch: ListBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        scores_BH = model(torch.from_numpy(batch.windows))
-        lists = _Lists(torch.from_numpy(batch.lists))
+        device = next(model.parameters()).device
+        scores_BH = model(torch.from_numpy(batch.windows).to(device))
+        scores_BH = scores_BH.to(torch.promote_types(scores_BH.dtype, torch.float32))
+        lists = _Lists(torch.from_numpy(batch.lists), device)
         scores_GHA = lists.padded(scores_BH, 0.0).transpose(1, 2)
         targets_GHA = lists.padded(torch.from_numpy(batch.targets).to(scores_BH), float("nan")).transpose(1, 2)
         known_GHA = targets_GHA.isfinite()
@@ -144,7 +146,7 @@ class RankerLoss:
         if self.listnet:
             loss_GH = loss_GH + self.listnet * listnet_loss(scores_GHA, targets_GHA, known_GHA)
         if self.ranknet:
-            partners_GAR = lists.padded(torch.from_numpy(batch.partners), 0)
+            partners_GAR = lists.padded(torch.from_numpy(batch.partners).to(device), 0)
             partners_GHAR = partners_GAR.unsqueeze(1).expand(-1, scores_GHA.shape[1], -1, -1)
             loss_GH = loss_GH + self.ranknet * ranknet_loss(scores_GHA, targets_GHA, known_GHA, partners_GHAR)
         if self.mse:
@@ -158,13 +160,14 @@ class RankerLoss:
 class _Lists:
     """Rows of several lists, one after the other, as a matrix of lists padded to the longest."""
 
-    def __init__(self, lists_B: torch.Tensor) -> None:
-        _, self.list_B, counts = torch.unique_consecutive(lists_B, return_inverse=True, return_counts=True)
-        self.first = counts.cumsum(0) - counts
-        self.place_B = torch.arange(len(lists_B)) - self.first[self.list_B]
+    def __init__(self, lists_B: torch.Tensor, device: torch.device) -> None:
+        _, list_B, counts = torch.unique_consecutive(lists_B, return_inverse=True, return_counts=True)
+        first = counts.cumsum(0) - counts
+        place_B = torch.arange(len(lists_B)) - first[list_B]
+        self.list_B, self.first, self.place_B = (index.to(device) for index in (list_B, first, place_B))
         self.shape = (len(counts), int(counts.max()))
 
     def padded(self, values: torch.Tensor, fill: float) -> torch.Tensor:
         """(B, ...) values as (G, A, ...)."""
-        empty = torch.full((*self.shape, *values.shape[1:]), fill, dtype=values.dtype)
+        empty = torch.full((*self.shape, *values.shape[1:]), fill, dtype=values.dtype, device=values.device)
         return empty.index_put((self.list_B, self.place_B), values)

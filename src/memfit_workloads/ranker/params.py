@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from memfit import config
+from memfit_workloads.finance import JudgeSettings
 
 _OF_SOURCE = {
     "prices": ("start", "end"),
@@ -142,6 +143,12 @@ class TrainParams(config.Settings):
     """The training of a fold."""
 
     num_epochs: int = Field(4, ge=1, description="epochs")
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: the granted GPU, the CPU where there is none"
+    )
+    precision: Literal["auto", "float32", "bf16-mixed", "fp16-mixed"] = Field(
+        "auto", description="auto: bf16-mixed on a GPU, fp16-mixed on one without bfloat16, float32 on the CPU"
+    )
     dates_per_batch: int = Field(8, ge=1, description="dates of an optimizer step")
     learning_rate: float = Field(1e-3, gt=0, description="highest step size of AdamW")
     warmup_share: float = Field(0.1, ge=0, lt=1, description="share of all steps in which the step size grows")
@@ -177,8 +184,8 @@ class TrainParams(config.Settings):
         return self
 
 
-class RankerParams(config.Settings):
-    """The ``params`` section of a ranker's config.
+class RankerParams(JudgeSettings):
+    """The ``params`` section of a ranker's config: what is trained; and how it is judged, as `JudgeSettings` say.
 
     Example:
         >>> RankerParams(data={"source": "generated", "num_assets": 50}).data.num_assets
@@ -202,6 +209,11 @@ class RankerParams(config.Settings):
         if not any(self.horizon_weights):
             raise ValueError("train.horizon_weights gives every horizon the weight 0")
         return self
+
+    @property
+    def scored_horizons(self) -> tuple[int, ...]:
+        """The horizons that the models score, the main one first."""
+        return (self.data.main_horizon, *self.data.horizons)
 
     @property
     def horizon_weights(self) -> tuple[float, ...]:

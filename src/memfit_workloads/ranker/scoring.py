@@ -31,16 +31,19 @@ def score_table(model: PatchRanker, panel: Panel, batches: Iterable[Any], params
         model: In evaluation mode.
         panel: The panel that the batches are of.
         batches: What `lists_to_score` gives, or other `memfit.data.DateBatch`.
-        params: The horizons.
+        params: The horizons, and the precision of the scores.
     """
     import torch
 
+    from memfit.training import autocast
+
+    device = next(model.parameters()).device
     dates, assets, scores = [], [], []
-    with torch.no_grad():
+    with torch.no_grad(), autocast(model, params.train.precision):
         for batch in batches:
             dates.append(np.full(len(batch.asset_indices), batch.date_index))
             assets.append(batch.asset_indices)
-            scores.append(model(torch.from_numpy(batch.windows)).numpy())
+            scores.append(model(torch.from_numpy(batch.windows).to(device)).float().cpu().numpy())
     date, asset, score = (np.concatenate(parts) for parts in (dates, assets, scores))
     columns: dict[str, Any] = {
         "date": pa.array(panel.dates[date], pa.date32()),

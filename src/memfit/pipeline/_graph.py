@@ -1,0 +1,582 @@
+"""Which jobs of a workload can run now, which are valid already, and why: a source of jobs for the scheduler.
+
+Everything here is plain data. A unit of a stage is looked at when all that it waits for is there; its key then follows
+from the digests of what it needs, so that a stage that ran again and left the same result makes nothing else run.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import ConfigError, UsageError, nearest
+from memfit.jobs import JobStatus, read_status
+from memfit.masking import mask
+from memfit.pipeline._code import changed_code
+from memfit.pipeline._describe import units_of
+from memfit.pipeline._manifest import (
+    KEY_FILE,
+    digest,
+    find_manifest,
+    is_foreseen,
+    is_made_for,
+    link_result,
+    seal_command,
+)
+from memfit.rundir import RunDir, read_json, read_whole
+
+#: The states of a unit in which what waits for it may go on.
+PASSED = frozenset({"kept", "reused", "completed", "passed"})
+#: Those in which it never will.
+_ENDED_BADLY = frozenset({"failed", "stopped", "skipped", "cancelled"})
+_MOST_RUNS = 20
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of a workload a command asks for.
+
+    Attributes:
+        until: The last stage; None for all.
+        only: The one stage to run, of which all that it needs must be valid.
+        anew: The stage that runs again, with all that comes after it, valid or not.
+        skip: Stages that count as passed.
+        units: Which units, such as ``2-5`` or ``1,3``; ``all``.
+        combinations: The units of a plain function: the values of its parameters, one mapping for each job.
+    """
+
+    until: str | None = None
+    only: str | None = None
+    anew: str | None = None
+    skip: tuple[str, ...] = ()
+    units: str = "all"
+    combinations: tuple[Mapping[str, str], ...] = ()
+
+
+ALL = Choice()
+
+
+@dataclass
+class Unit:
+    """One unit of a stage: one job.
+
+    Attributes:
+        stage: The stage as plain data.
+        index: Its place among the units of the run, from 0.
+        value: The unit as the stage gets it; None for a stage that runs once.
+        job_id: Its job's name.
+        label: What it is called in that name; None for a stage that runs once.
+        state: ``waiting``, ``ready`` (may run), ``running``, ``kept``, ``reused``, ``completed``, ``stopped``,
+            ``passed``, ``skipped``, ``failed``, ``cancelled``.
+        why: Why it is in that state, or runs.
+        key, parts: What its result depends on, whole and by ingredient.
+        digest: What its result is to others.
+        seconds: What making it took.
+        source: Where its result lies in another run, while that is only planned to be taken over.
+    """
+
+    stage: Mapping[str, Any]
+    index: int
+    value: Any
+    job_id: str
+    label: str | None = None
+    state: str = "waiting"
+    why: str = ""
+    key: str = ""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    digest: str = ""
+    seconds: float = 0.0
+    source: Path | None = None
+
+    def manifest(self, run: RunDir) -> Path:
+        """Where its manifest lies."""
+        return self.source or run.manifest_path(self.stage["name"], self.job_id)
+
+    def result(self, run: RunDir) -> Mapping[str, Any]:
+        """What the stage returned for it; empty for a command that leaves no result."""
+        found = find_manifest(self.manifest(run)) if self.stage["keyed"] else None
+        return found["result"] if found else {}
+
+
+class Graph:
+    """The state of a workload's stages in one run.
+
+    Args:
+        stages: The stages as ``describe`` gives them, in order.
+        run: The run.
+        common: What every key depends on beside the stage's own: ``seed`` and ``threads``.
+        choice: What is asked for.
+        make_job: Makes the job of a unit, with the units that it needs by stage, and the one before in order.
+        earlier: Runs in which a valid result may lie, newest first.
+        say: Takes an event's kind and fields.
+        is_plan: Only look: nothing is written, linked or removed.
+    """
+
+    def __init__(  # noqa: PLR0913 - what it looks at, and where
+        self,
+        stages: Sequence[Mapping[str, Any]],
+        run: RunDir,
+        common: Mapping[str, Any],
+        choice: Choice,
+        *,
+        make_job: Callable[[Graph, Unit], Any] | None = None,
+        earlier: Sequence[RunDir] = (),
+        say: Callable[..., None] = lambda kind, **fields: None,
+        is_plan: bool = False,
+    ) -> None:
+        self.run, self.choice, self._is_plan = run, choice, is_plan
+        self._forgotten = frozenset[str]()
+        self.stages = {stage["name"]: stage for stage in stages}
+        self._common, self._make_job, self._say = common, make_job, say
+        self._earlier = list(earlier[:_MOST_RUNS])
+        self._index: dict[tuple[str, str], Path] | None = None
+        for name in filter(None, [choice.until, choice.only, choice.anew, *choice.skip]):
+            self._check_stage(name)
+        self.asked = self._asked()
+        self.units: dict[str, list[Unit]] = {}
+        self._waiting: dict[str, list[Unit]] = {}
+        self._ready: list[Unit] = []
+        self._running: dict[str, Unit] = {}
+        self._changed: list[Unit] = []
+        self._has_begun = False
+        self._check_skipped()
+
+    # What is asked for
+
+    def _check_stage(self, name: str) -> None:
+        if name not in self.stages:
+            raise UsageError(
+                f"there is no stage '{name}'.",
+                rule=f"the stages are {', '.join(self.stages)}.",
+                remedy=nearest(name, list(self.stages)),
+            )
+
+    def _asked(self) -> set[str]:
+        last = self.choice.only or self.choice.until
+        return {last, *self.before(last)} if last else set(self.stages)
+
+    def waits_for(self, name: str) -> list[str]:
+        """The stages that one waits for directly: what it needs, what holds it, and where its units come from."""
+        stage = self.stages[name]
+        source = [stage["source"]["stage"]] if stage["source"] and stage["source"]["stage"] else []
+        return [*stage["needs"], *stage["after"], *source, *self._gates(name)]
+
+    def _gates(self, name: str) -> list[str]:
+        gates = [gate for gate, stage in self.stages.items() if stage["holds"] == name]
+        return [gate for gate in gates if gate not in self.choice.skip]
+
+    def before(self, name: str) -> set[str]:
+        """All stages that come before one."""
+        found, left = set[str](), self.waits_for(name)
+        while left:
+            one = left.pop()
+            if one not in found:
+                found.add(one)
+                left += self.waits_for(one)
+        return found - {name}
+
+    def _check_skipped(self) -> None:
+        for name in self.choice.skip:
+            users = [other for other, stage in self.stages.items() if name in stage["needs"] and other in self.asked]
+            if users:
+                raise UsageError(
+                    f"stage {name} cannot be skipped: {', '.join(users)} read{'s' if len(users) == 1 else ''} it.",
+                    rule="a stage can be skipped when others only wait for it, as for a gate.",
+                    remedy=f"run up to it: --until {name}",
+                )
+
+    def forget(self) -> None:
+        """Remove what ``anew`` asks for: the results of that stage and of all that come after it."""
+        first = self.choice.anew
+        if first is None:
+            return
+        self._forgotten = frozenset(name for name in self.stages if name == first or first in self.before(name))
+        for path in () if self._is_plan else (self.run.path / "checkpoints").glob("*.json"):
+            if (read_json(path) or {}).get("stage") in self._forgotten:
+                path.unlink()
+                shutil.rmtree(path.with_suffix(""), ignore_errors=True)  # or training would go on from its last epoch
+        self._earlier = []
+
+    # The scheduler's side
+
+    def next(self, num_free: int) -> list[Any]:
+        """The jobs that may start now."""
+        self.advance()
+        found, self._ready = self._ready, []
+        for unit in found:
+            self._running[unit.job_id] = unit
+            self._set(unit, "running", unit.why)
+        self._tell()
+        assert self._make_job is not None
+        return [self._make_job(self, unit) for unit in found]
+
+    def ended(self, status: JobStatus) -> None:
+        """Take in how a job ended for good."""
+        unit = self._running.pop(status.job_id)
+        manifest = None
+        if status.state == "completed" and unit.stage["keyed"]:
+            if unit.stage["command"] is not None:
+                self._seal(unit, status)
+            manifest = find_manifest(unit.manifest(self.run))
+        if manifest is not None and manifest["key"] == unit.key:
+            self._take(unit, manifest, "completed")
+        elif status.state == "completed" and unit.stage["keyed"]:
+            self._set(unit, "failed", "its result is not there")
+        elif status.state == "completed":
+            self._set(unit, "completed")
+        elif status.state in ("preempted", "cancelled", "pending"):
+            self._set(unit, "cancelled", status.cause or "it was stopped")
+        else:
+            self._set(unit, "failed", status.cause)
+        self.advance()
+
+    def _seal(self, unit: Unit, status: JobStatus) -> None:
+        """Write the manifest of a command: it ended well, and what lies in its folder is what it made."""
+        seconds = (status.ended or 0.0) - (status.started or 0.0)
+        facts = {
+            "stage": unit.stage["name"],
+            "unit": unit.value,
+            "job": unit.job_id,
+            "key": unit.key,
+            "parts": dict(unit.parts),
+            "settings": mask(unit.stage["settings"]),
+            "code": unit.stage["code"],
+        }
+        seal_command(unit.manifest(self.run), facts, seconds=round(seconds, 3))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no unit will ever become ready."""
+        return self._has_begun and not self._running and not self._ready
+
+    # What others ask
+
+    def num_like(self, job_id: str) -> int:
+        """How many units the stage of a job has."""
+        unit = self._running.get(job_id)
+        return len(self.units[unit.stage["name"]]) if unit else 1
+
+    @property
+    def proven(self) -> frozenset[str]:
+        """The stages of which a unit is done."""
+        return frozenset(name for name, units in self.units.items() if any(unit.state in PASSED for unit in units))
+
+    def is_stale(self, job_id: str) -> bool:
+        """Whether a job that runs since an earlier supervisor works on what is not asked for any more: other code."""
+        unit = next((one for units in self.units.values() for one in units if one.job_id == job_id), None)
+        if unit is None:  # the units of its stage follow from a stage that runs again
+            return any(job_id.startswith(f"{name}_") for name in self.asked if name not in self.units)
+        if unit.state == "ready" and unit.stage["keyed"]:
+            return started_key(self.run, unit) != unit.key
+        return unit.state == "waiting"
+
+    def replaces(self, unit: Unit) -> bool:
+        """Whether running a unit would overwrite a result of other settings, code or data."""
+        found = find_manifest(unit.manifest(self.run)) if unit.state == "ready" and unit.stage["keyed"] else None
+        return found is not None and found["key"] != unit.key
+
+    def stopped(self) -> Unit | None:
+        """The unit that stopped the run, if one did."""
+        return next((one for units in self.units.values() for one in units if one.state == "stopped"), None)
+
+    def _set(self, unit: Unit, state: str, why: str = "") -> None:
+        unit.state, unit.why = state, why
+        self._changed.append(unit)
+
+    # Units
+
+    def advance(self) -> None:
+        """Look at all units until nothing changes: a gate that opens lets an earlier stage go on."""
+        self._has_begun = changed = True
+        while changed:
+            changed = False
+            for name in self.stages:
+                if name in self.asked and self._units(name) is not None:
+                    waiting = self._waiting[name]
+                    self._waiting[name] = [unit for unit in waiting if not self._look(unit)]
+                    changed = changed or len(self._waiting[name]) < len(waiting)
+        self._tell()
+
+    def _units(self, name: str) -> list[Unit] | None:
+        """A stage's units in this run, or None while the list of them is not known."""
+        if name not in self.units:
+            values = self._values(self.stages[name])
+            if values is None:
+                return None
+            self.units[name] = self.named(self.stages[name], values)
+            self._waiting[name] = list(self.units[name])
+            self._changed += self.units[name]
+        return self.units[name]
+
+    def _values(self, stage: Mapping[str, Any]) -> list[Any] | None:
+        if stage["units"] is not None:
+            return list(stage["units"])
+        if not stage["each"]:
+            return [None]
+        source = next(iter(self._units(stage["source"]["stage"]) or ()), None)
+        if source is None or source.state not in PASSED:
+            return [None] if source is not None and source.state in _ENDED_BADLY else None
+        found: Any = (find_manifest(source.manifest(self.run)) or {}).get("result")
+        for part in stage["source"]["path"]:
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return units_of(found, stage["name"], stage["each"])
+
+    def named(self, stage: Mapping[str, Any], values: Sequence[Any]) -> list[Unit]:
+        """The units of this run among all values of a stage's list."""
+        name, variable = stage["name"], (stage["source"] or {}).get("variable")
+        is_single = values == [None]
+        labels = [label_of(value, number, variable) for number, value in enumerate(values, start=1)]
+        if len(set(labels)) < len(labels):
+            labels = [str(number) for number in range(1, len(values) + 1)]
+        chosen = [0] if is_single else chosen_units(self.choice.units, labels)
+        if any(one["in_order"] for one in self.stages.values() if one["each"] == stage["each"]):
+            chosen = list(range(chosen[-1] + 1))  # each needs those before it
+        return [
+            Unit(stage, place, values[number], name)
+            if is_single
+            else Unit(stage, place, values[number], f"{name}_{labels[number]}", labels[number])
+            for place, number in enumerate(chosen)
+        ]
+
+    def inputs(self, unit: Unit, others: Iterable[str] | None = None) -> dict[str, list[Unit]] | None:
+        """The units of each stage that a unit waits for or, by ``needs``, reads; None while they are not known."""
+        found: dict[str, list[Unit]] = {}
+        for name in unit.stage["needs"] if others is None else others:
+            units = self._units(name)
+            if units is None:
+                return None
+            if unit.stage["each"] and self.stages[name]["each"] == unit.stage["each"]:
+                units = units[unit.index : unit.index + 1]
+            elif unit.stage["holds"] and self.stages[name]["each"] == self.stages[unit.stage["holds"]]["each"]:
+                units = units[:1]
+            found[name] = units
+        return found
+
+    def previous(self, unit: Unit) -> Unit | None:
+        """The unit before, in a stage whose units go in order."""
+        return self.units[unit.stage["name"]][unit.index - 1] if unit.stage["in_order"] and unit.index else None
+
+    def _look(self, unit: Unit) -> bool:
+        """Move a waiting unit on, if what it waits for has come to an end; whether it moved."""
+        name = unit.stage["name"]
+        if name in self.choice.skip:
+            self._set(unit, "passed", "it is skipped (--skip)")
+            return True
+        source = [unit.stage["source"]["stage"]] if unit.stage["source"] and unit.stage["source"]["stage"] else []
+        gates = self._gates(name) if unit.index else []
+        waited = self.inputs(unit, [*unit.stage["needs"], *unit.stage["after"], *source, *gates])
+        if waited is None:
+            return False
+        blocking = [one for units in waited.values() for one in units] + list(filter(None, [self.previous(unit)]))
+        for one in blocking:
+            if one.state in _ENDED_BADLY:
+                self._set(unit, "skipped", f"{one.job_id} {_did(one)}")
+                return True
+        if any(one.state not in PASSED for one in blocking):
+            return False
+        if unit.stage["keyed"]:
+            self._key(unit)
+        self._check(unit)
+        return True
+
+    def _key(self, unit: Unit) -> None:
+        stage, previous = unit.stage, self.previous(unit)
+        needs = {name: [one.digest for one in units] for name, units in (self.inputs(unit) or {}).items()}
+        unit.parts = {
+            "settings": digest(stage["settings"]),
+            "code": digest([stage["command"], stage["code"]]),
+            "data": stage["data"],
+            "unit": digest(unit.value),
+            "needs": digest(needs),
+            "previous": previous.digest if previous else "",
+            "seed": str(self._common["seed"]) if stage["seed"] else "",
+            "threads": str(self._common["threads"]),
+        }
+        unit.key = digest([stage["name"], unit.parts])
+
+    def _check(self, unit: Unit) -> None:
+        """Find a valid result of a unit whose key is known, or make it ready to run."""
+        if not unit.stage["keyed"]:
+            if read_status(self.run, unit.job_id).state == "completed":
+                self._set(unit, "kept")
+            else:
+                unit.state = "ready"
+                self._ready.append(unit)
+            return
+        path = unit.manifest(self.run)
+        is_command = unit.stage["command"] is not None and not self._is_plan
+        if is_command and not path.exists() and is_made_for(path, unit.key):
+            status = read_status(self.run, unit.job_id)
+            if status.state == "completed":  # the supervisor was killed before it wrote the manifest
+                self._seal(unit, status)
+        found = None if unit.stage["name"] in self._forgotten else find_manifest(path)
+        if found is not None and found["key"] == unit.key and is_foreseen(found):
+            self._take(unit, found, "kept")
+            return
+        elsewhere = self._elsewhere().get((unit.stage["name"], unit.key))
+        if elsewhere is not None:
+            source = find_manifest(elsewhere)
+            if source is not None and source["key"] == unit.key and is_foreseen(source):
+                if self._is_plan:
+                    unit.source, source["reused_from"] = elsewhere, str(elsewhere)
+                else:
+                    source = link_result(elsewhere, path)
+                self._take(unit, source, "reused")
+                return
+        unit.state, unit.why = "ready", self._reason(unit, path)
+        if self.choice.only and unit.stage["name"] != self.choice.only:
+            raise UsageError(
+                f"stage {unit.stage['name']} is not valid: {unit.why}.",
+                rule=f"--stage {self.choice.only} runs that stage alone, on valid results of those before it.",
+                remedy=f"run them too: --until {self.choice.only}",
+            )
+        self._ready.append(unit)
+
+    def _take(self, unit: Unit, manifest: Mapping[str, Any], state: str) -> None:
+        unit.digest, unit.seconds = manifest["digest"], float(manifest["seconds"])
+        if manifest["status"] == "stopped":
+            self._set(unit, "stopped", manifest["why"])
+        else:
+            self._set(unit, state, manifest["reused_from"] or "")
+
+    def _elsewhere(self) -> dict[tuple[str, str], Path]:
+        """Where results of earlier runs lie, by stage and key."""
+        if self._index is None:
+            self._index = {}
+            for run in reversed(self._earlier):
+                for path in (run.path / "checkpoints").glob("*.json"):
+                    if (found := find_manifest(path)) is not None:
+                        self._index[found["stage"], found["key"]] = path
+        return self._index
+
+    def _reason(self, unit: Unit, path: Path) -> str:
+        """Why a unit runs, from the newest result of the same name."""
+        if unit.stage["name"] in self._forgotten:
+            return f"it is asked for (--from {self.choice.anew})"
+        for run in [self.run, *self._earlier]:
+            before = find_manifest(unit.manifest(run))
+            if before is not None:
+                return reason_of(before, unit)
+        return "it was not made yet" if not path.exists() else f"{path.name} is damaged, or an output is gone"
+
+    def _tell(self) -> None:
+        """Say each change of a state: one event for all units of a stage that changed alike."""
+        groups: dict[tuple[str, str, str], list[Unit]] = {}
+        for unit in {unit.job_id: unit for unit in self._changed}.values():
+            state, why = ("waiting", "") if unit.state == "ready" else (unit.state, unit.why)
+            groups.setdefault((unit.stage["name"], state, why), []).append(unit)
+        self._changed = []
+        for (name, state, why), units in groups.items():
+            told = {"stage": name, "state": state, "why": why, "jobs": [unit.job_id for unit in units]}
+            self._say("stage", **told, seconds=round(sum(unit.seconds for unit in units), 3))
+
+
+def started_key(run: RunDir, unit: Unit) -> str:
+    """The key that a unit's job was started with; empty when that is not known."""
+    if unit.stage["command"] is not None:
+        path = unit.manifest(run).with_suffix("") / KEY_FILE
+        return path.read_text() if path.exists() else ""
+    order = (read_whole(run.job_dir(unit.job_id) / "request.json") or {}).get("arguments", {}).get("order", {})
+    return str(order.get("key", ""))
+
+
+def _did(unit: Unit) -> str:
+    words = {"failed": "failed", "stopped": "stopped the run", "skipped": "was skipped", "cancelled": "was stopped"}
+    return words[unit.state] + (f": {unit.why}" if unit.state == "stopped" else "")
+
+
+def reason_of(before: Mapping[str, Any], unit: Unit) -> str:
+    """Why a result is not valid any more: what it was made of, and what it would be made of now."""
+    parts = [name for name in unit.parts if before["parts"].get(name) != unit.parts[name]]
+    words = {
+        "data": "the data changed",
+        "unit": "the unit is another",
+        "needs": f"{' and '.join(unit.stage['needs'])} gave another result",
+        "previous": "the unit before gave another result",
+        "seed": f"seed {before['parts'].get('seed')} -> {unit.parts['seed']}",
+        "threads": f"threads_per_job {before['parts'].get('threads')} -> {unit.parts['threads']}",
+    }
+    found = []
+    for name in parts:
+        if name == "settings":
+            found += list(_differences(before["settings"], mask(unit.stage["settings"]))) or ["a secret changed"]
+        elif name == "code":
+            found.append(changed_code(before.get("code") or {}, unit.stage["code"]) or "the command changed")
+        else:
+            found.append(words[name])
+    return "; ".join(found[:4]) if found else "an output is gone, or code that it loaded changed"
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
+    for name in dict.fromkeys([*before, *now]):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name} {old!r:.40} -> {new!r:.40}"
+
+
+def label_of(value: Any, number: int, variable: str | None) -> str:
+    """What a unit is called in its job's name: its number or text, or that under the variable's name.
+
+    >>> label_of({"fold": 3, "first": "2020"}, 1, "fold"), label_of("small", 1, "size"), label_of([1], 4, "pair")
+    ('3', 'small', '4')
+    >>> label_of({"fold": 3, "lr": 0.1}, 7, None)
+    '0007'
+    """
+    if isinstance(value, Mapping):
+        if variable is None:
+            return f"{number:04d}"
+        value = value.get(variable)
+    text = str(value) if isinstance(value, int | str) else ""
+    return text if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text) else str(number)
+
+
+def check_units(text: str) -> None:
+    """Refuse a choice of units that could name none, before anything is looked at.
+
+    Raises:
+        ConfigError: If a part of it is no name, or a range that runs downward.
+    """
+    for part in map(str.strip, text.split(",")):
+        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
+        first = int(match[1]) if match else 1
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._ -]*", part) or not 1 <= first <= int(
+            (match and match[2]) or first
+        ):
+            raise ConfigError(
+                f"'{part}' names no unit.",
+                rule="units are named or numbered from 1, and a range runs upward.",
+                remedy="write for example --units 1, --units 2-5 or --units all",
+            )
+
+
+def chosen_units(text: str, labels: Sequence[str]) -> list[int]:
+    """The places of the units that a choice names: by number from 1, by range, or by name.
+
+    Raises:
+        ConfigError: If it names none of them.
+
+    >>> chosen_units("all", ["1", "2"]), chosen_units("2-3", ["1", "2", "3"]), chosen_units("small", ["big", "small"])
+    ([0, 1], [1, 2], [1])
+    """
+    if text == "all":
+        return list(range(len(labels)))
+    chosen: set[int] = set()
+    for part in map(str.strip, text.split(",")):
+        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
+        if part in labels:
+            chosen.add(labels.index(part))
+        elif match and 1 <= int(match[1]) <= int(match[2] or match[1]) <= len(labels):
+            chosen |= set(range(int(match[1]) - 1, int(match[2] or match[1])))
+        else:
+            raise ConfigError(
+                f"'{part}' names no unit.",
+                rule=f"there are {len(labels)} units: {', '.join(labels[:8])}{', ...' if len(labels) > 8 else ''}.",
+                remedy=f"write for example --units 1-{len(labels)}, or --units all",
+            )
+    return sorted(chosen)

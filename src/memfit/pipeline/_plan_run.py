@@ -1,0 +1,294 @@
+"""What a run would do, before anything starts: which jobs run and why, what one takes, and how many fit at once."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit import config
+from memfit.errors import DamagedError
+from memfit.jobs import read_status
+from memfit.memory import Budget, Footprint, reservation_bytes
+from memfit.pipeline._describe import units_of
+from memfit.pipeline._graph import ALL, PASSED, Choice, Graph, Unit
+from memfit.pipeline._grid import expand, fill
+from memfit.pipeline._manifest import find_manifest
+from memfit.pipeline._order import Order, order_of_command, order_of_config
+from memfit.pipeline._run import common, goes_on, stage_settings
+from memfit.pipeline._supervise import read_budget
+from memfit.rundir import RunDir, read_json
+
+_MOST_RUNS = 20
+#: So many jobs at once have a row each, beside as many as fit and all.
+_FIRST_ROWS = 4
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """What running some jobs of a stage side by side takes.
+
+    Attributes:
+        num_jobs: Jobs at once.
+        needed_bytes: What they reserve together.
+        margin_bytes: What is then left of the budget; below 0 when they do not fit.
+        seconds: How long all jobs of the stage then take; None while no job was timed.
+    """
+
+    num_jobs: int
+    needed_bytes: int
+    margin_bytes: int
+    seconds: float | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether they fit the budget."""
+        return self.margin_bytes >= 0
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a run would do with one stage.
+
+    Attributes:
+        name: The stage.
+        states: How many of its units are ``kept``, ``reused``, ``ready`` (would run), ``waiting`` and so on.
+        num_runs: How many jobs would run; None while the list of its units is not known.
+        why: Why they run, are skipped or stop the run.
+        waits_for: The stages that decide whether, and for which units, it runs.
+        saved_seconds: How long it took to make the results that are kept or reused.
+        footprint: What one job takes; None while that is not known.
+        origin: Where that figure comes from.
+        measure: The command that measures one job, where nothing is known; and the one that estimates GPU memory.
+        rows: How many at once take how much, and how long.
+    """
+
+    name: str
+    states: Mapping[str, int]
+    num_runs: int | None
+    why: str
+    waits_for: Sequence[str]
+    saved_seconds: float
+    footprint: Footprint | None = None
+    origin: str = ""
+    measure: Sequence[str] = ()
+    rows: Sequence[AtOnce] = ()
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run would do.
+
+    Attributes:
+        run: The run that would go on; None for a new one.
+        budget: What may be used now.
+        stages: The stages that are asked for, in order.
+        commands: The commands that would run; empty for a workload.
+    """
+
+    run: Path | None
+    budget: Budget
+    stages: Sequence[StagePlan]
+    commands: Sequence[Sequence[str]] = ()
+
+    @property
+    def fits(self) -> bool:
+        """False if a job of known size does not fit even alone."""
+        return all(stage.rows[0].fits for stage in self.stages if stage.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready form; sizes in bytes, durations in seconds."""
+        return {
+            "run": str(self.run) if self.run else None,
+            "fits": self.fits,
+            "budget": self.budget.to_dict(),
+            "stages": [
+                vars(stage)
+                | {
+                    "footprint": stage.footprint.to_dict() if stage.footprint else None,
+                    "rows": [asdict(row) | {"fits": row.fits} for row in stage.rows],
+                }
+                for stage in self.stages
+            ],
+            "commands": [list(command) for command in self.commands],
+        }
+
+
+def plan_run(
+    source: Path | str | Mapping[str, Any],
+    *,
+    overrides: Sequence[config.Override] = (),
+    env: Mapping[str, str] | None = None,
+    choice: Choice = ALL,
+    new: bool = False,
+) -> RunPlan:
+    """Say what ``run`` would do with the same arguments; nothing is started and nothing is written.
+
+    Raises:
+        UsageError: As ``run`` does.
+    """
+    order = order_of_config(source, overrides=overrides, env=env, choice=choice)
+    name = "CONFIG" if isinstance(source, Mapping) else str(source)
+    return _plan(order, f"memfit run {shlex.quote(name)}", new=new)
+
+
+def plan_commands(
+    command: Sequence[str],
+    *,
+    params: Sequence[str] = (),
+    param_file: Path | None = None,
+    settings: config.Resolved[Any],
+    new: bool = False,
+) -> RunPlan:
+    """Say what ``run_commands`` would do with the same arguments; nothing is started and nothing is written.
+
+    Raises:
+        UsageError: As ``run_commands`` does.
+    """
+    words = [*command, *filter(None, [settings.value.memory.job_of])]
+    return _plan(order_of_command(command, expand(words, params, param_file), settings), "", new=new)
+
+
+def _plan(order: Order, start: str, *, new: bool) -> RunPlan:
+    settings = order.settings
+    runs = RunDir.all(settings.runs_dir, settings.experiment)[:_MOST_RUNS]
+    found = None if new else RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
+    if found is not None and not goes_on(order, found):
+        found = None
+    graph = Graph(
+        order.stages,
+        found or RunDir(settings.runs_dir / settings.experiment / "planned"),
+        common(order),
+        order.choice,
+        earlier=[] if new else [run for run in runs if run != found],
+        is_plan=True,
+    )
+    graph.forget()
+    graph.advance()
+    budget = read_budget(settings)
+    stages = [_stage(order, graph, runs, budget, start, name) for name in graph.stages if name in graph.asked]
+    ready = [unit for units in graph.units.values() for unit in units if unit.state == "ready"]
+    commands = [] if order.target else [_command(unit) for unit in ready if not unit.stage["keyed"]]
+    return RunPlan(found.path if found else None, budget, stages, commands)
+
+
+def _command(unit: Unit) -> Sequence[str]:
+    return fill(unit.stage["command"], {str(name): str(value) for name, value in dict(unit.value or {}).items()})
+
+
+def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], budget: Budget, start: str, name: str) -> StagePlan:
+    stage, units = graph.stages[name], graph.units.get(name)
+    is_known = units is not None
+    if units is None:
+        units = _guessed(graph, runs, stage)
+    states: dict[str, int] = {}
+    for unit in units:
+        states[unit.state] = states.get(unit.state, 0) + 1
+    left = [unit for unit in units if unit.state in ("ready", "waiting")]
+    reasons = dict.fromkeys(unit.why for unit in units if unit.why and unit.state not in ("kept", "reused"))
+    before = [one for one in dict.fromkeys(graph.waits_for(name)) if not _is_there(graph, one)]
+    facts: dict[str, Any] = {
+        "name": name,
+        "states": states,
+        "num_runs": len(left) if is_known or left else None,
+        "why": "; ".join(reasons),
+        "waits_for": before if not is_known or "waiting" in states else [],
+        "saved_seconds": sum(unit.seconds for unit in units if unit.state in ("kept", "reused")),
+    }
+    if is_known and not left:
+        return StagePlan(**facts)
+    footprint, origin, seconds = _size(order, stage, runs, left)
+    return StagePlan(
+        **facts,
+        footprint=footprint,
+        origin=origin,
+        measure=_how_to_measure(order, stage, start, left, is_measured=footprint is not None),
+        rows=_rows(order, budget, footprint, seconds, len(left)) if footprint and left else (),
+    )
+
+
+def _is_there(graph: Graph, name: str) -> bool:
+    return name in graph.units and all(unit.state in PASSED for unit in graph.units[name])
+
+
+def _guessed(graph: Graph, runs: Sequence[RunDir], stage: Mapping[str, Any]) -> list[Unit]:
+    """A stage's units as an earlier run had them: the stage that lists them has yet to run."""
+    source = stage["source"]["stage"]
+    for run in runs:
+        found: Any = (find_manifest(run.manifest_path(source, source)) or {}).get("result")
+        for part in stage["source"]["path"]:
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found:
+            return graph.named(stage, units_of(found, stage["name"], stage["each"]))
+    return []
+
+
+def _size(
+    order: Order, stage: Mapping[str, Any], runs: Sequence[RunDir], units: Sequence[Unit]
+) -> tuple[Footprint | None, str, float | None]:
+    """What one job of a stage takes, where that figure comes from, and how long one takes."""
+    own, memory = stage_settings(order, stage["name"]), order.settings.memory
+    for run in runs:
+        found, job_id, seconds = _measured(run, own.like or stage["name"])
+        if found is not None:
+            return found, f"measured on {job_id} of {run.path.name}", seconds
+    if own.memory:
+        return Footprint.declared(own.memory), f"declared: stages.{stage['name']}.memory", None
+    if memory.job and (stage["each"] or stage["units"]):
+        return Footprint.declared(memory.job), "declared: memory.job", None
+    if memory.job_of and not stage["keyed"]:
+        sizes = [fill([memory.job_of], dict(unit.value or {}))[0] for unit in units]
+        largest = max(map(Footprint.declared, sizes), key=lambda one: one.private_bytes)
+        return largest, f"declared: {memory.job_of}, the largest", None
+    return None, "not measured yet", None
+
+
+def _measured(run: RunDir, stage: str) -> tuple[Footprint | None, str, float | None]:
+    """The largest job of a stage that completed in a run, and how long its jobs took on average."""
+    largest, job_id, took = None, "", []
+    for folder in sorted((run.path / "jobs").glob(f"{stage}*")):
+        with suppress(DamagedError):
+            status = read_status(run, folder.name)
+            if status.state != "completed" or (read_json(folder / "job.json") or {}).get("stage") != stage:
+                continue
+            if status.started is not None and status.ended is not None:
+                took.append(status.ended - status.started)
+            one = status.footprint
+            if one is not None and (largest is None or one.private_bytes > largest.private_bytes):
+                largest, job_id = one, folder.name
+    return largest, job_id, sum(took) / len(took) if took else None
+
+
+def _how_to_measure(
+    order: Order, stage: Mapping[str, Any], start: str, units: Sequence[Unit], *, is_measured: bool
+) -> list[str]:
+    own, found = stage_settings(order, stage["name"]), []
+    if not is_measured and stage["keyed"]:
+        found.append(f"{start} --until {stage['name']}" + (" --units 1" if stage["each"] else ""))
+    elif not is_measured:
+        found.append(f"memfit run -- {shlex.join(_command(units[0]))}")
+    if stage.get("has_probe") and (own.gpu_memory or order.settings.memory.gpu_job):
+        found.append(start.replace("memfit run", "memfit estimate"))
+    return found
+
+
+def _rows(order: Order, budget: Budget, footprint: Footprint, seconds: float | None, num_jobs: int) -> list[AtOnce]:
+    """A row for one at a time, two, three, as many as fit, and all, under the user's own bound."""
+    reserved = max(1, reservation_bytes(footprint, order.settings.memory.slack))
+    lendable, most = budget.lendable_bytes, order.settings.max_parallel
+    most = num_jobs if most == "auto" else min(most, num_jobs)
+    numbers = {*range(1, _FIRST_ROWS + 1), lendable // reserved, most}
+    return [
+        AtOnce(
+            number,
+            number * reserved,
+            lendable - number * reserved,
+            None if seconds is None else math.ceil(num_jobs / number) * seconds,
+        )
+        for number in sorted(numbers)
+        if 1 <= number <= most
+    ]

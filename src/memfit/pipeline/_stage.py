@@ -1,0 +1,209 @@
+"""What runs in a stage's own interpreter: its context is made, its code is checked, its manifest is written last."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from memfit.errors import DataError, UsageError
+from memfit.masking import mask
+from memfit.pipeline._code import changed_code, code_of, own_modules
+from memfit.pipeline._contract import Context, Output, Stage, Stop
+from memfit.pipeline._describe import SEED, load_workload
+from memfit.pipeline._manifest import (
+    MANIFEST_VERSION,
+    canonical,
+    describe_outputs,
+    digest_of,
+    hash_file,
+    open_folder,
+)
+from memfit.rundir import mark_phase, write_json
+
+_VERSIONS = ("memfit", "torch", "numpy", "pyarrow")
+
+
+def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one unit of a stage, and leave its outputs and its manifest.
+
+    Args:
+        order: ``target``, ``params`` (of the whole config), the described ``stage``, ``job``, ``unit``, ``variable``,
+            ``seed``, ``key``, ``parts``, ``manifest``, ``panels_dir``, ``needs`` (manifests by stage), ``meets``,
+            ``previous``.
+
+    Raises:
+        UsageError: If the code is not what it was when the run started, or the result is no plain JSON.
+    """
+    mark_phase("load")
+    started = time.time()
+    workload, described = load_workload(order["target"]), order["stage"]
+    stage, package = workload.stage(described["name"]), order["target"].partition(".")[0].partition(":")[0]
+    _check_code(stage, workload.params, described)
+    context = make_context(order)
+    params = only(workload.params.model_validate_json(json.dumps(order["params"])), described)
+    loaded = own_modules(package)
+    status, why, exit_code = "completed", "", 0
+    assert callable(stage.run)
+    try:
+        with _panels_kept_in(context.panels_dir):
+            result = stage.run(context, params)
+    except Stop as stop:
+        status, why, exit_code, result = "stopped", str(stop), stop.exit_code, stop.result
+    plain = _plain(result, described["name"])
+    outputs = describe_outputs(context.dir, context.saved)
+    new = {name: path for name, path in own_modules(package).items() if name not in loaded}
+    manifest = {
+        "schema_version": MANIFEST_VERSION,
+        "stage": described["name"],
+        "unit": order["unit"],
+        "job": order["job"],
+        "status": status,
+        "why": why,
+        "exit_code": exit_code,
+        "key": order["key"],
+        "parts": order["parts"],
+        "settings": mask(described["settings"]),
+        "code": described["code"],
+        "result": plain,
+        "outputs": outputs,
+        "digest": digest_of(plain, outputs),
+        "versions": {"python": platform.python_version()} | _versions(),
+        "host": socket.gethostname(),
+        "started": started,
+        "seconds": round(time.time() - started, 3),
+        "unforeseen": {
+            name: [str(path), hash_file(path)] for name, path in new.items() if name not in described["modules"]
+        },
+        "reused_from": None,
+    }
+    write_json(Path(order["manifest"]), manifest)
+    return plain
+
+
+def _check_code(stage: Stage, params: type[BaseModel], described: Mapping[str, Any]) -> None:
+    fields = [name for name in described["settings"] if name != SEED]
+    assert callable(stage.run)
+    now, _ = code_of(stage.run, params, fields)
+    if changed := changed_code(described["code"], now):
+        raise UsageError(
+            f"the code of stage {stage.name} is not what it was when this run started: {changed}.",
+            rule="all stages of a run work with the code that it began with.",
+            remedy="run the same command again: what depends on that code runs anew",
+        )
+
+
+def make_context(order: Mapping[str, Any]) -> Context:
+    """The context of one unit, its folder cleared of what another key left there."""
+    manifest = Path(order["manifest"])
+    open_folder(manifest.with_suffix(""), order["key"])
+    with _panels_kept_in(Path(order["panels_dir"])):
+        Path(order["panels_dir"]).mkdir(parents=True, exist_ok=True)
+    return Context(
+        unit=order["unit"],
+        own_seed=seed_of(order["seed"], order["unit"], order["variable"]) if order["stage"]["seed"] else None,
+        dir=manifest.with_suffix(""),
+        panels_dir=Path(order["panels_dir"]),
+        key=order["key"],
+        previous=Output(Path(order["previous"])) if order["previous"] else None,
+        needs={name: [Output(Path(path)) for path in paths] for name, paths in order["needs"].items()},
+        meets=frozenset(order["meets"]),
+    )
+
+
+@contextlib.contextmanager
+def _panels_kept_in(folder: Path) -> Iterator[None]:
+    """Inside, a folder of panels that cannot be written is refused in words."""
+    try:
+        yield
+    except OSError as error:
+        is_there = error.filename is not None and Path(error.filename).is_relative_to(folder)
+        if not is_there or isinstance(error, FileNotFoundError):  # what the stage itself looks for
+            raise
+        raise DataError(
+            f"the panel cannot be kept in {error.filename}: {error.strerror}.",
+            rule=f"panels are built below panels_dir ({folder}), which must be a folder that can be written.",
+            remedy=f"make {folder} a folder that this user can write, or name another: --set panels_dir=<folder>",
+        ) from error
+
+
+def seed_of(seed: int, unit: Any, variable: str | None = None) -> int:
+    """A unit's seed, which depends on no other unit and on no order; of a mapping, on what ``variable`` names in it.
+
+    >>> seed_of(0, 1) != seed_of(0, 2), seed_of(0, 3) == seed_of(0, {"fold": 3, "rows": 9}, "fold")
+    (True, True)
+    """
+    import numpy as np
+
+    if isinstance(unit, Mapping) and variable in unit:
+        unit = unit[variable]
+    own: list[int] = []
+    if isinstance(unit, int) and unit >= 0:
+        own = [unit]
+    elif unit is not None:
+        own = list(hashlib.sha256((unit if isinstance(unit, str) else canonical(unit)).encode()).digest())
+    return int(np.random.SeedSequence([seed, *own]).generate_state(1)[0])
+
+
+def only(params: BaseModel, described: Mapping[str, Any]) -> Any:
+    """The params with those settings alone that a stage reads; another one is refused when it is looked at."""
+    hidden = {name for name in type(params).model_fields if name not in described["settings"]}
+    if not hidden:
+        return params
+    base, name = type(params), described["name"]
+
+    def look(self: BaseModel, setting: str) -> Any:
+        if setting in hidden:
+            raise UsageError(
+                f"stage {name} reads the setting '{setting}', and does not say so.",
+                rule="a stage gets the settings that it reads, so that it runs again when they change.",
+                remedy=f"add it: Stage({name!r}, ..., reads=(..., {setting!r}))",
+            )
+        return base.__getattr__(self, setting)  # type: ignore[attr-defined]
+
+    seen = params.model_copy()
+    for setting in hidden:
+        seen.__dict__.pop(setting, None)
+    object.__setattr__(seen, "__class__", type(base.__name__, (base,), {"__getattr__": look, "__module__": __name__}))
+    return seen
+
+
+def _plain(result: Any, stage: str) -> dict[str, Any]:
+    """A stage's result as plain JSON."""
+    if result is None:
+        return {}
+    try:
+        if not isinstance(result, Mapping):
+            raise TypeError("it is no mapping of names")
+        found: dict[str, Any] = json.loads(
+            json.dumps({str(name): value for name, value in result.items()}, default=_number)
+        )
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"stage {stage} returned {result!r:.120}: {error}.",
+            rule="a stage returns a mapping of names to numbers, texts, lists and mappings of them.",
+            remedy="return for example {'rank_ic': 0.03}; save tables and arrays: context.save('scores', table)",
+        ) from error
+    return found
+
+
+def _number(value: Any) -> float:
+    return float(value)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _VERSIONS:
+        if name == "memfit" or name in sys.modules:
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -1,0 +1,75 @@
+"""What a run would do, as people read it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memfit.pipeline import RunPlan, StagePlan
+from memfit.units import format_bytes, format_duration
+
+#: Entries of a footprint's parts that the private peak does not consist of.
+_NO_PARTS = ("file", "charged_peak")
+
+
+def print_run_plan(plan: RunPlan, console: Console) -> None:
+    """Print the commands, then for each stage what would run, why, and how many of its jobs fit at once."""
+    for command in plan.commands:
+        console.print(shlex.join(command), soft_wrap=True, markup=False, highlight=False)
+    budget, run = plan.budget, f"{plan.run} goes on" if plan.run else "a new run directory"
+    limit = f"{format_bytes(budget.lendable_bytes)} of {format_bytes(budget.binding.limit_bytes)}"
+    facts = [("run", run), ("budget", f"{limit} can be lent to jobs ({budget.binding.name})")]
+    width = max([10, *(len(stage.name) + 1 for stage in plan.stages)])
+    for name, text in [*facts, ("", "")]:
+        console.print(Text.assemble((f"{name:<{width}}" if name else "", "bold"), text), soft_wrap=True)
+    for stage in plan.stages:
+        first, *lines = _lines(stage)
+        console.print(Text.assemble((f"{stage.name:<{width}}", "bold"), first), soft_wrap=True)
+        for line in lines:
+            console.print(f"{'':<{width}}{line}", soft_wrap=True, markup=False)
+        if stage.rows:
+            console.print(Padding(_matrix(stage), (0, 0, 0, width), expand=False))
+    console.print("\nNothing was started.")
+
+
+def _lines(stage: StagePlan) -> Iterator[str]:
+    words = {"ready": "would run", "waiting": "would run later"}
+    states = ", ".join(f"{words.get(state, state)} {number}" for state, number in stage.states.items())
+    text = states or "its units are not known yet"
+    if stage.saved_seconds:
+        text += f", which saves {format_duration(stage.saved_seconds)}"
+    yield text + (f": {stage.why}" if stage.why else "")
+    if stage.waits_for:
+        yield f"{' and '.join(stage.waits_for)} first: what comes of that decides whether it runs, and for which units"
+    if stage.footprint is not None:
+        yield f"one job: {format_bytes(stage.footprint.private_bytes)} ({stage.origin})"
+        parts = {name: size for name, size in stage.footprint.parts.items() if name not in _NO_PARTS and size}
+        phases = {name: peak.private_bytes for name, peak in stage.footprint.phases.items()}
+        for title, sizes in (("by part", parts), ("by phase", phases)):
+            if sizes:
+                yield f"  {title}: {', '.join(f'{name} {format_bytes(size)}' for name, size in sizes.items())}"
+    elif stage.origin:
+        yield f"one job: {stage.origin}"
+    for command in stage.measure:
+        yield f"{'estimate its GPU memory' if command.startswith('memfit estimate') else 'measure one'}: {command}"
+
+
+def _matrix(stage: StagePlan) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("at once", "memory", "left of the budget", "fits", "time"):
+        table.add_column(name, justify="left" if name in ("at once", "fits") else "right", no_wrap=True)
+    for row in stage.rows:
+        left = format_bytes(abs(row.margin_bytes))
+        table.add_row(
+            f"all {row.num_jobs}" if row.num_jobs == stage.num_runs and row.num_jobs > 1 else str(row.num_jobs),
+            format_bytes(row.needed_bytes),
+            left if row.fits else f"-{left}",
+            "yes" if row.fits else "no",
+            "not measured yet" if row.seconds is None else f"about {format_duration(row.seconds, short=True)}",
+        )
+    return table

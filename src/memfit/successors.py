@@ -1,0 +1,62 @@
+"""What is gone, and what takes its place: one table for verbs, flags, config keys and Python names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Gone:
+    """One thing that an earlier memfit had.
+
+    Attributes:
+        kind: ``verb``, ``flag`` (with its verb), ``key`` of a config, or ``name`` (a module's).
+        old: What it was called.
+        new: What to use now.
+        since: The first version without it.
+    """
+
+    kind: Literal["verb", "flag", "key", "name"]
+    old: str
+    new: str
+    since: str = "0.2"
+
+
+GONE = (
+    Gone("verb", "workflow", "memfit run"),
+    Gone("flag", "run --folds", "--units"),
+    Gone("flag", "map --dry-run", "--plan"),
+    Gone("key", "folds", "units"),
+    Gone("key", "workflow", "params"),
+    Gone("name", "memfit.pipeline.FoldWorkload", "memfit.pipeline.Workload"),
+    Gone("name", "memfit.pipeline.FoldContext", "memfit.pipeline.Context"),
+    Gone("name", "memfit.pipeline.PrepareContext", "memfit.pipeline.Context"),
+    Gone("name", "memfit.pipeline.ScoreContext", "memfit.pipeline.Context"),
+    Gone("name", "memfit.pipeline.Prepared", "outputs that a stage saves: context.save('panel', panel)"),
+    Gone("name", "memfit.pipeline.workflow", "memfit.run"),
+    Gone("name", "memfit.pipeline.parse_folds", "memfit.pipeline.Choice(units='2-5')"),
+    Gone("name", "memfit.pipeline.backtest_checkpoints", "memfit_workloads.finance"),
+)
+
+
+def find_gone(kind: str, old: str) -> Gone | None:
+    """Return the row of something that is gone; None for what never was.
+
+    >>> find_gone("flag", "run --folds").new
+    '--units'
+    """
+    return next((one for one in GONE if (one.kind, one.old) == (kind, old)), None)
+
+
+def missing_name(module: str, name: str) -> Exception:
+    """Return the error for a name that a module does not have: of a name that is gone, what takes its place.
+
+    >>> missing_name("memfit.pipeline", "workflow")
+    ImportError('memfit.pipeline.workflow is gone since memfit 0.2: use memfit.run')
+    """
+    gone = find_gone("name", f"{module}.{name}")
+    if gone is None:
+        return AttributeError(f"module {module!r} has no attribute {name!r}")
+    # No AttributeError: `from module import name` would put another text in its place.
+    return ImportError(f"{gone.old} is gone since memfit {gone.since}: use {gone.new}")

@@ -1,0 +1,171 @@
+"""On which device and in which precision a model computes: batches are moved to it, losses run under autocast."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from memfit.errors import UsageError, nearest
+from memfit.training._split import rebuild
+
+Precision = Literal["float32", "bf16-mixed", "fp16-mixed", "auto"]
+
+_DTYPES = {"float32": None, "bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+
+
+def find_device(name: str | torch.device) -> torch.device:
+    """Return the device of this name; ``"auto"`` is the GPU that was granted to this process, or the CPU without one.
+
+    Raises:
+        UsageError: If there is no such device.
+
+    Example:
+        >>> find_device("cpu")
+        device(type='cpu')
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"device is {name!r}.",
+            rule="it is 'auto', 'cpu', 'cuda' or a GPU by its number, such as 'cuda:1'.",
+            remedy="pass device='auto', or leave device out to keep the model where it lies",
+        ) from error
+    num_gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise UsageError(
+            f"device is '{device}', and torch sees {num_gpus} GPUs.",
+            rule="GPUs are counted from cuda:0, among those that CUDA_VISIBLE_DEVICES leaves visible.",
+            remedy="pass device='auto', which takes the CPU where there is no GPU",
+        )
+    return device
+
+
+def autocast(model: torch.nn.Module, precision: Precision | None) -> AbstractContextManager[Any]:
+    """Return a context in which the model computes as ``Trainer(precision=...)`` evaluates it, on its present device.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with torch.no_grad(), autocast(model, "bf16-mixed"):
+        ...     model(torch.ones(3, 2)).dtype
+        torch.bfloat16
+    """
+    device = _device_of(model)
+    dtype = _DTYPES[choose_precision(precision, device)]
+    # torch's cache of cast weights does not notice weights that are swapped inside, such as an average's
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)
+
+
+def choose_precision(precision: Precision | None, device: torch.device) -> Precision:
+    """Return the precision with ``None`` and ``"auto"`` decided for a device.
+
+    >>> choose_precision("auto", torch.device("cpu"))
+    'float32'
+    """
+    known = [*_DTYPES, "auto"]
+    if precision is not None and precision not in known:
+        raise UsageError(
+            f"precision is {precision!r}.",
+            rule=f"it is one of {', '.join(known)}.",
+            remedy=nearest(str(precision), known),
+        )
+    if precision != "auto" or device.type != "cuda":
+        return "float32" if precision in (None, "auto") else precision
+    with torch.cuda.device(device):
+        return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16-mixed"
+
+
+def to_device(batch: Any, device: str | torch.device) -> Any:
+    """Return the batch on the device: tensors in mappings, sequences and dataclasses, and objects with a method ``to``.
+
+    NumPy arrays and other objects stay as they are. Pinned tensors are copied without waiting.
+
+    Example:
+        >>> batch = {"x": torch.ones(2, 3), "name": ["a", "b"]}
+        >>> to_device(batch, "meta")["x"].device, to_device(batch, "meta")["name"]
+        (device(type='meta'), ['a', 'b'])
+    """
+
+    def moved(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part.to(device, non_blocking=part.is_pinned())
+        return copy.copy(part).to(device) if _moves(part) else part  # a copy: graphs and encodings move in place
+
+    return rebuild(batch, moved, is_leaf=_moves)
+
+
+@dataclass(frozen=True)
+class PlacedLoss:
+    """A loss that runs on the model's device, under autocast.
+
+    Attributes:
+        loss: The user's.
+        device: Where the model lies.
+        moves: Whether batches are moved there.
+        dtype: That of autocast; None for none.
+    """
+
+    loss: Callable[[Any, Any], Any]
+    device: torch.device
+    moves: bool
+    dtype: torch.dtype | None
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        if self.moves:
+            batch = to_device(batch, self.device)
+        with nullcontext() if self.dtype is None else torch.autocast(self.device.type, self.dtype):
+            return self.loss(model, batch)
+
+
+def place(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[Any, Any], Any],
+    device: str | torch.device | None,
+    precision: Precision | None,
+) -> tuple[Callable[[Any, Any], Any], Precision]:
+    """Move the model to the device, and return the loss as it runs there and the precision as it was chosen.
+
+    Raises:
+        UsageError: If device or precision is unknown, or does not go with the model or optimizer.
+    """
+    target = _device_of(model) if device is None else find_device(device)
+    chosen = choose_precision(precision, target)
+    half = [name for name, one in model.named_parameters() if one.requires_grad and one.dtype == torch.float16]
+    if chosen == "fp16-mixed" and half:
+        raise UsageError(
+            f"precision is 'fp16-mixed', and the weight '{half[0]}' is float16.",
+            rule="mixed precision keeps weights in float32 and computes in 16 bits; gradients in float16 are lost.",
+            remedy="pass model.float()",
+        )
+    if device is not None:
+        _move(model, optimizer, target)
+    if device is None and chosen == "float32":
+        return loss, chosen
+    return PlacedLoss(loss, target, device is not None, _DTYPES[chosen]), chosen
+
+
+def _move(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    before = [parameter.device for parameter in model.parameters()]
+    model.to(device)
+    if optimizer.state and before != [parameter.device for parameter in model.parameters()]:
+        raise UsageError(
+            f"device='{device}' moves the model, and its {type(optimizer).__name__} has a state already.",
+            rule="the optimizer's state lies where the weights lie.",
+            remedy="call model.to(...) before the optimizer is made or loaded",
+        )
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _moves(part: Any) -> bool:
+    return not isinstance(part, torch.Tensor | Mapping) and callable(getattr(part, "to", None))

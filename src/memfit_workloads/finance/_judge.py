@@ -1,0 +1,262 @@
+"""From scores to a verdict: the data checked, the scores traded, compared with luck, and tabled by day."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import feather
+from pydantic import BaseModel
+
+from memfit.data import Panel
+from memfit.errors import DataError, UsageError
+from memfit.evaluation import (
+    Decision,
+    Scores,
+    Summary,
+    decide,
+    decide_on_record,
+    evaluate_days,
+    evaluate_folds,
+    read_days,
+    read_scores,
+    summarize_days,
+)
+from memfit.units import format_bytes
+from memfit_workloads.finance._backtest import BacktestResult
+from memfit_workloads.finance._controls import BacktestInput, Controls, SweepRow, run_controls, sweep
+from memfit_workloads.finance._gate import Verdict, judge
+from memfit_workloads.finance._market import Finding, Market, read_market
+from memfit_workloads.finance._quality import check_market
+from memfit_workloads.finance._report import beside, write_backtest
+from memfit_workloads.finance._settings import JudgeSettings
+from memfit_workloads.finance._sharpe import deflated_sharpe
+from memfit_workloads.finance._volatility import VolatilityCorrelation, volatility_correlation
+
+#: Shares of the assets that are tried beside the one that was asked for, as multiples of it.
+_SWEEP = (0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What scores came to.
+
+    Attributes:
+        result: The backtest.
+        findings: What is wrong with the data.
+        controls: What shuffled and shifted scores came to.
+        verdict: The gate's.
+        days: A row of metrics for each fold and date.
+        metrics: Each metric's mean over the dates, with n and a standard error that allows for overlapping labels.
+        tried: The same scores traded with other shares of the assets.
+        by_date: The metrics of the scores that were traded, a row for each date.
+        volatility: How far the scores that were traded rank assets by their volatility.
+    """
+
+    result: BacktestResult
+    findings: tuple[Finding, ...]
+    controls: Controls
+    verdict: Verdict
+    days: pa.Table
+    metrics: Mapping[str, Summary]
+    tried: tuple[SweepRow, ...]
+    by_date: pa.Table
+    volatility: VolatilityCorrelation
+
+
+def judge_scores(
+    folds: Mapping[int, pa.Table], table: pa.Table, panel: Panel, market: pa.Table | None, settings: JudgeSettings
+) -> Judged:
+    """Judge scores.
+
+    Args:
+        folds: Each fold's scores.
+        table: The scores to trade: those of all folds, one for each date and asset.
+        panel: What the models learned from; its features are checked for looks ahead.
+        market: The raw market; positions are marked by its closes, or by ``target_h1`` where there is none.
+        settings: How to judge.
+
+    Raises:
+        UsageError: If no date is left to judge.
+    """
+    scores = read_scores(table)
+    if not len(scores.dates):
+        raise UsageError(
+            f"no date is left to judge ({settings.start_date or 'the first'} to {settings.end_date or 'the last'}).",
+            rule="start_date and end_date, both included, choose among the dates that a model may score.",
+            remedy="choose a period that overlaps with the test dates",
+        )
+    horizon = settings.backtest.horizon
+    raw = None if market is None else read_market(market, table)
+    given = _input(scores, raw, horizon)
+    result = given.run(settings.backtest)
+    findings = () if raw is None else check_market(_with_features(raw, panel), settings.quality)
+    controls = run_controls(given, settings.backtest)
+    days = evaluate_folds(folds, horizons=scores.horizons, k_ratio=settings.k_ratio)
+    metrics = summarize_days(days)
+    verdict = judge(
+        result,
+        findings,
+        controls=controls,
+        rank_ic=metrics[f"h{horizon}_rank_ic"].mean,
+        settings=settings.gate,
+    )
+    ratios = sorted({min(1.0, round(settings.backtest.k_ratio * times, 4)) for times in _SWEEP})
+    tried = sweep(given, settings.backtest, ratios)
+    by_date = evaluate_days(scores, horizons=scores.horizons, k_ratio=settings.k_ratio)
+    volatility = volatility_correlation(given.scores, given.returns_1)
+    return Judged(result, findings, controls, verdict, days, metrics, tried, by_date, volatility)
+
+
+def _input(scores: Scores, market: Market | None, horizon: int) -> BacktestInput:
+    """What is traded: on all dates of the market from the first score until the last position has ended."""
+    score = scores.of(f"score_h{horizon}")
+    if market is None:
+        return BacktestInput(scores.dates, scores.codes, score, scores.of("target_h1"))
+    missing = sorted(set(scores.codes) - set(market.codes))
+    first, last = np.searchsorted(market.dates, scores.dates[[0, -1]])
+    chosen = slice(int(first), min(int(last) + horizon + 1, len(market.dates)))
+    dates = market.dates[chosen]
+    if missing or not np.isin(scores.dates, dates).all():
+        raise UsageError(
+            f"the market has no closes of {missing[0] if missing else 'some of the scored dates'}.",
+            rule="market() of the workload gives a row for each date and asset of the panel.",
+            remedy="give the closes of all of them",
+        )
+    closes = np.where(market.closes > 0, market.closes, np.nan)
+    ahead = np.full(closes.shape, np.nan)
+    ahead[:-1] = closes[1:] / closes[:-1] - 1.0
+    columns = np.searchsorted(np.array(market.codes), np.array(scores.codes))
+    placed = np.full((len(dates), len(scores.codes)), np.nan)
+    placed[np.searchsorted(dates, scores.dates)] = score
+    # A date that no model may score is not to be traded; it does not count as one on which nothing could be chosen.
+    eligible = np.zeros(placed.shape, bool)
+    eligible[np.searchsorted(dates, scores.dates)] = True
+    return BacktestInput(dates, scores.codes, placed, ahead[chosen][:, columns], eligible)
+
+
+def _with_features(market: Market, panel: Panel) -> Market:
+    """The market with the panel's features as views, where both have the same dates and assets."""
+    same = np.array_equal(market.dates, np.asarray(panel.dates).astype("datetime64[D]"))
+    if not same or market.codes != tuple(panel.assets):
+        return market
+    return replace(market, features={name: panel.values[:, :, at] for at, name in enumerate(panel.feature_names)})
+
+
+def decide_on(days: pa.Table, settings: JudgeSettings, *, name: str, record: Path) -> tuple[Decision, Decision | None]:
+    """Decide whether the scores are better than the baseline, corrected for all comparisons on record.
+
+    The second decision is that of the metric beside it, which is no comparison on record; None where the baseline does
+    not have that metric.
+    """
+    baseline, level = settings.decision.baseline, settings.decision.level
+    other = "random" if baseline == "random" else read_days(Path(baseline))
+    horizon = settings.metric_horizon
+    names = (name, baseline)
+    decision = decide_on_record(days, other, settings.metric, horizon, record=record, level=level, names=names)
+    try:
+        return decision, decide(days, other, settings.metric_beside, horizon, level=level)
+    except DataError:
+        return decision, None
+
+
+def summarize_judged(judged: Judged) -> dict[str, Any]:
+    """What scores came to, as plain values for JSON; a figure that is undefined is None."""
+    return {
+        "verdict": judged.verdict.model_dump(mode="json"),
+        "settings": judged.result.settings.model_dump(mode="json"),
+        "summary": _plain(judged.result.summary),
+        "metrics": {name: _finite(asdict(one)) for name, one in judged.metrics.items()},
+        "findings": [finding.model_dump(mode="json") for finding in judged.findings],
+        "controls": _plain(judged.controls),
+        "tried": [_plain(row) for row in judged.tried],
+        "deflated_sharpe": _finite({"": _deflated(judged)})[""],
+        "volatility": _finite(asdict(judged.volatility)),
+    }
+
+
+def _deflated(judged: Judged) -> float:
+    """The probability that the Sharpe ratio is above 0, given how many shares of the assets were tried."""
+    year = judged.result.settings.dates_per_year**0.5
+    trials = [row.summary.sharpe / year for row in judged.tried if math.isfinite(row.summary.sharpe)]
+    return deflated_sharpe(judged.result.days["net"].to_numpy(), trials) if trials else math.nan
+
+
+def _plain(record: BaseModel) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(record.model_dump_json())
+    return content
+
+
+def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if value != value else value for name, value in record.items()}
+
+
+def write_report(file: Path, judged: Judged, *, facts: Mapping[str, Any]) -> tuple[Path, ...]:
+    """Write what scores came to into a JSON file, with the days, the trades and a plot beside it; gives their paths."""
+    more = {
+        "metrics": {name: _finite(asdict(one)) for name, one in judged.metrics.items()},
+        "volatility": _finite(asdict(judged.volatility)),
+    }
+    return write_backtest(
+        file,
+        judged.result,
+        facts={**facts, **more},
+        days=judged.by_date,
+        verdict=judged.verdict,
+        findings=judged.findings,
+        controls=judged.controls,
+    )
+
+
+def write_judged(file: Path, judged: Judged, table: pa.Table, *, facts: Mapping[str, Any]) -> list[str]:
+    """Write the report, and the scores and the table of days beside it; gives the names of the files.
+
+    All are written aside first, and then renamed one after another, the JSON file last: where not all can be written,
+    those of an earlier backtest stay as they are.
+
+    Raises:
+        DataError: If the folder cannot be written to, or has not the room.
+    """
+    aside = file.parent / f".{file.stem}.tmp"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
+        aside.mkdir()
+        tables = {
+            beside(aside / file.name, "scores.feather"): table,
+            beside(aside / file.name, "days.feather"): judged.days,
+        }
+        for path, content in tables.items():
+            feather.write_feather(content, str(path), compression="zstd")
+        names = [path.name for path in (*tables, *write_report(aside / file.name, judged, facts=facts))]
+        for name in names:
+            (aside / name).replace(file.parent / name)
+    except OSError as error:
+        raise _unwritten(file, error) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    picture = file.with_suffix(".png")
+    if picture.name not in names:
+        picture.unlink(missing_ok=True)  # one of an earlier backtest would not belong to these numbers
+    return names
+
+
+def _unwritten(file: Path, error: OSError) -> DataError:
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    try:
+        room = f"{format_bytes(shutil.disk_usage(file.parent).free)} is free in {file.parent}"
+    except OSError:
+        room = f"they go into {file.parent}"
+    return DataError(
+        f"{file} and the files beside it could not be written: {reason}.",
+        rule=f"{room}; what stood there before is as it was.",
+        remedy="free space there, let the folder be written to, or name another --output; then run it again",
+    )

@@ -1,0 +1,196 @@
+"""The shim: it starts by itself and runs a job once, whoever dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from memfit.jobs import Grant, Job, LocalBackend, read_status
+from memfit.jobs._leftovers import remove_segments
+from memfit.jobs._lock import is_held, read_holder
+from memfit.jobs._orphan import OrphanWatch
+from memfit.memory import GroupState, JobGroup, Walls
+from memfit.rundir import RunDir
+from memfit.testing import python, submit, wait_for_end, wait_until
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return RunDir.create(tmp_path, "shim", "0" * 64)
+
+
+def counting(run_dir, name, seconds):
+    """A job that leaves a line for each of its starts."""
+    starts = run_dir.path / f"{name}.starts"
+    return python(
+        name, f"import time\nwith open({str(starts)!r}, 'a') as f: f.write('x\\n')\ntime.sleep({seconds})"
+    ), starts
+
+
+def holder_of(run_dir, job_id):
+    folder = run_dir.job_dir(job_id)
+    wait_until(lambda: (holder := read_holder(folder)) is not None and holder.job_pid is not None and is_held(folder))
+    return read_holder(folder)
+
+
+def shim(run_dir, job_id):
+    """Start a shim as a batch system does."""
+    command = [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(run_dir.path), "--job", job_id]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_shim_started_again_runs_the_job_once_and_tells_its_exit_code(run_dir):
+    backend, starts, go = LocalBackend(run_dir), run_dir.path / "starts", run_dir.path / "go"
+    code = (
+        f"import pathlib, time\nwith open({str(starts)!r}, 'a') as f: f.write('x')\n"
+        f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\nraise SystemExit(7)"
+    )
+    submit(backend, python("once", code))
+    holder_of(run_dir, "once")
+    with shim(run_dir, "once") as beside:
+        assert beside.wait() == 0
+    assert backend.poll()["once"].state == "running"
+    go.touch()
+    assert wait_for_end(backend, "once").exit_code == 7
+    outcome = (run_dir.job_dir("once") / "outcome.json").read_text()
+    with shim(run_dir, "once") as after:
+        assert after.wait() == 7
+    assert (run_dir.job_dir("once") / "outcome.json").read_text() == outcome
+    assert starts.read_text() == "x"
+
+
+def test_a_shim_without_an_order_says_what_is_missing(run_dir):
+    run_dir.job_dir("nothing").mkdir(parents=True)
+    with shim(run_dir, "nothing") as process:
+        _, said = process.communicate()
+    assert process.returncode == 1 and "job.json is missing" in said
+
+
+def test_a_shim_that_cannot_start_is_told_as_a_watcher_that_died(run_dir, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/nonexistent/python")
+    backend = LocalBackend(run_dir)
+    submit(backend, Job("never", command=("true",)))
+    status = wait_for_end(backend, "never")
+    assert (status.state, "shim.log" in status.cause) == ("node_fail", True)
+    assert "/nonexistent/python" in (run_dir.job_dir("never") / "shim.log").read_text()
+
+
+def test_a_shim_that_the_platform_ends_has_its_job_save_and_says_who_it_was(run_dir):
+    backend, ready = LocalBackend(run_dir, grace_seconds=30), run_dir.path / "ready"
+    code = f"import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); pathlib.Path({str(ready)!r}).touch(); time.sleep(300)"
+    submit(backend, python("taken", code))
+    wait_until(ready.exists)
+    os.kill(holder_of(run_dir, "taken").pid, signal.SIGTERM)
+    status = wait_for_end(backend, "taken")
+    assert (status.state, status.exit_code, status.asked, status.ended_by) == ("preempted", 75, False, "platform")
+
+
+def test_a_shim_is_in_a_session_of_its_own_and_leaves_no_empty_log(run_dir):
+    backend = LocalBackend(run_dir)
+    job, _ = counting(run_dir, "quiet", seconds=1)
+    submit(backend, job)
+    pid = holder_of(run_dir, "quiet").pid
+    assert os.getsid(pid) == pid
+    assert wait_for_end(backend, "quiet").state == "completed"
+    assert not (run_dir.job_dir("quiet") / "shim.log").exists()
+
+
+def test_a_closed_backend_still_tells_how_its_jobs_end(run_dir):
+    backend = LocalBackend(run_dir)
+    submit(backend, python("long", "import time; time.sleep(1)"))
+    backend.close()
+    assert wait_for_end(backend, "long").state == "completed"
+
+
+@pytest.fixture
+def walls(memory_group):
+    built = Walls.build(f"orphan-{os.getpid()}", 400 * MIB)
+    assert built is not None
+    yield built
+    for group in built.existing().values():
+        group.kill()
+    built.close()
+    assert not built.parent.path.exists()
+
+
+@pytest.mark.root
+def test_a_stalled_job_without_a_supervisor_gets_what_is_free_by_itself(run_dir, walls):
+    supervisor = LocalBackend(run_dir, walls=walls)
+    submit(supervisor, python("orphan", "block = bytearray(200 << 20)"), Grant(50 * MIB, 100 * MIB))
+    wait_until(lambda: supervisor.poll()["orphan"].stalled)
+    # Nobody holds supervisor.lock, and nobody raises the wall.
+    status = wait_for_end(supervisor, "orphan")
+    assert (status.state, status.wants_more) == ("completed", True)
+
+
+def stalled(group, monkeypatch, states):
+    monkeypatch.setattr(JobGroup, "state", lambda self: states[self.path])
+    return states[group.path]
+
+
+def test_an_orphan_that_can_get_nothing_ends_and_says_why(tmp_path, monkeypatch):
+    parent = tmp_path / "memfit-x"
+    group = JobGroup(parent / "job-a", 1)
+    group.path.mkdir(parents=True)
+    full = GroupState(100 * MIB, 100 * MIB, 0, 100 * MIB, True, 1, 0, 1)
+    state = stalled(group, monkeypatch, {group.path: full, parent: full})
+    watch = OrphanWatch(tmp_path, group)
+    reasons = [watch.look(state, float(now)) for now in range(100, 175)]
+    assert reasons[0] == "" and reasons[60] == ""
+    assert "waited" in reasons[-1] and "100.0 MiB" in reasons[-1] and "no supervisor" in reasons[-1]
+
+
+def test_an_orphan_is_left_to_a_supervisor_that_is_there(tmp_path, monkeypatch):
+    import filelock
+
+    group = JobGroup(tmp_path / "memfit-x" / "job-a", 1)
+    group.path.mkdir(parents=True)
+    full = GroupState(100 * MIB, 100 * MIB, 0, 100 * MIB, True, 1, 0, 1)
+    state = stalled(group, monkeypatch, {group.path: full, group.path.parent: full})
+    watch = OrphanWatch(tmp_path, group)
+    with filelock.FileLock(tmp_path / "supervisor.lock"):
+        assert not any(watch.look(state, float(now)) for now in range(100, 300))
+
+
+def test_segments_are_removed_by_their_makers_number_alone(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    other = dead.pid + 1 if not Path(f"/proc/{dead.pid + 1}").exists() else dead.pid + 2
+    theirs = [f"torch_{dead.pid}_9_0", f"pym-{dead.pid}-xyz", f"__KMP_REGISTERED_LIB_{dead.pid}_0"]
+    kept = [f"torch_{other}_9_0", f"torch_{os.getpid()}_1", f"data_{dead.pid}_1", "torch_x_1"]
+    for name in theirs + kept:
+        (tmp_path / name).touch()
+    folder = tmp_path / f"joblib_memmapping_folder_{dead.pid}_1"
+    folder.mkdir()
+    (folder / "array.pkl").touch()
+    removed = remove_segments({dead.pid, os.getpid()}, since=time.time() - 60, folder=tmp_path)
+    assert sorted(removed) == sorted([*theirs, folder.name])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_segment_older_than_the_job_is_another_ones(tmp_path):
+    old = tmp_path / "torch_999999999_1_0"
+    old.touch()
+    assert remove_segments({999999999}, since=time.time() + 60, folder=tmp_path) == []
+    assert old.exists()
+
+
+def test_an_outcome_cut_short_by_a_power_loss_is_no_outcome(run_dir):
+    backend = LocalBackend(run_dir)
+    submit(backend, python("cut", "pass"))
+    assert wait_for_end(backend, "cut").state == "completed"
+    folder = run_dir.job_dir("cut")
+    (folder / "outcome.json").write_bytes(b"")
+    (folder / "job.json").write_bytes(b"")
+    assert read_status(run_dir, "cut").state == "pending"
+    again = LocalBackend(run_dir)
+    submit(again, python("cut", "pass"))
+    assert wait_for_end(again, "cut").state == "completed"
+    assert json.loads((folder / "outcome.json").read_text())["attempt"] == 2

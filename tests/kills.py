@@ -1,0 +1,145 @@
+"""Run a config in processes of its own, SIGKILL all of them at chosen moments, and tell what the run left."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from pyarrow import feather
+
+from memfit.pipeline import Output
+from memfit.rundir import RunDir
+
+Events = Sequence[Mapping[str, Any]]
+Moment = Callable[[RunDir], bool]
+
+_RUN = "import sys, memfit; sys.exit(memfit.run(sys.argv[1], overrides=sys.argv[2:]).exit_code)"
+_VARIABLE = "TEST_KILLS_ID"
+_LIMIT_SECONDS = 120.0
+#: Columns of a table that differ from run to run.
+_MEASURED = ["seconds", "peak_private_bytes"]
+
+
+def completed(job: str) -> Moment:
+    """The moment at which a job's result counts."""
+    return lambda run: any(
+        event["kind"] == "stage" and event["state"] == "completed" and job in event["jobs"] for event in run.events()
+    )
+
+
+def epoch(job: str, number: int) -> Moment:
+    """The moment at which a job's training has saved an epoch."""
+    return lambda run: (job, number) in epochs(run)
+
+
+def printed(job: str, text: str) -> Moment:
+    """The moment at which a command has printed a text."""
+    path = f"jobs/{job}/out.log"
+    return lambda run: (run.path / path).exists() and text in (run.path / path).read_text()
+
+
+def run(folder: Path, config: str = "config.yaml", *overrides: str, kill_at: Sequence[Moment] = ()) -> RunDir:
+    """Run a config in its folder. At each moment all processes of the run are killed, and it is started again.
+
+    Args:
+        folder: The current folder of the run; its runs lie in ``runs``.
+        config: The config, relative to the folder.
+        overrides: Settings.
+        kill_at: The moments, each awaited by a start of its own.
+
+    Returns:
+        The run, after a last start that was left alone.
+    """
+    for moment in kill_at:
+        process, token = _start(folder, config, overrides)
+        end = time.monotonic() + _LIMIT_SECONDS
+        while not any(moment(found) for found in _runs(folder)):
+            assert process.poll() is None, "the run ended before it was to be killed"
+            assert time.monotonic() < end, "the moment to kill the run did not come"
+            time.sleep(0.01)
+        _kill(token)
+        process.wait()
+    process, _ = _start(folder, config, overrides)
+    assert process.wait(_LIMIT_SECONDS) == 0
+    (found,) = _runs(folder)
+    return found
+
+
+def _runs(folder: Path) -> list[RunDir]:
+    return [RunDir(path.parent) for path in folder.glob("runs/*/run_*/run.json")]
+
+
+def _start(folder: Path, config: str, overrides: Sequence[str]) -> tuple[subprocess.Popen[bytes], str]:
+    token = uuid.uuid4().hex
+    words = [sys.executable, "-c", _RUN, config, *overrides]
+    env = os.environ | {_VARIABLE: token}
+    with open(folder / "supervisor.log", "ab") as log:
+        return subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True), token
+
+
+def _kill(token: str) -> None:
+    """Kill all processes that inherited the token, until none is left: the supervisor, its watchers and its jobs."""
+    while found := [process for process in psutil.process_iter() if _has_token(process, token)]:
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _has_token(process: psutil.Process, token: str) -> bool:
+    with suppress(psutil.Error, OSError):
+        return process.environ().get(_VARIABLE) == token and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def epochs(run: RunDir) -> Counter[tuple[str, int]]:
+    """How often each epoch of each job was trained to its end and saved; a resume may validate the last one again."""
+    ends = [event for event in run.events() if event["kind"] == "checkpoint" and event["epoch"] and not event["step"]]
+    return Counter((event["job"], event["epoch"]) for event in ends)
+
+
+def left_by(run: RunDir) -> dict[str, Any]:
+    """What a run left: the result and the outputs of each job, the tensors of its checkpoints, the tables of units."""
+    found: dict[str, Any] = {}
+    for path in sorted(run.path.glob("checkpoints/*.json")):
+        manifest = Output(path).facts
+        # A checkpoint's file also says when it was written: its tensors are compared below.
+        outputs = [
+            {**one, "sha256": "", "bytes": 0} if one["path"].endswith(".pt") else one for one in manifest["outputs"]
+        ]
+        found[path.stem] = {"status": manifest["status"], "result": manifest["result"], "outputs": outputs}
+    for path in sorted(run.path.glob("checkpoints/*/*.pt")):
+        found[f"{path.parent.name}/{path.name}"] = _tensors_in(path)
+    for path in sorted(run.path.glob("*_results.feather")):
+        table = feather.read_table(path)
+        found[path.name] = table.drop_columns([name for name in _MEASURED if name in table.column_names]).to_pydict()
+    return found
+
+
+def _tensors_in(path: Path) -> list[str]:
+    import torch
+
+    digests: list[str] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu().numpy()
+        if isinstance(value, np.ndarray):
+            digests.append(hashlib.sha256(value.tobytes()).hexdigest())
+        elif isinstance(value, Mapping):
+            for one in value.values():
+                collect(one)
+        elif isinstance(value, list | tuple):
+            for one in value:
+                collect(one)
+
+    collect(torch.load(path, weights_only=False))
+    return digests

@@ -1,0 +1,133 @@
+"""Device memory of real jobs: measured, admitted, grown, claimed and refused as host memory is, on stand-in GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from memfit.reports import find_run
+from memfit.rundir import read_events
+
+GIB = 1 << 30
+STAND_IN = Path(__file__).parents[1] / "gpus"
+#: Notes when it has which GPUs, takes each size for its seconds, and ends.
+JOB = """
+import json, os, sys, time
+import stand_in_cuda
+name, *steps = sys.argv[1:]
+began = time.time()
+for step in steps:
+    gib, seconds = step.split("x")
+    stand_in_cuda.hold(int(float(gib) * 2**30))
+    time.sleep(float(seconds))
+note = {"began": began, "ended": time.time(), "gpus": stand_in_cuda.visible()}
+with open(os.path.join(os.environ["STAND_IN_GPUS"], f"job_{name}"), "w") as file:
+    json.dump(note, file)
+"""
+
+
+@pytest.fixture
+def gpus(tmp_path, monkeypatch):
+    """A folder of no GPUs yet; what is started from here on sees those that are put there."""
+    folder = tmp_path / "gpus"
+    folder.mkdir()
+    (tmp_path / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STAND_IN_GPUS", str(folder))
+    monkeypatch.setenv("MEMFIT_CLAIMS_DIR", str(tmp_path / "claims"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
+    return folder
+
+
+def make(gpus, num, foreign=None):
+    """Make GPUs of 10 GiB, of which a stranger takes so many GiB each."""
+    (gpus / "gpus.json").write_text(json.dumps({f"GPU-{n}": 10 * GIB for n in range(num)}))
+    (gpus / "0.json").write_text(json.dumps({name: size * GIB for name, size in (foreign or {}).items()}))
+
+
+def start(*words, job, runs="runs", verb="run"):
+    command = [sys.executable, "-m", "memfit", verb, "--memory", "200MiB", "--runs-dir", runs, *words, "--"]
+    command += [sys.executable, "job.py", *job]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process, exit_code=0):
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == exit_code, out
+    return out
+
+
+def notes(gpus):
+    """Return what the jobs noted, by the time of their beginning."""
+    found = [json.loads(path.read_text()) for path in gpus.glob("job_*")]
+    return sorted(found, key=lambda note: note["began"])
+
+
+def events(kind, runs="runs"):
+    return [event for event in read_events(find_run(root=Path(runs)).events_dir) if event["kind"] == kind]
+
+
+def test_two_jobs_have_two_gpus_each_of_four_and_a_third_waits_for_one_to_end(gpus):
+    make(gpus, 4)
+    finish(start("--num-gpus", "2", "--gpu-memory", "6GiB", "--param", "n=1..3", job=("{n}", "5x2"), verb="map"))
+    first, second, third = notes(gpus)
+    assert len({*first["gpus"], *second["gpus"]}) == 4
+    assert second["began"] < first["ended"]
+    assert third["began"] > min(first["ended"], second["ended"])
+    assert any(event["on"] == "device" for event in events("wait"))
+
+
+def test_what_the_first_job_took_of_its_gpu_decides_how_many_share_one(gpus):
+    make(gpus, 1, {"GPU-0": 2})
+    finish(start("--num-gpus", "1", "--param", "n=1..3", job=("{n}", "2x4"), verb="map"))
+    first, second, third = notes(gpus)
+    admitted = [event["devices"]["GPU-0"] for event in events("admit")]
+    assert admitted[0] == 10 * GIB - 2 * GIB - (256 << 20)  # its size is not known: nobody else is to be there
+    assert [round(size / GIB, 3) for size in admitted[1:]] == [2.2, 2.2]
+    assert second["began"] > first["began"] + 3 and third["began"] < second["ended"]
+
+
+def test_a_reservation_grows_with_a_job_that_outgrows_it_where_there_is_room(gpus):
+    make(gpus, 1)
+    finish(start("--gpu-memory", "2GiB", job=("a", "1x1", "2.5x2")))
+    [grown] = events("grow_device")[:1]
+    assert (grown["from_bytes"], grown["place"]) == (2 * GIB, "GPU-0")
+    assert grown["to_bytes"] >= 2.5 * GIB
+
+
+def test_a_job_whose_torch_refuses_more_comes_again_with_more(gpus):
+    make(gpus, 1)
+    finish(start("--gpu-memory", "2GiB", job=("a", "1x1", "8x1")))
+    assert [round(event["devices"]["GPU-0"] / GIB, 2) for event in events("admit")] == [2.0, 3.0, 9.75]
+    assert all("ran out of device memory" in event["reason"] for event in events("retry"))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            ("--gpu-memory", "9GiB"),
+            "needs 9.00 GiB on 1 GPU (as declared); 7.75 GiB may be lent on GPU 1 (GPU-1) = 8.00 GiB free - 256.0 MiB",
+        ),
+        (("--num-gpus", "3"), "it needs 3 GPUs and 2 are here"),
+    ],
+)
+def test_a_job_that_can_never_fit_is_refused_with_the_arithmetic(gpus, words, reason):
+    make(gpus, 2, {"GPU-0": 5, "GPU-1": 2})
+    assert reason in " ".join(finish(start(*words, job=("a", "1x1")), exit_code=3).split())
+    assert notes(gpus) == []
+
+
+def test_two_runs_at_once_do_not_promise_one_gpu_twice(gpus):
+    make(gpus, 1)
+    # Each takes what it was promised long after its start: until then the other sees it as free.
+    runs = [start("--gpu-memory", "6GiB", job=(name, "0x2", "5x1"), runs=name) for name in ("a", "b")]
+    for run in runs:
+        finish(run)
+    first, second = notes(gpus)
+    assert second["began"] > first["ended"]
+    assert Counter(event["devices"]["GPU-0"] for name in ("a", "b") for event in events("admit", name)) == {6 * GIB: 2}

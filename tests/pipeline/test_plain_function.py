@@ -1,0 +1,20 @@
+"""A plain function that is run for several values of its settings."""
+
+from pathlib import Path
+
+import memfit
+from memfit.pipeline import Choice
+
+
+def test_a_units_seed_depends_on_its_values_and_not_on_its_place_in_the_list(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("draws.py").write_text("def draw(ctx, n: int = 0):\n    return {'n': n, 'seed': ctx.seed}\n")
+
+    def seeds(*values):
+        choice = Choice(combinations=tuple({"n": value} for value in values))
+        found = memfit.run("draws:draw", choice=choice, new=True).metrics.values()
+        return {result["n"]: result["seed"] for result in found}
+
+    first, second = seeds("1", "2", "3"), seeds("3", "2")
+    assert len(set(first.values())) == 3
+    assert second == {n: first[n] for n in (2, 3)}

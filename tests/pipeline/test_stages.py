@@ -1,0 +1,241 @@
+"""What runs, what is kept, and why: a workload of five stages without torch, NumPy or a panel."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import memfit
+from memfit.errors import ConfigError, UsageError
+from memfit.pipeline import Choice, Stage, Workload, fingerprint_files
+from memfit.rundir import RunDir
+
+ALL = ["gate", "last", "listed", "square_1", "square_2", "square_3", "summed"]
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def chain(tmp_path, monkeypatch):
+    """Runs the chain in a folder of its own; gives the result and the jobs that ran."""
+    for name in ("chain.py", "chain_help.py"):
+        shutil.copy(HERE / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return run_chain
+
+
+def run_chain(*overrides, choice=None):
+    config = {"experiment": "chain", "target": "chain:CHAIN"}
+    known = {path.resolve() for path in Path("runs").glob("chain/*/events/*")}
+    result = memfit.run(config, overrides=overrides, choice=choice or Choice())
+    new = [path for path in (result.path / "events").glob("*") if path.resolve() not in known]
+    told = [json.loads(line) for path in new for line in path.read_text().splitlines()]
+    result_of = {job: event for event in told if event["kind"] == "stage" for job in event["jobs"]}
+    ran = sorted(event["job"] for event in told if event["kind"] == "admit")
+    return result, ran, result_of
+
+
+def why(result, job):
+    events = [event for event in RunDir(result.path).events() if event["kind"] == "stage" and job in event["jobs"]]
+    return [event["why"] for event in events if event["state"] == "running"][-1]
+
+
+def edit(name, before, after):
+    text = Path(name).read_text()
+    assert before in text
+    Path(name).write_text(text.replace(before, after))
+
+
+def test_all_stages_run_once_in_order_and_again_nothing_does(chain):
+    result, ran, _ = chain()
+    assert (result.exit_code, ran) == (0, ALL)
+    assert result.metrics["summed"] == {"sum": 4 + 9 + 16, "all": 3}
+    assert result.metrics["gate"] == {"seen": 1}
+    order = [event["job"] for event in RunDir(result.path).events() if event["kind"] == "admit"]
+    assert order.index("gate") < order.index("square_2")
+    again, ran, states = chain()
+    assert (again.path, ran, again.metrics) == (result.path, [], result.metrics)
+    assert {states[job]["state"] for job in ALL} == {"kept"}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected", "reason"),
+    [
+        ("params.count=4", ["last", "listed", "square_4", "summed"], ("listed", "count 3 -> 4")),
+        (
+            "params.scale=2",
+            ["gate", "last", "square_1", "square_2", "square_3", "summed"],
+            ("square_1", "scale 1 -> 2"),
+        ),
+        ("params.offset=5", ["last", "summed"], ("summed", "offset 0 -> 5")),
+        ("params.limit=999", ["gate"], ("gate", "limit 1000 -> 999")),
+        ("params.unused=1", [], None),
+        ("seed=3", ["last"], ("last", "seed 0 -> 3")),
+    ],
+)
+def test_a_changed_setting_runs_what_depends_on_it_and_says_why(chain, override, expected, reason):
+    first, _, _ = chain()
+    result, ran, states = chain(override)
+    assert result.path != first.path
+    assert ran == expected
+    assert {states[job]["state"] for job in states if job not in ran} <= {"reused"}
+    if reason:
+        assert why(result, reason[0]) == reason[1]
+
+
+def test_the_result_of_another_run_stays_when_that_run_is_deleted(chain):
+    first, _, _ = chain()
+    second, ran, _ = chain("params.offset=5")
+    manifest = json.loads((second.path / "checkpoints/square_2.json").read_text())
+    assert manifest["reused_from"] == str(first.path / "checkpoints/square_2.json")
+    assert (second.path / "checkpoints/square_2/file.txt").stat().st_nlink == 2
+    shutil.rmtree(first.path)
+    again, ran, _ = chain("params.offset=5")
+    assert (again.path, ran, again.metrics) == (second.path, [], second.metrics)
+    assert (second.path / "checkpoints/square_2/file.txt").read_text() == "9"
+
+
+def test_changed_data_of_one_stage_runs_that_stage_and_what_reads_it(chain):
+    first, _, _ = chain()
+    Path("data.txt").write_text("another")
+    result, ran, _ = chain()
+    assert (ran, why(result, "summed")) == (["summed"], "the data changed")  # the same sum: last is kept
+    assert result.path != first.path
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after", "expected"),
+    [
+        ("chain_help.py", "value**2", "value**2 + 0 * value", ["square_1", "square_2", "square_3"]),
+        ("chain_help.py", "value**2", "value**3", ["gate", "last", "square_1", "square_2", "square_3", "summed"]),
+        ("chain.py", "list(range(params.count))", "[*range(params.count)]", ["listed"]),
+        ("chain.py", "# a comment", "# another comment", []),
+        ("chain_help.py", '"""The square."""', '"""A square, of a number."""', []),
+        ("chain.py", "    unused: int = 0\n", "    unused: int = 0\n    newer: int = 0\n", []),
+    ],
+)
+def test_changed_code_runs_the_stages_that_use_it_and_nothing_else(chain, file, before, after, expected):
+    chain()
+    edit(file, before, after)
+    assert chain()[1] == expected  # the same result in spite of other code makes nothing after it run
+
+
+def test_a_red_gate_ends_with_its_code_skips_the_rest_and_is_kept(chain):
+    result, ran, states = chain("params.limit=1")
+    assert (result.state, result.exit_code, ran) == ("stopped", 11, ["gate", "listed", "square_1"])
+    assert {job: states[job]["state"] for job in ("square_2", "square_3", "summed", "last")} == dict.fromkeys(
+        ("square_2", "square_3", "summed", "last"), "skipped"
+    )
+    assert states["square_2"]["why"] == "gate stopped the run: 4 is above 1"
+    outcome = json.loads((result.path / "outcome.json").read_text())
+    assert (outcome["state"], outcome["exit_code"], outcome["why"]) == ("stopped", 11, "4 is above 1")
+    again, ran, _ = chain("params.limit=1")
+    assert (again.exit_code, ran, again.path) == (11, [], result.path)
+
+
+def test_a_skipped_gate_counts_as_passed_and_one_that_others_read_cannot_be_skipped(chain):
+    result, ran, states = chain("params.limit=1", "skip=[gate]")
+    assert (result.exit_code, ran) == (0, [job for job in ALL if job != "gate"])
+    assert states["gate"]["state"] == "passed"
+    with pytest.raises(UsageError, match="stage listed cannot be skipped: summed reads it"):
+        chain("skip=[listed]")
+
+
+def test_until_stage_from_and_units_choose_what_runs(chain):
+    assert chain(choice=Choice(until="gate"))[1] == ["gate", "listed", "square_1", "square_2", "square_3"]
+    assert chain("params.scale=7", "units=1", choice=Choice(until="square"))[1] == ["gate", "square_1"]
+    with pytest.raises(UsageError, match="stage summed is not valid: it was not made yet"):
+        chain("params.scale=7", "units=1", choice=Choice(only="last"))
+    assert chain("params.scale=7", "units=1", choice=Choice(only="summed"))[1] == ["summed"]
+    result, ran, _ = chain("params.scale=7", "units=1-2")
+    assert ran == ["last", "square_2", "summed"]
+    assert result.metrics["summed"]["sum"] == 7 * (4 + 9)
+    assert chain("params.scale=7", "units=1-2", choice=Choice(anew="summed"))[1] == ["last", "summed"]
+    with pytest.raises(UsageError, match="there is no stage 'sumed'") as caught:
+        chain(choice=Choice(until="sumed"))
+    assert "summed" in caught.value.remedy
+
+
+def test_torn_manifests_and_changed_outputs_are_made_anew(chain):
+    result, _, _ = chain()
+    folder = result.path / "checkpoints"
+    (folder / "square_1.json").write_text('{"schema_version": 1, "sta')
+    (folder / "square_2/file.txt").unlink()
+    again, ran, _ = chain()
+    assert (again.path, ran) == (result.path, ["square_1", "square_2"])
+    assert again.metrics == result.metrics
+
+
+def test_an_undeclared_setting_an_undeclared_stage_and_an_undeclared_seed_are_refused_with_the_line_to_add(chain):
+    edit("chain.py", 'context.unit["item"] < 0', 'context.unit["item"] > 0')
+    result, _, _ = chain()
+    assert result.exit_code == 4
+    assert "stage square reads the setting 'undeclared'" in result.statuses["square_1"].cause
+    edit("chain.py", "params.undeclared if", 'context["gate"].result if')
+    assert "this stage reads stage gate, and does not say so" in chain()[0].statuses["square_1"].cause
+    edit("chain.py", 'context["gate"].result if', "context.seed if")
+    assert "this stage reads the seed, and does not say so" in chain()[0].statuses["square_1"].cause
+
+
+def test_code_that_is_edited_during_a_run_is_refused_and_the_same_command_is_right(chain):
+    edit(
+        "chain.py", "def listed(context: Context, params: Params) -> dict:", "def listed(context, params):\n    edit()"
+    )
+    edit("chain.py", "class Params", "def edit():\n"
+         "    path = Path('chain_help.py')\n"
+         "    path.write_text(path.read_text().replace('value**2', 'value**3'))\n\n\nclass Params")  # fmt: skip
+    edit("chain.py", "import chain_help\n", "from pathlib import Path\n\nimport chain_help\n")
+    result, _, _ = chain()
+    assert result.exit_code == 4
+    assert "the code of stage square is not what it was when this run started" in result.statuses["square_1"].cause
+    again, _, _ = chain()
+    assert (again.path, again.exit_code) == (result.path, 0)
+    assert again.metrics["summed"]["sum"] == 8 + 27 + 64
+
+
+def nothing(context, params):
+    return {}
+
+
+class Empty(memfit.config.Settings):
+    folds: int = 2
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ((Stage("a", nothing, needs=("b",)), Stage("b", nothing, needs=("a",))), "in a circle: .* -> "),
+        ((Stage("a", nothing, needs=("c",)),), "stage 'a' names the stage 'c', which there is not"),
+        ((Stage("a", nothing, reads=("rate",)),), "stage 'a' reads 'rate', which is no setting"),
+        ((Stage("a", nothing, each="x of y"),), "stage 'a' has each='x of y'"),
+        ((Stage("a b", nothing),), "stage 'a b' has a bad name"),
+        (
+            (
+                Stage("fold", nothing, each="fold in params.folds"),
+                Stage("mean", nothing, needs=("fold",)),
+                Stage("gate", nothing, needs=("mean",), holds="fold"),
+            ),
+            "stage 'gate' holds 'fold' and waits for 'mean', which needs all units of it",
+        ),
+        ((Stage("a", nothing), Stage("b", nothing, holds="a")), "stage 'b' holds 'a', which has no units"),
+    ],
+)
+def test_stages_that_cannot_work_are_refused_in_words(stages, message):
+    from memfit import config
+    from memfit.pipeline import RunConfig
+    from memfit.pipeline._describe import described_stages
+
+    resolved = config.resolve(RunConfig, values={"experiment": "x", "target": "a:b"}, env={})
+    with pytest.raises(ConfigError, match=message):
+        described_stages(Workload(Empty, stages), resolved)
+
+
+def test_a_large_raw_file_counts_by_size_time_and_a_sample(tmp_path):
+    path = tmp_path / "raw.bin"
+    with open(path, "wb") as file:
+        file.truncate(80 << 20)
+    before = fingerprint_files(path)
+    with open(path, "r+b") as file:
+        file.seek(79 << 20)
+        file.write(b"changed")
+    assert fingerprint_files(path) != before

@@ -1,0 +1,67 @@
+"""Stages of a workload, run in the process of the tests: their contexts, and what they leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from memfit.pipeline import Context, Output, Stop, Workload
+from memfit.pipeline._manifest import describe_outputs, digest_of
+from memfit.pipeline._stage import only, seed_of
+from memfit.rundir import write_json
+
+
+class StagesHere:
+    """A run of some stages of a workload with folds, without a supervisor, jobs or a check of what is valid."""
+
+    def __init__(self, folder: Path, workload: Workload[Any], params: Any, *, seed: int = 3) -> None:
+        self.workload, self.params, self.seed = workload, params, seed
+        self.panels_dir, self.run_dir = folder / "panels", folder / "runs" / "here" / "run_1"
+
+    def manifest(self, name: str, fold: int | None = None) -> Path:
+        """Where a stage's manifest lies."""
+        return self.run_dir / "checkpoints" / f"{f'stage_{name}' if fold is None else f'{name}_{fold}'}.json"
+
+    def folds(self) -> list[dict[str, Any]]:
+        """The units that prepare gave."""
+        return list(Output(self.manifest("prepare")).result["folds"])
+
+    def context(self, name: str, fold: int | None = None, *, folder: Path | None = None) -> Context:
+        """What a stage gets; prepare is run if it was not."""
+        stage = self.workload.stage(name)
+        if stage.needs and not self.manifest("prepare").exists():
+            self.run("prepare")
+        needs = {}
+        for other in stage.needs:
+            folds = [None] if self.workload.stage(other).each is None else [one["fold"] for one in self.folds()]
+            chosen = [fold] if stage.each and folds != [None] else folds[:1] if stage.holds else folds
+            needs[other] = [Output(self.manifest(other, one)) for one in chosen]
+        folder = folder or self.manifest(name, fold).with_suffix("")
+        folder.mkdir(parents=True, exist_ok=True)
+        return Context(
+            unit=None if fold is None else self.folds()[fold - 1],
+            own_seed=seed_of(self.seed, fold),
+            dir=folder,
+            panels_dir=self.panels_dir,
+            needs=needs,
+            meets=frozenset(one for one in stage.needs if stage.each and self.workload.stage(one).each == stage.each),
+        )
+
+    def run(self, name: str, fold: int | None = None, context: Context | None = None) -> Output:
+        """Run a stage, and leave its manifest; of one that stopped the run too."""
+        context = context or self.context(name, fold)
+        stage, settings = self.workload.stage(name), type(self.params).model_fields
+        reads = settings if stage.reads is None else stage.reads
+        status, why, exit_code = "completed", "", 0
+        assert callable(stage.run)
+        try:
+            result = stage.run(context, only(self.params, {"name": name, "settings": dict.fromkeys(reads)})) or {}
+        except Stop as stop:
+            status, why, exit_code, result = "stopped", str(stop), stop.exit_code, stop.result
+        outputs = describe_outputs(context.dir, context.saved)
+        facts = {"schema_version": 1, "stage": name, "job": name, "key": "", "parts": {}, "settings": {}}
+        facts |= {"unit": context.unit, "seconds": 0.0, "unforeseen": {}, "reused_from": None}
+        found = {"status": status, "why": why, "exit_code": exit_code, "result": dict(result), "outputs": outputs}
+        path = context.dir.with_suffix(".json")
+        write_json(path, facts | found | {"digest": digest_of(result, outputs)})
+        return Output(path)
