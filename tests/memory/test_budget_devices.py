@@ -1,5 +1,7 @@
 """GPUs, through a stand-in for NVML: what CUDA sees, and who else is there."""
 
+import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -165,3 +167,29 @@ def test_what_a_tree_takes_of_a_gpu_in_instances_is_told_by_instance():
 
 def test_a_machine_without_a_driver_has_no_device_reader():
     assert device_reader(FakeNvml([], library=False)) is None
+
+
+@pytest.mark.parametrize(
+    "tree, limit, limit_bytes, num_cpus",
+    [("bare_host_v2", "MemAvailable", 2048 * GIB, 256), ("slurm_v2", "memory.max", 500 * GIB, 32)],
+)
+def test_on_a_host_of_2_tib_256_cores_and_an_80_gib_gpu_the_enforced_limit_counts(
+    tree, limit, limit_bytes, num_cpus, tmp_path
+):
+    host = shutil.copytree(RECORDED / tree, tmp_path / "tree")
+    kib = {"MemTotal": 2048 * GIB >> 10, "MemFree": 1800 * GIB >> 10, "MemAvailable": 1900 * GIB >> 10}
+    lines = (host / "proc/meminfo").read_text().splitlines()
+    lines = [line for line in lines if line.partition(":")[0] not in kib]
+    (host / "proc/meminfo").write_text("\n".join([*lines, *(f"{name}: {size} kB" for name, size in kib.items())]))
+    status = host / "proc/self/status"
+    status.write_text(re.sub(r"Cpus_allowed_list:.*", "Cpus_allowed_list:\t0-255", status.read_text()))
+    env = {}
+    for wall in host.glob("sys/fs/cgroup/**/job_42/**/memory.max"):
+        wall.write_text(f"{500 * GIB}\n")
+        env = {"SLURM_JOB_ID": "42", "SLURM_CPUS_ON_NODE": "32"}
+    nvml = FakeNvml([{"uuid": "GPU-a", "name": b"NVIDIA A100-SXM4-80GB", "used": 2 * GIB}])
+    budget = Budget.read(root=host, env=env, nvml=nvml)
+    assert (budget.binding.name, budget.limit_bytes, budget.num_cpus) == (limit, limit_bytes, num_cpus)
+    assert [(one.name, one.total_bytes, one.free_bytes) for one in budget.devices] == [
+        ("NVIDIA A100-SXM4-80GB", 80 * GIB, 78 * GIB)
+    ]

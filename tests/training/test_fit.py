@@ -438,6 +438,17 @@ def test_a_preflight_leaves_no_trace_and_is_recorded(tmp_path, events):
     assert list(event["phases"]) == ["train", "validate", "checkpoint"]
 
 
+def test_the_record_of_a_fit_says_which_optimizer_and_schedule_ran_with_which_settings(events):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.RAdam(model.parameters(), lr=0.25, weight_decay=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7)
+    Trainer(model, loss=squared, optimizer=optimizer, schedule=schedule).fit(loader(), num_epochs=1)
+    (event,) = events("trainer")
+    assert event["optimizer"].startswith("RAdam(betas=(0.9, 0.999), ") and "weight_decay=0.5" in event["optimizer"]
+    assert "lr=0.25" in event["optimizer"] and "step_size=7" in event["schedule"]
+    assert (event["precision"], event["device"], event["num_parameters"]) == ("float32", "cpu", 5)
+
+
 @pytest.mark.parametrize(
     "evaluate, error, text",
     [

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 
 from memfit.errors import UsageError, nearest
+from memfit.rundir import record
 from memfit.training._checkpoint import CheckpointFolder
 from memfit.training._checks import check_parts, known_arguments, number, of_type, whole_number
 from memfit.training._compute import Precision, place
@@ -220,6 +221,14 @@ class Trainer:
         """
         plan = Plan(train, valid, num_epochs, evaluate, best_metric, direction, patience, preflight)
         _check(plan)
+        record(
+            "trainer",
+            optimizer=_describe(self.optimizer),
+            schedule=self._setup.identity["schedule"],
+            precision=self._setup.precision,
+            device=str(next(self.model.parameters()).device),
+            num_parameters=sum(one.numel() for one in self.model.parameters() if one.requires_grad),
+        )
         with StopSignals(interrupt=self._setup.folder is not None) as stop:
             return Fit(self._setup, plan, stop).run()
 
@@ -246,21 +255,25 @@ _ELSEWHERE = {
 _COUNTERS = frozenset({"last_epoch", "verbose"})
 
 
-def _describe(schedule: torch.optim.lr_scheduler.LRScheduler) -> str:
-    """A schedule with its constants.
+def _describe(part: torch.optim.lr_scheduler.LRScheduler | torch.optim.Optimizer) -> str:
+    """A schedule or an optimizer with its constants; of an optimizer, those of its first group of parameters.
 
     >>> weights = [torch.nn.Parameter(torch.ones(1))]
     >>> _describe(torch.optim.lr_scheduler.StepLR(torch.optim.SGD(weights, lr=0.5), step_size=9))
     'StepLR(base_lrs=[0.5], gamma=0.1, step_size=9)'
     """
-    settings = {name: value for name, value in vars(schedule).items() if name[0] != "_" and name not in _COUNTERS}
-    plain = {
-        name: value
-        for name, value in sorted(settings.items())
-        if isinstance(value, int | float | str)
-        or (isinstance(value, list | tuple) and all(isinstance(one, int | float | str) for one in value))
-    }
-    return f"{type(schedule).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"
+    if isinstance(part, torch.optim.Optimizer):
+        settings = {name: value for name, value in part.param_groups[0].items() if value is not False}
+    else:
+        settings = {name: value for name, value in vars(part).items() if name[0] != "_" and name not in _COUNTERS}
+    plain = {name: value for name, value in sorted(settings.items()) if _is_plain(value)}
+    return f"{type(part).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(one, int | float | str) for one in value)
+    return isinstance(value, int | float | str)
 
 
 def _on_oom(cleanup: CleanupPolicy | None) -> Callable[[OomEvent], None]:
