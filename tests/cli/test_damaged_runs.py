@@ -52,7 +52,6 @@ def whole(tmp_path_factory):
     records = {
         "outcome_1.json": outcome,
         "status.json": outcome | {"state": "running", "ended": None, "attempt": 2},
-        "cancel.json": {"now": False, "state": "cancelled", "cause": "asked"},
         "error.json": {"type": "ValueError", "memfit": False, "text": "x"},
         "result.json": {"result": {"loss": 1.0}},
     }

@@ -4,12 +4,12 @@ import json
 import os
 import re
 import signal
+from contextlib import suppress
 
 import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, running
 from memfit.jobs import read_status, running_jobs
-from memfit.jobs._lock import read_holder
 from memfit.memory import Claims
 from memfit.rundir import RunDir, write_json
 from memfit.testing import wait_until
@@ -83,14 +83,16 @@ def test_a_job_that_sigstop_stopped_is_named_until_it_goes_on(memfit, tmp_path):
 
 def test_a_job_whose_watcher_died_with_all_others_is_not_told_as_waiting(memfit, tmp_path):
     with running(tmp_path) as (process, run):
-        watchers = [read_holder(run.job_dir(f"cmd_000{number}")) for number in (1, 2)]
-        for pid in (process.pid, *(one.pid for one in watchers)):
+        wait_until(lambda: all(read_status(run, f"cmd_000{number}").pid for number in (1, 2)))
+        jobs = [read_status(run, f"cmd_000{number}") for number in (1, 2)]
+        for pid in (process.pid, *(job.watcher_pid for job in jobs)):
             os.kill(pid, signal.SIGKILL)
         process.wait()
         wait_until(lambda: not running_jobs(run))
         assert "interrupted; waiting 1, node_fail 2" in memfit("ps", "--all").out
-        for one in watchers:
-            os.killpg(one.job_pid, signal.SIGKILL)
+        for job in jobs:
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
 
 
 def test_all_shows_the_runs_that_ended_and_those_that_were_interrupted(memfit, tmp_path):

@@ -2,12 +2,12 @@
 
 import os
 
-from memfit.jobs._watch import Watch
+from memfit.jobs._monitor import Monitor
 from memfit.rundir import EventWriter, RunDir
 
 
 def test_where_the_driver_shows_no_processes_a_job_counts_with_what_its_torch_holds(tmp_path):
-    watch = Watch(RunDir(tmp_path), "fold_1", (), os.getpid(), None, 1, 0.0, devices=("GPU-a", "GPU-b"))
+    watch = Monitor(RunDir(tmp_path), "fold_1", (), os.getpid(), None, 1, 0.0, devices=("GPU-a", "GPU-b"))
     watch.observe()
     writer = EventWriter(tmp_path / "events", "fold_1")
     for held in (50, 30):
@@ -17,5 +17,5 @@ def test_where_the_driver_shows_no_processes_a_job_counts_with_what_its_torch_ho
     writer.close()
     watch._looked = 0.0
     watch.observe()
-    assert watch.status()["device_used_bytes"] == {"GPU-a": 30, "GPU-b": 0}
+    assert watch.status().device_used_bytes == {"GPU-a": 30, "GPU-b": 0}
     assert watch.footprint().device_bytes == {"GPU-a": 90, "GPU-b": 7}

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from memfit.jobs import Grant, Job, LocalBackend, Verdict, read_status
-from memfit.jobs._lock import is_held, read_holder
-from memfit.jobs._watch import Watch
+from memfit.jobs._folder import is_held
+from memfit.jobs._monitor import Monitor
 from memfit.memory import Walls, read_series
 from memfit.rundir import RunDir
 from memfit.testing import BackendContract, EnforcerContract, is_alive, python, submit, wait_for_end, wait_until
@@ -83,9 +83,8 @@ def sleeper(job_id="long", seconds=300):
 
 def shim_of(run_dir, job_id):
     """The watcher's process id, once the job itself runs."""
-    folder = run_dir.job_dir(job_id)
-    wait_until(lambda: (holder := read_holder(folder)) is not None and holder.job_pid is not None)
-    return read_holder(folder).pid
+    wait_until(lambda: read_status(run_dir, job_id).pid is not None)
+    return read_status(run_dir, job_id).watcher_pid
 
 
 def test_threads_and_allocator_are_set_before_the_first_import(run_dir):
@@ -194,7 +193,7 @@ def test_a_job_whose_watcher_and_supervisor_are_both_killed_ends_and_is_told_by_
     first = LocalBackend(run_dir)
     submit(first, sleeper("left"))
     shim_of(run_dir, "left")
-    child = read_holder(run_dir.job_dir("left")).job_pid
+    child = read_status(run_dir, "left").pid
     os.kill(shim_of(run_dir, "left"), signal.SIGKILL)
     wait_until(lambda: not is_alive(child))
     second = LocalBackend(run_dir)
@@ -227,22 +226,6 @@ def test_a_new_attempt_has_a_number_of_its_own_when_a_supervisor_was_killed_whil
     submit(third, Job("again", command=(sys.executable, "-c", "pass")))
     assert wait_for_end(third, "again").attempt == 3
     assert [json.loads((folder / f"outcome_{n}.json").read_text())["state"] for n in (1, 2)] == ["failed"] * 2
-
-
-def test_a_request_to_stop_reaches_a_watcher_that_was_taken_over_before_it_listened(run_dir):
-    first = LocalBackend(run_dir)
-    submit(first, sleeper("early"))
-    shim = shim_of(run_dir, "early")
-    file = run_dir.job_dir("early") / "lock"
-    kept = file.read_text()
-    file.write_text("")  # as if it had not come so far
-    second = LocalBackend(run_dir)
-    second.adopt(["early"])
-    second.cancel("early", now=True)
-    assert is_alive(shim) and second.poll()["early"].state != "cancelled"
-    file.write_text(kept)
-    assert wait_for_end(second, "early").state == "cancelled"
-    assert wait_for_end(first, "early").state == "cancelled"
 
 
 def test_a_series_that_cannot_be_written_costs_the_series_and_not_the_job(run_dir):
@@ -570,7 +553,7 @@ def test_a_job_begins_in_its_group_and_its_watcher_stays_outside(run_dir, walls)
     submit(backend, job, Grant(256 * MIB, 512 * MIB))
     shim, log = shim_of(run_dir, "inside"), run_dir.job_dir("inside") / "out.log"
     wait_until(lambda: log.read_text().count("Sig") == 2)
-    text, pid = log.read_text(), read_holder(run_dir.job_dir("inside")).job_pid
+    text, pid = log.read_text(), read_status(run_dir, "inside").pid
     assert text.startswith("hello\n") and "/job-inside\n" in text and "\n500\nunlimited\n/usr\n" in text
     own = Path("/proc/self/status").read_text()
     own_ignored = next(int(line.split()[1], 16) for line in own.splitlines() if line.startswith("SigIgn"))
@@ -627,9 +610,9 @@ def test_no_attempt_runs_beside_one_whose_watcher_was_killed_right_after_the_sta
     for number in range(8):
         first = LocalBackend(run_dir, walls=built)
         submit(first, python("twice", program), Grant(256 * MIB, 512 * MIB))
-        wait_until(lambda: (holder := read_holder(folder)) is not None and holder.attempt == number + 1)  # noqa: B023
+        wait_until(lambda: read_status(run_dir, "twice").watcher_pid is not None)
         time.sleep(0.02 * number)  # before, while and after it starts
-        os.kill(read_holder(folder).pid, signal.SIGKILL)
+        os.kill(read_status(run_dir, "twice").watcher_pid, signal.SIGKILL)
         wait_until(lambda: not is_held(folder))
         first.close()
         second = LocalBackend(run_dir, walls=built)  # as the next supervisor
@@ -639,14 +622,6 @@ def test_no_attempt_runs_beside_one_whose_watcher_was_killed_right_after_the_sta
             pids = [int(pid) for pid in (run_dir.path / "pids").read_text().split()]
             assert not any(is_alive(pid) for pid in pids)
         second.close()
-
-
-def test_a_watcher_names_no_process_that_it_has_reaped(run_dir):
-    # Whoever finds it dead ends that number's session, which may be another's by then.
-    backend = LocalBackend(run_dir)
-    submit(backend, python("brief", "pass"))
-    assert wait_for_end(backend, "brief").state == "completed"
-    assert read_holder(run_dir.job_dir("brief")).job_pid is None
 
 
 @pytest.mark.root
@@ -685,7 +660,7 @@ def test_a_file_in_shared_memory_that_the_wall_above_all_jobs_refuses_is_a_lack_
 
 
 def test_a_training_that_was_in_each_phase_by_its_marks_is_settled_at_once(tmp_path):
-    watch = Watch(RunDir(tmp_path), "cmd_0001", (), os.getpid(), None, 1, 0.0)
+    watch = Monitor(RunDir(tmp_path), "cmd_0001", (), os.getpid(), None, 1, 0.0)
     for phase in ("train", "validate"):
         watch._enter(phase)
         assert not watch.settled

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from memfit.errors import UsageError
 from memfit.jobs import Grant, Job, LocalBackend, read_status
-from memfit.jobs._leftovers import remove_segments
-from memfit.jobs._lock import is_held, read_holder
-from memfit.jobs._orphan import OrphanWatch
-from memfit.memory import GroupState, JobGroup, Walls
+from memfit.jobs._cleanup import remove_segments
+from memfit.jobs._unsupervised import Unsupervised
+from memfit.memory import GroupState, JobGroup, Walls, is_locked
 from memfit.rundir import RunDir
 from memfit.testing import python, submit, wait_for_end, wait_until
 
@@ -34,10 +34,10 @@ def counting(run_dir, name, seconds):
     ), starts
 
 
-def holder_of(run_dir, job_id):
-    folder = run_dir.job_dir(job_id)
-    wait_until(lambda: (holder := read_holder(folder)) is not None and holder.job_pid is not None and is_held(folder))
-    return read_holder(folder)
+def shim_pid(run_dir, job_id):
+    """The shim's process id, once the job itself runs."""
+    wait_until(lambda: read_status(run_dir, job_id).pid is not None)
+    return read_status(run_dir, job_id).watcher_pid
 
 
 def shim(run_dir, job_id):
@@ -53,7 +53,7 @@ def test_a_shim_started_again_runs_the_job_once_and_tells_its_exit_code(run_dir)
         f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\nraise SystemExit(7)"
     )
     submit(backend, python("once", code))
-    holder_of(run_dir, "once")
+    shim_pid(run_dir, "once")
     with shim(run_dir, "once") as beside:
         assert beside.wait() == 0
     assert backend.poll()["once"].state == "running"
@@ -87,7 +87,7 @@ def test_a_shim_that_the_platform_ends_has_its_job_save_and_says_who_it_was(run_
     code = f"import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); pathlib.Path({str(ready)!r}).touch(); time.sleep(300)"
     submit(backend, python("taken", code))
     wait_until(ready.exists)
-    os.kill(holder_of(run_dir, "taken").pid, signal.SIGTERM)
+    os.kill(shim_pid(run_dir, "taken"), signal.SIGTERM)
     status = wait_for_end(backend, "taken")
     assert (status.state, status.exit_code, status.asked, status.ended_by) == ("preempted", 75, False, "platform")
 
@@ -96,10 +96,65 @@ def test_a_shim_is_in_a_session_of_its_own_and_leaves_no_empty_log(run_dir):
     backend = LocalBackend(run_dir)
     job, _ = counting(run_dir, "quiet", seconds=1)
     submit(backend, job)
-    pid = holder_of(run_dir, "quiet").pid
+    pid = shim_pid(run_dir, "quiet")
     assert os.getsid(pid) == pid
     assert wait_for_end(backend, "quiet").state == "completed"
     assert not (run_dir.job_dir("quiet") / "shim.log").exists()
+
+
+def test_a_job_is_held_from_its_order_on_and_a_later_supervisor_does_not_start_it_again(run_dir):
+    for number in range(5):
+        job, starts = counting(run_dir, f"job_{number}", seconds=0.3)
+        submit(LocalBackend(run_dir), job)  # whose process is killed here
+        later = LocalBackend(run_dir)
+        assert later.adopt([job.id]) == {job.id}
+        with pytest.raises(UsageError, match="running already"):
+            submit(later, job)
+        assert wait_for_end(later, job.id).attempt == 1
+        assert starts.read_text() == "x\n"
+
+
+def test_a_job_that_ran_when_a_supervisor_came_is_not_started_again_however_soon_it_ends(run_dir):
+    job, _ = counting(run_dir, "brief", seconds=1)
+    submit(LocalBackend(run_dir), job)
+    later = LocalBackend(run_dir)
+    wait_until(
+        lambda: read_status(run_dir, "brief").state == "completed" and not is_locked(run_dir.job_dir("brief") / "lock")
+    )
+    assert later.adopt(["brief"]) == {"brief"}
+    assert later.poll()["brief"].state == "completed"
+    assert later.adopt(["brief"]) == {"brief"}
+
+
+def test_an_outcome_that_is_written_while_a_supervisor_comes_is_kept(run_dir, monkeypatch):
+    job, _ = counting(run_dir, "brief", seconds=0.5)
+    first = LocalBackend(run_dir)
+    submit(first, job)
+
+    def look_until_the_end(folder):
+        wait_for_end(first, "brief")  # its shim ends while the lock is looked at
+        return False
+
+    monkeypatch.setattr("memfit.jobs._local.is_held", look_until_the_end)
+    LocalBackend(run_dir)
+    assert read_status(run_dir, "brief").state == "completed"
+
+
+def test_a_job_that_is_asked_to_stop_before_it_starts_never_starts(run_dir):
+    job, starts = counting(run_dir, "late", seconds=1)
+    submit(LocalBackend(run_dir), job)
+    backend = LocalBackend(run_dir)
+    backend.cancel("late", now=True)
+    wait_for_end(backend, "late")
+    folder = run_dir.job_dir("late")
+    starts.unlink(missing_ok=True)
+    (folder / "outcome.json").unlink()
+    (folder / "stop_requested").write_text("stop\n")
+    with shim(run_dir, "late") as process:
+        assert process.wait() == 1
+    status = read_status(run_dir, "late")
+    assert (status.state, status.asked, status.ended_by, status.started) == ("cancelled", True, "user", None)
+    assert not starts.exists()
 
 
 def test_a_closed_backend_still_tells_how_its_jobs_end(run_dir):
@@ -130,33 +185,27 @@ def test_a_stalled_job_without_a_supervisor_gets_what_is_free_by_itself(run_dir,
     assert (status.state, status.wants_more) == ("completed", True)
 
 
-def stalled(group, monkeypatch, states):
-    monkeypatch.setattr(JobGroup, "state", lambda self: states[self.path])
-    return states[group.path]
-
-
-def test_an_orphan_that_can_get_nothing_ends_and_says_why(tmp_path, monkeypatch):
-    parent = tmp_path / "memfit-x"
-    group = JobGroup(parent / "job-a", 1)
-    group.path.mkdir(parents=True)
+@pytest.fixture
+def starving(tmp_path, monkeypatch):
+    """A job at its wall, below the full wall of its run."""
+    group = JobGroup(tmp_path / "memfit-x" / "job-a", 1)
     full = GroupState(100 * MIB, 100 * MIB, 0, 100 * MIB, True, 1, 0, 1)
-    state = stalled(group, monkeypatch, {group.path: full, parent: full})
-    watch = OrphanWatch(tmp_path, group)
-    reasons = [watch.look(state, float(now)) for now in range(100, 175)]
-    assert reasons[0] == "" and reasons[60] == ""
+    monkeypatch.setattr(JobGroup, "state", lambda self: full)
+    watch = Unsupervised(tmp_path, group)
+    return lambda seconds: [watch.look(full, float(now)) for now in seconds]
+
+
+def test_a_job_that_can_get_nothing_without_a_supervisor_ends_and_says_why(starving):
+    reasons = starving(range(100, 221))
+    assert not any(reasons[:60])
     assert "waited" in reasons[-1] and "100.0 MiB" in reasons[-1] and "no supervisor" in reasons[-1]
 
 
-def test_an_orphan_is_left_to_a_supervisor_that_is_there(tmp_path, monkeypatch):
+def test_a_job_at_its_wall_is_left_to_a_supervisor_that_is_there(starving, tmp_path):
     import filelock
 
-    group = JobGroup(tmp_path / "memfit-x" / "job-a", 1)
-    group.path.mkdir(parents=True)
-    full = GroupState(100 * MIB, 100 * MIB, 0, 100 * MIB, True, 1, 0, 1)
-    state = stalled(group, monkeypatch, {group.path: full, group.path.parent: full})
-    watch = OrphanWatch(tmp_path, group)
     with filelock.FileLock(tmp_path / "supervisor.lock"):
-        assert not any(watch.look(state, float(now)) for now in range(100, 300))
+        assert not any(starving(range(100, 300)))
 
 
 def test_segments_are_removed_by_their_makers_number_alone(tmp_path):

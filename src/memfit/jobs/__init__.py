@@ -3,6 +3,7 @@
 from memfit.jobs._admission import LocalAdmission
 from memfit.jobs._budget_watch import ReadBudget
 from memfit.jobs._child import call_in_child, load_target, raise_error_of
+from memfit.jobs._folder import read_status
 from memfit.jobs._job import (
     ENDED,
     STATES,
@@ -18,7 +19,7 @@ from memfit.jobs._job import (
     Traits,
     Verdict,
 )
-from memfit.jobs._local import LocalBackend, child_env, read_status
+from memfit.jobs._local import LocalBackend, child_env
 from memfit.jobs._policy import HostClaims, OnFailure, Policy, StopRequest
 from memfit.jobs._scheduler import Scheduler
 from memfit.jobs._source import JobSource

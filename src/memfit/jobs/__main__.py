@@ -1,14 +1,18 @@
-"""The processes beside a supervisor: ``python -m memfit.jobs shim RUN_DIR --job ID`` and ``... child FOLDER``."""
+"""The processes beside a supervisor.
+
+python -m memfit.jobs shim RUN_DIR --job ID [--lock DESCRIPTOR]
+python -m memfit.jobs child FOLDER
+"""
 
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["shim", run_dir, "--job", job_id]:
+        case ["shim", run_dir, "--job", job_id, *lock] if lock[:1] in ([], ["--lock"]):
             from memfit.jobs import _shim
 
-            sys.exit(_shim.main(Path(run_dir) / "jobs" / job_id))
+            sys.exit(_shim.main(Path(run_dir) / "jobs" / job_id, *map(int, lock[1:2])))
         case ["child", folder]:
             from memfit.jobs import _child
 

@@ -89,9 +89,8 @@ class Death:
         met_above: The nearest group, its own or one above it, whose wall was met by anyone; empty when none was.
         last_words: The end of what it wrote to standard error.
         kernel_line: The line in which the kernel tells that it killed the process, where the log can be read.
-        verdict: The state and cause that whoever had it ended gave, or None.
+        starved: Why its shim ended it for want of memory; empty when it did not.
         is_asked: memfit or its user asked for the end.
-        full_disk: The folder of its logs, when that disk was full at its end; else empty.
     """
 
     returncode: int
@@ -106,9 +105,8 @@ class Death:
     met_above: str = ""
     last_words: str = ""
     kernel_line: str = ""
-    verdict: Mapping[str, Any] | None = None
+    starved: str = ""
     is_asked: bool = False
-    full_disk: str = ""
 
 
 def explain(death: Death) -> tuple[State, str, EndedBy]:
@@ -128,8 +126,8 @@ def _explain(death: Death) -> tuple[State, str]:
         return "preempted", f"stopped after a checkpoint{where}; it goes on from there"
     # A SIGKILL while memfit waited for the end that it had asked for with SIGTERM is somebody else's.
     if death.stopped_by == "SIGKILL" or (death.stopped_by and death.returncode != -signal.SIGKILL):
-        if death.verdict is not None:
-            return death.verdict["state"], death.verdict["cause"]
+        if death.starved:
+            return "out_of_memory", death.starved
         if death.is_asked:
             return "cancelled", f"ended by memfit with {death.stopped_by}{where}, as asked"
         return "preempted", f"ended by a signal from outside memfit{where}"
@@ -149,8 +147,7 @@ def _explain(death: Death) -> tuple[State, str]:
     if shortage := _shortage(death):
         return "out_of_memory", f"{how}; {shortage}"
     said = _last_lines(death)[-1:] if error is None else []
-    full = f"; the disk of {death.full_disk} is full, so what it wrote last is lost" if death.full_disk else ""
-    return "failed", ": ".join([how, *(line[:200] for line in said)]) + full
+    return "failed", ": ".join([how, *(line[:200] for line in said)])
 
 
 def place_of(death: Death) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from memfit.errors import UsageError
@@ -120,6 +120,7 @@ class JobStatus:
         job_id: The job's id.
         state: One of Slurm's states in lower case.
         phase: The phase that it marked last or, without marks, the one that its log and memory suggest; or None.
+        phase_source: How the phase is known: ``marks``, or guessed from its ``log`` or the ``shape`` of its memory.
         settled: Its measured footprint speaks for its like: it has entered and left each of the job's ``phases`` or,
             when it names none, has stopped growing.
         used_bytes: Its non-reclaimable memory now, of its whole control group where it has one.
@@ -132,6 +133,7 @@ class JobStatus:
         cause: Why it ended as it did, in words.
         attempt: How many times it was started.
         pid: The process id of the job itself, or None before its start.
+        watcher_pid: The process id of its shim; None before the start of that.
         stalled: It waits at its wall: the kernel lets it allocate no more until the wall is raised.
         stopped_pid: A process of it that a signal such as SIGSTOP stopped; None when all of them can run.
         wants_more: An allocation of it was refused or delayed at its wall in this attempt.
@@ -149,6 +151,7 @@ class JobStatus:
     job_id: str
     state: State
     phase: str | None = None
+    phase_source: str | None = None
     settled: bool = False
     used_bytes: int = 0
     peak_bytes: int = 0
@@ -161,6 +164,7 @@ class JobStatus:
     pss_bytes: int = 0
     device_used_bytes: Mapping[str, int] = field(default_factory=dict)
     pid: int | None = None
+    watcher_pid: int | None = None
     stalled: bool = False
     stopped_pid: int | None = None
     wants_more: bool = False
@@ -172,6 +176,19 @@ class JobStatus:
     ended_by: EndedBy = ""
     pending_reason: str = ""
     evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready form, as in ``status.json`` and ``outcome.json``; the id is the folder's name."""
+        found = {name: value for name, value in vars(self).items() if name != "job_id"}
+        return found | {"footprint": self.footprint.to_dict() if self.footprint else None}
+
+    @classmethod
+    def from_dict(cls, job_id: str, found: Mapping[str, Any]) -> JobStatus:
+        """The status that ``to_dict`` gave; what is not there or unknown is left out."""
+        names = {one.name for one in fields(cls)} - {"job_id", "footprint"}
+        plain = {name: value for name, value in found.items() if name in names and value is not None}
+        footprint = found.get("footprint")
+        return cls(job_id, footprint=Footprint.from_dict(footprint) if footprint else None, **plain)
 
 
 @dataclass(frozen=True)
@@ -265,7 +282,8 @@ class Backend(Protocol):
     def adopt(self, job_ids: Iterable[str]) -> set[str]:
         """Follow those of these jobs that an earlier supervisor started and that still run; their ids.
 
-        A job that was adopted is returned again until ``poll`` has told its end.
+        A job that ran when this object was made counts even if it has ended since, so that it is not started again;
+        ``poll`` tells its end. One that was cancelled or submitted here does not count.
         """
 
     def poll(self) -> Mapping[str, JobStatus]:

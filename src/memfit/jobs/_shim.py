@@ -1,4 +1,4 @@
-"""The small process beside each local job: it owns the job's watch and its outcome.
+"""The small process beside each local job: it watches the job and writes its outcome.
 
 It starts by itself: ``python -m memfit.jobs shim RUN_DIR --job ID``. It starts the job's process in the job's control
 group, samples the memory of the whole tree ten times a second, follows its events, passes a request to stop on to it,
@@ -6,8 +6,8 @@ ends what it leaves behind, and writes ``outcome.json``. It holds ``lock`` in th
 that a supervisor that starts anew knows a running job from a dead one by the lock, not by a process id. It imports the
 standard library only.
 
-Signals: SIGTERM asks the job to checkpoint and end, and ends it after a grace; SIGQUIT ends it now. The files
-``cancel.json`` and ``stop_requested`` in the job's folder do the same, and tell that memfit or its user asked.
+The file ``stop_requested`` in the job's folder asks the job to checkpoint and end, and ends it after a grace; with the
+word ``now`` in it, at once. A SIGTERM to the shim does the same as the file, but then the platform asked.
 """
 
 from __future__ import annotations
@@ -16,107 +16,88 @@ import contextlib
 import json
 import os
 import resource
-import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError, StoppedError, UsageError
 from memfit.jobs._child import ERROR, ERROR_SHAPE, RESULT
+from memfit.jobs._cleanup import end_children, end_group, remove_segments, stop_targets, wait_for
 from memfit.jobs._death import Counters, Death, explain, place_of, read_kernel_line
-from memfit.jobs._job import STATES
-from memfit.jobs._leftovers import end_children, remove_segments, stop_targets, wait_for
-from memfit.jobs._lock import CANCEL, JOB, OUTCOME, STATUS, STOP_REQUESTED, JobLock, complain
-from memfit.jobs._orphan import OrphanWatch
-from memfit.jobs._start import become_subreaper, start
-from memfit.jobs._watch import STATUS_SECONDS, Watch
+from memfit.jobs._folder import JOB, OUTCOME, STATUS, STOP_REQUESTED, read_record, take_lock
+from memfit.jobs._job import EndedBy, JobStatus, State
+from memfit.jobs._monitor import STATUS_SECONDS, Monitor
+from memfit.jobs._spawn import become_subreaper, spawn
+from memfit.jobs._unsupervised import Unsupervised
 from memfit.masking import mask
 from memfit.memory import JobGroup
 from memfit.rundir import RunDir, read_json, read_whole, write_atomic
 from memfit.units import MIB, format_bytes
 
-#: A job is sampled so often, from a certain age on: to look at one costs as much as a brief one itself.
-SAMPLE_SECONDS, _FIRST_SAMPLE_SECONDS = 0.1, 0.25
-#: A job that lived less leaves no series and no status.
-_BRIEF_SECONDS = 0.5
-#: The outcome of a job that ran less is not forced to disk: it is run again sooner than that takes.
-_DURABLE_SECONDS = 2.0
+_SAMPLE_SECONDS = 0.1
 #: Less shared memory than that may be the kernel's lag in counting.
 _LEFT_BYTES = MIB
-#: A disk with less than that is full: some keep a few blocks for themselves.
-_FULL_BYTES = 64 << 10
-_CANCEL_SHAPE = {"now": bool, "state": (frozenset(STATES), type(None)), "cause": (str, type(None))}
 
 
 class _Stop:
-    """Why the job is to end, and how soon.
-
-    memfit and its user ask by a file (``cancel.json``, ``stop_requested``). A signal alone is the platform's.
-    """
+    """Why the job is to end, and how soon: by the file, memfit or its user asks; by a signal alone, the platform."""
 
     def __init__(self, job_dir: Path) -> None:
-        self._job_dir = job_dir
+        self._file = job_dir / STOP_REQUESTED
         self.since: float | None = None
         self.now = self.is_asked = False
-        #: Why the watcher itself ends the job; nobody asked for that.
+        #: Why the shim itself ends the job; nobody asked for that.
         self.reason = ""
         signal.signal(signal.SIGTERM, self.begin)
-        signal.signal(signal.SIGQUIT, self.end_now)
         # Not SIG_IGN, which the job would inherit.
         signal.signal(signal.SIGINT, lambda *_: None)
         signal.signal(signal.SIGHUP, lambda *_: None)
 
     def begin(self, *_: object) -> None:
         self.since = self.since or time.monotonic()
-        self.read_request()
-
-    def end_now(self, *_: object) -> None:
-        self.now = True
-        self.begin()
 
     def is_over(self, grace_seconds: float) -> bool:
         """Whether the job has to end now: that was asked for, or the grace is over."""
         return self.now or (self.since is not None and time.monotonic() - self.since > grace_seconds)
 
     def read_request(self) -> None:
-        """Obey the files that ask for a stop."""
+        """Obey the file that asks for a stop."""
         with contextlib.suppress(OSError):
-            self._take((self._job_dir / STOP_REQUESTED).read_text().strip() == "now")
-        if order := _read_left(self._job_dir / CANCEL, _CANCEL_SHAPE):
-            self._take(order["now"])
-
-    def _take(self, now: bool) -> None:
-        self.since, self.is_asked, self.now = self.since or time.monotonic(), True, self.now or now
+            self.now = self._file.read_text().strip() == "now" or self.now
+            self.is_asked = True
+            self.begin()
 
 
-def main(job_dir: Path) -> int:
+def main(job_dir: Path, lock: int | None = None) -> int:
     """Run the job whose folder this is, as its ``job.json`` says.
 
     Starting it again is harmless: an attempt that has ended is not run twice, and one that runs is left alone.
 
+    Args:
+        job_dir: The job's folder.
+        lock: The descriptor that holds the job's lock; taken here when None.
+
     Returns:
-        The job's exit code, 128 + n when signal n ended it; 0 when another watcher has the job.
+        The job's exit code, 128 + n when signal n ended it; 0 when another shim has the job.
     """
-    lock = JobLock.take(job_dir)
-    if lock is None:
+    if lock is None and (lock := take_lock(job_dir)) is None:
         return 0
-    try:
-        outcome = read_json(job_dir / OUTCOME) or _run(job_dir, lock)
-    finally:
-        lock.release()
+    os.set_inheritable(lock, False)  # or the lock would live as long as any process of the job
+    status = read_record(job_dir.name, job_dir / OUTCOME) or _run(job_dir)
     with contextlib.suppress(OSError):
         if not (log := job_dir / "shim.log").stat().st_size:
             log.unlink()
-    code = outcome.get("exit_code")
-    if code is None:
+    if status.exit_code is None:
         return 1
-    return int(code) if code >= 0 else 128 - int(code)
+    return status.exit_code if status.exit_code >= 0 else 128 - status.exit_code
 
 
-def _run(job_dir: Path, lock: JobLock) -> dict[str, Any]:
+def _run(job_dir: Path) -> JobStatus:
     job = read_whole(job_dir / JOB)
     if job is None:
         raise UsageError(
@@ -126,45 +107,44 @@ def _run(job_dir: Path, lock: JobLock) -> dict[str, Any]:
         )
     stop = _Stop(job_dir)
     become_subreaper()
-    lock.tell(attempt=int(job["attempt"]))
-    outcome = _Shim(job, job_dir, lock, stop).run()
-    is_durable = time.time() - outcome["started"] > _DURABLE_SECONDS
-    write_atomic(job_dir / OUTCOME, json.dumps(outcome) + "\n", durable=is_durable)
+    status = _Shim(job, job_dir, stop).run()
+    write_atomic(job_dir / OUTCOME, json.dumps(status.to_dict()) + "\n")
     (job_dir / STATUS).unlink(missing_ok=True)
-    return outcome
+    return status
 
 
 class _Shim:
     """One job from its start to its outcome."""
 
-    def __init__(self, job: Mapping[str, Any], job_dir: Path, lock: JobLock, stop: _Stop) -> None:
-        self.job, self.job_dir, self.lock, self.stop = job, job_dir, lock, stop
+    def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: _Stop) -> None:
+        self.job, self.job_dir, self.stop = job, job_dir, stop
         self.run_dir = RunDir(job_dir.parent.parent)
         self.group = JobGroup.at(Path(job["group"])) if job["group"] else None
-        self.orphan = OrphanWatch(self.run_dir.path, self.group) if self.group else None
+        self.unsupervised = Unsupervised(self.run_dir.path, self.group) if self.group else None
         self.attempt, self.grace_seconds = int(job["attempt"]), float(job["grace_seconds"])
         self.env_differs: dict[str, Any] = {}
         #: The processes that were asked to stop.
         self.told: set[int] = set()
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> JobStatus:
         """Start the job, watch it to its end, and explain that end."""
-        started, is_first = time.time(), self.attempt == 1
-        # A group that was never used has met nothing; the first attempt's files are all its own.
-        before = Counters(0, self.group.path.name) if self.group and is_first else Counters.read(self.group)
-        state = self.group.state() if self.group and not is_first else None
-        older = frozenset[Path]() if is_first else frozenset(self.run_dir.events_dir.glob("*.jsonl"))
+        self._write(JobStatus(self.job_dir.name, "pending", attempt=self.attempt, watcher_pid=os.getpid()))
+        started, before = time.time(), Counters.read(self.group)
+        state = self.group.state() if self.group else None
+        older = frozenset(self.run_dir.events_dir.glob("*.jsonl"))
+        self.stop.read_request()
+        if self.stop.is_asked:
+            return self._not_started("cancelled", "stopped before it started", "user")
+        if self.stop.since is not None:
+            return self._not_started("preempted", "ended by a signal from outside memfit before it started", "platform")
         try:
-            process = start(self.job, self.job_dir, self.group)
+            process = spawn(self.job, self.job_dir, self.group)
         except OSError as error:
-            self._remove_group()
             cause = f"could not be started: {error.strerror or error} ({error.filename})"
-            ended = {"started": started, "ended": time.time(), "attempt": self.attempt}
-            return {"state": "failed", "cause": cause, **ended, "asked": self.stop.is_asked, "ended_by": "job"}
-        self.lock.tell(job_pid=process.pid, started=started)
-        watch = Watch(
+            return replace(self._not_started("failed", cause, "job"), started=started)
+        monitor = Monitor(
             run=self.run_dir,
-            job_id=str(self.job["id"]),
+            job_id=self.job_dir.name,
             phases=tuple(self.job["phases"]),
             pid=process.pid,
             group=self.group,
@@ -174,71 +154,79 @@ class _Shim:
             older=older,
             devices=_devices_of(self.job),
         )
-        process.returncode, stopped_by = self._follow(watch)
-        returncode = process.returncode
-        return self._close(watch, before, returncode, stopped_by)
+        monitor.open_series(self.job_dir / f"memory{'' if self.attempt == 1 else f'_{self.attempt}'}.arrows")
+        returncode, stopped_by = self._follow(process, monitor)
+        return self._close(monitor, before, returncode, stopped_by)
 
-    def _follow(self, watch: Watch) -> tuple[int, str | None]:
+    def _not_started(self, state: State, cause: str, ended_by: EndedBy) -> JobStatus:
+        if self.group is not None:
+            end_group(self.group, keep=bool(self.job["keeps_group"]))
+        ended = {"ended": time.time(), "asked": self.stop.is_asked, "ended_by": ended_by}
+        return JobStatus(self.job_dir.name, state, cause=cause, attempt=self.attempt, **ended)  # type: ignore[arg-type]
+
+    def _write(self, status: JobStatus) -> None:
+        with contextlib.suppress(OSError):
+            write_atomic(self.job_dir / STATUS, json.dumps(status.to_dict()) + "\n", durable=False)
+
+    def _follow(self, process: subprocess.Popen[bytes], monitor: Monitor) -> tuple[int, str | None]:
         """Watch until the job's process has ended; its exit code, and the signal that memfit ended it with."""
-        waiter = _Waiter(watch)
-        stopped_by = self._obey(watch, None)
-        status_at = first_at = watch.born + _BRIEF_SECONDS
-        seconds = _FIRST_SAMPLE_SECONDS
-        while (returncode := waiter.wait(seconds)) is None:
-            seconds = SAMPLE_SECONDS
-            watch.observe()
+        stopped_by, next_tick, is_first = None, 0.0, True
+        while True:
+            monitor.observe()
+            self.stop.read_request()
             now = time.monotonic()
-            if now >= status_at:
-                self._tick(watch, is_first=status_at == first_at)
-                status_at = now + STATUS_SECONDS
-            self._see_to_orphan(watch, now)
-            stopped_by = self._obey(watch, stopped_by)
-        return returncode, stopped_by
+            if now >= next_tick:
+                next_tick = now + STATUS_SECONDS
+                self._tick(monitor)
+            if is_first and now - monitor.born > STATUS_SECONDS:  # by then its program runs
+                is_first = False
+                self._check_env(monitor.pid)
+            self._end_starved(monitor, now)
+            stopped_by = self._pass_on_stop(monitor, stopped_by)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_SAMPLE_SECONDS), stopped_by
 
-    def _obey(self, watch: Watch, sent: str | None) -> str | None:
+    def _tick(self, monitor: Monitor) -> None:
+        """Do what is due twice a second."""
+        monitor.guess_phase()
+        monitor.measure_cpu()
+        monitor.look_for_stopped()
+        self._write(monitor.status())
+
+    def _pass_on_stop(self, monitor: Monitor, sent: str | None) -> str | None:
         """Pass a request to stop on; the strongest signal that was sent so far."""
         stop = self.stop
         if stop.since is None:
             return None
-        watch.asked = stop.is_asked
+        monitor.asked = stop.is_asked
         # It is reaped by this process alone, so that its number is still its own.
         if stop.is_over(self.grace_seconds):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(watch.pid, signal.SIGKILL)
+                os.killpg(monitor.pid, signal.SIGKILL)
             return "SIGKILL"
         if sent is None:
-            self.told = stop_targets(watch.pid)
+            self.told = stop_targets(monitor.pid)
             for pid in self.told:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGTERM)
         return "SIGTERM"
 
-    def _wait_for_told(self, watch: Watch, returncode: int, stopped_by: str | None) -> int:
+    def _wait_for_told(self, monitor: Monitor, returncode: int, stopped_by: str | None) -> int:
         """Let those whom a shell ran, and who were asked to stop too, use what is left of the grace."""
-        left = self.told - {watch.pid}
+        left = self.told - {monitor.pid}
         if stopped_by != "SIGTERM" or not left:
             return returncode
         codes = wait_for(left, lambda: self.stop.is_over(self.grace_seconds))
         return StoppedError.exit_code if StoppedError.exit_code in codes else returncode
 
-    def _tick(self, watch: Watch, *, is_first: bool) -> None:
-        """What is due twice a second once the job has lived a while."""
-        if is_first:
-            watch.open_series(self.job_dir / f"memory{'' if self.attempt == 1 else f'_{self.attempt}'}.arrows")
-            self._check_env(watch.pid)
-        self.stop.read_request()
-        watch.guess_phase()
-        watch.measure_cpu()
-        watch.look_for_stopped()
-        with contextlib.suppress(OSError):
-            write_atomic(self.job_dir / STATUS, json.dumps(watch.status()) + "\n", durable=False)
-
-    def _see_to_orphan(self, watch: Watch, now: float) -> None:
-        if self.orphan is None or self.stop.now:
+    def _end_starved(self, monitor: Monitor, now: float) -> None:
+        """End a job that no supervisor helped for too long."""
+        if self.unsupervised is None or self.stop.now:
             return
-        if reason := self.orphan.look(watch.state, now):
+        if reason := self.unsupervised.look(monitor.state, now):
             self.stop.reason = "" if self.stop.since is not None else reason
-            self.stop.end_now()
+            self.stop.now = True
+            self.stop.begin()
 
     def _check_env(self, pid: int) -> None:
         """Record the variables that memfit set as the job's process really has them."""
@@ -250,120 +238,118 @@ class _Shim:
         wanted = self.job["env"]
         self.env_differs = mask({name: real.get(name) for name, value in wanted.items() if real.get(name) != value})
         for name, value in self.env_differs.items():
-            complain(f"{name} is {value!r} in the job, not {mask(wanted)[name]!r} as set")
+            print(f"{name} is {value!r} in the job, not {mask(wanted)[name]!r} as set", file=sys.stderr)
+        found = mask({name: real.get(name) for name in wanted})
         with contextlib.suppress(OSError):
-            found = mask({name: real.get(name) for name in wanted})
             write_atomic(self.job_dir / "environ.json", json.dumps(found, indent=2) + "\n", durable=False)
 
-    def _close(self, watch: Watch, before: Counters, returncode: int, stopped_by: str | None) -> dict[str, Any]:
+    def _close(self, monitor: Monitor, before: Counters, returncode: int, stopped_by: str | None) -> JobStatus:
         """End what is left, gather the evidence, and say why the job ended."""
-        returncode = self._wait_for_told(watch, returncode, stopped_by)
-        if watch.meter is not None:
-            watch.observe()
-            watch.write_series()
-        left = end_children(lambda: (watch.meter.pids if watch.meter else set()) - {os.getpid(), watch.pid})
+        self._write(replace(monitor.status(), pid=None))  # its number may be another's soon
+        resident_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        returncode = self._wait_for_told(monitor, returncode, stopped_by)
+        monitor.observe()
+        left = end_children()
         if self.group is not None and self.group.pids():
             self.group.kill()
-        self.lock.tell(job_pid=None)  # its number may be another's soon
-        remove_segments(watch.pids | left, since=watch.started)
-        if watch.series is not None:
+        remove_segments(monitor.pids | left, since=monitor.started)
+        if monitor.series is not None:
+            monitor.write_series()
             with contextlib.suppress(OSError):
-                watch.series.close()
-        evidence, left_bytes = self._group_evidence(watch, returncode)
-        status = watch.status()
-        if returncode == 0 and self.job["target"] is None and not left and left_bytes < _LEFT_BYTES:
-            state, cause, ended_by = "completed", "", "job"
-        else:
-            death = self._death(watch, before, returncode, stopped_by)
+                monitor.series.close()
+        evidence, left_bytes = self._group_evidence(monitor, resident_bytes)
+        status = monitor.status()
+        state: State = "completed"
+        ended_by: EndedBy = "job"
+        cause = ""
+        if returncode != 0 or self.job["target"] is not None:
+            death = self._death(monitor, before, returncode, stopped_by)
             state, cause, ended_by = explain(death)
             counters = {"before": death.counters_before.to_dict(), "after": death.counters_after.to_dict()}
             evidence |= {"oom_kills": counters, "place": place_of(death)}
-            notes = [
-                f"{len(left)} process(es) that it left running were ended" if left else "",
-                f"it left {format_bytes(left_bytes)} in /dev/shm or another tmpfs" if left_bytes >= _LEFT_BYTES else "",
-            ]
-            cause = "; ".join(filter(None, (cause, *notes)))
-            # Its last words may repeat its arguments.
-            cause = mask({"command": self.job["command"], "params": self.job.get("params"), "cause": cause})["cause"]
-        self._remove_group()
-        ended = {"state": state, "ended": time.time(), "exit_code": returncode, "cause": cause, "evidence": evidence}
-        now_nothing = {"used_bytes": 0, "pss_bytes": 0, "stalled": False, "stopped_pid": None, "wanted_cpus": 0.0}
+        notes = [
+            f"{len(left)} process(es) that it left running were ended" if left else "",
+            f"it left {format_bytes(left_bytes)} in /dev/shm or another tmpfs" if left_bytes >= _LEFT_BYTES else "",
+        ]
+        cause = "; ".join(filter(None, (cause, *notes)))
+        # Its last words may repeat its arguments.
+        cause = mask({"command": self.job["command"], "params": self.job.get("params"), "cause": cause})["cause"]
+        if self.group is not None:
+            end_group(self.group, keep=bool(self.job["keeps_group"]))
         used = resource.getrusage(resource.RUSAGE_CHILDREN)  # it reaps also what its job left
-        ended["cpu_seconds"] = round(used.ru_utime + used.ru_stime, 3)
-        return status | ended | now_nothing | {"asked": self.stop.is_asked, "ended_by": ended_by}
+        return replace(
+            status,
+            state=state,
+            cause=cause,
+            ended_by=ended_by,
+            ended=time.time(),
+            exit_code=returncode,
+            evidence=evidence,
+            cpu_seconds=round(used.ru_utime + used.ru_stime, 3),
+            asked=self.stop.is_asked,
+            used_bytes=0,
+            pss_bytes=0,
+            stalled=False,
+            stopped_pid=None,
+            wanted_cpus=0.0,
+        )
 
-    def _group_evidence(self, watch: Watch, returncode: int) -> tuple[dict[str, Any], int]:
+    def _group_evidence(self, monitor: Monitor, resident_bytes: int) -> tuple[dict[str, Any], int]:
         """What the job's group tells at the end, and the shared memory that is still charged to it."""
         evidence: dict[str, Any] = {"env_differs": self.env_differs} if self.env_differs else {}
         if self.job["data_limit_bytes"] is not None:
             evidence["data_limit_bytes"] = self.job["data_limit_bytes"]
+        state = self.group.state() if self.group is not None else None
+        # What a process inherited by fork counts as its peak too, so that a lower one than this one's tells nothing.
+        if resident_bytes <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024:
+            resident_bytes = 0
+        if self.group is None or state is None:
+            monitor.note_last_peak(resident_bytes, None)
+            return evidence, 0
         # What is charged to it still is memory that outlives its processes, or page cache.
-        is_plain = returncode == 0 and watch.meter is None
-        if self.group is None:
-            return evidence, 0
-        charged_peak = self.group.charged_peak()
-        if is_plain and self.group.charged_bytes() < _LEFT_BYTES:
-            watch.bound_peak(charged_peak, cache_bytes=0)
-            return evidence | {"charged_peak_bytes": charged_peak}, 0
-        if (state := self.group.state()) is None:
-            return evidence, 0
-        cache = state.charged_bytes - state.used_bytes
-        watch.bound_peak(charged_peak, cache)
+        charged_peak, cache = self.group.charged_peak(), state.charged_bytes - state.used_bytes
+        monitor.note_last_peak(resident_bytes, charged_peak - cache)
         # A burst between two samples shows here alone; what is cache still was so all the time, or was no burst.
-        watch.note_refusals(state, max(watch.peak_bytes, charged_peak - cache))
+        monitor.note_refusals(state, max(monitor.peak_bytes, charged_peak - cache))
         evidence |= {
             "group": self.group.name,
             "wall_bytes": state.wall_bytes,
             "charged_peak_bytes": charged_peak,
-            "met_wall": state.met_wall - watch.met_before,
+            "met_wall": state.met_wall - monitor.met_before,
             "left_shared_memory_bytes": state.shared_memory_bytes,
         }
         return evidence, state.shared_memory_bytes
 
-    def _death(self, watch: Watch, before: Counters, returncode: int, stopped_by: str | None) -> Death:
-        refused = "its wall" if watch.wants_more else ""
+    def _death(self, monitor: Monitor, before: Counters, returncode: int, stopped_by: str | None) -> Death:
+        refused = "its wall" if monitor.wants_more else ""
         if self.job["data_limit_bytes"] is not None:
             refused = f"its limit of {format_bytes(self.job['data_limit_bytes'])} of data"
         after = Counters.read(self.group)
         needs_log = returncode == -signal.SIGKILL and stopped_by != "SIGKILL" and after.own is None
-        verdict = {"state": "out_of_memory", "cause": self.stop.reason} if self.stop.reason else None
-        order = _read_left(self.job_dir / CANCEL, _CANCEL_SHAPE) or {}
         return Death(
             returncode=returncode,
             stopped_by=stopped_by,
             counters_before=before,
             counters_after=after,
-            error=_read_left(self.job_dir / ERROR, ERROR_SHAPE),
+            error=_read_error(self.job_dir / ERROR),
             has_result=self.job["target"] is None or (self.job_dir / RESULT).exists(),
-            peak_bytes=watch.peak_bytes,
-            phase=watch.phase,
+            peak_bytes=monitor.peak_bytes,
+            phase=monitor.phase,
             refused=refused,
             met_above=self.group.first_met() if returncode and self.group is not None else "",
             last_words=_read_end(self.job_dir / "err.log") if returncode else "",
-            kernel_line=read_kernel_line(watch.pid, watch.born) if needs_log else "",
-            full_disk=str(self.job_dir) if _is_full(self.job_dir) else "",
-            verdict=verdict or (order if order.get("state") else None),
+            kernel_line=read_kernel_line(monitor.pid, monitor.born) if needs_log else "",
+            starved=self.stop.reason,
             is_asked=self.stop.is_asked,
         )
 
-    def _remove_group(self) -> None:
-        if self.group is not None and not self.job["keeps_group"]:
-            self.group.remove()
 
-
-def _read_left(path: Path, shape: Mapping[str, Any]) -> dict[str, Any] | None:
+def _read_error(path: Path) -> dict[str, Any] | None:
     try:
-        return read_json(path, shape)
-    except DamagedError as error:  # torn by a full disk
-        complain(str(error))
+        return read_json(path, ERROR_SHAPE)
+    except DamagedError as error:
+        print(error, file=sys.stderr)
         return None
-
-
-def _is_full(folder: Path) -> bool:
-    """Return whether a disk has next to nothing left for this user; a quota does not show here."""
-    disk = os.statvfs(folder)
-    free = disk.f_bavail if os.geteuid() else disk.f_bfree
-    return bool(disk.f_blocks) and free * disk.f_frsize < _FULL_BYTES
 
 
 def _read_end(path: Path) -> str:
@@ -371,31 +357,6 @@ def _read_end(path: Path) -> str:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
         return file.read().decode(errors="replace")
     return ""
-
-
-class _Waiter:
-    """Waits for the end of a job's process."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch, self._poll = watch, select.poll()
-        self._pidfd = os.pidfd_open(watch.pid) if hasattr(os, "pidfd_open") else None
-        if self._pidfd is not None:
-            self._poll.register(self._pidfd, select.POLLIN)
-
-    def wait(self, seconds: float) -> int | None:
-        """The exit code when the end came in so many seconds; without pidfds it is seen one sample late."""
-        self._poll.poll(seconds * 1000)
-        pid, status, used = os.wait4(self._watch.pid, os.WNOHANG)
-        if pid == 0:
-            return None
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-        unit = 1024 if sys.platform == "linux" else 1
-        self._watch.resident_peak_bytes = used.ru_maxrss * unit
-        # What it inherited by fork counts as its peak too, so that a lower one than this process's own tells nothing.
-        if used.ru_maxrss > resource.getrusage(resource.RUSAGE_SELF).ru_maxrss:
-            self._watch.own_peak_bytes = used.ru_maxrss * unit
-        return os.waitstatus_to_exitcode(status)
 
 
 def _devices_of(job: Mapping[str, Any]) -> tuple[str, ...]:

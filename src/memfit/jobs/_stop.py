@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from memfit.errors import UsageError
+from memfit.jobs._folder import STOP_REQUESTED, is_held, read_status
 from memfit.jobs._job import JobStatus
-from memfit.jobs._local import read_status
-from memfit.jobs._lock import STOP_REQUESTED, is_held
 from memfit.memory import is_locked, list_entries, live_jobs
 from memfit.rundir import RunDir, check_owner, write_atomic
 

@@ -1,4 +1,4 @@
-"""Starts a job's process inside its group, bound to its watcher."""
+"""Starts a job's process inside its group, bound to its shim."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def become_subreaper() -> None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def start(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None) -> subprocess.Popen[bytes]:
+def spawn(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None) -> subprocess.Popen[bytes]:
     """Start the process of a job; its program runs when this returns.
 
     Args:

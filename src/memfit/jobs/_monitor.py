@@ -13,7 +13,7 @@ from typing import Any
 
 from memfit.errors import DamagedError
 from memfit.jobs._cpu import CpuMeter
-from memfit.jobs._lock import complain
+from memfit.jobs._job import JobStatus
 from memfit.jobs._phases import phase_of_log, phase_of_shape
 from memfit.memory import HOST, Footprint, GroupState, JobGroup, Sample, SeriesWriter, Sizes, TreeMeter, device_reader
 from memfit.rundir import EventTail, EventWriter, RunDir, fits
@@ -27,7 +27,7 @@ _AT_WALL = 0.9
 
 
 @dataclass
-class Watch:
+class Monitor:
     """A running job under observation.
 
     Attributes:
@@ -52,7 +52,7 @@ class Watch:
     older: frozenset[Path] = frozenset()
     devices: tuple[str, ...] = ()
     born: float = field(default_factory=time.monotonic)
-    meter: TreeMeter | None = None
+    meter: TreeMeter = field(init=False)
     series: SeriesWriter | None = None
     sample: Sample | None = None
     state: GroupState | None = None
@@ -63,10 +63,8 @@ class Watch:
     checkpointed: float | None = None
     checkpoint_bytes: int = 0
     asked: bool = False
-    #: The peak resident set that the kernel told at the end, for a job that ended before the first sample.
-    resident_peak_bytes: int = 0
-    #: The same, where it is surely the job's own: what it took after the last sample shows there alone.
-    own_peak_bytes: int = 0
+    #: The private peak that the kernel told at the end: what the job took after the last sample shows there alone.
+    last_peak_bytes: int = 0
     cpu: CpuMeter = field(default_factory=CpuMeter)
     _tails: dict[Path, EventTail] = field(default_factory=dict)
     #: What torch in each process said that it holds, now and at its peak, by event file and device.
@@ -85,18 +83,16 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._grown_at, self._num_met = self.born, self.met_before
+        reader = device_reader(has_devices=bool(self.devices))
+        self.meter = TreeMeter(self.pid, cgroup=self.group.path if self.group else None, devices=reader)
+        self.meter.counts_from_birth = True
         if self.attempt > 1:
             self._log_offsets = {path: path.stat().st_size for path in self._logs() if path.exists()}
 
     @property
-    def age(self) -> float:
-        """Seconds since its start."""
-        return time.monotonic() - self.born
-
-    @property
     def pids(self) -> set[int]:
         """All processes of the job that were ever seen."""
-        return {self.pid} | (self.meter.pids_seen if self.meter else set())
+        return {self.pid} | self.meter.pids_seen
 
     @property
     def peak_bytes(self) -> int:
@@ -105,10 +101,6 @@ class Watch:
 
     def observe(self) -> None:
         """Look at its group, follow its events, then take a sample."""
-        if self.meter is None:
-            reader = device_reader(has_devices=bool(self.devices))
-            self.meter = TreeMeter(self.pid, cgroup=self.group.path if self.group else None, devices=reader)
-            self.meter.counts_from_birth = True
         self.look_at_group()
         self.meter.floor_bytes = self.state.used_bytes if self.state else 0
         self._follow_events()
@@ -143,7 +135,7 @@ class Watch:
     def look_for_stopped(self) -> None:
         """Note a process of the job that a signal stopped, and record that it stays stopped or goes on."""
         before = self._stopped_pid
-        self._stopped_pid = min(filter(_is_stopped, self.meter.pids if self.meter else ()), default=None)
+        self._stopped_pid = min(filter(_is_stopped, self.meter.pids), default=None)
         is_stopped = self._stopped_pid is not None
         if is_stopped == self._told_stopped or (is_stopped and before is None):  # it may be for a moment
             return
@@ -158,22 +150,18 @@ class Watch:
         try:
             self.series = SeriesWriter(path)
         except (OSError, DamagedError) as error:
-            complain(f"no {path.name}: {error}")
+            print(f"no {path.name}: {error}", file=sys.stderr)
 
     def write_series(self) -> None:
         """Append the last sample to the series, with the peak since the one before it there."""
-        if self.series is None or self.sample is None:
-            return
-        try:
-            self.series.append(replace(self.sample, peak_bytes=self._unwritten_peak))
-        except OSError as error:  # a full disk ends the series, not the job
-            complain(f"memory.arrows ends here: {error}")
-            self.series = None
+        if self.series is not None and self.sample is not None:
+            with suppress(OSError):  # a full disk costs the samples, not the job
+                self.series.append(replace(self.sample, peak_bytes=self._unwritten_peak))
         self._unwritten_peak, self._written = 0, time.monotonic()
 
     def measure_cpu(self) -> None:
         """Measure how many cores its processes want."""
-        self.cpu.look(self.meter.pids if self.meter else ())
+        self.cpu.look(self.meter.pids)
 
     def guess_phase(self) -> None:
         """Guess the phase of a job that marks none."""
@@ -220,7 +208,7 @@ class Watch:
                     self._note_checkpoint(record)
 
     def _find_event_files(self) -> None:
-        pids = {str(pid) for pid in self.meter.pids} if self.meter else set()
+        pids = {str(pid) for pid in self.meter.pids}
         for path in self.run.events_dir.glob("*.jsonl"):
             # A file that was there before the job belongs to a process id used before.
             if path not in self._tails and path not in self.older and pids.intersection(path.stem.split("-")[-2:-1]):
@@ -231,8 +219,7 @@ class Watch:
         if marked is not None and marked != phase and marked not in self.passed:
             self.passed.append(marked)
         self.phase, self.phase_source = phase, "marks"
-        if self.meter is not None:
-            self.meter.enter_phase(phase)
+        self.meter.enter_phase(phase)
 
     def _note_checkpoint(self, record: dict[str, Any]) -> None:
         self.checkpointed = float(record.get("time", time.time()))
@@ -240,7 +227,7 @@ class Watch:
 
     def device_used_bytes(self) -> dict[str, int]:
         """What it holds on each device now: as NVML counts it, or as torch does where NVML cannot see its processes."""
-        alive = {str(pid) for pid in self.meter.pids} if self.meter else set()
+        alive = {str(pid) for pid in self.meter.pids}
         seen = self.sample.device_bytes if self.sample else {}
         told = Counter(dict.fromkeys(self.devices, 0))
         for (path, uuid), (held, _) in self._reports.items():
@@ -254,60 +241,55 @@ class Watch:
             return all(phase in self.passed for phase in self.phases)
         if {"train", "validate"} <= {*self.passed}:  # a training by memfit's own marks: it was in each phase once
             return True
-        return time.monotonic() - self._grown_at >= max(_SETTLED_SECONDS, self.age / 2)
+        return time.monotonic() - self._grown_at >= max(_SETTLED_SECONDS, (time.monotonic() - self.born) / 2)
 
-    def bound_peak(self, charged_bytes: int, cache_bytes: int) -> None:
-        """Hold the resident peaks, which count mapped files too, to what was charged to its group beside page cache.
+    def note_last_peak(self, resident_bytes: int, most_bytes: int | None) -> None:
+        """Take in the resident peak that the kernel told at the end; mapped files in it do not count.
 
-        Of a job that ended before the first sample, that peak less the page cache which is left tells all processes
-        together; the kernel's resident peak is that of the largest.
+        Args:
+            resident_bytes: Of the largest process.
+            most_bytes: The most that was charged to the job's group beside page cache; None without a group.
         """
-        mapped = self.sample.shared_bytes if self.sample else 0
-        self.resident_peak_bytes = charged_bytes - cache_bytes
-        self.own_peak_bytes = min(self.own_peak_bytes, self.resident_peak_bytes + mapped)
+        resident_bytes -= self.sample.shared_bytes if self.sample else 0
+        self.last_peak_bytes = resident_bytes if most_bytes is None else min(resident_bytes, most_bytes)
 
     def footprint(self) -> Footprint:
         """The peaks so far."""
-        if self.meter is not None:
-            found = self.meter.footprint()
-            told = Counter[str]()
-            for (_, uuid), (_, peak) in self._reports.items():
-                told[uuid] += peak
-            found = replace(found, device_bytes=dict(told | Counter(found.device_bytes)))
-            late = self.own_peak_bytes - (self.sample.shared_bytes if self.sample else 0) - found.private_bytes
-            if late <= 0:
-                return found
-            parts = {**found.parts, "anonymous": found.parts.get("anonymous", 0) + late}
-            return replace(found, private_bytes=found.private_bytes + late, parts=parts)
-        return Footprint(self.resident_peak_bytes, parts={"anonymous": self.resident_peak_bytes})
+        found = self.meter.footprint()
+        told = Counter[str]()
+        for (_, uuid), (_, peak) in self._reports.items():
+            told[uuid] += peak
+        found = replace(found, device_bytes=dict(told | Counter(found.device_bytes)))
+        late = max(0, self.last_peak_bytes - found.private_bytes)
+        parts = {**found.parts, "anonymous": found.parts.get("anonymous", 0) + late}
+        return replace(found, private_bytes=found.private_bytes + late, parts=parts)
 
-    def status(self) -> dict[str, Any]:
-        """``status.json``."""
+    def status(self) -> JobStatus:
+        """What is known of the job while it runs."""
         footprint = self.footprint()
-        return {
-            "state": "running",
-            "phase": self.phase,
-            "phase_source": self.phase_source,
-            "settled": self.settled,
-            "used_bytes": self.sample.private_bytes if self.sample else 0,
-            "peak_bytes": footprint.private_bytes,
-            "pss_bytes": self.sample.pss_bytes if self.sample else 0,
-            "device_used_bytes": self.device_used_bytes(),
-            "footprint": footprint.to_dict(),
-            "started": self.started,
-            "ended": None,
-            "exit_code": None,
-            "cause": "",
-            "attempt": self.attempt,
-            "pid": self.pid,
-            "stalled": self.state.stalled if self.state else False,
-            "stopped_pid": self._stopped_pid,
-            "wants_more": self.wants_more,
-            "wanted_cpus": round(self.cpu.wanted, 2),
-            "checkpointed": self.checkpointed,
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "asked": self.asked,
-        }
+        return JobStatus(
+            self.job_id,
+            "running",
+            phase=self.phase,
+            phase_source=self.phase_source,
+            settled=self.settled,
+            used_bytes=self.sample.private_bytes if self.sample else 0,
+            peak_bytes=footprint.private_bytes,
+            pss_bytes=self.sample.pss_bytes if self.sample else 0,
+            device_used_bytes=self.device_used_bytes(),
+            footprint=footprint,
+            started=self.started,
+            attempt=self.attempt,
+            pid=self.pid,
+            watcher_pid=os.getpid(),
+            stalled=self.state.stalled if self.state else False,
+            stopped_pid=self._stopped_pid,
+            wants_more=self.wants_more,
+            wanted_cpus=round(self.cpu.wanted, 2),
+            checkpointed=self.checkpointed,
+            checkpoint_bytes=self.checkpoint_bytes,
+            asked=self.asked,
+        )
 
 
 def _is_stopped(pid: int) -> bool:

@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+
+from memfit.memory import JobGroup
 
 #: Names of torch, the standard library's users, OpenMP and joblib, each with the number of the process that made it.
 _SEGMENT = re.compile(r"(?:torch_|pym-|__KMP_REGISTERED_LIB_|joblib_memmapping_folder_)(\d+)(?:[_-]|$)")
@@ -20,27 +21,33 @@ _LEAVING_SECONDS = 0.3
 _SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "busybox"})
 
 
-def end_children(others: Callable[[], Iterable[int]]) -> set[int]:
-    """End what the job left running, all of which this process has inherited; which processes these were.
-
-    Args:
-        others: Where orphans are not inherited (not on Linux): tells what of the job lives.
-    """
+def end_children() -> set[int]:
+    """End what the job left running, all of which this process has inherited; which processes these were."""
     ended: set[int] = set()
-    leaving = time.monotonic() + _LEAVING_SECONDS
-    while sys.platform == "linux" and _has_children() and time.monotonic() < leaving:
+    now = time.monotonic()
+    while _has_children() and time.monotonic() < now + _LEAVING_SECONDS + _PATIENCE_SECONDS:
+        if time.monotonic() > now + _LEAVING_SECONDS:
+            left = _children()
+            for pid in left:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            ended |= left
         time.sleep(0.01)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while _has_children() or sys.platform != "linux":
-        left = _children() if sys.platform == "linux" else set(others())
-        for pid in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        ended |= left
-        if (not left and sys.platform != "linux") or time.monotonic() > deadline:
-            break
-        time.sleep(0.005)
     return ended
+
+
+def end_session(pid: int) -> None:
+    """End the processes that a job's first process started and that are still in its process group."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def end_group(group: JobGroup, *, keep: bool) -> None:
+    """End all processes in a job's control group and remove the group, unless it is to be kept."""
+    if group.pids():
+        group.kill()
+    if not keep:
+        group.remove()
 
 
 def stop_targets(pid: int) -> set[int]:

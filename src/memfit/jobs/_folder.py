@@ -1,0 +1,74 @@
+"""A job's folder: its files, and the lock that its shim holds for as long as it lives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+from memfit.errors import DamagedError
+from memfit.jobs._job import STATES, EndedBy, JobStatus
+from memfit.memory import is_locked, lock_file
+from memfit.rundir import FOOTPRINT, RunDir, read_json
+
+LOCK, JOB, STATUS, OUTCOME = "lock", "job.json", "status.json", "outcome.json"
+#: Asks the shim to have its job checkpoint and end, or to end it at once when the file says ``now``.
+STOP_REQUESTED = "stop_requested"
+
+_NUMBER, _NONE = (int, float), type(None)
+_JOB_SHAPE = {"attempt": int, "group": (str, _NONE)}
+_STATUS_SHAPE: Mapping[str, Any] = {
+    "state": frozenset(STATES),
+    "phase": (str, _NONE),
+    "phase_source": (str, _NONE),
+    "cause": (str, _NONE),
+    "footprint": (FOOTPRINT, _NONE),
+    "device_used_bytes": ({str: int}, _NONE),
+    "evidence": (dict, _NONE),
+    "ended_by": (frozenset(get_args(EndedBy)), _NONE),
+    **dict.fromkeys(("started", "ended", "checkpointed", "cpu_seconds"), (*_NUMBER, _NONE)),
+    **dict.fromkeys(("used_bytes", "peak_bytes", "pss_bytes", "checkpoint_bytes"), (int, _NONE)),
+    **dict.fromkeys(("exit_code", "attempt", "pid", "watcher_pid", "stopped_pid"), (int, _NONE)),
+    **dict.fromkeys(("settled", "stalled", "wants_more", "asked"), (bool, _NONE)),
+}
+
+
+def is_held(folder: Path) -> bool:
+    """Return True if a shim holds this job's lock: the sure sign that the job runs."""
+    return is_locked(folder / LOCK)
+
+
+def take_lock(folder: Path) -> int | None:
+    """Take a job's lock; the descriptor that holds it, or None when a shim has it."""
+    return lock_file(folder / LOCK)
+
+
+def read_record(job_id: str, path: Path) -> JobStatus | None:
+    """Return the status in a job's file; None without one, or for an empty file, which a power cut leaves.
+
+    Raises:
+        DamagedError: If the file holds something else.
+    """
+    try:
+        found = read_json(path, _STATUS_SHAPE)
+    except DamagedError:
+        with suppress(OSError):  # moved away meanwhile
+            if path.stat().st_size:
+                raise
+        return None
+    return JobStatus.from_dict(job_id, found) if found is not None else None
+
+
+def read_status(run: RunDir, job_id: str) -> JobStatus:
+    """A job's status from its files alone, for readers that did not submit it."""
+    folder = run.job_dir(job_id)
+    found = read_record(job_id, folder / OUTCOME) or read_record(job_id, folder / STATUS)
+    return found or JobStatus(job_id, "pending")
+
+
+def read_order(folder: Path) -> dict[str, Any]:
+    """Return what was ordered last (``job.json``); nothing when it is not there or damaged."""
+    with suppress(DamagedError):
+        return read_json(folder / JOB, _JOB_SHAPE) or {}
+    return {}
