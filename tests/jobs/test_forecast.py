@@ -39,21 +39,13 @@ def test_a_job_without_parameters_is_like_every_other():
     assert forecast.predict(job(500)).private_bytes == 100
 
 
-def test_those_that_share_more_values_count_and_the_largest_of_them():
+def test_jobs_with_the_same_names_count_before_the_whole_stage_and_the_largest_of_them():
     forecast = Forecast()
     for model, batch, size in (("a", "1", 10), ("a", "2", 20), ("b", "1", 500), ("b", "2", 900)):
         forecast.learn(job(model=model, batch=batch, seed="0"), Footprint(size))
     assert forecast.predict(job(model="a", batch="2", seed="1")).private_bytes == 20
     assert forecast.predict(job(model="a", batch="3", seed="1")).private_bytes == 20
     assert forecast.predict(job(model="c", batch="2", seed="1")).private_bytes == 900
-
-
-def test_many_parameters_cost_no_more_than_a_few_lookups():
-    forecast = Forecast()
-    wide = {f"p{i}": "x" for i in range(40)}
-    forecast.learn(job(**wide), Footprint(70))
-    assert forecast.predict(job(**(wide | {"p3": "y"}))).private_bytes == 70
-    assert len(forecast._largest) <= 2 + 2 * len(wide)
 
 
 def test_device_footprints_are_kept_although_the_host_peak_is_smaller():
