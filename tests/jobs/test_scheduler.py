@@ -588,14 +588,16 @@ def test_a_full_disk_or_whatever_else_holds_a_run_starts_nothing(tmp_path):
     assert backend.submitted == ["a"]
 
 
-def use_gpus(scheduler, backend, gpus):
+def use_gpus(scheduler, backend, gpus, name="GPU"):
     """Have GPUs of so many GiB, each with so many taken by strangers; jobs take theirs as their scripts say."""
     read = scheduler.admission.budget.read_budget
 
     def look(in_use):
         used = sum((Counter(one.device_used_bytes) for one in backend.poll().values()), Counter())
         devices = [
-            Device(n, f"GPU-{n}", "stand-in", total * GIB, (total - taken) * GIB - used[f"GPU-{n}"], taken * GIB, ())
+            Device(
+                n, f"{name}-{n}", "stand-in", total * GIB, (total - taken) * GIB - used[f"{name}-{n}"], taken * GIB, ()
+            )
             for n, (total, taken) in enumerate(gpus)
         ]
         return replace(read(in_use), devices=tuple(devices))
@@ -694,6 +696,21 @@ def test_a_job_that_no_gpus_here_can_hold_is_refused_with_the_arithmetic(tmp_pat
     with pytest.raises(DoesNotFitError, match=words):
         scheduler.run()
     assert backend.submitted == []
+
+
+def test_a_job_that_needs_several_gpus_is_refused_where_only_mig_instances_are(tmp_path):
+    scheduler, backend, _ = make_gpu(tmp_path, {"a": FakeJob()}, [], num=2, declared=10)
+    use_gpus(scheduler, backend, [(40, 0)] * 4, name="MIG")
+    with pytest.raises(DoesNotFitError, match="2 GPUs and 0 whole ones .* a process can use only one MIG instance"):
+        scheduler.run()
+    assert backend.submitted == []
+
+
+def test_a_job_that_needs_one_gpu_may_have_a_mig_instance(tmp_path):
+    scheduler, backend, _ = make_gpu(tmp_path, {"a": FakeJob()}, [], declared=10)
+    use_gpus(scheduler, backend, [(40, 0)], name="MIG")
+    assert scheduler.run()["a"].state == "completed"
+    assert backend.jobs["a"].env["CUDA_VISIBLE_DEVICES"] == "MIG-0"
 
 
 def test_a_job_waits_for_a_gpu_that_another_run_holds(tmp_path):

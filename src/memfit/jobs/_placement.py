@@ -27,13 +27,16 @@ def choose(
 ) -> Sizes | Wait:
     """Return what a job reserves on each of its devices, which are those with the most room; or why it gets none.
 
-    One of unknown size gets all that may be lent of devices on which no other job is.
+    One of unknown size gets all that may be lent of devices on which no other job is. CUDA gives a process one MIG
+    instance at most, so a job that needs several devices gets whole GPUs.
 
     Args:
         rooms: What may be lent at each place.
         num_devices: How many devices the job needs.
         needed_bytes: What it needs of each; None when that is not known.
         held: The devices of which other jobs hold a part.
+
+    Source: NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES: "CUDA can only enumerate a single compute instance".
 
     >>> rooms = {"GPU-a": Lendable(900, 100, 0), "GPU-b": Lendable(700, 100, 0), "GPU-c": Lendable(500, 100, 0)}
     >>> choose(rooms, 2, 300, held=()), choose(rooms, 2, None, held={"GPU-b"})
@@ -42,6 +45,12 @@ def choose(
     'it needs 4 GPUs and 3 are here'
     """
     devices = [place for place in rooms if place != HOST]
+    if num_devices > 1 and any(place.startswith("MIG-") for place in devices):
+        devices = [place for place in devices if not place.startswith("MIG-")]
+        if len(devices) < num_devices:
+            here = f"{len(devices)} whole ones are here, beside MIG instances"
+            reason = f"it needs {count_gpus(num_devices)} and {here}: a process can use only one MIG instance"
+            return Wait("device", reason)
     if len(devices) < num_devices:
         return Wait("device", f"it needs {count_gpus(num_devices)} and {len(devices)} are here")
     if needed_bytes is None:
