@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,26 @@ from memfit.memory import Footprint
 from memfit.rundir import RunDir, read_json
 
 _PATIENCE_SECONDS = 60.0
+MakeJob = Callable[[str, str], Job]
+
+_MARK = "from memfit.rundir import mark_phase; mark_phase('train')"
+#: How the contract's jobs behave, and Python code that does so. Those that last mark the phase ``train`` when a stop
+#: would reach them.
+BEHAVIOURS = {
+    "completes": "pass",
+    "fails": "raise SystemExit(7)",
+    "fails once": (
+        "import os, pathlib; mark = pathlib.Path(os.environ['MEMFIT_RUN_DIR'], 'mark'); is_second = mark.exists()\n"
+        "mark.touch(); raise SystemExit(0 if is_second else 7)"
+    ),
+    "runs": f"import time; {_MARK}; time.sleep(300)",
+    "saves": (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        + _MARK
+        + "; time.sleep(300)"
+    ),
+    "is taken": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+}
 
 
 class ListSource:
@@ -58,6 +79,8 @@ class FakeJob:
         checkpoint_bytes: The size of the checkpoint that it reports at its first step.
         wanted_cpus: How many cores it wants while it runs.
         num_queued: For how many steps the backend's queue holds it before each start.
+        exit_code: Its exit code where it does not complete.
+        phase: The phase that it marks at its first step.
     """
 
     bytes_by_step: tuple[int, ...] = (100,)
@@ -68,6 +91,8 @@ class FakeJob:
     checkpoint_bytes: int = 0
     wanted_cpus: float = 0.0
     num_queued: int = 0
+    exit_code: int = 1
+    phase: str | None = None
 
 
 class FakeBackend:
@@ -162,14 +187,17 @@ class FakeBackend:
         self.cancelled.append((job_id, now))
         if known.state not in ENDED:
             verdict = verdict or Verdict("cancelled" if now else "preempted", "as asked")
-            ended = {
-                "state": verdict.state,
-                "cause": verdict.cause,
-                "ended": self.now,
-                "asked": True,
-                "ended_by": "user",
-            }
-            self._status[job_id] = replace(known, used_bytes=0, stalled=False, **ended)  # type: ignore[arg-type]
+            self._status[job_id] = replace(
+                known,
+                state=verdict.state,
+                cause=verdict.cause,
+                ended=self.now,
+                exit_code=75 if verdict.state == "preempted" else -9,
+                asked=True,
+                ended_by="user",
+                used_bytes=0,
+                stalled=False,
+            )
 
     def wait(self, seconds: float) -> None:
         """Move every running job on by one step."""
@@ -202,19 +230,25 @@ class FakeBackend:
         on_device = script.device_bytes[at : at + 1] or (0,)
         device_peak = max(script.device_bytes[: at + 1], default=0)
         state = script.ends[attempt - 1] if attempt <= len(script.ends) else script.state
+        ended: dict[str, Any] = {}
+        if over:
+            code = 0 if state == "completed" else script.exit_code
+            ended = {"ended": float(at), "exit_code": code, "cause": f"exit code {code}" if code else ""}
+            ended["ended_by"] = "platform" if state in ("preempted", "node_fail") else "job"
         return JobStatus(
             job_id,
             state if over else "running",
+            phase=script.phase,
             settled=at >= script.settles_at,
             used_bytes=0 if over else script.bytes_by_step[at],
             peak_bytes=peak,
             footprint=Footprint(peak, device_bytes=dict.fromkeys(devices, device_peak) if device_peak else {}),
             device_used_bytes=dict.fromkeys(devices, 0 if over else on_device[0]),
             started=0.0,
-            ended=float(at) if over else None,
             attempt=attempt,
             checkpoint_bytes=script.checkpoint_bytes,
             wanted_cpus=0.0 if over else script.wanted_cpus,
+            **ended,
         )
 
     def _count(self) -> None:
@@ -225,14 +259,8 @@ class FakeBackend:
 class BackendContract:
     """What every backend must pass: subclass it in a test module and give ``make_backend``.
 
-    The tests look at files and statuses only, so that a job may run on another host.
-
-    Example::
-
-        class TestMyBackend(BackendContract):
-            @pytest.fixture
-            def make_backend(self, run_dir):
-                return lambda: MyBackend(run_dir)
+    The tests look at statuses only, so that a job may run on another host. A backend without processes gives
+    ``make_job`` too. One that starts processes must also pass ``ProcessContract``.
     """
 
     @pytest.fixture
@@ -250,17 +278,126 @@ class BackendContract:
         """The backend under test."""
         return make_backend()
 
-    def test_a_job_that_ends_with_0_is_completed(self, backend: Backend) -> None:
-        submit(backend, python("good", "pass"))
+    @pytest.fixture
+    def make_job(self) -> Callable[[str, str], Job]:
+        """What makes a job of a name that behaves as one of ``BEHAVIOURS`` says."""
+        return lambda name, behaviour: python(name, BEHAVIOURS[behaviour])
+
+    @pytest.fixture
+    def outage(self, run_dir: RunDir) -> Callable[[], AbstractContextManager[None]]:
+        """What hides the place where the backend reads the states of jobs; override it where a controller is asked."""
+
+        @contextmanager
+        def hide() -> Iterator[None]:
+            jobs = run_dir.path / "jobs"
+            aside = jobs.rename(run_dir.path / "hidden")
+            try:
+                yield
+            finally:
+                aside.rename(jobs)
+
+        return hide
+
+    def test_a_job_that_ends_with_0_is_completed(self, backend: Backend, make_job: MakeJob) -> None:
+        submit(backend, make_job("good", "completes"))
         status = wait_for_end(backend, "good")
         assert (status.state, status.exit_code, status.cause, status.ended_by) == ("completed", 0, "", "job")
         assert status.started is not None and status.ended is not None and status.started <= status.ended
 
-    def test_a_job_that_ends_with_another_code_has_failed_and_says_so(self, backend: Backend) -> None:
-        submit(backend, python("bad", "raise SystemExit(7)"))
+    def test_a_job_that_ends_with_another_code_has_failed_and_says_so(
+        self, backend: Backend, make_job: MakeJob
+    ) -> None:
+        submit(backend, make_job("bad", "fails"))
         status = wait_for_end(backend, "bad")
         assert (status.state, status.exit_code, status.ended_by) == ("failed", 7, "job")
         assert "exit code 7" in status.cause
+
+    def test_a_batch_of_jobs_gives_each_its_own_outcome(self, backend: Backend, make_job: MakeJob) -> None:
+        wanted = ["completes", "fails", "completes", "fails", "completes"]
+        backend.submit([Submission(make_job(f"job_{n}", behaviour)) for n, behaviour in enumerate(wanted)])
+        assert [wait_for_end(backend, f"job_{n}").exit_code for n in range(5)] == [0, 7, 0, 7, 0]
+
+    def test_a_cancelled_job_may_save_and_is_preempted_by_the_user(self, backend: Backend, make_job: MakeJob) -> None:
+        submit(backend, make_job("polite", "saves"))
+        wait_for(backend, lambda: backend.poll()["polite"].phase == "train")
+        backend.cancel("polite")
+        status = wait_for_end(backend, "polite")
+        assert (status.state, status.exit_code) == ("preempted", 75)
+        assert (status.asked, status.ended_by) == (True, "user")
+
+    def test_a_job_that_is_cancelled_before_it_starts_never_starts(self, backend: Backend, make_job: MakeJob) -> None:
+        statuses = []
+        for number in range(5):  # on a busy host one may be faster
+            submit(backend, make_job(f"early_{number}", "runs"))
+            backend.cancel(f"early_{number}", now=True)
+            statuses.append(wait_for_end(backend, f"early_{number}"))
+        assert {(one.state, one.asked, one.ended_by) for one in statuses} == {("cancelled", True, "user")}
+        assert any(one.started is None for one in statuses)
+
+    def test_only_a_verdict_cancels_a_job_that_was_never_submitted(self, backend: Backend) -> None:
+        with pytest.raises(UsageError, match="nobody"):
+            backend.cancel("nobody")
+        backend.cancel("nobody", verdict=Verdict("out_of_memory", "it is too large"))
+        status = backend.poll()["nobody"]
+        assert (status.state, status.cause, status.attempt) == ("out_of_memory", "it is too large", 0)
+
+    def test_a_job_never_runs_twice_at_once(self, backend: Backend, make_job: MakeJob) -> None:
+        job = make_job("once", "runs")
+        submit(backend, job)
+        with pytest.raises(UsageError, match="once"):
+            submit(backend, job)
+        backend.cancel("once", now=True)
+        assert wait_for_end(backend, "once").state == "cancelled"
+
+    def test_an_ended_job_runs_again_as_the_next_attempt(self, backend: Backend, make_job: MakeJob) -> None:
+        job = make_job("retry", "fails once")
+        submit(backend, job)
+        assert wait_for_end(backend, "retry").state == "failed"
+        submit(backend, job)
+        status = wait_for_end(backend, "retry")
+        assert (status.state, status.attempt) == ("completed", 2)
+
+    def test_a_later_backend_adopts_a_job_that_runs(
+        self, backend: Backend, make_backend: Callable[[], Backend], make_job: MakeJob
+    ) -> None:
+        job = make_job("long", "runs")
+        submit(backend, job)
+        wait_for(backend, lambda: backend.poll()["long"].phase == "train")
+        later = make_backend()
+        assert later.adopt(["long", "never"]) == {"long"}
+        with pytest.raises(UsageError, match="long"):
+            submit(later, job)
+        later.cancel("long", now=True)
+        assert wait_for_end(later, "long").attempt == 1
+        assert later.adopt(["long"]) == set()  # it may start again
+        assert wait_for_end(backend, "long").state == "cancelled"
+
+    def test_a_signal_from_the_platform_is_no_request_of_the_users(self, backend: Backend, make_job: MakeJob) -> None:
+        submit(backend, make_job("taken", "is taken"))
+        status = wait_for_end(backend, "taken")
+        assert (status.state, status.asked, status.ended_by) == ("preempted", False, "platform")
+
+    def test_a_state_that_cannot_be_read_for_a_while_stays_as_it_was(
+        self, backend: Backend, make_job: MakeJob, outage: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        submit(backend, make_job("steady", "runs"))
+        wait_for(backend, lambda: backend.poll()["steady"].phase == "train")
+        with outage():
+            assert backend.poll()["steady"].state == "running"
+        backend.cancel("steady", now=True)
+        assert wait_for_end(backend, "steady").state == "cancelled"
+
+
+class ProcessContract(BackendContract):
+    """What a backend must pass that runs each job as a process beside a shim, here or on another host.
+
+    Example::
+
+        class TestMyBackend(ProcessContract):
+            @pytest.fixture
+            def make_backend(self, run_dir):
+                return lambda: MyBackend(run_dir)
+    """
 
     def test_a_command_that_is_not_there_has_failed_and_says_so(self, backend: Backend) -> None:
         submit(backend, Job("absent", command=("/nonexistent/program",)))
@@ -282,20 +419,6 @@ class BackendContract:
         assert 80 << 20 < status.peak_bytes < 200 << 20
         assert status.footprint is not None and status.footprint.private_bytes == status.peak_bytes
 
-    def test_a_batch_of_jobs_gives_each_its_own_outcome(self, backend: Backend) -> None:
-        backend.submit([Submission(python(f"job_{code}", f"raise SystemExit({code})")) for code in range(5)])
-        assert [wait_for_end(backend, f"job_{code}").exit_code for code in range(5)] == list(range(5))
-
-    def test_a_cancelled_job_may_save_and_is_preempted_by_the_user(self, backend: Backend, run_dir: RunDir) -> None:
-        ready, saved = run_dir.path / "ready", run_dir.path / "saved"
-        code = f"{_SIGNALS}; signal.signal(signal.SIGTERM, lambda *_: (touch({str(saved)!r}), sys.exit(75)))\n"
-        submit(backend, python("polite", code + f"touch({str(ready)!r}); time.sleep(300)"))
-        wait_until(ready.exists)
-        backend.cancel("polite")
-        status = wait_for_end(backend, "polite")
-        assert (status.state, status.exit_code) == ("preempted", 75)
-        assert (status.asked, status.ended_by, saved.exists()) == (True, "user", True)
-
     def test_a_job_cancelled_now_is_ended_with_its_grandchildren(self, backend: Backend, run_dir: RunDir) -> None:
         beats = run_dir.path / "beats"
         code = f"{_SPAWN}; import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -312,11 +435,6 @@ class BackendContract:
         submit(backend, python("leaver", f"{_SPAWN}; " + _start_beating(beats) + wait))
         assert wait_for_end(backend, "leaver").state == "completed"
         wait_until(lambda: not _grows(beats))
-
-    def test_a_signal_from_the_platform_is_no_request_of_the_users(self, backend: Backend) -> None:
-        submit(backend, python("taken", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"))
-        status = wait_for_end(backend, "taken")
-        assert (status.state, status.asked, status.ended_by) == ("preempted", False, "platform")
 
     def test_a_stranger_that_kills_a_job_is_not_taken_for_the_kernel(self, backend: Backend) -> None:
         submit(backend, python("victim", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
@@ -337,56 +455,18 @@ class BackendContract:
         backend.submit([Submission(python("large", "block = bytearray(400 << 20)"), request)])
         assert wait_for_end(backend, "large").state == "out_of_memory"
 
-    def test_a_job_never_runs_twice_at_once(self, backend: Backend) -> None:
-        job = python("once", "import time; time.sleep(300)")
-        submit(backend, job)
-        with pytest.raises(UsageError, match="once"):
-            submit(backend, job)
-        backend.cancel("once", now=True)
-        assert wait_for_end(backend, "once").state == "cancelled"
-
-    def test_an_ended_job_runs_again_as_the_next_attempt(self, backend: Backend, run_dir: RunDir) -> None:
-        mark = run_dir.path / "mark"
-        code = f"import pathlib; m = pathlib.Path({str(mark)!r}); second = m.exists(); m.touch(); "
-        job = python("retry", code + "raise SystemExit(not second)")
-        submit(backend, job)
-        assert wait_for_end(backend, "retry").state == "failed"
-        submit(backend, job)
-        status = wait_for_end(backend, "retry")
-        assert (status.state, status.attempt) == ("completed", 2)
-        kept = read_json(run_dir.job_dir("retry") / "outcome_1.json")
-        assert kept is not None and kept["state"] == "failed"
-
-    def test_a_later_backend_adopts_a_job_that_runs(
+    def test_an_end_that_nobody_watched_is_read_right_and_kept_beside_the_next(
         self, backend: Backend, make_backend: Callable[[], Backend], run_dir: RunDir
     ) -> None:
-        ready = run_dir.path / "ready"
-        code = f"import pathlib, time; pathlib.Path({str(ready)!r}).touch(); time.sleep(300)"
-        submit(backend, python("long", code))
-        wait_until(ready.exists)
-        later = make_backend()
-        assert later.adopt(["long", "never"]) == {"long"}
-        with pytest.raises(UsageError, match="long"):
-            submit(later, python("long", code))
-        later.cancel("long", now=True)
-        assert wait_for_end(later, "long").attempt == 1
-        assert later.adopt(["long"]) == set()  # its end was told
-        assert wait_for_end(backend, "long").state == "cancelled"
-
-    def test_an_end_that_nobody_watched_is_read_right(self, backend: Backend, run_dir: RunDir) -> None:
         submit(backend, python("alone", "import time; time.sleep(0.5); raise SystemExit(3)"))
         backend.close()
         wait_until(lambda: read_status(run_dir, "alone").state in ENDED)
         assert read_status(run_dir, "alone").exit_code == 3
-
-    def test_a_job_that_does_not_run_is_recorded_with_a_verdict(self, backend: Backend) -> None:
-        backend.cancel("never_started", verdict=Verdict("out_of_memory", "it is too large"))
-        status = backend.poll()["never_started"]
-        assert (status.state, status.cause, status.attempt) == ("out_of_memory", "it is too large", 0)
-
-    def test_a_job_that_was_never_submitted_cannot_be_cancelled(self, backend: Backend) -> None:
-        with pytest.raises(UsageError, match="nobody"):
-            backend.cancel("nobody")
+        later = make_backend()
+        wait_until(lambda: is_submitted(later, python("alone", "pass")))
+        assert wait_for_end(later, "alone").attempt == 2
+        kept = read_json(run_dir.job_dir("alone") / "outcome_1.json")
+        assert kept is not None and kept["state"] == "failed"
 
 
 class EnforcerContract:
@@ -401,7 +481,7 @@ class EnforcerContract:
         assert backend.enforcer is not None
         code = "import time; time.sleep(0.2); block = bytearray(200 << 20)"
         submit(backend, python("grower", code), Grant(50 << 20, 100 << 20))
-        wait_until(lambda: backend.poll()["grower"].stalled)
+        wait_for(backend, lambda: backend.poll()["grower"].stalled)
         status = backend.poll()["grower"]
         assert status.wants_more and 80 << 20 < status.used_bytes <= 100 << 20
         backend.enforcer.grant("grower", Grant(300 << 20, 400 << 20))
@@ -426,7 +506,6 @@ class EnforcerContract:
 
 
 _SPAWN = "import subprocess, sys"
-_SIGNALS = "import pathlib, signal, sys, time; touch = lambda path: pathlib.Path(path).touch()"
 
 
 def _start_beating(path: Path) -> str:
@@ -454,9 +533,26 @@ def submit(backend: Backend, job: Job, grant: Grant | None = None) -> None:
     backend.submit([Submission(job, Request(grant.wall_bytes if grant is not None else None))])
 
 
+def is_submitted(backend: Backend, job: Job) -> bool:
+    """Submit a job if the shim of its last attempt has left; whether it was submitted."""
+    with suppress(UsageError):
+        submit(backend, job)
+        return True
+    return False
+
+
+def wait_for(backend: Backend, is_true: Callable[[], bool]) -> None:
+    """Wait until something is true of a backend's jobs; fails the test after a minute and the backend's patience."""
+    end = time.monotonic() + _PATIENCE_SECONDS + backend.traits.patience_seconds
+    while not is_true():
+        if time.monotonic() > end:
+            pytest.fail(f"waited in vain; the jobs: {backend.poll()}")
+        backend.wait(0.02)
+
+
 def wait_for_end(backend: Backend, job_id: str) -> JobStatus:
-    """A job's last status; fails the test when it has not ended in a minute and the backend's patience."""
-    wait_until(lambda: backend.poll()[job_id].state in ENDED, _PATIENCE_SECONDS + backend.traits.patience_seconds)
+    """Return a job's last status."""
+    wait_for(backend, lambda: backend.poll()[job_id].state in ENDED)
     return backend.poll()[job_id]
 
 

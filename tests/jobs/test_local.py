@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,21 +16,21 @@ import pytest
 from memfit.jobs import Grant, Job, LocalBackend, Verdict, read_status
 from memfit.jobs._folder import is_held
 from memfit.jobs._monitor import Monitor
-from memfit.memory import Walls, read_series
+from memfit.memory import GroupState, JobGroup, Walls, read_series
 from memfit.rundir import RunDir
-from memfit.testing import BackendContract, EnforcerContract, is_alive, python, submit, wait_for_end, wait_until
+from memfit.testing import EnforcerContract, ProcessContract, is_alive, python, submit, wait_for_end, wait_until
 
 MIB = 1 << 20
 
 
-class TestLocalBackend(BackendContract):
+class TestLocalBackend(ProcessContract):
     @pytest.fixture
     def make_backend(self, run_dir):
         return lambda: LocalBackend(run_dir, grace_seconds=5)
 
 
 @pytest.mark.root
-class TestLocalBackendWithWalls(BackendContract):
+class TestLocalBackendWithWalls(ProcessContract):
     @pytest.fixture
     def make_backend(self, run_dir, walls):
         built = walls(run_dir, 4096 * MIB)
@@ -657,6 +658,19 @@ def test_a_file_in_shared_memory_that_the_wall_above_all_jobs_refuses_is_a_lack_
     status = wait_for_end(backend, "full")
     assert (status.state, status.exit_code) == ("out_of_memory", 1), status.cause
     assert "has met its wall" in status.cause
+
+
+def test_a_wall_that_was_met_and_raised_before_the_first_look_was_met(tmp_path, monkeypatch):
+    first = GroupState(0, 0, 0, 100 * MIB, False, 0, 0, 0)
+    raised = GroupState(150 * MIB, 150 * MIB, 0, 400 * MIB, False, 1, 0, 1)
+    monkeypatch.setattr(JobGroup, "state", lambda self: raised)
+    group = JobGroup(tmp_path, 1)
+    monitor = Monitor(RunDir(tmp_path), "grower", (), os.getpid(), group, 1, 0.0, first=first)
+    monitor.look_at_group()
+    assert monitor.wants_more
+    never_met = Monitor(RunDir(tmp_path), "grower", (), os.getpid(), group, 1, 0.0, first=replace(first, met_wall=1))
+    never_met.look_at_group()
+    assert not never_met.wants_more
 
 
 def test_a_training_that_was_in_each_phase_by_its_marks_is_settled_at_once(tmp_path):

@@ -701,7 +701,7 @@ def test_a_job_that_no_gpus_here_can_hold_is_refused_with_the_arithmetic(tmp_pat
 def test_a_job_that_needs_several_gpus_is_refused_where_only_mig_instances_are(tmp_path):
     scheduler, backend, _ = make_gpu(tmp_path, {"a": FakeJob()}, [], num=2, declared=10)
     use_gpus(scheduler, backend, [(40, 0)] * 4, name="MIG")
-    with pytest.raises(DoesNotFitError, match="2 GPUs and 0 whole ones .* a process can use only one MIG instance"):
+    with pytest.raises(DoesNotFitError, match=r"2 GPUs and 0 whole ones .* a process can use only one MIG instance"):
         scheduler.run()
     assert backend.submitted == []
 

@@ -294,7 +294,8 @@ def _read_running(followed: _Followed) -> None:
     with contextlib.suppress(OSError):
         changed = path.stat().st_mtime_ns
         if changed != followed.changed:
-            known = read_record(known.job_id, path) or known
+            told = read_record(known.job_id, path) or known
+            known = replace(told, wants_more=told.wants_more or known.wants_more)  # its shim may not have seen that
             followed.changed = changed
     state = followed.group.state() if followed.group is not None else None
     if state is not None:

@@ -35,7 +35,7 @@ class Monitor:
         group: Its control group, or None.
         attempt: Which start of the job this is.
         started, born: When it began, in Unix seconds and by the monotonic clock.
-        met_before: How often its group had met its wall before.
+        first: What the kernel said of its group before it began; the wall may be moved before the first look.
         older: Event files that were there before it.
         devices: The devices that it was given, by UUID, in the order in which it numbers them.
         wants_more: An allocation met the wall.
@@ -48,7 +48,7 @@ class Monitor:
     group: JobGroup | None
     attempt: int
     started: float
-    met_before: int = 0
+    first: GroupState | None = None
     older: frozenset[Path] = frozenset()
     devices: tuple[str, ...] = ()
     born: float = field(default_factory=time.monotonic)
@@ -82,7 +82,9 @@ class Monitor:
     _told_stopped: bool = False
 
     def __post_init__(self) -> None:
-        self._grown_at, self._num_met = self.born, self.met_before
+        self._grown_at = self.born
+        if self.first is not None:
+            self._num_met, self._wall_bytes = self.first.met_wall, self.first.wall_bytes
         reader = device_reader(has_devices=bool(self.devices))
         self.meter = TreeMeter(self.pid, cgroup=self.group.path if self.group else None, devices=reader)
         self.meter.counts_from_birth = True

@@ -130,7 +130,6 @@ class _Shim:
         """Start the job, watch it to its end, and explain that end."""
         self._write(JobStatus(self.job_dir.name, "pending", attempt=self.attempt, watcher_pid=os.getpid()))
         started, before = time.time(), Counters.read(self.group)
-        state = self.group.state() if self.group else None
         older = frozenset(self.run_dir.events_dir.glob("*.jsonl"))
         self.stop.read_request()
         if self.stop.is_asked:
@@ -150,7 +149,7 @@ class _Shim:
             group=self.group,
             attempt=self.attempt,
             started=started,
-            met_before=state.met_wall if state else 0,
+            first=self.group.state() if self.group else None,
             older=older,
             devices=_devices_of(self.job),
         )
@@ -315,7 +314,7 @@ class _Shim:
             "group": self.group.name,
             "wall_bytes": state.wall_bytes,
             "charged_peak_bytes": charged_peak,
-            "met_wall": state.met_wall - monitor.met_before,
+            "met_wall": state.met_wall - (monitor.first.met_wall if monitor.first else 0),
             "left_shared_memory_bytes": state.shared_memory_bytes,
         }
         return evidence, state.shared_memory_bytes
