@@ -130,6 +130,7 @@ class _Shim:
         """Start the job, watch it to its end, and explain that end."""
         self._write(JobStatus(self.job_dir.name, "pending", attempt=self.attempt, watcher_pid=os.getpid()))
         started, before = time.time(), Counters.read(self.group)
+        first = self.group.state() if self.group else None
         older = frozenset(self.run_dir.events_dir.glob("*.jsonl"))
         self.stop.read_request()
         if self.stop.is_asked:
@@ -149,7 +150,7 @@ class _Shim:
             group=self.group,
             attempt=self.attempt,
             started=started,
-            first=self.group.state() if self.group else None,
+            first=first,
             older=older,
             devices=_devices_of(self.job),
         )
