@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from memfit.errors import UsageError
 from memfit.jobs._folder import STOP_REQUESTED, is_held, read_status
 from memfit.jobs._job import JobStatus
-from memfit.memory import is_locked, list_entries, live_jobs
+from memfit.memory import is_locked, live_jobs
 from memfit.rundir import RunDir, check_owner, write_atomic
 
 _LOCK = "supervisor.lock"
@@ -31,7 +30,6 @@ def stop(
     job_id: str | None = None,
     *,
     now: bool = False,
-    claims: Path | None = None,
     on_tick: Callable[[Sequence[str]], None] = lambda left: None,
 ) -> list[JobStatus]:
     """Ask a run, or one of its jobs, to checkpoint and end, and wait until it has.
@@ -43,7 +41,6 @@ def stop(
         run: The run.
         job_id: The job; None for all of the run.
         now: End them at once, without a checkpoint.
-        claims: The list of this user's runs; the usual one when None.
         on_tick: Called ten times a second with the ids of the jobs that still run.
 
     Returns:
@@ -54,24 +51,24 @@ def stop(
     """
     check_owner(run.path)
     asked = [one for one in running_jobs(run) if job_id in (None, one)]
-    supervisor = find_supervisor(run, claims=claims) if job_id is None else None
-    waits = job_id is not None and not asked and _waits(run, job_id, claims)
-    if job_id is not None and waits:
+    waits = job_id is not None and not asked and read_status(run, job_id).state == "pending"
+    supervisor = find_supervisor(run) if job_id is None or waits else None
+    if job_id is not None and waits and supervisor is not None:
         run.job_dir(job_id).mkdir(parents=True, exist_ok=True)
-        asked = [job_id]
+        asked, supervisor = [job_id], None
     if supervisor is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor, NOW_SIGNAL if now else ASK_SIGNAL)
     for one in asked:
         write_atomic(run.job_dir(one) / STOP_REQUESTED, "now\n" if now else "stop\n", durable=False)
-    left = [one for one in asked if not waits or is_held(run.job_dir(one))]
-    if job_id is not None and waits and not left:
+    if job_id is not None and waits and asked and not is_held(run.job_dir(job_id)):
         return [JobStatus(job_id, "cancelled", cause=_NEVER_BEGAN, attempt=0)]
+    left = asked
     while left or (supervisor is not None and _holds(supervisor, run.path / _LOCK)):
         on_tick(left)
         time.sleep(_STEP_SECONDS)
         # A supervisor that was about to start a job when it was asked ends that one too.
-        left = running_jobs(run) if job_id is None else [one for one in left if is_held(run.job_dir(one))]
+        left = [one for one in running_jobs(run) if job_id in (None, one)]
         asked += [one for one in left if one not in asked]
     return [read_status(run, one) for one in asked]
 
@@ -79,11 +76,6 @@ def stop(
 def running_jobs(run: RunDir) -> list[str]:
     """The ids of the jobs that run now: a watcher holds their locks."""
     return list(live_jobs(run.path))
-
-
-def _waits(run: RunDir, job_id: str, claims: Path | None) -> bool:
-    """Whether a job has yet to be started by a supervisor that lives."""
-    return read_status(run, job_id).state == "pending" and find_supervisor(run, claims=claims) is not None
 
 
 def forget_stops(run: RunDir, job_ids: Iterable[str]) -> None:
@@ -100,7 +92,7 @@ def take_stop(run: RunDir, job_id: str) -> str:
     return _NEVER_BEGAN
 
 
-def find_supervisor(run: RunDir, *, claims: Path | None = None) -> int | None:
+def find_supervisor(run: RunDir) -> int | None:
     """The process id of the run's supervisor, or None when it has none.
 
     A process counts only when it holds the run's lock file open, so that a number that was used again is never taken.
@@ -109,13 +101,12 @@ def find_supervisor(run: RunDir, *, claims: Path | None = None) -> int | None:
         UsageError: If it has one that this process cannot see, on another host for example.
     """
     lock = run.path / _LOCK
-    entry = next((entry for entry in list_entries(claims) if entry.run == run.path and entry.alive), None)
-    for pid in ([entry.pid] if entry is not None else []) + _lock_owners(lock):
+    for pid in _lock_owners(lock):
         if _holds(pid, lock):
             return pid
     if not is_locked(lock):
         return None
-    host = entry.host if entry is not None else run.header.get("host", "another host")
+    host = run.header.get("host", "another host")
     raise UsageError(
         f"the supervisor of {run.path} cannot be seen from here.",
         rule=f"it holds {lock} on {host}, or in another container or as another user; this is {socket.gethostname()}.",
@@ -125,8 +116,6 @@ def find_supervisor(run: RunDir, *, claims: Path | None = None) -> int | None:
 
 def _holds(pid: int, lock: Path) -> bool:
     """True if a process of this user has the lock file open."""
-    if sys.platform != "linux":
-        return is_locked(lock)
     with contextlib.suppress(OSError):
         wanted = lock.lstat()
         if not stat.S_ISREG(wanted.st_mode) or Path(f"/proc/{pid}").stat().st_uid != os.geteuid():

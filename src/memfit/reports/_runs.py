@@ -235,16 +235,16 @@ def _below(root: Path, *, own: bool = True) -> list[RunDir]:
     return [RunDir(path.resolve()) for path in sorted(paths, key=lambda path: path.name, reverse=True)]
 
 
-def has_supervisor(run: RunDir, *, claims: Path | None = None) -> bool:
+def has_supervisor(run: RunDir) -> bool:
     """Whether a process starts the run's jobs; elsewhere, as long as the run says so."""
     try:
-        if find_supervisor(run, claims=claims) is not None:
+        if find_supervisor(run) is not None:
             return True
     except UsageError:  # it has one that cannot be seen from here
         return True
     return run.state == "running" and run.header.get("host") not in (None, socket.gethostname())
 
 
-def is_live(run: RunDir, *, claims: Path | None = None) -> bool:
+def is_live(run: RunDir) -> bool:
     """Whether a run goes on: it has a supervisor, or jobs that go on without one."""
-    return has_supervisor(run, claims=claims) or bool(running_jobs(run))
+    return has_supervisor(run) or bool(running_jobs(run))
