@@ -313,7 +313,7 @@ def test_a_wait_ends_when_a_job_ends(run_dir):
     backend = LocalBackend(run_dir)
     submit(backend, sleeper("brief", seconds=0.3))
     began = time.monotonic()
-    while backend.running():
+    while backend.poll()["brief"].state != "completed":
         backend.wait(50.0)
     assert time.monotonic() - began < 40
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.jobs._phases import phase_of_line, phase_of_log, phase_of_shape
+from memfit.jobs._phases import phase_of_line, phase_of_log
 
 
 @pytest.mark.parametrize(
@@ -34,14 +34,3 @@ def test_the_last_telling_line_counts():
 
 def test_a_progress_bar_is_read_as_lines():
     assert phase_of_log("Loading data\rEpoch 1: 10 %\rnothing") == "train"
-
-
-def test_memory_that_rises_is_loading_and_memory_that_stays_is_training():
-    rising = [(at, 100 + 10 * at) for at in range(10)]
-    assert phase_of_shape(rising) == "load"
-    assert phase_of_shape([*rising, *((10 + at, 190) for at in range(5))]) == "train"
-
-
-def test_nothing_is_guessed_from_a_moment():
-    assert phase_of_shape([]) is None
-    assert phase_of_shape([(0.0, 100), (1.0, 900)]) is None

@@ -386,19 +386,6 @@ def test_a_smaller_job_may_pass_one_that_does_not_fit_yet_but_not_for_ever(tmp_p
     assert backend.peak_bytes <= 1000
 
 
-def test_starts_are_paced_by_the_cores(tmp_path):
-    scripts = {f"j{i}": FakeJob((1,) * 100) for i in range(8)}
-    scheduler, backend, machine, events = make(tmp_path, scripts, limit=10_000)
-    machine.num_cpus = 1
-    scheduler.admission.forecast.learn(like({}), Footprint(1))
-    started = []
-    scheduler.run(on_tick=lambda: started.append((round(backend.now, 1), len(backend.submitted))))
-    by_time = dict(started)
-    assert by_time[0.2] == 3
-    assert by_time[0.5] == 6
-    assert any(fields["on"] == "starting" for fields in of_kind(events, "wait"))
-
-
 @pytest.mark.parametrize(("wanted", "num_told"), [(0.9, 1), (0.7, 0)])
 def test_jobs_that_want_half_as_many_cores_again_are_told_once_and_all_run(tmp_path, wanted, num_told):
     scripts = {f"j{i}": FakeJob((1,) * 400, wanted_cpus=wanted) for i in range(4)}
@@ -866,15 +853,6 @@ def test_a_job_that_is_stopped_while_it_waits_for_another_start_is_recorded_so(t
     recorded = backend.poll()["a"]
     assert (recorded.state, recorded.cause, recorded.attempt) == ("cancelled", "by hand", 1)
     assert (statuses["a"].state, statuses["b"].state) == ("cancelled", "completed")
-
-
-def test_a_job_that_was_given_up_stays_so_even_when_its_watcher_did_not_hear_why(tmp_path):
-    scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob((100, 2000))}, limit=1000)
-    cancel = backend.cancel
-    backend.cancel = lambda job_id, *, now=False, verdict=None: cancel(job_id, now=now)
-    status = scheduler.run()["a"]
-    assert status.state == "out_of_memory" and "needs more than the" in status.cause
-    assert backend.submitted == ["a"]
 
 
 @pytest.mark.parametrize("state", ["node_fail", "out_of_memory"])

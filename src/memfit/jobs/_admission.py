@@ -15,13 +15,11 @@ from memfit.jobs._forecast import Forecast
 from memfit.jobs._job import Job
 from memfit.jobs._placement import choose, count_gpus
 from memfit.jobs._policy import HostClaims, Policy
-from memfit.jobs._slot import Slot, Wait
+from memfit.jobs._reservation import Reservation, Wait
 from memfit.jobs._too_large import refusal
 from memfit.memory import HOST, Budget, Claim, Footprint, Lendable, Others, Sizes, reservation_bytes
 from memfit.units import format_bytes
 
-#: A job counts as starting so long; so many may start at once on each core, and start-up is what keeps cores busy.
-_STARTING_SECONDS, _STARTS_PER_CPU = 0.25, 3
 #: A job that stepped aside so often runs alone the next time.
 _MOST_ASIDES = 3
 #: A job that is to have so much starts with this share of it: what is free is never to the byte what it was.
@@ -71,13 +69,13 @@ class LocalAdmission:
         self.forecast = Forecast()
         for stage, params, footprint in known:
             self.forecast.learn(Job("known", command=("-",), params=params, stage=stage), footprint)
-        self.running: dict[str, Slot] = {}
+        self.running: dict[str, Reservation] = {}
 
     # What is there
 
     def in_use(self) -> Sizes:
         """What the running jobs use now, by place."""
-        return sum((slot.used for slot in self.running.values()), Counter[str]())
+        return sum((entry.used for entry in self.running.values()), Counter[str]())
 
     def read_budget(self) -> Budget:
         """The budget, read anew when the last reading is too old."""
@@ -85,7 +83,7 @@ class LocalAdmission:
             self.budget.read(self.in_use())
         return self.budget.now
 
-    def rooms(self, claim_of: Callable[[Slot], Claim] = Slot.expectation) -> dict[str, Lendable]:
+    def rooms(self, claim_of: Callable[[Reservation], Claim] = Reservation.expectation) -> dict[str, Lendable]:
         """What may be lent now at each place, beside what running jobs are expected to take."""
         self.read_budget()
         return self.budget.lendable(self.in_use(), self._claims(claim_of))
@@ -93,20 +91,20 @@ class LocalAdmission:
     def parts(self) -> Sizes:
         """What of the free bytes at each place this run may hand out to its running jobs."""
         self.read_budget()
-        return self.budget.parts(self.in_use(), self._claims(Slot.claim))
+        return self.budget.parts(self.in_use(), self._claims(Reservation.claim))
 
     def capacity_bytes(self) -> int:
         """What all jobs may take now: of what is free, other runs on this host may take a part at the same time."""
-        return self.budget.capacity_bytes - max(0, self.rooms(Slot.claim)[HOST].bytes) + self.parts()[HOST]
+        return self.budget.capacity_bytes - max(0, self.rooms(Reservation.claim)[HOST].bytes) + self.parts()[HOST]
 
-    def _claims(self, claim_of: Callable[[Slot], Claim]) -> list[Claim]:
-        return [claim_of(slot) for slot in self.running.values()]
+    def _claims(self, claim_of: Callable[[Reservation], Claim]) -> list[Claim]:
+        return [claim_of(entry) for entry in self.running.values()]
 
     def memory(self) -> dict[str, int]:
         """What is used under the limit that binds now, and what the running jobs map (PSS), in bytes."""
         binding = self.read_budget().binding
         used = {"limit_bytes": binding.limit_bytes, "used_bytes": binding.used_bytes}
-        return used | {"pss_bytes": sum(slot.status.pss_bytes for slot in self.running.values())}
+        return used | {"pss_bytes": sum(entry.status.pss_bytes for entry in self.running.values())}
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
@@ -114,7 +112,7 @@ class LocalAdmission:
         with self.claims.deciding() if self.claims else nullcontext(Others()) as self.budget.others:
             yield
             if self.claims is not None:
-                unused = sum((claim.unused for claim in self._claims(Slot.expectation)), Counter[str]())
+                unused = sum((claim.unused for claim in self._claims(Reservation.expectation)), Counter[str]())
                 self.claims.write(used=self.in_use(), unused=unused)
 
     # What jobs take
@@ -125,38 +123,38 @@ class LocalAdmission:
         Returns:
             The fields of a ``footprint`` event for each job that changed what is known.
         """
-        for slot in self.running.values():
-            slot.hold_devices(self._measured(slot), self.policy.slack)
-        found = [self._learn(slot) for slot in self.running.values()]
+        for entry in self.running.values():
+            entry.hold_devices(self._measured(entry), self.policy.slack)
+        found = [self._learn(entry) for entry in self.running.values()]
         if any(fields is not None for fields in found):
             self._revise()
         return [fields for fields in found if fields]
 
-    def _learn(self, slot: Slot) -> dict[str, Any] | None:
+    def _learn(self, entry: Reservation) -> dict[str, Any] | None:
         """Take in what a job took so far if that speaks for its like, else return None; the event when it is news."""
-        status, footprint = slot.status, slot.status.footprint
+        status, footprint = entry.status, entry.status.footprint
         self.budget.checkpoint_bytes = max(self.budget.checkpoint_bytes, status.checkpoint_bytes)
-        if footprint is None or (footprint.sizes <= slot.learned and status.state != "completed"):
+        if footprint is None or (footprint.sizes <= entry.learned and status.state != "completed"):
             return None
-        known, is_whole = self._measured(slot), status.state == "completed" or status.settled
+        known, is_whole = self._measured(entry), status.state == "completed" or status.settled
         outgrew = known is not None and (status.peak_bytes > known.private_bytes or footprint.exceeds(known))
         if not (is_whole or outgrew):
             return None
         if not is_whole and known is not None and not known.bytes_per_device:
             footprint = replace(footprint, device_bytes={})  # what it takes there still grows
-        slot.learned |= footprint.sizes
-        self.forecast.learn(slot.job, footprint, is_final=status.state == "completed")
+        entry.learned |= footprint.sizes
+        self.forecast.learn(entry.job, footprint, is_final=status.state == "completed")
         if known is not None and not footprint.exceeds(known, 1.01):
             return {}
         needed = reservation_bytes(footprint, self.policy.slack)
         told = {"footprint": footprint.to_dict(), "reservation_bytes": needed, "in_use_bytes": self.in_use()[HOST]}
-        return {"job": slot.job.id} | told
+        return {"job": entry.job.id} | told
 
     def _revise(self) -> None:
         """Reservations of running jobs follow what was measured on their like; a hint may also turn out too large."""
-        for slot in self.running.values():
-            if expected := self._measured(slot):
-                slot.revise(expected, self.policy.slack)
+        for entry in self.running.values():
+            if expected := self._measured(entry):
+                entry.revise(expected, self.policy.slack)
 
     # Who may start
 
@@ -167,58 +165,54 @@ class LocalAdmission:
             return Wait("max_parallel", f"at most {most} at once (max_parallel)")
         if self.policy.force:
             return None
-        started = [slot for slot in self.running.values() if not slot.is_queued]
-        for slot in started:
-            if not slot.is_measured:
-                passed = "passed each phase once" if slot.job.phases else "stopped growing"
-                return Wait("measuring", f"{slot.job.id} is being measured until it has {passed}")
-        starting = sum(self.now() - slot.admitted < _STARTING_SECONDS for slot in started)
-        if starting >= _STARTS_PER_CPU * max(1, self.read_budget().num_cpus):
-            return Wait("starting", "others are starting")
+        for entry in self.running.values():
+            if not entry.is_queued and not entry.is_measured:
+                passed = "passed each phase once" if entry.job.phases else "stopped growing"
+                return Wait("measuring", f"{entry.job.id} is being measured until it has {passed}")
         return None
 
     @property
     def is_alone(self) -> bool:
         """True when a job that starts now would run alone."""
-        return all(slot.is_queued for slot in self.running.values())
+        return all(entry.is_queued for entry in self.running.values())
 
-    def admit(self, slot: Slot) -> Admitted | Wait:
+    def admit(self, entry: Reservation) -> Admitted | Wait:
         """Admit a job if it fits now; else say why it does not."""
         alone, rooms = self.is_alone, self.rooms()
         if self.policy.force:
-            devices = choose(rooms, slot.job.num_devices, 1, held=())
+            devices = choose(rooms, entry.job.num_devices, 1, held=())
             reserved = Counter[str]() if isinstance(devices, Wait) else devices
             return Admitted(reserved, "forced: not checked against the budget")
-        needed, room = self.needed(slot, alone=alone), rooms[HOST]
+        needed, room = self.needed(entry, alone=alone), rooms[HOST]
         if needed is None and not alone:
             return Wait("measuring", "its size is unknown, so it runs alone first")
-        if slot.num_asides >= _MOST_ASIDES and not alone:
-            return Wait("memory", f"it stepped aside {slot.num_asides} times, so it runs alone next")
+        if entry.num_asides >= _MOST_ASIDES and not alone:
+            return Wait("memory", f"it stepped aside {entry.num_asides} times, so it runs alone next")
         why = room.explain()
-        if (needed or 1) > room.bytes and alone and self.forecast.is_inferred(slot.job) and slot.needed_bytes is None:
+        if (needed or 1) > room.bytes and alone and self.forecast.is_inferred(entry.job) and entry.needed_bytes is None:
             why = f"others like it took {format_bytes(needed or 1)}; it has all there is and its wall"
             needed = None
         elif alone and needed is not None:
-            if slot.needed_bytes is not None and room.bytes >= _ALMOST * needed:
+            if entry.needed_bytes is not None and room.bytes >= _ALMOST * needed:
                 needed = min(needed, room.bytes)
             # The slack is for those beside whom it will run.
-            needed = max(1, needed, min(self.needed(slot, alone=False) or 0, room.bytes))
-        devices = self.devices_for(slot, rooms)
+            needed = max(1, needed, min(self.needed(entry, alone=False) or 0, room.bytes))
+        devices = self.devices_for(entry, rooms)
         if isinstance(devices, Wait):
             return devices
         reserved = Counter({HOST: max(1, needed)} if needed is not None else {}) + devices
         for place, size in {HOST: 1, **reserved}.items():
             if size > rooms[place].bytes:
-                return _lack(slot, place, size, rooms[place])
+                return _lack(entry, place, size, rooms[place])
         return Admitted(reserved, "; ".join([why, *(rooms[place].explain() for place in devices)]))
 
-    def devices_for(self, slot: Slot, rooms: Mapping[str, Lendable]) -> Sizes | Wait:
+    def devices_for(self, entry: Reservation, rooms: Mapping[str, Lendable]) -> Sizes | Wait:
         """What a job would reserve on each of its devices, whether or not there is room; or why there are none."""
-        num = slot.job.num_devices
+        num = entry.job.num_devices
         held = self.budget.devices_of_others.keys() | {
             place for other in self.running.values() for place in other.devices
         }
-        least, need = self._device_needs(slot)
+        least, need = self._device_needs(entry)
         devices = choose(rooms, num, need, held)
         if need is None or least is None or isinstance(devices, Wait):
             return devices
@@ -226,51 +220,51 @@ class LocalAdmission:
             if least <= rooms[place].bytes < need:
                 devices[place] = rooms[place].bytes
         too_large = any(size > rooms[place].bytes for place, size in devices.items())
-        if too_large and self.is_alone and self.forecast.is_inferred(slot.job) and not slot.needed_device_bytes:
+        if too_large and self.is_alone and self.forecast.is_inferred(entry.job) and not entry.needed_device_bytes:
             return choose(rooms, num, None, held)  # others like it took more: it has all there is
         return devices
 
-    def needed(self, slot: Slot, *, alone: bool) -> int | None:
+    def needed(self, entry: Reservation, *, alone: bool) -> int | None:
         """What a job reserves; None for one of unknown size, which runs alone."""
-        expected = self.forecast.predict(slot.job)
-        if slot.needed_bytes is not None:
-            measured = self._measured(slot)
-            return min(max(slot.needed_bytes, measured.private_bytes if measured else 0), self.budget.most_bytes)
+        expected = self.forecast.predict(entry.job)
+        if entry.needed_bytes is not None:
+            measured = self._measured(entry)
+            return min(max(entry.needed_bytes, measured.private_bytes if measured else 0), self.budget.most_bytes)
         if expected is None:
             return None
         # A job that runs alone may use all there is, so its like's peak is enough without the slack.
         return expected.private_bytes if alone else reservation_bytes(expected, self.policy.slack)
 
-    def _device_needs(self, slot: Slot) -> tuple[int | None, int | None]:
+    def _device_needs(self, entry: Reservation) -> tuple[int | None, int | None]:
         """The least and what a job is to have of each of its devices; None when that is not known."""
-        measured = self._measured(slot)
-        if slot.needed_device_bytes:
-            need = min(slot.needed_device_bytes, self.budget.most_device_bytes(slot.job.num_devices))
+        measured = self._measured(entry)
+        if entry.needed_device_bytes:
+            need = min(entry.needed_device_bytes, self.budget.most_device_bytes(entry.job.num_devices))
             return round(_ALMOST * need), need
-        return slot.device_need(measured, 0.0), slot.device_need(measured, self.policy.slack)
+        return entry.device_need(measured, 0.0), entry.device_need(measured, self.policy.slack)
 
-    def _measured(self, slot: Slot) -> Footprint | None:
+    def _measured(self, entry: Reservation) -> Footprint | None:
         """What a job will take, if that was measured on its like."""
-        expected = self.forecast.predict(slot.job)
+        expected = self.forecast.predict(entry.job)
         return expected if expected is not None and expected.method == "measured" else None
 
-    def waits_for_others(self, slot: Slot) -> bool:
+    def waits_for_others(self, entry: Reservation) -> bool:
         """True if a job that does not fit will fit once other runs on this host have ended."""
-        budget, num = self.budget, slot.job.num_devices
-        if (self.needed(slot, alone=True) or 1) > budget.most_bytes:
+        budget, num = self.budget, entry.job.num_devices
+        if (self.needed(entry, alone=True) or 1) > budget.most_bytes:
             return False
-        if num and (self._device_needs(slot)[0] or 1) > budget.most_device_bytes(num):
+        if num and (self._device_needs(entry)[0] or 1) > budget.most_device_bytes(num):
             return False
         return budget.can_others_help or bool(num and budget.devices_of_others)
 
-    def refusal(self, slot: Slot) -> DoesNotFitError:
+    def refusal(self, entry: Reservation) -> DoesNotFitError:
         """Return the error for a job that does not fit although no other runs."""
-        needed, expected, rooms = self.needed(slot, alone=True) or 1, self.forecast.predict(slot.job), self.rooms()
-        return refusal(slot, needed, expected, rooms, self.devices_for(slot, rooms), self.read_budget())
+        needed, expected, rooms = self.needed(entry, alone=True) or 1, self.forecast.predict(entry.job), self.rooms()
+        return refusal(entry, needed, expected, rooms, self.devices_for(entry, rooms), self.read_budget())
 
 
-def _lack(slot: Slot, place: str, needed_bytes: int, room: Lendable) -> Wait:
+def _lack(entry: Reservation, place: str, needed_bytes: int, room: Lendable) -> Wait:
     if place == HOST:
         return Wait("memory", f"it needs {format_bytes(needed_bytes)}", room.explain())
-    where = f"on {count_gpus(slot.job.num_devices)}"
+    where = f"on {count_gpus(entry.job.num_devices)}"
     return Wait("device", f"it needs {format_bytes(needed_bytes)} {where}", room.explain())

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-#: What jobs want is averaged over so long, and is too much from so many times the cores on. An average speaks when it
-#: covers this share of that time.
-_AVERAGE_SECONDS, _TOO_MUCH, _LEAST_WEIGHT = 10.0, 1.5, 0.4
+#: What jobs want is too much from so many times the cores on, when it lasts so long.
+_TOO_MUCH, _LASTING_SECONDS = 1.5, 5.0
 
 
 class CpuMeter:
@@ -32,7 +30,7 @@ class CpuMeter:
 
 
 class CpuDemand:
-    """Follows how many cores all running jobs want, on average over some seconds, to say once when it is too much.
+    """Follows how many cores all running jobs want, to say once when that is too much for some seconds.
 
     Example:
         >>> demand = CpuDemand()
@@ -41,20 +39,21 @@ class CpuDemand:
     """
 
     def __init__(self) -> None:
-        self._sum, self._weight, self._taken_at, self._is_told = 0.0, 0.0, math.inf, False
+        self._since: float | None = None
+        self._is_told = False
 
     def take(self, wanted: float, num_running: int, num_cpus: int, now: float) -> dict[str, Any] | None:
-        """Take in what so many jobs want now; what to say of it, the first time that it passes the cores by half."""
-        share = min(1.0, max(0.0, now - self._taken_at) / _AVERAGE_SECONDS)
-        self._sum, self._taken_at = self._sum + share * (wanted - self._sum), now
-        self._weight += share * (1 - self._weight)
-        if self._is_told or num_running < 2 or self._weight < _LEAST_WEIGHT:
+        """Take in what so many jobs want now; what to say of it, the first time that it lasts."""
+        if self._is_told or num_running < 2 or wanted <= _TOO_MUCH * num_cpus:
+            self._since = None
             return None
-        mean = self._sum / self._weight
-        self._is_told = mean > _TOO_MUCH * num_cpus
-        if not self._is_told:
-            return None
-        return {"wanted_cpus": round(mean, 1), "num_cpus": num_cpus, "num_running": num_running}
+        self._since = now if self._since is None else self._since
+        self._is_told = now - self._since >= _LASTING_SECONDS
+        return (
+            {"wanted_cpus": round(wanted, 1), "num_cpus": num_cpus, "num_running": num_running}
+            if self._is_told
+            else None
+        )
 
 
 def _read_seconds(pids: Iterable[int]) -> dict[int, float]:

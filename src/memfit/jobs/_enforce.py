@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from memfit.jobs._admission import HELD_BY_OTHERS, LocalAdmission
 from memfit.jobs._job import Backend
-from memfit.jobs._slot import Slot, Wait, cheapest
+from memfit.jobs._reservation import Reservation, Wait, cheapest
 from memfit.jobs._too_large import outgrown
 from memfit.memory import HOST, Sizes
 from memfit.units import format_bytes
@@ -48,7 +48,7 @@ class Enforcement:
         self._capped_at: float | None = None
 
     @property
-    def _running(self) -> Mapping[str, Slot]:
+    def _running(self) -> Mapping[str, Reservation]:
         return self.admission.running
 
     def why_none_starts(self) -> Wait | None:
@@ -59,17 +59,17 @@ class Enforcement:
             return Wait("memory", f"{self._favoured} goes first, for which another job stepped aside")
         return None
 
-    def first_grant(self, slot: Slot) -> Sizes:
+    def first_grant(self, entry: Reservation) -> Sizes:
         """Give a job that is about to start its grant; what it may take of each of its devices, which stays so."""
         if self._is_forced:
             return Counter()
         free, num = self.admission.parts(), max(_LEAST_PARTS, len(self._running))
-        slot.grant = slot.grant_of(free[HOST] // num, self.admission.capacity_bytes())
+        entry.grant = entry.grant_of(free[HOST] // num, self.admission.capacity_bytes())
         if self.admission.budget.others.num:
             self._cap()
         if self.walls is not None:
-            self.walls.grant(slot.job.id, slot.grant)
-        return Counter({place: slot.reserved[place] + free[place] // num for place in slot.devices})
+            self.walls.grant(entry.job.id, entry.grant)
+        return Counter({place: entry.reserved[place] + free[place] // num for place in entry.devices})
 
     def relieve(self) -> None:
         """Grow what outgrows its reservation, hand out grants, and see to those that wait at their wall."""
@@ -81,50 +81,50 @@ class Enforcement:
             self._short = ""
             return
         self._hand_out(self._grow_all())
-        leaving = [slot for slot in self._running.values() if slot.set_aside is not None]
-        for slot in leaving:
-            if slot.status.stalled and self._now() - (slot.set_aside or 0.0) > _LEAVING_SECONDS:
-                self.backend.cancel(slot.job.id, now=True, verdict=slot.verdict)
+        leaving = [entry for entry in self._running.values() if entry.set_aside is not None]
+        for entry in leaving:
+            if entry.status.stalled and self._now() - (entry.set_aside or 0.0) > _LEAVING_SECONDS:
+                self.backend.cancel(entry.job.id, now=True, verdict=entry.verdict)
         if leaving or self._is_forced:
             return  # one that was asked to step aside gives its memory back first
         self._relieve_stalled()
-        self._keep_headroom()
+        self._enforce_headroom()
 
     def _grow_all(self) -> int:
         """Grow reservations from what is free, and shrink those that hold too much; what is free on the host then."""
         free, short = self.admission.parts(), ""
-        for slot in sorted(self._running.values(), key=Slot.lost_seconds, reverse=True):
-            for place in slot.reserved:
-                lack = self._grow(slot, place, free)
+        for entry in sorted(self._running.values(), key=Reservation.seconds_since_checkpoint, reverse=True):
+            for place in entry.reserved:
+                lack = self._grow(entry, place, free)
                 short = short or lack
         if short and not self._short:
             self._say("short", job=None, reason=short)
         self._short = short
         return free[HOST]
 
-    def _grow(self, slot: Slot, place: str, free: Sizes) -> str:
+    def _grow(self, entry: Reservation, place: str, free: Sizes) -> str:
         """Bring a reservation to what its job wants there, of what is free; why that was not enough, or nothing."""
         now = self._now()
-        if now - slot.grew.get(place, now) > _GROWN_SECONDS:
-            spare = slot.spare_bytes(place)
-            slot.reserved[place] -= spare
+        if now - entry.grew.get(place, now) > _GROWN_SECONDS:
+            spare = entry.spare_bytes(place)
+            entry.reserved[place] -= spare
             free[place] += spare
-        before, wanted = slot.reserved[place], slot.wanted_bytes(free[place], place)
+        before, wanted = entry.reserved[place], entry.wanted_bytes(free[place], place)
         if self._is_forced or not before or wanted <= before:
             return ""
-        held = max(before, slot.used[place])  # what it has taken already is not free any more
-        more = min(wanted - held, self._free_for(slot, free[place]) if place == HOST else free[place])
+        held = max(before, entry.used[place])  # what it has taken already is not free any more
+        more = min(wanted - held, self._free_for(entry, free[place]) if place == HOST else free[place])
         if held + more > _LEAST_GROWTH * before:
-            slot.reserved[place], slot.grew[place] = held + more, now
+            entry.reserved[place], entry.grew[place] = held + more, now
             free[place] -= more
             room = self.admission.rooms().get(place)
             where = f" {room.where}" if room and room.where else ""
             told = {"from_bytes": before, "to_bytes": held + more, "place": place}
             why = f"{format_bytes(free[place])} is left to lend{where}"
-            self._say("grow" if place == HOST else "grow_device", job=slot.job.id, why=why, **told)
+            self._say("grow" if place == HOST else "grow_device", job=entry.job.id, why=why, **told)
         # One that outgrows its part of a device takes nothing from jobs elsewhere: those may start.
-        if place == HOST and more < wanted - held and slot.wants_more():
-            return f"{slot.job.id} outgrows its {format_bytes(before)} and nothing is free"
+        if place == HOST and more < wanted - held and entry.wants_more():
+            return f"{entry.job.id} outgrows its {format_bytes(before)} and nothing is free"
         return ""
 
     def _cap(self) -> None:
@@ -135,26 +135,26 @@ class Enforcement:
             return
         spare = budget.checkpoint_bytes + budget.now.reserve_bytes // 8
         # Other runs have counted what this one lent: it stands, whatever they take meanwhile.
-        lent = sum(slot.reserved[HOST] for slot in self._running.values()) if budget.others.num else 0
+        lent = sum(entry.reserved[HOST] for entry in self._running.values()) if budget.others.num else 0
         self.walls.cap(max(1, lent, admission.capacity_bytes()) + spare)
 
     def _review_favour(self) -> None:
         """The job for which another stepped aside goes first, until it has ended or wanted no more for a while."""
-        slot = self._running.get(self._favoured or "")
-        if slot is not None and slot.wants_more():
+        entry = self._running.get(self._favoured or "")
+        if entry is not None and entry.wants_more():
             self._favoured_at = self._now()
-        if slot is None or self._now() - self._favoured_at > _STALL_SECONDS:
+        if entry is None or self._now() - self._favoured_at > _STALL_SECONDS:
             self._favoured = None
 
-    def _free_for(self, slot: Slot, free_bytes: int) -> int:
+    def _free_for(self, entry: Reservation, free_bytes: int) -> int:
         """What of the free bytes this job may take: while one goes first, the others get none."""
-        return free_bytes if self._favoured in (None, slot.job.id) else 0
+        return free_bytes if self._favoured in (None, entry.job.id) else 0
 
-    def _part_of(self, slot: Slot, free_bytes: int) -> int:
+    def _part_of(self, entry: Reservation, free_bytes: int) -> int:
         """A job's part of the free bytes for a burst: all walls together stay within the budget, so that no job is
         held back by what another takes."""
         num = max(_LEAST_PARTS, len(self._running)) if self._favoured is None else 1
-        return self._free_for(slot, free_bytes) // num
+        return self._free_for(entry, free_bytes) // num
 
     def _hand_out(self, free_bytes: int) -> None:
         """Bring the walls up to date, those that come down first."""
@@ -163,33 +163,33 @@ class Enforcement:
         if self.admission.budget.others.num:  # with a part alone, it follows each reservation at once
             self._cap()
         changes, capacity = [], self.admission.capacity_bytes()
-        for job_id, slot in self._running.items():
-            if slot.set_aside is not None:
+        for job_id, entry in self._running.items():
+            if entry.set_aside is not None:
                 continue  # it has what it needs to leave
-            grant, old = slot.grant_of(self._part_of(slot, free_bytes), capacity), slot.grant
-            is_pressed = slot.status.stalled or slot.status.used_bytes > 0.8 * (old.wall_bytes if old else 0)
+            grant, old = entry.grant_of(self._part_of(entry, free_bytes), capacity), entry.grant
+            is_pressed = entry.status.stalled or entry.status.used_bytes > 0.8 * (old.wall_bytes if old else 0)
             least = 0 if is_pressed else grant.wall_bytes // 64
             more = grant.wall_bytes - (old.wall_bytes if old else 0)
             if old is None or abs(more) > least or grant.soft_bytes != old.soft_bytes:
                 changes.append((more, job_id, grant))
         for more, job_id, grant in sorted(changes, key=lambda change: change[0]):
-            slot = self._running[job_id]
+            entry = self._running[job_id]
             if more > 0:
-                slot.stalled_since = None  # it has yet to show whether that is enough
-            slot.grant = grant
+                entry.stalled_since = None  # it has yet to show whether that is enough
+            entry.grant = grant
             if self.walls is not None:
                 self.walls.grant(job_id, grant)
 
     def _relieve_stalled(self) -> None:
         """Have a job give way when others have waited at their walls for too long."""
         now = self._now()
-        for slot in self._running.values():
-            slot.stalled_since = (slot.stalled_since or now) if slot.status.stalled else None
-        stalled = [slot for slot in self._running.values() if slot.stalled_since is not None]
+        for entry in self._running.values():
+            entry.stalled_since = (entry.stalled_since or now) if entry.status.stalled else None
+        stalled = [entry for entry in self._running.values() if entry.stalled_since is not None]
         favoured = self._running.get(self._favoured or "")
         if not stalled or favoured not in (None, *stalled):
             return  # the one that goes first does go on
-        waited = now - min(slot.stalled_since or now for slot in ([favoured] if favoured else stalled))
+        waited = now - min(entry.stalled_since or now for entry in ([favoured] if favoured else stalled))
         is_deadlock = len(stalled) == len(self._running)
         if waited < (_DEADLOCK_SECONDS if is_deadlock else _STALL_SECONDS):
             return
@@ -199,12 +199,12 @@ class Enforcement:
             else:
                 self._give_up(stalled[0])
             return
-        first = favoured or max(stalled, key=Slot.lost_seconds)
-        others = [slot for slot in self._running.values() if slot is not first]
+        first = favoured or max(stalled, key=Reservation.seconds_since_checkpoint)
+        others = [entry for entry in self._running.values() if entry is not first]
         self._favoured, self._favoured_at = first.job.id, now
         self._set_aside(cheapest(others), f"{first.job.id} waits at its wall and nothing is free")
 
-    def _keep_headroom(self) -> None:
+    def _enforce_headroom(self) -> None:
         """Have a job give way before the kernel ends one: without walls, or when a neighbour took all the reserve."""
         admission, budget = self.admission, self.admission.budget
         least = admission.read_budget().reserve_bytes // 8
@@ -221,18 +221,18 @@ class Enforcement:
         else:
             self._set_aside(first, f"only {format_bytes(max(0, headroom))} is left of {budget.now.binding.name}")
 
-    def _set_aside(self, slot: Slot, reason: str) -> None:
+    def _set_aside(self, entry: Reservation, reason: str) -> None:
         """Ask a job to checkpoint and end; it comes again."""
-        slot.set_aside = self._now()
-        if slot.grant and self.walls is not None:
+        entry.set_aside = self._now()
+        if entry.grant and self.walls is not None:
             # What waits in the kernel runs no handler: it gets the room to leave, from what is never lent.
             more = self.admission.budget.checkpoint_bytes + self.admission.read_budget().reserve_bytes // 8
-            self.walls.grant(slot.job.id, replace(slot.grant, wall_bytes=slot.grant.wall_bytes + more))
-        self._say("aside", job=slot.job.id, reason=reason, now=False)
-        self.backend.cancel(slot.job.id)
+            self.walls.grant(entry.job.id, replace(entry.grant, wall_bytes=entry.grant.wall_bytes + more))
+        self._say("aside", job=entry.job.id, reason=reason, now=False)
+        self.backend.cancel(entry.job.id)
 
-    def _give_up(self, slot: Slot) -> None:
+    def _give_up(self, entry: Reservation) -> None:
         """End a job that had the whole budget to itself and wants more."""
-        slot.verdict = outgrown(self.admission.budget.capacity_bytes, self.admission.read_budget())
-        slot.set_aside = self._now()
-        self.backend.cancel(slot.job.id, now=True, verdict=slot.verdict)
+        entry.verdict = outgrown(self.admission.budget.capacity_bytes, self.admission.read_budget())
+        entry.set_aside = self._now()
+        self.backend.cancel(entry.job.id, now=True, verdict=entry.verdict)

@@ -119,8 +119,8 @@ class JobStatus:
     Attributes:
         job_id: The job's id.
         state: One of Slurm's states in lower case.
-        phase: The phase that it marked last or, without marks, the one that its log and memory suggest; or None.
-        phase_source: How the phase is known: ``marks``, or guessed from its ``log`` or the ``shape`` of its memory.
+        phase: The phase that it marked last or, without marks, the one that its log suggests; or None.
+        phase_source: How the phase is known: ``marks``, or guessed from its ``log``.
         settled: Its measured footprint speaks for its like: it has entered and left each of the job's ``phases`` or,
             when it names none, has stopped growing.
         used_bytes: Its non-reclaimable memory now, of its whole control group where it has one.

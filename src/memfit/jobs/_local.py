@@ -121,11 +121,6 @@ class LocalBackend:
         self._live[job_id] = _Followed(folder, JobStatus(job_id, "pending", attempt=order.get("attempt", 1)), group)
         self._adopted.add(job_id)
 
-    def running(self) -> list[str]:
-        """The jobs followed here that have not ended."""
-        self.poll()
-        return list(self._live)
-
     def submit(self, batch: Sequence[Submission]) -> None:
         """Start the shims of jobs.
 

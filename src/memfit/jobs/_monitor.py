@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from memfit.errors import DamagedError
 from memfit.jobs._cpu import CpuMeter
 from memfit.jobs._job import JobStatus
-from memfit.jobs._phases import phase_of_log, phase_of_shape
+from memfit.jobs._phases import phase_of_log
 from memfit.memory import HOST, Footprint, GroupState, JobGroup, Sample, SeriesWriter, Sizes, TreeMeter, device_reader
 from memfit.rundir import EventTail, EventWriter, RunDir, fits
 
@@ -74,7 +74,6 @@ class Monitor:
     _written: float = 0.0
     _settled: Sizes = field(default_factory=Counter)
     _grown_at: float = 0.0
-    _levels: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=16))
     _num_met: int = 0
     _wall_bytes: int = sys.maxsize
     _log_offsets: dict[Path, int] = field(default_factory=dict)
@@ -169,12 +168,8 @@ class Monitor:
         """Guess the phase of a job that marks none."""
         if self.phase_source == "marks":
             return
-        if self.sample is not None:
-            self._levels.append((time.monotonic(), self.sample.private_bytes))
         if (told := phase_of_log(self._read_logs())) is not None:
             self.phase, self.phase_source = told, "log"
-        elif self.phase_source != "log" and (shape := phase_of_shape(self._levels)) is not None:
-            self.phase, self.phase_source = shape, "shape"
 
     def _logs(self) -> list[Path]:
         folder = self.run.job_dir(self.job_id)

@@ -1,9 +1,8 @@
-"""Which phase a job is in that marks none: a guess from its log or, where that says nothing, from its memory."""
+"""Guesses from its log which phase a job is in that marks none."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 # In one line the first that matches counts: a line "saved model after epoch 3" tells of a checkpoint.
 _PATTERNS = tuple(
@@ -19,7 +18,6 @@ _PATTERNS = tuple(
         ("load", r"\b(?:loading|reading|downloading|importing)\b"),
     )
 )
-_SHAPE_SECONDS, _FLAT = 3.0, 1.02
 
 
 def phase_of_line(line: str) -> str | None:
@@ -42,20 +40,3 @@ def phase_of_log(text: str) -> str | None:
     # A progress bar writes its lines over one another.
     lines = reversed(text.replace("\r", "\n").splitlines())
     return next((phase for line in lines if (phase := phase_of_line(line))), None)
-
-
-def phase_of_shape(levels: Sequence[tuple[float, int]]) -> str | None:
-    """The phase that the course of memory suggests: rising is ``load``, flat is ``train``; None before 3 seconds.
-
-    Args:
-        levels: Seconds and bytes, in order of time.
-
-    >>> phase_of_shape([(0, 100), (1, 150), (2, 190), (3, 230)]), phase_of_shape([(0, 100), (2, 101), (4, 100)])
-    ('load', 'train')
-    >>> phase_of_shape([(0, 100), (1, 150)]) is None
-    True
-    """
-    if not levels or levels[-1][0] - levels[0][0] < _SHAPE_SECONDS:
-        return None
-    recent = [level for at, level in levels if levels[-1][0] - at <= _SHAPE_SECONDS]
-    return "load" if levels[-1][1] > _FLAT * min(recent) else "train"

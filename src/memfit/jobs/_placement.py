@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from memfit.jobs._job import Job
-from memfit.jobs._slot import Wait
+from memfit.jobs._reservation import Wait
 from memfit.memory import HOST, Device, Lendable, Sizes
 
 #: torch reads the first that is set.

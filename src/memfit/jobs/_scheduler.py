@@ -20,8 +20,8 @@ from memfit.jobs._enforce import Enforcement
 from memfit.jobs._job import ENDED, Backend, JobStatus, Request, State, Submission, Verdict
 from memfit.jobs._placement import device_env
 from memfit.jobs._policy import StopRequest, say_nothing
+from memfit.jobs._reservation import Reservation, Wait
 from memfit.jobs._retry import Retry, decide
-from memfit.jobs._slot import Slot, Wait
 from memfit.jobs._source import JobSource
 from memfit.memory import HOST
 
@@ -30,8 +30,6 @@ _TICK_SECONDS = 0.1
 _LACK_SECONDS = 3.0
 #: How many waiting jobs are looked at when the first does not fit, and how many may pass it by.
 _BACKFILL, _MOST_PASSED = 32, 64
-#: How often requests to stop are looked for of those that wait behind the first.
-_LOOK_SECONDS = 0.5
 #: How a job may end that was asked to step aside.
 _ASIDE = frozenset({"preempted", "cancelled", "node_fail", "out_of_memory"})
 
@@ -60,7 +58,7 @@ class Scheduler:
         self.policy = admission.policy
         self.statuses: dict[str, JobStatus] = {}
         self._enforcement = Enforcement(backend, admission, say)
-        self._waiting: list[Slot] = []
+        self._waiting: list[Reservation] = []
         self._running = admission.running
         self._stop_level = 0
         self._tried_stages, self._failed_stages = set(self.policy.proven_stages), dict[str, str]()
@@ -68,7 +66,6 @@ class Scheduler:
         self._why_waiting = ""
         self._lacking_since: float | None = None
         self._num_passed = 0
-        self._look_at = 0.0
         self._cpu = CpuDemand()
 
     def run(
@@ -114,14 +111,14 @@ class Scheduler:
         """Ask the source for jobs."""
         if self._stop_level or self.source.is_done:
             return
-        found = [Slot(job, JobStatus(job.id, "pending")) for job in self.source.next(self._num_free())]
+        found = [Reservation(job, JobStatus(job.id, "pending")) for job in self.source.next(self._num_free())]
         self._waiting += found
         for stage, reason in self._failed_stages.items():
             self._clear_waiting(reason, stage)
-        taken = [slot for slot in found if slot.job.id in still_running]
-        for slot in taken:
-            reserved = Counter({HOST: self.admission.needed(slot, alone=False) or 0})
-            self._start(slot, Admitted(reserved, "it still runs and is taken over"), is_adopted=True)
+        taken = [entry for entry in found if entry.job.id in still_running]
+        for entry in taken:
+            reserved = Counter({HOST: self.admission.needed(entry, alone=False) or 0})
+            self._start(entry, Admitted(reserved, "it still runs and is taken over"), is_adopted=True)
         if taken:  # what they use was read before they were known
             self._poll()
             self.admission.budget.read(self.admission.in_use())
@@ -136,78 +133,76 @@ class Scheduler:
 
     def _poll(self) -> None:
         found = self.backend.poll()
-        for job_id, slot in self._running.items():
-            slot.status = self.statuses[job_id] = found[job_id]
+        for job_id, entry in self._running.items():
+            entry.status = self.statuses[job_id] = found[job_id]
         for fields in self.admission.learn():
             self.say("footprint", **fields)
-        for job_id, slot in list(self._running.items()):
-            if slot.status.state in ENDED:
+        for job_id, entry in list(self._running.items()):
+            if entry.status.state in ENDED:
                 del self._running[job_id]
-                self._settle(slot)
+                self._settle(entry)
 
-    def _settle(self, slot: Slot) -> None:
+    def _settle(self, entry: Reservation) -> None:
         """Decide what follows from a job's end: it comes again, or it is done."""
-        if slot.verdict is not None and slot.status.state not in ("completed", slot.verdict.state):
-            self._record(slot, slot.verdict)  # its watcher could not read it
-        status = slot.status
-        again = self._what_follows(slot)
+        status = entry.status
+        again = self._what_follows(entry)
         if isinstance(again, str):
-            self._end(slot, again)
+            self._end(entry, again)
             return
         told = {"state": status.state, "cause": status.cause, "reservation_bytes": again.needed_bytes}
-        self.say("retry", job=slot.job.id, attempt=status.attempt + 1, reason=again.reason, **told)
-        slot.take_back(again.needed_bytes, again.device_bytes)
-        self._waiting.insert(0, slot)
+        self.say("retry", job=entry.job.id, attempt=status.attempt + 1, reason=again.reason, **told)
+        entry.take_back(again.needed_bytes, again.device_bytes)
+        self._waiting.insert(0, entry)
 
-    def _what_follows(self, slot: Slot) -> Retry | str:
+    def _what_follows(self, entry: Reservation) -> Retry | str:
         """Another start, or why there is none."""
-        status, budget = slot.status, self.admission.budget
+        status, budget = entry.status, self.admission.budget
         if status.state == "completed":
             return "it completed"
-        if slot.verdict is not None:
+        if entry.verdict is not None:
             return "it had the whole budget to itself"
         if self._stop_level:
             return "the run was asked to stop"
         self.admission.read_budget()
-        if slot.set_aside is not None and status.state in _ASIDE:
-            grown = round(1.25 * status.peak_bytes) if slot.stalled_since is not None else 0
-            needed = min(max(slot.reserved[HOST], slot.expected[HOST], grown), budget.most_bytes)
-            slot.num_asides += 1
+        if entry.set_aside is not None and status.state in _ASIDE:
+            grown = round(1.25 * status.peak_bytes) if entry.stalled_since is not None else 0
+            needed = min(max(entry.reserved[HOST], entry.expected[HOST], grown), budget.most_bytes)
+            entry.num_asides += 1
             return Retry("it stepped aside for others", needed or None)
         again = decide(
             status,
-            had_bytes=slot.had_bytes(),
+            had_bytes=entry.had_bytes(),
             capacity_bytes=max(0, budget.capacity_bytes) and budget.most_bytes,
-            is_last=slot.num_retries + 1 >= self.policy.retries,
-            had_device_bytes=max((slot.reserved[place] for place in slot.devices), default=0),
-            device_capacity_bytes=budget.most_device_bytes(slot.job.num_devices),
-            was_preempted=slot.was_preempted,
+            is_last=entry.num_retries + 1 >= self.policy.retries,
+            had_device_bytes=max((entry.reserved[place] for place in entry.devices), default=0),
+            device_capacity_bytes=budget.most_device_bytes(entry.job.num_devices),
+            was_preempted=entry.was_preempted,
         )
         if isinstance(again, Retry) and status.state == "preempted" and self.policy.retries:
-            slot.was_preempted = True
+            entry.was_preempted = True
             return again
-        if isinstance(again, Retry) and slot.num_retries >= self.policy.retries:
-            return f"it was started again {slot.num_retries} times already (retries)"
-        slot.num_retries += isinstance(again, Retry)
+        if isinstance(again, Retry) and entry.num_retries >= self.policy.retries:
+            return f"it was started again {entry.num_retries} times already (retries)"
+        entry.num_retries += isinstance(again, Retry)
         return again
 
-    def _end(self, slot: Slot, why_final: str) -> None:
+    def _end(self, entry: Reservation, why_final: str) -> None:
         """Take a job's end as its last, and draw the consequences for the others."""
         if (
-            slot.status.state == "out_of_memory"
-            and slot.verdict is None
-            and slot.status.evidence.get("place") != "device"
+            entry.status.state == "out_of_memory"
+            and entry.verdict is None
+            and entry.status.evidence.get("place") != "device"
         ):
-            self._record(slot, Verdict("out_of_memory", f"{slot.status.cause}; {why_final}"))
-        status, stage = slot.status, slot.job.stage
+            self._record(entry, Verdict("out_of_memory", f"{entry.status.cause}; {why_final}"))
+        status, stage = entry.status, entry.job.stage
         ended = {"state": status.state, "cause": status.cause, "exit_code": status.exit_code, "why_final": why_final}
-        self.say("end", job=slot.job.id, **ended, **self.admission.memory())
+        self.say("end", job=entry.job.id, **ended, **self.admission.memory())
         self.source.ended(status)
         if status.state not in ("completed", "preempted", "cancelled") and self.policy.on_failure == "stop":
             self._obey(1)
         is_own_fault = status.state == "failed" and status.exit_code != -signal.SIGKILL
         if is_own_fault and self.policy.on_failure == "first" and stage not in self._tried_stages:
-            reason = f"{slot.job.id}, the first to end, failed by an error of its own"
+            reason = f"{entry.job.id}, the first to end, failed by an error of its own"
             self._failed_stages[stage] = reason
             if self._clear_waiting(reason, stage):
                 self.say("stop", level=0, num_running=len(self._running), reason=reason)
@@ -224,13 +219,13 @@ class Scheduler:
 
     def _clear_waiting(self, reason: str, stage: str | None = None) -> bool:
         """Give up the jobs that wait, all or those of one stage; whether there were any."""
-        given_up = [slot for slot in self._waiting if stage in (None, slot.job.stage)]
-        self._waiting = [slot for slot in self._waiting if stage not in (None, slot.job.stage)]
-        for slot in given_up:
-            attempt = slot.status.attempt if slot.job.id in self.statuses else 0
-            status = JobStatus(slot.job.id, "pending", cause=reason, attempt=attempt)
-            if slot.job.id in self.statuses:  # it was to be started again
-                self.statuses[slot.job.id] = status
+        given_up = [entry for entry in self._waiting if stage in (None, entry.job.stage)]
+        self._waiting = [entry for entry in self._waiting if stage not in (None, entry.job.stage)]
+        for entry in given_up:
+            attempt = entry.status.attempt if entry.job.id in self.statuses else 0
+            status = JobStatus(entry.job.id, "pending", cause=reason, attempt=attempt)
+            if entry.job.id in self.statuses:  # it was to be started again
+                self.statuses[entry.job.id] = status
             self.source.ended(status)
         return bool(given_up)
 
@@ -238,13 +233,9 @@ class Scheduler:
 
     def _admit(self, hold: str, stopped: Callable[[str], str]) -> None:
         """Start the jobs that may start now."""
-        now = self.admission.now()
-        is_due = now >= self._look_at  # at those behind the first, which is next
-        if is_due:
-            self._look_at = now + _LOOK_SECONDS
-        for slot in self._waiting[: _BACKFILL if is_due else 1]:
-            if reason := stopped(slot.job.id):
-                self._drop(slot, "cancelled", reason)
+        for entry in self._waiting[:_BACKFILL]:
+            if reason := stopped(entry.job.id):
+                self._drop(entry, "cancelled", reason)
         held = Wait("other", hold) if hold else self._enforcement.why_none_starts()
         while self._waiting:
             head = self._waiting[0]
@@ -252,11 +243,11 @@ class Scheduler:
                 self._wait(head, wait)
                 return
             waits: list[Wait] = []
-            for slot in self._waiting[: _BACKFILL if self._num_passed < _MOST_PASSED else 1]:
-                found = self.admission.admit(slot)
+            for entry in self._waiting[: _BACKFILL if self._num_passed < _MOST_PASSED else 1]:
+                found = self.admission.admit(entry)
                 if isinstance(found, Admitted):
-                    self._num_passed = 0 if slot is head else self._num_passed + 1
-                    self._start(slot, found)
+                    self._num_passed = 0 if entry is head else self._num_passed + 1
+                    self._start(entry, found)
                     break
                 waits.append(found)
             else:
@@ -266,63 +257,63 @@ class Scheduler:
                     self._wait(head, waits[0])
                 return
 
-    def _start(self, slot: Slot, admitted: Admitted, *, is_adopted: bool = False) -> None:
-        self._waiting.remove(slot)
+    def _start(self, entry: Reservation, admitted: Admitted, *, is_adopted: bool = False) -> None:
+        self._waiting.remove(entry)
         self._why_waiting, self._lacking_since = "", None
-        before, job = self.admission.memory(), slot.job
-        slot.reserve(admitted.reserved, self.admission.forecast.predict(job))
-        slot.status, slot.admitted = JobStatus(job.id, "pending"), self.admission.now()
-        self._running[job.id], self.statuses[job.id] = slot, slot.status
+        before, job = self.admission.memory(), entry.job
+        entry.reserve(admitted.reserved, self.admission.forecast.predict(job))
+        entry.status = JobStatus(job.id, "pending")
+        self._running[job.id], self.statuses[job.id] = entry, entry.status
         self._started_stages.add(job.stage)
-        most = self._enforcement.first_grant(slot)
-        if slot.devices:
-            env = device_env(job, slot.devices, most, self.admission.budget.now.devices)
+        most = self._enforcement.first_grant(entry)
+        if entry.devices:
+            env = device_env(job, entry.devices, most, self.admission.budget.now.devices)
             job = replace(job, env=dict(job.env) | env)
         if not is_adopted:
-            limit_bytes = slot.grant.wall_bytes if slot.grant is not None else None
+            limit_bytes = entry.grant.wall_bytes if entry.grant is not None else None
             self.backend.submit([Submission(job, Request(limit_bytes))])
-        told = {"reservation_bytes": slot.reserved[HOST] or None, "num_running": len(self._running)}
-        devices = {place: slot.reserved[place] for place in slot.devices}
+        told = {"reservation_bytes": entry.reserved[HOST] or None, "num_running": len(self._running)}
+        devices = {place: entry.reserved[place] for place in entry.devices}
         self.say("admit", job=job.id, **told, why=admitted.why, devices=devices, **before)
 
-    def _wait(self, slot: Slot, wait: Wait) -> None:
+    def _wait(self, entry: Reservation, wait: Wait) -> None:
         if wait.reason != self._why_waiting:
             self._why_waiting, running = wait.reason, len(self._running)
             told = {"reason": wait.reason, "arithmetic": wait.detail, "on": wait.on}
-            self.say("wait", job=slot.job.id, num_running=running, **told)
+            self.say("wait", job=entry.job.id, num_running=running, **told)
 
-    def _refuse(self, slot: Slot) -> None:
+    def _refuse(self, entry: Reservation) -> None:
         """Drop a job that does not fit although no other runs, when that has lasted; the others may fit."""
-        if self.admission.waits_for_others(slot):
-            self._wait(slot, Wait("other_run", HELD_BY_OTHERS))
+        if self.admission.waits_for_others(entry):
+            self._wait(entry, Wait("other_run", HELD_BY_OTHERS))
             return
         now = self.admission.now()
         self._lacking_since = self._lacking_since or now
         # One that has given way before came in when there was room, so there will be some again.
-        if now - self._lacking_since < _LACK_SECONDS * (1 + 20 * slot.num_asides):
+        if now - self._lacking_since < _LACK_SECONDS * (1 + 20 * entry.num_asides):
             return
-        error = self.admission.refusal(slot)
-        self._refused.setdefault(slot.job.stage, error)
-        self._drop(slot, "failed", error.what)
+        error = self.admission.refusal(entry)
+        self._refused.setdefault(entry.job.stage, error)
+        self._drop(entry, "failed", error.what)
         if self.policy.on_failure == "stop":
             self._obey(1)
 
     def _say_cpus(self) -> None:
-        wanted, num = sum(slot.status.wanted_cpus for slot in self._running.values()), len(self._running)
+        wanted, num = sum(entry.status.wanted_cpus for entry in self._running.values()), len(self._running)
         if told := self._cpu.take(wanted, num, self.admission.read_budget().num_cpus, self.admission.now()):
             self.say("cpu", **told)
 
-    def _record(self, slot: Slot, verdict: Verdict) -> None:
+    def _record(self, entry: Reservation, verdict: Verdict) -> None:
         """Have a job that does not run end so, wherever its end is read."""
-        self.backend.cancel(slot.job.id, verdict=verdict)
-        slot.status = replace(slot.status, state=verdict.state, cause=verdict.cause)
-        self.statuses[slot.job.id] = slot.status
+        self.backend.cancel(entry.job.id, verdict=verdict)
+        entry.status = replace(entry.status, state=verdict.state, cause=verdict.cause)
+        self.statuses[entry.job.id] = entry.status
 
-    def _drop(self, slot: Slot, state: State, cause: str) -> None:
+    def _drop(self, entry: Reservation, state: State, cause: str) -> None:
         """Have a job that waits end so, without another start."""
-        self._waiting.remove(slot)
-        if slot.job.id not in self.statuses:
-            slot.status = replace(slot.status, attempt=0)
-        self._record(slot, Verdict(state, cause))
-        self.say("end", job=slot.job.id, state=state, cause=cause, exit_code=None, **self.admission.memory())
-        self.source.ended(slot.status)
+        self._waiting.remove(entry)
+        if entry.job.id not in self.statuses:
+            entry.status = replace(entry.status, attempt=0)
+        self._record(entry, Verdict(state, cause))
+        self.say("end", job=entry.job.id, state=state, cause=cause, exit_code=None, **self.admission.memory())
+        self.source.ended(entry.status)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from memfit.errors import DoesNotFitError
 from memfit.jobs._job import Verdict
 from memfit.jobs._placement import count_gpus
-from memfit.jobs._slot import Slot, Wait
+from memfit.jobs._reservation import Reservation, Wait
 from memfit.memory import HOST, Budget, Footprint, Lendable, Sizes
 from memfit.units import format_bytes
 
@@ -25,7 +25,7 @@ def outgrown(capacity_bytes: int, budget: Budget) -> Verdict:
 
 
 def refusal(
-    slot: Slot,
+    entry: Reservation,
     needed_bytes: int,
     expected: Footprint | None,
     rooms: Mapping[str, Lendable],
@@ -35,14 +35,14 @@ def refusal(
     """Return the error for a job that does not fit although no other runs.
 
     Args:
-        slot: The job.
+        entry: The job.
         needed_bytes: What it needs of host memory.
         expected: What that rests on; None when nothing is known of it.
         rooms: What may be lent at each place.
         devices: What it needs of each of the devices with the most room, or why there are none.
         budget: The budget.
     """
-    job_id = slot.job.id
+    job_id = entry.job.id
     method = expected.method if expected else ""
     source = {"measured": "measured on a job like it", "declared": "as declared"}.get(method, "to start at all")
     if needed_bytes <= rooms[HOST].bytes:
@@ -51,8 +51,8 @@ def refusal(
         else:
             lacking = min(devices, key=lambda place: rooms[place].bytes)
             if not (expected and method == "measured" and expected.bytes_per_device):
-                source = "as declared" if slot.job.device_bytes else "to start at all"
-            what = f"{job_id} needs {format_bytes(devices[lacking])} on {count_gpus(slot.job.num_devices)} ({source})"
+                source = "as declared" if entry.job.device_bytes else "to start at all"
+            what = f"{job_id} needs {format_bytes(devices[lacking])} on {count_gpus(entry.job.num_devices)} ({source})"
             what += f"; {rooms[lacking].explain()}"
         return DoesNotFitError(
             f"{what}.",

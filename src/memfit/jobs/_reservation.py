@@ -20,8 +20,8 @@ class Wait(NamedTuple):
     """What the next job waits for.
 
     Attributes:
-        on: ``memory``, ``device``, ``max_parallel``, ``measuring`` (of a job that speaks for others), ``starting`` (as
-            many as cores can bear), ``other_run`` (on this host) or ``other``.
+        on: ``memory``, ``device``, ``max_parallel``, ``measuring`` (of a job that speaks for others), ``other_run``
+            (on this host) or ``other``.
         reason: The same in words.
         detail: The arithmetic behind it.
     """
@@ -32,7 +32,7 @@ class Wait(NamedTuple):
 
 
 @dataclass
-class Slot:
+class Reservation:
     """One job from its first admission to its last end.
 
     Attributes:
@@ -45,7 +45,6 @@ class Slot:
         needed_bytes: What it must get at its next start, whatever its like take; None when they decide.
         needed_device_bytes: The same on each device.
         grant: What the backend was told last.
-        admitted: When it was started, by the monotonic clock.
         stalled_since: Since when it waits at its wall; None when it does not.
         grew: When its reservation at each place was raised last, by the monotonic clock.
         set_aside: It was asked to end so that others can go on; since then, by the monotonic clock.
@@ -62,7 +61,6 @@ class Slot:
     needed_bytes: int | None = None
     needed_device_bytes: int | None = None
     grant: Grant | None = None
-    admitted: float = 0.0
     stalled_since: float | None = None
     grew: dict[str, float] = field(default_factory=dict)
     set_aside: float | None = None
@@ -133,7 +131,7 @@ class Slot:
             self.reserved[place] = min(self.reserved[place], sizes[place])
         self.by_hint = self.by_hint.difference(sizes)
 
-    def lost_seconds(self) -> float:
+    def seconds_since_checkpoint(self) -> float:
         """The work that would be lost if it ended now: since its last checkpoint, or since its start."""
         since = self.status.checkpointed or self.status.started
         return max(0.0, time.time() - since) if since else 0.0
@@ -177,6 +175,6 @@ class Slot:
         return Grant(reserved, max(held, min(held + free_bytes, capacity_bytes)))
 
 
-def cheapest(slots: Iterable[Slot]) -> Slot:
+def cheapest(entries: Iterable[Reservation]) -> Reservation:
     """The job whose end loses the least work; the one that was set aside least often among equals."""
-    return min(slots, key=lambda slot: (slot.num_asides, slot.lost_seconds(), slot.job.id))
+    return min(entries, key=lambda entry: (entry.num_asides, entry.seconds_since_checkpoint(), entry.job.id))
