@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from memfit.jobs._death import Counters, Death, explain, place_of, read_kernel_line
+from memfit.jobs._death import Counters, Death, explain, place_of
 
 CALM = Counters(above={"/jobs": 3}, host=9)
 OWN = Counters(own=0, own_name="job-a")
@@ -46,7 +46,6 @@ def death(returncode, **changes):
         (death(-9, **OWN_CALM), "failed", "the oom_kill counter of its own group stayed at 0"),
         (death(1, counters_before=OWN, counters_after=OWN_ROSE), "out_of_memory", "the kernel killed a process of it"),
         (death(0, counters_before=OWN, counters_after=OWN_ROSE), "completed", ""),
-        (death(-9, kernel_line="Killed process 7 (python)", counters_before=Counters(), counters_after=Counters(host=10)), "out_of_memory", "the kernel's log says: Killed process 7"),
         (death(1, last_words="Traceback:\n  x\nMemoryError\n"), "out_of_memory", "it said: MemoryError"),
         (death(1, last_words="no MemoryError here\n"), "failed", "exit code 1"),
         (death(1, last_words="OSError: [Errno 12] Cannot allocate memory\n"), "failed", "exit code 1"),
@@ -109,12 +108,3 @@ def test_a_counter_that_rose_is_no_proof_for_a_job_that_was_not_killed():
 )
 def test_a_device_that_was_full_is_told_from_a_host_that_was(changes, place):
     assert place_of(death(1, **changes)) == place
-
-
-def test_the_kernels_log_is_asked_for_the_process_itself_and_for_its_time(tmp_path):
-    log = tmp_path / "kmsg"
-    log.write_text("4,100,9000000,-;Memory cgroup out of memory: Killed process 7 (python) total-vm:1kB\n")
-    assert "Killed process 7 (python)" in read_kernel_line(7, since=8.5, path=log)
-    assert read_kernel_line(7, since=9.5, path=log) == ""
-    assert read_kernel_line(77, since=8.5, path=log) == ""
-    assert read_kernel_line(7, since=8.5, path=tmp_path / "absent") == ""

@@ -16,7 +16,6 @@ from memfit.jobs._job import Job
 from memfit.jobs._placement import choose, count_gpus
 from memfit.jobs._policy import HostClaims, Policy
 from memfit.jobs._reservation import Reservation, Wait
-from memfit.jobs._too_large import refusal
 from memfit.memory import HOST, Budget, Claim, Footprint, Lendable, Others, Sizes, reservation_bytes
 from memfit.units import format_bytes
 
@@ -259,8 +258,30 @@ class LocalAdmission:
 
     def refusal(self, entry: Reservation) -> DoesNotFitError:
         """Return the error for a job that does not fit although no other runs."""
-        needed, expected, rooms = self.needed(entry, alone=True) or 1, self.forecast.predict(entry.job), self.rooms()
-        return refusal(entry, needed, expected, rooms, self.devices_for(entry, rooms), self.read_budget())
+        job, rooms, expected = entry.job, self.rooms(), self.forecast.predict(entry.job)
+        needed_bytes, devices = self.needed(entry, alone=True) or 1, self.devices_for(entry, rooms)
+        method = expected.method if expected else ""
+        source = {"measured": "measured on a job like it", "declared": "as declared"}.get(method, "to start at all")
+        if needed_bytes <= rooms[HOST].bytes:
+            if isinstance(devices, Wait):
+                what = "; ".join(filter(None, (f"{job.id}: {devices.reason}", devices.detail)))
+            else:
+                lacking = min(devices, key=lambda place: rooms[place].bytes)
+                if not (expected and method == "measured" and expected.bytes_per_device):
+                    source = "as declared" if job.device_bytes else "to start at all"
+                what = f"{job.id} needs {format_bytes(devices[lacking])} on {count_gpus(job.num_devices)} ({source})"
+                what += f"; {rooms[lacking].explain()}"
+            return DoesNotFitError(
+                f"{what}.",
+                rule="a job gets as many GPUs as it asks for, each with room for what it takes there.",
+                remedy="free a GPU, make the job smaller, or ask for less with --gpu-memory or --num-gpus",
+            )
+        binding = self.read_budget().binding
+        return DoesNotFitError(
+            f"{job.id} needs {format_bytes(needed_bytes)} of host memory ({source}); {rooms[HOST].explain()}.",
+            rule=f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}).",
+            remedy="free memory or raise that limit, make the job smaller, or run it all the same with --force",
+        )
 
 
 def _lack(entry: Reservation, place: str, needed_bytes: int, room: Lendable) -> Wait:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -88,7 +86,6 @@ class Death:
         refused: How it was held back: an allocation met this wall; empty when none did.
         met_above: The nearest group, its own or one above it, whose wall was met by anyone; empty when none was.
         last_words: The end of what it wrote to standard error.
-        kernel_line: The line in which the kernel tells that it killed the process, where the log can be read.
         starved: Why its shim ended it for want of memory; empty when it did not.
         is_asked: memfit or its user asked for the end.
     """
@@ -104,7 +101,6 @@ class Death:
     refused: str = ""
     met_above: str = ""
     last_words: str = ""
-    kernel_line: str = ""
     starved: str = ""
     is_asked: bool = False
 
@@ -192,8 +188,6 @@ def _explain_kill(death: Death, where: str) -> tuple[State, str]:
         for name, count in after.above.items():
             if _rose(before.above.get(name), count):
                 return "out_of_memory", f"{killed}: {_counted(name, before.above[name], count)} while it ran"
-        if death.kernel_line:
-            return "out_of_memory", f"{killed}: the kernel's log says: {death.kernel_line}"
         if _rose(before.host, after.host):
             return "out_of_memory", (
                 f"probably {killed}: the host's oom_kill counter rose from {before.host} to {after.host} while it ran, "
@@ -223,37 +217,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return str(number)
-
-
-def read_kernel_line(pid: int, since: float, *, path: Path = Path("/dev/kmsg")) -> str:
-    """The line in which the kernel tells that it killed this process for memory; empty without one, or unreadable.
-
-    Args:
-        pid: The process, as the kernel's first namespace numbers it.
-        since: Seconds of the monotonic clock before which lines are another process's.
-        path: The kernel's log.
-
-    Source: Linux Documentation/ABI/testing/dev-kmsg; mm/oom_kill.c, __oom_kill_process().
-    """
-    killed, found = re.compile(rf"Killed process {pid} \("), ""
-    with suppress(OSError):
-        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            while record := _read_record(log):
-                head, _, text = record.partition(";")
-                fields = head.split(",")
-                if killed.search(text) and len(fields) > 2 and int(fields[2]) >= since * 1e6:
-                    found = text.splitlines()[0]
-        finally:
-            os.close(log)
-    return found
-
-
-def _read_record(log: int) -> str:
-    while True:
-        try:
-            return os.read(log, 8192).decode(errors="replace")
-        except BrokenPipeError:  # overwritten while it was read: the next is there
-            continue
-        except BlockingIOError:
-            return ""

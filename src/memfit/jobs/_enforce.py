@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from memfit.jobs._admission import HELD_BY_OTHERS, LocalAdmission
-from memfit.jobs._job import Backend
+from memfit.jobs._job import Backend, Verdict
 from memfit.jobs._reservation import Reservation, Wait, cheapest
-from memfit.jobs._too_large import outgrown
-from memfit.memory import HOST, Sizes
+from memfit.memory import HOST, Budget, Sizes
 from memfit.units import format_bytes
 
 #: How long a job may wait at its wall for neighbours to end, and how long when all that run wait there.
@@ -233,6 +232,18 @@ class Enforcement:
 
     def _give_up(self, entry: Reservation) -> None:
         """End a job that had the whole budget to itself and wants more."""
-        entry.verdict = outgrown(self.admission.budget.capacity_bytes, self.admission.read_budget())
+        entry.verdict = _outgrown(self.admission.budget.capacity_bytes, self.admission.read_budget())
         entry.set_aside = self._now()
         self.backend.cancel(entry.job.id, now=True, verdict=entry.verdict)
+
+
+def _outgrown(capacity_bytes: int, budget: Budget) -> Verdict:
+    """Return the verdict on a job that had the whole budget to itself and wants more."""
+    binding = budget.binding
+    return Verdict(
+        "out_of_memory",
+        f"it needs more than the {format_bytes(capacity_bytes)} that it had alone, all that may be lent under "
+        f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}), "
+        f"{format_bytes(budget.reserve_bytes)} of which are kept back (--reserve): ended at its wall "
+        "by memfit, before the kernel would; raise that limit or make the job smaller",
+    )

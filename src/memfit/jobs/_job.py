@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from memfit.errors import UsageError
@@ -176,6 +177,21 @@ class JobStatus:
     ended_by: EndedBy = ""
     pending_reason: str = ""
     evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    def ended_as(self, state: State, cause: str, ended_by: EndedBy) -> JobStatus:
+        """The status of a job that ended just now: it uses and wants nothing any more."""
+        return replace(
+            self,
+            state=state,
+            cause=cause,
+            ended=time.time(),
+            ended_by=ended_by,
+            used_bytes=0,
+            pss_bytes=0,
+            stalled=False,
+            stopped_pid=None,
+            wanted_cpus=0.0,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form, as in ``status.json`` and ``outcome.json``; the id is the folder's name."""

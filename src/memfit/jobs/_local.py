@@ -313,17 +313,9 @@ def _settle(folder: Path) -> JobStatus:
         last = read_record(job_id, folder / STATUS)
     except DamagedError:
         last = None
-    status = replace(
-        last or JobStatus(job_id, "pending", attempt=order.get("attempt", 1)),
-        state="node_fail",
-        cause=f"its watcher died without a word (see {folder / 'shim.log'}); its processes were ended",
-        ended=time.time(),
-        ended_by="platform",
-        used_bytes=0,
-        pss_bytes=0,
-        stalled=False,
-        stopped_pid=None,
-    )
+    last = last or JobStatus(job_id, "pending", attempt=order.get("attempt", 1))
+    cause = f"its watcher died without a word (see {folder / 'shim.log'}); its processes were ended"
+    status = last.ended_as("node_fail", cause, "platform")
     _write_outcome(folder, status)
     return status
 

@@ -28,7 +28,7 @@ from typing import Any
 from memfit.errors import DamagedError, StoppedError, UsageError
 from memfit.jobs._child import ERROR, ERROR_SHAPE, RESULT
 from memfit.jobs._cleanup import end_children, end_group, remove_segments, stop_targets, wait_for
-from memfit.jobs._death import Counters, Death, explain, place_of, read_kernel_line
+from memfit.jobs._death import Counters, Death, explain, place_of
 from memfit.jobs._folder import JOB, OUTCOME, STATUS, STOP_REQUESTED, read_record, take_lock
 from memfit.jobs._job import EndedBy, JobStatus, State
 from memfit.jobs._monitor import STATUS_SECONDS, Monitor
@@ -161,8 +161,8 @@ class _Shim:
     def _not_started(self, state: State, cause: str, ended_by: EndedBy) -> JobStatus:
         if self.group is not None:
             end_group(self.group, keep=bool(self.job["keeps_group"]))
-        ended = {"ended": time.time(), "asked": self.stop.is_asked, "ended_by": ended_by}
-        return JobStatus(self.job_dir.name, state, cause=cause, attempt=self.attempt, **ended)  # type: ignore[arg-type]
+        status = JobStatus(self.job_dir.name, "pending", attempt=self.attempt, asked=self.stop.is_asked)
+        return status.ended_as(state, cause, ended_by)
 
     def _write(self, status: JobStatus) -> None:
         with contextlib.suppress(OSError):
@@ -277,22 +277,9 @@ class _Shim:
         if self.group is not None:
             end_group(self.group, keep=bool(self.job["keeps_group"]))
         used = resource.getrusage(resource.RUSAGE_CHILDREN)  # it reaps also what its job left
-        return replace(
-            status,
-            state=state,
-            cause=cause,
-            ended_by=ended_by,
-            ended=time.time(),
-            exit_code=returncode,
-            evidence=evidence,
-            cpu_seconds=round(used.ru_utime + used.ru_stime, 3),
-            asked=self.stop.is_asked,
-            used_bytes=0,
-            pss_bytes=0,
-            stalled=False,
-            stopped_pid=None,
-            wanted_cpus=0.0,
-        )
+        seconds = round(used.ru_utime + used.ru_stime, 3)
+        status = replace(status, exit_code=returncode, evidence=evidence, cpu_seconds=seconds, asked=self.stop.is_asked)
+        return status.ended_as(state, cause, ended_by)
 
     def _group_evidence(self, monitor: Monitor, resident_bytes: int) -> tuple[dict[str, Any], int]:
         """What the job's group tells at the end, and the shared memory that is still charged to it."""
@@ -324,13 +311,11 @@ class _Shim:
         refused = "its wall" if monitor.wants_more else ""
         if self.job["data_limit_bytes"] is not None:
             refused = f"its limit of {format_bytes(self.job['data_limit_bytes'])} of data"
-        after = Counters.read(self.group)
-        needs_log = returncode == -signal.SIGKILL and stopped_by != "SIGKILL" and after.own is None
         return Death(
             returncode=returncode,
             stopped_by=stopped_by,
             counters_before=before,
-            counters_after=after,
+            counters_after=Counters.read(self.group),
             error=_read_error(self.job_dir / ERROR),
             has_result=self.job["target"] is None or (self.job_dir / RESULT).exists(),
             peak_bytes=monitor.peak_bytes,
@@ -338,7 +323,6 @@ class _Shim:
             refused=refused,
             met_above=self.group.first_met() if returncode and self.group is not None else "",
             last_words=_read_end(self.job_dir / "err.log") if returncode else "",
-            kernel_line=read_kernel_line(monitor.pid, monitor.born) if needs_log else "",
             starved=self.stop.reason,
             is_asked=self.stop.is_asked,
         )
