@@ -6,9 +6,9 @@ import pytest
 
 from memfit.jobs._death import Counters, Death, explain, place_of
 
-CALM = Counters(above={"/jobs": 3}, host=9)
-OWN = Counters(own=0, own_name="job-a")
-OWN_ROSE = Counters(own=1, own_name="job-a")
+CALM = Counters({"/jobs": 3}, host=9)
+OWN = Counters({"job-a": 0}, is_own=True)
+OWN_ROSE = Counters({"job-a": 1}, is_own=True)
 OWN_CALM = {"counters_before": OWN, "counters_after": OWN}
 
 
@@ -38,10 +38,10 @@ def death(returncode, **changes):
         (death(-15, stopped_by="SIGTERM", is_asked=True), "cancelled", "SIGTERM in phase validate, as asked"),
         (death(-9, stopped_by="SIGKILL", is_asked=True), "cancelled", "SIGKILL"),
         (death(3, stopped_by="SIGTERM", is_asked=True), "cancelled", "SIGTERM"),
-        (death(-9, stopped_by="SIGTERM", is_asked=True, counters_after=Counters(above={"/jobs": 4}, host=10)), "out_of_memory", "from 3 to 4"),
+        (death(-9, stopped_by="SIGTERM", is_asked=True, counters_after=Counters({"/jobs": 4}, host=10)), "out_of_memory", "from 3 to 4"),
         (death(-9, stopped_by="SIGTERM", is_asked=True), "failed", "killed with SIGKILL by somebody else"),
-        (death(-9, counters_after=Counters(above={"/jobs": 4}, host=10)), "out_of_memory", "oom_kill counter of /jobs rose from 3 to 4"),
-        (death(-9, counters_after=Counters(above={"/jobs": 3}, host=10)), "out_of_memory", "probably"),
+        (death(-9, counters_after=Counters({"/jobs": 4}, host=10)), "out_of_memory", "oom_kill counter of /jobs rose from 3 to 4"),
+        (death(-9, counters_after=Counters({"/jobs": 3}, host=10)), "out_of_memory", "probably"),
         (death(-9, counters_before=OWN, counters_after=OWN_ROSE), "out_of_memory", "oom_kill counter of job-a rose from 0 to 1"),
         (death(-9, **OWN_CALM), "failed", "the oom_kill counter of its own group stayed at 0"),
         (death(1, counters_before=OWN, counters_after=OWN_ROSE), "out_of_memory", "the kernel killed a process of it"),
@@ -94,7 +94,7 @@ def test_an_exit_code_of_137_alone_is_no_proof_of_the_kernel():
 
 
 def test_a_counter_that_rose_is_no_proof_for_a_job_that_was_not_killed():
-    assert explain(death(1, counters_after=Counters(above={"/jobs": 4}, host=10)))[0] == "failed"
+    assert explain(death(1, counters_after=Counters({"/jobs": 4}, host=10)))[0] == "failed"
 
 
 @pytest.mark.parametrize(

@@ -32,25 +32,20 @@ class Counters:
     """The kernel's counts of processes that it has killed for memory.
 
     Attributes:
-        own: Kills in the job's own control group, or None when it has none or it cannot be read.
-        own_name: That group.
-        above: Kills by group, in the groups above it; without a group of its own, in the one that the job runs in.
+        groups: Kills by group: of the job's own alone, else of the group that it runs in and of those above.
+        is_own: The one group is the job's own. Its count is proof both ways; those of others are not.
         host: Kills on the whole host (``oom_kill`` in /proc/vmstat), or None.
     """
 
-    own: int | None = None
-    own_name: str = ""
-    above: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
+    is_own: bool = False
     host: int | None = None
 
     @classmethod
     def read(cls, group: JobGroup | None = None, root: Path = Path("/")) -> Counters:
-        """The counts for a job in this group, or in the group of this process.
-
-        The count of a group of its own is proof enough, both ways; then no other is read.
-        """
+        """The counts for a job in this group, or in the group of this process."""
         if group is not None and (own := oom_kills_above(group.path).get(group.path)) is not None:
-            return cls(own, group.path.name)
+            return cls({group.path.name: own}, is_own=True)
         directory = _group_of_this_process(root)
         above = {str(path): count for path, count in oom_kills_above(directory).items()} if directory else {}
         try:
@@ -58,11 +53,19 @@ class Counters:
         except OSError:
             lines = []
         host = next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
-        return cls(above=above, host=host)
+        return cls(above, host=host)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form."""
-        return {"own": self.own, "above": dict(self.above), "host": self.host}
+        """A JSON-ready form, for the evidence."""
+        own = next(iter(self.groups.values())) if self.is_own else None
+        return {"own": own, "above": {} if self.is_own else dict(self.groups), "host": self.host}
+
+    def rise_since(self, before: Counters) -> str:
+        """Which group's count rose, in words; empty when none did."""
+        for name, count in self.groups.items():
+            if count > before.groups.get(name, count):
+                return f"the oom_kill counter of {name} rose from {before.groups[name]} to {count}"
+        return ""
 
 
 @cache
@@ -156,9 +159,9 @@ def place_of(death: Death) -> str:
 
 def _shortage(death: Death) -> str:
     """What shows that a job which ended by itself got no memory; empty when nothing does."""
-    before, after = death.counters_before, death.counters_after
-    if _rose(before.own, after.own):
-        return f"{_counted(after.own_name, before.own, after.own)}; the kernel killed a process of it"
+    rise = death.counters_after.rise_since(death.counters_before)
+    if rise and death.counters_after.is_own:
+        return f"{rise}; the kernel killed a process of it"
     said = [line for line in _last_lines(death) if _ERROR_TYPES.match(line)]
     if not said and death.refused:
         said = [line for line in _last_lines(death) if _ERROR_TEXTS.search(line)]
@@ -181,35 +184,23 @@ def _explain_kill(death: Death, where: str) -> tuple[State, str]:
     before, after = death.counters_before, death.counters_after
     peak = f"at a peak of {format_bytes(death.peak_bytes)}"
     killed = f"killed by the kernel for memory{where} {peak}"
-    if _rose(before.own, after.own):
-        return "out_of_memory", f"{killed}: {_counted(after.own_name, before.own, after.own)} while it ran"
-    if before.own is None or after.own is None:
-        # The count of a group of its own is proof both ways; those of others are not.
-        for name, count in after.above.items():
-            if _rose(before.above.get(name), count):
-                return "out_of_memory", f"{killed}: {_counted(name, before.above[name], count)} while it ran"
-        if _rose(before.host, after.host):
-            return "out_of_memory", (
-                f"probably {killed}: the host's oom_kill counter rose from {before.host} to {after.host} while it ran, "
-                "that of its own group did not"
-            )
-    is_known = after.host is not None or after.own is not None
-    counted = "no oom_kill counter rose" if is_known else "the kernel's oom_kill counters are not readable"
-    if before.own is not None and after.own is not None:
-        counted = f"the oom_kill counter of its own group stayed at {after.own}"
+    if rise := after.rise_since(before):
+        return "out_of_memory", f"{killed}: {rise} while it ran"
+    if before.host is not None and after.host is not None and after.host > before.host:
+        return "out_of_memory", (
+            f"probably {killed}: the host's oom_kill counter rose from {before.host} to {after.host} while it ran, "
+            "that of its own group did not"
+        )
+    counted = (
+        "no oom_kill counter rose" if after.host is not None else "the kernel's oom_kill counters are not readable"
+    )
+    if before.is_own and after.is_own:
+        counted = f"the oom_kill counter of its own group stayed at {max(after.groups.values())}"
     return "failed", f"killed with SIGKILL by somebody else{where} {peak}: {counted}"
-
-
-def _counted(name: str, before: int | None, after: int | None) -> str:
-    return f"the oom_kill counter of {name} rose from {before} to {after}"
 
 
 def _last_lines(death: Death) -> list[str]:
     return [line.strip() for line in death.last_words.splitlines() if line.strip()][-_LAST_LINES:]
-
-
-def _rose(before: int | None, after: int | None) -> bool:
-    return before is not None and after is not None and after > before
 
 
 def _signal_name(number: int) -> str:
