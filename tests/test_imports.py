@@ -13,7 +13,8 @@ HEAVY = ("torch", "pandas", "optuna", "ray", "transformers", "matplotlib", "scip
 _REPORT = """
 import json, sys
 modules = {name.partition(".")[0] for name in sys.modules}
-print("\\nLOADED " + json.dumps(sorted(modules)))
+packages = {".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("memfit.")}
+print("\\nLOADED " + json.dumps(sorted(modules | packages)))
 """
 _COMMAND = """
 import sys
@@ -57,6 +58,25 @@ def test_the_report_of_loaded_modules_sees_a_heavy_one() -> None:
 )
 def test_memfit_loads_nothing_heavy(code: str) -> None:
     assert loaded(code).isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize(("words", "most"), [(["--version"], 5), (["ps"], 10), (["stop", "--help"], 10)])
+def test_a_verb_loads_what_it_needs_and_no_other_verbs_packages(words: list[str], most: int) -> None:
+    packages = {name for name in loaded(_COMMAND.format(arguments=words)) if name.startswith("memfit.")}
+    others = {"data", "diagnosis", "estimation", "evaluation", "pipeline", "planning", "training"}
+    assert packages.isdisjoint({f"memfit.{name}" for name in others})
+    assert len(packages) <= most, packages
+
+
+def test_help_lists_every_verb_with_its_line_also_those_of_other_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    from memfit.cli import app
+
+    app(["--help"], standalone_mode=False)
+    listed = capsys.readouterr().out.partition("Commands:")[2]
+    found = dict(line.split(maxsplit=1) for line in listed.splitlines() if line.strip())
+    assert found["ps"] == "List your live runs on this host and their jobs."
+    assert found["backtest"] == "Backtest checkpoints on dates that they never saw."
+    assert len(found) == 15
 
 
 def test_every_public_name_is_there() -> None:

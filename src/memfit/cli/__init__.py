@@ -43,9 +43,19 @@ class _Verbs(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [*_VERBS, *sorted(_entry_points().names)]
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List every verb with its line; only verbs of other packages are loaded for that."""
+        rows = [(name, text) for name, (_, text, _) in _VERBS.items()]
+        rows += [
+            (name, self.get_command(ctx, name).get_short_help_str(limit=120)) for name in sorted(_entry_points().names)
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _VERBS:
-            (home, _, name), text, usage = (_VERBS[cmd_name][0].partition(":"), *_VERBS[cmd_name][1:])
+            where, text, usage = _VERBS[cmd_name]
+            home, _, name = where.partition(":")
             verb = getattr(importlib.import_module(f"memfit.cli.{home}"), name)
         elif cmd_name in (found := _entry_points()).names:
             verb, text, usage = found[cmd_name].load(), None, None

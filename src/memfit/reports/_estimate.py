@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from memfit.estimation import equation_of_batch
 from memfit.units import format_bytes
 
 _METRICS = {
@@ -80,6 +79,8 @@ def _verdict(answer: Mapping[str, Any], log: Console) -> None:
 
 
 def _equation(answer: Mapping[str, Any], log: Console) -> None:
+    from memfit.estimation import equation_of_batch
+
     setup, chosen = answer["setup"], answer["largest_batch"]
     if chosen is not None:
         text = f"the largest batch that fits is {setup['batch']}" if chosen["fits"] else "not even a batch of 1 fits"

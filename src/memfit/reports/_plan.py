@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.pipeline import RunPlan, StagePlan
 from memfit.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from memfit.pipeline import RunPlan, StagePlan
 
 #: Entries of a footprint's parts that the private peak does not consist of.
 _NO_PARTS = ("file", "charged_peak")
