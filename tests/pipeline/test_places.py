@@ -131,3 +131,13 @@ def test_two_runs_at_once_do_not_promise_one_gpu_twice(gpus):
     first, second = notes(gpus)
     assert second["began"] > first["ended"]
     assert Counter(event["devices"]["GPU-0"] for name in ("a", "b") for event in events("admit", name)) == {6 * GIB: 2}
+
+
+def test_the_plan_counts_what_the_first_job_took_of_its_gpu(gpus):
+    make(gpus, 2)
+    finish(start("--num-gpus", "1", "--param", "n=1..5", job=("{n}", "4x2"), verb="map"))
+    decided = json.loads((find_run(root=Path("runs")).path / "plan.json").read_text())
+    assert (decided["num_parallel"], decided["num_fitting"], decided["limited_by"]) == (4, 4, "memory")
+    assert decided["device_reservation_bytes"] == round(1.1 * 4 * GIB)
+    began = notes(gpus)
+    assert max(sum(one["began"] < at["ended"] <= one["ended"] for one in began) for at in began) <= 4

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from memfit.memory import HOST, Budget, Claim, Lendable, Others, Sizes
-from memfit.units import MIB
+from memfit.memory import DEVICE_RESERVE_BYTES, HOST, Budget, Claim, Lendable, Others, Sizes, lendable_on_devices
 
 #: The budget as it is now, given the private bytes that running jobs use now (a cap of the user's counts those).
 ReadBudget = Callable[[int], Budget]
@@ -19,8 +18,6 @@ _SHARED = frozenset({"group", "host"})
 _NOTABLE = 0.05
 #: The share of the reserve up to which neighbours outside memfit may grow before jobs must give way.
 _LENT_TO_OUTSIDERS = 0.75
-#: Never lent on a device: what the driver and a second context take on top of what was measured.
-DEVICE_RESERVE_BYTES = 256 * MIB
 
 
 class BudgetWatch:
@@ -76,13 +73,10 @@ class BudgetWatch:
     def lendable(self, in_use: Sizes, claims: Collection[Claim]) -> dict[str, Lendable]:
         """What may be lent now at each place, beside the claims of the jobs that run."""
         headroom = min(self._headroom_bytes - (in_use[HOST] - self._in_use_then[HOST]), self.now.limit_bytes)
-        rooms = {HOST: Lendable.now(headroom, self._reserve_left + self.checkpoint_bytes, claims)}
+        host = Lendable.now(headroom, self._reserve_left + self.checkpoint_bytes, claims)
         unused = sum((claim.unused for claim in claims), self._lent_by_others)
         taken = in_use - self._in_use_then  # what was given back, the reading may have seen before the job told it
-        for device in self.now.devices:
-            free, where = device.free_bytes - taken[device.uuid], f"on GPU {device.index} ({device.uuid})"
-            rooms[device.uuid] = Lendable(free, DEVICE_RESERVE_BYTES, unused[device.uuid], where)
-        return rooms
+        return {HOST: host, **lendable_on_devices(self.now.devices, taken=taken, unused=unused)}
 
     def parts(self, in_use: Sizes, claims: Collection[Claim]) -> Sizes:
         """Return this run's part of what may be lent: other runs may take theirs of a shared limit at the same time."""

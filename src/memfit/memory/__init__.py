@@ -1,6 +1,14 @@
 """Budgets, footprints, and measuring: what may be used, what will be or was used. Loads no torch."""
 
-from memfit.memory._admission import DEFAULT_SLACK, Claim, Lendable, reservation_bytes
+from memfit.memory._admission import (
+    DEFAULT_SLACK,
+    DEVICE_RESERVE_BYTES,
+    Claim,
+    Lendable,
+    count_fitting,
+    lendable_on_devices,
+    reservation_bytes,
+)
 from memfit.memory._budget import Budget
 from memfit.memory._claims import Claims, Entry, Others, list_entries, live_jobs, sweep_entries
 from memfit.memory._devices import Device, DeviceProcess, device_reader
@@ -17,6 +25,7 @@ from memfit.memory._walls import Walls, systemd_scope_command, why_no_walls
 
 __all__ = [
     "DEFAULT_SLACK",
+    "DEVICE_RESERVE_BYTES",
     "HOST",
     "Budget",
     "Claim",
@@ -40,9 +49,11 @@ __all__ = [
     "Swap",
     "TreeMeter",
     "Walls",
+    "count_fitting",
     "device_reader",
     "is_at",
     "is_locked",
+    "lendable_on_devices",
     "list_entries",
     "live_jobs",
     "lock_file",

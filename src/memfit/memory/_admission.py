@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from memfit.memory._footprint import HOST, Footprint, Sizes
-from memfit.units import format_bytes
+from memfit.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from memfit.memory._devices import Device
 
 #: What a job reserves on top of its like's measured peak, as a share of it.
 DEFAULT_SLACK = 0.10
+#: Never lent on a device: what the driver and a second context take on top of what was measured.
+DEVICE_RESERVE_BYTES = 256 * MIB
 
 
 def reservation_bytes(footprint: Footprint, slack: float = DEFAULT_SLACK) -> int:
@@ -77,3 +83,47 @@ class Lendable:
             f"{format_bytes(self.headroom_bytes)} free - {format_bytes(self.reserve_bytes)} reserve - "
             f"{format_bytes(self.unused_bytes)} reserved and not yet used"
         )
+
+
+def lendable_on_devices(devices: Iterable[Device], *, taken: Sizes, unused: Sizes) -> dict[str, Lendable]:
+    """Return what may be lent on each device.
+
+    Args:
+        devices: As they were read.
+        taken: What jobs took of each since then; below 0 what they gave back.
+        unused: What running jobs reserved of each and do not use yet.
+    """
+    return {
+        one.uuid: Lendable(
+            one.free_bytes - taken[one.uuid],
+            DEVICE_RESERVE_BYTES,
+            unused[one.uuid],
+            f"on GPU {one.index} ({one.uuid})",
+        )
+        for one in devices
+    }
+
+
+def count_fitting(
+    rooms: Mapping[str, Lendable], needed_bytes: int, num_devices: int = 0, needed_device_bytes: int = 1
+) -> int:
+    """Return how many jobs of one size fit side by side; each runs on as many different devices as it needs.
+
+    Args:
+        rooms: What may be lent at each place.
+        needed_bytes: What a job reserves on the host, at least 1.
+        num_devices: How many devices it needs.
+        needed_device_bytes: What it reserves on each of them, at least 1.
+
+    >>> rooms = {HOST: Lendable(100, 0, 0), "GPU-a": Lendable(90, 0, 0), "GPU-b": Lendable(20, 0, 0)}
+    >>> count_fitting(rooms, 30), count_fitting(rooms, 10, 1, 30), count_fitting(rooms, 10, 2, 10)
+    (3, 3, 2)
+    """
+    most = max(0, rooms[HOST].bytes) // needed_bytes
+    if not num_devices:
+        return most
+    parts = [max(0, room.bytes) // needed_device_bytes for place, room in rooms.items() if place != HOST]
+    # No job has two parts of one device, so a device serves at most as many parts as there are jobs.
+    while most and (fewer := sum(min(most, each) for each in parts) // num_devices) < most:
+        most = fewer
+    return most

@@ -37,9 +37,11 @@ from memfit.jobs import (
     take_stop,
 )
 from memfit.memory import (
+    HOST,
     Budget,
     Claims,
     Footprint,
+    Sizes,
     Walls,
     is_at,
     lock_file,
@@ -230,7 +232,7 @@ class Supervisor:
     tick: Callable[[], None]
     state: str = "failed"
     _budget: Budget | None = field(default=None)
-    _planned_bytes: int = field(default=0)
+    _planned: Sizes = field(default_factory=Counter)
     _num_parallel: int = field(default=0)
 
     def read_budget(self, in_use_bytes: int = 0) -> Budget:
@@ -261,7 +263,8 @@ class Supervisor:
             self.journal.write(kind, **fields)
             if kind == "footprint" and (number := num_like(str(fields["job"]))) > 1:
                 measured = Footprint.from_dict(fields["footprint"])
-                self.plan(measured, str(fields["job"]), number, int(fields["in_use_bytes"]))
+                asked = admission.running[str(fields["job"])].job.num_devices
+                self.plan(measured, str(fields["job"]), number, admission.in_use(), num_devices=asked)
 
         def hold() -> str:
             self.lock.keep()
@@ -301,20 +304,29 @@ class Supervisor:
         while any(self.backend.poll()[job_id].state not in ENDED for job_id in found):
             self.backend.wait(_TICK_SECONDS)
 
-    def plan(self, footprint: Footprint, measured_on: str, num_jobs: int, in_use_bytes: int = 0) -> None:
+    def plan(
+        self,
+        footprint: Footprint,
+        measured_on: str,
+        num_jobs: int,
+        in_use: Sizes | None = None,
+        num_devices: int | None = None,
+    ) -> None:
         """Write the plan that follows from the largest footprint; say so when it is another one than before."""
-        if footprint.private_bytes <= 1.01 * self._planned_bytes:
+        sizes = Counter({HOST: footprint.private_bytes, "a device": footprint.bytes_per_device})
+        if all(size <= 1.01 * self._planned[place] for place, size in sizes.items()):
             return
-        self._planned_bytes = footprint.private_bytes
+        self._planned = sizes
         memory, most = self.settings.memory, self.settings.max_parallel
         try:
             decided = plan(
                 footprint,
                 num_jobs,
-                budget=self.read_budget(in_use_bytes),
+                budget=self.read_budget(in_use[HOST] if in_use else 0),
                 max_parallel=None if most == "auto" else most,
                 slack=memory.slack,
-                in_use_bytes=in_use_bytes,
+                in_use=in_use,
+                num_devices=num_devices,
             )
         except DoesNotFitError as error:
             # The measured job runs all the same; the scheduler holds the others back.

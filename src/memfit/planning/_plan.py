@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from memfit.errors import DoesNotFitError, UsageError
-from memfit.memory import DEFAULT_SLACK, Budget, Footprint, reservation_bytes
+from memfit.memory import (
+    DEFAULT_SLACK,
+    HOST,
+    Budget,
+    Footprint,
+    Lendable,
+    Sizes,
+    count_fitting,
+    lendable_on_devices,
+    reservation_bytes,
+)
 from memfit.units import format_bytes
 
 LimitedBy = Literal["memory", "jobs", "max_parallel"]
@@ -20,10 +32,13 @@ class Plan:
         num_jobs: Jobs to run.
         num_parallel: Jobs at once.
         limited_by: ``jobs`` when all fit, ``max_parallel`` when the user's number is smaller, else ``memory``.
-        num_fitting: How many fit by memory alone.
+        num_fitting: How many fit by memory alone, that of the host and of the GPUs.
         num_cpus: Cores that may be used; they bound speed, not safety, so they do not bound the number.
-        reservation_bytes: What each job reserves: its private peak and the slack.
-        capacity_bytes: What may be lent when none of the jobs runs.
+        num_devices: How many GPUs each job needs.
+        reservation_bytes: What each job reserves of host memory: its private peak and the slack.
+        device_reservation_bytes: The same on each of its GPUs; 0 when it needs none.
+        capacity_bytes: What may be lent of host memory when none of the jobs runs.
+        device_capacity_bytes: The same on each GPU, by its UUID.
         footprint: The footprint that the plan rests on.
         limit: The binding limit in words.
     """
@@ -33,8 +48,11 @@ class Plan:
     limited_by: LimitedBy
     num_fitting: int
     num_cpus: float
+    num_devices: int
     reservation_bytes: int
+    device_reservation_bytes: int
     capacity_bytes: int
+    device_capacity_bytes: Mapping[str, int]
     footprint: Footprint
     limit: str
 
@@ -45,10 +63,16 @@ class Plan:
             "max_parallel": f"max_parallel; {self.num_fitting} would fit",
             "memory": "no more fit",
         }[self.limited_by]
+        on_devices = ""
+        if self.num_devices:
+            free = ", ".join(format_bytes(size) for size in self.device_capacity_bytes.values())
+            on_devices = (
+                f"; {format_bytes(self.device_reservation_bytes)} on {_gpus(self.num_devices)}, {free} may be lent"
+            )
         return (
             f"{self.num_parallel} of {self.num_jobs} at once ({reason}): each reserves "
             f"{format_bytes(self.reservation_bytes)}, {format_bytes(self.capacity_bytes)} may be lent under "
-            f"{self.limit}; {self.num_cpus:g} cores"
+            f"{self.limit}{on_devices}; {self.num_cpus:g} cores"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,9 +87,10 @@ def plan(
     budget: Budget | None = None,
     max_parallel: int | None = None,
     slack: float = DEFAULT_SLACK,
-    in_use_bytes: int = 0,
+    in_use: Mapping[str, int] | None = None,
+    num_devices: int | None = None,
 ) -> Plan:
-    """How many jobs of a footprint fit a budget at once.
+    """How many jobs of a footprint fit a budget at once, on the host and on its GPUs.
 
     Args:
         footprint: One job's footprint, or its size such as ``"8GiB"``. Only private bytes count: a panel that all map
@@ -74,7 +99,8 @@ def plan(
         budget: What may be used; read from this machine when None.
         max_parallel: The most at once; None for as many as fit.
         slack: The share that is reserved on top of a measured footprint.
-        in_use_bytes: Private bytes that jobs of this plan use already and that the budget counts as taken.
+        in_use: Bytes by place that jobs of this plan use already and that the budget counts as taken.
+        num_devices: GPUs that each job needs; as many as its footprint names when None.
 
     Returns:
         The plan.
@@ -95,29 +121,59 @@ def plan(
             remedy="plan for at least one job",
         )
     found = footprint if isinstance(footprint, Footprint) else Footprint.declared(footprint)
-    budget = budget or Budget.read()
-    capacity = budget.headroom_bytes + in_use_bytes - budget.reserve_bytes
-    binding = budget.binding
-    limit = f"{binding.name} of {format_bytes(binding.limit_bytes)}"
-    if found.private_bytes > capacity:
-        raise DoesNotFitError(
-            f"one job needs {format_bytes(found.private_bytes)} of host memory ({found.method}); "
-            f"{format_bytes(capacity)} may be lent.",
-            rule=f"{limit} ({binding.source}), less {format_bytes(budget.reserve_bytes)} reserve.",
-            remedy="raise that limit, free memory, or make the job smaller",
-        )
+    budget, used = budget or Budget.read(), Counter(in_use or {})
+    rooms = _rooms(budget, used)
+    num_devices = len(found.device_bytes) if num_devices is None else num_devices
+    _check_one_fits(found, num_devices, rooms, budget)
     reserved = max(1, reservation_bytes(found, slack))
-    num_fitting = max(1, capacity // reserved)
+    on_device = round(found.bytes_per_device * (1 + slack)) if num_devices else 0
+    num_fitting = max(1, count_fitting(rooms, reserved, num_devices, max(1, on_device)))
     most = min(num_jobs, max_parallel or num_jobs)
-    limited_by: LimitedBy = "memory" if num_fitting < most else "jobs" if most == num_jobs else "max_parallel"
     return Plan(
         num_jobs=num_jobs,
         num_parallel=min(num_fitting, most),
-        limited_by=limited_by,
+        limited_by="memory" if num_fitting < most else "jobs" if most == num_jobs else "max_parallel",
         num_fitting=num_fitting,
         num_cpus=budget.num_cpus,
+        num_devices=num_devices,
         reservation_bytes=reserved,
-        capacity_bytes=capacity,
+        device_reservation_bytes=on_device,
+        capacity_bytes=rooms[HOST].bytes,
+        device_capacity_bytes={place: room.bytes for place, room in rooms.items() if place != HOST},
         footprint=found,
-        limit=limit,
+        limit=f"{budget.binding.name} of {format_bytes(budget.binding.limit_bytes)}",
     )
+
+
+def _rooms(budget: Budget, in_use: Sizes) -> dict[str, Lendable]:
+    """What may be lent at each place when the jobs that use so much have ended."""
+    host = Lendable(min(budget.headroom_bytes + in_use[HOST], budget.limit_bytes), budget.reserve_bytes, 0)
+    # What a job told last may be free already.
+    given_back = Counter({one.uuid: max(-in_use[one.uuid], one.free_bytes - one.total_bytes) for one in budget.devices})
+    return {HOST: host, **lendable_on_devices(budget.devices, taken=given_back, unused=Counter())}
+
+
+def _check_one_fits(footprint: Footprint, num_devices: int, rooms: Mapping[str, Lendable], budget: Budget) -> None:
+    """Refuse a job that does not fit even alone and without slack."""
+    room, binding = rooms[HOST], budget.binding
+    if footprint.private_bytes > room.bytes:
+        raise DoesNotFitError(
+            f"one job needs {format_bytes(footprint.private_bytes)} of host memory ({footprint.method}); "
+            f"{format_bytes(room.bytes)} may be lent.",
+            rule=f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}), less "
+            f"{format_bytes(budget.reserve_bytes)} reserve.",
+            remedy="raise that limit, free memory, or make the job smaller",
+        )
+    needed = footprint.bytes_per_device
+    if count_fitting(rooms, max(1, footprint.private_bytes), num_devices, max(1, needed)):
+        return
+    free = "; ".join(room.explain() for place, room in rooms.items() if place != HOST) or "no GPU is here"
+    raise DoesNotFitError(
+        f"one job needs {format_bytes(needed)} on {_gpus(num_devices)} ({footprint.method}); {free}.",
+        rule="a job gets as many GPUs as it needs, each with room for what it takes there.",
+        remedy="free a GPU, or make the job smaller",
+    )
+
+
+def _gpus(num: int) -> str:
+    return "1 GPU" if num == 1 else f"each of {num} GPUs"
