@@ -102,14 +102,14 @@ def test_verify_gives_5_when_nothing_shows_any_setting(memfit, job):
 
 
 def test_of_a_folder_of_runs_the_newest_is_read_and_named(memfit, job):
-    for name, cause in (("run_20260101_000000_a", "first"), ("run_20260102_000000_b", "second")):
+    for name, cause in (("run_20260101_000000_0000000a", "first"), ("run_20260102_000000_0000000b", "second")):
         folder = job / "runs" / "tiny" / name
         (folder / "jobs" / "fold_0").mkdir(parents=True)
         (folder / "run.json").write_text("{}")
         ended = {"state": "failed", "cause": f"ValueError: {cause}", "exit_code": 1}
         (folder / "jobs" / "fold_0" / "outcome.json").write_text(json.dumps(ended))
     done = memfit("diagnose", "runs/tiny")
-    assert "runs/tiny: the newest run of 2, run_20260102_000000_b" in done.err
+    assert "runs/tiny: the newest run of 2, run_20260102_000000_0000000b" in done.err
     assert "ValueError: second" in done.out and "ValueError: first" not in done.out
 
 

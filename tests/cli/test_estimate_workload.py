@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from memfit.cli import _estimate_workload as verb
-
 MODULE = """
 import dataclasses
 import numpy as np
@@ -83,9 +81,14 @@ def test_what_does_not_go_together_is_refused_in_three_parts(memfit, workload, w
     assert said in done.err and "\n  rule: " in done.err and "\n  do:   " in done.err
 
 
-def test_the_allocator_is_that_of_the_flag_else_that_of_your_own_variables_in_torchs_order(monkeypatch):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:32")
-    assert verb.own_allocator(None) == "max_split_size_mb:32"
+def test_the_allocator_is_that_of_the_flag_else_that_of_your_own_variables_in_torchs_order(
+    memfit, workload, monkeypatch
+):
+    def refused(*words):
+        return "max_split_size_mb" in memfit("estimate", workload, "--gpu", "24GiB", *words).err
+
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:1")  # torch refuses less than 20
+    assert refused()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert verb.own_allocator(None) == "max_split_size_mb:64"
-    assert verb.own_allocator("expandable_segments:True") == "expandable_segments:True"
+    assert not refused()
+    assert refused("--allocator", "max_split_size_mb:2")

@@ -7,20 +7,22 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
-from memfit.cli._terminal import console
+from memfit.cli._files import read_model_config
+from memfit.cli._settings import with_flags
+from memfit.cli._terminal import AsJson, console
 from memfit.errors import UsageError
-from memfit.rundir import write_atomic
+from memfit.rundir import RunDir, write_atomic
 
 if TYPE_CHECKING:
-    from memfit.diagnosis import Diagnosis, Fix, Ran
+    from memfit.diagnosis import Diagnosis
 
 UNKNOWN_EXIT_CODE = 5
 #: The columns that are asked of Slurm's accounting.
@@ -29,34 +31,44 @@ _COLUMNS = (
     "NCPUS,AllocTRES,Elapsed,Timelimit,Start,End,NodeList"
 )
 _LOGS = (".out", ".err", ".log", ".txt", ".gz")
-_RULE = "PATH is a run directory, a log, a folder of logs, or - for standard input."
+#: What each argument takes.
+_RULES = {
+    "": "PATH is a run directory, a log, a folder of logs, or - for standard input.",
+    "--script": "--script takes the batch script or the Compose file that the job was started with.",
+    "--kernel-log": "--kernel-log takes a file with what dmesg or journalctl -k printed.",
+    "--hf-config": "--hf-config takes the model's config.json.",
+    "--verify": "--verify takes a run's directory, its log, or a folder of logs.",
+    "--against": "--against takes the fixed script that the run should have used.",
+}
 
 
-def diagnose(  # noqa: PLR0913 - one each for what a job left, and for what is made of it
+@dataclass(frozen=True)
+class Flags:
+    """The flags of this verb: what a job left, and what is made of it."""
+
+    sacct: Annotated[
+        str | None,
+        Option(help="What sacct printed of the job; of a job's number it is asked.", metavar="FILE|JOBID"),
+    ] = None
+    script: Annotated[Path | None, Option(help="Its batch script or Compose file.", metavar="FILE")] = None
+    kernel_log: Annotated[Path | None, Option(help="What dmesg or journalctl -k printed.", metavar="FILE")] = None
+    hf_config: Annotated[
+        Path | None, Option(help="The model's config.json: remedies come with their bytes.", metavar="FILE")
+    ] = None
+    fix: Annotated[bool, Option("--fix", help="Write the corrected --script beside the old one.")] = False
+    report: Annotated[Path | None, Option(help="Write an incident report in Markdown.", metavar="FILE")] = None
+    verify: Annotated[Path | None, Option(help="A run that should have used a fixed script.", metavar="RUN")] = None
+    against: Annotated[Path | None, Option(help="The fixed script.", metavar="FIXED")] = None
+    as_json: AsJson = False
+
+
+@with_flags
+def diagnose(
     paths: Annotated[
         list[str] | None, typer.Argument(help="Run directories, logs, folders of logs, or -.", metavar="PATH...")
     ] = None,
-    sacct: Annotated[
-        str | None,
-        typer.Option(help="What sacct printed of the job; of a job's number it is asked.", metavar="FILE|JOBID"),
-    ] = None,
-    script: Annotated[
-        Path | None, typer.Option(help="The batch script or Compose file that started it.", metavar="FILE")
-    ] = None,
-    kernel_log: Annotated[
-        Path | None, typer.Option("--kernel-log", help="What dmesg or journalctl -k printed.", metavar="FILE")
-    ] = None,
-    hf_config: Annotated[
-        Path | None,
-        typer.Option("--hf-config", help="The model's config.json: remedies come with their bytes.", metavar="FILE"),
-    ] = None,
-    fix: Annotated[bool, typer.Option("--fix", help="Write the corrected --script beside the old one.")] = False,
-    report: Annotated[Path | None, typer.Option(help="Write an incident report in Markdown.", metavar="FILE")] = None,
-    verify: Annotated[
-        Path | None, typer.Option(help="A run that should have used a fixed script.", metavar="RUN")
-    ] = None,
-    against: Annotated[Path | None, typer.Option(help="The fixed script.", metavar="FIXED")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    *,
+    flags: Flags,
 ) -> None:
     """Say what killed a job, with the lines that prove it, or that it is not known.
 
@@ -68,52 +80,42 @@ def diagnose(  # noqa: PLR0913 - one each for what a job left, and for what is m
 
     Exit codes: 0 diagnosed, or all that is shown was in force; 2 bad input; 4 a setting was not in force; 5 not known.
     """
-    if (verify is None) != (against is None):
+    if (flags.verify is None) != (flags.against is None):
         raise UsageError(
             "--verify and --against go together.",
             rule="a run is held against the fixed script that it should have used.",
             remedy="memfit diagnose --verify RUN --against train.fixed.slurm",
         )
-    named, verify = [_newest_run(Path(path)) for path in paths or ()], verify and _newest_run(verify)
-    _check_files(
-        {"": named, "--script": [script], "--kernel-log": [kernel_log], "--hf-config": [hf_config],
-         "--verify": [verify], "--against": [against]}, report
-    )  # fmt: skip
-    accounting = _accounting(sacct) if sacct is not None else ""
-    if verify is not None and against is not None:
-        _verify(verify, against, named, accounting, as_json)
-    if fix and script is None:
+    named, verify = [_newest_run(Path(path)) for path in paths or ()], flags.verify and _newest_run(flags.verify)
+    _check_files(named, flags)
+    accounting = _accounting(flags.sacct) if flags.sacct is not None else ""
+    if verify is not None and flags.against is not None:
+        _verify(verify, flags.against, named, accounting, as_json=flags.as_json)
+    if flags.fix and flags.script is None:
         raise UsageError(
             "--fix has no file to correct.",
             rule="it writes a corrected copy of a batch script or a Compose file.",
             remedy="add --script train.slurm",
         )
-    if not named and not accounting and kernel_log is None:
-        raise UsageError("nothing to diagnose.", rule=_RULE, remedy="memfit diagnose slurm-123.err")
-    _diagnose(named, accounting, kernel_log, (script, hf_config), (fix, report, as_json))
+    if not named and not accounting and flags.kernel_log is None:
+        raise UsageError("nothing to diagnose.", rule=_RULES[""], remedy="memfit diagnose slurm-123.err")
+    _diagnose(named, accounting, flags)
 
 
-_RULES = {
-    "": _RULE,
-    "--script": "--script takes the batch script or the Compose file that the job was started with.",
-    "--kernel-log": "--kernel-log takes a file with what dmesg or journalctl -k printed.",
-    "--hf-config": "--hf-config takes the model's config.json.",
-    "--verify": "--verify takes a run's directory, its log, or a folder of logs.",
-    "--against": "--against takes the fixed script that the run should have used.",
-}
-
-
-def _check_files(given: Mapping[str, Sequence[Path | None]], report: Path | None) -> None:
-    """Whether every file is there that is read, and the folder of the one that is written."""
-    for option, paths in given.items():
-        for path in paths:
-            if path is not None and str(path) != "-" and not path.exists():
-                said = f"{option} {path}".strip()
-                remedy = "check its name" if option else "check its name; --sacct takes a job's number"
-                raise UsageError(f"{said} is not there.", rule=_RULES[option], remedy=remedy)
-    if report is not None and (report.is_dir() or not report.parent.is_dir()):
-        what = "it is a folder" if report.is_dir() else f"there is no folder {report.parent}"
-        raise _no_report(report, what)
+def _check_files(named: list[Path], flags: Flags) -> None:
+    """Refuse a file that is to be read and is not there, and a report that cannot be written."""
+    given = [("", path) for path in named]
+    given += [(one, getattr(flags, one[2:].replace("-", "_"))) for one in _RULES if one]
+    for option, path in given:
+        if path is not None and str(path) != "-" and not path.exists():
+            what = f"{option} {path}".strip()
+            remedy = "check its name" if option else "check its name; --sacct takes a job's number"
+            raise UsageError(f"{what} is not there.", rule=_RULES[option], remedy=remedy)
+    report = flags.report
+    if report is not None and report.is_dir():
+        raise _no_report(report, "it is a folder")
+    if report is not None and not report.parent.is_dir():
+        raise _no_report(report, f"there is no folder {report.parent}")
 
 
 def _no_report(report: Path, what: str) -> UsageError:
@@ -125,50 +127,38 @@ def _no_report(report: Path, what: str) -> UsageError:
 
 
 def _newest_run(path: Path) -> Path:
-    """The newest run of an experiment's folder, of which it tells; any other path as it is."""
-    if not path.is_dir() or any(one.suffix in _LOGS for one in path.iterdir()):
+    """The newest run of an experiment's folder, which is said; any other path as it is."""
+    if not path.is_dir() or (path / "run.json").is_file() or any(one.suffix in _LOGS for one in path.iterdir()):
         return path
-    runs = sorted(one.parent for one in path.glob("run_*/run.json"))
-    if not runs or (path / "run.json").is_file():
+    runs = RunDir.all(path.parent, path.name)
+    if not runs:
         return path
-    typer.echo(f"{path}: the newest run of {len(runs)}, {runs[-1].name}", err=True)
-    return runs[-1]
+    typer.echo(f"{path}: the newest run of {len(runs)}, {runs[0].path.name}", err=True)
+    return runs[0].path
 
 
-def _diagnose(
-    named: list[Path],
-    accounting: str,
-    kernel_log: Path | None,
-    of_job: tuple[Path | None, Path | None],
-    wanted: tuple[bool, Path | None, bool],
-) -> None:
-    from memfit.cli._estimate import read_config
-    from memfit.diagnosis import job_of, job_of_compose, list_remedies, make_fix, write_incident
+def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:
+    from memfit.diagnosis import job_of, job_of_compose, list_remedies, make_fix, read_ran, write_incident
     from memfit.reports import print_diagnosis, print_fix
 
-    script, hf_config = of_job
-    wants_fix, report, as_json = wanted
-    found = _found(named, accounting, kernel_log)
-    job = job_of(_ran(named, accounting), script)
+    script, report = flags.script, flags.report
+    found = _found(named, accounting, flags.kernel_log)
+    job = job_of(read_ran(named, accounting), script)
     if script is not None and script.suffix.lower() in (".yml", ".yaml"):
         job = job_of_compose(script, found).with_known(job)
-    config = read_config(hf_config) if hf_config is not None else None
+    config = read_model_config(flags.hf_config) if flags.hf_config is not None else None
     remedies = list_remedies(found, job, config=config)
-    fixed: Fix | None = None
-    if wants_fix and script is not None:
-        fixed = make_fix(script, found, job, config=config)
-        fixed = fixed.write() if fixed.edits else fixed
+    fixed = make_fix(script, found, job, config=config) if flags.fix and script is not None else None
+    if fixed is not None and fixed.edits:
+        fixed = fixed.write()
     if report is not None:
-        text = write_incident(found, remedies, job, fixed)
         try:
-            write_atomic(report, text)
+            write_atomic(report, write_incident(found, remedies, job, fixed))
         except OSError as error:  # it names the file that is written aside
             raise _no_report(report, error.strerror or str(error)) from None
     found = replace(found, remedies=tuple(one.to_dict() for one in remedies))
-    if as_json:
-        answer: dict[str, Any] = found.to_dict()
-        if fixed is not None:
-            answer["fix"] = fixed.to_dict()
+    if flags.as_json:
+        answer: dict[str, Any] = found.to_dict() | ({} if fixed is None else {"fix": fixed.to_dict()})
         typer.echo(json.dumps(answer, indent=2))
     else:
         out = console()
@@ -181,34 +171,26 @@ def _diagnose(
 
 
 def _found(named: list[Path], accounting: str, kernel_log: Path | None) -> Diagnosis:
+    """The diagnosis; lines of the accounting are cited as those of a file ``sacct``."""
     from memfit.diagnosis import diagnose as diagnose_paths
 
-    with ExitStack() as stack:
-        file = None
-        if accounting:  # it is read as a file is, under a name that says what it is
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="memfit-"))
-            file = Path(folder, "sacct.txt")
-            file.write_text(accounting, encoding="utf-8")
+    if not accounting:
+        return diagnose_paths(named, kernel_log=kernel_log)
+    with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
+        file = Path(folder, "sacct.txt")
+        file.write_text(accounting, encoding="utf-8")
         found = diagnose_paths(named, sacct=file, kernel_log=kernel_log)
-    if file is None:
-        return found
     evidence = tuple(replace(one, file="sacct") if one.file == str(file) else one for one in found.evidence)
     moments = tuple(replace(one, file="sacct") if one.file == str(file) else one for one in found.timeline)
     return replace(found, evidence=evidence, timeline=moments)
 
 
-def _ran(named: list[Path], accounting: str) -> Ran:
-    from memfit.diagnosis import read_ran
-
-    return read_ran(named, accounting)
-
-
-def _verify(verify: Path, against: Path, named: list[Path], accounting: str, as_json: bool) -> None:
-    from memfit.diagnosis import is_any_shown, verify_fix
+def _verify(verify: Path, against: Path, named: list[Path], accounting: str, *, as_json: bool) -> None:
+    from memfit.diagnosis import is_any_shown, read_ran, verify_fix
     from memfit.reports import print_verification
 
-    before = _ran(named, "") if named else None
-    checks = verify_fix(_ran([verify], accounting), against, before=before)
+    before = read_ran(named, "") if named else None
+    checks = verify_fix(read_ran([verify], accounting), against, before=before)
     if as_json:
         typer.echo(json.dumps([check.to_dict() for check in checks], indent=2))
     else:
@@ -231,29 +213,23 @@ def _accounting(given: str) -> str:
     by_hand = f"where Slurm is: sacct -j JOBID -P --format={_COLUMNS} > sacct.txt; then --sacct sacct.txt"
     if not re.fullmatch(r"\d+(?:_\d+)?", given):
         raise UsageError(f"--sacct {given} is neither a file nor a job's number.", rule=rule, remedy=by_hand)
-    program = shutil.which("sacct")
-    if program is None:
+    if shutil.which("sacct") is None:
         raise UsageError(f"job {given} cannot be asked for: sacct is not installed here.", rule=rule, remedy=by_hand)
-    words = [program, "-j", given, "-P", "--duplicates", f"--format={_COLUMNS}"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=30, check=False)
+        done = _ask("sacct", "-j", given, "-P", "--duplicates", f"--format={_COLUMNS}")
     except subprocess.TimeoutExpired as error:
         raise UsageError(f"sacct gave no answer about job {given} in 30 s.", rule=rule, remedy=by_hand) from error
     if done.returncode or len(done.stdout.splitlines()) < 2:
         said = (done.stderr.strip() or "it knows no such job").splitlines()[0][:200]
         raise UsageError(f"sacct says of job {given}: {said}.", rule=rule, remedy=by_hand)
-    return done.stdout + _of_nodes(given)
-
-
-def _of_nodes(job: str) -> str:
-    """The job's shape and what the partitions' nodes have, of which Slurm tells as long as it knows; else empty."""
-    found = ""
-    for words in (["scontrol", "show", "job", job], ["sinfo", "-o", "%P %m %l"]):
-        program = shutil.which(words[0])
+    text = done.stdout
+    # The job's shape, and what the partitions' nodes have, as long as Slurm knows.
+    for words in (["scontrol", "show", "job", given], ["sinfo", "-o", "%P %m %l"]):
         with suppress(OSError, subprocess.TimeoutExpired):
-            if program is not None:
-                done = subprocess.run(
-                    [program, *words[1:]], capture_output=True, text=True, errors="replace", timeout=30, check=False
-                )
-                found += f"\n{done.stdout}" if done.returncode == 0 else ""
-    return found
+            done = _ask(*words)
+            text += f"\n{done.stdout}" if done.returncode == 0 else ""
+    return text
+
+
+def _ask(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=30, check=False)

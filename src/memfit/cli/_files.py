@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
-from memfit.errors import UsageError
+from memfit.errors import ConfigError, UsageError
 
 _NUM_NAMED = 10
 
@@ -40,3 +42,21 @@ def _natural(path: Path) -> list[tuple[int, str]]:
     [PosixPath('epoch_3'), PosixPath('epoch_10')]
     """
     return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Return the content of a model's config.json, given the file or its folder."""
+    file = path / "config.json" if path.is_dir() else path
+    rule, found = "--hf-config takes a model's config.json, or the folder that holds it.", None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+    except ValueError as error:
+        what = f"is no JSON: {error}"
+    else:
+        what = f"holds a {type(found).__name__}"
+    if isinstance(found, dict):
+        return found
+    remedy = "download all of it from the model's page, or save it: model.config.save_pretrained(folder)"
+    raise ConfigError(f"{file} {what}.", rule=rule, remedy=remedy)

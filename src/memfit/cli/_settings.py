@@ -127,18 +127,18 @@ _SETTINGS = {
 
 
 def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb that takes ``flags: Flags`` as typer is to see it: with each of the flags behind its own parameters."""
-    own = list(inspect.signature(verb, eval_str=True).parameters.values())[:-1]
-    hints = get_type_hints(Flags, include_extras=True)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    shared = [inspect.Parameter(one.name, keyword, default=one.default, annotation=hints[one.name])
-              for one in fields(Flags)]  # fmt: skip
+    """A verb whose last parameter is a record of flags, as typer is to see it: with each flag a parameter."""
+    *own, last = inspect.signature(verb, eval_str=True).parameters.values()
+    record, keyword = last.annotation, inspect.Parameter.KEYWORD_ONLY
+    hints = get_type_hints(record, include_extras=True)
+    known = {one.name: one.default for one in fields(record)}
+    names = [name for kind in record.__mro__ for name in vars(kind).get("__annotations__", {}) if name in known]
+    flags = [inspect.Parameter(name, keyword, default=known[name], annotation=hints[name]) for name in names]
 
     def call(**given: Any) -> None:
-        flags = Flags(**{one.name: given.pop(one.name) for one in shared})
-        verb(**given, flags=flags)
+        verb(**{one.name: given.pop(one.name) for one in own}, **{last.name: record(**given)})
 
     call.__name__, call.__doc__ = verb.__name__, verb.__doc__
-    call.__annotations__ = {one.name: one.annotation for one in [*own, *shared]}
-    vars(call)["__signature__"] = inspect.Signature([*own, *shared])
+    call.__annotations__ = {one.name: one.annotation for one in [*own, *flags]}
+    vars(call)["__signature__"] = inspect.Signature([*own, *flags])
     return call

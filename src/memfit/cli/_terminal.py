@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Annotated
 
 from rich.console import Console
+from rich.table import Table
+from typer import Option
+
+AsJson = Annotated[bool, Option("--json", help="Print it as JSON; sizes in bytes, times in seconds.")]
 
 
 class _Console(Console):
@@ -14,12 +19,24 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         _to_nowhere(2 if self.stderr else 1)
 
+    def say(self, text: str, style: str | None = None) -> None:
+        """Print text as it is: it may hold brackets, and a long line is not folded."""
+        self.print(text, style=style, markup=False, soft_wrap=True)
 
-def console(*, stderr: bool = False) -> Console:
+
+def console(*, stderr: bool = False) -> _Console:
     """A console that does not fold tables at 80 columns where the output goes to a file."""
     made = _Console(stderr=stderr, highlight=False)
     if not made.is_terminal:
         made.width = max(made.width, 120)
+    return made
+
+
+def table(*headings: str, left: tuple[str, ...] = ()) -> Table:
+    """A plain table of figures; the columns named in ``left`` hold words."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in headings:
+        made.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     return made
 
 
