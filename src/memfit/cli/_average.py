@@ -51,7 +51,7 @@ def average(
     log = console()
     for paths, name in zip(groups, outputs, strict=True):
         sources = average_checkpoints(paths, name, integer_buffers=integer_buffers, allow_unrelated=allow_unrelated)
-        log.print(f"{name}: the mean of {len(sources)} file{'s' if len(sources) > 1 else ''}", markup=False)
+        log.say(f"{name}: the mean of {len(sources)} file{'s' if len(sources) > 1 else ''}")
         for source in sources:
             epoch = "" if source.epoch is None else f"  after epoch {source.epoch}"
-            log.print(f"  {source.path}{epoch}  sha256 {source.sha256[:12]}", markup=False)
+            log.say(f"  {source.path}{epoch}  sha256 {source.sha256[:12]}")

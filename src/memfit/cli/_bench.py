@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from typer import Option
 
-from memfit.cli._terminal import console
+from memfit.cli._settings import with_flags
+from memfit.cli._terminal import AsJson, console, table
 from memfit.errors import UsageError
 from memfit.memory import Budget
 from memfit.pipeline import LoaderBench, bench_loader
 from memfit.units import format_bytes, parse_bytes
-
-_HEADINGS = (
-    "workers",
-    "samples/s",
-    "batches/s",
-    "GB/s",
-    "GB/s cold",
-    "cached",
-    "first batch",
-    "waits",
-    "private",
-    "forecast",
-    "PSS",
-)
-_MODE_HEADINGS = ("mode", "workers", "samples/s", "waits", "starts", "private", "data in memory", "")
 
 bench = typer.Typer(
     help="Measure a part of a training on this machine.",
@@ -44,35 +31,28 @@ def _bench() -> None:
     pass
 
 
-@bench.command("loader", short_help="Measure a workload's loader, and choose its number of workers.")
-def loader(  # noqa: PLR0913 - one each for what is measured and how
-    config: Annotated[Path, typer.Argument(help="A config, a YAML file.", show_default=False)],
-    num_workers: Annotated[str, typer.Option(help="The counts of workers to measure.", metavar="N,N,...")] = "0,1,2,4",
-    seconds: Annotated[float, typer.Option(help="How long each measurement goes on.")] = 5.0,
-    step_ms: Annotated[
-        float | None, typer.Option(help="What a training step takes, in milliseconds, on a device of its own.")
-    ] = None,
-    with_model: Annotated[
-        bool, typer.Option("--with-model", help="Train the workload's model on the batches.")
-    ] = False,
-    limit: Annotated[
-        str | None, typer.Option(help="What the workers may take; what is free when left out.", metavar="SIZE")
-    ] = None,
-    modes: Annotated[
-        bool, typer.Option("--modes", help="Compare modes: safe, preload and workers, and choose one.")
-    ] = False,
-    epochs: Annotated[int, typer.Option(help="With --modes: the epochs of the training they are compared over.")] = 10,
+@dataclass(frozen=True)
+class Flags:
+    """The flags of this verb: what is measured, and how."""
+
+    num_workers: Annotated[str, Option(help="The counts of workers to measure.", metavar="N,N,...")] = "0,1,2,4"
+    seconds: Annotated[float, Option(help="How long each measurement goes on.")] = 5.0
+    step_ms: Annotated[float | None, Option(help="Milliseconds of a training step on a device of its own.")] = None
+    with_model: Annotated[bool, Option("--with-model", help="Train the workload's model on the batches.")] = False
+    limit: Annotated[str | None, Option(help="What workers may take; without it what is free.", metavar="SIZE")] = None
+    modes: Annotated[bool, Option("--modes", help="Compare modes: safe, preload, workers, and choose one.")] = False
+    epochs: Annotated[int, Option(help="With --modes: the epochs of the training they are compared over.")] = 10
     set_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            help="A setting of the config, for example params.data.lookback=20. Repeatable.",
-            metavar="KEY=VALUE",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print it as JSON; sizes in bytes, times in seconds.")
-    ] = False,
+        Option("--set", help="A setting, for example params.data.lookback=20. Repeatable.", metavar="KEY=VALUE"),
+    ] = None
+    as_json: AsJson = False
+
+
+@bench.command("loader", short_help="Measure a workload's loader, and choose its number of workers.")
+@with_flags
+def loader(
+    config: Annotated[Path, typer.Argument(help="A config, a YAML file.", show_default=False)], *, flags: Flags
 ) -> None:
     """Measure the loader of CONFIG's workload for each count of workers, and choose the fewest that are enough.
 
@@ -86,23 +66,23 @@ def loader(  # noqa: PLR0913 - one each for what is measured and how
 
     Exit codes: 0 done, 2 bad config or input, or a workload without a loader, 3 no count of workers fits.
     """
-    if step_ms is not None and with_model:
+    if flags.step_ms is not None and flags.with_model:
         raise UsageError(
             "--step-ms and --with-model were both given.",
             rule="the trainer is either a step of a given length or the workload's own.",
             remedy="leave one of them out",
         )
     how = LoaderBench(
-        num_workers=_parse_counts(num_workers),
-        seconds=seconds,
-        step_seconds=None if step_ms is None else step_ms / 1e3,
-        with_model=with_model,
-        budget_bytes=Budget.read().lendable_bytes if limit is None else parse_bytes(limit),
-        modes=modes,
-        num_epochs=epochs,
+        num_workers=_parse_counts(flags.num_workers),
+        seconds=flags.seconds,
+        step_seconds=None if flags.step_ms is None else flags.step_ms / 1e3,
+        with_model=flags.with_model,
+        budget_bytes=Budget.read().lendable_bytes if flags.limit is None else parse_bytes(flags.limit),
+        modes=flags.modes,
+        num_epochs=flags.epochs,
     )
-    found = bench_loader(config, how, overrides=set_ or [])
-    if as_json:
+    found = bench_loader(config, how, overrides=flags.set_ or [])
+    if flags.as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
         _print(found)
@@ -125,60 +105,52 @@ def _parse_counts(text: str) -> tuple[int, ...]:
 
 
 def _print(found: Mapping[str, Any]) -> None:
-    log = console()
-    log.print(found["data"], markup=False, soft_wrap=True)
-    if "modes" in found:
-        log.print(_table_of_modes(found["modes"]))
-        log.print(f"\nmode: {found['choice'].splitlines()[0]}", markup=False, soft_wrap=True)
-        log.print(f"(the loader may take {format_bytes(found['budget_bytes'])})", markup=False, soft_wrap=True)
+    log, with_modes = console(), "modes" in found
+    log.say(found["data"])
+    columns = _OF_MODES if with_modes else _OF_COUNTS
+    shown = table(*columns, left=("mode", ""))
+    for one in found["modes" if with_modes else "reports"]:
+        shown.add_row(*(text(one) for text in columns.values()))
+    log.print(shown)
+    log.print()
+    size = format_bytes(found["budget_bytes"])
+    if with_modes:
+        log.say(f"mode: {found['choice'].splitlines()[0]}\n(the loader may take {size})")
         return
-    log.print(_table(found["reports"]))
     chosen = next(one for one in found["reports"] if one["num_workers"] == found["num_workers"])
-    log.print(f"\n{chosen['verdict']['text']}", markup=False, soft_wrap=True)
-    log.print(f"num_workers: {found['choice']}", markup=False, soft_wrap=True)
-    log.print(f"(the workers may take {format_bytes(found['budget_bytes'])})", markup=False, soft_wrap=True)
-
-
-def _table(reports: list[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in _HEADINGS:
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in reports:
-        warm, cold, trained = one["warm"], one["cold"], one["trained"]
-        table.add_row(
-            str(one["num_workers"]),
-            f"{_rate(warm, 'num_samples'):,.0f}",
-            f"{_rate(warm, 'num_batches'):,.1f}",
-            f"{_rate(warm, 'num_bytes') / 1e9:.3f}",
-            "-" if cold is None else f"{_rate(cold, 'num_bytes') / 1e9:.3f}",
-            "-" if cold is None or cold["cached_share"] is None else f"{cold['cached_share'] * 100:.0f} %",
-            f"{one['start_seconds']:.2f} s",
-            "-" if trained is None else f"{_rate(trained, 'wait_seconds') * 100:.1f} %",
-            format_bytes(one["worker_private_bytes"]),
-            "-" if one["forecast_bytes"] is None else format_bytes(one["forecast_bytes"]),
-            format_bytes(one["worker_pss_bytes"]),
-        )
-    return table
-
-
-def _table_of_modes(modes: list[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in _MODE_HEADINGS:
-        table.add_column(name, justify="left" if name in ("mode", "") else "right", no_wrap=True)
-    for one in modes:
-        table.add_row(
-            one["name"],
-            str(one["num_workers"]),
-            f"{one['samples_per_second']:,.0f}",
-            f"{one['wait_share'] * 100:.1f} %",
-            f"{one['start_seconds']:.2f} s",
-            format_bytes(one["private_bytes"]),
-            format_bytes(one["data_bytes"]),
-            f"refused: {one['refused']}" if one["refused"] else "",
-        )
-    return table
+    log.say(f"{chosen['verdict']['text']}\nnum_workers: {found['choice']}\n(the workers may take {size})")
 
 
 def _rate(pace: Mapping[str, Any], name: str) -> float:
     seconds = pace["wait_seconds"] + pace["compute_seconds"]
     return float(pace[name] / seconds) if seconds else 0.0
+
+
+def _dash(value: Any, text: Callable[[Any], str]) -> str:
+    return "-" if value is None else text(value)
+
+
+#: The columns of the tables: what each says of a report.
+_OF_COUNTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "workers": lambda one: str(one["num_workers"]),
+    "samples/s": lambda one: f"{_rate(one['warm'], 'num_samples'):,.0f}",
+    "batches/s": lambda one: f"{_rate(one['warm'], 'num_batches'):,.1f}",
+    "GB/s": lambda one: f"{_rate(one['warm'], 'num_bytes') / 1e9:.3f}",
+    "GB/s cold": lambda one: _dash(one["cold"], lambda cold: f"{_rate(cold, 'num_bytes') / 1e9:.3f}"),
+    "cached": lambda one: _dash((one["cold"] or {}).get("cached_share"), lambda share: f"{share * 100:.0f} %"),
+    "first batch": lambda one: f"{one['start_seconds']:.2f} s",
+    "waits": lambda one: _dash(one["trained"], lambda pace: f"{_rate(pace, 'wait_seconds') * 100:.1f} %"),
+    "private": lambda one: format_bytes(one["worker_private_bytes"]),
+    "forecast": lambda one: _dash(one["forecast_bytes"], format_bytes),
+    "PSS": lambda one: format_bytes(one["worker_pss_bytes"]),
+}
+_OF_MODES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "mode": lambda one: one["name"],
+    "workers": lambda one: str(one["num_workers"]),
+    "samples/s": lambda one: f"{one['samples_per_second']:,.0f}",
+    "waits": lambda one: f"{one['wait_share'] * 100:.1f} %",
+    "starts": lambda one: f"{one['start_seconds']:.2f} s",
+    "private": lambda one: format_bytes(one["private_bytes"]),
+    "data in memory": lambda one: format_bytes(one["data_bytes"]),
+    "": lambda one: f"refused: {one['refused']}" if one["refused"] else "",
+}

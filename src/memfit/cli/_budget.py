@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
+from memfit.cli._terminal import AsJson
 from memfit.memory import Budget
 from memfit.units import parse_bytes
 
 
 def budget(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON; every size is in bytes.")] = False,
+    as_json: AsJson = False,
     limit: Annotated[
         str | None, typer.Option(help="Your own cap on what memfit starts, for example 8GiB.", metavar="SIZE")
     ] = None,

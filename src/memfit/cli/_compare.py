@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from typer import Option
 
-from memfit.cli._terminal import console
+from memfit.cli._settings import with_flags
+from memfit.cli._terminal import AsJson, Console, console, table
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,22 +21,30 @@ if TYPE_CHECKING:
     from memfit.evaluation import Decision
 
 
-def compare(  # noqa: PLR0913 - one each for what is compared, how, and where it is listed
+@dataclass(frozen=True)
+class Flags:
+    """The flags of this verb: what is compared, how, and where comparisons are listed."""
+
+    metric: Annotated[str, Option(help="The column to compare; higher is better.", metavar="COLUMN")]
+    horizon: Annotated[
+        int | None, Option(help="Dates that a label spans; without it the number in h5_...", metavar="DATES", min=1)
+    ] = None
+    level: Annotated[float, Option(help="Of the interval; the test's alpha is 1 less it.")] = 0.95
+    record: Annotated[
+        Path, Option(help="Where the comparisons that were tried are listed and counted.", metavar="FILE")
+    ] = Path("comparisons.jsonl")
+    common_assets: Annotated[
+        bool, Option("--common-assets", help="Evaluate both anew on the assets that both scored.")
+    ] = False
+    as_json: AsJson = False
+
+
+@with_flags
+def compare(
     a: Annotated[str, typer.Argument(help="A day table (.feather, .csv, .parquet), or a run's folder.", metavar="A")],
     b: Annotated[str, typer.Argument(help="The baseline: the same, or the word random.", metavar="B")],
-    metric: Annotated[str, typer.Option(help="The column to compare; higher is better.", metavar="COLUMN")],
-    horizon: Annotated[
-        int | None,
-        typer.Option(help="Dates that a label spans; without it the number in h5_...", metavar="DATES", min=1),
-    ] = None,
-    level: Annotated[float, typer.Option(help="Of the interval; the test's alpha is 1 less it.")] = 0.95,
-    record: Annotated[
-        Path, typer.Option(help="Where the comparisons that were tried are listed and counted.", metavar="FILE")
-    ] = Path("comparisons.jsonl"),
-    common_assets: Annotated[
-        bool, typer.Option("--common-assets", help="Evaluate both anew on the assets that both scored.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    *,
+    flags: Flags,
 ) -> None:
     """Say whether A is better than B on a metric, by the dates that both have.
 
@@ -53,44 +62,50 @@ def compare(  # noqa: PLR0913 - one each for what is compared, how, and where it
     """
     from memfit.evaluation import common_days, decide_on_record, read_days
 
-    if horizon is None:
-        found = re.match(r"h([1-9]\d*)_", metric)
-        if not found:
-            raise UsageError(
-                f"{metric} does not say how many dates its labels span.",
-                rule="the test needs it, and reads it from names such as h5_rank_ic.",
-                remedy="--horizon 1 for a metric of single days",
-            )
-        horizon = int(found[1])
-    named = re.match(r"h([1-9]\d*)_", metric)
-    if named and horizon < int(named[1]):
-        raise UsageError(
-            f"--horizon {horizon} is less than the {named[1]} dates that {metric} names.",
-            rule="labels that overlap make neighbouring dates alike; taken as fewer dates they understate the error.",
-            remedy="leave --horizon out",
-        )
+    horizon = _horizon(flags.metric, flags.horizon)
     days_b: pa.Table | Literal["random"] = "random"
-    if common_assets and b != "random":
+    if flags.common_assets and b != "random":
         days_a, days_b = common_days(Path(a), Path(b))
     else:
         days_a, days_b = read_days(Path(a)), days_b if b == "random" else read_days(Path(b))
-    decision = decide_on_record(days_a, days_b, metric, horizon, record=record, level=level, names=(a, b))
-    if as_json:
-        typer.echo(json.dumps({"a": a, "b": b, "record": str(record)} | decision.to_dict(), indent=2))
-        return
-    _print(decision, (a, b), record, console())
+    decision = decide_on_record(
+        days_a, days_b, flags.metric, horizon, record=flags.record, level=flags.level, names=(a, b)
+    )
+    if flags.as_json:
+        typer.echo(json.dumps({"a": a, "b": b, "record": str(flags.record)} | decision.to_dict(), indent=2))
+    else:
+        _print(decision, (a, b), flags.record, console())
+
+
+def _horizon(metric: str, given: int | None) -> int:
+    """How many dates the metric's labels span: as given, or as its name says."""
+    found = re.match(r"h([1-9]\d*)_", metric)
+    named = int(found[1]) if found else None
+    if given is not None and given < (named or 1):
+        raise UsageError(
+            f"--horizon {given} is less than the {named} dates that {metric} names.",
+            rule="labels that overlap make neighbouring dates alike; taken as fewer dates they understate the error.",
+            remedy="leave --horizon out",
+        )
+    horizon = given or named
+    if horizon is None:
+        raise UsageError(
+            f"{metric} does not say how many dates its labels span.",
+            rule="the test needs it, and reads it from names such as h5_rank_ic.",
+            remedy="--horizon 1 for a metric of single days",
+        )
+    return horizon
 
 
 def _print(decision: Decision, names: tuple[str, str], record: Path, log: Console) -> None:
-    log.print(f"{decision.verdict}: {decision.metric}, A less B", style="bold", markup=False)
+    log.say(f"{decision.verdict}: {decision.metric}, A less B", style="bold")
     for letter, name, mean in zip("AB", names, (decision.mean_a, decision.mean_b), strict=True):
-        log.print(f"  {letter}  {mean:+.5f}  {name}", markup=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
+        log.say(f"  {letter}  {mean:+.5f}  {name}")
+    shown = table("", " ", left=("", " "))
+    shown.show_header, shown.columns[1].no_wrap = False, False
     for title, text in _rows(decision, record):
-        table.add_row(f"  {title}", text)
-    log.print(table)
+        shown.add_row(f"  {title}", text)
+    log.print(shown)
 
 
 def _rows(decision: Decision, record: Path) -> list[tuple[str, str]]:

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from memfit.cli._run import IsPlan, Param, ParamFile, start_commands
+from memfit.cli._run import start_commands
 from memfit.cli._settings import Flags, with_flags
 from memfit.errors import UsageError
 
 
 @with_flags
-def map_(
-    context: typer.Context,
-    param: Param = None,
-    param_file: ParamFile = None,
-    plan: IsPlan = False,
-    *,
-    flags: Flags,
-) -> None:
+def map_(context: typer.Context, *, flags: Flags) -> None:
     """Run the command behind -- for every combination of parameters, under one memory budget.
 
     memfit map --param fold=1..5 --param lr=1e-3,1e-4 -- python train.py --fold {fold} --lr {lr}
@@ -35,10 +28,10 @@ def map_(
             rule="the command stands behind --, with a {name} for each parameter.",
             remedy="write for example: memfit map --param fold=1..5 -- python train.py --fold {fold}",
         )
-    if not param and param_file is None:
+    if not flags.param and flags.param_file is None:
         raise UsageError(
             "memfit map was given no parameter.",
             rule="it runs a command for every combination of its parameters.",
             remedy="add for example --param fold=1..5, or run it once: memfit run -- ...",
         )
-    start_commands(command, param or [], param_file, flags, is_plan=plan)
+    start_commands(command, flags)

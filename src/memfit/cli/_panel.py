@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from typer import Option
 
-from memfit.cli._terminal import console
+from memfit.cli._settings import with_flags
+from memfit.cli._terminal import AsJson, console
 from memfit.errors import UsageError
 from memfit.units import format_bytes
 
@@ -27,7 +29,6 @@ panel = typer.Typer(
     rich_markup_mode=None,
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON; every size is in bytes.")]
 Where = Annotated[Path, typer.Argument(help="A panel's folder, or a cache folder: its newest panel.", metavar="PATH")]
 Sources = Annotated[
     list[Path],
@@ -36,24 +37,29 @@ Sources = Annotated[
 _NUM_NAMED = 12
 
 
-@panel.command(short_help="Build a panel, or find the one that is there.")
-def build(  # noqa: PLR0913 - one flag each
-    sources: Sources,
-    index: Annotated[str, typer.Option(help="The columns of dates and of asset codes.", metavar="DATE,ASSET")],
+@dataclass(frozen=True)
+class BuildFlags:
+    """The flags of ``memfit panel build``."""
+
+    index: Annotated[str, Option(help="The columns of dates and of asset codes.", metavar="DATE,ASSET")]
     features: Annotated[
-        list[str], typer.Option(help="Names, or quoted patterns such as 'f*'; commas between them.", metavar="NAMES")
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The cache folder.", metavar="FOLDER")],
-    targets: Annotated[list[str] | None, typer.Option(help="The same, for targets.", metavar="NAMES")] = None,
+        list[str], Option(help="Names, or quoted patterns such as 'f*'; commas between them.", metavar="NAMES")
+    ]
+    output: Annotated[Path, Option("--output", "-o", help="The cache folder.", metavar="FOLDER")]
+    targets: Annotated[list[str] | None, Option(help="The same, for targets.", metavar="NAMES")] = None
     dtype: Annotated[
-        str, typer.Option(help="float32, float64, float16, bfloat16, int8 to int64 or uint8.", metavar="TYPE")
-    ] = "float32",
+        str, Option(help="float32, float64, float16, bfloat16, int8 to int64 or uint8.", metavar="TYPE")
+    ] = "float32"
     order: Annotated[
         Literal["date", "asset"],
-        typer.Option(help="What lies together: all assets of one date, or all dates of one asset."),
-    ] = "date",
-    as_json: AsJson = False,
-) -> None:
+        Option(help="What lies together: all assets of one date, or all dates of one asset."),
+    ] = "date"
+    as_json: AsJson = False
+
+
+@panel.command(short_help="Build a panel, or find the one that is there.")
+@with_flags
+def build(sources: Sources, *, flags: BuildFlags) -> None:
     """Build a panel from files, once; the same command again finds it, and checks every byte of it.
 
     memfit panel build prices.parquet --index date,code --features 'f*' --targets ret -o panels/
@@ -66,32 +72,26 @@ def build(  # noqa: PLR0913 - one flag each
     """
     from memfit.data import Panel, match_columns
 
-    date, asset = _index(index)
-    wanted = match_columns(sources, _words(targets or []), taken=[date, asset])
-    found = match_columns(sources, _words(features), taken=[date, asset, *wanted.names])
+    date, asset = _index(flags.index)
+    wanted = match_columns(sources, _words(flags.targets or []), taken=[date, asset])
+    found = match_columns(sources, _words(flags.features), taken=[date, asset, *wanted.names])
     with _bar("building") as progress:
         built = Panel.build(
             sources,
-            output,
+            flags.output,
             index=(date, asset),
             features=found.names,
             targets=wanted.names,
-            dtype=dtype,
-            order=order,
+            dtype=flags.dtype,
+            order=flags.order,
             progress=progress,
         )
     left_out = [*wanted.left_out, *found.left_out]
-    if as_json:
-        more = {"reused": built.reused, "changed": list(built.changed), "left_out": left_out}
-        typer.echo(json.dumps(_facts(built) | more, indent=2))
-        return
-    log = console()
-    _say(log, f"{built.path}: {'was there already' if built.reused else 'built'}, {_shape(built)}")
-    _say_columns(log, built)
-    if left_out:
-        _say(log, f"  left out: {', '.join(left_out)}")
-    if built.changed:
-        _say(log, f"  differs from the panel before it in: {', '.join(built.changed)}")
+    more = {"reused": built.reused, "changed": list(built.changed), "left_out": left_out}
+    lines = [f"{built.path}: {'was there already' if built.reused else 'built'}, {_shape(built)}", *_columns(built)]
+    lines += [f"  left out: {', '.join(left_out)}"] if left_out else []
+    lines += [f"  differs from the panel before it in: {', '.join(built.changed)}"] if built.changed else []
+    _answer(_facts(built) | more, lines, as_json=flags.as_json)
 
 
 @panel.command(short_help="Show what a panel holds.")
@@ -101,25 +101,20 @@ def info(path: Where, as_json: AsJson = False) -> None:
     Exit codes: 0 done, 2 no panel there, or it is damaged.
     """
     found = _open(path)
-    facts = _facts(found)
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-        return
-    log = console()
-    _say(log, f"{found.path}: {_shape(found)}")
-    _say(log, f"  dates: {facts['first_date']} to {facts['last_date']}")
-    _say(log, f"  assets: {_list(found.assets)}")
-    _say(
-        log, f"  rows: {found.num_rows}, {100 * found.num_rows / (found.shape[0] * found.shape[1]):.1f} % of all cells"
-    )
-    late, gone = facts["num_listed_later"], facts["num_delisted"]
-    _say(log, f"  first row after the first date: {late} assets; last row before the last date: {gone} assets")
-    _say_columns(log, found)
-    _say(log, f"  shared with other versions: {format_bytes(found.shared_bytes)}")
-    if found.parent:
-        _say(log, f"  goes on from: {found.parent[:16]}")
-    if found.parameters:
-        _say(log, f"  parameters: {json.dumps(found.parameters)}")
+    facts, share = _facts(found), 100 * found.num_rows / (found.shape[0] * found.shape[1])
+    lines = [
+        f"{found.path}: {_shape(found)}",
+        f"  dates: {facts['first_date']} to {facts['last_date']}",
+        f"  assets: {_list(found.assets)}",
+        f"  rows: {found.num_rows}, {share:.1f} % of all cells",
+        f"  first row after the first date: {facts['num_listed_later']} assets; last row before the last date: "
+        f"{facts['num_delisted']} assets",
+        *_columns(found),
+        f"  shared with other versions: {format_bytes(found.shared_bytes)}",
+    ]
+    lines += [f"  goes on from: {found.parent[:16]}"] if found.parent else []
+    lines += [f"  parameters: {json.dumps(found.parameters)}"] if found.parameters else []
+    _answer(facts, lines, as_json=as_json)
 
 
 @panel.command(short_help="Read every byte of a panel and compare checksums.")
@@ -131,10 +126,8 @@ def verify(path: Where, as_json: AsJson = False) -> None:
     found = _open(path)
     with _bar("verifying") as progress:
         found.verify(progress=progress)
-    if as_json:
-        typer.echo(json.dumps({"path": str(found.path), "whole": True, "bytes": found.nbytes}, indent=2))
-    else:
-        _say(console(), f"{found.path}: {format_bytes(found.nbytes)}, every byte as it was written")
+    facts = {"path": str(found.path), "whole": True, "bytes": found.nbytes}
+    _answer(facts, [f"{found.path}: {format_bytes(found.nbytes)}, every byte as it was written"], as_json=as_json)
 
 
 @panel.command(short_help="Write a version with later dates, which shares the old bytes.")
@@ -143,7 +136,7 @@ def append(
     sources: Sources,
     new_assets: Annotated[
         Literal["refuse", "copy"],
-        typer.Option(help="Assets that the panel has not: refuse them, or copy it into a wider one, sharing nothing."),
+        Option(help="Assets that the panel has not: refuse them, or copy it into a wider one, sharing nothing."),
     ] = "refuse",
     as_json: AsJson = False,
 ) -> None:
@@ -160,20 +153,19 @@ def append(
     with _bar("appending") as progress:
         new = old.append(sources, new_assets=new_assets, progress=progress)
     more = {"reused": new.reused, "num_new_dates": new.shape[0] - old.shape[0]}
-    if as_json:
-        typer.echo(json.dumps(_facts(new) | more, indent=2))
-        return
-    log = console()
-    _say(log, f"{new.path}: {'was there already' if new.reused else 'appended'}, {_shape(new)}")
-    _say(log, f"  {more['num_new_dates']} dates after {old.dates[-1]} of {old.path.name}")
-    _say(log, f"  shared with other versions: {format_bytes(new.shared_bytes)} of {format_bytes(new.nbytes)}")
+    lines = [
+        f"{new.path}: {'was there already' if new.reused else 'appended'}, {_shape(new)}",
+        f"  {more['num_new_dates']} dates after {old.dates[-1]} of {old.path.name}",
+        f"  shared with other versions: {format_bytes(new.shared_bytes)} of {format_bytes(new.nbytes)}",
+    ]
+    _answer(_facts(new) | more, lines, as_json=as_json)
 
 
 @panel.command("prune", short_help="Remove old panels from a cache folder.")
 def prune_(
     directory: Annotated[Path, typer.Argument(help="The cache folder.", metavar="FOLDER")],
-    keep: Annotated[int, typer.Option(help="How many of the newest stay.", min=1, metavar="N")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    keep: Annotated[int, Option(help="How many of the newest stay.", min=1, metavar="N")] = 1,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove all panels of a cache folder but the newest, and what killed writers left there.
@@ -186,29 +178,25 @@ def prune_(
     from memfit.data import prune
 
     found = prune(directory, keep=keep, dry_run=dry_run)
-    freed = sum(version.freed_bytes for version in found)
-    if as_json:
-        rows = [
-            {"path": str(one.path), "removed": one.removed, "reason": one.reason, "freed_bytes": one.freed_bytes}
-            for one in found
-        ]
-        typer.echo(json.dumps({"dry_run": dry_run, "freed_bytes": freed, "versions": rows}, indent=2))
-        return
-    log = console()
-    gone = "would be removed" if dry_run else "removed"
-    for one in found:
-        _say(
-            log, f"{one.path}: {gone + ', ' + format_bytes(one.freed_bytes) if one.removed else 'stays: ' + one.reason}"
-        )
+    freed, gone = sum(one.freed_bytes for one in found), "would be removed" if dry_run else "removed"
     number = sum(one.removed for one in found)
-    _say(log, f"{number} of {len(found)} panels {gone}; {format_bytes(freed)} {'would be ' if dry_run else ''}freed")
+    rows = [
+        {"path": str(one.path), "removed": one.removed, "reason": one.reason, "freed_bytes": one.freed_bytes}
+        for one in found
+    ]
+    lines = [
+        f"{one.path}: {f'{gone}, {format_bytes(one.freed_bytes)}' if one.removed else f'stays: {one.reason}'}"
+        for one in found
+    ]
+    lines.append(f"{number} of {len(found)} panels {gone}; {format_bytes(freed)} {'would be ' if dry_run else ''}freed")
+    _answer({"dry_run": dry_run, "freed_bytes": freed, "versions": rows}, lines, as_json=as_json)
 
 
 @panel.command(short_help="Write a panel as one table for pandas, polars or R.")
 def export(
     path: Where,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="A .parquet, .feather, .arrow, .ipc or .arrows file.", metavar="FILE")
+        Path, Option("--output", "-o", help="A .parquet, .feather, .arrow, .ipc or .arrows file.", metavar="FILE")
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -225,11 +213,17 @@ def export(
     with _bar("exporting") as progress:
         num_rows = found.export(output, progress=progress)
     size = output.stat().st_size
+    facts = {"path": str(found.path), "file": str(output), "num_rows": num_rows, "bytes": size}
+    _answer(facts, [f"{output}: {num_rows} rows of {found.path}, {format_bytes(size)}"], as_json=as_json)
+
+
+def _answer(facts: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
     if as_json:
-        facts = {"path": str(found.path), "file": str(output), "num_rows": num_rows, "bytes": size}
         typer.echo(json.dumps(facts, indent=2))
-    else:
-        _say(console(), f"{output}: {num_rows} rows of {found.path}, {format_bytes(size)}")
+        return
+    log = console()
+    for line in lines:
+        log.say(line)
 
 
 def _open(path: Path) -> Panel:
@@ -301,15 +295,10 @@ def _shape(found: Panel) -> str:
     return f"{shape}, {found.dtype} by {found.order}, {format_bytes(found.nbytes)}"
 
 
-def _say_columns(log: Console, found: Panel) -> None:
-    _say(log, f"  features: {_list(found.feature_names)}")
-    _say(log, f"  targets: {_list(found.target_names) or 'none'}")
+def _columns(found: Panel) -> list[str]:
+    return [f"  features: {_list(found.feature_names)}", f"  targets: {_list(found.target_names) or 'none'}"]
 
 
 def _list(names: tuple[str, ...]) -> str:
     more = f", ... ({len(names)} in all)" if len(names) > _NUM_NAMED else ""
     return ", ".join(names[:_NUM_NAMED]) + more
-
-
-def _say(log: Console, line: str) -> None:
-    log.print(line, soft_wrap=True, markup=False)

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.cli._terminal import console
+from memfit.cli._terminal import AsJson, Console, console, table
 from memfit.reports import Overview, list_runs
 from memfit.units import format_bytes, format_duration
 
 
 def ps(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON; every size is in bytes.")] = False,
+    as_json: AsJson = False,
     all_: Annotated[bool, typer.Option("--all", help="Also your runs below ./runs that do not run any more.")] = False,
 ) -> None:
     """Show your live runs on this host and their jobs: what they use, took at most and have reserved.
@@ -32,9 +31,7 @@ def ps(
         return
     log = console()
     if not found:
-        log.print(
-            "no run of yours is alive on this host" + ("" if all_ else "; memfit ps --all shows those that ended")
-        )
+        log.say("no run of yours is alive on this host" + ("" if all_ else "; memfit ps --all shows those that ended"))
     for one in found:
         _print(one, log)
 
@@ -49,28 +46,25 @@ def _print(one: Overview, log: Console) -> None:
         text = f"supervisor {who}; {counts}; {sizes}"
     else:
         text = f"{'interrupted' if one.state == 'running' else one.state}; {counts}"
-    log.print(Text(str(one.run.path), style="bold"), soft_wrap=True)
-    log.print(f"  {text}", soft_wrap=True, markup=False)
+    log.say(str(one.run.path), style="bold")
+    log.say(f"  {text}")
     if one.running:
         log.print(_table(one))
 
 
 def _table(one: Overview) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    headings = ("  job", "pid", "phase", "used", "peak", "reserved", "time")
-    for name in headings:
-        table.add_column(name, justify="left" if name in ("  job", "phase") else "right", no_wrap=True)
+    shown = table("  job", "pid", "phase", "used", "peak", "reserved", "time", left=("  job", "phase"))
     for row in one.running:
         status = row.status
         guessed = f" ~{row.phase_source}" if row.phase_source in ("log", "shape") else ""
         phase = "stalled" if status.stalled else (status.phase or "starts") + guessed
         phase = f"stopped (SIGSTOP {status.stopped_pid})" if status.stopped_pid is not None else phase
         sizes = (status.used_bytes, status.peak_bytes, row.reserved_bytes)
-        table.add_row(
+        shown.add_row(
             Text(f"  {row.name}"),
             str(status.pid or "-"),
             phase,
             *(format_bytes(size) if size else "-" for size in sizes),
             format_duration(row.seconds, short=True) if row.seconds is not None else "-",
         )
-    return table
+    return shown

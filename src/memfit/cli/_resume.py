@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from memfit.cli._run import close
-from memfit.cli._settings import AsJson, Quiet
-from memfit.cli._terminal import console, survive_hangup
+from memfit.cli._settings import Quiet
+from memfit.cli._terminal import AsJson, console, survive_hangup
 from memfit.pipeline import resume as resume_run
 from memfit.reports import LiveRun, find_run
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
+from typer import Option
 
 from memfit.cli._settings import Flags, with_flags
-from memfit.cli._terminal import console, survive_hangup
+from memfit.cli._terminal import Console, console, survive_hangup
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
 from memfit.pipeline import Choice, RunPlan, RunResult, expand, plan_commands, plan_run, resolve_settings, run_commands
 from memfit.pipeline import run as run_config
@@ -24,41 +25,33 @@ _JOB = "cmd_0001"
 _PIECE_BYTES = 1 << 20
 _MOST_NAMES = 5
 
-Param = Annotated[
-    list[str] | None,
-    typer.Option(help="Values of one parameter: fold=1..5, lr=1e-3,1e-4. Repeatable.", metavar="NAME=VALUES"),
-]
-ParamFile = Annotated[
-    Path | None, typer.Option(help="A CSV file whose rows are combinations.", metavar="CSV", show_default=False)
-]
-IsPlan = Annotated[bool, typer.Option("--plan", help="Say what would run, why, and how much fits; start nothing.")]
+
+@dataclass(frozen=True)
+class RunFlags(Flags):
+    """The flags of this verb alone: which stages and units of a config are run."""
+
+    until: Annotated[str | None, Option(help="The last stage.", metavar="STAGE")] = None
+    stage: Annotated[str | None, Option(help="This stage alone; all that it needs must be valid.", metavar="STAGE")] = (
+        None
+    )
+    from_: Annotated[
+        str | None, Option("--from", help="This stage and all after it again, valid or not.", metavar="STAGE")
+    ] = None
+    skip: Annotated[list[str] | None, Option(help="A stage that counts as passed. Repeatable.", metavar="STAGE")] = None
+    units: Annotated[
+        str | None, Option(help="Which units (folds, files ...), for example 2-5 or 1,3.", metavar="RANGE")
+    ] = None
 
 
 @with_flags
-def run(  # noqa: PLR0913 - one each for what is run of it
+def run(
     context: typer.Context,
     source: Annotated[
         str | None,
         typer.Argument(help="A config, a YAML file; or a function, module:name.", metavar="CONFIG", show_default=False),
     ] = None,
-    until: Annotated[str | None, typer.Option(help="The last stage.", metavar="STAGE")] = None,
-    stage: Annotated[
-        str | None, typer.Option(help="This stage alone; all that it needs must be valid.", metavar="STAGE")
-    ] = None,
-    from_: Annotated[
-        str | None, typer.Option("--from", help="This stage and all after it again, valid or not.", metavar="STAGE")
-    ] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(help="A stage that counts as passed. Repeatable.", metavar="STAGE")
-    ] = None,
-    units: Annotated[
-        str | None, typer.Option(help="Which units (folds, files ...), for example 2-5 or 1,3.", metavar="RANGE")
-    ] = None,
-    param: Param = None,
-    param_file: ParamFile = None,
-    plan: IsPlan = False,
     *,
-    flags: Flags,
+    flags: RunFlags,
 ) -> None:
     """Run what CONFIG says, a function, or the command behind --, under one memory budget.
 
@@ -84,14 +77,15 @@ def run(  # noqa: PLR0913 - one each for what is run of it
             remedy="name one: memfit run config.yaml, or memfit run -- python train.py",
         )
     if command:
-        of_stages = {"until": until, "stage": stage, "from": from_, "skip": skip, "units": units}
-        _check_no_stages([f"--{name}" for name, given in of_stages.items() if given])
-        start_commands(command, param or [], param_file, flags, is_plan=plan)
-    combinations = expand(None, param or [], param_file) if param or param_file else ()
-    choice = Choice(until=until, only=stage, anew=from_, combinations=tuple(combinations))
-    given = flags.overrides(units=units and json.dumps(units), skip=json.dumps(skip) if skip else None)
-    if plan:
-        close_plan(plan_run(source or "", overrides=given, choice=choice, new=flags.new), flags)
+        _check_no_stages(flags)
+        start_commands(command, flags)
+    combinations = expand(None, flags.param or [], flags.param_file) if flags.param or flags.param_file else ()
+    choice = Choice(until=flags.until, only=flags.stage, anew=flags.from_, combinations=tuple(combinations))
+    given = flags.overrides(
+        units=flags.units and json.dumps(flags.units), skip=json.dumps(flags.skip) if flags.skip else None
+    )
+    if flags.plan:
+        _close_plan(plan_run(source or "", overrides=given, choice=choice, new=flags.new), flags)
     log = console(stderr=flags.as_json)
     survive_hangup()
     live = LiveRun(log, quiet=flags.quiet)
@@ -104,27 +98,25 @@ def run(  # noqa: PLR0913 - one each for what is run of it
     close(result, log, as_json=flags.as_json, view=live.view)
 
 
-def _check_no_stages(flags: Sequence[str]) -> None:
-    if flags:
+def _check_no_stages(flags: RunFlags) -> None:
+    given = [name for name in ("until", "stage", "from_", "skip", "units") if getattr(flags, name)]
+    if given:
         raise UsageError(
-            f"a command has no stages to choose ({', '.join(flags)}).",
+            f"a command has no stages to choose ({', '.join('--' + name.strip('_') for name in given)}).",
             rule="these flags choose among the stages and units of a config.",
             remedy="leave them out; give a command's units with --param fold=2..5",
         )
 
 
-def start_commands(
-    command: tuple[str, ...], params: Sequence[str], param_file: Path | None, flags: Flags, *, is_plan: bool
-) -> NoReturn:
+def start_commands(command: tuple[str, ...], flags: Flags) -> NoReturn:
     """Run a command, once or for every combination of parameters, and exit with the run's code.
 
     The output of a single command is passed on: standard output is the command's alone, unless JSON comes there.
     """
-    settings = resolve_settings(flags.overrides())
-    if is_plan:
-        close_plan(
-            plan_commands(command, params=params, param_file=param_file, settings=settings, new=flags.new), flags
-        )
+    settings, params, param_file = resolve_settings(flags.overrides()), flags.param or [], flags.param_file
+    if flags.plan:
+        planned = plan_commands(command, params=params, param_file=param_file, settings=settings, new=flags.new)
+        _close_plan(planned, flags)
     is_one = not params and param_file is None
     log = console(stderr=flags.as_json or is_one)
     survive_hangup()
@@ -168,7 +160,7 @@ def _tell_end(result: RunResult, log: Console, *, quiet: bool) -> int:
     return code if code > 0 else 128 - code
 
 
-def close_plan(plan: RunPlan, flags: Flags) -> NoReturn:
+def _close_plan(plan: RunPlan, flags: Flags) -> NoReturn:
     """Print what would run and how much of it fits, and exit: with 3 when a job does not fit even alone."""
     if flags.as_json:
         typer.echo(json.dumps(plan.to_dict(), indent=2))
@@ -187,11 +179,11 @@ def close(
     else:
         print_summary(run_dir, log, view)
         if result.exit_code == StoppedError.exit_code:
-            log.print(f"\n{how_to_go_on(result)}", soft_wrap=True, markup=False)
+            log.say(f"\n{_how_to_go_on(result)}")
     raise typer.Exit(result.exit_code if exit_code is None else exit_code)
 
 
-def how_to_go_on(result: RunResult) -> str:
+def _how_to_go_on(result: RunResult) -> str:
     """Say how a run that was stopped goes on, and which of its jobs then start from the beginning."""
     anew = [
         status.job_id

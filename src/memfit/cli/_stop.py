@@ -35,27 +35,26 @@ def stop(
     name = f"{found.run.path}/{found.job_id}" if found.job_id else str(found.run.path)
     began = told = time.monotonic()
 
-    def say(text: str) -> None:
-        log.print(text, soft_wrap=True, markup=False)
-
     def on_tick(left: Sequence[str]) -> None:
         nonlocal told
         if time.monotonic() - told < _TELL_SECONDS:
             return
         told = time.monotonic()
         jobs = f"{', '.join(left[:8])}{' ...' if len(left) > 8 else ''}" if left else "its supervisor"
-        say(f"waiting for {jobs} ({format_duration(told - began)})")
+        log.say(f"waiting for {jobs} ({format_duration(told - began)})")
 
     was_live = is_live(found.run)
     try:
         ended = stop_run(found.run, found.job_id, now=now, on_tick=on_tick)
     except KeyboardInterrupt:
-        say(f"{name} was asked to stop all the same; memfit watch {found.run.path} shows it")
+        log.say(f"{name} was asked to stop all the same; memfit watch {found.run.path} shows it")
         raise typer.Exit(InterruptedRunError.exit_code) from None
     if not ended:
         stopped = was_live and found.job_id is None
-        say(f"{name} has stopped: no job of it ran" if stopped else f"{name} does not run: there is nothing to stop")
+        log.say(
+            f"{name} has stopped: no job of it ran" if stopped else f"{name} does not run: there is nothing to stop"
+        )
     for status in ended:
-        say(f"{status.job_id} {status.state}{f': {status.cause}' if status.cause else ''}")
+        log.say(f"{status.job_id} {status.state}{f': {status.cause}' if status.cause else ''}")
     if any(status.state != "completed" for status in ended):
-        say(f"to go on: memfit resume {found.run.path}")
+        log.say(f"to go on: memfit resume {found.run.path}")

@@ -6,14 +6,14 @@ import os
 import signal
 from typing import Annotated
 
-from rich.console import Console
+import rich.console
 from rich.table import Table
 from typer import Option
 
 AsJson = Annotated[bool, Option("--json", help="Print it as JSON; sizes in bytes, times in seconds.")]
 
 
-class _Console(Console):
+class Console(rich.console.Console):
     """A console whose reader may go: ``| head``, and a Ctrl-C that also ends ``| tee``, leave the run as it is."""
 
     def on_broken_pipe(self) -> None:
@@ -24,9 +24,9 @@ class _Console(Console):
         self.print(text, style=style, markup=False, soft_wrap=True)
 
 
-def console(*, stderr: bool = False) -> _Console:
+def console(*, stderr: bool = False) -> Console:
     """A console that does not fold tables at 80 columns where the output goes to a file."""
-    made = _Console(stderr=stderr, highlight=False)
+    made = Console(stderr=stderr, highlight=False)
     if not made.is_terminal:
         made.width = max(made.width, 120)
     return made

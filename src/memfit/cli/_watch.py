@@ -33,7 +33,7 @@ def watch(
     if not is_live(found):
         going_on = "" if found.state == "completed" else f"; memfit resume {found.path} goes on with it"
         state = "interrupted" if found.state == "running" else found.state
-        log.print(f"Run {found.path} does not run any more: {state}{going_on}", soft_wrap=True, markup=False)
+        log.say(f"Run {found.path} does not run any more: {state}{going_on}")
         return
     live, interrupted = LiveRun(log, here=False), threading.Event()
     # Not as an exception, which would come in the middle of what is printed.
@@ -41,14 +41,14 @@ def watch(
     try:
         tick = live.show(found)
         if not has_supervisor(found):
-            log.print(f"no supervisor: its jobs go on; memfit resume {found.path} starts what waits", soft_wrap=True)
+            log.say(f"no supervisor: its jobs go on; memfit resume {found.path} starts what waits")
         while is_live(found) and not interrupted.wait(_STEP_SECONDS):
             tick()
     finally:
         live.close()
         signal.signal(signal.SIGINT, before)
     if interrupted.is_set():
-        log.print("the run goes on")
+        log.say("the run goes on")
         raise typer.Exit(InterruptedRunError.exit_code)
     state = "its supervisor died" if found.state == "running" else found.state
-    log.print(f"Run {found.path} has ended: {state}", soft_wrap=True, markup=False)
+    log.say(f"Run {found.path} has ended: {state}")
