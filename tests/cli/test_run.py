@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import sys
 
 import pytest
 import yaml
@@ -244,3 +246,24 @@ def test_from_a_stage_its_units_are_trained_again_from_the_first_epoch(memfit, c
     assert memfit("run", config(n_splits=2), "--units", "1", "--from", "fold").exit_code == 0
     [run] = RunDir.all(tmp_path / "runs", "tiny")
     assert [event["epoch"] for event in run.events() if event["kind"] == "epoch"] == [1, 1]
+
+
+def test_the_command_that_measures_one_job_works_when_it_is_pasted(memfit, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "train.py").write_text(
+        'def train(ctx, rate: float = 1.0):\n    return {"x": ctx.unit["fold"] * rate}\n'
+    )
+    words = ["run", "train:train", "--param", "fold=3..5", "--name", "mine", "--set", "params.rate=2"]
+    [hint] = re.findall("measure one: memfit (.*)", memfit(*words, "--plan").out)
+    pasted = memfit(*shlex.split(hint), "--quiet")
+    assert pasted.exit_code == 0, pasted.err
+    [stage] = json.loads(memfit(*words, "--plan", "--json").out)["stages"]
+    assert (stage["states"], stage["footprint"]["method"]) == ({"kept": 1, "ready": 2}, "measured")
+
+    command = ["--", sys.executable, "-c", "print({n})"]
+    [hint] = re.findall(
+        "measure one: memfit (.*)", memfit("map", "--name", "c", "--param", "n=1,2", "--plan", *command).out
+    )
+    assert memfit(*shlex.split(hint), "--quiet").exit_code == 0
+    found = json.loads(memfit("map", "--name", "c", "--param", "n=1,2", "--plan", "--json", *command).out)
+    assert found["stages"][0]["footprint"]["method"] == "measured"

@@ -34,4 +34,4 @@ def map_(context: typer.Context, *, flags: Flags) -> None:
             rule="it runs a command for every combination of its parameters.",
             remedy="add for example --param fold=1..5, or run it once: memfit run -- ...",
         )
-    start_commands(command, flags)
+    start_commands(context, command, flags)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -24,6 +26,8 @@ from memfit.rundir import RunDir
 _JOB = "cmd_0001"
 _PIECE_BYTES = 1 << 20
 _MOST_NAMES = 5
+#: The flags that choose among stages and units.
+_CHOOSING = frozenset({"until", "stage", "from_", "skip", "units"})
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,15 @@ def run(
         )
     if command:
         _check_no_stages(flags)
-        start_commands(command, flags)
+        start_commands(context, command, flags)
     combinations = expand(None, flags.param or [], flags.param_file) if flags.param or flags.param_file else ()
     choice = Choice(until=flags.until, only=flags.stage, anew=flags.from_, combinations=tuple(combinations))
     given = flags.overrides(
         units=flags.units and json.dumps(flags.units), skip=json.dumps(flags.skip) if flags.skip else None
     )
     if flags.plan:
-        _close_plan(plan_run(source or "", overrides=given, choice=choice, new=flags.new), flags)
+        start = _start_of(context, but=_CHOOSING | {"new"})
+        _close_plan(plan_run(source or "", overrides=given, choice=choice, new=flags.new, start=start), flags)
     log = console(stderr=flags.as_json)
     survive_hangup()
     live = LiveRun(log, quiet=flags.quiet)
@@ -99,23 +104,40 @@ def run(
 
 
 def _check_no_stages(flags: RunFlags) -> None:
-    given = [name for name in ("until", "stage", "from_", "skip", "units") if getattr(flags, name)]
+    given = sorted(f"--{name.strip('_')}" for name in _CHOOSING if getattr(flags, name))
     if given:
         raise UsageError(
-            f"a command has no stages to choose ({', '.join('--' + name.strip('_') for name in given)}).",
+            f"a command has no stages to choose ({', '.join(given)}).",
             rule="these flags choose among the stages and units of a config.",
             remedy="leave them out; give a command's units with --param fold=2..5",
         )
 
 
-def start_commands(command: tuple[str, ...], flags: Flags) -> NoReturn:
+def _start_of(context: typer.Context, *, but: AbstractSet[str]) -> str:
+    """The command line as it was given, less some parameters, and less those of what is printed."""
+    words = ["memfit", "run"]
+    for one in sorted(context.command.params, key=lambda one: one.param_type_name):  # arguments, then options
+        source = context.get_parameter_source(one.name or "")
+        if source is None or source.name != "COMMANDLINE" or one.name in but | {"plan", "quiet", "as_json"}:
+            continue
+        value = context.params[one.name or ""]
+        flag = one.opts[:1] if one.param_type_name == "option" else []
+        for each in value if isinstance(value, list | tuple) else [value]:
+            words += flag if each is True else [*flag, str(each)]
+    return shlex.join(words)
+
+
+def start_commands(context: typer.Context, command: tuple[str, ...], flags: Flags) -> NoReturn:
     """Run a command, once or for every combination of parameters, and exit with the run's code.
 
     The output of a single command is passed on: standard output is the command's alone, unless JSON comes there.
     """
     settings, params, param_file = resolve_settings(flags.overrides()), flags.param or [], flags.param_file
     if flags.plan:
-        planned = plan_commands(command, params=params, param_file=param_file, settings=settings, new=flags.new)
+        start = _start_of(context, but={"param", "param_file", "new"})
+        planned = plan_commands(
+            command, params=params, param_file=param_file, settings=settings, new=flags.new, start=start
+        )
         _close_plan(planned, flags)
     is_one = not params and param_file is None
     log = console(stderr=flags.as_json or is_one)

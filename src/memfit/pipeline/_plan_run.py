@@ -125,15 +125,24 @@ def plan_run(
     env: Mapping[str, str] | None = None,
     choice: Choice = ALL,
     new: bool = False,
+    start: str = "",
 ) -> RunPlan:
     """Say what ``run`` would do with the same arguments; nothing is started and nothing is written.
+
+    Args:
+        source: As in ``run``, and so are the others.
+        overrides: As there.
+        env: As there.
+        choice: As there.
+        new: As there.
+        start: The command that starts this run whatever the choice: ``memfit run SOURCE`` and flags.
 
     Raises:
         UsageError: As ``run`` does.
     """
     order = order_of_config(source, overrides=overrides, env=env, choice=choice)
     name = "CONFIG" if isinstance(source, Mapping) else str(source)
-    return _plan(order, f"memfit run {shlex.quote(name)}", new=new)
+    return _plan(order, start or f"memfit run {shlex.quote(name)}", new=new)
 
 
 def plan_commands(
@@ -143,14 +152,23 @@ def plan_commands(
     param_file: Path | None = None,
     settings: config.Resolved[Any],
     new: bool = False,
+    start: str = "memfit run",
 ) -> RunPlan:
     """Say what ``run_commands`` would do with the same arguments; nothing is started and nothing is written.
+
+    Args:
+        command: As in ``run_commands``, and so are the others.
+        params: As there.
+        param_file: As there.
+        settings: As there.
+        new: As there.
+        start: The command that runs one command, up to its ``--``.
 
     Raises:
         UsageError: As ``run_commands`` does.
     """
     words = [*command, *filter(None, [settings.value.memory.job_of])]
-    return _plan(order_of_command(command, expand(words, params, param_file), settings), "", new=new)
+    return _plan(order_of_command(command, expand(words, params, param_file), settings), start, new=new)
 
 
 def _plan(order: Order, start: str, *, new: bool) -> RunPlan:
@@ -268,11 +286,11 @@ def _how_to_measure(
 ) -> list[str]:
     own, found = stage_settings(order, stage["name"]), []
     if not is_measured and stage["keyed"]:
-        found.append(f"{start} --until {stage['name']}" + (" --units 1" if stage["each"] else ""))
+        found.append(f"{start} --until {stage['name']}" + (" --units 1" if stage["each"] or stage["units"] else ""))
     elif not is_measured:
-        found.append(f"memfit run -- {shlex.join(_command(units[0]))}")
+        found.append(f"{start} -- {shlex.join(_command(units[0]))}")
     if stage.get("has_probe") and (own.gpu_memory or order.settings.memory.gpu_job):
-        found.append(start.replace("memfit run", "memfit estimate"))
+        found.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
     return found
 
 
