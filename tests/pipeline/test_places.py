@@ -141,3 +141,7 @@ def test_the_plan_counts_what_the_first_job_took_of_its_gpu(gpus):
     assert decided["device_reservation_bytes"] == round(1.1 * 4 * GIB)
     began = notes(gpus)
     assert max(sum(one["began"] < at["ended"] <= one["ended"] for one in began) for at in began) <= 4
+    words = ("--num-gpus", "1", "--param", "n=1..6", "--plan", "--json")
+    [stage] = json.loads(finish(start(*words, job=("{n}", "4x2"), verb="map")))["stages"]
+    assert [row["num_jobs"] for row in stage["rows"] if row["fits"]] == [1, 2, 3, 4]
+    assert all(row["margin_bytes"] > 0 for row in stage["rows"])

@@ -8,6 +8,7 @@ from memfit.memory._admission import (
     count_fitting,
     lendable_on_devices,
     reservation_bytes,
+    rooms_of,
 )
 from memfit.memory._budget import Budget
 from memfit.memory._claims import Claims, Entry, Others, list_entries, live_jobs, sweep_entries
@@ -63,6 +64,7 @@ __all__ = [
     "open_regular",
     "read_series",
     "reservation_bytes",
+    "rooms_of",
     "sweep_entries",
     "sweep_groups",
     "systemd_scope_command",

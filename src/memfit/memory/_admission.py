@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from memfit.memory._footprint import HOST, Footprint, Sizes
 from memfit.units import MIB, format_bytes
 
 if TYPE_CHECKING:
+    from memfit.memory._budget import Budget
     from memfit.memory._devices import Device
 
 #: What a job reserves on top of its like's measured peak, as a share of it.
@@ -102,6 +104,15 @@ def lendable_on_devices(devices: Iterable[Device], *, taken: Sizes, unused: Size
         )
         for one in devices
     }
+
+
+def rooms_of(budget: Budget, in_use: Mapping[str, int] = MappingProxyType({})) -> dict[str, Lendable]:
+    """Return what may be lent at each place once the jobs have ended that use so much there."""
+    used = Counter(in_use)
+    host = Lendable(min(budget.headroom_bytes + used[HOST], budget.limit_bytes), budget.reserve_bytes, 0)
+    # What a job told last may be free already.
+    given_back = Counter({one.uuid: max(-used[one.uuid], one.free_bytes - one.total_bytes) for one in budget.devices})
+    return {HOST: host, **lendable_on_devices(budget.devices, taken=given_back, unused=Counter())}
 
 
 def count_fitting(

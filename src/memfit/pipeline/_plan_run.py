@@ -13,7 +13,7 @@ from typing import Any
 from memfit import config
 from memfit.errors import DamagedError
 from memfit.jobs import read_status
-from memfit.memory import Budget, Footprint, reservation_bytes
+from memfit.memory import Budget, Footprint, count_fitting, reservation_bytes, rooms_of
 from memfit.pipeline._describe import units_of
 from memfit.pipeline._graph import ALL, PASSED, Choice, Graph, Unit
 from memfit.pipeline._grid import expand, fill
@@ -36,18 +36,15 @@ class AtOnce:
         num_jobs: Jobs at once.
         needed_bytes: What they reserve together.
         margin_bytes: What is then left of the budget; below 0 when they do not fit.
+        fits: Whether they fit the budget, that of the GPUs too.
         seconds: How long all jobs of the stage then take; None while no job was timed.
     """
 
     num_jobs: int
     needed_bytes: int
     margin_bytes: int
+    fits: bool
     seconds: float | None
-
-    @property
-    def fits(self) -> bool:
-        """Whether they fit the budget."""
-        return self.margin_bytes >= 0
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class RunPlan:
                 vars(stage)
                 | {
                     "footprint": stage.footprint.to_dict() if stage.footprint else None,
-                    "rows": [asdict(row) | {"fits": row.fits} for row in stage.rows],
+                    "rows": [asdict(row) for row in stage.rows],
                 }
                 for stage in self.stages
             ],
@@ -296,15 +293,18 @@ def _how_to_measure(
 
 def _rows(order: Order, budget: Budget, footprint: Footprint, seconds: float | None, num_jobs: int) -> list[AtOnce]:
     """A row for one at a time, two, three, as many as fit, and all, under the user's own bound."""
-    reserved = max(1, reservation_bytes(footprint, order.settings.memory.slack))
-    lendable, most = budget.lendable_bytes, order.settings.max_parallel
+    slack, most, lendable = order.settings.memory.slack, order.settings.max_parallel, budget.lendable_bytes
+    reserved = max(1, reservation_bytes(footprint, slack))
+    on_device = max(1, round(footprint.bytes_per_device * (1 + slack)))
+    fitting = count_fitting(rooms_of(budget), reserved, len(footprint.device_bytes), on_device)
     most = num_jobs if most == "auto" else min(most, num_jobs)
-    numbers = {*range(1, _FIRST_ROWS + 1), lendable // reserved, most}
+    numbers = {*range(1, _FIRST_ROWS + 1), fitting, most}
     return [
         AtOnce(
             number,
             number * reserved,
             lendable - number * reserved,
+            number <= fitting,
             None if seconds is None else math.ceil(num_jobs / number) * seconds,
         )
         for number in sorted(numbers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -14,10 +13,9 @@ from memfit.memory import (
     Budget,
     Footprint,
     Lendable,
-    Sizes,
     count_fitting,
-    lendable_on_devices,
     reservation_bytes,
+    rooms_of,
 )
 from memfit.units import format_bytes
 
@@ -121,8 +119,8 @@ def plan(
             remedy="plan for at least one job",
         )
     found = footprint if isinstance(footprint, Footprint) else Footprint.declared(footprint)
-    budget, used = budget or Budget.read(), Counter(in_use or {})
-    rooms = _rooms(budget, used)
+    budget = budget or Budget.read()
+    rooms = rooms_of(budget, in_use or {})
     num_devices = len(found.device_bytes) if num_devices is None else num_devices
     _check_one_fits(found, num_devices, rooms, budget)
     reserved = max(1, reservation_bytes(found, slack))
@@ -143,14 +141,6 @@ def plan(
         footprint=found,
         limit=f"{budget.binding.name} of {format_bytes(budget.binding.limit_bytes)}",
     )
-
-
-def _rooms(budget: Budget, in_use: Sizes) -> dict[str, Lendable]:
-    """What may be lent at each place when the jobs that use so much have ended."""
-    host = Lendable(min(budget.headroom_bytes + in_use[HOST], budget.limit_bytes), budget.reserve_bytes, 0)
-    # What a job told last may be free already.
-    given_back = Counter({one.uuid: max(-in_use[one.uuid], one.free_bytes - one.total_bytes) for one in budget.devices})
-    return {HOST: host, **lendable_on_devices(budget.devices, taken=given_back, unused=Counter())}
 
 
 def _check_one_fits(footprint: Footprint, num_devices: int, rooms: Mapping[str, Lendable], budget: Budget) -> None:

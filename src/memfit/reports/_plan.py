@@ -71,8 +71,8 @@ def _matrix(stage: StagePlan) -> Table:
         table.add_row(
             f"all {row.num_jobs}" if row.num_jobs == stage.num_runs and row.num_jobs > 1 else str(row.num_jobs),
             format_bytes(row.needed_bytes),
-            left if row.fits else f"-{left}",
-            "yes" if row.fits else "no",
+            left if row.margin_bytes >= 0 else f"-{left}",
+            "yes" if row.fits else "no" if row.margin_bytes < 0 else "no (GPU)",
             "not measured yet" if row.seconds is None else f"about {format_duration(row.seconds, short=True)}",
         )
     return table
