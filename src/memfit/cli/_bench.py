@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from memfit.cli._settings import with_flags
+from memfit.cli._settings import Set, with_flags
 from memfit.cli._terminal import AsJson, console, table
 from memfit.errors import UsageError
 from memfit.memory import Budget
@@ -42,10 +42,7 @@ class Flags:
     limit: Annotated[str | None, Option(help="What workers may take; without it what is free.", metavar="SIZE")] = None
     modes: Annotated[bool, Option("--modes", help="Compare modes: safe, preload, workers, and choose one.")] = False
     epochs: Annotated[int, Option(help="With --modes: the epochs of the training they are compared over.")] = 10
-    set_: Annotated[
-        list[str] | None,
-        Option("--set", help="A setting, for example params.data.lookback=20. Repeatable.", metavar="KEY=VALUE"),
-    ] = None
+    set_: Set = None
     as_json: AsJson = False
 
 

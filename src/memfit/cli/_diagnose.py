@@ -16,7 +16,7 @@ import typer
 from typer import Option
 
 from memfit.cli._files import read_model_config
-from memfit.cli._settings import with_flags
+from memfit.cli._settings import Text, with_flags
 from memfit.cli._terminal import AsJson, console
 from memfit.errors import UsageError
 from memfit.rundir import RunDir, write_atomic
@@ -46,10 +46,7 @@ _RULES = {
 class Flags:
     """The flags of this verb: what a job left, and what is made of it."""
 
-    sacct: Annotated[
-        str | None,
-        Option(help="What sacct printed of the job; of a job's number it is asked.", metavar="FILE|JOBID"),
-    ] = None
+    sacct: Annotated[Text, Option(help="What sacct printed of the job, or its number.", metavar="FILE|JOBID")] = None
     script: Annotated[Path | None, Option(help="Its batch script or Compose file.", metavar="FILE")] = None
     kernel_log: Annotated[Path | None, Option(help="What dmesg or journalctl -k printed.", metavar="FILE")] = None
     hf_config: Annotated[

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
+from typer import Option
 
-from memfit.cli._terminal import console
+from memfit.cli._settings import Text, with_flags
+from memfit.cli._terminal import AsJson, Console, console
 from memfit.errors import UsageError
 from memfit.units import parse_bytes
 
@@ -23,23 +25,22 @@ if TYPE_CHECKING:
 _STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green"}
 
 
-def doctor(
-    context: typer.Context,
-    workers: Annotated[
-        int | None, typer.Option(min=0, help="Loader workers, when the script does not tell.", metavar="N")
-    ] = None,
-    batch: Annotated[
-        str | None, typer.Option(help="The size of one batch, for example 64MiB: checked against /dev/shm.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of each job's numerical libraries.", metavar="N")
-    ] = None,
+@dataclass(frozen=True)
+class Flags:
+    """The flags of this verb."""
+
+    workers: Annotated[int | None, Option(min=0, help="Loader workers, when the script does not tell.")] = None
+    batch: Annotated[Text, Option(help="The size of a batch, such as 64MiB: held against /dev/shm.")] = None
+    threads: Annotated[int | None, Option(min=1, help="Threads of each job's numerical libraries.")] = None
     deep: Annotated[
-        bool, typer.Option("--deep", help="Import what the script imports, in a child, and count its threads.")
-    ] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as problems.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all checks as a JSON list.")] = False,
-) -> None:
+        bool, Option("--deep", help="Import what the script imports, in a child, and count its threads.")
+    ] = False
+    strict: Annotated[bool, Option("--strict", help="Warnings count as problems.")] = False
+    as_json: AsJson = False
+
+
+@with_flags
+def doctor(context: typer.Context, *, flags: Flags) -> None:
     """Examine this place and, behind --, a command's environment; the command is not run.
 
     memfit doctor -- python train.py
@@ -51,37 +52,35 @@ def doctor(
     """
     from memfit.diagnosis import examine
 
-    checks = examine(context.obj or (), _setup(workers, batch, threads, deep))
-    if as_json:
+    checks = examine(context.obj or (), _setup(flags))
+    if flags.as_json:
         typer.echo(json.dumps([check.to_dict() for check in checks], indent=2))
     else:
-        print_checks(checks, console())
-    bad = {"problem", "warning"} if strict else {"problem"}
+        _print(checks, console())
+    bad = {"problem", "warning"} if flags.strict else {"problem"}
     raise typer.Exit(UsageError.exit_code if any(check.verdict in bad for check in checks) else 0)
 
 
-def _setup(workers: int | None, batch: str | None, threads: int | None, deep: bool) -> Setup:
+def _setup(flags: Flags) -> Setup:
     """How the command is to run: by flags, then by the settings that ``memfit run`` would use."""
     from memfit.config import DEFAULT
+    from memfit.diagnosis import Setup
     from memfit.pipeline import resolve_settings
 
     settings = resolve_settings()
-    if threads is None and settings.origins["threads_per_job"] != DEFAULT:
-        threads = settings.value.threads_per_job
-    from memfit.diagnosis import Setup
-
+    are_set = settings.origins["threads_per_job"] != DEFAULT
     return Setup(
-        threads=threads,
+        threads=settings.value.threads_per_job if flags.threads is None and are_set else flags.threads,
         tight_malloc=settings.value.memory.tight_malloc,
         cuda_allocator=settings.value.memory.cuda_allocator,
         runs_dir=Path(settings.value.runs_dir),
-        num_workers=workers,
-        batch_bytes=None if batch is None else parse_bytes(batch),
-        deep=deep,
+        num_workers=flags.workers,
+        batch_bytes=None if flags.batch is None else parse_bytes(flags.batch),
+        deep=flags.deep,
     )
 
 
-def print_checks(checks: Sequence[Check], out: Console) -> None:
+def _print(checks: Sequence[Check], out: Console) -> None:
     """Print what is wrong with reason and remedy, then what is well, a line each, and the counts."""
     width = max((len(check.check) for check in checks), default=0)
     for check in checks:

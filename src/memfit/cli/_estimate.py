@@ -13,7 +13,7 @@ import typer
 from typer import Option
 
 from memfit.cli._files import read_model_config
-from memfit.cli._settings import with_flags
+from memfit.cli._settings import Set, with_flags
 from memfit.cli._terminal import AsJson, console
 from memfit.cli._training import Training
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
@@ -40,10 +40,7 @@ class Flags(Training):
     time_limit: Annotated[float, Option(min=0, help="Trace for so long at most; then compute.", metavar="SECONDS")] = (
         TIME_LIMIT
     )
-    set_: Annotated[
-        list[str] | None,
-        Option("--set", help="A setting of CONFIG, for example params.data.lookback=20.", metavar="KEY=VALUE"),
-    ] = None
+    set_: Set = None
     as_json: AsJson = False
 
     @property

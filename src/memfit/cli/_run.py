@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer import Option
 
-from memfit.cli._settings import Flags, with_flags
+from memfit.cli._settings import Flags, Text, with_flags
 from memfit.cli._terminal import Console, console, survive_hangup
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
 from memfit.pipeline import Choice, RunPlan, RunResult, expand, plan_commands, plan_run, resolve_settings, run_commands
@@ -34,17 +34,11 @@ _CHOOSING = frozenset({"until", "stage", "from_", "skip", "units"})
 class RunFlags(Flags):
     """The flags of this verb alone: which stages and units of a config are run."""
 
-    until: Annotated[str | None, Option(help="The last stage.", metavar="STAGE")] = None
-    stage: Annotated[str | None, Option(help="This stage alone; all that it needs must be valid.", metavar="STAGE")] = (
-        None
-    )
-    from_: Annotated[
-        str | None, Option("--from", help="This stage and all after it again, valid or not.", metavar="STAGE")
-    ] = None
+    until: Annotated[Text, Option(help="The last stage.", metavar="STAGE")] = None
+    stage: Annotated[Text, Option(help="This stage alone; all that it needs must be valid.", metavar="STAGE")] = None
+    from_: Annotated[Text, Option("--from", help="This stage and all after it again.", metavar="STAGE")] = None
     skip: Annotated[list[str] | None, Option(help="A stage that counts as passed. Repeatable.", metavar="STAGE")] = None
-    units: Annotated[
-        str | None, Option(help="Which units (folds, files ...), for example 2-5 or 1,3.", metavar="RANGE")
-    ] = None
+    units: Annotated[Text, Option(help="Units (folds, files ...), such as 2-5 or 1,3.", metavar="RANGE")] = None
 
 
 @with_flags

@@ -15,6 +15,11 @@ from memfit.cli._terminal import AsJson
 from memfit.config import Override
 from memfit.errors import ConfigError
 
+Text = str | None
+Set = Annotated[
+    list[str] | None,
+    Option("--set", help="A setting, for example memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
+]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only what goes wrong, and the summary.")]
 
 
@@ -24,54 +29,40 @@ class Flags:
 
     param: Annotated[
         list[str] | None,
-        Option(help="Values of one parameter: fold=1..5, lr=1e-3,1e-4. Repeatable.", metavar="NAME=VALUES"),
+        Option(help="Values of a parameter: fold=1..5, lr=1e-3,1e-4. Repeatable.", metavar="NAME=VALUES"),
     ] = None
     param_file: Annotated[Path | None, Option(help="A CSV file whose rows are combinations.", metavar="CSV")] = None
     plan: Annotated[bool, Option("--plan", help="Say what would run, why, and how much fits; start nothing.")] = False
-    max_parallel: Annotated[
-        str | None, Option(help="The most jobs at once, or 'auto' for as many as fit.", metavar="auto|N")
-    ] = None
+    max_parallel: Annotated[Text, Option(help="The most jobs at once; auto: as many as fit.", metavar="auto|N")] = None
     memory: Annotated[
-        str | None,
-        Option(help="What one job takes, as a hint, or '{name}' of a parameter; it is measured.", metavar="SIZE"),
+        Text, Option(help="What one job takes, as a hint, or '{name}' of a parameter; it is measured.", metavar="SIZE")
     ] = None
-    num_gpus: Annotated[str | None, Option(help="GPUs that one job needs; it sees no others.", metavar="N")] = None
-    gpu_memory: Annotated[
-        str | None, Option(help="What one job takes on each of its GPUs, as a hint; it is measured.", metavar="SIZE")
-    ] = None
-    limit: Annotated[str | None, Option(help="Your own cap on all jobs together.", metavar="SIZE")] = None
-    reserve: Annotated[str | None, Option(help="What is never lent to jobs.", metavar="SIZE")] = None
+    num_gpus: Annotated[Text, Option(help="GPUs that one job needs; it sees no others.", metavar="N")] = None
+    gpu_memory: Annotated[Text, Option(help="The same as --memory, on each of its GPUs.", metavar="SIZE")] = None
+    limit: Annotated[Text, Option(help="Your own cap on all jobs together.", metavar="SIZE")] = None
+    reserve: Annotated[Text, Option(help="What is never lent to jobs.", metavar="SIZE")] = None
     retries: Annotated[
-        str | None, Option(help="How often a job that ran out of memory, or was killed, starts again.", metavar="N")
+        Text, Option(help="How often a job that ran out of memory, or was killed, starts again.", metavar="N")
     ] = None
     on_failure: Annotated[
-        str | None,
+        Text,
         Option(
             help="When a job fails: stop the others, or continue with them; 'first': start no more if it is the first "
             "to end and has a bug.",
             metavar="stop|first|continue",
         ),
     ] = None
-    name: Annotated[str | None, Option(help="The experiment: names the folder below the runs.", metavar="NAME")] = None
-    runs_dir: Annotated[str | None, Option(help="The folder of all runs.", metavar="FOLDER")] = None
-    threads: Annotated[str | None, Option(help="Threads of each job's numerical libraries.", metavar="N")] = None
-    grace: Annotated[
-        str | None, Option(help="How long a stopped job may take to save; then it is killed.", metavar="SECONDS")
-    ] = None
+    name: Annotated[Text, Option(help="The experiment: names the folder below the runs.", metavar="NAME")] = None
+    runs_dir: Annotated[Text, Option(help="The folder of all runs.", metavar="FOLDER")] = None
+    threads: Annotated[Text, Option(help="Threads of each job's numerical libraries.", metavar="N")] = None
+    grace: Annotated[Text, Option(help="Time to save for a job that is stopped.", metavar="SECONDS")] = None
     no_tight_malloc: Annotated[
         bool, Option("--no-tight-malloc", help="Leave glibc's allocator as it is: faster, and keeps freed memory.")
     ] = False
     cuda_allocator: Annotated[
-        str | None,
-        Option(
-            help="torch's, for CUDA: expandable_segments:True. A PYTORCH_CUDA_ALLOC_CONF of your own wins.",
-            metavar="KEY:VALUE,...",
-        ),
+        Text, Option(help="torch's; a PYTORCH_CUDA_ALLOC_CONF of your own wins.", metavar="KEY:VALUE,...")
     ] = None
-    set_: Annotated[
-        list[str] | None,
-        Option("--set", help="A setting, for example memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
-    ] = None
+    set_: Set = None
     new: Annotated[bool, Option("--new", help="Start over instead of going on with the newest run.")] = False
     force: Annotated[bool, Option("--force", help="Run also what does not fit the budget.")] = False
     quiet: Quiet = False

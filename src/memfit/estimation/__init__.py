@@ -9,7 +9,7 @@ from memfit.estimation._allocator_faults import AllocatorFault, allocator_faults
 from memfit.estimation._allocator_settings import VARIABLES as ALLOCATOR_VARIABLES
 from memfit.estimation._allocator_settings import AllocatorSettings
 from memfit.estimation._changes import Change, find_batch, find_change, list_changes
-from memfit.estimation._estimate import METRICS, Estimate, Metric
+from memfit.estimation._estimate import METRICS, Estimate, Metric, judge
 from memfit.estimation._estimator import (
     estimate,
     estimate_config,
@@ -19,6 +19,7 @@ from memfit.estimation._estimator import (
 )
 from memfit.estimation._gpus import GPUS, Gpu, find_gpu
 from memfit.estimation._interval import Interval
+from memfit.estimation._model_config import check_names
 from memfit.estimation._setup import (
     Attention,
     Checkpointing,
@@ -65,6 +66,7 @@ __all__ = [
     "Strategy",
     "allocator_faults",
     "check_allocator",
+    "check_names",
     "equation_of_batch",
     "estimate",
     "estimate_config",
@@ -74,6 +76,7 @@ __all__ = [
     "find_batch",
     "find_change",
     "find_gpu",
+    "judge",
     "limit_time",
     "list_changes",
     "read_lengths",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,23 +17,22 @@ from memfit.estimation import (
     Interval,
     Setup,
     check_allocator,
+    check_names,
     estimate_config,
     estimate_formula,
     find_batch,
     find_change,
     find_gpu,
+    judge,
     limit_time,
     split_batch,
 )
-from memfit.estimation._estimate import judge
-from memfit.estimation._model_config import check_names
 from memfit.jobs import call_in_child
 from memfit.units import format_bytes
 
 #: Beyond this difference between trace and formula the answer says so.
 _MOST_APART = 0.15
 _MOST_SAMPLES = 1 << 14  # of a microbatch that is looked for
-_KILLED = f"the process that traced was killed (signal {int(signal.SIGKILL)}): out of memory?"
 #: The names of the numbers of blocks in a config.json.
 _NUM_BLOCKS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers",
@@ -95,25 +95,12 @@ class Question:
         if not self.largest_batch:
             return (one,)
         if self.global_batch is None:
-            return _Batches(one)
+            return [replace(one, batch=size) for size in range(1, _MOST_SAMPLES + 1)]
         devices = 1 if one.strategy == "tp" else one.world_size
         split_batch(self.global_batch, 1, devices)
         each = self.global_batch // devices
         sizes = [size for size in range(1, each + 1) if each % size == 0]
         return [replace(one, batch=size, num_microbatches=each // size) for size in sizes]
-
-
-class _Batches(Sequence[Setup]):
-    """Setups with every batch from 1 on, made when they are asked for."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-
-    def __len__(self) -> int:
-        return _MOST_SAMPLES
-
-    def __getitem__(self, place: Any) -> Any:
-        return replace(self.setup, batch=place + 1)
 
 
 def ask(question: Question) -> dict[str, Any]:
@@ -132,39 +119,29 @@ def ask(question: Question) -> dict[str, Any]:
             rule="the largest batch is the one whose bound fits a device.",
             remedy="name one: --gpu A100-80GB, or its memory: --gpu 24GiB",
         )
-    warned = read_allocator(question.allocator)
+    warned = []
+    if question.allocator is not None:
+        warned = check_allocator(question.allocator)
+        AllocatorSettings.parse(question.allocator)
     check_names(question.config)
     _ = question.setups
     found = _answer(question)
-    found["notes"] += warned
-    return found
-
-
-def read_allocator(text: str | None) -> list[str]:
-    """What of the allocator's settings has no effect or costs, in sentences.
-
-    Raises:
-        ConfigError: Torch refuses them, they contradict one another, or another allocator than torch's is asked for.
-    """
-    if text is None:
-        return []
-    warned = check_allocator(text)
-    AllocatorSettings.parse(text)
-    return warned
+    return found | {"notes": [*found["notes"], *warned]}
 
 
 def _answer(question: Question) -> dict[str, Any]:
     if question.formula:
         return answer_in_child(**question.to_dict())
     try:
-        found: dict[str, Any] = call_in_child("memfit.planning._estimate:answer_in_child", question.to_dict())
+        traced: dict[str, Any] = call_in_child("memfit.planning._estimate:answer_in_child", question.to_dict())
+        return traced
     except (ConfigError, MissingExtraError):
         raise
     except UsageError as error:  # the child ended otherwise: killed, aborted
         found = answer_in_child(**replace(question, formula=True).to_dict())
-        why = _KILLED if error.what.endswith(f"exit code -{int(signal.SIGKILL)}") else error.what
-        found["notes"].insert(0, f"computed, not traced: {why}")
-    return found
+        was_killed = error.what.endswith(f"exit code -{int(signal.SIGKILL)}")
+        why = "the process that traced was killed (signal 9): out of memory?" if was_killed else error.what
+        return found | {"notes": [f"computed, not traced: {why}", *found["notes"]]}
 
 
 def answer_in_child(**words: Any) -> dict[str, Any]:
@@ -175,62 +152,66 @@ def answer_in_child(**words: Any) -> dict[str, Any]:
 
 
 def _answer_here(question: Question) -> dict[str, Any]:
-    config, device = question.config, question.device
+    config, device, setup, chosen = question.config, question.device, question.setup, None
     make = _estimator(question, device)
-
-    setup, chosen = question.setup, None
     guess, unread = _guesser(config, setup, device)
     if question.largest_batch and device is not None:
         setup, found = find_batch(question.setups, device, guess, make)
         chosen = {"batch": setup.batch, "num_microbatches": setup.num_microbatches, "fits": found.fits}
     else:
         found = make(setup)
-    answer: dict[str, Any] = found.to_dict() | {
-        "setup": asdict(setup),
-        "largest_batch": chosen,
-        "change": None,
-        "smaller_model": None,
-    }
+    notes, looked_for = found.to_dict()["notes"], {"change": None, "smaller_model": None}
     formula = estimate_formula(config, setup, gpu=device) if guess and found.method == "traced" else found
     traced, computed = (one.device["allocated_bytes"].value for one in (found, formula))
     if abs(traced / max(computed, 1) - 1) > _MOST_APART:
-        answer["notes"].append(
+        notes.append(
             f"the trace says {format_bytes(traced)} in tensors and the formula {format_bytes(computed)}: the trace "
             "counts, and what the formula proposes is scaled to it"
         )
-    if device is None or found.fits:
-        return answer
-    if guess is None:
-        answer["notes"].append(f"no change was looked for, as the formula does not read this model's config: {unread}")
-        return answer
-    scale = found.device["device_bytes"].upper / max(formula.device["device_bytes"].upper, 1)
-    change = find_change(setup, device, lambda changed: int(guess(changed) * scale), make)
-    if change is None:
-        return answer | {"smaller_model": _smaller_model(config, setup, device, scale)}
-    better, after = change
-    return answer | {
-        "change": {
-            "options": list(better.options),
-            "cost": better.cost,
-            "same_training": better.same_training,
-            "setup": asdict(better.setup),
-            "device": after.to_dict()["device"],
-            "method": after.method,
-        }
+    if device is not None and not found.fits:
+        if guess is None:
+            notes.append(f"no change was looked for, as the formula does not read this model's config: {unread}")
+        else:
+            scale = found.device["device_bytes"].upper / max(formula.device["device_bytes"].upper, 1)
+            looked_for = _what_fits(config, setup, device, make, scale)
+    return found.to_dict() | {"notes": notes, "setup": asdict(setup), "largest_batch": chosen} | looked_for
+
+
+def _what_fits(
+    config: Mapping[str, Any], setup: Setup, device: Gpu, make: Callable[[Setup], Estimate], scale: float
+) -> dict[str, Any]:
+    """The cheapest change after which it fits, or else how large a model would; the formula's bounds are scaled."""
+
+    def guess(changed: Setup) -> int:
+        return int(_bound(config, changed, device) * scale)
+
+    found = find_change(setup, device, guess, make)
+    if found is None:
+        return {"change": None, "smaller_model": _smaller_model(config, setup, device, scale)}
+    better, after = found
+    change = {
+        "options": list(better.options),
+        "cost": better.cost,
+        "same_training": better.same_training,
+        "setup": asdict(better.setup),
+        "device": after.to_dict()["device"],
+        "method": after.method,
     }
+    return {"change": change, "smaller_model": None}
+
+
+def _bound(config: Mapping[str, Any], setup: Setup, device: Gpu | None) -> int:
+    """The formula's bound of the device's peak."""
+    return estimate_formula(config, setup, gpu=device).device["device_bytes"].upper
 
 
 def _guesser(config: Mapping[str, Any], setup: Setup, device: Gpu | None) -> tuple[Callable[[Setup], int] | None, str]:
     """What computes the bound of a setup's peak; None, with the reason, where the formula does not read the config."""
-
-    def guess(changed: Setup) -> int:
-        return estimate_formula(config, changed, gpu=device).device["device_bytes"].upper
-
     try:
-        guess(setup)
+        _bound(config, setup, device)
     except ConfigError as error:
         return None, error.what
-    return guess, ""
+    return lambda changed: _bound(config, changed, device), ""
 
 
 def _estimator(question: Question, device: Gpu | None) -> Callable[[Setup], Estimate]:
@@ -272,22 +253,21 @@ def _smaller_model(config: Mapping[str, Any], setup: Setup, device: Gpu, scale: 
         saving = replace(saving, gradient_checkpointing="full", loss_chunks=max(8, setup.loss_chunks), batch=1)
         saving = replace(saving, num_microbatches=setup.num_microbatches * parts, optimizer_in_backward=False)
     total = max(numbers.values(), default=0)
-    fits, above = 0, total
 
     def shrink(blocks: int) -> dict[str, Any]:
         return {**config, **{name: max(1, round(count * blocks / total)) for name, count in numbers.items()}}
 
-    def need(blocks: int) -> dict[str, Interval]:
+    def sizes_of(blocks: int) -> dict[str, Interval]:
         found = estimate_formula(shrink(blocks), saving, gpu=device)
         return {name: one.times(scale) for name, one in found.device.items()}
 
-    while above - fits > 1:  # fewer blocks take less
-        middle = (fits + above) // 2
-        verdict = judge(need(middle)["device_bytes"], device.total_bytes)
-        fits, above = (middle, above) if verdict == "fits" else (fits, middle)
+    def is_too_large(blocks: int) -> bool:
+        return judge(sizes_of(blocks)["device_bytes"], device.total_bytes) != "fits"
+
+    fits = bisect.bisect_left(range(1, total), True, key=is_too_large)  # fewer blocks take less
     if not fits:
         return None
-    smaller, sizes = shrink(fits), need(fits)
+    smaller, sizes = shrink(fits), sizes_of(fits)
     alone = replace(setup, strategy="none", world_size=1, lora_rank=0, quantization="none", dtype="fp32")
     alone = replace(alone, master_weights=False)
     return {
