@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from memfit.cli._run import close
+from memfit.cli._run import show_run
 from memfit.cli._settings import Quiet
-from memfit.cli._terminal import AsJson, console, survive_hangup
+from memfit.cli._terminal import AsJson
 from memfit.pipeline import resume as resume_run
-from memfit.reports import LiveRun, find_run
+from memfit.reports import find_run
 
 
 def resume(
@@ -26,11 +27,4 @@ def resume(
 
     Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a job failed, 75 stopped and can go on.
     """
-    log = console(stderr=as_json)
-    live = LiveRun(log, quiet=quiet)
-    survive_hangup()
-    try:
-        result = resume_run(find_run(run).path, view=live.show)
-    finally:
-        live.close()
-    close(result, log, as_json=as_json)
+    show_run(partial(resume_run, find_run(run).path), quiet=quiet, as_json=as_json)

@@ -8,7 +8,9 @@ import signal
 import sys
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -18,6 +20,7 @@ from typer import Option
 from memfit.cli._settings import Flags, Text, with_flags
 from memfit.cli._terminal import Console, console, survive_hangup
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
+from memfit.masking import mask
 from memfit.pipeline import Choice, RunPlan, RunResult, expand, plan_commands, plan_run, resolve_settings, run_commands
 from memfit.pipeline import run as run_config
 from memfit.reports import LiveRun, RunView, print_run_plan, print_summary, summarize
@@ -83,18 +86,22 @@ def run(
         units=flags.units and json.dumps(flags.units), skip=json.dumps(flags.skip) if flags.skip else None
     )
     if flags.plan:
-        start = _start_of(context, but=_CHOOSING | {"new"})
-        _close_plan(plan_run(source or "", overrides=given, choice=choice, new=flags.new, start=start), flags)
-    log = console(stderr=flags.as_json)
+        again = _start_of(context, but=_CHOOSING | {"new"})
+        _close_plan(plan_run(source or "", overrides=given, choice=choice, new=flags.new, start=again), flags)
+    start = partial(run_config, source or "", overrides=given, choice=choice, new=flags.new, force=flags.force)
+    show_run(start, quiet=flags.quiet, as_json=flags.as_json)
+
+
+def show_run(start: Callable[..., RunResult], *, quiet: bool, as_json: bool) -> NoReturn:
+    """Show a run while it goes on, print what it came to, and exit with its code."""
+    log = console(stderr=as_json)
     survive_hangup()
-    live = LiveRun(log, quiet=flags.quiet)
+    live = LiveRun(log, quiet=quiet)
     try:
-        result = run_config(
-            source or "", overrides=given, choice=choice, new=flags.new, force=flags.force, view=live.show
-        )
+        result = start(view=live.show)
     finally:
         live.close()
-    close(result, log, as_json=flags.as_json, view=live.view)
+    _close(result, log, live.view, as_json=as_json, exit_code=result.exit_code)
 
 
 def _check_no_stages(flags: RunFlags) -> None:
@@ -118,25 +125,32 @@ def _start_of(context: typer.Context, *, but: AbstractSet[str]) -> str:
         flag = one.opts[:1] if one.param_type_name == "option" else []
         for each in value if isinstance(value, list | tuple) else [value]:
             words += flag if each is True else [*flag, str(each)]
-    return shlex.join(words)
+    return shlex.join(mask(words))
 
 
 def start_commands(context: typer.Context, command: tuple[str, ...], flags: Flags) -> NoReturn:
-    """Run a command, once or for every combination of parameters, and exit with the run's code.
-
-    The output of a single command is passed on: standard output is the command's alone, unless JSON comes there.
-    """
+    """Run a command, once or for every combination of parameters, and exit with the run's code."""
     settings, params, param_file = resolve_settings(flags.overrides()), flags.param or [], flags.param_file
     if flags.plan:
-        start = _start_of(context, but={"param", "param_file", "new"})
-        planned = plan_commands(
-            command, params=params, param_file=param_file, settings=settings, new=flags.new, start=start
+        one = _start_of(context, but={"param", "param_file", "new"})
+        _close_plan(
+            plan_commands(command, params=params, param_file=param_file, settings=settings, new=flags.new, start=one),
+            flags,
         )
-        _close_plan(planned, flags)
-    is_one = not params and param_file is None
-    log = console(stderr=flags.as_json or is_one)
+    run_them = partial(
+        run_commands, command, params=params, param_file=param_file, settings=settings, new=flags.new, force=flags.force
+    )
+    if params or param_file is not None:
+        show_run(run_them, quiet=flags.quiet, as_json=flags.as_json)
+    _show_command(run_them, quiet=flags.quiet, as_json=flags.as_json)
+
+
+def _show_command(start: Callable[..., RunResult], *, quiet: bool, as_json: bool) -> NoReturn:
+    """Pass on what a single command prints, and exit with its code; standard output is its own, or the JSON's."""
+    log = console(stderr=True)
+    log._force_terminal = False  # lines alone: a table that is drawn anew would mix with the command's own output
     survive_hangup()
-    live, echo = LiveRun(log, quiet=flags.quiet), _Echo(to_stderr=flags.as_json)
+    live, echo = LiveRun(log, quiet=quiet), _Echo(to_stderr=as_json)
 
     def view(run_dir: RunDir) -> Callable[[], None]:
         tick = live.show(run_dir)
@@ -148,18 +162,12 @@ def start_commands(context: typer.Context, command: tuple[str, ...], flags: Flag
 
         return both
 
-    if is_one:
-        log._force_terminal = False  # lines alone: a table that is drawn anew would mix with the command's own output
     try:
-        result = run_commands(
-            command, params=params, param_file=param_file, settings=settings, new=flags.new, force=flags.force,
-            view=view if is_one else live.show,
-        )  # fmt: skip
+        result = start(view=view)
     finally:
         echo.pass_on()
         live.close()
-    code = _tell_end(result, log, quiet=flags.quiet) if is_one else result.exit_code
-    close(result, log, as_json=flags.as_json, exit_code=code, view=live.view)
+    _close(result, log, live.view, as_json=as_json, exit_code=_tell_end(result, log, quiet=quiet))
 
 
 def _tell_end(result: RunResult, log: Console, *, quiet: bool) -> int:
@@ -185,10 +193,8 @@ def _close_plan(plan: RunPlan, flags: Flags) -> NoReturn:
     raise typer.Exit(0 if plan.fits else DoesNotFitError.exit_code)
 
 
-def close(
-    result: RunResult, log: Console, *, as_json: bool, exit_code: int | None = None, view: RunView | None = None
-) -> NoReturn:
-    """Print what a run came to, and exit with its code, or with another; ``view`` has followed it so far."""
+def _close(result: RunResult, log: Console, view: RunView | None, *, as_json: bool, exit_code: int) -> NoReturn:
+    """Print what a run came to, and exit; ``view`` has followed it so far."""
     run_dir = RunDir(result.path)
     if as_json:
         typer.echo(json.dumps(summarize(run_dir, view), indent=2, allow_nan=False))
@@ -196,7 +202,7 @@ def close(
         print_summary(run_dir, log, view)
         if result.exit_code == StoppedError.exit_code:
             log.say(f"\n{_how_to_go_on(result)}")
-    raise typer.Exit(result.exit_code if exit_code is None else exit_code)
+    raise typer.Exit(exit_code)
 
 
 def _how_to_go_on(result: RunResult) -> str:
@@ -222,29 +228,25 @@ class _Echo:
         self._shown: dict[Path, int] = {}
 
     def begin(self, folder: Path) -> None:
-        for name in self._to_stderr:
-            path = folder / name
+        for path in (folder / name for name in self._to_stderr):
             self._shown[path] = path.stat().st_size if path.exists() else 0  # an earlier attempt's
 
     def pass_on(self) -> None:
         for path in self._shown:
-            try:
-                with open(path, "rb") as file:
-                    file.seek(self._shown[path])
-                    left = path.stat().st_size - self._shown[path]  # a fast writer must not hold this process here
-                    while left > 0 and (new := file.read(min(left, _PIECE_BYTES))):
-                        left -= len(new)
-                        self._shown[path] += len(new)
-                        self._write(new, to_stderr=self._to_stderr[path.name])
-            except FileNotFoundError:
-                continue
+            with suppress(FileNotFoundError), open(path, "rb") as file:
+                file.seek(self._shown[path])
+                left = path.stat().st_size - self._shown[path]  # a fast writer must not hold this process here
+                while left > 0 and (new := file.read(min(left, _PIECE_BYTES))):
+                    left -= len(new)
+                    self._shown[path] += len(new)
+                    _write(new, to_stderr=self._to_stderr[path.name])
 
-    @staticmethod
-    def _write(content: bytes, *, to_stderr: bool) -> None:
-        stream = sys.stderr if to_stderr else sys.stdout
-        try:
-            stream.flush()
-            stream.buffer.write(content)
-            stream.buffer.flush()
-        except BrokenPipeError:
-            console(stderr=to_stderr).on_broken_pipe()
+
+def _write(content: bytes, *, to_stderr: bool) -> None:
+    stream = sys.stderr if to_stderr else sys.stdout
+    try:
+        stream.flush()
+        stream.buffer.write(content)
+        stream.buffer.flush()
+    except BrokenPipeError:
+        console(stderr=to_stderr).on_broken_pipe()
