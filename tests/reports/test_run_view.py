@@ -1,14 +1,10 @@
 """A run read from its directory: in mid-run, continued, torn and with files missing."""
 
-import io
-
 import pytest
-from rich.console import Console
 
 from memfit.errors import DamagedError
-from memfit.reports import RunView, print_summary, summarize
+from memfit.reports import RunView
 from memfit.reports._run_view import summarize_metrics
-from memfit.rundir import write_json
 
 MIB = 1 << 20
 
@@ -252,28 +248,6 @@ def test_jobs_are_in_the_order_of_their_stages_and_numbers(made):
     rows = view_of(made).rows()
     assert [row.status.job_id for row in rows] == ["prepare", "fold_1", "fold_2", "fold_10", "judge"]
     assert [(row.stage, row.has_unit) for row in rows[:2]] == [("prepare", False), ("fold", True)]
-
-
-def test_of_a_run_of_memfit_0_1_the_folds_are_shown_as_jobs(made):
-    write_json(made.path / "run.json", {"schema_version": 1, "experiment": "demo", "fingerprint": "0" * 64})
-    (made.path / "graph.json").unlink()
-    write_json(made.path / "checkpoints" / "stage_prepare.json", {"panel": "/panels/a", "num_dates": 9})
-    for name in ("fold_2", "fold_1", "prepare"):
-        made.job(name)
-    write_json(made.path / "jobs/fold_2/result.json", {"result": {"rank_ic": 0.5}})
-    write_json(
-        made.path / "plan.json", {"footprint": {"private_bytes": 1}, "measured_on": "fold_1", "why": "x", "num_jobs": 5}
-    )
-    view = view_of(made)
-    rows = view.rows()
-    assert [row.status.job_id for row in rows] == ["prepare", "fold_1", "fold_2"]
-    assert (rows[0].result, rows[2].metrics) == ({}, {"rank_ic": 0.5})
-    assert view.counts(rows) == {"completed": 3, "waiting": 3}
-    assert view.stage_names(rows) == ["prepare", "fold"]
-    print_summary(made.run, Console(file=io.StringIO()))
-    assert [(stage["name"], stage["counts"]) for stage in summarize(made.run)["stages"]] == [
-        ("prepare", {"completed": 1}), ("fold", {"completed": 2}),
-    ]  # fmt: skip
 
 
 def test_stages_say_what_is_kept_why_others_run_and_what_that_saves(made):

@@ -20,7 +20,6 @@ one job   270.0 MiB private at its peak, in phase train (measured on fold_1); 14
 at once   2 of 3 at once (no more fit). 2 ran at once
 
 prepare   completed
-          num_dates: 2766  market: daily
           20 assets, 5 features
 fold      completed 2, out_of_memory 1: learning_rate 0.1 -> 0.2
 
@@ -334,7 +333,6 @@ def test_a_run_that_a_gate_stopped_says_which_stage_why_and_what_it_skipped(made
     assert """
 prepare   reused, which saved 7.5s
 fold      stopped the run (exit code 11): the first fold loses money
-          sharpe: -1.2500
           red: Sharpe
           sell
 judge     skipped: fold stopped the run: the first fold loses money
@@ -353,3 +351,9 @@ def test_units_that_the_command_line_gave_are_told_by_their_parameters(made):
         write_json(made.path / "checkpoints" / f"train_000{number}.json", {"result": {"loss": 0.5 * number}})
     text = printed(made.run, 120)
     assert "unit         state" in text and "0002 lr=0.2  completed" in text and "0.7500" in text
+
+
+def test_a_stage_without_report_lines_shows_its_numbers_and_words(made):
+    made.job("judge")
+    write_json(made.path / "checkpoints/stage_judge.json", {"result": {"sharpe": -1.25, "sign": "red", "days": [1, 2]}})
+    assert "judge     completed\n          sharpe: -1.2500  sign: red\n" in printed(made.run, 120)

@@ -15,6 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from memfit.memory import Footprint
 from memfit.reports import _record
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import format_column, format_number
@@ -220,9 +221,9 @@ def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console) -> No
             for table in _tables(own, view, console):
                 console.print()
                 console.print(table)
-        elif own and (told := _values(own[0].result)):
-            lines = [told, *lines]
-        for line in lines:
+        elif own and not lines:
+            lines = [_values(own[0].result)]
+        for line in filter(None, lines):
             console.print(f"{'':<{width}}{line}", soft_wrap=True, markup=False)
 
 
@@ -303,15 +304,11 @@ def _facts(view: RunView) -> list[tuple[str, str]]:
         ))  # fmt: skip
         facts.append(("promise", str(budget["promise"])))
     if plan is not None:
-        footprint = plan["footprint"]
-        phases = footprint.get("phases", {})
-        top = max(phases, key=lambda name: phases[name]["private_bytes"], default="")
-        where = f", in phase {top}" if top else ""
-        facts.append((
-            "one job",
-            f"{format_bytes(footprint['private_bytes'])} private at its peak{where} (measured on "
-            f"{plan['measured_on']}); {format_bytes(footprint['shared_bytes'])} of mapped files beside it",
-        ))  # fmt: skip
+        footprint = Footprint.from_dict(plan["footprint"])
+        where = f", in phase {footprint.peak_phase}" if footprint.peak_phase else ""
+        shared = f"; {format_bytes(footprint.shared_bytes)} of mapped files beside it" if footprint.shared_bytes else ""
+        measured = f"{format_bytes(footprint.private_bytes)} private at its peak{where}"
+        facts.append(("one job", f"{measured} (measured on {plan['measured_on']}){shared}"))
         facts.append(("at once", f"{plan['why']}. {view.most_at_once} ran at once"))
     return facts
 
