@@ -11,16 +11,16 @@ from memfit.reports._live import Room, describe, read_pressure, read_room, rende
 GIB, MIB = 1 << 30, 1 << 20
 
 LINES = """\
-2026-11-21 09:00:02  prepare starts and is of unknown size (1 running)
+2026-11-21 09:00:02  prepare starts and its memory is measured (1 running)
 2026-11-21 09:00:09  prepare completed (7.0s), peak 270.0 MiB
 2026-11-21 09:00:09  fold_1 to fold_3 (3 jobs) run again: learning_rate 0.1 -> 0.2
-2026-11-21 09:00:10  fold_1 starts and is of unknown size (1 running)
+2026-11-21 09:00:10  fold_1 starts and its memory is measured (1 running)
 2026-11-21 09:16:40  fold_1 epoch 1/2  train_loss 2.9307  num_steps 12
 2026-11-21 09:16:42  2 of 3 at once (no more fit)
-2026-11-21 09:16:43  fold_2 starts and reserves 300.0 MiB (2 running); 1.00 GiB of 8.00 GiB used, 512.0 MiB of it by the jobs (PSS)
+2026-11-21 09:16:43  fold_2 starts with 300.0 MiB reserved (2 running); 1.00 GiB of 8.00 GiB used, 512.0 MiB of it by the jobs (PSS)
 2026-11-21 09:16:44  fold_3 waits: it needs 300.0 MiB; 1.0 MiB may be lent
 2026-11-21 09:58:42  fold_1 completed (58m 32s), peak 270.0 MiB; 600.0 MiB of 8.00 GiB used, 270.0 MiB of it by the jobs (PSS)
-2026-11-21 09:58:43  fold_3 starts and reserves 300.0 MiB (2 running)
+2026-11-21 09:58:43  fold_3 starts with 300.0 MiB reserved (2 running)
 2026-11-21 10:06:40  fold_2 out_of_memory (49m 57s), peak 270.0 MiB of 300.0 MiB reserved: killed by the kernel for memory in phase train
 2026-11-21 10:58:43  fold_3 completed (1h 00m 00s), peak 290.0 MiB of 300.0 MiB reserved
 2026-11-21 10:58:44  judge is skipped: fold_2 failed
@@ -310,13 +310,13 @@ def test_what_happens_to_reservations_is_told_in_lines(commands):
     view = RunView(commands(3).run)
     told = [describe({"time": 0.0, "kind": kind, **fields}, view) for kind, fields in tell.items()]
     assert told == [
-        "cmd_0003 grows: its reservation is raised from 1.00 GiB to 2.00 GiB; 1.00 GiB is left to lend",
+        "cmd_0003 grows: its reservation rises from 1.00 GiB to 2.00 GiB; 1.00 GiB is left to lend",
         "memory is short: cmd_0003 outgrows its 2.00 GiB and nothing is free; no job starts until there is more",
-        "cmd_0003 is asked to checkpoint and step aside: cmd_0001 waits at its wall and nothing is free",
-        "cmd_0003 is queued again as attempt 2 and will reserve 3.00 GiB: it stepped aside for others",
+        "memfit asks cmd_0003 to checkpoint and make room: cmd_0001 waits at its wall and nothing is free",
+        "cmd_0003 will start again as attempt 2 with 3.00 GiB reserved: it stepped aside for others",
     ]
     now = {"time": 0.0, "kind": "aside", "job": "cmd_0001", "reason": "x", "now": True}
-    assert describe(now, view) == "cmd_0001 is ended now and comes again later: x"
+    assert describe(now, view) == "memfit ends cmd_0001 now and starts it again later: x"
 
 
 def test_what_a_training_survived_is_told_in_lines(commands):
@@ -329,9 +329,9 @@ def test_what_a_training_survived_is_told_in_lines(commands):
     }
     view = RunView(commands(3).run)
     assert [describe({"time": 0.0, "kind": kind, **fields}, view) for kind, fields in tell.items()] == [
-        "cmd_0003 is out of device memory in phase forward, epoch 2, step 7 with 8 at once: CUDA out of memory.",
-        "cmd_0003 makes smaller microbatches: 4 of 8 at once",
-        "cmd_0003 leaves out a batch, number 1 of 90: the loss is nan",
+        "cmd_0003 is out of device memory in phase forward, epoch 2, step 7, microbatch size 8: CUDA out of memory.",
+        "cmd_0003 changes its microbatch size: 8 -> 4 (batch of 8)",
+        "cmd_0003 skips a batch, number 1 of 90: the loss is nan",
         "cmd_0003 trains inexactly, as allowed: bn1 is a BatchNorm",
     ]
 
@@ -343,7 +343,7 @@ def test_a_commands_start_and_end_name_its_parameters(commands):
     made.end(3512, "cmd_0002", "out_of_memory", "it met its wall")
     view = RunView(made.run)
     start, end = (describe(event, view) for event in view.read())
-    assert start == "cmd_0002 fold=2 lr=1e-3 starts and reserves 300.0 MiB (1 running)"
+    assert start == "cmd_0002 fold=2 lr=1e-3 starts with 300.0 MiB reserved (1 running)"
     assert end == (
         "cmd_0002 fold=2 lr=1e-3 out_of_memory (58m 32s), peak 270.0 MiB of 300.0 MiB reserved: it met its wall"
     )
@@ -357,18 +357,18 @@ def test_a_stalled_job_and_a_guessed_phase_are_told_as_such(commands):
     lines = table_lines(view_of(made, 5), 80, pressure=1.25)
     assert [line.split()[3] for line in lines[1:4]] == ["train", "checkpoint", "stalled"]
     assert "checkpoint ~log" in lines[2] and "~" not in lines[1]
-    assert lines[0].split() == ["job", "parameters", "phase", "memory", "peak", "reserved", "time", "ETA"]
+    assert lines[0].split() == ["job", "phase", "memory", "peak", "reserved", "time", "ETA"]
     assert lines[4] == "running 3; 1 waiting for memory"
     assert lines[7] == "memory pressure 1.2 % of the last ten seconds"
     assert max(map(len, lines)) <= 80
 
 
-def test_a_wide_table_shows_parameters_cut_to_what_there_is_room_for(commands):
+def test_the_table_shows_parameters_cut_to_what_there_is_room_for(commands):
     made = commands(1)
     made.job("cmd_0001", "running", name="status.json", phase="train")
-    assert "cmd_0001  fold=1 lr=1e-3  train" in table_lines(view_of(made), 80)[1]
-    assert "cmd_0001  fold=1 lr=1…  train" in table_lines(view_of(made), 69)[1]
-    assert "cmd_0001  train" in table_lines(view_of(made), 60)[1]
+    assert "cmd_0001 fold=1 lr=1e-3  train" in table_lines(view_of(made), 80)[1]
+    assert "cmd_0001 fold=1…  train" in table_lines(view_of(made), 65)[1]
+    assert all(max(map(len, table_lines(view_of(made), width))) <= width for width in (60, 65, 70, 80))
 
 
 def test_of_a_thousand_jobs_the_table_shows_those_that_run_and_counts_the_others(commands):

@@ -5,16 +5,15 @@ import re
 from pathlib import Path
 
 from memfit.jobs import JobStatus
-from memfit.reports._record import Kills, count_kills, forecast_error
-from memfit.reports._run_view import JobRow
+from memfit.reports import JobRow
+from memfit.reports._record import count_kills, explain, forecast_error, interval
 from memfit.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def row(peak, reserved, state="completed"):
-    status = JobStatus("fold_1", state, peak_bytes=peak)
-    return JobRow("fold", "", status, 1.0, reserved, 0, 0, None, result={}, params={}, phase_source="")
+    return JobRow("fold", "", JobStatus("fold_1", state, peak_bytes=peak), 1.0, reserved)
 
 
 def test_kills_are_counted_over_the_experiments_runs_that_ended(tmp_path):
@@ -24,26 +23,33 @@ def test_kills_are_counted_over_the_experiments_runs_that_ended(tmp_path):
         (run.path / "outcome.json").write_text(json.dumps({"state": "failed", "jobs": jobs}))
     (runs[2].path / "outcome.json").write_text("torn")
     found = count_kills(runs[3])
-    assert (found.num_killed, found.num_jobs, found.num_runs) == (1, 5, 2)
-    assert found.low < 0.2 < found.high
+    assert (found["num_killed"], found["num_jobs"], found["num_runs"]) == (1, 5, 2)
+    assert found["low"] < 0.2 < found["high"]
+    assert explain(runs[3], []) == [
+        ("record", "1 of 5 jobs in 2 runs of this experiment ended out of memory (95 % interval 3.6 to 62.4 %)")
+    ]
+
+
+def test_a_record_without_a_kill_is_in_the_json_form_alone(tmp_path):
+    run = RunDir.create(tmp_path, "demo", "0" * 64)
+    (run.path / "outcome.json").write_text('{"state": "completed", "jobs": {"fold_1": {"state": "completed"}}}')
+    assert count_kills(run)["num_jobs"] == 1 and explain(run, []) == []
 
 
 def test_the_interval_of_no_kill_in_many_jobs_is_narrow_and_of_few_wide():
-    assert Kills.count(0, 1000, 9).high < 0.005
-    assert Kills.count(0, 3, 1).high > 0.5
-    assert Kills.count(3, 3, 1).high == 1.0
+    assert interval(0, 1000)[1] < 0.005
+    assert interval(0, 3)[1] > 0.5
+    assert interval(3, 3)[1] == 1.0
+    assert [round(100 * bound, 1) for bound in interval(1, 40)] == [0.4, 12.9]
 
 
-def test_no_share_is_told_without_its_sample():
-    assert re.fullmatch(r"0 of 7 jobs in 1 run .*95 % interval 0\.0 to 35\.4 %\)", Kills.count(0, 7, 1).explain())
-
-
-def test_the_forecasts_error_is_told_over_jobs_that_had_a_reservation_and_completed():
-    found = forecast_error([row(100, 110), row(100, 90), row(100, 130), row(100, None), row(100, 500, "failed")])
-    assert found is not None
-    assert (found.num, found.num_under) == (3, 1)
-    assert round(found.median, 6) == 0.1
+def test_the_forecasts_error_is_told_over_jobs_that_had_a_reservation_and_completed(tmp_path):
+    rows = [row(100, 110), row(100, 90), row(100, 130), row(100, None), row(100, 500, "failed")]
+    found = forecast_error(rows)
+    assert (found["num"], found["num_under"], round(found["median"], 6)) == (3, 1, 0.1)
     assert forecast_error([row(100, None)]) is None
+    told = [("forecast", "reservations were 10 % above the peaks (median of 3 jobs); too small: 1")]
+    assert explain(RunDir.create(tmp_path, "demo", "0" * 64), rows) == told
 
 
 def test_no_text_of_memfits_speaks_of_a_risk_in_percent():

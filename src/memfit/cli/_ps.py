@@ -56,7 +56,7 @@ def _table(one: Overview) -> Table:
     shown = table("  job", "pid", "phase", "used", "peak", "reserved", "time", left=("  job", "phase"))
     for row in one.running:
         status = row.status
-        guessed = f" ~{row.phase_source}" if row.phase_source in ("log", "shape") else ""
+        guessed = f" ~{row.guess}" if row.guess else ""
         phase = "stalled" if status.stalled else (status.phase or "starts") + guessed
         phase = f"stopped (SIGSTOP {status.stopped_pid})" if status.stopped_pid is not None else phase
         sizes = (status.used_bytes, status.peak_bytes, row.reserved_bytes)

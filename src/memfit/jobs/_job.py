@@ -152,7 +152,7 @@ class JobStatus:
     job_id: str
     state: State
     phase: str | None = None
-    phase_source: str | None = None
+    phase_source: str = ""
     settled: bool = False
     used_bytes: int = 0
     peak_bytes: int = 0

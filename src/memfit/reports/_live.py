@@ -16,6 +16,7 @@ from rich.text import Text
 from memfit.memory import Budget
 from memfit.reports._numbers import format_number
 from memfit.reports._run_view import NO_NEWS, Event, JobRow, RunView, StageView, is_number, name_jobs
+from memfit.reports._summary import describe_end
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
 
@@ -38,6 +39,10 @@ _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
 #: What jobs of every sweep wait for; the first is over within a second.
 _ROUTINE = ("starting", "memory", "device", "max_parallel")
+#: Events that say nothing new where a single command runs: the summary has it.
+_OF_MANY = frozenset({"admit", "plan", "end", "grow", "grow_device"})
+#: A reservation that grows by less of the limit is in the events and not on the terminal.
+_WORTH_A_LINE = 0.02
 
 
 @dataclass(frozen=True)
@@ -130,9 +135,8 @@ class LiveRun:
         is_many = max([len(view.params), *(len(stage.units) for stage in view.stages.values())]) > _WHOLE_ROWS
         if kind == "wait":
             return event.get("on") not in (_ROUTINE if is_many else _ROUTINE[:1])
-        if not is_many or _left_something(event):
-            return True
-        return not (kind == "admit" or (kind == "end" and is_success and self._live is not None))
+        is_routine = kind == "admit" or (kind == "end" and is_success and self._live is not None)
+        return not (is_many and is_routine) or _left_something(event)
 
 
 def describe(event: Event, view: RunView) -> str:
@@ -142,30 +146,11 @@ def describe(event: Event, view: RunView) -> str:
     ...     RunView(RunDir(__import__("pathlib").Path("."))))
     'fold_2 waits: fold_1 is being measured'
     """
-    kind, job = event["kind"], event.get("job")
-    if view.kind == "commands" and len(view.params) == 1 and kind in _OF_MANY:  # the summary says it
-        return f"the command completed: {event['cause']}" if kind == "end" and _left_something(event) else ""
-    if kind == "wait":
-        return f"{job} waits: {event['reason']}" + (f"; {event['arithmetic']}" if event["arithmetic"] else "")
-    if kind == "plan":
-        return str(event["why"])
-    if kind == "stage":
-        return _describe_stage(event, view)
-    if kind == "resume":
-        return f"{job} goes on after epoch {event['epoch']}" + (
-            f" and {step} steps" if (step := event.get("step")) else ""
-        )
-    if kind == "cpu":
-        wanted, cores, num = float(event["wanted_cpus"]), int(event["num_cpus"]), int(event["num_running"])
-        fewer = max(1, round(num * cores / wanted))
-        return (
-            f"the {num} running jobs want {wanted:.1f} cores and there are {cores}, so each of them takes longer; "
-            f"--max-parallel {fewer} runs fewer at once"
-        )
-    if kind == "short":
-        return f"memory is short: {event['reason']}; no job starts until there is more"
-    other = _OF_JOBS.get(kind)
-    return other(event, view) if other else ""
+    kind = event["kind"]
+    if view.kind == "commands" and len(view.params) == 1 and kind in _OF_MANY:
+        return f"the command completed: {event['cause']}" if _left_something(event) else ""
+    text = _LINES.get(kind)
+    return text(event, view) if text else ""
 
 
 def describe_left(event: Event, view: RunView) -> str:
@@ -179,7 +164,12 @@ def describe_left(event: Event, view: RunView) -> str:
     return f"; {num_left}{of} left" + (f", about {format_duration(seconds, short=True)}" if seconds is not None else "")
 
 
-def _describe_stage(event: Event, view: RunView) -> str:
+def _left_something(event: Event) -> bool:
+    """Return whether a job completed and left something behind: processes, or shared memory."""
+    return event["kind"] == "end" and event["state"] == "completed" and bool(event["cause"])
+
+
+def _stage(event: Event, view: RunView) -> str:
     """What became of some units of a stage, where no other event says it."""
     state, why, jobs = event["state"], event["why"], event["jobs"]
     names, are = name_jobs(jobs), "is" if len(jobs) == 1 else "are"
@@ -197,78 +187,45 @@ def _describe_stage(event: Event, view: RunView) -> str:
     return f"{names} {are} {state}: {why}" if state in ("skipped", "passed") else ""
 
 
-def _left_something(event: Event) -> bool:
-    """Return whether a job completed and left something behind: processes, or shared memory."""
-    return event["kind"] == "end" and event["state"] == "completed" and bool(event["cause"])
-
-
-def _describe_admit(event: Event, view: RunView) -> str:
-    size, name = event["reservation_bytes"], view.name(str(event["job"]))
-    reserved = f"reserves {format_bytes(size)}" if size else "is of unknown size"
+def _admit(event: Event, view: RunView) -> str:
+    size = event["reservation_bytes"]
+    reserved = f" with {format_bytes(size)} reserved" if size else " and its memory is measured"
     why = "" if "may be lent" in event["why"] else f": {event['why']}"
-    return f"{name} starts and {reserved} ({event['num_running']} running){why}{_memory(event)}"
+    return f"{view.name(event['job'])} starts{reserved} ({event['num_running']} running){why}{_memory(event)}"
 
 
-def _describe_epoch(event: Event, view: RunView) -> str:
+def _end(event: Event, view: RunView) -> str:
+    cause = f": {event['cause']}" if event["cause"] else ""
+    return describe_end(view.row(event["job"])) + _memory(event) + cause
+
+
+def _epoch(event: Event, view: RunView) -> str:
     known = ("time", "job", "kind", "epoch", "num_epochs")
     numbers = [f"{name} {format_number(v)}" for name, v in event.items() if name not in known and is_number(v)]
     return f"{event['job']} epoch {event['epoch']}/{event['num_epochs']}  {'  '.join(numbers)}".rstrip()
 
 
-def _describe_end(event: Event, view: RunView) -> str:
-    row = view.row(str(event["job"]))
-    took = f" ({format_duration(row.seconds)})" if row.seconds is not None else ""
-    peak = f", peak {format_bytes(row.status.peak_bytes)}"
-    reserved = f" of {format_bytes(row.reserved_bytes)} reserved" if row.reserved_bytes else ""
-    cause = f": {event['cause']}" if event["cause"] else ""
-    return f"{row.name} {event['state']}{took}{peak}{reserved}{_memory(event)}{cause}"
-
-
-def _describe_grow(event: Event, view: RunView) -> str:
+def _grow(event: Event, view: RunView) -> str:
     limit = ((view.last("budget") or {}).get("binding") or {}).get("limit_bytes", 0)
     if event["to_bytes"] - event["from_bytes"] < limit * _WORTH_A_LINE:
         return ""
     sizes = f"from {format_bytes(event['from_bytes'])} to {format_bytes(event['to_bytes'])}"
-    return f"{event['job']} grows: its reservation is raised {sizes}; {event['why']}"
+    return f"{event['job']} grows: its reservation rises {sizes}; {event['why']}"
 
 
-def _describe_oom(event: Event, view: RunView) -> str:
-    size = f" with {event['microbatch_size']} at once" if event.get("microbatch_size") else ""
-    return f"{event['job']} is out of {event['memory']} memory{_place(event)}{size}: {event['error']}"
+def _aside(event: Event, view: RunView) -> str:
+    if event["now"]:
+        return f"memfit ends {event['job']} now and starts it again later: {event['reason']}"
+    return f"memfit asks {event['job']} to checkpoint and make room: {event['reason']}"
 
 
-def _describe_microbatch(event: Event, view: RunView) -> str:
-    what = "makes smaller" if event["size"] < event["previous_size"] else "tries larger"
-    return f"{event['job']} {what} microbatches{_place(event)}: {event['size']} of {event['count']} at once"
-
-
-def _describe_skip(event: Event, view: RunView) -> str:
-    number = f"number {event['num_skipped']} of {event['num_batches']}"
-    return f"{event['job']} leaves out a batch, {number}{_place(event)}: {event['reason']}"
-
-
-def _describe_inexact(event: Event, view: RunView) -> str:
-    return f"{event['job']} trains inexactly, as allowed: {event['reason']}"
-
-
-def _place(event: Event) -> str:
-    told = [f"{name} {event[name]}" for name in ("phase", "epoch", "step") if event.get(name) is not None]
-    return f" in {', '.join(told)}" if told else ""
-
-
-def _describe_aside(event: Event, view: RunView) -> str:
-    how = "is ended now and comes again later" if event["now"] else "is asked to checkpoint and step aside"
-    return f"{event['job']} {how}: {event['reason']}"
-
-
-def _describe_retry(event: Event, view: RunView) -> str:
+def _retry(event: Event, view: RunView) -> str:
     size = event["reservation_bytes"]
-    reserved = f" and will reserve {format_bytes(size)}" if size else ""
-    state = f" {event['state']}," if isinstance(event.get("state"), str) else ""
-    return f"{event['job']}{state} is queued again as attempt {event['attempt']}{reserved}: {event['reason']}"
+    reserved = f" with {format_bytes(size)} reserved" if size else ""
+    return f"{event['job']} will start again as attempt {event['attempt']}{reserved}: {event['reason']}"
 
 
-def _describe_stop(event: Event, view: RunView) -> str:
+def _stop(event: Event, view: RunView) -> str:
     if not event["level"]:
         return f"no more is started: {event.get('reason')}; --on-failure continue starts the others all the same"
     jobs = f"{event['num_running']} running job{'' if event['num_running'] == 1 else 's'}"
@@ -279,32 +236,71 @@ def _describe_stop(event: Event, view: RunView) -> str:
     return f"asking {jobs} to stop at a checkpoint; a second Ctrl-C, or memfit stop --now, ends them now"
 
 
-def _describe_stopped(event: Event, view: RunView) -> str:
+def _stopped(event: Event, view: RunView) -> str:
     if event["pid"] is None:
         return f"{event['job']} goes on: no process of it is stopped any more"
     return f"{event['job']} is stopped: process {event['pid']} got SIGSTOP. To let it go on: kill -CONT {event['pid']}"
 
 
-#: What only matters where jobs share something.
-_OF_MANY = frozenset({"admit", "plan", "end", "grow", "grow_device"})
-#: A reservation that grows by less of the limit is in the events and not on the terminal.
-_WORTH_A_LINE = 0.02
+def _cpu(event: Event, view: RunView) -> str:
+    num, wanted, cores = int(event["num_running"]), float(event["wanted_cpus"]), int(event["num_cpus"])
+    fewer = max(1, round(num * cores / wanted))
+    return (
+        f"the {num} running jobs want {wanted:.1f} cores and there are {cores}, so each of them takes longer; "
+        f"--max-parallel {fewer} runs fewer at once"
+    )
 
-_OF_JOBS: Mapping[str, Callable[[Event, RunView], str]] = {
-    "admit": _describe_admit,
-    "epoch": _describe_epoch,
-    "end": _describe_end,
-    "grow": _describe_grow,
-    "grow_device": _describe_grow,
-    "oom": _describe_oom,
-    "microbatch": _describe_microbatch,
-    "skip": _describe_skip,
-    "inexact": _describe_inexact,
-    "aside": _describe_aside,
-    "retry": _describe_retry,
-    "stop": _describe_stop,
-    "stopped": _describe_stopped,
+
+def _oom(event: Event, view: RunView) -> str:
+    size = f", microbatch size {event['microbatch_size']}" if event.get("microbatch_size") else ""
+    return f"{event['job']} is out of {event['memory']} memory{_place(event)}{size}: {event['error']}"
+
+
+def _microbatch(event: Event, view: RunView) -> str:
+    sizes = f"{event['previous_size']} -> {event['size']} (batch of {event['count']})"
+    return f"{event['job']} changes its microbatch size{_place(event)}: {sizes}"
+
+
+def _skip(event: Event, view: RunView) -> str:
+    number = f"number {event['num_skipped']} of {event['num_batches']}"
+    return f"{event['job']} skips a batch, {number}{_place(event)}: {event['reason']}"
+
+
+def _resume(event: Event, view: RunView) -> str:
+    steps = f" and {event['step']} steps" if event.get("step") else ""
+    return f"{event['job']} goes on after epoch {event['epoch']}{steps}"
+
+
+def _wait(event: Event, view: RunView) -> str:
+    return f"{event['job']} waits: {event['reason']}" + (f"; {event['arithmetic']}" if event["arithmetic"] else "")
+
+
+_LINES: Mapping[str, Callable[[Event, RunView], str]] = {
+    "admit": _admit,
+    "aside": _aside,
+    "cpu": _cpu,
+    "end": _end,
+    "epoch": _epoch,
+    "grow": _grow,
+    "grow_device": _grow,
+    "inexact": lambda event, _: f"{event['job']} trains inexactly, as allowed: {event['reason']}",
+    "microbatch": _microbatch,
+    "oom": _oom,
+    "plan": lambda event, _: str(event["why"]),
+    "resume": _resume,
+    "retry": _retry,
+    "short": lambda event, _: f"memory is short: {event['reason']}; no job starts until there is more",
+    "skip": _skip,
+    "stage": _stage,
+    "stop": _stop,
+    "stopped": _stopped,
+    "wait": _wait,
 }
+
+
+def _place(event: Event) -> str:
+    told = [f"{name} {event[name]}" for name in ("phase", "epoch", "step") if event.get(name) is not None]
+    return f" in {', '.join(told)}" if told else ""
 
 
 def _memory(event: Event) -> str:
@@ -326,12 +322,14 @@ def read_room(view: RunView, *, here: bool = True) -> Room:
     """
     told = view.last("budget") or {"limits": [], "binding": {}}
     used = sum(row.status.used_bytes for row in view.rows())
-    if not here and is_number(told["binding"].get("limit_bytes")):
+    binding = told["binding"]
+    if not here and is_number(binding.get("limit_bytes")):
         events = [event for kind in ("admit", "end") for job in view.ids if (event := view.last(kind, job))]
-        last = max(events, key=lambda event: float(event["time"]), default=told["binding"])
-        used = max(used, int(last.get("used_bytes", 0)))
-        return Room(int(told["binding"]["limit_bytes"]), used, str(told["binding"].get("name", "")))
-    cap = next((int(one["limit_bytes"]) for one in told["limits"] if one["name"] == "cap"), None)
+        last = max(events, key=lambda event: float(event["time"]), default=binding)
+        return Room(
+            int(binding["limit_bytes"]), max(used, int(last.get("used_bytes", 0))), str(binding.get("name", ""))
+        )
+    cap = next((int(limit["limit_bytes"]) for limit in told["limits"] if limit["name"] == "cap"), None)
     budget = Budget.read(cap_bytes=cap, cap_used_bytes=used)
     return Room(budget.limit_bytes, budget.limit_bytes - budget.headroom_bytes, budget.binding.name)
 
@@ -352,25 +350,23 @@ def read_pressure(root: Path = Path("/")) -> float | None:
 def render(view: RunView, room: Room, width: int = _COLUMNS, pressure: float | None = None) -> RenderableType:
     """The table of jobs, which needs 80 columns at most, the counts of all of them, and the budget."""
     rows = view.rows()
-    shown = _shown(rows)
-    headings, lines = list(_HEADINGS), [_cells(row, view) for row in shown]
-    if not any(row.epochs_done for row in shown):
-        headings, lines = headings[:2] + headings[3:], [cells[:2] + cells[3:] for cells in lines]
-    widths = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
-    left = width - sum(widths) - 2 * len(widths)
-    if any(row.params for row in shown) and left >= 10:
-        headings.insert(1, "parameters")
-        for row, cells in zip(shown, lines, strict=True):
-            text = row.name.partition(" ")[2]
-            cells.insert(1, text if len(text) <= left else text[: left - 1] + "…")
-    gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= _COLUMNS else 1
+    lines = [_cells(row, view) for row in _shown(rows)]
+    columns = [(name, [cells[place] for cells in lines]) for place, name in enumerate(_HEADINGS)]
+    columns = [(name, cells) for name, cells in columns if name != "epoch" or any(cell != "-" for cell in cells)]
+    widths = [max(map(len, (name, *cells))) for name, cells in columns]
+    gap = 2 if sum(widths[1:]) + _least(rows) + 2 * len(widths) <= _COLUMNS else 1
+    left = max(width - sum(widths[1:]) - gap * len(widths), _least(rows))
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    for name in headings:
-        is_text = name in ("job", "parameters", "phase")
-        table.add_column(name, no_wrap=True, justify="left" if is_text else "right")
-    for cells in lines:
-        table.add_row(*cells)
+    for name, _ in columns:
+        table.add_column(name, no_wrap=True, justify="left" if name in ("job", "phase") else "right")
+    for name, *cells in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(name if len(name) <= left else f"{name[: left - 1]}…", *cells)
     return Group(table, *_footer(view, rows, room, pressure))
+
+
+def _least(rows: Sequence[JobRow]) -> int:
+    """The columns that the names of jobs need without their parameters."""
+    return max((len(row.status.job_id) for row in rows), default=0)
 
 
 def _shown(rows: Sequence[JobRow]) -> Sequence[JobRow]:
@@ -382,20 +378,18 @@ def _shown(rows: Sequence[JobRow]) -> Sequence[JobRow]:
 
 
 def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float | None) -> Iterator[Text]:
-    counts = view.counts(rows)
     if len(view.stages) > 1:
         yield Text("stages: " + ", ".join(_progress(view.stages[name]) for name in view.stage_names(rows)))
-    if counts:
-        text = ", ".join(f"{name} {number}" for name, number in counts.items())
+    if counts := ", ".join(f"{name} {number}" for name, number in view.counts(rows).items()):
         num_stalled = sum(row.status.stalled for row in rows)
         num_stopped = sum(row.status.stopped_pid is not None for row in rows)
-        text += f"; {num_stalled} waiting for memory" if num_stalled else ""
-        text += f"; {num_stopped} stopped by SIGSTOP" if num_stopped else ""
+        counts += f"; {num_stalled} waiting for memory" if num_stalled else ""
+        counts += f"; {num_stopped} stopped by SIGSTOP" if num_stopped else ""
         for stage in view.stage_names(rows):
             eta = view.left(stage, rows)[1]
             of = f" of {stage}" if len(view.stages) > 1 else ""
-            text += f"; about {format_duration(eta, short=True)}{of} left" if eta is not None else ""
-        yield Text(text)
+            counts += f"; about {format_duration(eta, short=True)}{of} left" if eta is not None else ""
+        yield Text(counts)
     used = sum(row.status.used_bytes for row in rows)
     reserved = sum(max(row.reserved_bytes or 0, row.status.used_bytes) for row in rows if row.status.state == "running")
     free = max(0, room.limit_bytes - room.used_bytes)
@@ -403,11 +397,8 @@ def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float |
     columns = [_BAR_COLUMNS * size // max(1, room.limit_bytes) for size in (others, used, min(reserved - used, free))]
     bar = "".join(sign * number for sign, number in zip("o#=", columns, strict=True))[:_BAR_COLUMNS]
     yield Text(f"[{bar:.<{_BAR_COLUMNS}}] # jobs = reserved o others . free", style="dim")
-    yield Text(
-        f"jobs use {format_bytes(used)} of {format_bytes(reserved)}; {format_bytes(free)} free of "
-        f"{format_bytes(room.limit_bytes)} ({room.name})",
-        style="dim",
-    )
+    left = f"{format_bytes(free)} free of {format_bytes(room.limit_bytes)} ({room.name})"
+    yield Text(f"jobs use {format_bytes(used)} of {format_bytes(reserved)}; {left}", style="dim")
     if pressure is not None:
         yield Text(f"memory pressure {pressure:.1f} % of the last ten seconds", style="dim")
 
@@ -429,16 +420,15 @@ def _cells(row: JobRow, view: RunView) -> list[str | Text]:
     text = state
     if state == "running":
         text = _share_done(view, row) or (status.phase or "starts")[:_PHASE_COLUMNS]
-        text += f" ~{row.phase_source}" if row.phase_source in ("log", "shape") else ""
+        text += f" ~{row.guess}" if row.guess else ""
+    sizes = (status.used_bytes, status.peak_bytes, row.reserved_bytes)
+    seconds = (row.seconds, row.eta_seconds)
     return [
-        status.job_id,
+        row.name,
         Text(text, style=_STYLE.get(state, "")),
         f"{_epochs(row)}/{row.num_epochs or '?'}" if row.epochs_done else "-",
-        format_bytes(status.used_bytes) if status.used_bytes else "-",
-        format_bytes(status.peak_bytes) if status.peak_bytes else "-",
-        format_bytes(row.reserved_bytes) if row.reserved_bytes else "-",
-        format_duration(row.seconds, short=True) if row.seconds is not None else "-",
-        format_duration(row.eta_seconds, short=True) if row.eta_seconds is not None else "-",
+        *(format_bytes(size) if size else "-" for size in sizes),
+        *("-" if number is None else format_duration(number, short=True) for number in seconds),
     ]
 
 

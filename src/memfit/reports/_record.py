@@ -1,117 +1,57 @@
-"""How far memfit could be relied on so far: jobs killed for memory over past runs, and forecasts against peaks."""
+"""How well memfit kept its word: jobs killed for memory over past runs, and reservations against peaks."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from memfit.errors import MemfitError
 from memfit.reports._run_view import JobRow
 from memfit.rundir import RunDir, read_json
 
-#: So many runs of an experiment are counted, the newest first.
+#: The newest runs of an experiment, which are counted.
 _MOST_RUNS = 50
 _Z_95 = 1.959964
 
 
-@dataclass(frozen=True)
-class Kills:
-    """How many jobs ended for lack of memory, with what can be said of the next one.
-
-    Attributes:
-        num_killed: Jobs that ended out of memory.
-        num_jobs: Jobs that ended at all.
-        num_runs: Runs that were counted.
-        low, high: The 95 % interval of the share (Wilson's score interval).
+def interval(num: int, num_all: int) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson's score interval).
 
     Source: E. B. Wilson, J. Am. Stat. Assoc. 22 (1927).
+
+    >>> [round(bound, 3) for bound in interval(0, 20)], interval(0, 0)
+    ([0.0, 0.161], (0.0, 1.0))
     """
-
-    num_killed: int
-    num_jobs: int
-    num_runs: int
-    low: float
-    high: float
-
-    @classmethod
-    def count(cls, num_killed: int, num_jobs: int, num_runs: int) -> Kills:
-        """The interval that follows from a count.
-
-        >>> kills = Kills.count(0, 20, 4)
-        >>> kills.low, round(kills.high, 3)
-        (0.0, 0.161)
-        """
-        if not num_jobs:
-            return cls(0, 0, num_runs, 0.0, 1.0)
-        share, square = num_killed / num_jobs, _Z_95**2
-        middle = share + square / (2 * num_jobs)
-        spread = _Z_95 * math.sqrt(share * (1 - share) / num_jobs + square / (4 * num_jobs**2))
-        bottom = 1 + square / num_jobs
-        low = 0.0 if num_killed == 0 else max(0.0, (middle - spread) / bottom)
-        return cls(num_killed, num_jobs, num_runs, low, min(1.0, (middle + spread) / bottom))
-
-    def explain(self) -> str:
-        """The count in words: no share without the sample that it rests on.
-
-        >>> Kills.count(1, 40, 3).explain()
-        '1 of 40 jobs in 3 runs of this experiment ended out of memory (95 % interval 0.4 to 12.9 %)'
-        """
-        runs = "1 run" if self.num_runs == 1 else f"{self.num_runs} runs"
-        interval = f"(95 % interval {100 * self.low:.1f} to {100 * self.high:.1f} %)"
-        return f"{self.num_killed} of {self.num_jobs} jobs in {runs} of this experiment ended out of memory {interval}"
+    if not num_all:
+        return 0.0, 1.0
+    square = _Z_95**2
+    middle = (num + square / 2) / (num_all + square)
+    spread = _Z_95 * math.sqrt(num * (num_all - num) / num_all + square / 4) / (num_all + square)
+    return (max(0.0, middle - spread) if num else 0.0), (min(1.0, middle + spread) if num < num_all else 1.0)
 
 
-def count_kills(run: RunDir) -> Kills:
-    """The count over this run's experiment; runs that cannot be read or have not ended are left out."""
+def count_kills(run: RunDir) -> dict[str, Any]:
+    """How many jobs of this run's experiment ended out of memory; runs that have not ended are left out."""
     num_killed = num_jobs = num_runs = 0
     for path in sorted(run.path.parent.glob("run_*"), reverse=True)[:_MOST_RUNS]:
         try:
-            jobs = (read_json(path / "outcome.json") or {}).get("jobs")
+            jobs = (read_json(path / "outcome.json", {"jobs": {str: {"state": str}}}) or {}).get("jobs", {})
         except MemfitError:
             continue
-        if isinstance(jobs, dict):
-            states = [job.get("state") for job in jobs.values() if isinstance(job, dict)]
-            ended = [state for state in states if state not in ("pending", "running", None)]
-            num_runs, num_jobs = num_runs + bool(ended), num_jobs + len(ended)
-            num_killed += ended.count("out_of_memory")
-    return Kills.count(num_killed, num_jobs, num_runs)
+        ended = [job["state"] for job in jobs.values() if job["state"] not in ("pending", "running")]
+        num_runs, num_jobs = num_runs + bool(ended), num_jobs + len(ended)
+        num_killed += ended.count("out_of_memory")
+    low, high = interval(num_killed, num_jobs)
+    return {"num_killed": num_killed, "num_jobs": num_jobs, "num_runs": num_runs, "low": low, "high": high}
 
 
-@dataclass(frozen=True)
-class ForecastError:
-    """By how much reservations missed the peaks, as shares of the peaks: above 0 is too much, below too little.
+def forecast_error(rows: Sequence[JobRow]) -> dict[str, Any] | None:
+    """By how much the reservations of completed jobs missed their peaks, as shares of the peaks; None without any.
 
-    Attributes:
-        num: Jobs with a reservation and a peak.
-        num_under: Those whose peak was above the reservation.
-        low, median, high: The errors.
+    Above 0 a reservation was too large, below 0 too small.
     """
-
-    num: int
-    num_under: int
-    low: float
-    median: float
-    high: float
-
-    def explain(self) -> str:
-        """The errors in words.
-
-        >>> ForecastError(8, 0, 0.01, 0.1, 0.25).explain()
-        'reservations were 10 % above the peaks (median; 1 to 25 % over 8 jobs), 0 of them too small'
-        """
-        side = "above" if self.median >= 0 else "below"
-        spread = f"{100 * self.low:.0f} to {100 * self.high:.0f} % over {self.num} job{'s' if self.num > 1 else ''}"
-        return (
-            f"reservations were {abs(100 * self.median):.0f} % {side} the peaks (median; {spread}), "
-            f"{self.num_under} of them too small"
-        )
-
-
-def forecast_error(rows: Sequence[JobRow]) -> ForecastError | None:
-    """The errors of a run's completed jobs; None when none had a reservation."""
     errors = [
         row.reserved_bytes / row.status.peak_bytes - 1
         for row in rows
@@ -120,10 +60,20 @@ def forecast_error(rows: Sequence[JobRow]) -> ForecastError | None:
     if not errors:
         return None
     num_under = sum(error < 0 for error in errors)
-    return ForecastError(len(errors), num_under, min(errors), statistics.median(errors), max(errors))
+    spread = {"low": min(errors), "median": statistics.median(errors), "high": max(errors)}
+    return {"num": len(errors), "num_under": num_under, **spread}
 
 
-def to_dict(run: RunDir, rows: Sequence[JobRow]) -> dict[str, Any]:
-    """Both as JSON."""
-    error = forecast_error(rows)
-    return {"kills": asdict(count_kills(run)), "forecast_error": asdict(error) if error else None}
+def explain(run: RunDir, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
+    """Both in words, with the sample that each rests on; kills only if there were any."""
+    lines, error, kills = [], forecast_error(rows), count_kills(run)
+    if error is not None:
+        side = "above" if error["median"] >= 0 else "below"
+        jobs = f"{error['num']} job{'s' if error['num'] > 1 else ''}"
+        text = f"reservations were {abs(100 * error['median']):.0f} % {side} the peaks (median of {jobs})"
+        lines.append(("forecast", f"{text}; too small: {error['num_under']}"))
+    if kills["num_killed"]:
+        runs = "1 run" if kills["num_runs"] == 1 else f"{kills['num_runs']} runs"
+        text = f"{kills['num_killed']} of {kills['num_jobs']} jobs in {runs} of this experiment ended out of memory"
+        lines.append(("record", f"{text} (95 % interval {100 * kills['low']:.1f} to {100 * kills['high']:.1f} %)"))
+    return lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import statistics
 import time
@@ -11,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from memfit.jobs import ENDED, JobStatus, read_status
@@ -49,12 +47,11 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
 }
 #: States of a unit that will not run any more, and those in which its result is there.
 _OVER = frozenset({"kept", "reused", "completed", "passed", "skipped", "stopped", "failed"})
-NO_NEWS = ("", "it was not made yet")
 _THERE = frozenset({"kept", "reused", "completed", "stopped"})
+NO_NEWS = ("", "it was not made yet")
 _GRAPH = {"stages": [{"name": str, "each": (str, type(None))}]}
 #: The first job of a run of memfit 0.1, which has no graph.
 _FIRST = "prepare"
-_TIMES = dict.fromkeys(("started", "ended", "cpu_seconds"), (int, float, type(None)))
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -103,7 +100,7 @@ def name_jobs(jobs: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class JobRow:
-    """One job's line.
+    """What a report says of one job.
 
     Attributes:
         stage: The stage that it is a unit of.
@@ -113,24 +110,21 @@ class JobRow:
         reserved_bytes: What it has reserved, or had last; None when it ran alone, before its size was known.
         epochs_done: How many epochs it has done, the part of the present one included; 0 before the first step.
         num_epochs: Of how many; 0 while that is not known.
-        eta_seconds: How long it will still train, at its mean rate in this attempt; None when not to be said.
+        eta_seconds: How long it will still train, at its mean rate in this attempt; None while that is not known.
         result: What it returned.
-        params: What tells it from the other jobs.
-        phase_source: How its phase is known: ``marks``, or guessed from its ``log`` or the ``shape`` of its memory;
-            empty when nothing says so.
+        params: The parameters that the command line gave it.
     """
 
     stage: str
     told: str
     status: JobStatus
-    seconds: float | None
-    reserved_bytes: int | None
-    epochs_done: float
-    num_epochs: int
-    eta_seconds: float | None
-    result: Mapping[str, Any]
-    params: Mapping[str, str]
-    phase_source: str
+    seconds: float | None = None
+    reserved_bytes: int | None = None
+    epochs_done: float = 0.0
+    num_epochs: int = 0
+    eta_seconds: float | None = None
+    result: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -153,6 +147,25 @@ class JobRow:
     def metrics(self) -> Mapping[str, float]:
         """The numbers among what it returned."""
         return {name: value for name, value in self.result.items() if is_number(value)}
+
+    @property
+    def guess(self) -> str:
+        """``log`` or ``shape`` if its phases are guessed from that; empty if the job marked them."""
+        return self.status.phase_source if self.status.phase_source in ("log", "shape") else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready form; sizes in bytes, times in seconds."""
+        plain = ("pid", "phase", "phase_source", "stalled", "stopped_pid", "used_bytes", "peak_bytes")
+        return {
+            "job": self.status.job_id,
+            "stage": self.stage,
+            "params": dict(self.params),
+            "state": self.state,
+            "seconds": self.seconds,
+            **{name: getattr(self.status, name) for name in (*plain, "exit_code", "cause", "attempt")},
+            "reserved_bytes": self.reserved_bytes,
+            "result": finite(self.result),
+        }
 
 
 @dataclass
@@ -193,8 +206,10 @@ class RunView:
         started: When the command that runs now, or ran last, began: Unix seconds; None before it said so.
         num_commands: How many commands have begun this run or gone on with it.
         most_at_once: The most jobs that ran at the same time, by the last command that admitted any.
-        retries: When each job was queued again by memfit itself, in Unix seconds, by job id.
+        num_restarts: How often memfit itself started a job again.
         stages: The stages of the last command, by name, in order; empty for commands and for runs of memfit 0.1.
+        waits: Seconds of the last command in which jobs waited and none could start, by what they waited for.
+        cpu: What the host's cores did in the last command, as shares of their time; empty until it ends.
     """
 
     def __init__(self, run: RunDir, *, now: Callable[[], float] = time.time) -> None:
@@ -203,39 +218,31 @@ class RunView:
         self.started: float | None = None
         self.num_commands = 0
         self.most_at_once = 0
-        self.retries: dict[str, list[float]] = {}
+        self.num_restarts = 0
         self.stages: dict[str, StageView] = {}
+        self.waits: dict[str, float] = {}
+        self.cpu: Mapping[str, float] = {}
         self._ended: float | None = None
         self._last_time: float | None = None
-        #: Seconds of the last command in which jobs waited and none could start, by what they waited for.
-        self.waits: dict[str, float] = {}
-        #: What the host's cores did in the last command, as shares of their time; empty until it ends.
-        self.cpu: Mapping[str, float] = {}
         self._waiting: tuple[str, float] | None = None
         self._admitted_by = 0
         self._tails: dict[str, tuple[EventTail, int]] = {}
-        self._of_kind: dict[tuple[str, str | None], Event] = {}
+        self._last: dict[tuple[str, str | None], Event] = {}
         self._progress: dict[str, _Progress] = {}
+        self._reserved: dict[str, int | None] = {}
         self._admitted: dict[str, float] = {}
         self._queued: set[str] = set()
-        self._ids: list[str] = []
-        self._known = (-1, -1)
-        self._num_told = 0
         self._settled: dict[str, JobRow] = {}
 
     def read(self) -> list[Event]:
         """Read on; the events that came since the last look, in order of time."""
         new: list[Event] = []
-        try:
-            found = list(os.scandir(self.run.events_dir))
-        except FileNotFoundError:
-            found = []
-        for file in found:
-            tail, size = self._tails.get(file.name) or (EventTail(Path(file.path)), 0)
-            size_now = file.stat().st_size
-            if size_now != size and file.name.endswith(".jsonl"):
+        for path in self.run.events_dir.glob("*.jsonl"):
+            tail, size = self._tails.get(path.name) or (EventTail(path), 0)
+            size_now = path.stat().st_size
+            if size_now != size:
                 new += [event for event in tail.read() if _is_understood(event)]
-                self._tails[file.name] = (tail, size_now)
+                self._tails[path.name] = (tail, size_now)
         new.sort(key=lambda event: float(event["time"]))
         for event in new:
             self._take(event)
@@ -243,39 +250,47 @@ class RunView:
 
     def _take(self, event: Event) -> None:
         """Keep what later questions need; steps come twice a second, so they are not all kept."""
-        kind, job, now = event["kind"], event.get("job"), float(event["time"])
+        kind, job, now = event["kind"], str(event.get("job")), float(event["time"])
         self._count_wait(event, kind, now)
-        self._of_kind[kind, job] = event
+        self._last[kind, event.get("job")] = event
         self._last_time = now
-        if kind in ("run", "stop"):
-            self._queued.clear()  # nothing is queued any more, and what ended has ended
+        if kind in ("admit", "end", "retry"):
+            self._settled.pop(job, None)
+            self._admitted.pop(job, None)
+            self._queued.discard(job)  # a job may also end while it is queued
         if kind == "run":
-            self._admitted.clear()  # what still runs is admitted anew
-        elif kind in ("end", "retry"):
-            self._admitted.pop(str(job), None)
-            self._queued.discard(str(job))  # it may end while it waits for another start
-            self._settled.pop(str(job), None)
-        if kind == "run" and event["state"] in ("started", "continued"):
+            self._take_run(event, now)
+        elif kind == "stop":
+            self._queued.clear()
+        elif kind == "retry":
+            self._queued.add(job)
+            self.num_restarts += 1
+        elif kind == "admit":
+            self._progress[job], self._admitted[job] = _Progress(), now
+            self._reserved[job] = event["reservation_bytes"]
+            before = self.most_at_once if self._admitted_by == self.num_commands else 0
+            self.most_at_once, self._admitted_by = max(before, event["num_running"]), self.num_commands
+        elif kind == "grow":
+            self._reserved[job] = event["to_bytes"]
+        elif kind in ("epoch", "step"):
+            self._progress.setdefault(job, _Progress()).take(event)
+        elif kind == "stage" and self.kind != "commands":
+            self.stages.setdefault(event["stage"], StageView(event["stage"])).take(event)
+            for unit in event["jobs"]:
+                self._settled.pop(unit, None)
+
+    def _take_run(self, event: Event, now: float) -> None:
+        """Take in the start or the end of a command: what still runs is admitted anew, and nothing is queued."""
+        self._queued.clear()
+        self._admitted.clear()
+        if event["state"] in ("started", "continued"):
             self.started, self._ended, self.num_commands = now, None, self.num_commands + 1
             self.waits, self.cpu = {}, {}
             self._settled.clear()
             self.stages.clear()
-        elif kind == "run":
-            self._ended, told = now, event.get("cpu")
-            shares = told if isinstance(told, dict) else {}
-            self.cpu = {name: float(share) for name, share in shares.items() if isinstance(share, int | float)}
-        elif kind == "retry":
-            self._queued.add(str(job))
-            self.retries.setdefault(str(job), []).append(now)
-        elif kind == "admit":
-            self._take_admission(event, str(job))
-        elif kind in ("epoch", "step"):
-            self._progress.setdefault(str(job), _Progress()).take(event)
-        elif kind == "stage" and self.kind != "commands":
-            self.stages.setdefault(event["stage"], StageView(event["stage"])).take(event)
-            self._num_told += 1
-            for one in event["jobs"]:
-                self._settled.pop(one, None)
+        else:
+            told: Any = event.get("cpu")
+            self._ended, self.cpu = now, told if fits(told, {"busy": float, "disk": float}) else {}
 
     def _count_wait(self, event: Event, kind: str, now: float) -> None:
         """Add up for how long jobs could not start, by what they waited for."""
@@ -286,18 +301,9 @@ class RunView:
             self.waits[on] = self.waits.get(on, 0.0) + max(0.0, now - since)
         self._waiting = (str(event.get("on", "other")), now) if kind == "wait" else None
 
-    def _take_admission(self, event: Event, job: str) -> None:
-        self._progress[job] = _Progress()
-        self._admitted[job] = float(event["time"])
-        self._queued.discard(job)
-        self._settled.pop(job, None)
-        self._of_kind.pop(("grow", job), None)
-        before = self.most_at_once if self._admitted_by == self.num_commands else 0
-        self.most_at_once, self._admitted_by = max(before, event["num_running"]), self.num_commands
-
     def last(self, kind: str, job_id: str | None = None) -> Event | None:
         """The last event of a kind, of one job or of the supervisor's."""
-        return self._of_kind.get((kind, job_id))
+        return self._last.get((kind, job_id))
 
     @cached_property
     def kind(self) -> str:
@@ -314,10 +320,9 @@ class RunView:
     def params(self) -> Mapping[str, Mapping[str, str]]:
         """The parameters of every job whose values the command line gave, by job id, whether it has started or not."""
         header = self.run.header
-        if self.kind == "commands":
-            return {f"cmd_{number:04d}": one for number, one in enumerate(header.get("combinations") or (), start=1)}
-        stage = next(iter(self.graph), "")
-        return {f"{stage}_{number:04d}": one for number, one in enumerate(header.get("units") or (), start=1)}
+        stage = "cmd" if self.kind == "commands" else next(iter(self.graph), "")
+        found = header.get("combinations" if self.kind == "commands" else "units") or ()
+        return {f"{stage}_{number:04d}": params for number, params in enumerate(found, start=1)}
 
     def stage_of(self, job_id: str) -> str:
         """The stage of a job: ``fold`` of ``fold_3``."""
@@ -342,40 +347,71 @@ class RunView:
     @property
     def ids(self) -> list[str]:
         """The jobs that were admitted, or whose results are kept: by stage, in the order of names and numbers."""
-        try:
-            names = [folder.name for folder in os.scandir(self.run.path / "jobs")]
-        except FileNotFoundError:
-            names = []
-        if (len(names), self._num_told) != self._known:  # folders come, and never go
-            self._known = (len(names), self._num_told)
-            found = {name for name in names if _JOB_ID.fullmatch(name)}
-            if self.stages:
-                told = {job: state for stage in self.stages.values() for job, state in stage.units.items()}
-                found = {job for job, state in told.items() if job in found or state in _THERE}
-            order = list(self.graph) or [_FIRST]
-            places = {name: place for place, name in enumerate(order)}
-            self._ids = sorted(found, key=lambda name: (places.get(self.stage_of(name), len(order)), _natural(name)))
-        return self._ids
+        folder = self.run.path / "jobs"
+        found = {path.name for path in folder.glob("*") if _JOB_ID.fullmatch(path.name)}
+        if self.stages:
+            told = {job: state for stage in self.stages.values() for job, state in stage.units.items()}
+            found = {job for job, state in told.items() if job in found or state in _THERE}
+        places = {name: place for place, name in enumerate(list(self.graph) or [_FIRST])}
+        return sorted(found, key=lambda name: (places.get(self.stage_of(name), len(places)), _natural(name)))
 
     def rows(self) -> list[JobRow]:
         """One row for each job that was admitted, or whose result is kept."""
         return [self.row(job_id) for job_id in self.ids]
 
-    def counts(self, rows: Sequence[JobRow]) -> dict[str, int]:
-        """How many jobs are in which state, the most telling first; kept and reused results count as completed."""
-        states = Counter("completed" if row.state in ("kept", "reused") else row.state for row in rows)
-        states.pop("pending", 0)
-        shown = {row.status.job_id for row in rows}
-        for stage in self.stages.values():
-            states.update(state for job, state in stage.units.items() if job not in shown and state in _OVER)
-        waiting = sum(self._num_waiting(name, rows) for name in self.stage_names(rows))
-        counts = {"completed": states.pop("completed", 0), "running": states.pop("running", 0), "waiting": waiting}
-        return {name: number for name, number in [*counts.items(), *sorted(states.items())] if number}
+    def row(self, job_id: str) -> JobRow:
+        """One job's row."""
+        if (known := self._settled.get(job_id)) is not None:
+            return known
+        status, now = read_status(self.run, job_id), self.now()
+        if status.state == "pending" and job_id in self._admitted:
+            # A watcher writes its job's first status when that has lived half a second.
+            status = replace(status, state="running", started=self._admitted[job_id])
+        progress = self._progress.get(job_id) or _Progress()
+        began, is_over, stage = status.started, status.state in ENDED, self.stage_of(job_id)
+        told = self.stages[stage].units.get(job_id, "") if stage in self.stages else ""
+        row = JobRow(
+            stage=stage,
+            told=told,
+            status=status,
+            seconds=None if began is None else max(0.0, (status.ended or now) - began),
+            reserved_bytes=self._reserved.get(job_id),
+            epochs_done=progress.last[1],
+            num_epochs=progress.num_epochs,
+            eta_seconds=None if is_over or began is None else progress.eta_seconds(now),
+            result=self._result(stage, job_id) if told in _THERE or status.state == "completed" else {},
+            params=self.params.get(job_id, {}),
+        )
+        if is_over and job_id in self._queued:
+            return replace(row, status=replace(status, state="pending", used_bytes=0, stalled=False, stopped_pid=None))
+        if is_over or told in _THERE:
+            self._settled[job_id] = row
+        return row
+
+    def _result(self, stage: str, job_id: str) -> Mapping[str, Any]:
+        """What a job returned, from its manifest; in a run of memfit 0.1 from its folder."""
+        places = {
+            "stages": self.run.manifest_path(stage, job_id),
+            "folds": self.run.job_dir(job_id) / "result.json",
+        }
+        result = (read_json(places[self.kind]) or {}).get("result") if self.kind in places else None
+        return result if isinstance(result, dict) else {}
 
     def stage_names(self, rows: Sequence[JobRow]) -> list[str]:
         """The stages of the last command, or those of the jobs where it told none, in order."""
         told = [name for name in self.graph if name in self.stages]
         return told or list(dict.fromkeys([*(row.stage for row in rows), *(map(self.stage_of, [*self.params][:1]))]))
+
+    def counts(self, rows: Sequence[JobRow]) -> dict[str, int]:
+        """How many jobs are in which state, the most telling first; kept and reused results count as completed."""
+        states = Counter("completed" if row.state in ("kept", "reused") else row.state for row in rows)
+        shown = {row.status.job_id for row in rows}
+        for stage in self.stages.values():
+            states.update(state for job, state in stage.units.items() if job not in shown and state in _OVER)
+        states["waiting"] = sum(self._num_waiting(name, rows) for name in self.stage_names(rows))
+        del states["pending"]
+        order = ["completed", "running", "waiting", *sorted(states)]
+        return {name: states[name] for name in dict.fromkeys(order) if states[name]}
 
     def _num_waiting(self, stage: str, rows: Sequence[JobRow]) -> int:
         """How many units of a stage are known and have not started."""
@@ -404,87 +440,6 @@ class RunView:
         at_once = len(running) or max(1, self.most_at_once)
         return waiting + len(running), max([(waiting * mean + sum(left)) / at_once, *left])
 
-    def row(self, job_id: str) -> JobRow:
-        """One job's row."""
-        if (known := self._settled.get(job_id)) is not None:
-            return known
-        status, now = read_status(self.run, job_id), self.now()
-        if status.state == "pending" and job_id in self._admitted:
-            # A watcher writes its job's first status when that has lived half a second.
-            status = replace(status, state="running", started=self._admitted[job_id])
-        progress = self._progress.get(job_id) or _Progress()
-        is_running, seconds = status.state not in ENDED, None
-        if status.started is not None:
-            seconds = max(0.0, (status.ended or now) - status.started)
-        stage = self.stage_of(job_id)
-        told = self.stages[stage].units.get(job_id, "") if stage in self.stages else ""
-        row = JobRow(
-            stage=stage,
-            told=told,
-            status=status,
-            seconds=seconds,
-            reserved_bytes=self._reserved_bytes(job_id),
-            epochs_done=progress.last[1],
-            num_epochs=progress.num_epochs,
-            eta_seconds=progress.eta_seconds(now) if is_running and seconds is not None else None,
-            result=self._result(stage, job_id) if told in _THERE or status.state == "completed" else {},
-            params=self.params.get(job_id, {}),
-            phase_source=self._phase_source(job_id, status),
-        )
-        if is_running and told not in _THERE:
-            return row
-        if job_id in self._queued:
-            return replace(row, status=replace(status, state="pending", used_bytes=0, stalled=False, stopped_pid=None))
-        self._settled[job_id] = row
-        return row
-
-    def _result(self, stage: str, job_id: str) -> Mapping[str, Any]:
-        """What a job returned, from its manifest; in a run of memfit 0.1 from its folder."""
-        if self.kind == "commands":
-            return {}
-        path = (
-            self.run.manifest_path(stage, job_id) if self.kind == "stages" else self.run.job_dir(job_id) / "result.json"
-        )
-        result = (read_json(path) or {}).get("result")
-        return result if isinstance(result, dict) else {}
-
-    def _phase_source(self, job_id: str, status: JobStatus) -> str:
-        if status.phase is None:
-            return ""
-        name = "outcome.json" if status.state in ENDED else "status.json"
-        return str((read_json(self.run.job_dir(job_id) / name) or {}).get("phase_source", ""))
-
-    def _reserved_bytes(self, job_id: str) -> int | None:
-        """What it was admitted with, or what that grew to."""
-        admitted, grown = self.last("admit", job_id), self.last("grow", job_id)
-        size = grown["to_bytes"] if grown is not None else admitted["reservation_bytes"] if admitted is not None else 0
-        return size or None
-
-    def work(self, rows: Sequence[JobRow]) -> tuple[float, float]:
-        """The run time of all attempts, and of those that memfit ended or started again itself, in seconds."""
-        total, lost = sum(row.seconds or 0.0 for row in rows), 0.0
-        for row in rows:
-            folder, retries = self.run.job_dir(row.status.job_id), self.retries.get(row.status.job_id, [])
-            for number in range(1, row.status.attempt):
-                earlier = read_json(folder / f"outcome_{number}.json", _TIMES) or {}
-                began, ended = earlier.get("started"), earlier.get("ended")
-                if began is None or ended is None:
-                    continue
-                total += ended - began
-                following = read_json(folder / f"outcome_{number + 1}.json", _TIMES) or {"started": row.status.started}
-                until = following.get("started") or math.inf
-                lost += ended - began if any(ended <= at <= until for at in retries) else 0.0
-        return total, lost
-
-    def cpu_seconds(self, rows: Sequence[JobRow]) -> float:
-        """Return the CPU time that all attempts of the jobs used, as measured at their ends."""
-        total = sum(row.status.cpu_seconds for row in rows)
-        for row in rows:
-            for number in range(1, row.status.attempt):
-                earlier = read_json(self.run.job_dir(row.status.job_id) / f"outcome_{number}.json", _TIMES) or {}
-                total += earlier.get("cpu_seconds") or 0.0
-        return total
-
 
 def _name(job_id: str, params: Mapping[str, str]) -> str:
     return " ".join([job_id, *(f"{name}={value}" for name, value in params.items())])
@@ -503,9 +458,8 @@ def _is_understood(event: Event) -> bool:
 
 def summarize_metrics(rows: Sequence[JobRow]) -> dict[str, tuple[float, float | None, int]]:
     """Per metric the mean over units, the standard deviation (n - 1; None for one) and n."""
-    names = list(dict.fromkeys(name for row in rows for name in row.metrics))
     found: dict[str, tuple[float, float | None, int]] = {}
-    for name in names:
+    for name in dict.fromkeys(name for row in rows for name in row.metrics):
         values = [row.metrics[name] for row in rows if name in row.metrics]
         found[name] = (statistics.fmean(values), _sd(values), len(values))
     return found
@@ -521,3 +475,12 @@ def _sd(values: Sequence[float]) -> float | None:
 def is_number(value: object) -> bool:
     """Whether a JSON value is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with null for each number in it that is not finite."""
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -63,23 +63,7 @@ class Overview:
             "used_bytes": self.used_bytes,
             "reserved_bytes": self.reserved_bytes,
             "problem": self.problem,
-            "jobs": [
-                {
-                    "job": row.status.job_id,
-                    "params": dict(row.params),
-                    "pid": row.status.pid,
-                    "state": row.status.state,
-                    "phase": row.status.phase,
-                    "phase_source": row.phase_source,
-                    "stalled": row.status.stalled,
-                    "stopped_pid": row.status.stopped_pid,
-                    "used_bytes": row.status.used_bytes,
-                    "peak_bytes": row.status.peak_bytes,
-                    "reserved_bytes": row.reserved_bytes,
-                    "seconds": row.seconds,
-                }
-                for row in self.running
-            ],
+            "jobs": [row.to_dict() for row in self.running],
         }
 
 
@@ -158,28 +142,21 @@ def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) ->
             user.
     """
     name = name.rstrip("/") or name
-    found = _by_path(Path(name))
-    if found is not None:
+    if (found := _by_path(Path(name))) is not None:
         return found
-    live = [one.run for one in list_runs(claims=claims)]
-    runs = {run.path: run for run in [*live, *_below(root)]}
-    if (run := _by_name(name, live, list(runs.values()))) is not None:
+    live = [overview.run for overview in list_runs(claims=claims)]
+    runs = list({run.path: run for run in [*live, *_below(root)]}.values())
+    if (run := _by_name(name, live, runs)) is not None:
         return Target(run)
     head, _, job_id = name.rpartition("/")
-    if head:
-        run = _by_name(head, live, list(runs.values()))
-        if run is not None and _has_job(run, job_id):
-            return Target(run, job_id)
-        candidates = [run] if run is not None else []
-        known = [f"{head}/{one}" for run in candidates for one in RunView(run).ids]
-    else:
-        having = [run for run in live if _has_job(run, name)]
-        if having:
-            return Target(_the_only(name, having), name)
-        known = [job for run in live for job in RunView(run).ids]
+    named = _by_name(head, live, runs)
+    candidates = ([named] if named else []) if head else live
+    if having := [run for run in candidates if _has_job(run, job_id)]:
+        return Target(_the_only(name, having), job_id)
     if (foreign := _by_name(head or name, [], _below(root, own=False))) is not None:
         check_owner(foreign.path)
-    known += [text for run in runs.values() for text in (run.path.name, run.path.parent.name)]
+    known = [f"{head}/{job}" if head else job for run in candidates for job in RunView(run).ids]
+    known += [text for run in runs for text in (run.path.name, run.path.parent.name)]
     raise UsageError(
         f"'{name}' names no run and no job of a live run.",
         rule="a run is named by its folder, its name or the beginning of it, or its experiment; a job by RUN/JOB.",
@@ -203,9 +180,7 @@ def _has_job(run: RunDir, job_id: str) -> bool:
 
 
 def _by_name(name: str, live: Sequence[RunDir], every: Sequence[RunDir]) -> RunDir | None:
-    """The run of this name, else the only one, live ones first, that it begins, else the experiment's newest."""
-    if not name:
-        return None
+    """The run of this name, else the newest of this experiment, else the only one that it begins; live ones first."""
     for runs in (live, every):
         if exact := [run for run in runs if run.path.name == name]:
             return _the_only(name, exact)
@@ -213,7 +188,7 @@ def _by_name(name: str, live: Sequence[RunDir], every: Sequence[RunDir]) -> RunD
         if of_experiment := [run for run in runs if run.path.parent.name == name]:
             return max(of_experiment, key=lambda run: run.path.name)
     for runs in (live, every):
-        if begun := [run for run in runs if run.path.name.startswith(name)]:
+        if begun := [run for run in runs if name and run.path.name.startswith(name)]:
             return _the_only(name, begun)
     return None
 

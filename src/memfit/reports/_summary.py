@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -19,17 +17,16 @@ from memfit.memory import Footprint
 from memfit.reports import _record
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import format_column, format_number
-from memfit.reports._run_view import JobRow, RunView, StageView, is_number, summarize_metrics
+from memfit.reports._run_view import JobRow, RunView, StageView, finite, is_number, summarize_metrics
 from memfit.rundir import RunDir, read_json
 from memfit.units import format_bytes, format_duration
 
-#: So many commands have a line each in the closing summary; of more, those that did not go smoothly.
+#: A run of more commands than this shows only those that failed or needed several attempts.
 _MOST_LINES = 60
 _BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
-#: What a log says where memfit itself knows more: it has the exit and the kernel's counters.
+#: Causes in a log that say less than the exit code and the kernel's counters, which memfit has.
 _TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
-
-#: A share of the time below which a wait is not told.
+#: Waits below this share of the time are left out.
 _LEAST_WAIT = 0.02
 _WAITED_FOR = {
     "memory": "for memory",
@@ -39,13 +36,17 @@ _WAITED_FOR = {
     "starting": "while others started",
     "other_run": "for another run",
 }
+_GUESSED = {"": "", "log": " (guessed from its log)", "shape": " (guessed from the shape of its memory)"}
 
 
-@dataclass(frozen=True)
-class _Column:
+class _Column(NamedTuple):
     name: str
     cells: list[str]
-    right: bool = True
+    justify: str = "right"
+
+    @property
+    def width(self) -> int:
+        return max(map(len, (self.name, *self.cells)))
 
 
 def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
@@ -66,7 +67,6 @@ def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
     view = view or RunView(run)
     view.read()
     rows = view.rows()
-    total, lost = view.work(rows)
     return {
         "run": str(run.path),
         "kind": view.kind,
@@ -78,14 +78,13 @@ def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
         "most_at_once": view.most_at_once,
         "wall_seconds": view.wall_seconds,
         "counts": view.counts(rows),
-        "num_restarts": sum(map(len, view.retries.values())),
-        "job_seconds": total,
-        "cpu_seconds": view.cpu_seconds(rows),
-        "restarted_seconds": lost,
+        "num_restarts": view.num_restarts,
+        "cpu_seconds": sum(row.status.cpu_seconds for row in rows),
         "waited_seconds": dict(view.waits),
         "host_cpu": dict(view.cpu),
         "jobs": [_job(view, row) for row in rows],
-        **_record.to_dict(run, rows),
+        "kills": _record.count_kills(run),
+        "forecast_error": _record.forecast_error(rows),
     }
 
 
@@ -95,7 +94,7 @@ def _outcome(run: RunDir) -> Mapping[str, Any]:
 
 def _stage(view: RunView, name: str, rows: Sequence[JobRow]) -> dict[str, Any]:
     own = [row for row in rows if row.stage == name]
-    stage = _told(view, name, own)
+    stage = _as_its_jobs_say(view, name, own)
     metrics = summarize_metrics(own)
     return {
         "name": name,
@@ -103,76 +102,45 @@ def _stage(view: RunView, name: str, rows: Sequence[JobRow]) -> dict[str, Any]:
         "units": len(stage.units),
         "why": stage.why,
         "saved_seconds": stage.saved_seconds,
-        "metrics": _finite({name: {"mean": mean, "sd": sd, "n": n} for name, (mean, sd, n) in metrics.items()}),
+        "metrics": finite({name: {"mean": mean, "sd": sd, "n": n} for name, (mean, sd, n) in metrics.items()}),
     }
 
 
-def _told(view: RunView, name: str, own: Sequence[JobRow]) -> StageView:
-    """A stage with the states of its units as its jobs have them, which know more than the supervisor said."""
+def _as_its_jobs_say(view: RunView, name: str, own: Sequence[JobRow]) -> StageView:
+    """A stage with the states of its jobs, which know more than the supervisor said of its units."""
     told = view.stages.get(name, StageView(name))
-    states = {row.status.job_id: "waiting" if row.state == "pending" else row.state for row in own}
-    before = {job: "waiting" if state == "running" else state for job, state in told.units.items()}
-    return replace(told, units=before | states)
+    states = dict(told.units) | {row.status.job_id: row.state for row in own}
+    known = {row.status.job_id for row in own if row.state == "running"}
+    waiting = {job for job, state in states.items() if state in ("pending", "running") and job not in known}
+    return replace(told, units=states | dict.fromkeys(waiting, "waiting"))
 
 
 def _job(view: RunView, row: JobRow) -> dict[str, Any]:
-    status = row.status
-    return {
-        "job": status.job_id,
-        "stage": row.stage,
-        "params": dict(row.params),
-        "state": row.state,
-        "seconds": row.seconds,
-        "peak_bytes": status.peak_bytes,
-        "reservation_bytes": row.reserved_bytes,
-        "exit_code": status.exit_code,
-        "cause": status.cause,
-        "attempt": status.attempt,
-        "log": str(_log(view, row)),
-        "diagnosis": _said(view, row) if row.state in _BAD else None,
-        "heap": _heap(view, status.job_id),
-        "result": _finite(row.result),
-    }
-
-
-def _heap(view: RunView, job_id: str) -> dict[str, int] | None:
-    """What the job's C allocator had given out and held of the kernel at its last phase mark, in bytes."""
-    mark = view.last("phase", job_id) or {}
-    found = {name: mark.get(name) for name in ("live_bytes", "resident_bytes")}
-    return {name: size for name, size in found.items() if isinstance(size, int)} if all(found.values()) else None
+    """One job, with its heap at its last phase mark: what the C allocator had given out, and held of the kernel."""
+    mark = view.last("phase", row.status.job_id) or {}
+    heap = {name: mark.get(name) for name in ("live_bytes", "resident_bytes")}
+    more = {"log": str(_log(view, row)), "diagnosis": _diagnosis(view, row) if row.state in _BAD else None}
+    return row.to_dict() | more | {"heap": heap if all(map(is_number, heap.values())) else None}
 
 
 def _log(view: RunView, row: JobRow) -> Path:
     """Where the job's last words are: its standard error or, when that is empty, its standard output."""
-    folder = view.run.job_dir(row.status.job_id)
-    out, err = folder / "out.log", folder / "err.log"
-    return out if _size(err) == 0 and _size(out) else err
+    out, err = (view.run.job_dir(row.status.job_id) / name for name in ("out.log", "err.log"))
+    return out if _has_text(out) and not _has_text(err) else err
 
 
-def _said(view: RunView, row: JobRow) -> str | None:
+def _diagnosis(view: RunView, row: JobRow) -> str | None:
     """What the job's logs say of its end, in a line; None where they tell less than its cause does."""
     from memfit.diagnosis import diagnose_logs
 
     folder = view.run.job_dir(row.status.job_id)
-    logs = [path for path in (folder / "err.log", folder / "out.log") if _size(path)]
+    logs = [path for path in (folder / "err.log", folder / "out.log") if _has_text(path)]
     found = diagnose_logs(logs) if logs else None
     return None if found is None or found.cause in _TELLS_LESS else explain_in_a_line(found)
 
 
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
-
-
-def _finite(value: Any) -> Any:
-    """A JSON value with null for each number in it that is not finite."""
-    if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _has_text(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
 
 
 def print_summary(run: RunDir, console: Console, view: RunView | None = None) -> None:
@@ -188,22 +156,22 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None) ->
     rows = view.rows()
     is_one = view.kind == "commands" and len(view.params) == 1
     console.print()
-    for name, text in [] if is_one else _facts(view):
-        console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=True)
+    _print_facts([] if is_one else _decisions(view), console)
     if view.kind == "commands":
-        _print_jobs(view, rows, console)
+        _print_commands(rows, console)
     else:
         _print_stages(view, rows, console)
     for row in rows:
         if row.state in _BAD:
-            text = (
-                f"{row.name} {row.state}: {row.status.cause or 'it left no result'}\n  log: {_short(_log(view, row))}"
-            )
-            if said := _said(view, row):
-                text += f"\n  diagnosis: {said}"
-            console.print(Text(f"\n{text}", style="red"), soft_wrap=True)
+            log, said = _short(_log(view, row)), _diagnosis(view, row)
+            text = f"\n{row.name} {row.state}: {row.status.cause or 'it left no result'}\n  log: {log}"
+            console.print(Text(text + (f"\n  diagnosis: {said}" if said else ""), style="red"), soft_wrap=True)
     console.print()
-    for name, text in _of_one(view, rows) if is_one else _places(view, rows):
+    _print_facts([*(_phases(rows) if is_one else _totals(view, rows)), *_places(view, is_one)], console)
+
+
+def _print_facts(facts: Iterable[tuple[str, str]], console: Console) -> None:
+    for name, text in facts:
         console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=True)
 
 
@@ -213,14 +181,13 @@ def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console) -> No
     width, gap = max([10, *(len(name) + 1 for name in names)]), True
     for name in names:
         own = [row for row in rows if row.stage == name]
-        fate = _fate(view, _told(view, name, own))
+        fate = _fate(view, _as_its_jobs_say(view, name, own))
         console.print(Text.assemble("\n" if gap else "", (f"{name:<{width}}", "bold"), fate), soft_wrap=True)
         lines = [line for row in own for line in row.result.get("report", ()) if isinstance(line, str)]
         gap = any(row.has_unit for row in own)
         if gap:
-            for table in _tables(own, view, console):
-                console.print()
-                console.print(table)
+            for table in _tables(own, view, console.width):
+                console.print("", table, sep="\n")
         elif own and not lines:
             lines = [_values(own[0].result)]
         for line in filter(None, lines):
@@ -244,7 +211,7 @@ def _values(result: Mapping[str, Any]) -> str:
     return "  ".join(f"{name}: {value}" for name, value in told.items() if isinstance(value, str | bool))
 
 
-def _print_jobs(view: RunView, rows: Sequence[JobRow], console: Console) -> None:
+def _print_commands(rows: Sequence[JobRow], console: Console) -> None:
     """One line for each command that has ended, in the order of their ends; of very many only those of note."""
     ended = sorted((row for row in rows if row.status.ended), key=lambda row: row.status.ended or 0.0)
     of_note = [row for row in ended if row.status.state != "completed" or row.status.attempt > 1]
@@ -252,109 +219,85 @@ def _print_jobs(view: RunView, rows: Sequence[JobRow], console: Console) -> None
     if ended:
         console.print()
     for row in shown:
-        console.print(_ended_line(row), soft_wrap=True, markup=False, highlight=False)
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.status.ended))
+        tries = f", attempt {row.status.attempt}" if row.status.attempt > 1 else ""
+        console.print(f"{stamp}  {describe_end(row)}{tries}", soft_wrap=True, markup=False, highlight=False)
     if len(shown) < len(ended):
         console.print(f"and {len(ended) - len(shown)} more; --json lists all", soft_wrap=True)
 
 
-def _ended_line(row: JobRow) -> str:
-    status = row.status
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.ended or 0.0))
+def describe_end(row: JobRow) -> str:
+    """A job's end: ``fold_1 completed (5.2s), peak 228.6 MiB of 251.3 MiB reserved``."""
     took = f" ({format_duration(row.seconds)})" if row.seconds is not None else ""
-    tries = f", attempt {status.attempt}" if status.attempt > 1 else ""
-    return f"{stamp}  {row.name} {status.state}{took}{_peak(row)}{tries}"
-
-
-def _peak(row: JobRow) -> str:
     peak = f", peak {format_bytes(row.status.peak_bytes)}" if row.status.peak_bytes else ""
-    return f"{peak} of {format_bytes(row.reserved_bytes)} reserved" if peak and row.reserved_bytes else peak
+    reserved = f" of {format_bytes(row.reserved_bytes)} reserved" if peak and row.reserved_bytes else ""
+    return f"{row.name} {row.status.state}{took}{peak}{reserved}"
 
 
-def _of_one(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
-    """What there is to say of a run of one command that its line has not said."""
-    facts, footprint = [], rows[0].status.footprint if rows else None
-    if footprint is not None and footprint.phases:
-        guessed = {"log": " (guessed from its log)", "shape": " (guessed from the shape of its memory)"}
-        peaks = [f"{name} {format_bytes(peak.private_bytes)}" for name, peak in footprint.phases.items()]
-        facts.append(("phases", ", ".join(peaks) + guessed.get(rows[0].phase_source, "")))
-    facts += _restarts(view, rows)
-    return [*facts, ("run", f"{_short(view.run.path)} ({view.run.state})")]
-
-
-def _restarts(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
-    """How often memfit itself started jobs again, and the share of the work that was done for nothing or late."""
-    num = sum(map(len, view.retries.values()))
-    total, lost = view.work(rows)
-    if not num:
-        return []
-    share = f"{100 * lost / total:.1f} %" if total else "0 %"
-    times = "time" if num == 1 else "times"
-    return [("restarts", f"memfit started jobs again {num} {times}; those attempts were {share} of all run time")]
-
-
-def _facts(view: RunView) -> list[tuple[str, str]]:
+def _decisions(view: RunView) -> Iterator[tuple[str, str]]:
+    """The budget, what one job takes, and how many ran at once."""
     budget, plan = view.last("budget"), view.run.plan
-    facts = []
     if budget is not None:
         limit = budget["binding"]
-        facts.append((
-            "budget",
-            f"{format_bytes(budget['headroom_bytes'])} free of {format_bytes(limit['limit_bytes'])}, set by "
-            f"{limit['name']} ({limit['source']}); {format_bytes(budget['reserve_bytes'])} of it is never lent",
-        ))  # fmt: skip
-        facts.append(("promise", str(budget["promise"])))
+        free = f"{format_bytes(budget['headroom_bytes'])} free of {format_bytes(limit['limit_bytes'])}"
+        reserve = f"{format_bytes(budget['reserve_bytes'])} of it is never lent"
+        yield "budget", f"{free}, set by {limit['name']} ({limit['source']}); {reserve}"
+        yield "promise", str(budget["promise"])
     if plan is not None:
         footprint = Footprint.from_dict(plan["footprint"])
         where = f", in phase {footprint.peak_phase}" if footprint.peak_phase else ""
         shared = f"; {format_bytes(footprint.shared_bytes)} of mapped files beside it" if footprint.shared_bytes else ""
-        measured = f"{format_bytes(footprint.private_bytes)} private at its peak{where}"
-        facts.append(("one job", f"{measured} (measured on {plan['measured_on']}){shared}"))
-        facts.append(("at once", f"{plan['why']}. {view.most_at_once} ran at once"))
-    return facts
+        peak = f"{format_bytes(footprint.private_bytes)} private at its peak{where}"
+        yield "one job", f"{peak} (measured on {plan['measured_on']}){shared}"
+        yield "at once", f"{plan['why']}. {view.most_at_once} ran at once"
 
 
-def _places(view: RunView, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
-    seconds = [row.seconds for row in rows if row.seconds is not None and row.status.ended]
+def _phases(rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:
+    """The peak of each phase of a single command."""
+    for row in rows:
+        if row.status.footprint is not None and row.status.footprint.phases:
+            peaks = row.status.footprint.phases.items()
+            text = ", ".join(f"{name} {format_bytes(peak.private_bytes)}" for name, peak in peaks)
+            yield "phases", text + _GUESSED[row.guess]
+
+
+def _totals(view: RunView, rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:
+    """The jobs by state, the wall clock, what kept it from being shorter, and how good the forecasts were."""
+    wall, is_whole = view.wall_seconds, view.num_commands == 1
+    yield "jobs", ", ".join(f"{name} {number}" for name, number in view.counts(rows).items()) or "none has started"
+    if view.num_restarts:
+        yield "restarts", f"memfit started jobs again {view.num_restarts} time{'s' if view.num_restarts > 1 else ''}"
+    cores = sum(row.status.cpu_seconds for row in rows) / wall if wall else 0.0
+    busy = f"; the jobs kept {cores:.1f} cores busy" if cores and is_whole and not view.num_restarts else ""
     last = " of the last command" if view.num_commands > 1 else ""
-    wall = f"{format_duration(view.wall_seconds)} wall clock{last}"
-    busy = ""
-    if view.num_commands == 1 and view.wall_seconds and (cpu_seconds := view.cpu_seconds(rows)):
-        busy = f"; the jobs kept {cpu_seconds / view.wall_seconds:.1f} cores busy"
-    counts = ", ".join(f"{name} {number}" for name, number in view.counts(rows).items())
-    places = [("jobs", counts or "none has started"), *_restarts(view, rows)]
-    places.append(("Total:", f"{wall}, {view.most_at_once} at once{busy}"))
-    places += _bounds(view, sum(seconds))
-    error, kills = _record.forecast_error(rows), _record.count_kills(view.run)
-    heaps = [(heap, row) for row in rows if (heap := _heap(view, row.status.job_id))]
-    if heaps:
-        heap, row = max(heaps, key=lambda found: found[0]["resident_bytes"] - found[0]["live_bytes"])
-        held = f"{format_bytes(heap['live_bytes'])} live of {format_bytes(heap['resident_bytes'])} held"
-        places.append(("heap", f"{held} by the C allocator of {row.name} at its last phase mark, the widest gap"))
-    if error is not None:
-        places.append(("forecast", error.explain()))
-    if kills.num_jobs:
-        places.append(("record", kills.explain()))
-    places.append(("run", f"{_short(view.run.path)} ({view.run.state})"))
-    tables = [path.name for path in sorted(view.run.path.glob("*_results.feather"))]
-    for name in [*tables, *(["checkpoints"] if view.kind != "commands" else []), "jobs"]:
-        places.append(("", f"  {name}" + (" (out.log and err.log of each, its memory)" if name == "jobs" else "")))
-    return places
+    yield "Total:", f"{format_duration(wall)} wall clock{last}, {view.most_at_once} at once{busy}"
+    if wall and is_whole and len(rows) > 1:
+        yield from _bounds(view, sum(row.seconds or 0.0 for row in rows if row.status.ended) / wall, wall)
+    yield from _record.explain(view.run, rows)
 
 
-def _bounds(view: RunView, job_seconds: float) -> list[tuple[str, str]]:
+def _bounds(view: RunView, at_once: float, wall: float) -> Iterator[tuple[str, str]]:
     """How many ran at once on average, and what kept it from more: what jobs waited for, and what the cores did."""
-    wall = view.wall_seconds
-    if not wall or view.num_commands > 1 or len(view.ids) < 2:
-        return []
-    words = [f"{job_seconds / wall:.1f} at once on average"]
-    named = {on: seconds for on, seconds in view.waits.items() if seconds >= _LEAST_WAIT * wall and on in _WAITED_FOR}
-    for on, seconds in sorted(named.items(), key=lambda found: -found[1]):
-        words.append(f"{100 * seconds / wall:.0f} % of the time others waited {_WAITED_FOR[on]}")
+    waits = sorted(((seconds, on) for on, seconds in view.waits.items() if on in _WAITED_FOR), reverse=True)
+    words = [
+        f"{100 * seconds / wall:.0f} % of the time others waited {_WAITED_FOR[on]}"
+        for seconds, on in waits
+        if seconds >= _LEAST_WAIT * wall
+    ]
     if "busy" in view.cpu:
         words.append(f"the host's cores were {100 * view.cpu['busy']:.0f} % busy")
     if view.cpu.get("disk", 0.0) >= _LEAST_WAIT:
         words.append(f"{100 * view.cpu['disk']:.0f} % idle for a disk")
-    return [("bound by", ", ".join(words))] if len(words) > 1 else []
+    if words:
+        yield "bound by", ", ".join([f"{at_once:.1f} at once on average", *words])
+
+
+def _places(view: RunView, is_one: bool) -> Iterator[tuple[str, str]]:
+    yield "run", f"{_short(view.run.path)} ({view.run.state})"
+    if not is_one:
+        names = [path.name for path in sorted(view.run.path.glob("*_results.feather"))]
+        names += ["checkpoints"] if view.kind != "commands" else []
+        yield from (("", f"  {name}") for name in [*names, "jobs (out.log and err.log of each, its memory)"])
 
 
 def _short(path: Path) -> str:
@@ -362,55 +305,39 @@ def _short(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _tables(rows: Sequence[JobRow], view: RunView, console: Console) -> Iterator[Table]:
-    """A table of a stage's units; where the console is too narrow for all of it, the numbers follow in tables of
-    their own."""
-    stage = rows[0].stage
+def _tables(rows: Sequence[JobRow], view: RunView, width: int) -> Iterator[Table]:
+    """A table of a stage's units; columns that the console has no room for follow in further tables."""
+    stage, metrics = rows[0].stage, summarize_metrics(rows)
     each = str(view.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
-    units = [row.name.removeprefix(f"{stage}_") for row in rows]
-    facts, metrics = _fact_columns(rows), _metric_columns(rows)
-    num = max((num for _, _, num in summarize_metrics(rows).values()), default=0)
+    num = max((num for _, _, num in metrics.values()), default=0)
     labels = [f"mean of {num}", f"sd of {num}"] if num > 1 else []
-    names = _Column(each, units + labels, right=False)
-    padded = [replace(column, cells=column.cells + [""] * len(labels)) for column in facts]
-    if _fits([names, *padded, *metrics], console):
-        yield _table([names, *padded, *metrics])
-        return
-    yield _table([_Column(each, units, right=False), *facts])
-    while metrics:
-        most = next((n for n in range(len(metrics), 1, -1) if _fits([names, *metrics[:n]], console)), 1)
-        yield _table([names, *metrics[:most]])
-        metrics = metrics[most:]
+    first = _Column(each, [row.name.removeprefix(f"{stage}_") for row in rows] + labels, "left")
+    facts = {
+        "state": [row.state for row in rows],
+        "time": ["-" if row.seconds is None else format_duration(row.seconds) for row in rows],
+        "peak": [format_bytes(row.status.peak_bytes) if row.status.peak_bytes else "-" for row in rows],
+        "reserved": [format_bytes(row.reserved_bytes) if row.reserved_bytes else "-" for row in rows],
+    }
+    rest = [
+        _Column(n, [*cells, *[""] * len(labels)], "left" if n == "state" else "right") for n, cells in facts.items()
+    ]
+    for name, (mean, sd, _) in metrics.items():
+        values = [row.metrics.get(name) for row in rows]
+        rest.append(_Column(name, format_column(values, [mean, sd] if labels else [])))
+    while rest:
+        most = next((n for n in range(len(rest), 1, -1) if _width([first, *rest[:n]]) <= width), 1)
+        yield _table([first, *rest[:most]])
+        rest = rest[most:]
 
 
-def _fits(columns: Sequence[_Column], console: Console) -> bool:
-    options = console.options.update(max_width=10_000)
-    return Measurement.get(console, options, _table(columns)).maximum <= console.width
+def _width(columns: Sequence[_Column]) -> int:
+    return sum(column.width + 2 for column in columns) - 2
 
 
 def _table(columns: Sequence[_Column]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column.name, justify="right" if column.right else "left", no_wrap=True)
+        table.add_column(column.name, justify="left" if column.justify == "left" else "right", no_wrap=True)
     for cells in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*cells)
     return table
-
-
-def _fact_columns(rows: Sequence[JobRow]) -> list[_Column]:
-    return [
-        _Column("state", [row.state for row in rows], right=False),
-        _Column("time", ["-" if row.seconds is None else format_duration(row.seconds) for row in rows]),
-        _Column("peak", [format_bytes(row.status.peak_bytes) if row.status.peak_bytes else "-" for row in rows]),
-        _Column("reserved", [format_bytes(row.reserved_bytes) if row.reserved_bytes else "-" for row in rows]),
-    ]
-
-
-def _metric_columns(rows: Sequence[JobRow]) -> list[_Column]:
-    """One column for each number: the units' values, then mean and standard deviation when there are several."""
-    summary = summarize_metrics(rows)
-    several = max((num for _, _, num in summary.values()), default=0) > 1
-    return [
-        _Column(name, format_column([row.metrics.get(name) for row in rows], [mean, sd] if several else []))
-        for name, (mean, sd, _) in summary.items()
-    ]
