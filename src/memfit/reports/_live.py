@@ -442,5 +442,4 @@ def _share_done(view: RunView, row: JobRow) -> str:
 
 def _epochs(row: JobRow) -> str:
     """Epochs done, cut and not rounded: 2 are done when they are."""
-    tenths = int(row.epochs_done * 10 + 1e-9)
-    return f"{tenths // 10}" if row.epochs_done == int(row.epochs_done) else f"{tenths / 10:.1f}"
+    return f"{int(row.epochs_done * 10 + 1e-9) / 10:g}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from memfit.jobs import ENDED, JobStatus, read_status
@@ -52,7 +53,6 @@ NO_NEWS = ("", "it was not made yet")
 _GRAPH = {"stages": [{"name": str, "each": (str, type(None))}]}
 #: The first job of a run of memfit 0.1, which has no graph.
 _FIRST = "prepare"
-_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass
@@ -327,7 +327,8 @@ class RunView:
     def stage_of(self, job_id: str) -> str:
         """The stage of a job: ``fold`` of ``fold_3``."""
         told = next((stage.name for stage in self.stages.values() if job_id in stage.units), "")
-        return told or re.sub(r"_[0-9]+$", "", job_id)
+        head, _, number = job_id.rpartition("_")
+        return told or (head if number.isdigit() else job_id)
 
     def name(self, job_id: str) -> str:
         """The job's id and its parameters, such as ``cmd_0002 fold=2``."""
@@ -348,7 +349,8 @@ class RunView:
     def ids(self) -> list[str]:
         """The jobs that were admitted, or whose results are kept: by stage, in the order of names and numbers."""
         folder = self.run.path / "jobs"
-        found = {path.name for path in folder.glob("*") if _JOB_ID.fullmatch(path.name)}
+        names = [entry.name for entry in os.scandir(folder)] if folder.is_dir() else []
+        found = {name for name in names if not name.startswith(".")}
         if self.stages:
             told = {job: state for stage in self.stages.values() for job, state in stage.units.items()}
             found = {job for job, state in told.items() if job in found or state in _THERE}
@@ -445,6 +447,7 @@ def _name(job_id: str, params: Mapping[str, str]) -> str:
     return " ".join([job_id, *(f"{name}={value}" for name, value in params.items())])
 
 
+@cache
 def _natural(name: str) -> list[tuple[str, int]]:
     """A sort key by which ``fold_10`` comes after ``fold_9``."""
     return [(text, int(number or 0)) for text, number in re.findall(r"([^0-9]*)([0-9]*)", name)]
