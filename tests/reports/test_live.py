@@ -416,3 +416,12 @@ def test_a_terminal_is_given_back_when_nothing_was_shown():
     shown = Shown(terminal=True)
     shown.live.close()
     assert shown.lines == []
+
+
+def test_a_job_that_ended_before_its_memory_was_read_has_no_peak_of_zero(made):
+    shown = Shown()
+    shown.live.show(made.run)
+    made.job("fold_1", seconds=0.2, peak_bytes=0)
+    made.end(1, "fold_1")
+    shown.live.close()
+    assert shown.lines[1].endswith("fold_1 completed (0.2s), peak not measured")

@@ -229,9 +229,9 @@ def _print_commands(rows: Sequence[JobRow], console: Console) -> None:
 def describe_end(row: JobRow) -> str:
     """A job's end: ``fold_1 completed (5.2s), peak 228.6 MiB of 251.3 MiB reserved``."""
     took = f" ({format_duration(row.seconds)})" if row.seconds is not None else ""
-    peak = f", peak {format_bytes(row.status.peak_bytes)}" if row.status.peak_bytes else ""
-    reserved = f" of {format_bytes(row.reserved_bytes)} reserved" if peak and row.reserved_bytes else ""
-    return f"{row.name} {row.status.state}{took}{peak}{reserved}"
+    reserved = f" of {format_bytes(row.reserved_bytes)} reserved" if row.reserved_bytes else ""
+    peak = f"{format_bytes(row.status.peak_bytes)}{reserved}" if row.status.peak_bytes else "not measured"
+    return f"{row.name} {row.status.state}{took}, peak {peak}"
 
 
 def _decisions(view: RunView) -> Iterator[tuple[str, str]]:
