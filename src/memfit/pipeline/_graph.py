@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import ConfigError, UsageError, nearest
 from memfit.jobs import JobStatus, read_status
@@ -28,6 +28,9 @@ from memfit.pipeline._manifest import (
     seal_command,
 )
 from memfit.rundir import RunDir, read_json, read_whole
+
+if TYPE_CHECKING:
+    from memfit.pipeline._order import Order
 
 #: The states of a unit in which what waits for it may go on.
 PASSED = frozenset({"kept", "reused", "completed", "passed"})
@@ -106,35 +109,31 @@ class Graph:
     """The state of a workload's stages in one run.
 
     Args:
-        stages: The stages as ``describe`` gives them, in order.
+        order: The stages as ``describe`` gives them, what every key depends on beside them, and what is asked for.
         run: The run.
-        common: What every key depends on beside the stage's own: ``seed`` and ``threads``.
-        choice: What is asked for.
         make_job: Makes the job of a unit, with the units that it needs by stage, and the one before in order.
         earlier: Runs in which a valid result may lie, newest first.
         say: Takes an event's kind and fields.
         is_plan: Only look: nothing is written, linked or removed.
     """
 
-    def __init__(  # noqa: PLR0913 - what it looks at, and where
+    def __init__(
         self,
-        stages: Sequence[Mapping[str, Any]],
+        order: Order,
         run: RunDir,
-        common: Mapping[str, Any],
-        choice: Choice,
         *,
         make_job: Callable[[Graph, Unit], Any] | None = None,
         earlier: Sequence[RunDir] = (),
         say: Callable[..., None] = lambda kind, **fields: None,
         is_plan: bool = False,
     ) -> None:
-        self.run, self.choice, self._is_plan = run, choice, is_plan
+        self.run, self.choice, self._is_plan = run, order.choice, is_plan
         self._forgotten = frozenset[str]()
-        self.stages = {stage["name"]: stage for stage in stages}
-        self._common, self._make_job, self._say = common, make_job, say
+        self.stages = {stage["name"]: stage for stage in order.stages}
+        self._common, self._make_job, self._say = order.common, make_job, say
         self._earlier = list(earlier[:_MOST_RUNS])
         self._index: dict[tuple[str, str], Path] | None = None
-        for name in filter(None, [choice.until, choice.only, choice.anew, *choice.skip]):
+        for name in filter(None, [self.choice.until, self.choice.only, self.choice.anew, *self.choice.skip]):
             self._check_stage(name)
         self.asked = self._asked()
         self.units: dict[str, list[Unit]] = {}

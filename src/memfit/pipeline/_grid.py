@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -71,13 +72,33 @@ def expand(
     return found
 
 
-def fill(command: Sequence[str], combination: Combination) -> tuple[str, ...]:
+def fill(command: Sequence[str], words: Mapping[str, str | Sequence[str]], *, shell: bool = False) -> tuple[str, ...]:
     """The command with its placeholders replaced; all other braces stay as they are.
+
+    Args:
+        command: Its words, or one line for the shell.
+        words: What each placeholder stands for: a text, or several (the folders of all units).
+        shell: The one word is a line for the shell: values are quoted.
 
     >>> fill(["train", "--fold={fold}", '{"a": {fold}, "b": {b}}'], {"fold": "3"})
     ('train', '--fold=3', '{"a": 3, "b": {b}}')
+    >>> fill(["join", "{fold}", "--out={dir}"], {"fold": ["a", "b c"], "dir": "d"})
+    ('join', 'a', 'b c', '--out=d')
+    >>> fill(["cat {fold} > {dir}/all"], {"fold": ["a", "b c"], "dir": "d"}, shell=True)
+    ('sh', '-c', "cat a 'b c' > d/all")
     """
-    return tuple(PLACEHOLDER.sub(lambda found: combination.get(found[1], found[0]), word) for word in command)
+    lists = {name: [given] if isinstance(given, str) else list(given) for name, given in words.items()}
+    if shell:
+        line = PLACEHOLDER.sub(lambda found: shlex.join(lists.get(found[1], [])) or found[0], command[0])
+        return ("sh", "-c", line)
+    filled: list[str] = []
+    for word in command:
+        whole = PLACEHOLDER.fullmatch(word)
+        if whole and whole[1] in lists:
+            filled += lists[whole[1]]
+        else:
+            filled.append(PLACEHOLDER.sub(lambda found: " ".join(lists.get(found[1], [found[0]])), word))
+    return tuple(filled)
 
 
 def own_stdin(combinations: Sequence[Combination]) -> str | None:

@@ -65,6 +65,16 @@ class Order:
         """The workload that the config names; empty for commands."""
         return getattr(self.settings, "target", "")
 
+    @property
+    def common(self) -> dict[str, Any]:
+        """What every key depends on beside the stage's own."""
+        return {"seed": getattr(self.settings, "seed", 0), "threads": self.settings.threads_per_job}
+
+    def topology(self, stage: str) -> StageSettings:
+        """What a stage needs of the machine."""
+        stages = self.settings.stages if isinstance(self.settings, RunConfig) else {}
+        return stages.get(stage, StageSettings())
+
 
 def order_of_config(
     source: Path | str | Mapping[str, Any],

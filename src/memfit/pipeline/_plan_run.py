@@ -19,7 +19,7 @@ from memfit.pipeline._graph import ALL, PASSED, Choice, Graph, Unit
 from memfit.pipeline._grid import expand, fill
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, order_of_command, order_of_config
-from memfit.pipeline._run import common, goes_on, stage_settings
+from memfit.pipeline._run import goes_on
 from memfit.pipeline._supervise import read_budget
 from memfit.rundir import RunDir, read_json
 
@@ -175,10 +175,8 @@ def _plan(order: Order, start: str, *, new: bool) -> RunPlan:
     if found is not None and not goes_on(order, found):
         found = None
     graph = Graph(
-        order.stages,
+        order,
         found or RunDir(settings.runs_dir / settings.experiment / "planned"),
-        common(order),
-        order.choice,
         earlier=[] if new else [run for run in runs if run != found],
         is_plan=True,
     )
@@ -246,7 +244,7 @@ def _size(
     order: Order, stage: Mapping[str, Any], runs: Sequence[RunDir], units: Sequence[Unit]
 ) -> tuple[Footprint | None, str, float | None]:
     """What one job of a stage takes, where that figure comes from, and how long one takes."""
-    own, memory = stage_settings(order, stage["name"]), order.settings.memory
+    own, memory = order.topology(stage["name"]), order.settings.memory
     for run in runs:
         found, job_id, seconds = _measured(run, own.like or stage["name"])
         if found is not None:
@@ -281,7 +279,7 @@ def _measured(run: RunDir, stage: str) -> tuple[Footprint | None, str, float | N
 def _how_to_measure(
     order: Order, stage: Mapping[str, Any], start: str, units: Sequence[Unit], *, is_measured: bool
 ) -> list[str]:
-    own, found = stage_settings(order, stage["name"]), []
+    own, found = order.topology(stage["name"]), []
     if not is_measured and stage["keyed"]:
         found.append(f"{start} --until {stage['name']}" + (" --units 1" if stage["each"] or stage["units"] else ""))
     elif not is_measured:

@@ -51,11 +51,9 @@ def first_context(target: str, whole: config.Resolved[RunConfig], stage: str, fo
     """
     described = describe(target, whole.to_json())
     stages = [one | {"keyed": True} for one in described["stages"]]
-    order = Order(whole.value, stages, "", {}, {}, params=described["params"])
-    common = {"seed": whole.value.seed, "threads": whole.value.threads_per_job}
+    order = Order(whole.value, stages, "", {}, {}, Choice(until=stage, units="1"), described["params"])
     (folder / "checkpoints").mkdir()
-    choice = Choice(until=stage, units="1")
-    graph = Graph(stages, RunDir(folder), common, choice, make_job=lambda graph, unit: unit)
+    graph = Graph(order, RunDir(folder), make_job=lambda graph, unit: unit)
     while True:
         unit = next(iter(graph.next(1)))
         asked = stage_order(order, graph, unit)

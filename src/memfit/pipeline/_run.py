@@ -15,9 +15,9 @@ from memfit.errors import DamagedError, UsageError
 from memfit.jobs import Job, JobStatus, call_in_child, raise_error_of, read_status
 from memfit.masking import mask
 from memfit.memory import Footprint
-from memfit.pipeline._config import RunConfig, StageSettings, kept_allocator
+from memfit.pipeline._config import RunConfig, kept_allocator
 from memfit.pipeline._graph import ALL, Choice, Graph, Unit
-from memfit.pipeline._grid import PLACEHOLDER, expand, own_stdin
+from memfit.pipeline._grid import expand, fill, own_stdin
 from memfit.pipeline._manifest import find_manifest, open_folder
 from memfit.pipeline._order import FACTS, Order, order_of_command, order_of_config, order_of_run, resolve_settings
 from memfit.pipeline._supervise import CONTINUED, Known, RunResult, Supervisor, View, supervised, take_up
@@ -78,7 +78,7 @@ def run(
             remedy="run a command with memfit.pipeline.run_commands(['python', 'train.py'])",
         )
     order = order_of_config(source, overrides=overrides, env=env, choice=choice)
-    Graph(order.stages, RunDir(Path()), common(order), order.choice)  # refuses a bad choice before anything is made
+    Graph(order, RunDir(Path()))  # refuses a bad choice before anything is made
     run_dir, state = take_up(
         order.settings, order.fingerprint, order.facts, new=new, keeps=functools.partial(goes_on, order)
     )
@@ -154,7 +154,7 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
 
 def goes_on(order: Order, run: RunDir) -> bool:
     """Whether a run is to go on: it is not finished, or nothing in it would be overwritten."""
-    graph = Graph(order.stages, run, common(order), order.choice, is_plan=True)
+    graph = Graph(order, run, is_plan=True)
     is_keyed = all(stage["keyed"] for stage in order.stages)
     if is_keyed:  # and a unit that there is not is refused while the run stands as it was
         graph.advance()
@@ -162,11 +162,6 @@ def goes_on(order: Order, run: RunDir) -> bool:
         if run.state in ("completed", "stopped"):
             return is_keyed and not any(graph.replaces(unit) for units in graph.units.values() for unit in units)
     return True
-
-
-def common(order: Order) -> dict[str, Any]:
-    """What every key depends on beside the stage's own."""
-    return {"seed": getattr(order.settings, "seed", 0), "threads": order.settings.threads_per_job}
 
 
 def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | None, reuse: bool) -> RunResult:
@@ -178,10 +173,8 @@ def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | N
             supervisor.journal.write("plan", why=kept)
         others = RunDir.all(settings.runs_dir, settings.experiment) if reuse else []
         graph = Graph(
-            order.stages,
+            order,
             run,
-            common(order),
-            order.choice,
             make_job=lambda graph, unit: _job(order, graph, unit),
             earlier=[other for other in others if other != run],
             say=supervisor.journal.write,
@@ -220,7 +213,7 @@ def _write_order(order: Order, run: RunDir) -> None:
 
 def _job(order: Order, graph: Graph, unit: Unit) -> Job:
     settings, stage = order.settings, unit.stage
-    own = stage_settings(order, stage["name"])
+    own = order.topology(stage["name"])
     has_units = unit.job_id != stage["name"]
     declared = own.memory or (settings.memory.job if has_units else None)
     device_bytes = own.gpu_memory or (settings.memory.gpu_job if has_units else None)
@@ -244,13 +237,6 @@ def _job(order: Order, graph: Graph, unit: Unit) -> Job:
         env=order.env,
         keeps_group=not has_units,  # the page cache that it filled stays charged to it
         **facts,
-    )
-
-
-def stage_settings(order: Order, name: str) -> StageSettings:
-    """What a stage needs of the machine."""
-    return (
-        order.settings.stages.get(name, StageSettings()) if isinstance(order.settings, RunConfig) else StageSettings()
     )
 
 
@@ -281,49 +267,23 @@ def _command_job(order: Order, graph: Graph, unit: Unit, facts: dict[str, Any]) 
     settings, stage = order.settings, unit.stage
     fields = unit.value if isinstance(unit.value, Mapping) else {(stage["source"] or {}).get("variable"): unit.value}
     values = {str(name): str(value) for name, value in fields.items() if name}
-    words = {name: [value] for name, value in values.items()}
+    words: dict[str, str | list[str]] = dict(values)
     if stage["keyed"]:
         folder = unit.manifest(graph.run).with_suffix("")
         open_folder(folder, unit.key, graph.run.job_dir(unit.job_id) / "outcome.json")
-        words |= {f"params.{name}": [str(value)] for name, value in stage["settings"].items()}
+        words |= {f"params.{name}": str(value) for name, value in stage["settings"].items()}
         label = unit.label if isinstance(unit.value, Mapping) else unit.value
-        words |= {"unit": [str(label)], "dir": [str(folder)], "seed": [str(getattr(settings, "seed", 0))]}
+        words |= {"unit": str(label), "dir": str(folder), "seed": str(order.common["seed"])}
         for name, units in (graph.inputs(unit) or {}).items():
             words[name] = [str(one.manifest(graph.run).with_suffix("")) for one in units]
-        command = fill_words(stage["command"], words, shell=stage["shell"])
+        command = fill(stage["command"], words, shell=stage["shell"])
     else:
-        command = fill_words(stage["command"], words, shell=False)
+        command = fill(stage["command"], words)
         if settings.memory.job_of:
-            facts["footprint"] = Footprint.declared(fill_words([settings.memory.job_of], words, shell=False)[0])
+            facts["footprint"] = Footprint.declared(fill([settings.memory.job_of], words)[0])
         facts["params"] = values
         facts["stdin"] = own_stdin(stage["units"])
     return Job(unit.job_id, command=command, cwd=order.cwd, **facts)
-
-
-def fill_words(command: Sequence[str], words: Mapping[str, Sequence[str]], *, shell: bool) -> tuple[str, ...]:
-    """A command with its placeholders replaced; all other braces stay.
-
-    Args:
-        command: Its words, or one line for the shell.
-        words: What each placeholder stands for: one word, or several (the folders of all units).
-        shell: The one word is a line for the shell: values are quoted.
-
-    >>> fill_words(["join", "{fold}", "--out={dir}"], {"fold": ["a", "b c"], "dir": ["d"]}, shell=False)
-    ('join', 'a', 'b c', '--out=d')
-    >>> fill_words(["cat {fold} > {dir}/all"], {"fold": ["a", "b c"], "dir": ["d"]}, shell=True)
-    ('sh', '-c', "cat a 'b c' > d/all")
-    """
-    if shell:
-        line = PLACEHOLDER.sub(lambda found: shlex.join(words.get(found[1], [])) or found[0], command[0])
-        return ("sh", "-c", line)
-    filled: list[str] = []
-    for word in command:
-        whole = PLACEHOLDER.fullmatch(word)
-        if whole and len(words.get(whole[1], ())) > 1:
-            filled += words[whole[1]]
-        else:
-            filled.append(PLACEHOLDER.sub(lambda found: " ".join(words.get(found[1], [found[0]])), word))
-    return tuple(filled)
 
 
 def _known(order: Order, graph: Graph) -> Known:
@@ -337,7 +297,7 @@ def _known(order: Order, graph: Graph) -> Known:
             job = read_json(graph.run.job_dir(unit.job_id) / "job.json") or {}
             if footprint is not None and job.get("tight_malloc") == order.settings.memory.tight_malloc:
                 values = unit.value if isinstance(unit.value, Mapping) and not stage["keyed"] else {}
-                found.append((stage_settings(order, stage["name"]).like or stage["name"], values, footprint))
+                found.append((order.topology(stage["name"]).like or stage["name"], values, footprint))
     return found
 
 
