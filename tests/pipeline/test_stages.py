@@ -8,7 +8,7 @@ import pytest
 
 import memfit
 from memfit.errors import ConfigError, UsageError
-from memfit.pipeline import Choice, Stage, Workload, fingerprint_files
+from memfit.pipeline import Choice, Stage, fingerprint_files
 from memfit.rundir import RunDir
 
 ALL = ["gate", "last", "listed", "square_1", "square_2", "square_3", "summed"]
@@ -221,13 +221,10 @@ class Empty(memfit.config.Settings):
     ],
 )
 def test_stages_that_cannot_work_are_refused_in_words(stages, message):
-    from memfit import config
-    from memfit.pipeline import RunConfig
-    from memfit.pipeline._describe import described_stages
+    from memfit.pipeline._describe import in_order
 
-    resolved = config.resolve(RunConfig, values={"experiment": "x", "target": "a:b"}, env={})
     with pytest.raises(ConfigError, match=message):
-        described_stages(Workload(Empty, stages), resolved)
+        in_order(stages, {"folds": 2}, "workload:EMPTY", Empty)
 
 
 def test_a_large_raw_file_counts_by_size_time_and_a_sample(tmp_path):

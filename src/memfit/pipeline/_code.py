@@ -1,7 +1,7 @@
 """Which code a stage depends on, by name: the user's functions, classes and constants that it uses, as syntax trees.
 
-Files are read and never imported for this. Comments, docstrings and what lies beside do not count; installed packages
-and memfit itself are left out.
+Files are read and never imported for this. Comments and docstrings do not count; installed packages and memfit itself
+are left out.
 """
 
 from __future__ import annotations
@@ -10,49 +10,52 @@ import ast
 import functools
 import hashlib
 import importlib.machinery
-import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from memfit.pipeline._manifest import SAMPLED_BYTES, canonical, hash_file, sample_path
+from memfit.errors import UsageError
+from memfit.pipeline._manifest import SAMPLED_BYTES, digest, hash_file, sample_path
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-#: The name under which a module's statements count that are no definitions.
-_EFFECTS = "(statements)"
-
-
-@dataclass
-class _Module:
-    """A module's source by its top-level names."""
-
-    name: str
-    path: Path
-    definitions: dict[str, list[ast.stmt]] = field(default_factory=dict)
-    imports: dict[str, tuple[str, str]] = field(default_factory=dict)
-    stars: list[str] = field(default_factory=list)
+_IMPORTS = (ast.Import, ast.ImportFrom)
+#: The name under which a module's statements count that are no definitions: importing the module runs them.
+_STATEMENTS = "(statements)"
+#: What a decorator calls that keeps the function somewhere.
+_KEEPERS = frozenset({"add", "append", "insert", "register", "setdefault", "update"})
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def code_of(
-    function: Callable[..., Any], params: type[BaseModel] | None = None, fields: Sequence[str] | None = None
+    function: Callable[..., Any],
+    target: str,
+    params: type[BaseModel] | None = None,
+    fields: Sequence[str] | None = None,
 ) -> tuple[dict[str, str], set[str]]:
     """What a function depends on: a digest by ``module:name``, and the names of the modules that were looked at.
 
     Args:
-        function: The function, or a partial of it.
-        params: The model of its settings: its methods count, and its fields do not.
+        function: A function, or anything else that can be called. What it is bound to counts by value.
+        target: The workload, as ``module:name``: what importing that module runs counts too.
+        params: The model of its settings: its methods and constants count, and its fields do not.
         fields: Those of the fields whose own models count too; None for all.
+
+    Raises:
+        UsageError: If it is bound to something that has no content to compare, such as an open file.
     """
-    models = dict(_models(params, fields)) if params else {}
-    reader = _Reader({_place(model) for model in models.values()})
-    for root in (function, *models.values()):
-        reader.add(root)
-    return dict(sorted(reader.found.items())), set(reader.modules)
+    module = target.partition(":")[0]
+    models = list(_models(params, fields)) if params else []
+    reader = _Reader(module.partition(".")[0], {(one.__module__, one.__qualname__): one for one in models})
+    reader.run(module)
+    values = [reader.form(one) for one in (function, *models)]
+    if any(not isinstance(one, str) for one in values):
+        reader.found["bound values"] = digest(values)
+    return dict(sorted(reader.found.items())), {name for name, one in reader.modules.items() if one is not None}
 
 
 def code_of_command(words: Sequence[str], folder: Path) -> dict[str, str]:
@@ -63,6 +66,18 @@ def code_of_command(words: Sequence[str], folder: Path) -> dict[str, str]:
         if "{" not in word and path.is_file():
             found[word] = sample_path(path) if path.stat().st_size > SAMPLED_BYTES else hash_file(path)
     return found
+
+
+def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """What differs between two readings, in words; empty where nothing does.
+
+    >>> changed_code({"train:fit": "a", "train:old": "b"}, {"train:fit": "c"})
+    'train:fit changed, train:old is gone'
+    """
+    told = [f"{name} changed" for name in now if name in before and before[name] != now[name]]
+    told += [f"{name} is new" for name in now if name not in before]
+    told += [f"{name} is gone" for name in before if name not in now]
+    return ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
 
 
 def own_modules(package: str) -> dict[str, Path]:
@@ -82,16 +97,9 @@ def _is_own(name: str, path: Path, package: str) -> bool:
     return top == package or not {"site-packages", "dist-packages"} & set(path.parts)
 
 
-def _place(value: Any) -> tuple[str, str]:
-    return value.__module__, value.__qualname__.partition(".")[0]
-
-
-def _models(params: type[BaseModel], fields: Sequence[str] | None) -> Iterator[tuple[str, type[BaseModel]]]:
+def _models(params: type[BaseModel], fields: Sequence[str] | None) -> Iterator[type[BaseModel]]:
     """The models of settings: of the params, and of the sections in those fields."""
-    yield params.__qualname__, params
-    for base in params.__mro__[1:]:
-        if issubclass(base, BaseModel) and base is not BaseModel:
-            yield base.__qualname__, base
+    yield from (base for base in params.__mro__ if issubclass(base, BaseModel) and base is not BaseModel)
     for name, info in params.model_fields.items():
         if fields is None or name in fields:
             for model in _in_annotation(info.annotation):
@@ -108,126 +116,282 @@ def _in_annotation(annotation: Any) -> Iterator[type[BaseModel]]:
 class _Reader:
     """Follows names from definition to definition through the user's files."""
 
-    def __init__(self, models: set[tuple[str, str]]) -> None:
-        self.models = models
+    def __init__(self, package: str, models: Mapping[tuple[str, str], type[BaseModel]]) -> None:
         self.found: dict[str, str] = {}
         self.modules: dict[str, _Module | None] = {}
-        self._package = ""
-        self._seen: set[tuple[str, str]] = set()
+        self._package, self._models = package, models
+        self._run: set[str] = set()
+        self._whole: set[str] = set()
+        self._open: list[Any] = []
 
-    def add(self, value: Any) -> None:
-        """Take in a function, a partial, a class, or a plain value that one of them holds."""
-        if isinstance(value, functools.partial):
-            for one in (value.func, *value.args, *value.keywords.values()):
-                self.add(one)
-            self._plain("partial", [one for one in (*value.args, *value.keywords.items()) if not callable(one)])
+    def form(self, value: Any) -> Any:
+        """A value as plain JSON, the same in every process; code in it is followed, and stands there by its name."""
+        if type(value) in _PLAIN:
+            return repr(value)
+        if any(value is one for one in self._open):
+            return "(itself)"
+        self._open.append(value)
+        try:
+            if isinstance(value, types.ModuleType):
+                self.follow(value.__name__, ())
+                return value.__name__
+            if isinstance(value, types.FunctionType | type):
+                return self._code(value)
+            if type(value) in (list, tuple):
+                return [type(value).__name__, *map(self.form, value)]
+            if type(value) is dict:
+                return ["dict", *([self.form(name), self.form(one)] for name, one in value.items())]
+            if type(value) in (set, frozenset):
+                return [type(value).__name__, *sorted(map(self.form, value), key=digest)]
+            return self._object(value)
+        finally:
+            self._open.pop()
+
+    def _code(self, value: Any) -> Any:
+        module, name = value.__module__, value.__qualname__
+        top = name.partition(".")[0]
+        is_known = self._find(module, (top,)) is not None  # a lambda has no name of its own
+        self.follow(module, (top,) if is_known else ())
+        cells = getattr(value, "__closure__", None) or ()
+        held = [self.form(cell.cell_contents) for cell in cells if _is_filled(cell)]
+        if "<locals>" in name and isinstance(value, types.FunctionType):
+            held += map(self.form, [value.__defaults__, value.__kwdefaults__])
+        return [f"{module}:{name}", *held] if held else f"{module}:{name}"
+
+    def _object(self, value: Any) -> Any:
+        """An object by its class and content, as pickle takes it apart; such as a partial, a method, an array."""
+        try:
+            parts = value.__reduce_ex__(4)
+        except Exception as error:  # pickle's own, or what a class of the user's raises
+            raise UsageError(
+                f"a stage's function is bound to a {type(value).__name__}, which has no content to compare.",
+                rule="what a function is bound to (arguments, attributes, outer variables) decides if it runs again.",
+                remedy=f"bind plain values, and make the {type(value).__name__} inside of the function",
+            ) from error
+        if isinstance(parts, str):  # it stands at the top of its module
+            self.follow(value.__module__, (parts.partition(".")[0],))
+            return f"{value.__module__}:{parts}"
+        iterators = [[*one] if one is not None else None for one in parts[3:5]]
+        return ["object", *map(self.form, [*parts[:3], *iterators])]
+
+    def follow(self, name: str, chain: tuple[str, ...]) -> None:
+        """Count what a dotted name means at the top of a module; without a name, all of the module."""
+        found = self._find(name, chain)
+        if found is None:
             return
-        value = inspect.unwrap(value) if callable(value) else value
-        if isinstance(value, types.FunctionType | type):
-            module, name = _place(value)
-            self._package = self._package or ("" if module.startswith("memfit.") else module.partition(".")[0])
-            self._visit(module, name)
-            for held in [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]:
-                if callable(held):
-                    self.add(held)
-                else:
-                    self._plain(name, repr(held))
-        elif isinstance(value, types.MethodType):
-            self.add(value.__func__)
+        module, chain = found
+        self.run(module.name)
+        if chain:
+            self._take(module, chain[0])
+        elif module.name not in self._whole:
+            self._whole.add(module.name)
+            for one in module.definitions:
+                self._take(module, one)
+            for target, inner in [*module.imports.values(), *((star, ()) for star in module.stars)]:
+                self.follow(target, inner)
 
-    def _plain(self, name: str, value: Any) -> None:
-        text = canonical(value)
-        if value:
-            self.found[f"{name} {len(self.found)}"] = hashlib.sha256(text.encode()).hexdigest()
+    def run(self, name: str) -> None:
+        """Count what importing a module runs: its statements, those of what it imports, and what is registered so."""
+        parts = name.split(".")
+        for number in range(1, len(parts) + 1):
+            module = self._load(".".join(parts[:number]))
+            if module is None or module.name in self._run:
+                continue
+            self._run.add(module.name)
+            self._take(module, _STATEMENTS)
+            for target, inner in module.imports.values():
+                self.run(".".join((target, *inner)))
+            for star in module.stars:
+                self.run(star)
+            for one, nodes in module.definitions.items():
+                decorators = [chain for node in nodes for each in _decorators(node) for chain in _chains(each)]
+                if any(self._registers(module.name, chain) for chain in decorators):
+                    self._take(module, one)
+
+    def _registers(self, name: str, chain: tuple[str, ...]) -> bool:
+        """Whether a decorator keeps what it decorates: it is a method of the user's object, or stores something."""
+        module, found = self._find(name, chain) or (None, ())
+        if module is None or not found:
+            return False
+        nodes = module.definitions[found[0]]
+        if len(found) > 1 and not isinstance(nodes[0], _DEFINITIONS):
+            return True
+        return any(_stores(node) for top in nodes for node in ast.walk(top))
 
     def _load(self, name: str) -> _Module | None:
         """A module of the user's, read; None for any other."""
         if name not in self.modules:
             path = _file_of(name)
             is_own = path is not None and _is_own(name, path, self._package)
-            self.modules[name] = _read(name, path) if path is not None and is_own else None
+            self.modules[name] = _read(name, path, path.stat().st_mtime_ns) if path is not None and is_own else None
         return self.modules[name]
 
-    def _visit(self, module_name: str, name: str) -> None:
-        if (module_name, name) in self._seen:
+    def _find(
+        self, name: str, chain: tuple[str, ...], seen: frozenset[Any] = frozenset()
+    ) -> tuple[_Module, tuple[str, ...]] | None:
+        """Where a dotted name is defined: the module, and the name in it with its attributes; empty for a module."""
+        module = self._load(name)
+        if (name, chain) in seen:  # two modules import it from each other
+            return None
+        if module is not None and (not chain or chain[0] in module.definitions):
+            return module, chain
+        seen |= {(name, chain)}
+        if module is not None and chain[0] in module.imports:
+            target, inner = module.imports[chain[0]]
+            return self._find(target, (*inner, *chain[1:]), seen)
+        if chain and self._load(f"{name}.{chain[0]}") is not None:
+            return self._find(f"{name}.{chain[0]}", chain[1:], seen)
+        found = (self._find(star, chain, seen) for star in (module.stars if module else ()))
+        return next(filter(None, found), None)
+
+    def _take(self, module: _Module, name: str) -> None:
+        """Count a definition of a module, and all that it names."""
+        place, nodes = f"{module.name}:{name}", module.definitions.get(name, [])
+        if not nodes or place in self.found:
             return
-        self._seen.add((module_name, name))
-        module = self._load(module_name)
-        if module is None:
-            return
-        if name != _EFFECTS:
-            self._visit(module_name, _EFFECTS)
-        if nodes := module.definitions.get(name):
-            if (module_name, name) in self.models:
-                nodes = [_without_fields(node) for node in nodes]
-            text = "\n".join(ast.dump(_plain(node)) for node in nodes)
-            self.found[f"{module_name}:{name}"] = hashlib.sha256(text.encode()).hexdigest()
-            self._uses(module, nodes)
-        elif name in module.imports:
-            self._follow(*module.imports[name])
-        elif name != _EFFECTS and self._load(f"{module_name}.{name}") is not None:
-            self._whole(f"{module_name}.{name}")
-        else:
-            for star in module.stars:
-                self._visit(star, name)
+        if model := self._models.get((module.name, name)):
+            nodes = [_without_fields(node, model) for node in nodes]
+        self.found[place] = hashlib.sha256("\n".join(map(ast.dump, nodes)).encode()).hexdigest()
+        inside: dict[str, tuple[str, tuple[str, ...]]] = {}
+        for node in (one for top in nodes for one in ast.walk(top) if isinstance(one, _IMPORTS)):
+            inside |= _imported(node, module)
+        for target, inner in inside.values():
+            self.run(".".join((target, *inner)))
+        for chain in {chain for top in nodes for chain in _chains(top)}:
+            target, inner = inside.get(chain[0], (module.name, chain[:1]))
+            self.follow(target, (*inner, *chain[1:]))
 
-    def _whole(self, module_name: str) -> None:
-        module = self._load(module_name)
-        for name in list(module.definitions) if module else ():
-            self._visit(module_name, name)
 
-    def _follow(self, module_name: str, name: str) -> None:
-        """An imported name: of a module, or (with an empty name) the module itself as a value."""
-        if name:
-            self._visit(module_name, name)
-        else:
-            self._whole(module_name)
+@dataclass
+class _Module:
+    """A module's source by its top-level names.
 
-    def _uses(self, module: _Module, nodes: Iterable[ast.AST]) -> None:
-        imports = module.imports | self._imports_inside(module, nodes)
-        chains = {chain for top in nodes for chain in _chains(top)}
-        for first, *rest in chains:
-            target, name = imports.get(first, ("", "x"))
-            if rest and not name:  # an attribute of a module, or of a module in it
-                while len(rest) > 1 and self._load(f"{target}.{rest[0]}") is not None:
-                    target = f"{target}.{rest.pop(0)}"
-                self._visit(target, rest[0])
-            elif first in module.definitions:
-                self._visit(module.name, first)
-            elif first in imports:
-                self._follow(target, name)
-            else:
-                for star in module.stars:
-                    self._visit(star, first)
+    Attributes:
+        name: Its dotted name.
+        is_package: Whether its file is an ``__init__.py``.
+        definitions: The statements that define each name.
+        imports: Each imported name's module, and the name in that; none for a module itself.
+        stars: The modules of which it imports all names.
+    """
 
-    def _imports_inside(self, module: _Module, nodes: Iterable[ast.AST]) -> dict[str, tuple[str, str]]:
-        """What functions import when they are called; all of it counts as used."""
-        found: dict[str, tuple[str, str]] = {}
-        for node in (one for top in nodes for one in ast.walk(top)):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                found |= _imports(node, module.name, module.path)
-        for target, name in found.values():
-            if name:
-                self._visit(target, name)
-        return found
+    name: str
+    is_package: bool
+    definitions: dict[str, list[ast.stmt]] = field(default_factory=dict)
+    imports: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    stars: list[str] = field(default_factory=list)
+
+
+@functools.cache
+def _read(name: str, path: Path, changed: int) -> _Module:
+    """Read a module's source, as it was changed last."""
+    module = _Module(name, path.name == "__init__.py")
+    for node in _statements(_Undocumented().visit(ast.parse(path.read_bytes(), str(path))).body):
+        if isinstance(node, _IMPORTS):
+            found = _imported(node, module)
+            if star := found.pop("*", None):
+                module.stars.append(star[0])
+            module.imports |= found
+            continue
+        for target in _targets(node):
+            module.definitions.setdefault(target, []).append(node)
+    return module
+
+
+def _imported(node: ast.Import | ast.ImportFrom, module: _Module) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """The names that an import in a module gives, as in ``_Module.imports``."""
+    if isinstance(node, ast.Import):
+        names = {one.asname or one.name: one.name for one in node.names}  # a dotted name is no name, and is loaded too
+        names |= {one.name.partition(".")[0]: one.name.partition(".")[0] for one in node.names if not one.asname}
+        return {name: (target, ()) for name, target in names.items()}
+    parts = module.name.split(".") if node.level else []
+    parts = parts[: len(parts) - node.level + module.is_package]
+    base = ".".join([*parts, *filter(None, [node.module])])
+    return {one.asname or one.name: (base, (one.name,)) for one in node.names}
+
+
+class _Undocumented(ast.NodeTransformer):
+    """Takes docstrings out of a tree."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return ast.Pass() if is_text else self.generic_visit(node)
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """A module's statements, the imports in a ``try`` and ``if`` among them."""
+    for node in body:
+        if isinstance(node, ast.If) and _is_skipped(node.test):
+            yield from _statements(node.orelse)
+        elif not isinstance(node, ast.Pass):
+            if isinstance(node, ast.If | ast.Try | ast.With):
+                yield from (one for one in ast.walk(node) if isinstance(one, _IMPORTS))
+            yield node
+
+
+def _is_skipped(test: ast.expr) -> bool:
+    """Whether a branch is for type checkers, or for a module that is run as a program."""
+    return bool({name for chain in _chains(test) for name in chain} & {"TYPE_CHECKING", "__name__"})
+
+
+def _targets(node: ast.stmt) -> list[str]:
+    """The names that a statement defines; `_STATEMENTS` for one that does something else."""
+    if isinstance(node, _DEFINITIONS):
+        return [node.name]
+    given: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        given = node.targets
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+        given = [node.target]
+    names = [one for target in given for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    if names and all(isinstance(one, ast.Name) for one in names):
+        return [one.id for one in names if isinstance(one, ast.Name)]
+    return [_STATEMENTS]
+
+
+def _decorators(node: ast.stmt) -> list[ast.expr]:
+    return node.decorator_list if isinstance(node, _DEFINITIONS) else []
+
+
+def _stores(node: ast.AST) -> bool:
+    """Whether a part of a function puts something into a mapping or list, or into an object that does."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr in _KEEPERS
+    return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+
+
+def _without_fields(node: ast.stmt, model: type[BaseModel]) -> ast.stmt:
+    """A model of settings without its fields: their values are in the key."""
+    if not isinstance(node, ast.ClassDef):
+        return node
+    kept = [
+        one
+        for one in node.body
+        if not (isinstance(one, ast.AnnAssign) and getattr(one.target, "id", "") in model.model_fields)
+    ]
+    parts = {name: getattr(node, name) for name in node._fields} | {"body": kept}
+    return ast.ClassDef(**parts)
 
 
 def _chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
     """The names that a tree reads, each with the attributes that are taken of it."""
-    if isinstance(node, ast.Attribute):
-        names, inner = [node.attr], node.value
-        while isinstance(inner, ast.Attribute):
-            names.append(inner.attr)
-            inner = inner.value
-        if isinstance(inner, ast.Name):
-            yield (inner.id, *reversed(names))
-        else:
-            yield from _chains(inner)
-        return
-    if isinstance(node, ast.Name):
-        yield (node.id,)
-    for child in ast.iter_child_nodes(node):
-        yield from _chains(child)
+    names, inner = [], node
+    while isinstance(inner, ast.Attribute):
+        names.append(inner.attr)
+        inner = inner.value
+    if isinstance(inner, ast.Name):
+        yield (inner.id, *reversed(names))
+    elif inner is not node:
+        yield from _chains(inner)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _chains(child)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name that was not given a value yet
+        return False
 
 
 @functools.cache
@@ -240,9 +404,11 @@ def _file_of(name: str) -> Path | None:
     places: Any = None
     spec = None
     parts = name.split(".")
-    for number in range(len(parts)):
+    for number in range(1, len(parts) + 1):
+        if number > 1 and places is None:  # no package
+            return None
         try:
-            spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: number + 1]), places)
+            spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:number]), places)
         except (ImportError, ValueError):
             return None
         if spec is None:
@@ -250,108 +416,3 @@ def _file_of(name: str) -> Path | None:
         places = spec.submodule_search_locations
     origin = spec.origin if spec else None
     return Path(origin) if origin and origin.endswith(".py") else None
-
-
-def _read(name: str, path: Path) -> _Module:
-    module = _Module(name, path)
-    tree = ast.parse(path.read_bytes(), str(path))
-    for node in _statements(tree.body):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            module.imports |= _imports(node, name, path)
-            if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
-                module.stars.append(_base(node, name, path))
-            continue
-        for target in _targets(node):
-            module.definitions.setdefault(target, []).append(node)
-    return module
-
-
-def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """A module's statements, those of a branch of an import's ``try`` and ``if`` among them."""
-    for number, node in enumerate(body):
-        if number == 0 and _is_docstring(node):
-            continue
-        if isinstance(node, ast.If) and _is_skipped(node.test):
-            yield from _statements(node.orelse)
-        else:
-            if isinstance(node, ast.If | ast.Try):
-                inner = [one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)]
-                yield from inner
-            yield node
-
-
-def _is_skipped(test: ast.expr) -> bool:
-    """Whether a branch is for type checkers, or for a module that is run as a program."""
-    names = {one.id for one in ast.walk(test) if isinstance(one, ast.Name)}
-    names |= {one.attr for one in ast.walk(test) if isinstance(one, ast.Attribute)}
-    return bool(names & {"TYPE_CHECKING", "__name__"})
-
-
-def _targets(node: ast.stmt) -> list[str]:
-    """The names that a statement defines; `_EFFECTS` for one that does something else."""
-    if isinstance(node, _DEFINITIONS):
-        return [node.name]
-    given = (
-        node.targets
-        if isinstance(node, ast.Assign)
-        else [node.target]
-        if isinstance(node, ast.AnnAssign | ast.AugAssign)
-        else []
-    )
-    names = [one for target in given for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    if names and all(isinstance(one, ast.Name) for one in names):
-        return [one.id for one in names if isinstance(one, ast.Name)]
-    return [] if isinstance(node, ast.Pass) else [_EFFECTS]
-
-
-def _imports(node: ast.Import | ast.ImportFrom, module: str, path: Path) -> dict[str, tuple[str, str]]:
-    """The names that an import gives, each as a module and a name in it; an empty name for the module itself."""
-    if isinstance(node, ast.ImportFrom):
-        base = _base(node, module, path)
-        return {one.asname or one.name: (base, one.name) for one in node.names if one.name != "*"}
-    return {one.asname or one.name.partition(".")[0]: (one.name if one.asname else one.name.partition(".")[0], "")
-            for one in node.names}  # fmt: skip
-
-
-def _base(node: ast.ImportFrom, module: str, path: Path) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    parts = parts[: len(parts) - node.level + 1]
-    return ".".join([*parts, *filter(None, [node.module])])
-
-
-def _is_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
-def _plain(node: ast.AST) -> ast.AST:
-    """A copy of a tree without docstrings."""
-    return _Undocumented().visit(ast.parse(ast.unparse(node)))  # type: ignore[no-any-return]
-
-
-class _Undocumented(ast.NodeTransformer):
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, _DEFINITIONS) and node.body and _is_docstring(node.body[0]):
-            node.body = node.body[1:] or [ast.Pass()]
-        return super().generic_visit(node)
-
-
-def _without_fields(node: ast.stmt) -> ast.stmt:
-    """A model of settings without its fields: their values are in the key."""
-    if not isinstance(node, ast.ClassDef):
-        return node
-    kept = [one for one in node.body if not isinstance(one, ast.AnnAssign) and not _is_docstring(one)]
-    return ast.ClassDef(**{**{name: getattr(node, name) for name in node._fields}, "body": kept or [ast.Pass()]})
-
-
-def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """What differs between two readings, in words; empty where nothing does.
-
-    >>> changed_code({"train:fit": "a", "train:old": "b"}, {"train:fit": "c"})
-    'train:fit changed, train:old is gone'
-    """
-    told = [f"{name} changed" for name in now if name in before and before[name] != now[name]]
-    told += [f"{name} is new" for name in now if name not in before]
-    told += [f"{name} is gone" for name in before if name not in now]
-    return ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")

@@ -222,7 +222,8 @@ class Stage:
     Attributes:
         name: Letters, digits and ``_``.
         run: A function of a `Context` and the params, which returns numbers and other plain JSON that later stages
-            depend on; or a command, its words with placeholders such as ``{unit}``, ``{dir}`` and ``{prepare}``.
+            depend on. Or a command: a tuple of words, or a line for the shell, with placeholders such as ``{unit}``,
+            ``{dir}`` and ``{prepare}``; it depends on the settings and stages that they name.
         needs: The stages whose outputs it reads.
         after: Stages that it only waits for.
         each: The list whose items are its units: ``"fold in prepare.folds"`` for one in the result of stage prepare,
@@ -238,7 +239,7 @@ class Stage:
     """
 
     name: str
-    run: Callable[[Context, Any], Mapping[str, Any] | None] | tuple[str, ...]
+    run: Callable[[Context, Any], Mapping[str, Any] | None] | tuple[str, ...] | str
     needs: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     each: str | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +17,10 @@ from memfit import config
 from memfit.errors import ConfigError, UsageError, nearest
 from memfit.jobs import call_in_child
 from memfit.memory import Budget
-from memfit.pipeline._code import code_of_command
 from memfit.pipeline._config import CommandSettings, RunConfig, StageSettings, of_commands, resolve_with_allocator
-from memfit.pipeline._describe import in_order
+from memfit.pipeline._describe import describe_commands
 from memfit.pipeline._graph import ALL, Choice, check_units
-from memfit.pipeline._grid import PLACEHOLDER, own_stdin
+from memfit.pipeline._grid import fill, own_stdin
 from memfit.rundir import RunDir, damaged, read_whole
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -106,7 +104,7 @@ def order_of_config(
         own = {"target": settings.target, "resolved": resolved.to_json(), "units": list(choice.combinations)}
         described = call_in_child("memfit.pipeline._describe:describe", own, env=dict(os.environ) | child_env)
     else:
-        described = _describe_commands(settings, resolved)
+        described = describe_commands(resolved)
     _check_topology(settings, described["stages"])
     content = {
         "target": settings.target,
@@ -119,20 +117,16 @@ def order_of_config(
     facts = {"kind": "stages", "target": settings.target, "cwd": str(Path.cwd()), "folders": list(folders)}
     return Order(
         settings=settings,
-        stages=[stage | {"keyed": True} for stage in described["stages"]],
+        stages=described["stages"],
         fingerprint=config.fingerprint(content),
         origins=described["origins"],
         facts=facts | {"origins": described["origins"], "units": list(choice.combinations)},
-        choice=_with_config(choice, settings),
+        choice=dataclasses.replace(choice, skip=tuple(settings.skip), units=settings.units),
         params=described["params"],
         yaml=described["yaml"],
         env=child_env,
         cwd=str(Path.cwd()),
     )
-
-
-def _with_config(choice: Choice, settings: RunConfig) -> Choice:
-    return dataclasses.replace(choice, skip=tuple(settings.skip), units=settings.units)
 
 
 def _check_topology(settings: RunConfig, stages: Sequence[Mapping[str, Any]]) -> None:
@@ -150,71 +144,6 @@ def _check_topology(settings: RunConfig, stages: Sequence[Mapping[str, Any]]) ->
                 rule="the stages of a target are functions; stages with commands stand in a config without a target.",
                 remedy="leave one of the two out",
             )
-
-
-def _describe_commands(settings: RunConfig, resolved: config.Resolved[RunConfig]) -> dict[str, Any]:
-    """The stages of a config of commands, as ``describe`` gives those of a workload."""
-    if not settings.stages:
-        raise ConfigError(
-            "the config names nothing to run.",
-            rule="a config has a target (module:NAME), or stages with commands.",
-            remedy="write for example target: train:train",
-        )
-    stages = [_command_stage(name, own, settings) for name, own in settings.stages.items()]
-    params = dict(settings.params)
-    return {
-        "params": params,
-        "origins": dict(resolved.origins),
-        "yaml": resolved.to_yaml(),
-        "stages": in_order(stages, params),
-    }
-
-
-def _command_stage(name: str, own: StageSettings, settings: RunConfig) -> dict[str, Any]:
-    if own.run is None:
-        raise ConfigError(
-            f"stages.{name} has no command.",
-            rule="a config without a target gives each stage a command: run.",
-            remedy=f"write it: stages: {{{name}: {{run: python {name}.py --out {{dir}}}}}}",
-        )
-    words = [own.run] if isinstance(own.run, str) else list(own.run)
-    used = dict.fromkeys(found for word in words for found in PLACEHOLDER.findall(word))
-    needs = list(dict.fromkeys([*own.needs, *(word for word in used if word in settings.stages and word != name)]))
-    read = {word.removeprefix("params."): _param(settings, word, name) for word in used if word.startswith("params.")}
-    try:
-        split = shlex.split(own.run) if isinstance(own.run, str) else words
-    except ValueError:
-        split = own.run.split() if isinstance(own.run, str) else words
-    return {
-        "name": name,
-        "needs": needs,
-        "after": list(own.after),
-        "each": own.each,
-        "units": None,
-        "holds": own.holds,
-        "in_order": own.in_order,
-        "phases": [],
-        "command": words,
-        "shell": isinstance(own.run, str),
-        "settings": read,
-        "seed": "seed" in used,
-        "code": code_of_command(split, Path.cwd()),
-        "modules": [],
-        "data": "",
-    }
-
-
-def _param(settings: RunConfig, dotted: str, stage: str) -> Any:
-    found: Any = settings.params
-    for part in dotted.split(".")[1:]:
-        if not isinstance(found, Mapping) or part not in found:
-            raise ConfigError(
-                f"stages.{stage}.run names {{{dotted}}}, and there is no such setting.",
-                rule="{params.NAME} stands for a setting below params.",
-                remedy=f"add it: --set {dotted}=VALUE",
-            )
-        found = found[part]
-    return found
 
 
 def resolve_settings(
@@ -237,8 +166,6 @@ def order_of_command(
     Raises:
         UsageError: If there is no such program.
     """
-    from memfit.pipeline._grid import fill
-
     for (program,) in dict.fromkeys(fill(command[:1], combination) for combination in combinations):
         if shutil.which(program) is None:
             path = Path(program)

@@ -50,8 +50,7 @@ def first_context(target: str, whole: config.Resolved[RunConfig], stage: str, fo
         folder: Where all else goes.
     """
     described = describe(target, whole.to_json())
-    stages = [one | {"keyed": True} for one in described["stages"]]
-    order = Order(whole.value, stages, "", {}, {}, Choice(until=stage, units="1"), described["params"])
+    order = Order(whole.value, described["stages"], "", {}, {}, Choice(until=stage, units="1"), described["params"])
     (folder / "checkpoints").mkdir()
     graph = Graph(order, RunDir(folder), make_job=lambda graph, unit: unit)
     while True:

@@ -20,7 +20,7 @@ from memfit.errors import DataError, UsageError
 from memfit.masking import mask
 from memfit.pipeline._code import changed_code, code_of, own_modules
 from memfit.pipeline._contract import Context, Output, Stage, Stop
-from memfit.pipeline._describe import SEED, load_workload
+from memfit.pipeline._describe import load_workload
 from memfit.pipeline._manifest import (
     MANIFEST_VERSION,
     canonical,
@@ -49,10 +49,9 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
     started = time.time()
     workload, described = load_workload(order["target"]), order["stage"]
     stage, package = workload.stage(described["name"]), order["target"].partition(".")[0].partition(":")[0]
-    _check_code(stage, workload.params, described)
+    _check_code(stage, order["target"], workload.params, described)
     context = make_context(order)
     params = only(workload.params.model_validate_json(json.dumps(order["params"])), described)
-    loaded = own_modules(package)
     status, why, exit_code = "completed", "", 0
     assert callable(stage.run)
     try:
@@ -62,7 +61,7 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
         status, why, exit_code, result = "stopped", str(stop), stop.exit_code, stop.result
     plain = _plain(result, described["name"])
     outputs = describe_outputs(context.dir, context.saved)
-    new = {name: path for name, path in own_modules(package).items() if name not in loaded}
+    unforeseen = {name: path for name, path in own_modules(package).items() if name not in described["modules"]}
     manifest = {
         "schema_version": MANIFEST_VERSION,
         "stage": described["name"],
@@ -82,19 +81,16 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "started": started,
         "seconds": round(time.time() - started, 3),
-        "unforeseen": {
-            name: [str(path), hash_file(path)] for name, path in new.items() if name not in described["modules"]
-        },
+        "unforeseen": {name: [str(path), hash_file(path)] for name, path in unforeseen.items()},
         "reused_from": None,
     }
     write_json(Path(order["manifest"]), manifest)
     return plain
 
 
-def _check_code(stage: Stage, params: type[BaseModel], described: Mapping[str, Any]) -> None:
-    fields = [name for name in described["settings"] if name != SEED]
+def _check_code(stage: Stage, target: str, params: type[BaseModel], described: Mapping[str, Any]) -> None:
     assert callable(stage.run)
-    now, _ = code_of(stage.run, params, fields)
+    now, _ = code_of(stage.run, target, params, list(described["settings"]))
     if changed := changed_code(described["code"], now):
         raise UsageError(
             f"the code of stage {stage.name} is not what it was when this run started: {changed}.",
