@@ -59,7 +59,7 @@ class StagesHere:
         except Stop as stop:
             status, why, exit_code, result = "stopped", str(stop), stop.exit_code, stop.result
         outputs = describe_outputs(context.dir, context.saved)
-        facts = {"schema_version": 1, "stage": name, "job": name, "key": "", "parts": {}, "settings": {}}
+        facts = {"schema_version": 1, "stage": name, "job": name, "key": "", "parts": {}, "settings": {}, "code": {}}
         facts |= {"unit": context.unit, "seconds": 0.0, "unforeseen": {}, "reused_from": None}
         found = {"status": status, "why": why, "exit_code": exit_code, "result": dict(result), "outputs": outputs}
         path = context.dir.with_suffix(".json")

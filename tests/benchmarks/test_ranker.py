@@ -55,7 +55,7 @@ def test_tensors_are_compared_by_their_bytes_and_a_missing_file_is_told(ranker, 
 
 def test_a_decision_is_compared_without_the_run_s_name_and_the_comparisons_on_record(ranker, tmp_path):
     told = {"schema_version": 1, "stage": "decision", "job": "decision", "status": "completed", "why": "", "key": ""}
-    told |= {"exit_code": 0, "parts": {}, "settings": {}, "outputs": [], "digest": "", "seconds": 1.0}
+    told |= {"exit_code": 0, "parts": {}, "settings": {}, "code": {}, "outputs": [], "digest": "", "seconds": 1.0}
     told |= {"unforeseen": {}, "reused_from": None}
     first = {"a": "x/run_1", "b": "random", "effect": 0.1, "num_comparisons": 1, "adjusted_p_value": 0.02}
     others = {"second": {"a": "x/run_2", "num_comparisons": 3, "adjusted_p_value": 0.06}, "third": {"effect": 0.2}}

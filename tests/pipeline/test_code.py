@@ -13,6 +13,7 @@ CONFIG = {"experiment": "flow", "target": "flow:FLOW"}
 FILES = {
     "flow.py": """
 import functools
+import re
 from typing import ClassVar
 
 from pydantic import BaseModel, PrivateAttr
@@ -68,7 +69,7 @@ def whole(context, params):
 
 
 STAGES = (
-    Stage("object", Fit(path=parts.PATH, names={"a", "b", "c"}), reads=()),
+    Stage("object", Fit(path=parts.PATH, pattern=re.compile("a+"), names={"a", "b", "c"}), reads=()),
     Stage("partial", functools.partial(bound, score=parts.score, names=frozenset("xyz")), reads=()),
     Stage("lamb", short.LAMBDA, reads=()),
     Stage("plain", plain, reads=()),
@@ -159,6 +160,7 @@ def reruns(file="", before="", after="", config=CONFIG):
 def test_what_a_stage_is_bound_to_counts_and_is_the_same_in_each_process(flow):
     assert reruns() == set()  # sets and functions have another order and address in each process
     assert reruns("flow.py", '"rate": 1', '"rate": 2') == {"object"}
+    assert reruns("flow.py", '"a+"', '"b+"') == {"object"}
     assert reruns("parts.py", 'Path("here")', 'Path("there")') == {"object"}
     assert reruns("flow.py", '{"a", "b", "c"}', '{"a", "b", "d"}') == {"object"}
     assert reruns("parts.py", "score():\n    return 1", "score():\n    return 2") == {"partial"}

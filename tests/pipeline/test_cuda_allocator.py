@@ -68,7 +68,7 @@ def test_a_variable_of_your_own_wins_over_the_setting_and_that_is_told(monkeypat
     monkeypatch.setenv(name, "max_split_size_mb:64")
     seen, run_dir, [told] = run_command(f"memory.cuda_allocator={GROWS}", env={name: "max_split_size_mb:64"})
     assert seen == dict.fromkeys(NAMES, "max_split_size_mb:64")
-    assert f"{name}=max_split_size_mb:64 counts, and not --set {GROWS}" in told
+    assert f"max_split_size_mb:64, from environment {name}, over --set {GROWS}" in told
     assert run_dir.header["settings"]["memory"]["cuda_allocator"] == "max_split_size_mb:64"
     assert run_dir.header["origins"]["memory.cuda_allocator"] == f"environment {name}, over --set {GROWS}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,10 +10,7 @@ from typing import Any
 
 from memfit import config
 from memfit.errors import UsageError
-from memfit.pipeline._alone import call_alone
-from memfit.pipeline._config import RunConfig
-
-_HERE = "memfit.pipeline._bench"
+from memfit.pipeline._probe import call_alone, data_text, probed
 
 
 @dataclass(frozen=True)
@@ -59,37 +56,23 @@ def bench_loader(
         DoesNotFitError: If no count of workers fits the budget.
     """
     arguments = {"how": asdict(how)}
-    return call_alone(f"{_HERE}:measure_in_child", source, arguments, overrides=overrides, env=env)
+    return call_alone(f"{__name__}:measure_in_child", source, arguments, overrides=overrides, env=env)
 
 
 def measure_in_child(target: str, resolved: str, how: Mapping[str, Any]) -> dict[str, Any]:
     """Prepare the workload's data as a run does, and measure the loader of its first fold."""
     from memfit.data import choose_num_workers, measure_loader, verdict
-    from memfit.pipeline._probe import HOW, data_text, find_probe, first_context
 
-    (stage, probe), asked = find_probe(target), LoaderBench(**how)
-    if probe.loader is None or (asked.with_model and probe.step is None):
-        missing = "loader" if probe.loader is None else "step"
-        raise UsageError(
-            f"stage {stage} of '{target}' names no {missing}.",
-            rule="memfit bench loader measures the loader that a stage names (probe), and --with-model its step.",
-            remedy=HOW if missing == "loader" else "leave --with-model out, give --step-ms, or name a step",
-        )
-    whole = config.Resolved.from_json(RunConfig, resolved)
-    with tempfile.TemporaryDirectory(prefix="memfit-bench-") as folder:
-        context, params = first_context(target, whole, stage, Path(folder))
-        make = probe.loader
+    asked = LoaderBench(**how)
+    with probed(target, resolved, "loader", *(["step"] if asked.with_model else [])) as (context, params, probe):
+        assert probe.loader is not None
+        make = functools.partial(probe.loader, context, params)
         step = probe.step(context, params) if asked.with_model and probe.step else asked.step_seconds
         data = data_text(context)
         if asked.modes:
-            return {"data": data} | _modes(lambda number: make(context, params, number), step, asked)
-        reports = measure_loader(
-            lambda number: make(context, params, number),
-            num_workers=asked.num_workers,
-            seconds=asked.seconds,
-            consume=step,
-        )
-        forecasts = [_forecast(make(context, params, number)) for number in sorted(set(asked.num_workers))]
+            return {"data": data} | _modes(make, step, asked)
+        reports = measure_loader(make, num_workers=asked.num_workers, seconds=asked.seconds, consume=step)
+        forecasts = [_forecast(make(number)) for number in sorted(set(asked.num_workers))]
     choice = choose_num_workers(reports, budget_bytes=asked.budget_bytes)
     return {
         "data": data,

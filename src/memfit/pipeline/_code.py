@@ -7,6 +7,8 @@ are left out.
 from __future__ import annotations
 
 import ast
+import contextlib
+import copyreg
 import functools
 import hashlib
 import importlib.machinery
@@ -20,7 +22,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from memfit.errors import UsageError
-from memfit.pipeline._manifest import SAMPLED_BYTES, digest, hash_file, sample_path
+from memfit.pipeline._manifest import digest, fingerprint_files
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
@@ -60,12 +62,8 @@ def code_of(
 
 def code_of_command(words: Sequence[str], folder: Path) -> dict[str, str]:
     """The files that a command names, by their content."""
-    found = {}
-    for word in words:
-        path = folder / word
-        if "{" not in word and path.is_file():
-            found[word] = sample_path(path) if path.stat().st_size > SAMPLED_BYTES else hash_file(path)
-    return found
+    named = {word: folder / word for word in words if "{" not in word}
+    return {word: fingerprint_files(path) for word, path in named.items() if path.is_file()}
 
 
 def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> str:
@@ -152,8 +150,10 @@ class _Reader:
         top = name.partition(".")[0]
         is_known = self._find(module, (top,)) is not None  # a lambda has no name of its own
         self.follow(module, (top,) if is_known else ())
-        cells = getattr(value, "__closure__", None) or ()
-        held = [self.form(cell.cell_contents) for cell in cells if _is_filled(cell)]
+        held = []
+        for cell in getattr(value, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # a name that was not given a value yet
+                held.append(self.form(cell.cell_contents))
         if "<locals>" in name and isinstance(value, types.FunctionType):
             held += map(self.form, [value.__defaults__, value.__kwdefaults__])
         return [f"{module}:{name}", *held] if held else f"{module}:{name}"
@@ -161,7 +161,8 @@ class _Reader:
     def _object(self, value: Any) -> Any:
         """An object by its class and content, as pickle takes it apart; such as a partial, a method, an array."""
         try:
-            parts = value.__reduce_ex__(4)
+            reduce = copyreg.dispatch_table.get(type(value))
+            parts = reduce(value) if reduce else value.__reduce_ex__(4)
         except Exception as error:  # pickle's own, or what a class of the user's raises
             raise UsageError(
                 f"a stage's function is bound to a {type(value).__name__}, which has no content to compare.",
@@ -169,8 +170,9 @@ class _Reader:
                 remedy=f"bind plain values, and make the {type(value).__name__} inside of the function",
             ) from error
         if isinstance(parts, str):  # it stands at the top of its module
-            self.follow(value.__module__, (parts.partition(".")[0],))
-            return f"{value.__module__}:{parts}"
+            module = getattr(value, "__module__", None) or type(value).__module__
+            self.follow(module, (parts.partition(".")[0],))
+            return f"{module}:{parts}"
         iterators = [[*one] if one is not None else None for one in parts[3:5]]
         return ["object", *map(self.form, [*parts[:3], *iterators])]
 
@@ -387,32 +389,25 @@ def _chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
             yield from _chains(child)
 
 
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # a name that was not given a value yet
-        return False
-
-
 @functools.cache
 def _file_of(name: str) -> Path | None:
     """Where a module's source lies, without importing it."""
-    loaded = sys.modules.get(name)
-    if loaded is not None:
-        file = getattr(loaded, "__file__", None)
-        return Path(file) if file and file.endswith(".py") else None
-    places: Any = None
-    spec = None
-    parts = name.split(".")
-    for number in range(1, len(parts) + 1):
-        if number > 1 and places is None:  # no package
+    loaded, spec = sys.modules.get(name), None
+    if loaded is None:
+        spec = _spec_of(name)
+    file = spec.origin if spec else getattr(loaded, "__file__", None)
+    return Path(file) if file and file.endswith(".py") else None
+
+
+@functools.cache
+def _spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
+    parent, places = name.rpartition(".")[0], None
+    if parent:
+        above = _spec_of(parent)
+        places = above.submodule_search_locations if above else None
+        if places is None:  # no package
             return None
-        try:
-            spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:number]), places)
-        except (ImportError, ValueError):
-            return None
-        if spec is None:
-            return None
-        places = spec.submodule_search_locations
-    origin = spec.origin if spec else None
-    return Path(origin) if origin and origin.endswith(".py") else None
+    try:
+        return importlib.machinery.PathFinder.find_spec(name, places)
+    except (ImportError, ValueError):
+        return None

@@ -43,6 +43,7 @@ def _allocator(text: str) -> str:
 
 
 _ALLOCATOR = "memory.cuda_allocator"
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _Name = Annotated[str, Field(min_length=1)]
 _Folder = Annotated[Path, BeforeValidator(_not_empty)]
 
@@ -169,35 +170,14 @@ def resolve_with_allocator(
     env: Mapping[str, str],
     overrides: Sequence[config.Override] = (),
 ) -> config.Resolved[C]:
-    """Settings as ``config.resolve`` gives them; over ``memory.cuda_allocator`` goes the user's own variable for torch.
-
-    >>> env = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
-    >>> given = ["memory.cuda_allocator=expandable_segments:True"]
-    >>> found = resolve_with_allocator(CommandSettings, env=env, overrides=given)
-    >>> found.value.memory.cuda_allocator, found.origins["memory.cuda_allocator"]
-    ('max_split_size_mb:64', 'environment PYTORCH_CUDA_ALLOC_CONF, over --set expandable_segments:True')
-    """
+    """Settings as ``config.resolve`` gives them; the user's own variable for torch's allocator goes before ours."""
     found = config.resolve(model, file=file, values=values, env=env, overrides=overrides)
     asked = found.value.memory.cuda_allocator
-    if asked is None:
+    name = next((name for name in _ALLOCATOR_VARIABLES if env.get(name)), None)
+    if asked is None or name is None or env[name] == asked:
         return found
-    from memfit.estimation import ALLOCATOR_VARIABLES
-
-    name = next((name for name in ALLOCATOR_VARIABLES if env.get(name)), None)
-    if name is None or env[name] == asked:
-        return found
-    origin = f"environment {name}, over {found.origins[_ALLOCATOR]} {asked}"
-    own = (origin, f"{_ALLOCATOR}={json.dumps(env[name])}")
+    own = (f"environment {name}, over {found.origins[_ALLOCATOR]} {asked}", f"{_ALLOCATOR}={json.dumps(env[name])}")
     return config.resolve(model, file=file, values=values, env=env, overrides=[*overrides, own])
-
-
-def kept_allocator(settings: CommandSettings, origins: Mapping[str, str]) -> str:
-    """That the user's own variable for torch counts and not the setting, in words; empty where they agree."""
-    name, over, asked = origins.get(_ALLOCATOR, "").partition(", over ")
-    if not over:
-        return ""
-    kept = f"{name.removeprefix('environment ')}={settings.memory.cuda_allocator}"
-    return f"torch's allocator: your own {kept} counts, and not {asked}; unset it for the other"
 
 
 def of_commands(env: Mapping[str, str]) -> dict[str, str]:

@@ -121,22 +121,7 @@ def in_order(
             rule = "names are letters, digits and _"
             raise _bad(name, "has a bad name, or one that another stage has", rule, "rename it")
         reads = _of_function(stage, params, target, model) if callable(stage.run) else _of_command(stage, params, names)
-        own = {
-            "name": name,
-            "needs": list(stage.needs),
-            "after": list(stage.after),
-            "each": stage.each,
-            "units": None,
-            "source": None,
-            "holds": stage.holds,
-            "in_order": bool(_setting(params, stage.in_order, stage))
-            if isinstance(stage.in_order, str)
-            else stage.in_order,
-            "phases": list(stage.phases),
-            "has_probe": stage.probe is not None and stage.probe.step is not None,
-            "data": "",
-            "keyed": True,
-        } | reads
+        own = as_data(stage, params) | reads
         for other in [*own["needs"], *own["after"], *filter(None, [own["holds"]])]:
             if other not in names:
                 rule = "a stage waits for stages of its workload"
@@ -160,6 +145,27 @@ def in_order(
     return [found[name] for name in ordered]
 
 
+def as_data(stage: Stage, params: Mapping[str, Any]) -> dict[str, Any]:
+    """What a stage says of itself, before its code and its data are looked at."""
+    in_order = _setting(params, stage.in_order, stage) if isinstance(stage.in_order, str) else stage.in_order
+    return {
+        "name": stage.name,
+        "needs": list(stage.needs),
+        "after": list(stage.after),
+        "each": stage.each,
+        "units": None,
+        "source": None,
+        "holds": stage.holds,
+        "in_order": bool(in_order),
+        "phases": list(stage.phases),
+        "has_probe": stage.probe is not None and stage.probe.step is not None,
+        "command": None,
+        "shell": False,
+        "data": "",
+        "keyed": True,
+    }
+
+
 def _of_function(stage: Stage, params: Mapping[str, Any], target: str, model: type[BaseModel] | None) -> dict[str, Any]:
     """What the results of a function depend on: the settings that it says it reads, and its code."""
     assert callable(stage.run)
@@ -170,13 +176,7 @@ def _of_function(stage: Stage, params: Mapping[str, Any], target: str, model: ty
             raise _bad(stage.name, f"reads '{name}', which is no setting", rule, nearest(name, [*params, SEED]))
     settings = {name: params[name] for name in reads if name != SEED}
     code, modules = code_of(stage.run, target, model, list(settings))
-    return {
-        "command": None,
-        "settings": settings,
-        "seed": SEED in reads,
-        "code": code,
-        "modules": sorted(modules),
-    }
+    return {"settings": settings, "seed": SEED in reads, "code": code, "modules": sorted(modules)}
 
 
 def _of_command(stage: Stage, params: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -185,6 +185,8 @@ def _of_command(stage: Stage, params: Mapping[str, Any], names: Sequence[str]) -
     shell = isinstance(stage.run, str)
     words = [stage.run] if isinstance(stage.run, str) else list(stage.run)
     used = list(dict.fromkeys(found for word in words for found in PLACEHOLDER.findall(word)))
+    stages = [one for one in used if one in names and one != stage.name]
+    settings = [one for one in used if one.startswith("params.")]
     try:
         split = shlex.split(words[0]) if shell else words
     except ValueError:  # a quote that only the shell understands
@@ -192,10 +194,8 @@ def _of_command(stage: Stage, params: Mapping[str, Any], names: Sequence[str]) -
     return {
         "command": words,
         "shell": shell,
-        "needs": list(dict.fromkeys([*stage.needs, *(one for one in used if one in names and one != stage.name)])),
-        "settings": {
-            one.removeprefix("params."): _setting(params, one, stage) for one in used if one.startswith("params.")
-        },
+        "needs": list(dict.fromkeys([*stage.needs, *stages])),
+        "settings": {one.removeprefix("params."): _setting(params, one, stage) for one in settings},
         "seed": "seed" in used,
         "code": code_of_command(split, Path.cwd()),
         "modules": [],

@@ -5,35 +5,20 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from memfit import config
 from memfit.errors import MissingExtraError, UntraceableError, UsageError
-from memfit.pipeline._alone import call_alone
 from memfit.pipeline._config import RunConfig
+from memfit.pipeline._probe import call_alone, data_text, mapped_bytes, probed
 from memfit.units import format_bytes
 
 #: Batches of a loader that does not name its longest, of which the largest counts.
 _LOOKED_AT = 64
-
-
-@dataclass(frozen=True)
-class _Longest:
-    """The batch that takes the most.
-
-    Attributes:
-        batch: What the loader gives.
-        is_sure: The loader says that no batch takes more; else it is the largest of ``num_seen``.
-        num_seen: Batches that were looked at.
-    """
-
-    batch: Any
-    is_sure: bool
-    num_seen: int
 
 
 def estimate_workload(
@@ -81,41 +66,33 @@ def estimate_in_child(
 ) -> dict[str, Any]:
     """Prepare the workload's data as a run does, take its longest batch, and trace its step."""
     from memfit.estimation import check_allocator, limit_time
-    from memfit.pipeline._probe import HOW, data_text, find_probe, first_context, mapped_bytes
 
-    stage, probe = find_probe(target)
-    if probe.loader is None or probe.step is None:
-        missing = " and ".join(name for name in ("loader", "step") if getattr(probe, name) is None)
-        raise UsageError(
-            f"stage {stage} of '{target}' names no {missing}.",
-            rule="what is estimated is the step that a stage names (probe), on a batch of the loader that it names.",
-            remedy=HOW,
-        )
-    whole = config.Resolved.from_json(RunConfig, resolved)
-    text = allocator or whole.value.memory.cuda_allocator
-    warned = [] if text is None else check_allocator(text)
-    with tempfile.TemporaryDirectory(prefix="memfit-estimate-") as folder:
-        context, params = first_context(target, whole, stage, Path(folder))
+    with probed(target, resolved, "loader", "step") as (context, params, probe):
+        text = allocator or config.Resolved.from_json(RunConfig, resolved).value.memory.cuda_allocator
+        warned = [] if text is None else check_allocator(text)
+        assert probe.loader is not None and probe.step is not None
         loader, make_step = probe.loader(context, params, 0), probe.step
-        longest = find_longest(loader)
+        batch, num_seen = find_longest(loader)
 
         def make() -> Any:
             step = make_step(context, params)
-            return lambda: step(longest.batch)
+            return lambda: step(batch)
 
         with limit_time(time_limit):
             found = _trace(make, target, gpu, available_bytes, text)
-        host, read = _host(loader, longest.batch, mapped_bytes(context)), data_text(context)
-    host_text = _host_text(host)
+        host, read = _host(loader, batch, mapped_bytes(context)), data_text(context)
+    size = format_bytes(host["batch_bytes"])
+    which = f"the largest of the first {num_seen} batches: {size}; a later one may be larger"
+    if num_seen is None:
+        which = f"the longest batch, as its loader says it: {size}"
     data = {
         "batch_bytes": host["batch_bytes"],
-        "is_longest": longest.is_sure,
-        "num_batches_seen": longest.num_seen,
-        "text": f"{read}; {_batch_text(longest)}\n{host_text}",
+        "is_longest": num_seen is None,
+        "num_batches_seen": num_seen or 1,
+        "text": f"{read}; {which}\n{host['text']}",
     }
-    notes = [*found["notes"], *warned]
     beside = {"setup": None, "largest_batch": None, "change": None, "smaller_model": None}
-    return found | beside | {"notes": notes, "data": data, "host": host | {"text": host_text}}
+    return found | beside | {"notes": [*found["notes"], *warned], "data": data, "host": host}
 
 
 def _trace(
@@ -141,17 +118,17 @@ def _trace(
         ) from error
 
 
-def find_longest(loader: Iterable[Any]) -> _Longest:
-    """The loader's ``longest()``, where it has one; else the largest of its first batches.
+def find_longest(loader: Iterable[Any]) -> tuple[Any, int | None]:
+    """The loader's ``longest()``, where it has one, and None; else the largest of its first batches, and their number.
 
     Raises:
         UsageError: If the loader has no batch.
 
     >>> find_longest([[1], [1, 2, 3], [1, 2]])
-    _Longest(batch=[1, 2, 3], is_sure=False, num_seen=3)
+    ([1, 2, 3], 3)
     """
     if hasattr(loader, "longest"):
-        return _Longest(loader.longest(), True, 1)
+        return loader.longest(), None
     seen = list(itertools.islice(loader, _LOOKED_AT))
     if not seen:
         raise UsageError(
@@ -159,7 +136,7 @@ def find_longest(loader: Iterable[Any]) -> _Longest:
             rule="a step is estimated on a batch of its own data.",
             remedy="see that the fold has dates to train on",
         )
-    return _Longest(max(seen, key=lambda batch: (bytes_of(batch), _num_items(batch))), False, len(seen))
+    return max(seen, key=lambda batch: (bytes_of(batch), len(batch) if hasattr(batch, "__len__") else 0)), len(seen)
 
 
 def bytes_of(batch: Any) -> int:
@@ -173,34 +150,15 @@ def bytes_of(batch: Any) -> int:
     return sum(map(bytes_of, batch)) if isinstance(batch, list | tuple) else 0
 
 
-def _num_items(batch: Any) -> int:
-    return len(batch) if hasattr(batch, "__len__") else 0
-
-
 def _host(loader: Any, batch: Any, panel_bytes: int) -> dict[str, Any]:
+    """The host's side; the device's figures hold nothing of it."""
     from memfit.data import loader_footprint
 
-    try:
+    batch_bytes = bytes_of(batch)
+    batches = f"a batch {format_bytes(batch_bytes)} for each that is ready"
+    footprint = None
+    with suppress(UsageError):  # a loader of another kind
         footprint = loader_footprint(loader).to_dict()
-    except UsageError:
-        footprint = None
-    return {"panel": {"mapped_bytes": panel_bytes}, "batch_bytes": bytes_of(batch), "loader": footprint}
-
-
-def _batch_text(longest: _Longest) -> str:
-    size = format_bytes(bytes_of(longest.batch))
-    if longest.is_sure:
-        return f"the longest batch, as its loader says it: {size}"
-    return f"the largest of the first {longest.num_seen} batches: {size}; a later one may be larger"
-
-
-def _host_text(host: Mapping[str, Any]) -> str:
-    """The host's side in a line; the device's figures hold nothing of it."""
-    loader = host["loader"]
-    batches = (
-        f"a batch {format_bytes(host['batch_bytes'])} for each that is ready"
-        if loader is None
-        else f"the loader {format_bytes(loader['private_bytes'])} in the training's process"
-    )
-    panel = format_bytes(host["panel"]["mapped_bytes"])
-    return f"host, beside the device: panel {panel}, mapped once for all jobs; {batches}"
+        batches = f"the loader {format_bytes(footprint['private_bytes'])} in the training's process"
+    text = f"host, beside the device: panel {format_bytes(panel_bytes)}, mapped once for all jobs; {batches}"
+    return {"panel": {"mapped_bytes": panel_bytes}, "batch_bytes": batch_bytes, "loader": footprint, "text": text}

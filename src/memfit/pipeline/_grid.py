@@ -13,22 +13,18 @@ import shlex
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from memfit.errors import UsageError
 
 #: The most commands of one run; each has a folder of its own.
 MAX_COMMANDS = 100_000
 
-Combination = Mapping[str, str]
-T = TypeVar("T")
-
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 #: A name in braces, in a command.
 PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
 _VALUE = re.compile(r'\s*(?:"(?P<quoted>(?:[^"]|"")*)"\s*|(?P<plain>[^",][^,]*|))(?P<end>,|$)')
 _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.(\d{1,18}))?")
-_LIKE_A_RANGE = re.compile(r"[-+.\deE]*\d[.\deE]*\.\.[-+.\deE]*\d[-+.\deE]*")
+_LIKE_A_RANGE = re.compile(r"[-+]?\.?\d[\d.eE+-]*?\.\..*")
 #: How alike an unknown placeholder and a parameter are when one is taken for a slip of the pen.
 _ALIKE = 0.75
 
@@ -52,13 +48,14 @@ def expand(
     """
     axes: list[list[dict[str, str]]] = [] if param_file is None else [_rows(param_file)]
     for text in params:
-        name, equals, values = text.partition("=")
+        name, equals, given = text.partition("=")
         if not equals or not _NAME.fullmatch(name):
             raise _bad(f"--param {text} is not name=values", "write for example --param fold=1..5")
-        axes.append([{name: value} for value in _values(name, values)])
+        axes.append([{name: value} for value in _values(name, given)])
     names = [name for axis in axes for name in axis[0]]
-    if twice := _twice(names):
-        raise _bad(f"the parameter {twice} is given twice", f"give all values of {twice} in one place")
+    for name in names:
+        if names.count(name) > 1:
+            raise _bad(f"the parameter {name} is given twice", f"give all values of {name} in one place")
     if command is not None:
         _check_placeholders(command, names)
     number = math.prod(len(axis) for axis in axes)
@@ -66,9 +63,12 @@ def expand(
         sizes = " x ".join(str(len(axis)) for axis in axes)
         raise _too_many(f"{sizes} = {number:,}")
     found = [{name: value for part in parts for name, value in part.items()} for parts in itertools.product(*axes)]
-    if same := _twice(tuple(combination.values()) for combination in found):
-        what = ", ".join(f"{name}={value}" for name, value in zip(names, same, strict=True))
-        raise _bad(f"the combination {what} is given twice", "take the second one away: each command runs once")
+    seen: set[tuple[str, ...]] = set()
+    for one in found:
+        if (values := tuple(one.values())) in seen:
+            what = ", ".join(f"{name}={value}" for name, value in one.items())
+            raise _bad(f"the combination {what} is given twice", "take the second one away: each command runs once")
+        seen.add(values)
     return found
 
 
@@ -101,7 +101,7 @@ def fill(command: Sequence[str], words: Mapping[str, str | Sequence[str]], *, sh
     return tuple(filled)
 
 
-def own_stdin(combinations: Sequence[Combination]) -> str | None:
+def own_stdin(combinations: Sequence[Mapping[str, str]]) -> str | None:
     """The pipe or file that a single command is to read as this process reads it; None for a terminal or nothing."""
     if len(combinations) != 1 or combinations[0]:
         return None
@@ -137,11 +137,8 @@ def _values(name: str, text: str) -> list[str]:
 def _range(name: str, text: str) -> Iterable[str]:
     match = _RANGE.fullmatch(text)
     if match is None and _LIKE_A_RANGE.fullmatch(text):
-        raise _bad(f"--param {name}={text} is no range of whole numbers", f"list the values: {name}=0.1,0.2,0.3")
-    if match is None and re.match(r"-?\d+\.\.", text):
-        raise _bad(
-            f"--param {name}={text} is half a range", f'write {name}=1..9, or {name}="{text}" for that text itself'
-        )
+        what = f"--param {name}={text} is no range of whole numbers"
+        raise _bad(what, f'list the values: {name}=0.1,0.2,0.3, or quote a text: {name}="{text}"')
     if match is None:
         return [text]
     first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
@@ -160,37 +157,26 @@ def _rows(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file as combinations."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        rows = [(number, row) for number, row in _numbered(text) if row]
-    except OSError as error:
-        raise _bad(f"{path} cannot be read: {error.strerror}", "name a CSV file that is there") from None
-    except UnicodeDecodeError as error:
-        what = f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
-        raise _bad(what, f"convert it: iconv -t UTF-8 {path}") from None
-    except csv.Error as error:
-        raise _bad(f"{path} is not CSV: {error}", "close every quote, and double a quote inside a value") from None
+        if "\0" in text:
+            raise csv.Error("it holds a NUL byte")
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        rows = [(reader.line_num, row) for row in reader if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise _bad(
+            f"{path} cannot be read as CSV: {error}", "name a CSV file in UTF-8 whose quotes are closed"
+        ) from None
     header = [name.strip() for name in rows[0][1]] if rows else []
     if len(rows) < 2:
         raise _bad(f"{path} holds no combination", "give it a header with the names, and a line for each combination")
-    if bad := next((name for name in header if not _NAME.fullmatch(name)), None):
-        raise _bad(f"{path}: '{bad}' in the header cannot name a parameter", "name each column, for example fold,lr")
-    if "" in header:
-        raise _bad(f"{path}: a column of the header has no name", "name each column, for example fold,lr")
-    if twice := _twice(header):
-        raise _bad(f"{path}: the header names {twice} twice", "give each column a name of its own")
+    for name in header:
+        if not _NAME.fullmatch(name) or header.count(name) > 1:
+            what = f"{path}: '{name}' in the header cannot name a parameter, or names two"
+            raise _bad(what, "name each column, for example fold,lr")
     for number, row in rows[1:]:
         if len(row) != len(header):
             what = f"{path}:{number} has {len(row)} values, and the header {len(header)} names"
             raise _bad(what, "give each line one value for each name")
-    if len(rows) - 1 > MAX_COMMANDS:
-        raise _too_many(f"{path} alone gives {len(rows) - 1:,}")
     return [dict(zip(header, row, strict=True)) for _, row in rows[1:]]
-
-
-def _numbered(text: str) -> Iterable[tuple[int, list[str]]]:
-    if "\0" in text:
-        raise csv.Error("it holds a NUL byte")
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    return [(reader.line_num, row) for row in reader]
 
 
 def _check_placeholders(command: Sequence[str], names: Sequence[str]) -> None:
@@ -207,15 +193,6 @@ def _check_placeholders(command: Sequence[str], names: Sequence[str]) -> None:
             rule="every parameter stands in the command, in braces: else its values would give the same command again.",
             remedy=f"write {{{unused}}} where it belongs, for example --{unused} {{{unused}}}, or leave it out",
         )
-
-
-def _twice(values: Iterable[T]) -> T | None:
-    seen: set[T] = set()
-    for value in values:
-        if value in seen:
-            return value
-        seen.add(value)
-    return None
 
 
 def _bad(what: str, remedy: str) -> UsageError:

@@ -35,6 +35,7 @@ _SHAPE = {
     "key": str,
     "parts": {str: str},
     "settings": dict,
+    "code": {str: str},
     "result": dict,
     "outputs": [_OUTPUT],
     "digest": str,

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from memfit.errors import ConfigError, UsageError, nearest
 from memfit.jobs import call_in_child
 from memfit.memory import Budget
 from memfit.pipeline._config import CommandSettings, RunConfig, StageSettings, of_commands, resolve_with_allocator
-from memfit.pipeline._describe import describe_commands
+from memfit.pipeline._contract import Stage
+from memfit.pipeline._describe import as_data, describe_commands
 from memfit.pipeline._graph import ALL, Choice, check_units
 from memfit.pipeline._grid import fill, own_stdin
 from memfit.rundir import RunDir, damaged, read_whole
@@ -99,7 +101,7 @@ def order_of_config(
     settings = resolved.value
     check_units(settings.units)
     folders = folders or ([str(file.resolve().parent)] if file else [])
-    child_env = {"PYTHONPATH": os.pathsep.join([*folders, str(Path.cwd()), *filter(None, [env.get("PYTHONPATH")])])}
+    child_env = python_path(folders, env)
     if settings.target:
         own = {"target": settings.target, "resolved": resolved.to_json(), "units": list(choice.combinations)}
         described = call_in_child("memfit.pipeline._describe:describe", own, env=dict(os.environ) | child_env)
@@ -127,6 +129,11 @@ def order_of_config(
         env=child_env,
         cwd=str(Path.cwd()),
     )
+
+
+def python_path(folders: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Where an interpreter of a workload's finds its modules: the config's folder, this one, and the user's own."""
+    return {"PYTHONPATH": os.pathsep.join([*folders, str(Path.cwd()), *filter(None, [env.get("PYTHONPATH")])])}
 
 
 def _check_topology(settings: RunConfig, stages: Sequence[Mapping[str, Any]]) -> None:
@@ -204,20 +211,8 @@ def _of_commands(
         "settings": settings.model_dump(mode="json"),
         "origins": dict(origins),
     }
-    stage = {
-        "name": COMMAND_STAGE,
-        "needs": [],
-        "after": [],
-        "each": None,
-        "units": [dict(one) for one in combinations],
-        "source": None,
-        "holds": None,
-        "in_order": False,
-        "phases": [],
-        "command": list(command),
-        "shell": False,
-        "keyed": False,
-    }
+    own = {"units": [dict(one) for one in combinations], "command": list(command), "keyed": False}
+    stage = as_data(Stage(COMMAND_STAGE, tuple(command)), {}) | own
     return Order(settings, [stage], config.fingerprint(content), origins, facts, cwd=cwd)
 
 
@@ -265,8 +260,7 @@ def name_of(command: Sequence[str]) -> str:
     """
     name = Path(command[0]).name
     if _INTERPRETER.fullmatch(name):
-        pairs = zip(command[1:], [*command[2:], ""], strict=True)
-        for word, following in pairs:
+        for word, following in pairwise([*command[1:], ""]):
             if word == "-c":
                 break
             if word == "-m" or _SCRIPT.fullmatch(word):

@@ -15,7 +15,7 @@ from memfit.errors import DamagedError, UsageError
 from memfit.jobs import Job, JobStatus, call_in_child, raise_error_of, read_status
 from memfit.masking import mask
 from memfit.memory import Footprint
-from memfit.pipeline._config import RunConfig, kept_allocator
+from memfit.pipeline._config import RunConfig
 from memfit.pipeline._graph import ALL, Choice, Graph, Unit
 from memfit.pipeline._grid import expand, fill, own_stdin
 from memfit.pipeline._manifest import find_manifest, open_folder
@@ -169,8 +169,8 @@ def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | N
     told = {"state": state, "fingerprint": order.fingerprint}
     with supervised(run, settings, force=force, view=view, told=told) as supervisor:
         _write_order(order, run)
-        if kept := kept_allocator(settings, order.origins):
-            supervisor.journal.write("plan", why=kept)
+        if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
+            supervisor.journal.write("plan", why=f"torch's allocator: {settings.memory.cuda_allocator}, from {origin}")
         others = RunDir.all(settings.runs_dir, settings.experiment) if reuse else []
         graph = Graph(
             order,
