@@ -11,7 +11,7 @@ from memfit.errors import ConfigError, UsageError
 from memfit.estimation._events import find_peaks
 from memfit.estimation._step_trace import trace_step
 from memfit.pipeline import estimate_workload
-from memfit.pipeline._estimate import bytes_of, find_longest
+from memfit.pipeline._probe import bytes_of, find_longest
 from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.stages import RANKER
 from stages_here import StagesHere

@@ -1,15 +1,13 @@
 """Runs a workload's stages, a plain function or any command under one budget."""
 
-from memfit.pipeline._bench import LoaderBench, bench_loader
 from memfit.pipeline._config import CommandSettings, MemorySettings, RunConfig, StageSettings
 from memfit.pipeline._contract import Context, Output, Probe, Stage, Stop, Workload
-from memfit.pipeline._estimate import estimate_workload
 from memfit.pipeline._graph import Choice
 from memfit.pipeline._grid import expand, fill
 from memfit.pipeline._manifest import fingerprint_files
 from memfit.pipeline._order import resolve_settings
 from memfit.pipeline._plan_run import RunPlan, StagePlan, plan_commands, plan_run
-from memfit.pipeline._probe import call_alone, first_context
+from memfit.pipeline._probe import LoaderBench, bench_loader, call_alone, estimate_workload, first_context
 from memfit.pipeline._run import resume, run, run_commands
 from memfit.pipeline._supervise import RunResult, read_budget
 from memfit.successors import missing_name

@@ -320,33 +320,25 @@ class _Undocumented(ast.NodeTransformer):
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """A module's statements, the imports in a ``try`` and ``if`` among them."""
+    """A module's statements, the imports in others among them."""
     for node in body:
-        if isinstance(node, ast.If) and _is_skipped(node.test):
+        names = {name for chain in _chains(node.test) for name in chain} if isinstance(node, ast.If) else set()
+        if isinstance(node, ast.If) and names & {"TYPE_CHECKING", "__name__"}:  # no part of the module that is imported
             yield from _statements(node.orelse)
         elif not isinstance(node, ast.Pass):
-            if isinstance(node, ast.If | ast.Try | ast.With):
-                yield from (one for one in ast.walk(node) if isinstance(one, _IMPORTS))
+            if not isinstance(node, _DEFINITIONS):
+                yield from (one for one in ast.walk(node) if isinstance(one, _IMPORTS) and one is not node)
             yield node
-
-
-def _is_skipped(test: ast.expr) -> bool:
-    """Whether a branch is for type checkers, or for a module that is run as a program."""
-    return bool({name for chain in _chains(test) for name in chain} & {"TYPE_CHECKING", "__name__"})
 
 
 def _targets(node: ast.stmt) -> list[str]:
     """The names that a statement defines; `_STATEMENTS` for one that does something else."""
     if isinstance(node, _DEFINITIONS):
         return [node.name]
-    given: list[ast.expr] = []
-    if isinstance(node, ast.Assign):
-        given = node.targets
-    elif isinstance(node, ast.AnnAssign | ast.AugAssign):
-        given = [node.target]
-    names = [one for target in given for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    if names and all(isinstance(one, ast.Name) for one in names):
-        return [one.id for one in names if isinstance(one, ast.Name)]
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        stored = [one for one in ast.walk(node) if isinstance(getattr(one, "ctx", None), ast.Store)]
+        if not any(isinstance(one, ast.Subscript | ast.Attribute) for one in stored):
+            return [one.id for one in stored if isinstance(one, ast.Name)]
     return [_STATEMENTS]
 
 

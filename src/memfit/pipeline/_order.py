@@ -27,7 +27,7 @@ from memfit.rundir import RunDir, damaged, read_whole
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _INTERPRETER = re.compile(r"(?:python|pypy)[0-9.]*|(?:ba|da|z|k)?sh|torchrun|Rscript|julia|node|perl|ruby")
-_SCRIPT = re.compile(r".+\.(?:py|sh|R|jl|js|pl|rb)")
+_SCRIPT = re.compile(r"\S+\.(?:py|sh|R|jl|js|pl|rb)")
 #: The stage of commands that no config names, and its jobs: cmd_0004.
 COMMAND_STAGE = "cmd"
 
@@ -148,7 +148,7 @@ def _check_topology(settings: RunConfig, stages: Sequence[Mapping[str, Any]]) ->
         if settings.target and own.run is not None:
             raise ConfigError(
                 f"stages.{name}.run is given beside target: {settings.target}.",
-                rule="the stages of a target are functions; stages with commands stand in a config without a target.",
+                rule="what the stages of a target run stands in its code; a config without a target says it itself.",
                 remedy="leave one of the two out",
             )
 
@@ -260,11 +260,7 @@ def name_of(command: Sequence[str]) -> str:
     """
     name = Path(command[0]).name
     if _INTERPRETER.fullmatch(name):
-        for word, following in pairwise([*command[1:], ""]):
-            if word == "-c":
-                break
-            if word == "-m" or _SCRIPT.fullmatch(word):
-                name = following if word == "-m" else Path(word).name
-                break
+        module = dict(pairwise(command)).get("-m")
+        name = module or next((Path(word).name for word in command if _SCRIPT.fullmatch(word)), name)
     name = Path(name).stem if _SCRIPT.fullmatch(name) else name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:80] or "command"

@@ -1,16 +1,24 @@
-"""The first unit of a workload's training stage outside of a run, for what measures its loader or its step."""
+"""A workload's loader and step outside of a run: measured by ``memfit bench loader``, traced by ``memfit estimate``.
+
+Each is made of the first unit of the stage that names it (probe), in an interpreter of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
+import itertools
+import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from memfit import config
-from memfit.errors import UsageError
+from memfit.errors import MissingExtraError, UntraceableError, UsageError
 from memfit.jobs import JobStatus, call_in_child, limit_threads
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._contract import Context, Probe
@@ -20,12 +28,18 @@ from memfit.pipeline._order import Order, python_path
 from memfit.pipeline._run import stage_order
 from memfit.pipeline._stage import make_context, only, run_stage
 from memfit.rundir import RunDir
+from memfit.units import format_bytes
 
 _HOW = (
     "write loader(context, params, num_workers), a unit's training batches, and step(context, params), which gives a "
     "function that takes one training step, and name both: Stage(..., probe=Probe(loader, step)); docs/commands.md "
     "shows them"
 )
+#: Batches of a loader that does not name its longest, of which the largest counts.
+_LOOKED_AT = 64
+
+
+# The first unit of the stage
 
 
 def call_alone(
@@ -94,17 +108,18 @@ def first_context(target: str, whole: config.Resolved[RunConfig], stage: str, fo
     graph = Graph(order, RunDir(folder), make_job=lambda graph, unit: unit)
     while True:
         unit = next(iter(graph.next(1)))
+        if unit.stage["command"] is not None:
+            raise UsageError(
+                f"stage {stage} needs stage {unit.stage['name']}, which is a command.",
+                rule="what is measured outside of a run is made by stages that are functions.",
+                remedy=f"measure it in a run: memfit run CONFIG --until {stage} --units 1",
+            )
         asked = stage_order(order, graph, unit)
         if unit.stage["name"] == stage:
             params = load_workload(target).params.model_validate(described["params"])
             return make_context(asked), only(params, unit.stage)
         run_stage(asked)
         graph.ended(JobStatus(unit.job_id, "completed"))
-
-
-def mapped_bytes(context: Context) -> int:
-    """The bytes of the panels that a context's stage needs: mapped once, however many jobs read them."""
-    return sum(panel.nbytes for panel in _panels(context))
 
 
 def data_text(context: Context) -> str:
@@ -114,7 +129,263 @@ def data_text(context: Context) -> str:
 
 
 def _panels(context: Context) -> list[Any]:
+    """The panels that a context's stage needs: each mapped once, however many jobs read it."""
     outputs = [output for outputs in context.needs.values() for output in outputs]
     return [
         output.panel(one["name"]) for output in outputs for one in output.facts["outputs"] if one["kind"] == "panel"
     ]
+
+
+# Its loader, measured
+
+
+@dataclass(frozen=True)
+class LoaderBench:
+    """How a loader is measured.
+
+    Attributes:
+        num_workers: The counts of workers.
+        seconds: How long each measurement goes on.
+        step_seconds: How long a step of the trainer takes; None without one.
+        with_model: Take the workload's own training step.
+        budget_bytes: What the workers may take.
+        modes: Compare the modes of `memfit.data.choose_mode` in place of counts.
+        num_epochs: Epochs of the training that modes are compared over.
+    """
+
+    num_workers: Sequence[int] = (0, 1, 2, 4)
+    seconds: float = 5.0
+    step_seconds: float | None = None
+    with_model: bool = False
+    budget_bytes: int | None = None
+    modes: bool = False
+    num_epochs: int = 10
+
+
+def bench_loader(
+    source: Path | str,
+    how: LoaderBench,
+    *,
+    overrides: Sequence[config.Override] = (),
+    env: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Measure the loader of a config's workload on its first fold, and choose a number of workers.
+
+    Returns:
+        ``reports`` (see ``memfit.data.LoaderReport``), each with its ``verdict`` and ``forecast_bytes`` (what
+        ``memfit.data.loader_footprint`` says of its processes and batches; None where it cannot); ``num_workers``, the
+        choice, and ``choice``, its arithmetic; ``data``, what was read. Of modes ``modes`` (see
+        ``memfit.data.ModeReport``) and ``mode``, the choice, in place of ``reports``.
+
+    Raises:
+        UsageError: If the config is bad, or its workload names no loader, or no step where one is asked for.
+        DoesNotFitError: If no count of workers fits the budget.
+    """
+    arguments = {"how": asdict(how)}
+    return call_alone(f"{__name__}:measure_in_child", source, arguments, overrides=overrides, env=env)
+
+
+def measure_in_child(target: str, resolved: str, how: Mapping[str, Any]) -> dict[str, Any]:
+    """Prepare the workload's data as a run does, and measure the loader of its first fold."""
+    from memfit.data import choose_num_workers, measure_loader, verdict
+
+    asked = LoaderBench(**how)
+    with probed(target, resolved, "loader", *(["step"] if asked.with_model else [])) as (context, params, probe):
+        assert probe.loader is not None
+        make = functools.partial(probe.loader, context, params)
+        step = probe.step(context, params) if asked.with_model and probe.step else asked.step_seconds
+        data = data_text(context)
+        if asked.modes:
+            return {"data": data} | _modes(make, step, asked)
+        reports = measure_loader(make, num_workers=asked.num_workers, seconds=asked.seconds, consume=step)
+        forecasts = [_forecast(make(number)) for number in sorted(set(asked.num_workers))]
+    choice = choose_num_workers(reports, budget_bytes=asked.budget_bytes)
+    return {
+        "data": data,
+        "reports": [
+            asdict(report) | {"verdict": asdict(verdict(report)), "forecast_bytes": forecast}
+            for report, forecast in zip(reports, forecasts, strict=True)
+        ],
+        "num_workers": choice.num_workers,
+        "choice": choice.text,
+        "budget_bytes": asked.budget_bytes,
+    }
+
+
+def _modes(make: Callable[[int], Any], step: Any, asked: LoaderBench) -> dict[str, Any]:
+    from memfit.data import choose_mode
+
+    found = choose_mode(
+        make,
+        num_workers=[number for number in asked.num_workers if number],
+        seconds=asked.seconds,
+        consume=step,
+        num_epochs=asked.num_epochs,
+        budget_bytes=asked.budget_bytes,
+    )
+    return {
+        "modes": [asdict(mode) for mode in found.modes],
+        "mode": found.name,
+        "num_workers": found.num_workers,
+        "choice": found.text,
+        "budget_bytes": asked.budget_bytes,
+    }
+
+
+def _forecast(loader: Any) -> int | None:
+    """What the loader's processes and batches will take; None for a loader of another kind, or without any."""
+    from memfit.data import loader_footprint
+
+    if not getattr(loader, "num_workers", 0):
+        return None
+    try:
+        found = loader_footprint(loader)
+    except UsageError:
+        return None
+    return found.private_bytes - found.parts["data"]
+
+
+# Its step, traced
+
+
+def estimate_workload(
+    source: Path | str,
+    *,
+    gpu: str | None = None,
+    available_bytes: int | None = None,
+    allocator: str | None = None,
+    overrides: Sequence[config.Override] = (),
+    env: Mapping[str, str] | None = None,
+    time_limit: float = math.inf,
+) -> dict[str, Any]:
+    """Estimate the training step of a config's workload, on its first fold, in an interpreter of its own.
+
+    Args:
+        source: The config.
+        gpu: The device's name or size; None for any.
+        available_bytes: What others leave of the device; None for all of it.
+        allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``; None for the config's ``memory.cuda_allocator``.
+        overrides: Further settings of the config.
+        env: The environment; this process's when None.
+        time_limit: Seconds for the trace.
+
+    Returns:
+        What ``memfit.planning.ask`` gives, without a ``setup``, for the step is the workload's own: ``data`` says what
+        the batch is; ``host`` what the host's memory holds beside it, which is never added to the device's: ``panel``
+        (mapped, and shared by all jobs), ``batch_bytes``, and ``loader`` (see ``memfit.data.loader_footprint``; None
+        for a loader of another kind).
+
+    Raises:
+        UsageError: If the config is bad, its workload names no loader or no step, or the step cannot be traced.
+    """
+    from memfit.estimation import check_allocator, find_gpu
+
+    if gpu is not None:
+        find_gpu(gpu)
+    if allocator is not None:
+        check_allocator(allocator, name="--allocator")
+    arguments = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
+    return call_alone(f"{__name__}:estimate_in_child", source, arguments, overrides=overrides, env=env)
+
+
+def estimate_in_child(
+    target: str, resolved: str, gpu: str | None, available_bytes: int | None, allocator: str | None, time_limit: float
+) -> dict[str, Any]:
+    """Prepare the workload's data as a run does, take its longest batch, and trace its step."""
+    from memfit.estimation import check_allocator, limit_time
+
+    with probed(target, resolved, "loader", "step") as (context, params, probe):
+        text = allocator or config.Resolved.from_json(RunConfig, resolved).value.memory.cuda_allocator
+        warned = [] if text is None else check_allocator(text)
+        assert probe.loader is not None and probe.step is not None
+        loader, make_step = probe.loader(context, params, 0), probe.step
+        batch, num_seen = find_longest(loader)
+
+        def make() -> Any:
+            step = make_step(context, params)
+            return lambda: step(batch)
+
+        with limit_time(time_limit):
+            found = _trace(make, target, gpu, available_bytes, text)
+        host, read = _host(loader, batch, sum(panel.nbytes for panel in _panels(context))), data_text(context)
+    size = format_bytes(host["batch_bytes"])
+    which = f"the largest of the first {num_seen} batches: {size}; a later one may be larger"
+    if num_seen is None:
+        which = f"the longest batch, as its loader says it: {size}"
+    data = {
+        "batch_bytes": host["batch_bytes"],
+        "is_longest": num_seen is None,
+        "num_batches_seen": num_seen or 1,
+        "text": f"{read}; {which}\n{host['text']}",
+    }
+    beside = {"setup": None, "largest_batch": None, "change": None, "smaller_model": None}
+    return found | beside | {"notes": [*found["notes"], *warned], "data": data, "host": host}
+
+
+def _trace(
+    make: Any, target: str, gpu: str | None, available_bytes: int | None, allocator: str | None
+) -> dict[str, Any]:
+    from memfit.estimation import AllocatorSettings, estimate_step, find_gpu
+
+    device = None if gpu is None else find_gpu(gpu)
+    if device is not None and available_bytes is not None:
+        device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
+    settings = None if allocator is None else AllocatorSettings.parse(allocator)
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
+    try:
+        return estimate_step(make, gpu=device, allocator=settings).to_dict()
+    except UntraceableError as error:
+        where = f", in {error.module}" if error.module else ""
+        raise UsageError(
+            f"the step of '{target}' cannot be traced: {error.what}{where}.",
+            rule="it is run twice on fake tensors, which have shapes and no values.",
+            remedy="take values out of tensors of the batch alone (.item(), .numpy()), allow it more time with "
+            "--time-limit, or measure a run on the device",
+        ) from error
+
+
+def find_longest(loader: Iterable[Any]) -> tuple[Any, int | None]:
+    """The loader's ``longest()``, where it has one, and None; else the largest of its first batches, and their number.
+
+    Raises:
+        UsageError: If the loader has no batch.
+
+    >>> find_longest([[1], [1, 2, 3], [1, 2]])
+    ([1, 2, 3], 3)
+    """
+    if hasattr(loader, "longest"):
+        return loader.longest(), None
+    seen = list(itertools.islice(loader, _LOOKED_AT))
+    if not seen:
+        raise UsageError(
+            "the loader of the first fold gives no batch.",
+            rule="a step is estimated on a batch of its own data.",
+            remedy="see that the fold has dates to train on",
+        )
+    return max(seen, key=lambda batch: (bytes_of(batch), len(batch) if hasattr(batch, "__len__") else 0)), len(seen)
+
+
+def bytes_of(batch: Any) -> int:
+    """Bytes of the arrays and tensors of a batch, however deep they lie in it."""
+    if hasattr(batch, "nbytes"):
+        return int(batch.nbytes)
+    if is_dataclass(batch):
+        return sum(bytes_of(getattr(batch, one.name)) for one in fields(batch))
+    if isinstance(batch, Mapping):
+        return sum(map(bytes_of, batch.values()))
+    return sum(map(bytes_of, batch)) if isinstance(batch, list | tuple) else 0
+
+
+def _host(loader: Any, batch: Any, panel_bytes: int) -> dict[str, Any]:
+    """The host's side; the device's figures hold nothing of it."""
+    from memfit.data import loader_footprint
+
+    batch_bytes = bytes_of(batch)
+    batches = f"a batch {format_bytes(batch_bytes)} for each that is ready"
+    footprint = None
+    with contextlib.suppress(UsageError):  # a loader of another kind
+        footprint = loader_footprint(loader).to_dict()
+        batches = f"the loader {format_bytes(footprint['private_bytes'])} in the training's process"
+    text = f"host, beside the device: panel {format_bytes(panel_bytes)}, mapped once for all jobs; {batches}"
+    return {"panel": {"mapped_bytes": panel_bytes}, "batch_bytes": batch_bytes, "loader": footprint, "text": text}
