@@ -1,4 +1,4 @@
-"""The settings of a run of commands and of a run of folds, and which folds a choice names."""
+"""The settings of a run: of commands, and of a config."""
 
 from __future__ import annotations
 

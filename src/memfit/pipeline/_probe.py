@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -187,49 +187,30 @@ def bench_loader(
 
 def measure_in_child(target: str, resolved: str, how: Mapping[str, Any]) -> dict[str, Any]:
     """Prepare the workload's data as a run does, and measure the loader of its first fold."""
-    from memfit.data import choose_num_workers, measure_loader, verdict
+    from memfit.data import choose_mode, choose_num_workers, measure_loader, verdict
 
     asked = LoaderBench(**how)
     with probed(target, resolved, "loader", *(["step"] if asked.with_model else [])) as (context, params, probe):
         assert probe.loader is not None
         make = functools.partial(probe.loader, context, params)
         step = probe.step(context, params) if asked.with_model and probe.step else asked.step_seconds
-        data = data_text(context)
+        data, found = data_text(context), dict[str, Any]()
+        taking: dict[str, Any] = {"seconds": asked.seconds, "consume": step}
         if asked.modes:
-            return {"data": data} | _modes(make, step, asked)
-        reports = measure_loader(make, num_workers=asked.num_workers, seconds=asked.seconds, consume=step)
-        forecasts = [_forecast(make(number)) for number in sorted(set(asked.num_workers))]
-    choice = choose_num_workers(reports, budget_bytes=asked.budget_bytes)
-    return {
-        "data": data,
-        "reports": [
-            asdict(report) | {"verdict": asdict(verdict(report)), "forecast_bytes": forecast}
-            for report, forecast in zip(reports, forecasts, strict=True)
-        ],
-        "num_workers": choice.num_workers,
-        "choice": choice.text,
-        "budget_bytes": asked.budget_bytes,
-    }
-
-
-def _modes(make: Callable[[int], Any], step: Any, asked: LoaderBench) -> dict[str, Any]:
-    from memfit.data import choose_mode
-
-    found = choose_mode(
-        make,
-        num_workers=[number for number in asked.num_workers if number],
-        seconds=asked.seconds,
-        consume=step,
-        num_epochs=asked.num_epochs,
-        budget_bytes=asked.budget_bytes,
-    )
-    return {
-        "modes": [asdict(mode) for mode in found.modes],
-        "mode": found.name,
-        "num_workers": found.num_workers,
-        "choice": found.text,
-        "budget_bytes": asked.budget_bytes,
-    }
+            counts = [number for number in asked.num_workers if number]
+            chosen: Any = choose_mode(
+                make, num_workers=counts, num_epochs=asked.num_epochs, budget_bytes=asked.budget_bytes, **taking
+            )
+            found = {"modes": [asdict(mode) for mode in chosen.modes], "mode": chosen.name}
+        else:
+            reports = measure_loader(make, num_workers=asked.num_workers, **taking)
+            chosen = choose_num_workers(reports, budget_bytes=asked.budget_bytes)
+            found["reports"] = [
+                asdict(one) | {"verdict": asdict(verdict(one)), "forecast_bytes": _forecast(make(one.num_workers))}
+                for one in reports
+            ]
+    choice = {"num_workers": chosen.num_workers, "choice": chosen.text, "budget_bytes": asked.budget_bytes}
+    return {"data": data} | found | choice
 
 
 def _forecast(loader: Any) -> int | None:
