@@ -59,8 +59,8 @@ def test_a_job_without_a_checkpoint_is_said_to_start_from_the_beginning(memfit, 
 def test_a_run_of_which_no_job_runs_is_said_to_have_stopped(memfit, tmp_path):
     run = RunDir.create(tmp_path / "runs", "idle", "0" * 64)
     code = (
-        "import os, signal, sys; from memfit.pipeline._supervise import RunLock; from memfit.rundir import RunDir\n"
-        "lock = RunLock(RunDir.open(__import__('pathlib').Path(sys.argv[1])))\n"
+        "import os, signal, sys; from memfit.memory import lock_file\n"
+        "lock = lock_file(sys.argv[1] + '/supervisor.lock')\n"
         "signal.signal(signal.SIGUSR1, lambda *_: os._exit(75)); print('on', flush=True); signal.pause()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, run.path], stdout=subprocess.PIPE) as process:

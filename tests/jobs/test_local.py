@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from memfit.errors import UsageError
 from memfit.jobs import Grant, Job, LocalBackend, Verdict, read_status
 from memfit.jobs._folder import is_held
 from memfit.jobs._monitor import Monitor
@@ -201,6 +202,26 @@ def test_a_job_whose_watcher_and_supervisor_are_both_killed_ends_and_is_told_by_
     assert second.adopt(["left"]) == set()
     assert read_status(run_dir, "left") == wait_for_end(first, "left")
     assert wait_for_end(first, "left").state == "node_fail"
+
+
+def test_a_job_whose_watcher_is_just_starting_is_taken_over_and_not_started_again(run_dir, tmp_path, monkeypatch):
+    slow, starts = tmp_path / "python", tmp_path / "starts"
+    slow.write_text(f'#!/bin/sh\nsleep 1\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    job = Job("once", command=("sh", "-c", f"echo start >> {starts}"))
+    for attempt in (1, 2):  # the lock file of the first attempt is there at the second
+        first = LocalBackend(run_dir)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(slow))
+            submit(first, job)
+        second = LocalBackend(run_dir)  # the first supervisor was killed here
+        assert second.adopt(["once"]) == {"once"}
+        with pytest.raises(UsageError, match="running already"):
+            submit(LocalBackend(run_dir), job)
+        ended = wait_for_end(second, "once")
+        assert (ended.state, ended.attempt) == ("completed", attempt)
+        assert wait_for_end(first, "once") == ended
+    assert starts.read_text() == "start\n" * 2
 
 
 def test_a_job_that_ends_while_it_is_taken_over_does_not_run_again(run_dir):

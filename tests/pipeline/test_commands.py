@@ -12,6 +12,8 @@ import pytest
 
 import memfit.pipeline
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
+from memfit.jobs import LocalBackend, read_status
+from memfit.memory import is_locked
 from memfit.pipeline import resolve_settings, resume, run_commands
 from memfit.rundir import RunDir
 from memfit.testing import is_alive, wait_until
@@ -215,6 +217,27 @@ def test_commands_that_still_run_are_taken_over_from_a_killed_supervisor():
     Path("go").touch()
     assert second.wait(60) == 0
     assert lines("ran") == lines("ended") == ["1", "2", "3"]
+
+
+def test_a_command_that_ends_while_a_new_supervisor_looks_for_those_that_run_does_not_run_again(monkeypatch):
+    text = "echo {a} >> ran; until test -e go; do sleep 0.05; done; echo {a}"
+    process = subprocess.Popen([*MEMFIT, "map", "--param", "a=1", "--", "sh", "-c", text], stdout=subprocess.DEVNULL)
+    wait_until(lambda: Path("ran").exists())
+    process.kill()
+    process.wait()
+    [run] = RunDir.all(Path("runs"), "sh")
+    adopt = LocalBackend.adopt
+
+    def late(self, job_ids):
+        Path("go").touch()
+        wait_until(lambda: read_status(run, "cmd_0001").state == "completed")
+        wait_until(lambda: not is_locked(run.job_dir("cmd_0001") / "lock"))
+        return adopt(self, job_ids)
+
+    monkeypatch.setattr(LocalBackend, "adopt", late)
+    result = run_sh(text, "a=1")
+    assert (result.path, result.exit_code, lines("ran")) == (run.path, 0, ["1"])
+    assert (run.job_dir("cmd_0001") / "out.log").read_text() == "1\n"
 
 
 def test_a_second_supervisor_of_the_same_command_is_refused():

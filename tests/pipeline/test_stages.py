@@ -156,14 +156,82 @@ def test_until_stage_from_and_units_choose_what_runs(chain):
     assert "summed" in caught.value.remedy
 
 
-def test_torn_manifests_and_changed_outputs_are_made_anew(chain):
+def test_torn_manifests_and_changed_outputs_are_made_anew_beside_the_finished_run(chain):
     result, _, _ = chain()
     folder = result.path / "checkpoints"
     (folder / "square_1.json").write_text('{"schema_version": 1, "sta')
     (folder / "square_2/file.txt").unlink()
     again, ran, _ = chain()
-    assert (again.path, ran) == (result.path, ["square_1", "square_2"])
-    assert again.metrics == result.metrics
+    assert (ran, again.metrics) == (["square_1", "square_2"], result.metrics)
+    assert again.path != result.path  # what builds on them may become another, and lies in the finished run
+
+
+def test_a_stage_that_is_put_in_front_of_a_finished_run_makes_a_new_run(chain):
+    first, _, _ = chain()
+    before = {path.name: path.read_text() for path in (first.path / "checkpoints").glob("*.json")}
+    edit("chain.py", 'Stage("listed", listed, reads=("count",))', 'Stage("zero", zero, reads=()),\n'
+         '        Stage("listed", listed, reads=("count",), needs=("zero",))')  # fmt: skip
+    edit("chain.py", "def square", "def zero(context, params):\n    return {}\n\n\ndef square")
+    result, ran, _ = chain()
+    assert (ran, result.metrics["summed"]) == (["listed", "zero"], first.metrics["summed"])
+    assert result.path != first.path and RunDir(first.path).state == "completed"
+    assert {path.name: path.read_text() for path in (first.path / "checkpoints").glob("*.json")} == before
+
+
+LAZY = """
+import importlib, sys
+from pathlib import Path
+from memfit.pipeline import Context, Stage, Workload
+from pydantic import BaseModel
+
+class Params(BaseModel):
+    pass
+
+def train(context: Context, params: Params) -> dict:
+    found = importlib.import_module("".join(["later", "_loaded"])).VALUE
+    steps = context.dir / "steps"
+    steps.write_text((steps.read_text() if steps.exists() else "") + found)
+    return {"steps": steps.read_text()}
+
+def check(context: Context, params: Params) -> dict:
+    if not Path("ok").exists():
+        raise ValueError("not yet")
+    return {}
+
+def lost(context: Context, params: Params) -> dict:
+    import atexit
+    if not Path("keep").exists():
+        atexit.register(context.dir.with_name("stage_lost.json").unlink)
+    return {}
+
+LAZY = Workload(params=Params, stages=(
+    Stage("train", train), Stage("check", check, needs=("train",)), Stage("lost", lost, needs=("check",)),
+))
+"""
+
+
+def test_code_that_is_loaded_unforeseen_and_changed_lets_nothing_of_it_go_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lazy.py").write_text(LAZY)
+    Path("later_loaded.py").write_text("VALUE = 'a'\n")
+
+    def run():
+        return memfit.run({"experiment": "lazy", "target": "lazy:LAZY"})
+
+    assert run().metrics == {"train": {"steps": "a"}}
+    Path("later_loaded.py").write_text("VALUE = 'b'\n")
+    changed = run()
+    assert (changed.exit_code, changed.metrics) == (4, {"train": {"steps": "b"}})  # and not "ab"
+    Path("ok").touch()
+    lost = run()  # a job that ended well, and its manifest is not there
+    assert (lost.state, lost.exit_code, lost.statuses["lost"].cause) == ("failed", 4, "its result is not there")
+    Path("keep").touch()
+    done = run()
+    assert (done.path, done.exit_code) == (changed.path, 0)
+    Path("later_loaded.py").write_text("VALUE = 'c'\n")
+    again = run()
+    assert (again.metrics["train"], again.path != done.path) == ({"steps": "c"}, True)
+    assert json.loads((done.path / "checkpoints/stage_train.json").read_text())["result"] == {"steps": "b"}
 
 
 def test_an_undeclared_setting_an_undeclared_stage_and_an_undeclared_seed_are_refused_with_the_line_to_add(chain):

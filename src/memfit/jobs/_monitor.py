@@ -58,7 +58,7 @@ class Monitor:
     state: GroupState | None = None
     wants_more: bool = False
     phase: str | None = None
-    phase_source: str | None = None
+    phase_source: str = ""
     passed: list[str] = field(default_factory=list)
     checkpointed: float | None = None
     checkpoint_bytes: int = 0

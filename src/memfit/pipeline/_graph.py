@@ -7,13 +7,14 @@ from the digests of what it needs, so that a stage that ran again and left the s
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import ConfigError, UsageError, nearest
+from memfit.errors import ConfigError, MemfitError, UsageError, nearest
 from memfit.jobs import JobStatus, read_status
 from memfit.masking import mask
 from memfit.pipeline._code import changed_code
@@ -25,9 +26,10 @@ from memfit.pipeline._manifest import (
     is_foreseen,
     is_made_for,
     link_result,
+    remove_result,
     seal_command,
 )
-from memfit.rundir import RunDir, read_json, read_whole
+from memfit.rundir import RunDir, read_whole
 
 if TYPE_CHECKING:
     from memfit.pipeline._order import Order
@@ -37,6 +39,8 @@ PASSED = frozenset({"kept", "reused", "completed", "passed"})
 #: Those in which it never will.
 _ENDED_BADLY = frozenset({"failed", "stopped", "skipped", "cancelled"})
 _MOST_RUNS = 20
+#: The manifest of a command with small outputs is awaited that long; of others it is written meanwhile.
+_SOON_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,7 @@ class Unit:
             ``passed``, ``skipped``, ``failed``, ``cancelled``.
         why: Why it is in that state, or runs.
         key, parts: What its result depends on, whole and by ingredient.
-        digest: What its result is to others.
-        seconds: What making it took.
-        source: Where its result lies in another run, while that is only planned to be taken over.
+        made: Its manifest; empty before there is one.
     """
 
     stage: Mapping[str, Any]
@@ -91,18 +93,27 @@ class Unit:
     why: str = ""
     key: str = ""
     parts: Mapping[str, str] = field(default_factory=dict)
-    digest: str = ""
-    seconds: float = 0.0
-    source: Path | None = None
+    made: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """What its result is to others."""
+        return str(self.made.get("digest", ""))
+
+    @property
+    def seconds(self) -> float:
+        """What making it took."""
+        return float(self.made.get("seconds", 0.0))
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What the stage returned for it; empty for a command that leaves no result."""
+        found: dict[str, Any] = self.made.get("result", {})
+        return found
 
     def manifest(self, run: RunDir) -> Path:
         """Where its manifest lies."""
-        return self.source or run.manifest_path(self.stage["name"], self.job_id)
-
-    def result(self, run: RunDir) -> Mapping[str, Any]:
-        """What the stage returned for it; empty for a command that leaves no result."""
-        found = find_manifest(self.manifest(run)) if self.stage["keyed"] else None
-        return found["result"] if found else {}
+        return run.manifest_path(self.stage["name"], self.job_id)
 
 
 class Graph:
@@ -115,6 +126,12 @@ class Graph:
         earlier: Runs in which a valid result may lie, newest first.
         say: Takes an event's kind and fields.
         is_plan: Only look: nothing is written, linked or removed.
+
+    Attributes:
+        error: The first refusal of a stage while the run goes on: the stage has failed, the others go on.
+
+    Raises:
+        UsageError: If the choice names no stage or unit, or two jobs would have one name.
     """
 
     def __init__(
@@ -128,21 +145,26 @@ class Graph:
         is_plan: bool = False,
     ) -> None:
         self.run, self.choice, self._is_plan = run, order.choice, is_plan
-        self._forgotten = frozenset[str]()
         self.stages = {stage["name"]: stage for stage in order.stages}
         self._common, self._make_job, self._say = order.common, make_job, say
         self._earlier = list(earlier[:_MOST_RUNS])
         self._index: dict[tuple[str, str], Path] | None = None
-        for name in filter(None, [self.choice.until, self.choice.only, self.choice.anew, *self.choice.skip]):
-            self._check_stage(name)
-        self.asked = self._asked()
+        self.error: UsageError | None = None
         self.units: dict[str, list[Unit]] = {}
         self._waiting: dict[str, list[Unit]] = {}
         self._ready: list[Unit] = []
         self._running: dict[str, Unit] = {}
+        self._sealing: dict[str, tuple[JobStatus, Future[None]]] = {}
+        self._pool = ThreadPoolExecutor(1, "seal")
         self._changed: list[Unit] = []
         self._has_begun = False
+        for name in filter(None, [order.choice.until, order.choice.only, order.choice.anew, *order.choice.skip]):
+            self._check_stage(name)
+        self.asked, self._anew = self._asked(), self._made_anew()
         self._check_skipped()
+        for name, stage in self.stages.items():
+            if name in self.asked and (stage["units"] is not None or not stage["each"]):
+                self._units(name)
 
     # What is asked for
 
@@ -158,11 +180,18 @@ class Graph:
         last = self.choice.only or self.choice.until
         return {last, *self.before(last)} if last else set(self.stages)
 
+    def _made_anew(self) -> frozenset[str]:
+        """The stage that is asked for anew, and all that follow from its result."""
+        found = {self.choice.anew}
+        for name, stage in self.stages.items():  # each comes after what it reads
+            if found.intersection([*stage["needs"], *_source(stage)]):
+                found.add(name)
+        return frozenset(filter(None, found))
+
     def waits_for(self, name: str) -> list[str]:
         """The stages that one waits for directly: what it needs, what holds it, and where its units come from."""
         stage = self.stages[name]
-        source = [stage["source"]["stage"]] if stage["source"] and stage["source"]["stage"] else []
-        return [*stage["needs"], *stage["after"], *source, *self._gates(name)]
+        return [*stage["needs"], *stage["after"], *_source(stage), *self._gates(name)]
 
     def _gates(self, name: str) -> list[str]:
         gates = [gate for gate, stage in self.stages.items() if stage["holds"] == name]
@@ -188,22 +217,13 @@ class Graph:
                     remedy=f"run up to it: --until {name}",
                 )
 
-    def forget(self) -> None:
-        """Remove what ``anew`` asks for: the results of that stage and of all that come after it."""
-        first = self.choice.anew
-        if first is None:
-            return
-        self._forgotten = frozenset(name for name in self.stages if name == first or first in self.before(name))
-        for path in () if self._is_plan else (self.run.path / "checkpoints").glob("*.json"):
-            if (read_json(path) or {}).get("stage") in self._forgotten:
-                path.unlink()
-                shutil.rmtree(path.with_suffix(""), ignore_errors=True)  # or training would go on from its last epoch
-        self._earlier = []
-
     # The scheduler's side
 
     def next(self, num_free: int) -> list[Any]:
         """The jobs that may start now."""
+        for job_id, (status, sealing) in list(self._sealing.items()):
+            if sealing.done():
+                self._conclude(job_id, status, sealing.exception())
         self.advance()
         found, self._ready = self._ready, []
         for unit in found:
@@ -215,18 +235,37 @@ class Graph:
 
     def ended(self, status: JobStatus) -> None:
         """Take in how a job ended for good."""
-        unit = self._running.pop(status.job_id)
-        manifest = None
-        if status.state == "completed" and unit.stage["keyed"]:
-            if unit.stage["command"] is not None:
-                self._seal(unit, status)
-            manifest = find_manifest(unit.manifest(self.run))
-        if manifest is not None and manifest["key"] == unit.key:
-            self._take(unit, manifest, "completed")
-        elif status.state == "completed" and unit.stage["keyed"]:
-            self._set(unit, "failed", "its result is not there")
-        elif status.state == "completed":
+        unit = self._running[status.job_id]
+        if status.state != "completed" or not unit.stage["keyed"] or unit.stage["command"] is None:
+            self._conclude(status.job_id, status)
+            return
+        # Large outputs take a while to hash: not here, where other jobs wait for their walls to be moved.
+        sealing = self._pool.submit(self._seal, unit, status)
+        self._sealing[status.job_id] = status, sealing
+        wait([sealing], _SOON_SECONDS)
+        if sealing.done():
+            self._conclude(status.job_id, status, sealing.exception())
+
+    def close(self) -> None:
+        """Wait for the manifests that are being written."""
+        for job_id, (status, sealing) in list(self._sealing.items()):
+            self._conclude(job_id, status, sealing.exception())
+        self._pool.shutdown()
+
+    def _conclude(self, job_id: str, status: JobStatus, error: BaseException | None = None) -> None:
+        """Move a unit on whose job has ended."""
+        unit = self._running.pop(job_id)
+        self._sealing.pop(job_id, None)
+        if error is not None:
+            self._fail(unit, error)
+        elif status.state == "completed" and not unit.stage["keyed"]:
             self._set(unit, "completed")
+        elif status.state == "completed":
+            made = find_manifest(unit.manifest(self.run))
+            if made is not None and made["key"] == unit.key:
+                self._take(unit, made, "completed")
+            else:
+                self._set(unit, "failed", "its result is not there")
         elif status.state in ("preempted", "cancelled", "pending"):
             self._set(unit, "cancelled", status.cause or "it was stopped")
         else:
@@ -235,7 +274,6 @@ class Graph:
 
     def _seal(self, unit: Unit, status: JobStatus) -> None:
         """Write the manifest of a command: it ended well, and what lies in its folder is what it made."""
-        seconds = (status.ended or 0.0) - (status.started or 0.0)
         facts = {
             "stage": unit.stage["name"],
             "unit": unit.value,
@@ -245,6 +283,7 @@ class Graph:
             "settings": mask(unit.stage["settings"]),
             "code": unit.stage["code"],
         }
+        seconds = (status.ended or 0.0) - (status.started or 0.0)
         seal_command(unit.manifest(self.run), facts, seconds=round(seconds, 3))
 
     @property
@@ -264,19 +303,21 @@ class Graph:
         """The stages of which a unit is done."""
         return frozenset(name for name, units in self.units.items() if any(unit.state in PASSED for unit in units))
 
-    def is_stale(self, job_id: str) -> bool:
-        """Whether a job that runs since an earlier supervisor works on what is not asked for any more: other code."""
+    def goes_on_with(self, job_id: str) -> bool:
+        """Whether a job that an earlier supervisor started makes exactly what a unit asks for now."""
         unit = next((one for units in self.units.values() for one in units if one.job_id == job_id), None)
-        if unit is None:  # the units of its stage follow from a stage that runs again
-            return any(job_id.startswith(f"{name}_") for name in self.asked if name not in self.units)
-        if unit.state == "ready" and unit.stage["keyed"]:
-            return started_key(self.run, unit) != unit.key
-        return unit.state == "waiting"
+        if unit is None or not unit.stage["keyed"]:
+            return unit is not None
+        is_new = unit.state == "ready" and not unit.manifest(self.run).exists()
+        is_as_asked = (is_new or unit.state == "kept") and unit.stage["name"] not in self._anew
+        return is_as_asked and started_key(self.run, unit) == unit.key
 
-    def replaces(self, unit: Unit) -> bool:
-        """Whether running a unit would overwrite a result of other settings, code or data."""
-        found = find_manifest(unit.manifest(self.run)) if unit.state == "ready" and unit.stage["keyed"] else None
-        return found is not None and found["key"] != unit.key
+    def overwrites(self) -> bool:
+        """Whether going on would write over a result that is there, or may do so."""
+        if not self.units.keys() >= self.asked:
+            return True
+        left = [unit for units in self.units.values() for unit in units if unit.state in ("ready", "waiting")]
+        return any(find_manifest(unit.manifest(self.run)) is not None for unit in left)
 
     def stopped(self) -> Unit | None:
         """The unit that stopped the run, if one did."""
@@ -285,6 +326,12 @@ class Graph:
     def _set(self, unit: Unit, state: str, why: str = "") -> None:
         unit.state, unit.why = state, why
         self._changed.append(unit)
+
+    def _fail(self, unit: Unit, error: BaseException) -> None:
+        """Let a unit fail by an error that was met here, where other jobs go on."""
+        if not isinstance(error, MemfitError | OSError):
+            raise error
+        self._set(unit, "failed", error.what if isinstance(error, MemfitError) else str(error))
 
     # Units
 
@@ -303,12 +350,20 @@ class Graph:
     def _units(self, name: str) -> list[Unit] | None:
         """A stage's units in this run, or None while the list of them is not known."""
         if name not in self.units:
-            values = self._values(self.stages[name])
-            if values is None:
-                return None
-            self.units[name] = self.named(self.stages[name], values)
-            self._waiting[name] = list(self.units[name])
-            self._changed += self.units[name]
+            stage = self.stages[name]
+            try:
+                values = self._values(stage)
+                if values is None:
+                    return None
+                found = self.named(stage, values)
+                self._check_names(found)
+            except ConfigError as error:
+                if self._is_plan or not self._has_begun:
+                    raise
+                self.error = self.error or error
+                found = [Unit(stage, 0, None, name, state="failed", why=error.what)]
+            self.units[name], self._changed = found, self._changed + found
+            self._waiting[name] = [unit for unit in found if unit.state == "waiting"]
         return self.units[name]
 
     def _values(self, stage: Mapping[str, Any]) -> list[Any] | None:
@@ -319,27 +374,34 @@ class Graph:
         source = next(iter(self._units(stage["source"]["stage"]) or ()), None)
         if source is None or source.state not in PASSED:
             return [None] if source is not None and source.state in _ENDED_BADLY else None
-        found: Any = (find_manifest(source.manifest(self.run)) or {}).get("result")
-        for part in stage["source"]["path"]:
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return units_of(found, stage["name"], stage["each"])
+        return listed(stage, source.result)
 
     def named(self, stage: Mapping[str, Any], values: Sequence[Any]) -> list[Unit]:
         """The units of this run among all values of a stage's list."""
         name, variable = stage["name"], (stage["source"] or {}).get("variable")
-        is_single = values == [None]
+        if values == [None]:
+            return [Unit(stage, 0, None, name)]
         labels = [label_of(value, number, variable) for number, value in enumerate(values, start=1)]
         if len(set(labels)) < len(labels):
             labels = [str(number) for number in range(1, len(values) + 1)]
-        chosen = [0] if is_single else chosen_units(self.choice.units, labels)
+        chosen = chosen_units(self.choice.units, labels)
         if any(one["in_order"] for one in self.stages.values() if one["each"] == stage["each"]):
             chosen = list(range(chosen[-1] + 1))  # each needs those before it
         return [
-            Unit(stage, place, values[number], name)
-            if is_single
-            else Unit(stage, place, values[number], f"{name}_{labels[number]}", labels[number])
+            Unit(stage, place, values[number], f"{name}_{labels[number]}", labels[number])
             for place, number in enumerate(chosen)
         ]
+
+    def _check_names(self, found: Sequence[Unit]) -> None:
+        """Refuse a second job of one name: both would write into one folder."""
+        taken = {unit.job_id: name for name, units in self.units.items() for unit in units}
+        for unit in found:
+            if (other := taken.get(unit.job_id)) is not None:
+                raise ConfigError(
+                    f"stages {other} and {unit.stage['name']} both have a job named {unit.job_id}.",
+                    rule="a job is named <stage> or <stage>_<unit>, and each has a folder of that name.",
+                    remedy=f"rename stage {unit.stage['name']}",
+                )
 
     def inputs(self, unit: Unit, others: Iterable[str] | None = None) -> dict[str, list[Unit]] | None:
         """The units of each stage that a unit waits for or, by ``needs``, reads; None while they are not known."""
@@ -365,9 +427,8 @@ class Graph:
         if name in self.choice.skip:
             self._set(unit, "passed", "it is skipped (--skip)")
             return True
-        source = [unit.stage["source"]["stage"]] if unit.stage["source"] and unit.stage["source"]["stage"] else []
         gates = self._gates(name) if unit.index else []
-        waited = self.inputs(unit, [*unit.stage["needs"], *unit.stage["after"], *source, *gates])
+        waited = self.inputs(unit, [*unit.stage["needs"], *unit.stage["after"], *_source(unit.stage), *gates])
         if waited is None:
             return False
         blocking = [one for units in waited.values() for one in units] + list(filter(None, [self.previous(unit)]))
@@ -378,8 +439,15 @@ class Graph:
         if any(one.state not in PASSED for one in blocking):
             return False
         if unit.stage["keyed"]:
-            self._key(unit)
-        self._check(unit)
+            try:
+                self._check(unit)
+            except OSError as error:
+                self._fail(unit, error)
+        elif read_status(self.run, unit.job_id).state == "completed":
+            self._set(unit, "kept")
+        else:
+            unit.state = "ready"
+            self._ready.append(unit)
         return True
 
     def _key(self, unit: Unit) -> None:
@@ -398,49 +466,48 @@ class Graph:
         unit.key = digest([stage["name"], unit.parts])
 
     def _check(self, unit: Unit) -> None:
-        """Find a valid result of a unit whose key is known, or make it ready to run."""
-        if not unit.stage["keyed"]:
-            if read_status(self.run, unit.job_id).state == "completed":
-                self._set(unit, "kept")
-            else:
-                unit.state = "ready"
-                self._ready.append(unit)
-            return
-        path = unit.manifest(self.run)
-        is_command = unit.stage["command"] is not None and not self._is_plan
-        if is_command and not path.exists() and is_made_for(path, unit.key):
-            status = read_status(self.run, unit.job_id)
-            if status.state == "completed":  # the supervisor was killed before it wrote the manifest
-                self._seal(unit, status)
-        found = None if unit.stage["name"] in self._forgotten else find_manifest(path)
-        if found is not None and found["key"] == unit.key and is_foreseen(found):
-            self._take(unit, found, "kept")
-            return
-        elsewhere = self._elsewhere().get((unit.stage["name"], unit.key))
-        if elsewhere is not None:
-            source = find_manifest(elsewhere)
-            if source is not None and source["key"] == unit.key and is_foreseen(source):
-                if self._is_plan:
-                    unit.source, source["reused_from"] = elsewhere, str(elsewhere)
-                else:
-                    source = link_result(elsewhere, path)
-                self._take(unit, source, "reused")
+        """Find a valid result of a unit whose inputs are all there, or make it ready to run."""
+        self._key(unit)
+        path, name = unit.manifest(self.run), unit.stage["name"]
+        if name not in self._anew:
+            self._seal_left(unit, path)
+            if (found := _valid(path, unit.key)) is not None:
+                self._take(unit, found, "kept")
+                return
+            elsewhere = self._elsewhere().get((name, unit.key))
+            if elsewhere is not None and (found := _valid(elsewhere, unit.key)) is not None:
+                planned = found | {"reused_from": str(elsewhere)}
+                self._take(unit, planned if self._is_plan else link_result(elsewhere, path, found), "reused")
                 return
         unit.state, unit.why = "ready", self._reason(unit, path)
-        if self.choice.only and unit.stage["name"] != self.choice.only:
-            raise UsageError(
-                f"stage {unit.stage['name']} is not valid: {unit.why}.",
+        if self.choice.only and name != self.choice.only:
+            error = UsageError(
+                f"stage {name} is not valid: {unit.why}.",
                 rule=f"--stage {self.choice.only} runs that stage alone, on valid results of those before it.",
                 remedy=f"run them too: --until {self.choice.only}",
             )
+            self.error = self.error or error
+            self._fail(unit, error)
+            return
+        if not self._is_plan and (path.exists() or name in self._anew):
+            remove_result(path)  # or a training would go on from the checkpoints of what is not valid
         self._ready.append(unit)
 
-    def _take(self, unit: Unit, manifest: Mapping[str, Any], state: str) -> None:
-        unit.digest, unit.seconds = manifest["digest"], float(manifest["seconds"])
-        if manifest["status"] == "stopped":
-            self._set(unit, "stopped", manifest["why"])
+    def _seal_left(self, unit: Unit, path: Path) -> None:
+        """Write the manifest of a command that ended well while no supervisor was there to do so."""
+        if self._is_plan or unit.stage["command"] is None or path.exists() or not is_made_for(path, unit.key):
+            return
+        status = read_status(self.run, unit.job_id)
+        if status.state == "completed":
+            with suppress(MemfitError):  # a bad result file: it runs again
+                self._seal(unit, status)
+
+    def _take(self, unit: Unit, made: dict[str, Any], state: str) -> None:
+        unit.made = made
+        if made["status"] == "stopped":
+            self._set(unit, "stopped", made["why"])
         else:
-            self._set(unit, state, manifest["reused_from"] or "")
+            self._set(unit, state, made["reused_from"] or "")
 
     def _elsewhere(self) -> dict[tuple[str, str], Path]:
         """Where results of earlier runs lie, by stage and key."""
@@ -454,7 +521,7 @@ class Graph:
 
     def _reason(self, unit: Unit, path: Path) -> str:
         """Why a unit runs, from the newest result of the same name."""
-        if unit.stage["name"] in self._forgotten:
+        if unit.stage["name"] in self._anew:
             return f"it is asked for (--from {self.choice.anew})"
         for run in [self.run, *self._earlier]:
             before = find_manifest(unit.manifest(run))
@@ -474,13 +541,38 @@ class Graph:
             self._say("stage", **told, seconds=round(sum(unit.seconds for unit in units), 3))
 
 
+def _source(stage: Mapping[str, Any]) -> list[str]:
+    """The stage that lists a stage's units, if one does."""
+    return [stage["source"]["stage"]] if stage["source"] and stage["source"]["stage"] else []
+
+
+def _valid(path: Path, key: str) -> dict[str, Any] | None:
+    """A result that was made for this key, with all its outputs, by code that is still the same."""
+    found = find_manifest(path)
+    return found if found is not None and found["key"] == key and is_foreseen(found) else None
+
+
 def started_key(run: RunDir, unit: Unit) -> str:
     """The key that a unit's job was started with; empty when that is not known."""
     if unit.stage["command"] is not None:
         path = unit.manifest(run).with_suffix("") / KEY_FILE
         return path.read_text() if path.exists() else ""
-    order = (read_whole(run.job_dir(unit.job_id) / "request.json") or {}).get("arguments", {}).get("order", {})
-    return str(order.get("key", ""))
+    with suppress(UsageError):  # what is damaged is known by nobody
+        arguments = (read_whole(run.job_dir(unit.job_id) / "job.json") or {}).get("arguments", {})
+        return str(arguments.get("order", {}).get("key", ""))
+    return ""
+
+
+def listed(stage: Mapping[str, Any], result: Mapping[str, Any]) -> list[Any]:
+    """The units of a stage that a result of its source names.
+
+    Raises:
+        ConfigError: If there is no such list in it.
+    """
+    found: Any = result
+    for part in stage["source"]["path"]:
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return units_of(found, stage["name"], stage["each"])
 
 
 def _did(unit: Unit) -> str:

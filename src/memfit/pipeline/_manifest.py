@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError
-from memfit.rundir import read_json, write_json
+from memfit.masking import mask
+from memfit.rundir import read_json, write_atomic
 
 #: Files above this are checked by a sample where they are opened, and hashed whole where they are made.
 SAMPLED_BYTES = 64 << 20
@@ -46,7 +47,7 @@ _SHAPE = {
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A manifest that must be there.
+    """Read a manifest that must be there.
 
     Raises:
         DamagedError: If it is not, or is damaged.
@@ -62,7 +63,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def find_manifest(path: Path) -> dict[str, Any] | None:
-    """A manifest whose outputs are all there in their size, or None: a damaged one is made anew."""
+    """Return a manifest whose outputs are all there in their size, or None: what is damaged is made anew."""
     try:
         found = read_json(path, _SHAPE)
     except DamagedError:
@@ -70,6 +71,18 @@ def find_manifest(path: Path) -> dict[str, Any] | None:
     if found is None or not all(_is_there(path.with_suffix(""), one) for one in found["outputs"]):
         return None
     return found
+
+
+def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Write a manifest, for its owner alone where a unit or a result looks like a secret."""
+    is_secret = mask(manifest) != manifest
+    write_atomic(path, json.dumps(manifest, indent=2) + "\n", mode=0o600 if is_secret else 0o666)
+
+
+def remove_result(manifest: Path) -> None:
+    """Remove what a unit left: its manifest, and its folder with all checkpoints."""
+    manifest.unlink(missing_ok=True)
+    shutil.rmtree(manifest.with_suffix(""), ignore_errors=True)
 
 
 def _is_there(folder: Path, output: Mapping[str, Any]) -> bool:
@@ -189,22 +202,22 @@ def kind_of(path: Path) -> str:
     return next((kind for ending, kind in kinds.items() if path.name.endswith(ending)), "path")
 
 
-def open_folder(folder: Path, key: str, outcome: Path | None = None) -> None:
+def open_folder(manifest: Path, key: str, outcome: Path | None = None) -> Path:
     """Make a unit's folder for a key: what another key left in it is removed, what this one left stays.
 
     Args:
-        folder: The folder.
-        key: The key of what is to be made in it.
-        outcome: For a command: the file that says how its last start ended, of another key too.
+        manifest: Where the unit's manifest is to lie.
+        key: The key of what is to be made.
+        outcome: For a command, the file that says how its last start ended: it goes with what that start left.
     """
-    manifest = folder.with_name(f"{folder.name}.json")  # a name may hold dots
     if not is_made_for(manifest, key):
-        for path in filter(None, [outcome, manifest]):
-            path.unlink(missing_ok=True)
-        if folder.exists():
-            shutil.rmtree(folder)
+        if outcome is not None:
+            outcome.unlink(missing_ok=True)
+        remove_result(manifest)
+    folder = manifest.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / KEY_FILE).write_text(key)
+    return folder
 
 
 def is_made_for(manifest: Path, key: str) -> bool:
@@ -214,28 +227,31 @@ def is_made_for(manifest: Path, key: str) -> bool:
 
 
 def seal_command(path: Path, facts: Mapping[str, Any], *, seconds: float) -> None:
-    """Write a command's manifest: its outputs are the files in its folder, its result the ``result.json`` there."""
+    """Write a command's manifest: its outputs are the files in its folder, its result the ``result.json`` there.
+
+    Raises:
+        DamagedError: If ``result.json`` holds no JSON object.
+        OSError: If a file cannot be read.
+    """
     folder = path.with_suffix("")
     outputs = describe_outputs(folder, {str(one.relative_to(folder)): one for one in files_in(folder)})
     result = read_json(folder / "result.json") or {}
     own = {"schema_version": MANIFEST_VERSION, "status": "completed", "why": "", "exit_code": 0, "result": result}
     told = {"outputs": outputs, "digest": digest_of(result, outputs), "seconds": seconds, "unforeseen": {}}
-    write_json(path, dict(facts) | own | told | {"reused_from": None})
+    write_manifest(path, dict(facts) | own | told | {"reused_from": None})
 
 
-def link_result(source: Path, target: Path) -> dict[str, Any]:
+def link_result(source: Path, target: Path, found: Mapping[str, Any]) -> dict[str, Any]:
     """Take over a result of another run: its files as hard links, or copies across file systems; its manifest last."""
+    remove_result(target)
     aside = target.with_suffix(".taken")
     shutil.rmtree(aside, ignore_errors=True)
-    shutil.rmtree(target.with_suffix(""), ignore_errors=True)
-    target.unlink(missing_ok=True)
     if source.with_suffix("").is_dir():
         shutil.copytree(source.with_suffix(""), aside, copy_function=_link)
         aside.rename(target.with_suffix(""))
-    found = read_manifest(source)
-    found["reused_from"] = found["reused_from"] or str(source)
-    write_json(target, found)
-    return found
+    made = dict(found) | {"reused_from": found["reused_from"] or str(source)}
+    write_manifest(target, made)
+    return made
 
 
 def _link(source: str, target: str) -> None:

@@ -14,12 +14,11 @@ from memfit import config
 from memfit.errors import DamagedError
 from memfit.jobs import read_status
 from memfit.memory import Budget, Footprint, count_fitting, reservation_bytes, rooms_of
-from memfit.pipeline._describe import units_of
-from memfit.pipeline._graph import ALL, PASSED, Choice, Graph, Unit
+from memfit.pipeline._graph import ALL, PASSED, Choice, Graph, Unit, listed
 from memfit.pipeline._grid import expand, fill
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, order_of_command, order_of_config
-from memfit.pipeline._run import goes_on
+from memfit.pipeline._run import find_run
 from memfit.pipeline._supervise import read_budget
 from memfit.rundir import RunDir, read_json
 
@@ -171,16 +170,13 @@ def plan_commands(
 def _plan(order: Order, start: str, *, new: bool) -> RunPlan:
     settings = order.settings
     runs = RunDir.all(settings.runs_dir, settings.experiment)[:_MOST_RUNS]
-    found = None if new else RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
-    if found is not None and not goes_on(order, found):
-        found = None
+    found = None if new else find_run(order)
     graph = Graph(
         order,
         found or RunDir(settings.runs_dir / settings.experiment / "planned"),
         earlier=[] if new else [run for run in runs if run != found],
         is_plan=True,
     )
-    graph.forget()
     graph.advance()
     budget = read_budget(settings)
     stages = [_stage(order, graph, runs, budget, start, name) for name in graph.stages if name in graph.asked]
@@ -232,11 +228,9 @@ def _guessed(graph: Graph, runs: Sequence[RunDir], stage: Mapping[str, Any]) -> 
     """A stage's units as an earlier run had them: the stage that lists them has yet to run."""
     source = stage["source"]["stage"]
     for run in runs:
-        found: Any = (find_manifest(run.manifest_path(source, source)) or {}).get("result")
-        for part in stage["source"]["path"]:
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if found:
-            return graph.named(stage, units_of(found, stage["name"], stage["each"]))
+        made = find_manifest(run.manifest_path(source, source))
+        if made is not None and made["result"]:
+            return graph.named(stage, listed(stage, made["result"]))
     return []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,14 +15,18 @@ from memfit import config
 from memfit.errors import DamagedError, UsageError
 from memfit.jobs import Job, JobStatus, call_in_child, raise_error_of, read_status
 from memfit.masking import mask
-from memfit.memory import Footprint
+from memfit.memory import Footprint, lock_file
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._graph import ALL, Choice, Graph, Unit
 from memfit.pipeline._grid import expand, fill, own_stdin
-from memfit.pipeline._manifest import find_manifest, open_folder
+from memfit.pipeline._manifest import open_folder
 from memfit.pipeline._order import FACTS, Order, order_of_command, order_of_config, order_of_run, resolve_settings
-from memfit.pipeline._supervise import CONTINUED, Known, RunResult, Supervisor, View, supervised, take_up
+from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
 from memfit.rundir import RunDir, read_json, read_whole, write_atomic, write_json, write_masked
+
+#: What a run's first event says of it: it is new, or one that stood already.
+STARTED, CONTINUED = "started", "continued"
+_TAKE_UP_SECONDS = 60.0
 
 
 def run(
@@ -78,10 +83,8 @@ def run(
             remedy="run a command with memfit.pipeline.run_commands(['python', 'train.py'])",
         )
     order = order_of_config(source, overrides=overrides, env=env, choice=choice)
-    Graph(order, RunDir(Path()))  # refuses a bad choice before anything is made
-    run_dir, state = take_up(
-        order.settings, order.fingerprint, order.facts, new=new, keeps=functools.partial(goes_on, order)
-    )
+    Graph(order, RunDir(Path()))  # refuses bad names before anything is made
+    run_dir, state = take_up(order, new=new)
     return _go_on(order, run_dir, state, force=force, view=view, reuse=not new)
 
 
@@ -119,9 +122,7 @@ def run_commands(
     settings = settings or resolve_settings()
     words = [*command, *filter(None, [settings.value.memory.job_of])]
     order = order_of_command(command, expand(words, params, param_file), settings)
-    run_dir, state = take_up(
-        order.settings, order.fingerprint, order.facts, new=new, keeps=functools.partial(goes_on, order)
-    )
+    run_dir, state = take_up(order, new=new)
     return _go_on(order, run_dir, state, force=force, view=view, reuse=False)
 
 
@@ -145,7 +146,7 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
         order = order_of_run(run_dir)
         if all(stage["keyed"] for stage in order.stages) and not goes_on(order, run_dir):
             raise UsageError(
-                f"the code or the data of {run_dir.path} changed since it was finished.",
+                f"the code or the data of {run_dir.path} changed since it was finished, or a result in it is gone.",
                 rule="a finished result is never overwritten.",
                 remedy="start it by its config: a new run takes over what is still valid",
             )
@@ -160,34 +161,78 @@ def goes_on(order: Order, run: RunDir) -> bool:
         graph.advance()
     with contextlib.suppress(DamagedError):  # each job's own files say what is done
         if run.state in ("completed", "stopped"):
-            return is_keyed and not any(graph.replaces(unit) for units in graph.units.values() for unit in units)
+            return is_keyed and not graph.overwrites()
     return True
+
+
+def find_run(order: Order) -> RunDir | None:
+    """Return the newest run of an order if it is to go on."""
+    settings = order.settings
+    newest = next(iter(RunDir.all(settings.runs_dir, settings.experiment)), None)
+    with contextlib.suppress(DamagedError):  # an unfinished run of an older memfit may be taken for going on
+        if newest is not None and newest.state != "completed":
+            newest.check_version()
+    found = RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
+    return found if found is not None and goes_on(order, found) else None
+
+
+def take_up(order: Order, *, new: bool) -> tuple[RunDir, str]:
+    """Return the run that goes on, or a new one, and which of the two: two starts at once find one run.
+
+    Raises:
+        UsageError: If the experiment's name is bad, or other starts hold its folder.
+    """
+    settings = order.settings
+    # Other users' runs are theirs alone.
+    path = RunDir.folder_of(settings.runs_dir, settings.experiment) / f".lock-{os.geteuid()}"
+    lock = lock_file(path, _TAKE_UP_SECONDS)
+    if lock is None:
+        raise UsageError(
+            f"another start of {settings.experiment} holds {path} for {_TAKE_UP_SECONDS:.0f} s.",
+            rule="one start at a time looks for its run or makes it.",
+            remedy=f"see which process it is: fuser {path}",
+        )
+    try:
+        if not new and (found := find_run(order)) is not None:
+            return found, CONTINUED
+        return RunDir.create(settings.runs_dir, settings.experiment, order.fingerprint, order.facts), STARTED
+    finally:
+        path.unlink(missing_ok=True)  # who waits for it takes the next one
+        os.close(lock)
 
 
 def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | None, reuse: bool) -> RunResult:
     settings = order.settings
     told = {"state": state, "fingerprint": order.fingerprint}
     with supervised(run, settings, force=force, view=view, told=told) as supervisor:
-        _write_order(order, run)
-        if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
-            supervisor.journal.write("plan", why=f"torch's allocator: {settings.memory.cuda_allocator}, from {origin}")
         others = RunDir.all(settings.runs_dir, settings.experiment) if reuse else []
-        graph = Graph(
+        make_graph = functools.partial(
+            Graph,
             order,
             run,
             make_job=lambda graph, unit: _job(order, graph, unit),
             earlier=[other for other in others if other != run],
-            say=supervisor.journal.write,
         )
-        graph.forget()
+
+        @functools.cache
+        def planned() -> Graph:
+            graph = make_graph(is_plan=True)
+            graph.advance()
+            return graph
+
+        supervisor.adopt(lambda job_id: planned().goes_on_with(job_id))
+        _write_order(order, run)
+        if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
+            supervisor.events.write("plan", why=f"torch's allocator: {settings.memory.cuda_allocator}, from {origin}")
+        graph = make_graph(say=supervisor.events.write)
         graph.advance()
-        supervisor.end_stale(graph.is_stale)
         known = _known(order, graph)
         alike = [one for one in known if len(graph.units.get(one[0], ())) > 1]
         if alike and not graph.is_done:
             stage, _, largest = max(alike, key=lambda one: one[2].private_bytes)
             supervisor.plan(largest, "an earlier job", len(graph.units[stage]))
         statuses = supervisor.schedule(graph, known=known, num_like=graph.num_like, proven=graph.proven)
+        graph.close()
         return _settle(order, supervisor, graph, statuses)
 
 
@@ -269,8 +314,7 @@ def _command_job(order: Order, graph: Graph, unit: Unit, facts: dict[str, Any]) 
     values = {str(name): str(value) for name, value in fields.items() if name}
     words: dict[str, str | list[str]] = dict(values)
     if stage["keyed"]:
-        folder = unit.manifest(graph.run).with_suffix("")
-        open_folder(folder, unit.key, graph.run.job_dir(unit.job_id) / "outcome.json")
+        folder = open_folder(unit.manifest(graph.run), unit.key, graph.run.job_dir(unit.job_id) / "outcome.json")
         words |= {f"params.{name}": str(value) for name, value in stage["settings"].items()}
         label = unit.label if isinstance(unit.value, Mapping) else unit.value
         words |= {"unit": str(label), "dir": str(folder), "seed": str(order.common["seed"])}
@@ -314,19 +358,17 @@ def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mappin
             status = read_status(run, unit.job_id)
         if status is None or (unit.state in ("kept", "reused") and status.state != "completed"):
             status = JobStatus(unit.job_id, "completed" if unit.state in ("kept", "reused") else "pending")
-        if unit.state == "failed" and status.state == "completed":  # it left no result
+        if unit.state == "failed" and status.state in ("completed", "pending"):  # refused, or it left no result
             status = dataclasses.replace(status, state="failed", cause=unit.why)
         found[unit.job_id] = status
-    results = {unit.job_id: dict(unit.result(run)) for unit in units if unit.state in ("kept", "reused", "completed")}
+    results = {unit.job_id: unit.result for unit in units if unit.result and unit.state != "stopped"}
     gate = graph.stopped()
-    made = find_manifest(gate.manifest(run)) if gate else None
-    stopped = {"why": made["why"], "exit_code": made["exit_code"]} if made else None
-    result = supervisor.settle(found, stopped, {job: one for job, one in results.items() if one})
-    _raise_bad_input(graph, units)
-    tables = _tables(run, graph, found, results)
-    if tables:
-        supervisor.journal.drain(supervisor.stop)
+    result = supervisor.settle(found, gate.made if gate else None, results)
+    if tables := _tables(order, graph, found):
         call_in_child("memfit.pipeline._results:write_tables", {"tables": tables})
+    if graph.error is not None:
+        raise graph.error
+    _raise_bad_input(graph, units)
     return result
 
 
@@ -337,37 +379,26 @@ def _raise_bad_input(graph: Graph, units: Sequence[Unit]) -> None:
             raise_error_of(graph.run.job_dir(unit.job_id))
 
 
-def _tables(
-    run: RunDir, graph: Graph, statuses: Mapping[str, JobStatus], results: Mapping[str, Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def _tables(order: Order, graph: Graph, statuses: Mapping[str, JobStatus]) -> list[dict[str, Any]]:
     """One table for each stage with units that left results: a row for each unit."""
+    others = graph
+    if order.choice.units != "all":  # the table is the run's, not the command's
+        everything = dataclasses.replace(order.choice, units="all", only=None, anew=None)
+        others = Graph(dataclasses.replace(order, choice=everything), graph.run, is_plan=True)
+        others.advance()
     found = []
-    for name, units in graph.units.items():
-        if units[0].label is None or not any(results.get(unit.job_id) for unit in units):
+    for name, asked in graph.units.items():
+        own = {unit.job_id for unit in asked}
+        more = [unit for unit in others.units.get(name, ()) if unit.job_id not in own and unit.state == "kept"]
+        if asked[0].label is None or not any(unit.result for unit in [*asked, *more]):
             continue
-        rows = [
-            {
-                "unit": unit.label,
-                "state": statuses[unit.job_id].state,
-                "seconds": unit.seconds or None,
-                "peak_private_bytes": statuses[unit.job_id].peak_bytes,
-                "result": results.get(unit.job_id, {}),
-            }
-            for unit in units
-        ] + _rows_of_others(run, name, {unit.job_id for unit in units})
+        rows = []
+        for unit in [*asked, *more]:
+            status = statuses[unit.job_id] if unit.job_id in own else read_status(graph.run, unit.job_id)
+            state = status.state if unit.job_id in own else "completed"
+            measured = {"seconds": unit.seconds or None, "peak_private_bytes": status.peak_bytes}
+            rows.append({"unit": unit.label, "state": state, **measured, "result": unit.result})
         source = graph.stages[name].get("source") or {}
         file = "kfold_results.feather" if name == "fold" else f"{name}_results.feather"
-        found.append({"path": str(run.path / file), "variable": source.get("variable", "unit"), "rows": rows})
-    return found
-
-
-def _rows_of_others(run: RunDir, stage: str, asked: set[str]) -> list[dict[str, Any]]:
-    """The rows of units that earlier commands made: the table is the run's, not the command's."""
-    found = []
-    for path in (run.path / "checkpoints").glob(f"{stage}_*.json"):
-        made = find_manifest(path)
-        if made is not None and made["stage"] == stage and made["job"] not in asked:
-            peak = read_status(run, made["job"]).peak_bytes
-            own = {"unit": made["job"].removeprefix(f"{stage}_"), "state": "completed", "seconds": made["seconds"]}
-            found.append(own | {"peak_private_bytes": peak, "result": made["result"]})
+        found.append({"path": str(graph.run.path / file), "variable": source.get("variable", "unit"), "rows": rows})
     return found

@@ -28,8 +28,9 @@ from memfit.pipeline._manifest import (
     digest_of,
     hash_file,
     open_folder,
+    write_manifest,
 )
-from memfit.rundir import mark_phase, write_json
+from memfit.rundir import mark_phase
 
 _VERSIONS = ("memfit", "torch", "numpy", "pyarrow")
 
@@ -84,7 +85,7 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
         "unforeseen": {name: [str(path), hash_file(path)] for name, path in unforeseen.items()},
         "reused_from": None,
     }
-    write_json(Path(order["manifest"]), manifest)
+    write_manifest(Path(order["manifest"]), manifest)
     return plain
 
 
@@ -101,14 +102,13 @@ def _check_code(stage: Stage, target: str, params: type[BaseModel], described: M
 
 def make_context(order: Mapping[str, Any]) -> Context:
     """The context of one unit, its folder cleared of what another key left there."""
-    manifest = Path(order["manifest"])
-    open_folder(manifest.with_suffix(""), order["key"])
+    folder = open_folder(Path(order["manifest"]), order["key"])
     with _panels_kept_in(Path(order["panels_dir"])):
         Path(order["panels_dir"]).mkdir(parents=True, exist_ok=True)
     return Context(
         unit=order["unit"],
         own_seed=seed_of(order["seed"], order["unit"], order["variable"]) if order["stage"]["seed"] else None,
-        dir=manifest.with_suffix(""),
+        dir=folder,
         panels_dir=Path(order["panels_dir"]),
         key=order["key"],
         previous=Output(Path(order["previous"])) if order["previous"] else None,

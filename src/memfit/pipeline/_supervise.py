@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 import psutil
 
 from memfit import config
-from memfit.errors import DamagedError, DoesNotFitError, MemfitError, UsageError
+from memfit.errors import DataError, DoesNotFitError, MemfitError, UsageError
 from memfit.jobs import (
     ASK_SIGNAL,
     ENDED,
@@ -43,7 +41,6 @@ from memfit.memory import (
     Footprint,
     Sizes,
     Walls,
-    is_at,
     lock_file,
     sweep_entries,
     sweep_groups,
@@ -51,17 +48,12 @@ from memfit.memory import (
 )
 from memfit.pipeline._config import CommandSettings
 from memfit.planning import plan
-from memfit.rundir import EventWriter, RunDir, encode_event, write_json
-from memfit.units import MIB, format_bytes
+from memfit.rundir import EventWriter, RunDir, write_json
 
 View = Callable[[RunDir], Callable[[], None]]
 Known = Sequence[tuple[str, Mapping[str, str], Footprint]]
 
-#: No job is started while less than this is free on the disk of the run: what the others write needs it.
-DISK_RESERVE_BYTES = 16 * MIB
-_AGAIN_SECONDS = 1.0
 _TICK_SECONDS = 0.1
-_DRAIN_SECONDS = 10.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -85,125 +77,6 @@ class RunResult:
     metrics: Mapping[str, Mapping[str, Any]]
 
 
-class Journal(EventWriter):
-    """The supervisor's events and files, which wait in memory while the disk is full, and are written when it is not.
-
-    Example:
-        >>> import tempfile
-        >>> run = RunDir.create(Path(tempfile.mkdtemp()), "demo", "0" * 64)
-        >>> journal = Journal(run)
-        >>> journal.write("wait", job="fold_2")
-        >>> journal.hold(), run.events()[0]["kind"]
-        ('', 'wait')
-    """
-
-    def __init__(self, run: RunDir) -> None:
-        super().__init__(run.events_dir)
-        self.run = run
-        self.is_full = self._told = False
-        self._lines = bytearray()
-        self._files: dict[Path, Mapping[str, Any]] = {}
-        self._next = 0.0
-
-    def write(self, kind: str, **fields: Any) -> None:
-        """Append one event, with the time of now, as soon as there is room for it."""
-        own = {"time": time.time(), "job": fields.get("job"), "kind": kind}
-        self._lines += encode_event(own | fields | own)
-        self.flush()
-
-    def put(self, name: str, value: Mapping[str, Any]) -> None:
-        """Replace a JSON file of the run's folder, as soon as there is room for it."""
-        self._files[self.run.path / name] = value
-        self.flush()
-
-    def flush(self) -> None:
-        """Write what waits; while the disk is full, look again each second."""
-        if not (self._lines or self._files) or time.monotonic() < self._next:
-            return
-        try:
-            while self._lines:  # a disk that fills up takes the first part of a line
-                del self._lines[: os.write(self._descriptor, self._lines)]
-            for path in list(self._files):
-                write_json(path, self._files[path])
-                del self._files[path]
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            self._next = time.monotonic() + _AGAIN_SECONDS
-            self.is_full = True
-            self._tell(full=True)
-        else:
-            self._next, self.is_full = 0.0, False
-
-    def hold(self) -> str:
-        """Why no job may start now: the disk is full, or nearly so; empty when it is not."""
-        disk = os.statvfs(self.run.path)
-        free_bytes = disk.f_bavail * disk.f_frsize
-        is_short = self.is_full or bool(disk.f_blocks and free_bytes < DISK_RESERVE_BYTES)
-        self._tell(full=is_short)
-        if not is_short:
-            return ""
-        least = format_bytes(DISK_RESERVE_BYTES)
-        return f"the disk of {self.run.path} is full; {format_bytes(free_bytes)} of it are free, {least} are needed"
-
-    def _tell(self, *, full: bool) -> None:
-        if full != self._told:
-            self._told = full
-            text = "the disk is full: no job starts, and what cannot be written waits in memory, until there is room"
-            # Not through the view: that reads the files which cannot be written now.
-            with contextlib.suppress(OSError):
-                print(f"memfit: {self.run.path}: {text if full else 'there is room again'}", file=sys.stderr)
-
-    def drain(self, stop: StopRequest) -> None:
-        """Write all that waits, however long the disk stays full; once a stop is asked for, only for some seconds."""
-        self.flush()
-        end = time.monotonic() + _DRAIN_SECONDS
-        while (self._lines or self._files) and stop.level < 2 and not (stop.level and time.monotonic() > end):
-            time.sleep(_AGAIN_SECONDS / 10)
-            self.flush()
-
-
-class RunLock:
-    """The lock of a run, held until ``close``: no second supervisor admits the same jobs.
-
-    Raises:
-        UsageError: If another process holds it.
-    """
-
-    def __init__(self, run: RunDir) -> None:
-        self._path = run.path / "supervisor.lock"
-        self._descriptor = self._take(0.5)  # `memfit stop` may be looking who holds it
-
-    def _take(self, seconds: float) -> int:
-        descriptor = lock_file(self._path, seconds)
-        if descriptor is not None:
-            return descriptor
-        raise UsageError(
-            f"{self._path.parent} is being run by another process.",
-            rule="one supervisor at a time admits a run's jobs (supervisor.lock).",
-            remedy="wait for it, or start a separate run: the same command with --new",
-        )
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the locked file is still the one that others look at."""
-        return is_at(self._descriptor, self._path)
-
-    def keep(self) -> None:
-        """Lock the file anew when somebody has removed it.
-
-        Raises:
-            UsageError: If another process was faster.
-        """
-        if not self.is_there:
-            lost, self._descriptor = self._descriptor, self._take(0.0)
-            os.close(lost)
-
-    def close(self) -> None:
-        """Let it go."""
-        os.close(self._descriptor)
-
-
 @dataclass
 class Supervisor:
     """A run in the hands of this process: its jobs are started, held back and watched under one budget.
@@ -212,8 +85,7 @@ class Supervisor:
         run: The run directory.
         settings: How jobs are run.
         force: Run also what does not fit.
-        lock: The run's lock.
-        journal: Its events and files.
+        events: Where its events go.
         stop: The request to stop, set by signals.
         backend: Where jobs run.
         claims: What other runs on this host must know.
@@ -224,13 +96,13 @@ class Supervisor:
     run: RunDir
     settings: CommandSettings
     force: bool
-    lock: RunLock
-    journal: Journal
+    events: EventWriter
     stop: StopRequest
     backend: Backend
     claims: Claims
     tick: Callable[[], None]
     state: str = "failed"
+    _adopted: set[str] = field(default_factory=set)
     _budget: Budget | None = field(default=None)
     _planned: Sizes = field(default_factory=Counter)
     _num_parallel: int = field(default=0)
@@ -260,19 +132,11 @@ class Supervisor:
         memory, most = self.settings.memory, self.settings.max_parallel
 
         def say(kind: str, **fields: Any) -> None:
-            self.journal.write(kind, **fields)
+            self.events.write(kind, **fields)
             if kind == "footprint" and (number := num_like(str(fields["job"]))) > 1:
                 measured = Footprint.from_dict(fields["footprint"])
                 asked = admission.running[str(fields["job"])].job.num_devices
                 self.plan(measured, str(fields["job"]), number, admission.in_use(), num_devices=asked)
-
-        def hold() -> str:
-            self.lock.keep()
-            return self.journal.hold()
-
-        def tick() -> None:
-            self.journal.flush()
-            self.tick()
 
         policy = Policy(
             max_parallel=None if most == "auto" else most,
@@ -284,25 +148,38 @@ class Supervisor:
         )
         admission = LocalAdmission(self.read_budget, policy=policy, known=known, claims=self.claims)
         scheduler = Scheduler(source, self.backend, admission, say=say)
-        jobs = {path.name for path in (self.run.path / "jobs").iterdir()}
-        still_running = self.backend.adopt(jobs)
-        forget_stops(self.run, jobs.difference(still_running))
+        if not source.is_done:
+            (self.run.path / "outcome.json").unlink(missing_ok=True)  # it runs again
         return scheduler.run(
             stop=self.stop,
-            on_tick=tick,
-            still_running=still_running,
-            hold=hold,
+            on_tick=self.tick,
+            still_running=self._adopted,
             stopped=lambda job_id: take_stop(self.run, job_id),
         )
 
-    def end_stale(self, is_stale: Callable[[str], bool]) -> None:
-        """End the jobs of an earlier supervisor that still run and work on what is not asked for any more."""
-        found = self.backend.adopt([job_id for job_id in running_jobs(self.run) if is_stale(job_id)])
-        for job_id in found:
-            self.journal.write("plan", why=f"{job_id} still ran with other code or data: it is ended, and starts anew")
-            self.backend.cancel(job_id, now=True)
-        while any(self.backend.poll()[job_id].state not in ENDED for job_id in found):
+    def adopt(self, goes_on_with: Callable[[str], bool]) -> None:
+        """Take over the jobs of an earlier supervisor that still run, and end those that are not asked for any more.
+
+        Call it before anything is decided by what the jobs left: one that ends later is then known to have run.
+
+        Args:
+            goes_on_with: Whether a job does exactly what is asked for now; called only for jobs that run.
+        """
+        jobs = {path.name for path in (self.run.path / "jobs").iterdir()}
+        running = self.backend.adopt(jobs)
+        forget_stops(self.run, jobs - running)
+        self._adopted = {job_id for job_id in running if goes_on_with(job_id)}
+        left, level = running - self._adopted, 0
+        for job_id in sorted(left):
+            self.events.write("plan", why=f"{job_id} still runs, and this start does not go on with it: it is stopped")
+            self.backend.cancel(job_id)
+        while any(self.backend.poll()[job_id].state not in ENDED for job_id in left):
+            if self.stop.level > 1 and level < 2:
+                level = 2
+                for job_id in left:
+                    self.backend.cancel(job_id, now=True)
             self.backend.wait(_TICK_SECONDS)
+            self.tick()
 
     def plan(
         self,
@@ -330,13 +207,13 @@ class Supervisor:
             )
         except DoesNotFitError as error:
             # The measured job runs all the same; the scheduler holds the others back.
-            self.journal.write("plan", why=error.what)
+            self.events.write("plan", why=error.what)
             return
         measured = {"measured_on": measured_on, "tight_malloc": memory.tight_malloc}
-        self.journal.put("plan.json", decided.to_dict() | measured)
+        write_json(self.run.path / "plan.json", decided.to_dict() | measured)
         if decided.num_parallel != self._num_parallel:
             self._num_parallel = decided.num_parallel
-            self.journal.write("plan", why=decided.explain(), num_parallel=decided.num_parallel)
+            self.events.write("plan", why=decided.explain(), num_parallel=decided.num_parallel)
 
     def settle(
         self,
@@ -356,62 +233,8 @@ class Supervisor:
         told = {}
         if stopped is not None and self.state != "failed":
             self.state, exit_code, told = "stopped", int(stopped["exit_code"]), {"why": stopped["why"]}
-        self.journal.put("outcome.json", {"state": self.state, "exit_code": exit_code, "jobs": jobs} | told)
+        write_json(self.run.path / "outcome.json", {"state": self.state, "exit_code": exit_code, "jobs": jobs} | told)
         return RunResult(self.run.path, self.state, exit_code, statuses, metrics)
-
-
-#: What a run's first event says of it: it is new, or one that stood already.
-STARTED, CONTINUED = "started", "continued"
-_TAKE_UP_SECONDS = 60.0
-
-
-def take_up(
-    settings: CommandSettings,
-    fingerprint: str,
-    facts: Mapping[str, Any],
-    *,
-    new: bool = False,
-    keeps: Callable[[RunDir], bool] = lambda run: True,
-) -> tuple[RunDir, str]:
-    """Return the newest run of this fingerprint, or a new one, and which of the two: two starts at once find one run.
-
-    Args:
-        settings: They name the folder of runs and the experiment.
-        fingerprint: Of what is to be run.
-        facts: For the ``run.json`` of a new run.
-        new: Make a new one in any case.
-        keeps: Whether the run that was found is to go on.
-
-    Raises:
-        UsageError: If the experiment's name is bad, or other starts hold its folder.
-    """
-    folder = RunDir.folder_of(settings.runs_dir, settings.experiment)
-    path = folder / f".lock-{os.geteuid()}"  # other users' runs are theirs alone
-    lock = lock_file(path, _TAKE_UP_SECONDS)
-    if lock is None:
-        raise UsageError(
-            f"another start of {settings.experiment} holds {path} for {_TAKE_UP_SECONDS:.0f} s.",
-            rule="one start at a time looks for its run or makes it.",
-            remedy=f"see which process it is: fuser {path}",
-        )
-    try:
-        if not new:
-            _check_newest(settings)
-        found = None if new else RunDir.newest(settings.runs_dir, settings.experiment, fingerprint)
-        if found is not None and keeps(found):
-            return found, CONTINUED
-        return RunDir.create(settings.runs_dir, settings.experiment, fingerprint, facts), STARTED
-    finally:
-        path.unlink(missing_ok=True)  # who waits for it takes the next one
-        os.close(lock)
-
-
-def _check_newest(settings: CommandSettings) -> None:
-    """Refuse to start beside an unfinished run of an older memfit, which its user may take for going on."""
-    newest = next(iter(RunDir.all(settings.runs_dir, settings.experiment)), None)
-    with contextlib.suppress(DamagedError):
-        if newest is not None and newest.state != "completed":
-            newest.check_version()
 
 
 def read_budget(settings: CommandSettings, in_use_bytes: int = 0, *, last: Budget | None = None) -> Budget:
@@ -431,27 +254,44 @@ def supervised(
     Raises:
         UsageError: If another process runs this run.
     """
-    lock = RunLock(run)
-    with contextlib.closing(lock), _stoppable() as stop:
-        (run.path / "outcome.json").unlink(missing_ok=True)  # it runs again
-        journal, state, before = Journal(run), "failed", psutil.cpu_times()
-        try:
-            journal.write("run", **told)
-            with ExitStack() as stack:
-                backend, claims = _set_up(run, settings, journal, stack)
-                tick = view(run) if view else lambda: None
-                supervisor = Supervisor(run, settings, force, lock, journal, stop, backend, claims, tick)
-                yield supervisor
-            state = supervisor.state
-        except Exception as error:
+    lock = _lock(run)
+    events, state, before = EventWriter(run.events_dir), "failed", psutil.cpu_times()
+    try:
+        with _stoppable() as stop, ExitStack() as stack:
+            events.write("run", **told)
+            backend, claims = _set_up(run, settings, events, stack)
+            tick = view(run) if view else lambda: None
+            supervisor = Supervisor(run, settings, force, events, stop, backend, claims, tick)
+            yield supervisor
+        state = supervisor.state
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise DataError(
+                f"the disk of {run.path} is full.",
+                rule="a run needs room for its events and results.",
+                remedy="free some space and give the same command again: it goes on, and what still runs is taken over",
+            ) from error
+        if not (run.path / "outcome.json").exists():  # else it says what came of the jobs, now or at an earlier time
             cause = error.what if isinstance(error, MemfitError) else f"{type(error).__name__}: {error}"
-            if lock.is_there:  # else another process runs it
-                journal.put("outcome.json", {"state": "failed", "cause": cause})
-            raise
-        finally:
-            journal.write("run", state=state, cpu=_cpu_use(before, psutil.cpu_times()))
-            journal.drain(stop)
-            journal.close()
+            write_json(run.path / "outcome.json", {"state": "failed", "cause": cause})
+        raise
+    finally:
+        with suppress(OSError):  # a full disk
+            events.write("run", state=state, cpu=_cpu_use(before, psutil.cpu_times()))
+        events.close()
+        os.close(lock)
+
+
+def _lock(run: RunDir) -> int:
+    """Lock a run until the descriptor is closed: no second supervisor admits the same jobs."""
+    descriptor = lock_file(run.path / "supervisor.lock", 0.5)  # `memfit stop` may be looking who holds it
+    if descriptor is None:
+        raise UsageError(
+            f"{run.path} is being run by another process.",
+            rule="one supervisor at a time admits a run's jobs (supervisor.lock).",
+            remedy="wait for it, or start a separate run: the same command with --new",
+        )
+    return descriptor
 
 
 def _cpu_use(before: Any, after: Any) -> dict[str, float]:
@@ -471,11 +311,13 @@ def _cpu_use(before: Any, after: Any) -> dict[str, float]:
     return {"busy": round(1 - (spent["idle"] + disk) / total, 3), "disk": round(disk / total, 3)}
 
 
-def _set_up(run: RunDir, settings: CommandSettings, journal: Journal, stack: ExitStack) -> tuple[LocalBackend, Claims]:
+def _set_up(
+    run: RunDir, settings: CommandSettings, events: EventWriter, stack: ExitStack
+) -> tuple[LocalBackend, Claims]:
     """The backend with its walls, and the claims; what dead runs left of either is removed first."""
     for entry in sweep_entries():
         # A run that another supervisor takes up at this moment keeps its group.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             descriptor = lock_file(entry.run / "supervisor.lock", 0.0)
             if descriptor is not None:
                 if entry.group:
@@ -490,7 +332,7 @@ def _set_up(run: RunDir, settings: CommandSettings, journal: Journal, stack: Exi
     group = str(backend.walls.parent.path) if backend.walls else ""
     claims.write(used=Counter(), unused=Counter(), group=group)
     permission = backend.walls.permission if backend.walls else "none"
-    journal.write("budget", **budget.to_dict() | {"permission": permission, "promise": promise, "group": group})
+    events.write("budget", **budget.to_dict() | {"permission": permission, "promise": promise, "group": group})
     return backend, claims
 
 
