@@ -237,6 +237,24 @@ def test_a_job_that_ends_while_it_is_taken_over_does_not_run_again(run_dir):
     assert ended.attempt == 1
 
 
+def test_a_job_that_ends_while_a_new_supervisor_looks_who_died_keeps_its_outcome(run_dir, tmp_path, monkeypatch):
+    from memfit.jobs import _local
+
+    first, go = LocalBackend(run_dir), tmp_path / "go"
+    submit(first, Job("brief", command=("sh", "-c", f"until test -e {go}; do sleep 0.05; done")))
+    shim_of(run_dir, "brief")
+
+    def late(folder):
+        go.touch()
+        wait_until(lambda: (folder / "outcome.json").exists())
+        wait_until(lambda: not is_held(folder))
+        return is_held(folder)
+
+    monkeypatch.setattr(_local, "is_held", late)
+    LocalBackend(run_dir)
+    assert read_status(run_dir, "brief").state == "completed"
+
+
 def test_a_new_attempt_has_a_number_of_its_own_when_a_supervisor_was_killed_while_it_prepared_one(run_dir):
     backend = LocalBackend(run_dir)
     for attempt in (1, 2):

@@ -192,7 +192,7 @@ def test_a_split_without_training_dates_is_refused_with_the_error_of_the_splitte
 
 def test_a_panels_folder_that_is_none_is_refused_as_bad_input(tiny, tmp_path):
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(DataError, match="the panel cannot be kept in"):
+    with pytest.raises(DataError, match="panels cannot be kept in"):
         memfit.run(tiny("panels_dir: taken"))
 
 

@@ -46,46 +46,28 @@ def edit(name, before, after):
     Path(name).write_text(text.replace(before, after))
 
 
-def test_all_stages_run_once_in_order_and_again_nothing_does(chain):
-    result, ran, _ = chain()
-    assert (result.exit_code, ran) == (0, ALL)
-    assert result.metrics["summed"] == {"sum": 4 + 9 + 16, "all": 3}
-    assert result.metrics["gate"] == {"seen": 1}
-    order = [event["job"] for event in RunDir(result.path).events() if event["kind"] == "admit"]
+def check_settings(chain, first, *cases):
+    """Change one setting after another, each against the first run: its jobs run, all others are reused."""
+    for override, expected, *reason in cases:
+        result, ran, states = chain(override)
+        assert result.path != first.path
+        assert ran == expected
+        assert {states[job]["state"] for job in states if job not in ran} <= {"reused"}
+        assert [why(result, job) for job in expected[-1:]] == reason
+    return result
+
+
+def test_stages_run_once_in_order_and_the_result_of_another_run_stays_when_that_is_deleted(chain):
+    first, ran, _ = chain()
+    assert (first.exit_code, ran) == (0, ALL)
+    assert first.metrics["summed"] == {"sum": 4 + 9 + 16, "all": 3}
+    assert first.metrics["gate"] == {"seen": 1}
+    order = [event["job"] for event in RunDir(first.path).events() if event["kind"] == "admit"]
     assert order.index("gate") < order.index("square_2")
     again, ran, states = chain()
-    assert (again.path, ran, again.metrics) == (result.path, [], result.metrics)
+    assert (again.path, ran, again.metrics) == (first.path, [], first.metrics)
     assert {states[job]["state"] for job in ALL} == {"kept"}
-
-
-@pytest.mark.parametrize(
-    ("override", "expected", "reason"),
-    [
-        ("params.count=4", ["last", "listed", "square_4", "summed"], ("listed", "count 3 -> 4")),
-        (
-            "params.scale=2",
-            ["gate", "last", "square_1", "square_2", "square_3", "summed"],
-            ("square_1", "scale 1 -> 2"),
-        ),
-        ("params.offset=5", ["last", "summed"], ("summed", "offset 0 -> 5")),
-        ("params.limit=999", ["gate"], ("gate", "limit 1000 -> 999")),
-        ("params.unused=1", [], None),
-        ("seed=3", ["last"], ("last", "seed 0 -> 3")),
-    ],
-)
-def test_a_changed_setting_runs_what_depends_on_it_and_says_why(chain, override, expected, reason):
-    first, _, _ = chain()
-    result, ran, states = chain(override)
-    assert result.path != first.path
-    assert ran == expected
-    assert {states[job]["state"] for job in states if job not in ran} <= {"reused"}
-    if reason:
-        assert why(result, reason[0]) == reason[1]
-
-
-def test_the_result_of_another_run_stays_when_that_run_is_deleted(chain):
-    first, _, _ = chain()
-    second, ran, _ = chain("params.offset=5")
+    second = check_settings(chain, first, ("params.offset=5", ["last", "summed"], "offset 0 -> 5"))
     manifest = json.loads((second.path / "checkpoints/square_2.json").read_text())
     assert manifest["reused_from"] == str(first.path / "checkpoints/square_2.json")
     assert (second.path / "checkpoints/square_2/file.txt").stat().st_nlink == 2
@@ -95,32 +77,45 @@ def test_the_result_of_another_run_stays_when_that_run_is_deleted(chain):
     assert (second.path / "checkpoints/square_2/file.txt").read_text() == "9"
 
 
-def test_changed_data_of_one_stage_runs_that_stage_and_what_reads_it(chain):
+def test_a_changed_setting_runs_what_depends_on_it_and_says_why(chain):
     first, _, _ = chain()
+    check_settings(
+        chain,
+        first,
+        ("params.limit=999", ["gate"], "limit 1000 -> 999"),
+        ("params.unused=1", []),
+        ("seed=3", ["last"], "seed 0 -> 3"),
+        ("params.count=4", ["last", "listed", "square_4", "summed"], "listed and square gave another result"),
+    )
+    squares = ["square_1", "square_2", "square_3"]
+    result, ran, _ = chain("params.scale=2")
+    assert (ran, why(result, "square_1")) == (["gate", "last", *squares, "summed"], "scale 1 -> 2")
+
+
+#: A file, a change in it, and the jobs that run after it.
+EDITS = [
+    ("chain_help.py", "value**2", "value**2 + 0 * value", ["square_1", "square_2", "square_3"]),
+    ("chain_help.py", "value**2", "value**3", ["gate", "last", "square_1", "square_2", "square_3", "summed"]),
+    ("chain.py", "list(range(params.count))", "[*range(params.count)]", ["listed"]),
+    ("chain.py", "# a comment", "# another comment", []),
+    ("chain_help.py", '"""The square."""', '"""A square, of a number."""', []),
+    ("chain.py", "    unused: int = 0\n", "    unused: int = 0\n    newer: int = 0\n", []),
+]
+
+
+def test_changed_code_or_data_runs_the_stages_that_use_it_and_nothing_else(chain):
+    first, _, _ = chain()
+    for file, before, after, expected in EDITS:
+        edit(file, before, after)
+        assert chain()[1] == expected  # the same result in spite of other code makes nothing after it run
+        edit(file, after, before)
     Path("data.txt").write_text("another")
     result, ran, _ = chain()
     assert (ran, why(result, "summed")) == (["summed"], "the data changed")  # the same sum: last is kept
     assert result.path != first.path
 
 
-@pytest.mark.parametrize(
-    ("file", "before", "after", "expected"),
-    [
-        ("chain_help.py", "value**2", "value**2 + 0 * value", ["square_1", "square_2", "square_3"]),
-        ("chain_help.py", "value**2", "value**3", ["gate", "last", "square_1", "square_2", "square_3", "summed"]),
-        ("chain.py", "list(range(params.count))", "[*range(params.count)]", ["listed"]),
-        ("chain.py", "# a comment", "# another comment", []),
-        ("chain_help.py", '"""The square."""', '"""A square, of a number."""', []),
-        ("chain.py", "    unused: int = 0\n", "    unused: int = 0\n    newer: int = 0\n", []),
-    ],
-)
-def test_changed_code_runs_the_stages_that_use_it_and_nothing_else(chain, file, before, after, expected):
-    chain()
-    edit(file, before, after)
-    assert chain()[1] == expected  # the same result in spite of other code makes nothing after it run
-
-
-def test_a_red_gate_ends_with_its_code_skips_the_rest_and_is_kept(chain):
+def test_a_red_gate_ends_with_its_code_skips_the_rest_and_can_be_skipped_itself(chain):
     result, ran, states = chain("params.limit=1")
     assert (result.state, result.exit_code, ran) == ("stopped", 11, ["gate", "listed", "square_1"])
     assert {job: states[job]["state"] for job in ("square_2", "square_3", "summed", "last")} == dict.fromkeys(
@@ -131,11 +126,8 @@ def test_a_red_gate_ends_with_its_code_skips_the_rest_and_is_kept(chain):
     assert (outcome["state"], outcome["exit_code"], outcome["why"]) == ("stopped", 11, "4 is above 1")
     again, ran, _ = chain("params.limit=1")
     assert (again.exit_code, ran, again.path) == (11, [], result.path)
-
-
-def test_a_skipped_gate_counts_as_passed_and_one_that_others_read_cannot_be_skipped(chain):
-    result, ran, states = chain("params.limit=1", "skip=[gate]")
-    assert (result.exit_code, ran) == (0, [job for job in ALL if job != "gate"])
+    skipped, ran, states = chain("params.limit=1", "skip=[gate]")
+    assert (skipped.exit_code, ran) == (0, ["last", "square_2", "square_3", "summed"])
     assert states["gate"]["state"] == "passed"
     with pytest.raises(UsageError, match="stage listed cannot be skipped: summed reads it"):
         chain("skip=[listed]")
@@ -143,9 +135,11 @@ def test_a_skipped_gate_counts_as_passed_and_one_that_others_read_cannot_be_skip
 
 def test_until_stage_from_and_units_choose_what_runs(chain):
     assert chain(choice=Choice(until="gate"))[1] == ["gate", "listed", "square_1", "square_2", "square_3"]
-    assert chain("params.scale=7", "units=1", choice=Choice(until="square"))[1] == ["gate", "square_1"]
+    first, ran, _ = chain("params.scale=7", "units=1", choice=Choice(until="square"))
+    assert ran == ["gate", "square_1"]
     with pytest.raises(UsageError, match="stage summed is not valid: it was not made yet"):
         chain("params.scale=7", "units=1", choice=Choice(only="last"))
+    assert RunDir(first.path).state == "completed"  # refused before anything of it was touched
     assert chain("params.scale=7", "units=1", choice=Choice(only="summed"))[1] == ["summed"]
     result, ran, _ = chain("params.scale=7", "units=1-2")
     assert ran == ["last", "square_2", "summed"]
@@ -156,26 +150,22 @@ def test_until_stage_from_and_units_choose_what_runs(chain):
     assert "summed" in caught.value.remedy
 
 
-def test_torn_manifests_and_changed_outputs_are_made_anew_beside_the_finished_run(chain):
-    result, _, _ = chain()
-    folder = result.path / "checkpoints"
+def test_what_is_torn_and_what_a_new_stage_comes_before_is_made_anew_beside_the_finished_run(chain):
+    first, _, _ = chain()
+    folder = first.path / "checkpoints"
     (folder / "square_1.json").write_text('{"schema_version": 1, "sta')
     (folder / "square_2/file.txt").unlink()
-    again, ran, _ = chain()
-    assert (ran, again.metrics) == (["square_1", "square_2"], result.metrics)
-    assert again.path != result.path  # what builds on them may become another, and lies in the finished run
-
-
-def test_a_stage_that_is_put_in_front_of_a_finished_run_makes_a_new_run(chain):
-    first, _, _ = chain()
-    before = {path.name: path.read_text() for path in (first.path / "checkpoints").glob("*.json")}
+    second, ran, _ = chain()
+    assert (ran, second.metrics) == (["square_1", "square_2"], first.metrics)
+    assert second.path != first.path  # what builds on them may become another
+    before = {path.name: path.read_text() for path in (second.path / "checkpoints").glob("*.json")}
     edit("chain.py", 'Stage("listed", listed, reads=("count",))', 'Stage("zero", zero, reads=()),\n'
          '        Stage("listed", listed, reads=("count",), needs=("zero",))')  # fmt: skip
     edit("chain.py", "def square", "def zero(context, params):\n    return {}\n\n\ndef square")
-    result, ran, _ = chain()
-    assert (ran, result.metrics["summed"]) == (["listed", "zero"], first.metrics["summed"])
-    assert result.path != first.path and RunDir(first.path).state == "completed"
-    assert {path.name: path.read_text() for path in (first.path / "checkpoints").glob("*.json")} == before
+    third, ran, _ = chain()
+    assert (ran, third.metrics["summed"]) == (["listed", "zero"], first.metrics["summed"])
+    assert third.path != second.path and RunDir(second.path).state == "completed"
+    assert {path.name: path.read_text() for path in (second.path / "checkpoints").glob("*.json")} == before
 
 
 LAZY = """

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import DamagedError, UsageError
-from memfit.pipeline._manifest import SAMPLED_BYTES, hash_output, kind_of, sample_path
+from memfit.pipeline._manifest import ENDINGS, SAMPLED_BYTES, hash_output, kind_of, sample_path
 from memfit.rundir import write_atomic
 
 if TYPE_CHECKING:
     import numpy as np
 
-#: The endings by kind; an array alone is saved as arrays of one name.
-_ENDINGS = {"panel": ".panel.json", "table": ".feather", "arrays": ".arrays", "json": ".json"}
+#: The name of an array that is saved alone.
 _ONLY = "value"
 
 
@@ -38,20 +37,20 @@ def save_output(folder: Path, name: str, value: Any) -> Path:
         if not value.verified:
             value.verify()
         pointer = {"path": str(value.path.resolve()), "fingerprint": value.fingerprint}
-        return _write(folder / f"{name}{_ENDINGS['panel']}", json.dumps(pointer))
+        return _save_json(folder / f"{name}{ENDINGS['panel']}", pointer)
     if _is_a(value, "pyarrow", "Table"):
         from pyarrow import feather
 
-        path = folder / f"{name}{_ENDINGS['table']}"
+        path = folder / f"{name}{ENDINGS['table']}"
         aside = path.with_name(f".{path.name}.tmp")
         feather.write_feather(value, str(aside), compression="uncompressed")  # so that it can be mapped
         return aside.replace(path)
     if _is_a(value, "numpy", "ndarray"):
         value = {_ONLY: value}
     if isinstance(value, Mapping) and value and all(_is_a(one, "numpy", "ndarray") for one in value.values()):
-        return _save_arrays(folder / f"{name}{_ENDINGS['arrays']}", value)
+        return _save_arrays(folder / f"{name}{ENDINGS['arrays']}", value)
     if isinstance(value, Mapping | Sequence):
-        return _write(folder / f"{name}{_ENDINGS['json']}", json.dumps(value))
+        return _save_json(folder / f"{name}{ENDINGS['json']}", value)
     raise UsageError(
         f"output {name} is a {type(value).__name__}.",
         rule="a stage saves panels, Arrow tables, arrays, mappings or lists of plain JSON, and paths: nothing pickled.",
@@ -65,8 +64,8 @@ def _is_a(value: Any, module: str, name: str) -> bool:
     return loaded is not None and isinstance(value, getattr(loaded, name))
 
 
-def _write(path: Path, text: str) -> Path:
-    write_atomic(path, text + "\n")
+def _save_json(path: Path, value: Any) -> Path:
+    write_atomic(path, json.dumps(value) + "\n")
     return path
 
 
@@ -106,7 +105,7 @@ def _take(folder: Path, path: Path) -> Path:
 
 def find_output(folder: Path, name: str) -> Path | None:
     """Where an output of that name lies already, or None."""
-    paths = [folder / f"{name}{ending}" for ending in [*_ENDINGS.values(), ""]]
+    paths = (folder / f"{name}{ending}" for ending in [*ENDINGS.values(), ""])
     return next((path for path in paths if path.exists()), None)
 
 
@@ -126,19 +125,16 @@ def load_output(manifest: Path, facts: Mapping[str, Any], name: str, kind: str) 
             remedy=f'save it there: context.save("{name}", ...)',
         )
     path = manifest.with_suffix("") / found["path"]
-    if not path.exists() or not _is_as_saved(path, found):
+    is_large = found["bytes"] > SAMPLED_BYTES
+    if not path.exists() or (
+        sample_path(path) != found["sample"] if is_large else hash_output(path) != found["sha256"]
+    ):
         raise DamagedError(
             f"{path} is not what stage {facts['stage']} saved.",
             rule="an output is checked against the hash in its manifest where it is opened.",
             remedy=f"make it anew: the same command with --from {facts['stage']}",
         )
     return path if kind == "path" else load_path(path)
-
-
-def _is_as_saved(path: Path, output: Mapping[str, Any]) -> bool:
-    if output["bytes"] > SAMPLED_BYTES:
-        return sample_path(path) == str(output["sample"])
-    return hash_output(path) == str(output["sha256"])
 
 
 def load_path(path: Path) -> Any:

@@ -36,11 +36,15 @@ if TYPE_CHECKING:
 
 #: The states of a unit in which what waits for it may go on.
 PASSED = frozenset({"kept", "reused", "completed", "passed"})
-#: Those in which it never will.
-_ENDED_BADLY = frozenset({"failed", "stopped", "skipped", "cancelled"})
+#: Those in which it never will, in words.
+_ENDED_BADLY = {
+    "failed": "failed", "stopped": "stopped the run", "skipped": "was skipped", "cancelled": "was stopped"
+}  # fmt: skip
 _MOST_RUNS = 20
 #: The manifest of a command with small outputs is awaited that long; of others it is written meanwhile.
 _SOON_SECONDS = 0.2
+#: What can name a unit in the name of its job.
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Choice:
     Attributes:
         until: The last stage; None for all.
         only: The one stage to run, of which all that it needs must be valid.
-        anew: The stage that runs again, with all that comes after it, valid or not.
+        anew: The stage that runs again, with all that reads it, valid or not.
         skip: Stages that count as passed.
         units: Which units, such as ``2-5`` or ``1,3``; ``all``.
         combinations: The units of a plain function: the values of its parameters, one mapping for each job.
@@ -194,8 +198,8 @@ class Graph:
         return [*stage["needs"], *stage["after"], *_source(stage), *self._gates(name)]
 
     def _gates(self, name: str) -> list[str]:
-        gates = [gate for gate, stage in self.stages.items() if stage["holds"] == name]
-        return [gate for gate in gates if gate not in self.choice.skip]
+        skipped = self.choice.skip
+        return [gate for gate, stage in self.stages.items() if stage["holds"] == name and gate not in skipped]
 
     def before(self, name: str) -> set[str]:
         """All stages that come before one."""
@@ -316,7 +320,8 @@ class Graph:
         """Whether going on would write over a result that is there, or may do so."""
         if not self.units.keys() >= self.asked:
             return True
-        left = [unit for units in self.units.values() for unit in units if unit.state in ("ready", "waiting")]
+        states = ("ready", "waiting", "reused")
+        left = [unit for units in self.units.values() for unit in units if unit.state in states]
         return any(find_manifest(unit.manifest(self.run)) is not None for unit in left)
 
     def stopped(self) -> Unit | None:
@@ -434,7 +439,8 @@ class Graph:
         blocking = [one for units in waited.values() for one in units] + list(filter(None, [self.previous(unit)]))
         for one in blocking:
             if one.state in _ENDED_BADLY:
-                self._set(unit, "skipped", f"{one.job_id} {_did(one)}")
+                why = f": {one.why}" if one.state == "stopped" else ""
+                self._set(unit, "skipped", f"{one.job_id} {_ENDED_BADLY[one.state]}{why}")
                 return True
         if any(one.state not in PASSED for one in blocking):
             return False
@@ -486,6 +492,8 @@ class Graph:
                 rule=f"--stage {self.choice.only} runs that stage alone, on valid results of those before it.",
                 remedy=f"run them too: --until {self.choice.only}",
             )
+            if self._is_plan:
+                raise error
             self.error = self.error or error
             self._fail(unit, error)
             return
@@ -575,30 +583,21 @@ def listed(stage: Mapping[str, Any], result: Mapping[str, Any]) -> list[Any]:
     return units_of(found, stage["name"], stage["each"])
 
 
-def _did(unit: Unit) -> str:
-    words = {"failed": "failed", "stopped": "stopped the run", "skipped": "was skipped", "cancelled": "was stopped"}
-    return words[unit.state] + (f": {unit.why}" if unit.state == "stopped" else "")
-
-
 def reason_of(before: Mapping[str, Any], unit: Unit) -> str:
     """Why a result is not valid any more: what it was made of, and what it would be made of now."""
     parts = [name for name in unit.parts if before["parts"].get(name) != unit.parts[name]]
-    words = {
-        "data": "the data changed",
-        "unit": "the unit is another",
-        "needs": f"{' and '.join(unit.stage['needs'])} gave another result",
-        "previous": "the unit before gave another result",
-        "seed": f"seed {before['parts'].get('seed')} -> {unit.parts['seed']}",
-        "threads": f"threads_per_job {before['parts'].get('threads')} -> {unit.parts['threads']}",
-    }
     found = []
     for name in parts:
+        old, new = before["parts"].get(name), unit.parts[name]
         if name == "settings":
             found += list(_differences(before["settings"], mask(unit.stage["settings"]))) or ["a secret changed"]
         elif name == "code":
             found.append(changed_code(before.get("code") or {}, unit.stage["code"]) or "the command changed")
+        elif name in ("seed", "threads"):
+            found.append(f"{'threads_per_job' if name == 'threads' else name} {old} -> {new}")
         else:
-            found.append(words[name])
+            results = {"needs": " and ".join(unit.stage["needs"]), "previous": "the unit before"}
+            found.append(f"{results[name]} gave another result" if name in results else f"the {name} changed")
     return "; ".join(found[:4]) if found else "an output is gone, or code that it loaded changed"
 
 
@@ -624,50 +623,37 @@ def label_of(value: Any, number: int, variable: str | None) -> str:
             return f"{number:04d}"
         value = value.get(variable)
     text = str(value) if isinstance(value, int | str) else ""
-    return text if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text) else str(number)
+    return text if _LABEL.fullmatch(text) else str(number)
 
 
-def check_units(text: str) -> None:
-    """Refuse a choice of units that could name none, before anything is looked at.
-
-    Raises:
-        ConfigError: If a part of it is no name, or a range that runs downward.
-    """
-    for part in map(str.strip, text.split(",")):
-        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
-        first = int(match[1]) if match else 1
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._ -]*", part) or not 1 <= first <= int(
-            (match and match[2]) or first
-        ):
-            raise ConfigError(
-                f"'{part}' names no unit.",
-                rule="units are named or numbered from 1, and a range runs upward.",
-                remedy="write for example --units 1, --units 2-5 or --units all",
-            )
-
-
-def chosen_units(text: str, labels: Sequence[str]) -> list[int]:
+def chosen_units(text: str, labels: Sequence[str] | None) -> list[int]:
     """The places of the units that a choice names: by number from 1, by range, or by name.
 
+    Args:
+        text: The choice.
+        labels: What the units are called; None while that is not known: then nothing but the form is looked at.
+
     Raises:
-        ConfigError: If it names none of them.
+        ConfigError: If a part of it names no unit.
 
     >>> chosen_units("all", ["1", "2"]), chosen_units("2-3", ["1", "2", "3"]), chosen_units("small", ["big", "small"])
     ([0, 1], [1, 2], [1])
     """
     if text == "all":
-        return list(range(len(labels)))
+        return list(range(len(labels or ())))
     chosen: set[int] = set()
     for part in map(str.strip, text.split(",")):
-        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
-        if part in labels:
+        numbers = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
+        first, last = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
+        if labels is not None and part in labels:
             chosen.add(labels.index(part))
-        elif match and 1 <= int(match[1]) <= int(match[2] or match[1]) <= len(labels):
-            chosen |= set(range(int(match[1]) - 1, int(match[2] or match[1])))
-        else:
+        elif numbers and 1 <= first <= last <= (last if labels is None else len(labels)):
+            chosen |= set(range(first - 1, last))
+        elif numbers or labels is not None or not _LABEL.fullmatch(part):
+            known = "units are named or numbered from 1, and a range runs upward"
+            if labels is not None:
+                known = f"there are {len(labels)} units: {', '.join(labels[:8])}{', ...' if len(labels) > 8 else ''}"
             raise ConfigError(
-                f"'{part}' names no unit.",
-                rule=f"there are {len(labels)} units: {', '.join(labels[:8])}{', ...' if len(labels) > 8 else ''}.",
-                remedy=f"write for example --units 1-{len(labels)}, or --units all",
+                f"'{part}' names no unit.", rule=f"{known}.", remedy="write for example --units 1, 2-5 or all"
             )
     return sorted(chosen)

@@ -22,6 +22,8 @@ from memfit.rundir import read_json, write_atomic
 SAMPLED_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
 _NUM_PIECES = 16
+#: How the files of each kind of output end.
+ENDINGS = {"panel": ".panel.json", "table": ".feather", "arrays": ".arrays", "json": ".json"}
 #: The file in a unit's folder that says for which key it was made.
 KEY_FILE = ".key"
 MANIFEST_VERSION = 1
@@ -68,8 +70,10 @@ def find_manifest(path: Path) -> dict[str, Any] | None:
         found = read_json(path, _SHAPE)
     except DamagedError:
         return None
-    if found is None or not all(_is_there(path.with_suffix(""), one) for one in found["outputs"]):
-        return None
+    for output in found["outputs"] if found else ():
+        file = path.with_suffix("") / output["path"]
+        if not file.exists() or size_of(file) != output["bytes"]:
+            return None
     return found
 
 
@@ -83,11 +87,6 @@ def remove_result(manifest: Path) -> None:
     """Remove what a unit left: its manifest, and its folder with all checkpoints."""
     manifest.unlink(missing_ok=True)
     shutil.rmtree(manifest.with_suffix(""), ignore_errors=True)
-
-
-def _is_there(folder: Path, output: Mapping[str, Any]) -> bool:
-    path = folder / output["path"]
-    return path.exists() and size_of(path) == int(output["bytes"])
 
 
 def is_foreseen(manifest: Mapping[str, Any]) -> bool:
@@ -198,8 +197,7 @@ def hash_output(path: Path) -> str:
 
 def kind_of(path: Path) -> str:
     """Which of the kinds of output a path holds, by its name."""
-    kinds = {".panel.json": "panel", ".feather": "table", ".arrays": "arrays", ".json": "json"}
-    return next((kind for ending, kind in kinds.items() if path.name.endswith(ending)), "path")
+    return next((kind for kind, ending in ENDINGS.items() if path.name.endswith(ending)), "path")
 
 
 def open_folder(manifest: Path, key: str, outcome: Path | None = None) -> Path:

@@ -21,7 +21,7 @@ from memfit.memory import Budget
 from memfit.pipeline._config import CommandSettings, RunConfig, StageSettings, of_commands, resolve_with_allocator
 from memfit.pipeline._contract import Stage
 from memfit.pipeline._describe import as_data, describe_commands
-from memfit.pipeline._graph import ALL, Choice, check_units
+from memfit.pipeline._graph import ALL, Choice, chosen_units
 from memfit.pipeline._grid import fill, own_stdin
 from memfit.rundir import RunDir, damaged, read_whole
 
@@ -99,7 +99,7 @@ def order_of_config(
         file = Path(source)
     resolved = resolve_with_allocator(RunConfig, file=file, values=values, env=env, overrides=overrides)
     settings = resolved.value
-    check_units(settings.units)
+    chosen_units(settings.units, None)
     folders = folders or ([str(file.resolve().parent)] if file else [])
     child_env = python_path(folders, env)
     if settings.target:

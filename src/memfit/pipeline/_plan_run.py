@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from memfit import config
 from memfit.errors import DamagedError
-from memfit.jobs import read_status
+from memfit.jobs import JobStatus, read_status
 from memfit.memory import Budget, Footprint, count_fitting, reservation_bytes, rooms_of
 from memfit.pipeline._graph import ALL, PASSED, Choice, Graph, Unit, listed
 from memfit.pipeline._grid import expand, fill
@@ -98,20 +99,13 @@ class RunPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form; sizes in bytes, durations in seconds."""
-        return {
-            "run": str(self.run) if self.run else None,
-            "fits": self.fits,
-            "budget": self.budget.to_dict(),
-            "stages": [
-                vars(stage)
-                | {
-                    "footprint": stage.footprint.to_dict() if stage.footprint else None,
-                    "rows": [asdict(row) for row in stage.rows],
-                }
-                for stage in self.stages
-            ],
-            "commands": [list(command) for command in self.commands],
-        }
+        stages = []
+        for stage in self.stages:
+            footprint = stage.footprint.to_dict() if stage.footprint else None
+            stages.append(vars(stage) | {"footprint": footprint, "rows": [asdict(row) for row in stage.rows]})
+        run, commands = str(self.run) if self.run else None, [list(command) for command in self.commands]
+        whole = {"run": run, "fits": self.fits, "budget": self.budget.to_dict()}
+        return whole | {"stages": stages, "commands": commands}
 
 
 def plan_run(
@@ -194,34 +188,31 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], budget: Budget, s
     is_known = units is not None
     if units is None:
         units = _guessed(graph, runs, stage)
-    states: dict[str, int] = {}
-    for unit in units:
-        states[unit.state] = states.get(unit.state, 0) + 1
+    states = Counter(unit.state for unit in units)
     left = [unit for unit in units if unit.state in ("ready", "waiting")]
+    there = {other for other, units in graph.units.items() if all(unit.state in PASSED for unit in units)}
+    before = [other for other in dict.fromkeys(graph.waits_for(name)) if other not in there]
     reasons = dict.fromkeys(unit.why for unit in units if unit.why and unit.state not in ("kept", "reused"))
-    before = [one for one in dict.fromkeys(graph.waits_for(name)) if not _is_there(graph, one)]
     facts: dict[str, Any] = {
         "name": name,
-        "states": states,
+        "states": dict(states),
         "num_runs": len(left) if is_known or left else None,
         "why": "; ".join(reasons),
-        "waits_for": before if not is_known or "waiting" in states else [],
+        "waits_for": before if not is_known or states["waiting"] else [],
         "saved_seconds": sum(unit.seconds for unit in units if unit.state in ("kept", "reused")),
     }
     if is_known and not left:
         return StagePlan(**facts)
+    own, measure = order.topology(name), []
     footprint, origin, seconds = _size(order, stage, runs, left)
-    return StagePlan(
-        **facts,
-        footprint=footprint,
-        origin=origin,
-        measure=_how_to_measure(order, stage, start, left, is_measured=footprint is not None),
-        rows=_rows(order, budget, footprint, seconds, len(left)) if footprint and left else (),
-    )
-
-
-def _is_there(graph: Graph, name: str) -> bool:
-    return name in graph.units and all(unit.state in PASSED for unit in graph.units[name])
+    if footprint is None and stage["keyed"]:
+        measure.append(f"{start} --until {name}" + (" --units 1" if stage["each"] or stage["units"] else ""))
+    elif footprint is None:
+        measure.append(f"{start} -- {shlex.join(_command(left[0]))}")
+    if stage.get("has_probe") and (own.gpu_memory or order.settings.memory.gpu_job):
+        measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
+    rows = _rows(order, budget, footprint, seconds, len(left)) if footprint and left else ()
+    return StagePlan(**facts, footprint=footprint, origin=origin, measure=measure, rows=rows)
 
 
 def _guessed(graph: Graph, runs: Sequence[RunDir], stage: Mapping[str, Any]) -> list[Unit]:
@@ -237,50 +228,36 @@ def _guessed(graph: Graph, runs: Sequence[RunDir], stage: Mapping[str, Any]) -> 
 def _size(
     order: Order, stage: Mapping[str, Any], runs: Sequence[RunDir], units: Sequence[Unit]
 ) -> tuple[Footprint | None, str, float | None]:
-    """What one job of a stage takes, where that figure comes from, and how long one takes."""
+    """What one job of a stage takes, where that figure comes from, and how long one takes on average."""
     own, memory = order.topology(stage["name"]), order.settings.memory
     for run in runs:
-        found, job_id, seconds = _measured(run, own.like or stage["name"])
-        if found is not None:
-            return found, f"measured on {job_id} of {run.path.name}", seconds
+        sizes, seconds = {}, []
+        for status in _done(run, own.like or stage["name"]):
+            if status.footprint is not None:
+                sizes[status.job_id] = status.footprint
+            if status.started is not None and status.ended is not None:
+                seconds.append(status.ended - status.started)
+        if sizes:
+            job_id = max(sizes, key=lambda one: sizes[one].private_bytes)
+            took = sum(seconds) / len(seconds) if seconds else None
+            return sizes[job_id], f"measured on {job_id} of {run.path.name}", took
     if own.memory:
         return Footprint.declared(own.memory), f"declared: stages.{stage['name']}.memory", None
     if memory.job and (stage["each"] or stage["units"]):
         return Footprint.declared(memory.job), "declared: memory.job", None
     if memory.job_of and not stage["keyed"]:
-        sizes = [fill([memory.job_of], dict(unit.value or {}))[0] for unit in units]
-        largest = max(map(Footprint.declared, sizes), key=lambda one: one.private_bytes)
-        return largest, f"declared: {memory.job_of}, the largest", None
+        declared = [Footprint.declared(fill([memory.job_of], dict(unit.value or {}))[0]) for unit in units]
+        return max(declared, key=lambda one: one.private_bytes), f"declared: {memory.job_of}, the largest", None
     return None, "not measured yet", None
 
 
-def _measured(run: RunDir, stage: str) -> tuple[Footprint | None, str, float | None]:
-    """The largest job of a stage that completed in a run, and how long its jobs took on average."""
-    largest, job_id, took = None, "", []
+def _done(run: RunDir, stage: str) -> Iterator[JobStatus]:
+    """The jobs of a stage that completed in a run."""
     for folder in sorted((run.path / "jobs").glob(f"{stage}*")):
         with suppress(DamagedError):
             status = read_status(run, folder.name)
-            if status.state != "completed" or (read_json(folder / "job.json") or {}).get("stage") != stage:
-                continue
-            if status.started is not None and status.ended is not None:
-                took.append(status.ended - status.started)
-            one = status.footprint
-            if one is not None and (largest is None or one.private_bytes > largest.private_bytes):
-                largest, job_id = one, folder.name
-    return largest, job_id, sum(took) / len(took) if took else None
-
-
-def _how_to_measure(
-    order: Order, stage: Mapping[str, Any], start: str, units: Sequence[Unit], *, is_measured: bool
-) -> list[str]:
-    own, found = order.topology(stage["name"]), []
-    if not is_measured and stage["keyed"]:
-        found.append(f"{start} --until {stage['name']}" + (" --units 1" if stage["each"] or stage["units"] else ""))
-    elif not is_measured:
-        found.append(f"{start} -- {shlex.join(_command(units[0]))}")
-    if stage.get("has_probe") and (own.gpu_memory or order.settings.memory.gpu_job):
-        found.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
-    return found
+            if status.state == "completed" and (read_json(folder / "job.json") or {}).get("stage") == stage:
+                yield status
 
 
 def _rows(order: Order, budget: Budget, footprint: Footprint, seconds: float | None, num_jobs: int) -> list[AtOnce]:
@@ -291,14 +268,8 @@ def _rows(order: Order, budget: Budget, footprint: Footprint, seconds: float | N
     fitting = count_fitting(rooms_of(budget), reserved, len(footprint.device_bytes), on_device)
     most = num_jobs if most == "auto" else min(most, num_jobs)
     numbers = {*range(1, _FIRST_ROWS + 1), fitting, most}
-    return [
-        AtOnce(
-            number,
-            number * reserved,
-            lendable - number * reserved,
-            number <= fitting,
-            None if seconds is None else math.ceil(num_jobs / number) * seconds,
-        )
-        for number in sorted(numbers)
-        if 1 <= number <= most
-    ]
+    rows = []
+    for number in sorted(number for number in numbers if 1 <= number <= most):
+        whole = None if seconds is None else math.ceil(num_jobs / number) * seconds
+        rows.append(AtOnce(number, number * reserved, lendable - number * reserved, number <= fitting, whole))
+    return rows

@@ -84,8 +84,7 @@ def run(
         )
     order = order_of_config(source, overrides=overrides, env=env, choice=choice)
     Graph(order, RunDir(Path()))  # refuses bad names before anything is made
-    run_dir, state = take_up(order, new=new)
-    return _go_on(order, run_dir, state, force=force, view=view, reuse=not new)
+    return _go_on(order, *_take_up(order, new=new), force=force, view=view, reuse=not new)
 
 
 def run_commands(
@@ -122,8 +121,7 @@ def run_commands(
     settings = settings or resolve_settings()
     words = [*command, *filter(None, [settings.value.memory.job_of])]
     order = order_of_command(command, expand(words, params, param_file), settings)
-    run_dir, state = take_up(order, new=new)
-    return _go_on(order, run_dir, state, force=force, view=view, reuse=False)
+    return _go_on(order, *_take_up(order, new=new), force=force, view=view, reuse=False)
 
 
 def resume(run: Path, *, view: View | None = None) -> RunResult:
@@ -153,9 +151,9 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
         return _go_on(order, run_dir, CONTINUED, force=False, view=view, reuse=False)
 
 
-def goes_on(order: Order, run: RunDir) -> bool:
+def goes_on(order: Order, run: RunDir, earlier: Sequence[RunDir] = ()) -> bool:
     """Whether a run is to go on: it is not finished, or nothing in it would be overwritten."""
-    graph = Graph(order, run, is_plan=True)
+    graph = Graph(order, run, earlier=[other for other in earlier if other != run], is_plan=True)
     is_keyed = all(stage["keyed"] for stage in order.stages)
     if is_keyed:  # and a unit that there is not is refused while the run stands as it was
         graph.advance()
@@ -168,15 +166,15 @@ def goes_on(order: Order, run: RunDir) -> bool:
 def find_run(order: Order) -> RunDir | None:
     """Return the newest run of an order if it is to go on."""
     settings = order.settings
-    newest = next(iter(RunDir.all(settings.runs_dir, settings.experiment)), None)
+    runs = RunDir.all(settings.runs_dir, settings.experiment)
     with contextlib.suppress(DamagedError):  # an unfinished run of an older memfit may be taken for going on
-        if newest is not None and newest.state != "completed":
-            newest.check_version()
+        if runs and runs[0].state != "completed":
+            runs[0].check_version()
     found = RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
-    return found if found is not None and goes_on(order, found) else None
+    return found if found is not None and goes_on(order, found, runs) else None
 
 
-def take_up(order: Order, *, new: bool) -> tuple[RunDir, str]:
+def _take_up(order: Order, *, new: bool) -> tuple[RunDir, str]:
     """Return the run that goes on, or a new one, and which of the two: two starts at once find one run.
 
     Raises:
@@ -203,28 +201,23 @@ def take_up(order: Order, *, new: bool) -> tuple[RunDir, str]:
 
 def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | None, reuse: bool) -> RunResult:
     settings = order.settings
+    others = RunDir.all(settings.runs_dir, settings.experiment) if reuse else []
+    earlier = [other for other in others if other != run]
     told = {"state": state, "fingerprint": order.fingerprint}
+
+    @functools.cache
+    def planned() -> Graph:
+        graph = Graph(order, run, earlier=earlier, is_plan=True)
+        graph.advance()
+        return graph
+
     with supervised(run, settings, force=force, view=view, told=told) as supervisor:
-        others = RunDir.all(settings.runs_dir, settings.experiment) if reuse else []
-        make_graph = functools.partial(
-            Graph,
-            order,
-            run,
-            make_job=lambda graph, unit: _job(order, graph, unit),
-            earlier=[other for other in others if other != run],
-        )
-
-        @functools.cache
-        def planned() -> Graph:
-            graph = make_graph(is_plan=True)
-            graph.advance()
-            return graph
-
         supervisor.adopt(lambda job_id: planned().goes_on_with(job_id))
         _write_order(order, run)
         if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
             supervisor.events.write("plan", why=f"torch's allocator: {settings.memory.cuda_allocator}, from {origin}")
-        graph = make_graph(say=supervisor.events.write)
+        say = supervisor.events.write
+        graph = Graph(order, run, earlier=earlier, say=say, make_job=lambda graph, unit: _job(order, graph, unit))
         graph.advance()
         known = _known(order, graph)
         alike = [one for one in known if len(graph.units.get(one[0], ())) > 1]
@@ -247,10 +240,8 @@ def _write_order(order: Order, run: RunDir) -> None:
     if not written.exists() or written.read_text() != order.yaml:  # new, killed at birth, or other settings of runs
         write_atomic(written, order.yaml, mode=0o600 if mask(order.params) != order.params else 0o666)
     kept = ("name", "needs", "after", "each", "holds", "in_order")
-    write_json(
-        run.path / "graph.json",
-        {"schema_version": 1, "stages": [{name: stage[name] for name in kept} for stage in order.stages]},
-    )
+    stages = [{name: stage[name] for name in kept} for stage in order.stages]
+    write_json(run.path / "graph.json", {"schema_version": 1, "stages": stages})
 
 
 # Jobs
@@ -368,15 +359,10 @@ def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mappin
         call_in_child("memfit.pipeline._results:write_tables", {"tables": tables})
     if graph.error is not None:
         raise graph.error
-    _raise_bad_input(graph, units)
+    for unit in units:  # bad input or data of a stage that runs once is refused in words
+        if unit.state == "failed" and unit.label is None:
+            raise_error_of(run.job_dir(unit.job_id))
     return result
-
-
-def _raise_bad_input(graph: Graph, units: Sequence[Unit]) -> None:
-    """Raise the error of memfit's own that ended a stage which runs once: bad input or data, refused in words."""
-    for unit in units:
-        if unit.state == "failed" and unit.job_id == unit.stage["name"]:
-            raise_error_of(graph.run.job_dir(unit.job_id))
 
 
 def _tables(order: Order, graph: Graph, statuses: Mapping[str, JobStatus]) -> list[dict[str, Any]]:

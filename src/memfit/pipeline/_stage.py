@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -10,7 +9,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +55,7 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
     status, why, exit_code = "completed", "", 0
     assert callable(stage.run)
     try:
-        with _panels_kept_in(context.panels_dir):
-            result = stage.run(context, params)
+        result = stage.run(context, params)
     except Stop as stop:
         status, why, exit_code, result = "stopped", str(stop), stop.exit_code, stop.result
     plain = _plain(result, described["name"])
@@ -78,7 +76,8 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
         "result": plain,
         "outputs": outputs,
         "digest": digest_of(plain, outputs),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _VERSIONS if name in sys.modules},
         "host": socket.gethostname(),
         "started": started,
         "seconds": round(time.time() - started, 3),
@@ -102,35 +101,25 @@ def _check_code(stage: Stage, target: str, params: type[BaseModel], described: M
 
 def make_context(order: Mapping[str, Any]) -> Context:
     """The context of one unit, its folder cleared of what another key left there."""
-    folder = open_folder(Path(order["manifest"]), order["key"])
-    with _panels_kept_in(Path(order["panels_dir"])):
-        Path(order["panels_dir"]).mkdir(parents=True, exist_ok=True)
+    folder, panels_dir = open_folder(Path(order["manifest"]), order["key"]), Path(order["panels_dir"])
+    try:
+        panels_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"panels cannot be kept in {error.filename}: {error.strerror}.",
+            rule=f"panels are built below panels_dir ({panels_dir}), which must be a folder.",
+            remedy="name another: --set panels_dir=<folder>",
+        ) from error
     return Context(
         unit=order["unit"],
         own_seed=seed_of(order["seed"], order["unit"], order["variable"]) if order["stage"]["seed"] else None,
         dir=folder,
-        panels_dir=Path(order["panels_dir"]),
+        panels_dir=panels_dir,
         key=order["key"],
         previous=Output(Path(order["previous"])) if order["previous"] else None,
         needs={name: [Output(Path(path)) for path in paths] for name, paths in order["needs"].items()},
         meets=frozenset(order["meets"]),
     )
-
-
-@contextlib.contextmanager
-def _panels_kept_in(folder: Path) -> Iterator[None]:
-    """Inside, a folder of panels that cannot be written is refused in words."""
-    try:
-        yield
-    except OSError as error:
-        is_there = error.filename is not None and Path(error.filename).is_relative_to(folder)
-        if not is_there or isinstance(error, FileNotFoundError):  # what the stage itself looks for
-            raise
-        raise DataError(
-            f"the panel cannot be kept in {error.filename}: {error.strerror}.",
-            rule=f"panels are built below panels_dir ({folder}), which must be a folder that can be written.",
-            remedy=f"make {folder} a folder that this user can write, or name another: --set panels_dir=<folder>",
-        ) from error
 
 
 def seed_of(seed: int, unit: Any, variable: str | None = None) -> int:
@@ -181,25 +170,12 @@ def _plain(result: Any, stage: str) -> dict[str, Any]:
     try:
         if not isinstance(result, Mapping):
             raise TypeError("it is no mapping of names")
-        found: dict[str, Any] = json.loads(
-            json.dumps({str(name): value for name, value in result.items()}, default=_number)
-        )
+        named = {str(name): value for name, value in result.items()}
+        found: dict[str, Any] = json.loads(json.dumps(named, default=float))
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"stage {stage} returned {result!r:.120}: {error}.",
             rule="a stage returns a mapping of names to numbers, texts, lists and mappings of them.",
             remedy="return for example {'rank_ic': 0.03}; save tables and arrays: context.save('scores', table)",
         ) from error
-    return found
-
-
-def _number(value: Any) -> float:
-    return float(value)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _VERSIONS:
-        if name == "memfit" or name in sys.modules:
-            found[name] = importlib.metadata.version(name)
     return found

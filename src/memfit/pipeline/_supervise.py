@@ -228,11 +228,16 @@ class Supervisor:
             stopped: Of the stage that stopped the run: ``exit_code`` and ``why``; None where none did.
             metrics: The results, by job id.
         """
-        self.state, exit_code = _state(statuses, self.stop)
-        jobs = {job_id: {"state": s.state, "cause": s.cause} for job_id, s in statuses.items()}
-        told = {}
-        if stopped is not None and self.state != "failed":
+        states, told = {status.state for status in statuses.values()}, {}
+        if states - {"completed", "preempted", "cancelled", "pending"}:
+            self.state, exit_code = "failed", 4
+        elif stopped is not None:
             self.state, exit_code, told = "stopped", int(stopped["exit_code"]), {"why": stopped["why"]}
+        elif states == {"completed"}:
+            self.state, exit_code = "completed", 0
+        else:
+            self.state, exit_code = ("cancelled", 130) if self.stop.level > 1 else ("preempted", 75)
+        jobs = {job_id: {"state": s.state, "cause": s.cause} for job_id, s in statuses.items()}
         write_json(self.run.path / "outcome.json", {"state": self.state, "exit_code": exit_code, "jobs": jobs} | told)
         return RunResult(self.run.path, self.state, exit_code, statuses, metrics)
 
@@ -253,9 +258,17 @@ def supervised(
 
     Raises:
         UsageError: If another process runs this run.
+        DataError: If the disk is full.
     """
-    lock = _lock(run)
-    events, state, before = EventWriter(run.events_dir), "failed", psutil.cpu_times()
+    lock = lock_file(run.path / "supervisor.lock", 0.5)  # `memfit stop` may be looking who holds it
+    if lock is None:
+        raise UsageError(
+            f"{run.path} is being run by another process.",
+            rule="one supervisor at a time admits a run's jobs (supervisor.lock).",
+            remedy="wait for it, or start a separate run: the same command with --new",
+        )
+    events, state = EventWriter(run.events_dir), "failed"
+    psutil.cpu_times_percent()  # the next call tells what the cores did since
     try:
         with _stoppable() as stop, ExitStack() as stack:
             events.write("run", **told)
@@ -276,45 +289,19 @@ def supervised(
             write_json(run.path / "outcome.json", {"state": "failed", "cause": cause})
         raise
     finally:
+        spent = psutil.cpu_times_percent()
+        disk = getattr(spent, "iowait", 0.0)
+        shares = {"busy": round(1 - (spent.idle + disk) / 100, 3), "disk": round(disk / 100, 3)}
         with suppress(OSError):  # a full disk
-            events.write("run", state=state, cpu=_cpu_use(before, psutil.cpu_times()))
+            events.write("run", state=state, cpu=shares)
         events.close()
         os.close(lock)
-
-
-def _lock(run: RunDir) -> int:
-    """Lock a run until the descriptor is closed: no second supervisor admits the same jobs."""
-    descriptor = lock_file(run.path / "supervisor.lock", 0.5)  # `memfit stop` may be looking who holds it
-    if descriptor is None:
-        raise UsageError(
-            f"{run.path} is being run by another process.",
-            rule="one supervisor at a time admits a run's jobs (supervisor.lock).",
-            remedy="wait for it, or start a separate run: the same command with --new",
-        )
-    return descriptor
-
-
-def _cpu_use(before: Any, after: Any) -> dict[str, float]:
-    """What the host's cores did between two readings, as shares of all their time: ``busy``, and idle for a disk.
-
-    >>> from types import SimpleNamespace as Times
-    >>> times = Times(user=1.0, system=0.0, idle=0.0, iowait=0.0, _fields=("user", "system", "idle", "iowait"))
-    >>> later = Times(user=4.0, system=1.0, idle=5.0, iowait=1.0, _fields=times._fields)
-    >>> _cpu_use(times, later)
-    {'busy': 0.4, 'disk': 0.1}
-    """
-    # A guest's time is a part of its user's, as /proc/stat counts it.
-    spent = {name: getattr(after, name) - getattr(before, name) for name in after._fields if "guest" not in name}
-    total, disk = sum(spent.values()), max(0.0, spent.get("iowait", 0.0))
-    if total <= 0:
-        return {"busy": 0.0, "disk": 0.0}
-    return {"busy": round(1 - (spent["idle"] + disk) / total, 3), "disk": round(disk / total, 3)}
 
 
 def _set_up(
     run: RunDir, settings: CommandSettings, events: EventWriter, stack: ExitStack
 ) -> tuple[LocalBackend, Claims]:
-    """The backend with its walls, and the claims; what dead runs left of either is removed first."""
+    """The backend, with walls where any can be made, and the claims; what dead runs left of either is removed first."""
     for entry in sweep_entries():
         # A run that another supervisor takes up at this moment keeps its group.
         with suppress(OSError):
@@ -328,53 +315,37 @@ def _set_up(
         print(f"memfit: your runs on this host do not share one budget: {claims.problem}", file=sys.stderr, flush=True)
     # Last of all: what still has processes or groups stays on the list, or nobody would ever sweep it.
     stack.callback(lambda: claims.close(keep=Path(group).is_dir() if group else bool(running_jobs(run))))
-    backend, promise = _walled(run, settings, budget, stack)
-    group = str(backend.walls.parent.path) if backend.walls else ""
-    claims.write(used=Counter(), unused=Counter(), group=group)
-    permission = backend.walls.permission if backend.walls else "none"
-    events.write("budget", **budget.to_dict() | {"permission": permission, "promise": promise, "group": group})
-    return backend, claims
-
-
-def _walled(run: RunDir, settings: CommandSettings, budget: Budget, stack: ExitStack) -> tuple[LocalBackend, str]:
-    """The backend with walls where any can be made, and what then holds, in words."""
-    name, capacity_bytes = _group_name(run), max(1, budget.lendable_bytes)
-    walls, promise = Walls.build(name, capacity_bytes), budget.promise
+    # A name that no other run has, wherever on this host it lies.
+    walls = Walls.build(f"{run.path.name}-{config.fingerprint(str(run.path))[:8]}", max(1, budget.lendable_bytes))
+    facts = budget.to_dict() | {"permission": "none", "group": group}
     if walls is not None:
         stack.callback(walls.close)
+        group = str(walls.parent.path)
+        facts |= {"permission": walls.permission, "group": group}
     elif budget.permission != "none":
-        promise = (
-            f"no walls, although groups can be made here ({why_no_walls() or 'the kernel refused one'}): jobs are "
-        )
-        promise += "admitted by measured non-reclaimable bytes and watched by sampling"
+        why = why_no_walls() or "the kernel refused one"
+        facts["promise"] = f"no walls, although groups can be made here ({why}): jobs are admitted by measured "
+        facts["promise"] += "non-reclaimable bytes and watched by sampling"
     backend = LocalBackend(run, grace_seconds=settings.grace_seconds, walls=walls)
     stack.callback(backend.close)
-    return backend, promise
-
-
-def _group_name(run: RunDir) -> str:
-    """A name for its control group that no other run has, wherever on this host that lies."""
-    return f"{run.path.name}-{config.fingerprint(str(run.path))[:8]}"
+    claims.write(used=Counter(), unused=Counter(), group=group)
+    events.write("budget", **facts)
+    return backend, claims
 
 
 @contextmanager
 def _stoppable() -> Iterator[StopRequest]:
-    """Turn the first SIGINT or SIGTERM into a request to stop, and the next into an end at once; `memfit stop` has
-    signals of its own, of which a second one changes nothing."""
+    """Turn the first SIGINT or SIGTERM into a request to stop, and the next one into an end at once.
+
+    The signals of `memfit stop` mean the same however often they come.
+    """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-
-    def handle(*_: object) -> None:
-        if stop.level:
-            stop.now()
-        else:
-            stop.ask()
-
     handlers: dict[int, Callable[..., None]] = {
-        signal.SIGINT: handle,
-        signal.SIGTERM: handle,
+        signal.SIGINT: lambda *_: stop.now() if stop.level else stop.ask(),
+        signal.SIGTERM: lambda *_: stop.now() if stop.level else stop.ask(),
         ASK_SIGNAL: lambda *_: stop.ask(),
         NOW_SIGNAL: lambda *_: stop.now(),
     }
@@ -384,12 +355,3 @@ def _stoppable() -> Iterator[StopRequest]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-def _state(statuses: Mapping[str, JobStatus], stop: StopRequest) -> tuple[str, int]:
-    states = {status.state for status in statuses.values()}
-    if statuses and states == {"completed"}:
-        return "completed", 0
-    if states - {"completed", "preempted", "cancelled", "pending"}:
-        return "failed", 4
-    return ("cancelled", 130) if stop.level > 1 else ("preempted", 75)
