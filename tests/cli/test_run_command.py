@@ -52,7 +52,7 @@ def test_quiet_says_nothing_of_a_success_but_the_summary(memfit):
     [
         (["--limit", "10"], "--limit must be 16MiB or more, so that a process can start in it, got 10."),
         (["--limit", "lots"], "--limit must be a size such as 8GiB"),
-        (["--name="], '--name must be text of at least 1 characters, got "".'),
+        (["--name="], '--name: string should have at least 1 character, got "".'),
         (["--runs-dir="], '--runs-dir must name a folder, got "".'),
         (["--memory", "[1"], "--memory: it cannot be read as YAML"),
         (["--set", "memory.limit=lots"], "memory.limit must be a size such as 8GiB"),

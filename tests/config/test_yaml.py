@@ -1,12 +1,12 @@
-"""YAML reads as YAML 1.2 does, keeps lines and texts, and comes back as it was."""
+"""Unquoted scalars read as YAML 1.2 reads them, whatever YAML 1.1 or Python make of them."""
 
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from pydantic import Field
 
-from memfit.config._yaml import Plain, from_text, read_document, read_plain, read_value, write_document
+from memfit.config import Settings, read_plain, resolve
+from memfit.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -43,47 +43,30 @@ def test_a_plain_scalar_is_what_it_looks_like(text: str, value: object) -> None:
 )  # fmt: skip
 def test_what_only_yaml_1_1_or_python_reads_is_text(text: str) -> None:
     assert read_plain(text) == text
-    assert from_text(text) == text
 
 
 def test_a_number_that_is_not_one_is_read() -> None:
-    assert math.isnan(Plain(".nan").value)  # type: ignore[arg-type]
+    assert math.isnan(read_plain(".nan"))  # type: ignore[arg-type]
 
 
-def test_quotes_and_blocks_make_text() -> None:
-    content = read_document("a: '3'\nb: \"true\"\nc: |\n  3\nd: >\n  3\n").content
-    assert content == {"a": "3", "b": "true", "c": "3\n", "d": "3\n"}
+class Free(Settings):
+    text: str = ""
+    params: dict[str, object] = Field(default_factory=dict)
 
 
-def test_an_aliased_bomb_is_refused_before_it_grows() -> None:
-    bomb = "a: &a [x]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(30))
-    with pytest.raises(ValueError, match="anchors"):
-        read_document(bomb)
+def test_quotes_and_blocks_make_text(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "c.yaml"
+    file.write_text("params:\n  a: '3'\n  b: \"true\"\n  c: |\n    3\n  d: >\n    3\n")
+    assert resolve(Free, file=file, env={}).value.params == {"a": "3", "b": "true", "c": "3\n", "d": "3\n"}
 
 
-def test_a_text_of_an_override_is_never_a_mapping_by_accident() -> None:
-    assert read_value("s3://a: b").content == "s3://a: b"
-    assert read_value("  7 ").content == Plain("7")
-    assert read_value("- x").content == "- x"
+def test_an_aliased_bomb_is_refused_before_it_grows(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "c.yaml"
+    file.write_text("a: &a [x]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(30)))
+    with pytest.raises(ConfigError, match="anchors"):
+        resolve(Free, file=file, env={})
 
 
-TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=200)
-LEAF = TEXT | st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none()
-KEY = TEXT.filter(lambda key: key and "." not in key)
-TREE = st.recursive(LEAF, lambda inner: st.lists(inner) | st.dictionaries(KEY, inner), max_leaves=10)
-
-
-def _value(content: object) -> object:
-    if isinstance(content, Plain):
-        return content.value
-    if isinstance(content, list):
-        return [_value(item) for item in content]
-    return {key: _value(item) for key, item in content.items()} if isinstance(content, dict) else content
-
-
-@given(tree=st.dictionaries(KEY, TREE, max_size=5), comment=TEXT)
-def test_a_written_tree_reads_back_the_same(tree: dict[str, object], comment: str) -> None:
-    text = write_document(tree, dict.fromkeys(tree, comment), "A header.\n\nOf three lines.")
-    document = read_document(text)
-    assert _value(document.content) == tree
-    assert document.faults == []
+@pytest.mark.parametrize(("text", "value"), [("s3://a: b", "s3://a: b"), ("  7 ", "7"), ("- x", "- x")])
+def test_the_text_of_an_override_is_never_a_mapping_by_accident(text: str, value: str) -> None:
+    assert resolve(Free, env={}, overrides=[f"text={text}"]).value.text == value

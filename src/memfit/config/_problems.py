@@ -5,18 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
-from memfit.config._schema import keys_at, known_names
 from memfit.errors import ConfigError, nearest
 from memfit.successors import find_gone
-
-Steps = tuple[str | int, ...]
 
 PREFIX = "MEMFIT_"
 OVERRIDE = "--set"
@@ -25,68 +20,23 @@ Override = str | tuple[str, str]
 #: The origin of a value that was handed in from Python.
 ARGUMENT = "argument"
 DEFAULT = "default"
-_VARIABLE = "environment "
+VARIABLE = "environment "
 
-#: What a value must be, by the type of pydantic's error; the names in braces are its context.
-_EXPECTED = {
-    "int_type": "an integer",
-    "int_parsing": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "text",
-    "path_type": "a path",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "set_type": "a list",
-    "frozen_set_type": "a list",
-    "dict_type": "a section with keys",
-    "mapping_type": "a section with keys",
-    "model_type": "a section with keys",
-    "model_attributes_type": "a section with keys",
-    "none_required": "null",
-    "date_type": "a date such as 2024-01-31",
-    "date_parsing": "a date such as 2024-01-31",
-    "date_from_datetime_parsing": "a date such as 2024-01-31",
-    "greater_than": "greater than {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}",
-    "multiple_of": "a multiple of {multiple_of}",
-    "literal_error": "{expected}",
-    "enum": "{expected}",
-    "string_too_short": "text of at least {min_length} characters",
-    "string_too_long": "text of at most {max_length} characters",
-    "string_pattern_mismatch": "text that matches {pattern}",
-    "too_short": "a list of at least {min_length} entries",
-    "too_long": "a list of at most {max_length} entries",
-}
+_STRICT = "the types and bounds of settings are strict, wherever a value comes from"
+_UNKNOWN = "an unknown name is refused, so that no setting is silently off"
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong; the three parts of an error."""
-
-    what: str
-    rule: str
-    remedy: str
-
-
-def dotted(path: Steps) -> str:
-    """The name of a setting as people write it.
+def dotted(path: Iterable[str | int]) -> str:
+    """Return the name of a setting as people write it.
 
     >>> dotted(("model", "layers", 0, "width"))
     'model.layers[0].width'
     """
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return "".join(parts).removeprefix(".")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def variable(name: str) -> str:
-    """The environment variable of a setting.
+    """Return the environment variable of a setting.
 
     >>> variable("memory.reserve")
     'MEMFIT_MEMORY__RESERVE'
@@ -94,51 +44,22 @@ def variable(name: str) -> str:
     return PREFIX + name.replace(".", "__").upper()
 
 
-def variable_origin(name: str) -> str:
-    return _VARIABLE + name
+def known_names(annotation: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all settings of a model, or of the models that a field's annotation names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, field in annotation.model_fields.items():
+            yield prefix + name
+            yield from known_names(field.annotation, f"{prefix}{name}.")
+    else:
+        for part in get_args(annotation):
+            yield from known_names(part, prefix)
 
 
-def _is_flag(origin: str) -> bool:
-    return origin.startswith("--") and origin != OVERRIDE
-
-
-def place(name: str, origin: str) -> str:
-    """What people call a setting that they gave there: the flag, or its name.
-
-    >>> place("memory.limit", "--limit"), place("memory.limit", "--set")
-    ('--limit', 'memory.limit')
-    """
-    return origin if _is_flag(origin) else name
-
-
-def source(origin: str) -> str:
-    """Where a value came from, in brackets, unless ``place`` says it."""
-    return "" if _is_flag(origin) else f" ({origin})"
-
-
-def show(value: Any) -> str:
-    """A value as an error quotes it: one line, at most 60 characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def correction(name: str, origin: str, example: str = "...") -> str:
-    """Where and how to give a setting another value."""
-    if _is_flag(origin):
-        return f"give {origin} {example}"
-    if origin == OVERRIDE:
-        return f"give {OVERRIDE} {name}={example}"
-    if origin.startswith(_VARIABLE):
-        found = origin.removeprefix(_VARIABLE)
-        return f"give {found}={example}, or take it away: unset {found}"
-    return f"set {name} to another value" if origin in (ARGUMENT, DEFAULT) else f"correct {name} in {origin}"
-
-
-def report(problems: Sequence[Problem]) -> ConfigError:
-    """One error for all problems."""
+def report(problems: Sequence[ConfigError]) -> ConfigError:
+    """Return one error for all problems."""
     if len(problems) == 1:
-        return ConfigError(f"{problems[0].what}.", rule=problems[0].rule, remedy=problems[0].remedy)
-    lines = [f"  - {problem.what}: {problem.remedy}" for problem in problems]
+        return problems[0]
+    lines = [f"  - {problem.what.removesuffix('.')}: {problem.remedy}" for problem in problems]
     return ConfigError(
         "\n".join((f"{len(problems)} settings cannot be used:", *lines)),
         rule=f"all settings are checked at once; {OVERRIDE} counts before the environment, that before the file.",
@@ -146,130 +67,110 @@ def report(problems: Sequence[Problem]) -> ConfigError:
     )
 
 
-def unknown(model: type[BaseModel], path: Steps, origin: str, prefix: str) -> Problem:
-    """A key that the model does not know, with the nearest name that it knows."""
-    name = prefix + dotted(path)
-    siblings = [prefix + dotted((*path[:-1], key)) for key in keys_at(model, path[:-1])]
-    every = list(known_names(model, prefix))
-    same = [known for known in every if known.rpartition(".")[2] == name.rpartition(".")[2]]
-    gone = find_gone("key", name)
-    hit = _closest(name, same) or _closest(name, siblings) or _closest(name, every)
-    rule = f"an unknown name is refused, so that no setting is silently off (known to {model.__name__})"
-    if gone:
-        rule = f"{name} is gone since memfit {gone.since}"
-        return Problem(f"{name} is no setting ({origin})", rule, f"use '{gone.new}'")
-    if not origin.startswith(_VARIABLE):
-        remedy = f"did you mean '{hit}'?" if hit else _known(siblings)
-        return Problem(f"{name} is no setting ({origin})", rule, remedy)
-    given = origin.removeprefix(_VARIABLE)
-    rest = given[len(variable(name)) :] if given.upper().startswith(variable(name)) else ""
-    remedy = f"did you mean '{variable(hit)}{rest.upper()}'?" if hit else _known(variable(key) for key in siblings)
-    return Problem(f"{given} in the environment names no setting", rule, remedy)
-
-
-def _known(names: Iterable[str]) -> str:
-    listed = ", ".join(sorted(names))
-    return f"known: {listed}" if listed else "take it away: no key is known there"
-
-
-def _closest(name: str, known: Sequence[str]) -> str | None:
-    """The known name with the nearest last part; the whole names decide between equals."""
-    tails: dict[str, list[str]] = {}
-    for candidate in known:
-        tails.setdefault(candidate.rpartition(".")[2].lower(), []).append(candidate)
-    tail = name.rpartition(".")[2].lower()
-    match = difflib.get_close_matches(tail, tails, n=1, cutoff=0.6)
-    whole = difflib.get_close_matches(name, tails[match[0]], n=1, cutoff=0.0) if match else []
-    return whole[0] if whole else None
-
-
-def below_single(name: str, key: str, origin: str, held: str = "") -> Problem:
-    """A key that was given below a setting that holds one value."""
-    return Problem(
-        f"{name} is a single value{held} and has no key '{key}' ({origin})",
-        "a dotted name goes down through sections only",
-        correction(name, origin),
-    )
-
-
 def from_pydantic(
     error: ValidationError, model: type[BaseModel], tree: Any, origins: Mapping[str, str], prefix: str
-) -> list[tuple[Steps, Problem]]:
-    """The problems in pydantic's error, one for each path, however many alternatives its type has."""
-    grouped: dict[tuple[Steps, bool], list[ErrorDetails]] = {}
+) -> list[ConfigError]:
+    """Return the problems in pydantic's error: one for each place, whatever alternatives its type has."""
+    grouped: dict[tuple[tuple[str | int, ...], str], list[Any]] = {}
     for details in error.errors(include_url=False):
-        path = _place(details, tree)
-        grouped.setdefault((path, details["type"] == "extra_forbidden"), []).append(details)
-    problems: list[tuple[Steps, Problem]] = []
-    for (path, is_unknown), group in grouped.items():
-        origin = origin_of(path, origins, prefix)
-        if is_unknown:
-            problem = unknown(model, path, origin, prefix)
-        elif group[0]["type"] == "missing":
-            problem = _missing(path, model, prefix)
+        kind = details["type"] if details["type"] in ("extra_forbidden", "missing") else "bad"
+        grouped.setdefault((place(details["loc"], tree, kind == "missing"), kind), []).append(details)
+    problems = []
+    for (path, kind), group in grouped.items():
+        name = prefix + dotted(path)
+        if kind == "missing":
+            given = f"give {OVERRIDE} {name}=..., or {variable(name)}=..."
+            remedy = f"write {path[-1]}: in the file, or {given}"
+            problems.append(ConfigError(f"{name} is missing.", rule=f"{model.__name__} needs it", remedy=remedy))
+        elif kind == "extra_forbidden":
+            problems.append(_unknown(name, model, _origin(name, origins), prefix))
         else:
-            problem = _bad_value(path, group, model, origin, prefix)
-        problems.append((path, problem))
+            problems.append(_bad_value(name or model.__name__, group, _origin(name or prefix, origins)))
     return problems
 
 
-def _place(details: ErrorDetails, tree: Any) -> Steps:
-    """The error's path in the tree: pydantic also names the alternatives of unions and the validators on its way."""
-    path: Steps = ()
-    for part in details["loc"]:
+def place(loc: Sequence[Any], tree: Any, is_missing: bool = False) -> tuple[str | int, ...]:
+    """Return an error's path in the tree: pydantic also names the alternatives of a union on its way."""
+    path: list[str | int] = []
+    for part in loc:
         if (isinstance(tree, dict) and part in tree) or (isinstance(tree, list) and part in range(len(tree))):
-            path = (*path, part)
-            tree = tree[part]  # type: ignore[index]
-    return (*path, details["loc"][-1]) if details["type"] == "missing" else path
+            path.append(part)
+            tree = tree[part]
+    return (*path, loc[-1]) if is_missing else tuple(path)
 
 
-def origin_of(path: Steps, origins: Mapping[str, str], prefix: str) -> str:
-    """Where the value at a path came from; for a section, where what is in it came from."""
-    names = [prefix + dotted(path[:length]) for length in range(len(path), 0, -1)]
-    found = next((origins[name] for name in names if name in origins), DEFAULT)
-    below = [o for name, o in origins.items() if name.startswith(f"{names[0]}." if names else prefix)]
-    return ", ".join(list(dict.fromkeys(below))[:3]) if below else found
+def _origin(name: str, origins: Mapping[str, str]) -> str:
+    """Return where a value came from; for a section, where its values came from."""
+    below = [origin for key, origin in origins.items() if re.match(rf"{re.escape(name)}(\.|\[|$)", key) or not name]
+    above = [origin for key, origin in origins.items() if re.match(rf"{re.escape(key)}[.\[]", name)]
+    return ", ".join(list(dict.fromkeys(below or above[-1:]))[:3]) or DEFAULT
 
 
-def _missing(path: Steps, model: type[BaseModel], prefix: str) -> Problem:
-    name = prefix + dotted(path)
-    if isinstance(path[-1], int):
-        what = f"{prefix}{dotted(path[:-1])} has {path[-1]} entries, too few"
-        return Problem(what, f"its length is fixed in {model.__name__}", "add what is missing")
-    return Problem(
-        f"{name} is missing",
-        f"it has no default in {model.__name__}",
-        f"write {name.rpartition('.')[2]}: in the file, or give {OVERRIDE} {name}=..., or {variable(name)}=...",
-    )
+def _unknown(name: str, model: type[BaseModel], origin: str, prefix: str) -> ConfigError:
+    """Return the error for a key that the model does not know, with the nearest name that it knows."""
+    if gone := find_gone("key", name):
+        rule = f"{name} is gone since memfit {gone.since}"
+        return ConfigError(f"{name} is no setting ({origin}).", rule=rule, remedy=f"use '{gone.new}'")
+    known = list(known_names(model, prefix))
+    parent, _, last = re.sub(r"\[\d+\]", "", name).rpartition(".")
+    siblings = [other for other in known if other.rpartition(".")[0] == parent]
+    tails = {other.rpartition(".")[2]: other for other in (*reversed(known), *siblings)}
+    hits = difflib.get_close_matches(last, [other.rpartition(".")[2] for other in siblings], n=1)
+    hits = hits or difflib.get_close_matches(last, tails, n=1)
+    is_variable = origin.startswith(VARIABLE)
+    below = origin.removeprefix(VARIABLE)[len(variable(name)) :].upper()
+    given = f"{origin.removeprefix(VARIABLE)} in the environment names no setting."
+    what = given if is_variable else f"{name} is no setting ({origin})."
+    if hits:
+        hit = tails[hits[0]]
+        if hit in siblings:
+            hit = f"{name.rpartition('.')[0]}.{hits[0]}".removeprefix(".")
+        remedy = f"did you mean '{variable(hit) + below if is_variable else hit}'?"
+    else:
+        listed = sorted(variable(other) if is_variable else other for other in siblings)
+        remedy = f"known: {', '.join(listed)}" if listed else "take it away: no key is known there"
+    return ConfigError(what, rule=f"{_UNKNOWN} (known to {model.__name__})", remedy=remedy)
 
 
-def _bad_value(path: Steps, group: list[ErrorDetails], model: type[BaseModel], origin: str, prefix: str) -> Problem:
-    name = prefix + dotted(path) or model.__name__
-    stated, at = place(name, origin), source(origin)
-    rule = "the types and bounds of settings are strict, wherever a value comes from"
-    custom = next((d for d in group if d["type"] in ("value_error", "assertion_error")), None)
-    if custom is not None:
-        text = str(custom.get("ctx", {}).get("error", custom["msg"]))
-        stated += f" {text}" if text.startswith("must ") else f": {text}"
-        got = "" if isinstance(custom["input"], dict) else f", got {show(custom['input'])}"
-        return Problem(f"{stated}{got}{at}", rule, correction(name, origin))
-    got = show(group[0]["input"])
-    known = all(details["type"] in _EXPECTED for details in group)
-    if not known:
-        text = group[0]["msg"]
-        return Problem(f"{stated}: {text[:1].lower()}{text[1:]}, got {got}{at}", rule, correction(name, origin))
-    expected = " or ".join(
-        dict.fromkeys(_EXPECTED[details["type"]].format_map(details.get("ctx", {})) for details in group)
-    )
-    return Problem(f"{stated} must be {expected}, got {got}{at}", rule, _remedy(name, expected, group, origin))
+def _bad_value(name: str, group: list[Any], origin: str) -> ConfigError:
+    """Return the error for a value, in pydantic's words: ``Input should be a valid integer`` is ``must be ...``."""
+    subject, source = subject_of(name, origin)
+    messages = dict.fromkeys(details["msg"].removeprefix("Value error, ") for details in group)
+    text = " or ".join(messages).replace("Input should ", "must ")
+    text = text if text.startswith("must ") else f": {text[:1].lower()}{text[1:]}"
+    given = group[0]["input"]
+    got = "" if isinstance(given, dict) else f", got {show(given)}"
+    what = f"{subject}{'' if text.startswith(':') else ' '}{text}{got}{source}."
+    expected = " ".join(str(details.get("ctx", {}).get("expected", "")) for details in group)
+    choices = re.findall(r"'([^']*)'", expected)
+    if choices and isinstance(given, str) and (hint := nearest(given, choices)).startswith("did"):
+        return ConfigError(what, rule=_STRICT, remedy=hint)
+    return ConfigError(what, rule=_STRICT, remedy=correction(name, origin))
 
 
-def _remedy(name: str, expected: str, group: list[ErrorDetails], origin: str) -> str:
-    stated = " ".join(str(details.get("ctx", {}).get("expected", "")) for details in group)
-    choices = re.findall(r"'([^']*)'", stated)
-    if choices and isinstance(group[0]["input"], str):
-        hint = nearest(group[0]["input"], choices)
-        return hint if hint.startswith("did") else correction(name, origin, choices[0])
-    if group[0]["type"] == "string_type" and not isinstance(group[0]["input"], dict | list):
-        return f"{correction(name, origin, 'text')}, in quotes where it looks like something else"
-    return correction(name, origin, f"<{expected}>")
+def subject_of(name: str, origin: str) -> tuple[str, str]:
+    """Return what an error calls a setting, and the origin behind it in brackets unless that says it already.
+
+    >>> subject_of("memory.limit", "--limit"), subject_of("memory.limit", "--set")
+    (('--limit', ''), ('memory.limit', ' (--set)'))
+    """
+    is_flag = origin.startswith("--") and origin != OVERRIDE
+    return (origin, "") if is_flag else (name, f" ({origin})")
+
+
+def correction(name: str, origin: str) -> str:
+    """Return where and how to give a setting another value."""
+    if origin == OVERRIDE:
+        return f"give {OVERRIDE} {name}=..."
+    if origin.startswith("--"):
+        return f"give {origin} ..."
+    if origin.startswith(VARIABLE):
+        found = origin.removeprefix(VARIABLE)
+        return f"give {found}=..., or take it away: unset {found}"
+    return f"set {name} to another value" if origin in (ARGUMENT, DEFAULT) else f"correct {name} in {origin}"
+
+
+def show(value: Any) -> str:
+    """Return a value as an error quotes it: one line, at most 60 characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,19 +11,16 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from memfit.config._given import Given
-from memfit.config._problems import DEFAULT, Override, below_single, from_pydantic, report, unknown
-from memfit.config._schema import shape, strangers
-from memfit.config._yaml import is_null, read_document, write_document
+from memfit.config import _yaml
+from memfit.config._layers import Layers, Path_
+from memfit.config._problems import DEFAULT, Override, dotted, from_pydantic, place, report
+from memfit.config._yaml import Plain
 
 M = TypeVar("M", bound=BaseModel)
 N = TypeVar("N", bound=BaseModel)
 
-
-_ABSENT = object()
-_HEADER = """\
-The resolved settings of {name}. This is a valid input file: the same settings come out of it.
-Behind each value stands where it came from."""
+_WANTS_TEXT = frozenset({"string_type", "path_type", "literal_error", "enum"})
+_WANTS_KEYS = frozenset({"model_type", "dict_type", "mapping_type"})
 
 
 @dataclass(frozen=True)
@@ -41,37 +37,36 @@ class Resolved(Generic[M]):
     value: M
     origins: Mapping[str, str]
     prefix: str
-    _given: Given = field(repr=False, compare=False)
+    _given: dict[Path_, tuple[Any, str]] = field(repr=False, compare=False)
 
     def to_yaml(self, *nested: Resolved[Any]) -> str:
-        """All effective settings as a YAML file that resolves to the same value, each with its origin as a comment.
+        """Return all settings as a YAML file that resolves to the same value.
 
         Args:
             nested: Sections that were resolved later; their defaults are filled in too.
         """
-        tree = _effective(self)
-        comments = dict(self.origins)
+        tree = self.value.model_dump(mode="json")
         for part in nested:
-            names = part.prefix.removeprefix(self.prefix).split(".")[:-1]
+            *above, last = part.prefix.removeprefix(self.prefix).split(".")[:-1]
             below = tree
-            for name in names[:-1]:
+            for name in above:
                 below = below.setdefault(name, {})
-            below[names[-1]] = _effective(part)
-            comments |= part.origins
-        own = {name.removeprefix(self.prefix): origin for name, origin in comments.items()}
-        return write_document(tree, own, _HEADER.format(name=type(self.value).__name__))
+            below[last] = part.value.model_dump(mode="json")
+        name = type(self.value).__name__
+        header = f"# The resolved settings of {name}. memfit reads this file as it reads your own.\n"
+        return header + "# run.json says where each value came from.\n" + _yaml.write(tree)
 
     def to_json(self) -> str:
-        """What was given and where, as JSON; ``from_json`` resolves it again, in another process too."""
-        given = {"tree": write_document(self._given.tree, {}, ""), "origins": self._given.origins}
-        return json.dumps({**given, "prefix": self.prefix})
+        """Return what was given and where, as JSON; ``from_json`` resolves it again, in another process too."""
+        given = [[path, value, origin] for path, (value, origin) in self._given.items()]
+        return json.dumps({"given": given, "prefix": self.prefix}, default=lambda plain: {"plain.": plain.text})
 
     @classmethod
     def from_json(cls, model: type[N], text: str) -> Resolved[N]:
-        """The settings that ``to_json`` wrote, resolved again without file, environment or overrides."""
-        record = json.loads(text)
-        given = Given(read_document(record["tree"]).content, dict(record["origins"]))
-        return _checked(model, given, record["prefix"])
+        """Return the settings that ``to_json`` wrote, resolved again without file, environment or overrides."""
+        record = json.loads(text, object_hook=lambda item: Plain(item["plain."]) if "plain." in item else item)
+        return _checked(model, Layers({tuple(path): (value, origin) for path, value, origin in record["given"]}),
+                        record["prefix"])  # fmt: skip
 
 
 def resolve(
@@ -82,7 +77,7 @@ def resolve(
     env: Mapping[str, str] | None = None,
     overrides: Sequence[Override] = (),
 ) -> Resolved[M]:
-    """The settings of a model: overrides before environment before file before defaults, each with its origin.
+    """Return the settings of a model: overrides before environment before file before defaults, each with its origin.
 
     A variable is ``MEMFIT_`` and the setting's name in any case, with two underscores for a dot:
     ``MEMFIT_MEMORY__RESERVE`` is ``memory.reserve``. An override is ``name=value``; of two for the same name the later
@@ -117,19 +112,19 @@ def resolve(
     """
     if file is not None and values is not None:
         raise TypeError("give a file or values, not both")
-    given = Given()
+    layers = Layers()
     if file is not None:
-        given.read_file(file)
+        layers.read_file(file)
     if values is not None:
-        given.take(values)
-    given.read_environment(os.environ if env is None else env, model)
+        layers.read_values(values)
+    layers.read_environment(os.environ if env is None else env, model)
     for override in overrides:
-        given.read_override(override)
-    return _checked(model, given, "")
+        layers.read_override(override)
+    return _checked(model, layers, "")
 
 
 def resolve_nested(resolved: Resolved[Any], key: str, model: type[N]) -> Resolved[N]:
-    """A free section's settings, checked against a model that is known only now; origins are kept.
+    """Return a free section's settings, checked against a model that is known only now; origins are kept.
 
     Args:
         resolved: The settings that hold the section, a ``dict[str, Any]``.
@@ -149,82 +144,77 @@ def resolve_nested(resolved: Resolved[Any], key: str, model: type[N]) -> Resolve
     >>> resolve_nested(run, "params", Params).value
     Params(rate=0.001)
     """
-    prefix = f"{resolved.prefix}{key}."
-    tree = resolved._given.tree
-    for name in key.split("."):
-        below = tree.get(name)
-        tree = below if isinstance(below, dict) else {}
-    origins = {name: origin for name, origin in resolved._given.origins.items() if name.startswith(prefix)}
-    return _checked(model, Given(tree, origins), prefix)
+    steps = tuple(key.split("."))
+    below = {path[len(steps) :]: given for path, given in resolved._given.items()
+             if path[: len(steps)] == steps and path != steps}  # fmt: skip
+    return _checked(model, Layers(below), f"{resolved.prefix}{key}.")
 
 
-def _checked(model: type[M], given: Given, prefix: str) -> Resolved[M]:
-    problems = list(given.problems)
-    content = shape(given.tree, model)
-    faulty: set[tuple[str | int, ...]] = set()
-    for path, below in strangers(model, given.tree):
-        origin = given.origins[prefix + ".".join(path)]
-        parent = path[:-1] if below else path
-        faulty.add(parent)
-        _remove(content, parent)
-        name = prefix + ".".join(parent)
-        problems.append(below_single(name, path[-1], origin) if below else unknown(model, path, origin, prefix))
+def _checked(model: type[M], layers: Layers, prefix: str) -> Resolved[M]:
+    tree: dict[str, Any] = {}
+    for path, (value, _) in layers.values.items():
+        below = tree
+        for part in path[:-1]:
+            below = below.setdefault(part, {})
+        below[path[-1]] = value
+    origins = {prefix + dotted(path): origin for path, (_, origin) in layers.values.items()}
     try:
-        value = model.model_validate_json(json.dumps(content), strict=True)
+        value = _validated(model, tree)
     except ValidationError as error:
-        found = from_pydantic(error, model, content, given.origins, prefix)
-        raise report(problems + [problem for path, problem in found if path not in faulty]) from None
-    if problems:
-        raise report(problems)
-    origins = {prefix + name: _origin(name, given, prefix) for name in _leaves(value, "")}
-    return Resolved(value, origins, prefix, given)
+        raise report(layers.problems + from_pydantic(error, model, tree, origins, prefix)) from None
+    if layers.problems:
+        raise report(layers.problems)
+    return Resolved(value, {name: _origin(name, origins) for name in _leaves(value, prefix)}, prefix, layers.values)
 
 
-def _remove(content: Any, path: tuple[str, ...]) -> None:
-    for part in path[:-1]:
-        content = content[part]
-    content.pop(path[-1], None)
+def _validated(model: type[M], tree: dict[str, Any]) -> M:
+    """Check a tree; where text is wanted an unquoted scalar is its text, and an empty section is a section.
+
+    Raises:
+        ValidationError: What is wrong with the tree as it was given.
+    """
+    extra: Any = None if model.model_config.get("extra") == "allow" else "forbid"
+
+    def validate(values: Any) -> M:
+        return model.model_validate_json(json.dumps(values), strict=True, extra=extra)
+
+    read = _mended(tree, {}, ())
+    try:
+        return validate(read)
+    except ValidationError as error:
+        wanted = {place(details["loc"], tree): details["type"] for details in error.errors(include_url=False)}
+        mended = _mended(tree, wanted, ())
+        if mended == read:
+            raise
+        return validate(mended)
+
+
+def _mended(value: Any, wanted: Mapping[tuple[str | int, ...], str], path: tuple[str | int, ...]) -> Any:
+    """Return a tree of plain values; ``wanted`` holds pydantic's error for each place that is to be read otherwise."""
+    if isinstance(value, dict):
+        return {key: _mended(item, wanted, (*path, key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_mended(item, wanted, (*path, index)) for index, item in enumerate(value)]
+    if not isinstance(value, Plain):
+        return value
+    if wanted.get(path) in _WANTS_TEXT:
+        return value.text
+    found = _yaml.read_plain(value.text)
+    return {} if found is None and wanted.get(path) in _WANTS_KEYS else found
 
 
 def _leaves(value: Any, name: str) -> Iterator[str]:
+    """Yield the dotted name of every single value; ``name`` ends with a dot."""
     if isinstance(value, BaseModel):
         value = {key: getattr(value, key) for key in type(value).model_fields}
-    if isinstance(value, dict) and (value or not name):
+    if isinstance(value, dict):
         for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}" if name else str(key))
-    else:
-        yield name
+            is_section = isinstance(item, BaseModel) or (isinstance(item, dict) and item)
+            yield from _leaves(item, f"{name}{key}.") if is_section else (f"{name}{key}",)
 
 
-def _origin(name: str, given: Given, prefix: str) -> str:
-    """The origin of a value, or of the single value that it was made from."""
-    node: Any = given.tree
-    passed = prefix
-    for part in name.split("."):
-        if not isinstance(node, dict) or part not in node:
-            return DEFAULT
-        passed += part
-        node = node[part]
-        if not isinstance(node, dict):
-            break
-        passed += "."
-    return given.origins[passed.removesuffix(".")]
-
-
-def _effective(resolved: Resolved[Any]) -> dict[str, Any]:
-    """The tree of all settings: what was given as it was given, the rest as the model dumps it."""
-    tree = _filled(resolved._given.tree, resolved.value, resolved.value.model_dump(mode="json"))
-    assert isinstance(tree, dict)
-    return tree
-
-
-def _filled(given: Any, value: Any, dumped: Any) -> Any:
-    if isinstance(value, BaseModel) and isinstance(dumped, dict):
-        below = given if isinstance(given, dict) else {}
-        names = [name for name in type(value).model_fields if name in dumped]
-        return {name: _filled(below.get(name, _ABSENT), getattr(value, name), dumped[name]) for name in names}
-    if given is not _ABSENT and not (is_null(given) and isinstance(dumped, dict)):
-        return copy.deepcopy(given)
-    if isinstance(value, list | tuple) and isinstance(dumped, list):
-        return [_filled(_ABSENT, item, part) for item, part in zip(value, dumped, strict=True)]
-    return dumped
+def _origin(name: str, origins: Mapping[str, str]) -> str:
+    """Return the origin of a value, or of the single value that it was made from."""
+    while name and name not in origins:
+        name = name.rpartition(".")[0]
+    return origins.get(name, DEFAULT)
