@@ -147,10 +147,10 @@ def peak_of_all(run_dir: Path) -> int:
     Each job counts with what it held at its last sample, from its first one to its last.
     """
     changes: list[tuple[float, int, int]] = []
-    for number, path in enumerate(sorted(run_dir.glob("jobs/*/memory.arrows"))):
-        rows = read_series(path).select(["time", "private_bytes"]).to_pylist()
-        changes += [(row["time"], number, row["private_bytes"]) for row in rows]
-        changes += [(rows[-1]["time"], number, 0)] if rows else []
+    for number, path in enumerate(sorted(run_dir.glob("jobs/*/memory.jsonl"))):
+        samples = read_series(path)
+        changes += [(sample.time, number, sample.private_bytes) for sample in samples]
+        changes += [(samples[-1].time, number, 0)] if samples else []
     held: dict[int, int] = {}
     most = 0
     for _, number, private in sorted(changes, key=lambda change: change[0]):

@@ -10,7 +10,7 @@ Layout::
       run.json                          schema version, fingerprint, who and where
       config.yaml  graph.json  plan.json  outcome.json
       events/<host>-<pid>-<start>.jsonl
-      jobs/<job id>/{out.log, err.log, outcome.json, memory.arrows, ...}
+      jobs/<job id>/{out.log, err.log, outcome.json, memory.jsonl, ...}
       checkpoints/fold_<i>.json         what a unit of a stage left; its files lie in checkpoints/fold_<i>/
       checkpoints/stage_<name>.json     the same for a stage that runs once
 """

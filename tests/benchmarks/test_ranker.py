@@ -27,9 +27,10 @@ def ranker():
 def write_series(run, job, rows):
     folder = run / "jobs" / job
     folder.mkdir(parents=True)
-    with SeriesWriter(folder / "memory.arrows") as series:
-        for second, private in rows:
-            series.append(Sample(second, 1, private, 0, private, private, "train"))
+    series = SeriesWriter(folder / "memory.jsonl")
+    for second, private in rows:
+        series.append(Sample(second, 1, private, 0, private, private, "train"))
+    series.close()
 
 
 def test_the_peak_of_all_jobs_counts_those_that_ran_at_the_same_time(ranker, tmp_path):

@@ -14,7 +14,7 @@ from memfit.rundir import RunDir
 
 MAP = ["map", "--limit", "300MiB", "--param", "a=1..2", "--name", "demo", "--"]
 #: Lives as long as a job has to for a status, an environment and a series of its memory.
-TEXT = "until ls runs/demo/*/jobs/cmd_000{a}/memory.arrows > /dev/null 2>&1; do sleep 0.05; done; test {a} = 1"
+TEXT = "until ls runs/demo/*/jobs/cmd_000{a}/memory.jsonl > /dev/null 2>&1; do sleep 0.05; done; test {a} = 1"
 
 
 def _words(path):
@@ -122,7 +122,7 @@ def test_a_cut_outcome_is_named_and_moved_away_it_is_made_again(memfit, run):
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "folder"])
 def test_a_damaged_series_of_memory_is_refused_by_name(run, damage):
-    path = run("jobs/cmd_0001/memory.arrows", damage) / "jobs/cmd_0001/memory.arrows"
+    path = run("jobs/cmd_0001/memory.jsonl", damage) / "jobs/cmd_0001/memory.jsonl"
     try:
         read_series(path)
     except (MemfitError, IsADirectoryError) as error:

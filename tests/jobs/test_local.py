@@ -142,9 +142,9 @@ def test_peaks_are_told_by_the_phase_that_the_job_marked(run_dir):
     assert peaks["train"] >= 60
     assert peaks["validate"] >= 160
     assert peaks["load"] < 60
-    series = read_series(run_dir.job_dir("phased") / "memory.arrows")
-    assert series.num_rows >= 5
-    assert max(series["peak_bytes"].to_pylist()) >= 160 << 20
+    series = read_series(run_dir.job_dir("phased") / "memory.jsonl")
+    assert len(series) >= 5
+    assert max(sample.peak_bytes for sample in series) >= 160 << 20
 
 
 def test_a_new_supervisor_takes_over_the_job_that_still_runs(run_dir):
@@ -270,11 +270,11 @@ def test_a_new_attempt_has_a_number_of_its_own_when_a_supervisor_was_killed_whil
 
 def test_a_series_that_cannot_be_written_costs_the_series_and_not_the_job(run_dir):
     folder = run_dir.job_dir("full")
-    (folder / "memory.arrows").mkdir(parents=True)
+    (folder / "memory.jsonl").mkdir(parents=True)
     backend = LocalBackend(run_dir)
     submit(backend, sleeper("full", seconds=0.8))
     assert wait_for_end(backend, "full").state == "completed"
-    assert "memory.arrows" in (folder / "shim.log").read_text()
+    assert "memory.jsonl" in (folder / "shim.log").read_text()
 
 
 def test_phase_marks_are_followed_whatever_the_clock_and_strange_files_do(run_dir):
@@ -319,7 +319,7 @@ def test_the_first_attempts_outcome_and_log_are_kept(run_dir, tmp_path):
     assert (folder / "out.log").read_text() == "first\nsecond\n"
     assert json.loads((folder / "outcome_1.json").read_text())["state"] == "failed"
     assert json.loads((folder / "outcome.json").read_text())["attempt"] == 2
-    assert (folder / "memory.arrows").exists() and (folder / "memory_2.arrows").exists()
+    assert (folder / "memory.jsonl").exists() and (folder / "memory_2.jsonl").exists()
 
 
 def test_the_watcher_loads_the_standard_library_alone():

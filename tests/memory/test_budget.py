@@ -13,8 +13,7 @@ import pytest
 
 from memfit.errors import UsageError
 from memfit.memory._budget import Budget, default_reserve_of
-from memfit.memory._host import Swap, host_by_psutil
-from memfit.memory._limit import limit
+from memfit.memory._host import Swap, host_by_psutil, limit
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 #: Per tree the binding limit, as ``tests/recorded/README.md`` says; ``benchmarks/budgets.py`` reads it too.

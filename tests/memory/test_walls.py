@@ -1,7 +1,5 @@
 """Walls: real groups, real processes that meet them, and the choice of where groups may be made."""
 
-import errno
-import math
 import os
 import resource
 import select
@@ -14,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from memfit.memory import JobGroup, Walls, oom_kills_above, sweep_groups, systemd_scope_command, why_no_walls
-from memfit.memory._base import Base, find_base
 from memfit.memory._cgroup import locate
-from memfit.memory._ears import pressure_trigger
+from memfit.memory._cgroup_parent import Base, find_base
 from memfit.memory._jobgroup import NO_WALL_BYTES
 from memfit.testing import is_alive, wait_until
 
@@ -125,7 +122,7 @@ def test_waiting_ends_when_a_job_passes_its_soft_bytes_and_when_it_meets_its_wal
     with Running(group) as hog:
         hog.take(1)
         assert hog.took()
-        for soft_mib in (60, 120):  # The first is sampled, the second notified where the kernel can.
+        for soft_mib in (60, 120):
             hog.take(60)
             walls.wait(60)
             assert group.state().used_bytes >= soft_mib * MIB
@@ -142,74 +139,17 @@ def test_waiting_ends_when_a_job_passes_its_soft_bytes_and_when_it_meets_its_wal
         assert hog.took()
 
 
-@pytest.mark.parametrize("blind", [False, True])
-def test_a_job_at_its_wall_is_heard_of_also_where_the_kernel_notifies_of_nothing(build, monkeypatch, blind):
-    if blind:
-        monkeypatch.setattr("memfit.memory._ears._eventfd", lambda *args: None)
+@pytest.mark.parametrize("soft_bytes", [63 * MIB, NO_WALL_BYTES])
+def test_a_job_at_its_wall_ends_a_wait_within_a_second_with_or_without_soft_bytes(build, soft_bytes):
     walls = build()
-    group = walls.make("a", 63 * MIB, 64 * MIB)
+    group = walls.make("a", soft_bytes, 64 * MIB)
     with Running(group) as hog:
         hog.take(100)
-        walls.wait(60)
-        assert group.charged_bytes() >= 63 * MIB
         wait_until(lambda: waits(group))
-
-
-def test_pressure_tells_of_a_job_at_its_wall_that_nothing_else_tells_of(build):
-    if not (build().parent.path / "memory.pressure").exists():
-        pytest.skip("needs cgroup v2 and a kernel that keeps pressure")
-    walls = build()
-    group = walls.make("a", NO_WALL_BYTES, 32 * MIB)  # without soft bytes no usage is sampled
-    ear = walls._ears["a"]
-    assert ear.wall_fd is None  # it opens at its first look, which there will be none of
-    ear.look_at = math.inf
-    with Running(group) as hog:
-        hog.take(64)
-        for _ in range(10):
-            began = time.monotonic()
-            walls.wait(60)
-            assert time.monotonic() - began < 60
-            if waits(group):
-                break
-        assert waits(group)
-
-
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        ([None], ["some 50000 500000"]),
-        ([errno.EINVAL, None], ["some 50000 500000", "some 200000 2000000"]),
-        ([errno.EOPNOTSUPP, errno.EOPNOTSUPP], None),
-    ],
-    ids=["any window", "windows of two seconds alone", "no pressure is kept"],
-)
-def test_pressure_is_asked_for_as_the_kernel_allows_and_done_without_where_it_does_not(
-    tmp_path, monkeypatch, written, expected
-):
-    asked, answers = [], iter(written)
-
-    def write(_, text):
-        asked.append(text.decode().rstrip("\0"))
-        if code := next(answers):
-            raise OSError(code, os.strerror(code))
-        return len(text)
-
-    (tmp_path / "memory.pressure").touch()
-    monkeypatch.setattr(os, "write", write)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    handle = pressure_trigger(JobGroup(tmp_path, 2))
-    assert (handle is None) == (expected is None)
-    assert expected is None or asked == expected
-    if handle is not None:
-        os.close(handle)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_without_a_file_of_pressure_or_on_v1_none_is_asked_for(tmp_path, version):
-    if version == 1:
-        (tmp_path / "memory.pressure").touch()
-    assert pressure_trigger(JobGroup(tmp_path, version)) is None
+        began = time.monotonic()
+        walls.wait(60)
+        assert time.monotonic() - began < 1
+        assert group.charged_bytes() >= 63 * MIB
 
 
 def test_waiting_tells_which_other_descriptors_can_be_read(build):

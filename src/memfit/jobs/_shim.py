@@ -154,7 +154,7 @@ class _Shim:
             older=older,
             devices=_devices_of(self.job),
         )
-        monitor.open_series(self.job_dir / f"memory{'' if self.attempt == 1 else f'_{self.attempt}'}.arrows")
+        monitor.open_series(self.job_dir / f"memory{'' if self.attempt == 1 else f'_{self.attempt}'}.jsonl")
         returncode, stopped_by = self._follow(process, monitor)
         return self._close(monitor, before, returncode, stopped_by)
 

@@ -11,15 +11,14 @@ from memfit.memory._admission import (
     rooms_of,
 )
 from memfit.memory._budget import Budget
-from memfit.memory._claims import Claims, Entry, Others, list_entries, live_jobs, sweep_entries
+from memfit.memory._cgroup import memory_group, oom_kills_above
 from memfit.memory._devices import Device, DeviceProcess, device_reader
 from memfit.memory._footprint import HOST, Footprint, PhasePeak, Sizes
-from memfit.memory._host import SharedMemory, Swap
+from memfit.memory._host import Limit, SharedMemory, Swap
+from memfit.memory._host_runs import Claims, Entry, Others, list_entries, live_jobs, sweep_entries
 from memfit.memory._jobgroup import GroupState, JobGroup, sweep_groups
-from memfit.memory._limit import Limit
 from memfit.memory._locks import is_at, is_locked, lock_file, open_regular
 from memfit.memory._meter import Meter, Sample, TreeMeter, measure
-from memfit.memory._oom import memory_group, oom_kills_above
 from memfit.memory._process import ProcReader
 from memfit.memory._series import SeriesWriter, read_series
 from memfit.memory._walls import Walls, systemd_scope_command, why_no_walls

@@ -10,13 +10,15 @@ from typing import Any, Literal
 
 from memfit.errors import UsageError
 from memfit.memory import _cgroup
-from memfit.memory._base import find_base
+from memfit.memory._cgroup_parent import find_base
 from memfit.memory._devices import Device, read_devices, real_nvml
 from memfit.memory._host import (
     REAL_ROOT,
     Host,
+    Limit,
     SharedMemory,
     Swap,
+    limit,
     parse_cpu_list,
     parse_pairs,
     parse_status,
@@ -24,7 +26,6 @@ from memfit.memory._host import (
     read_rlimits,
     read_text,
 )
-from memfit.memory._limit import Limit, limit
 from memfit.memory._slurm import cpus_on_node, read_slurm
 from memfit.units import GIB, MIB, format_bytes
 

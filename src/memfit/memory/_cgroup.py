@@ -16,8 +16,16 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from memfit.memory._host import Mount, parse_mountinfo, parse_pairs, parse_status, read_text
-from memfit.memory._limit import Limit, limit
+from memfit.memory._host import (
+    REAL_ROOT,
+    Limit,
+    Mount,
+    limit,
+    parse_mountinfo,
+    parse_pairs,
+    parse_status,
+    read_text,
+)
 
 # The largest page counter, rounded down to a page of 4, 16 or 64 KiB, and the 2**64 - 1 of older kernels: all of them
 # stand for "no limit". No machine has 2**62 bytes.
@@ -295,3 +303,34 @@ def cpu_quota(root: Path) -> tuple[float, str] | None:
         if placement and len(words) == 2 and words[0].isdigit() and words[1].isdigit():
             quotas.append((int(words[0]) / int(words[1]), _source(placement, group)))
     return min(quotas, default=None)
+
+
+def memory_group(*, root: Path = REAL_ROOT) -> Path | None:
+    """The directory of the memory group of this process; None where there is none to be seen."""
+    placement = locate(root, "memory")
+    return placement.groups[0].directory if placement is not None else None
+
+
+def oom_kills_above(directory: Path) -> dict[Path, int]:
+    """The kills of a group and of each visible group above it, by directory, its own first.
+
+    >>> oom_kills_above(Path("/nowhere"))
+    {}
+    """
+    kills = {}
+    for group in (directory, *directory.parents):
+        found = _kills(group)
+        if found is not None:
+            kills[group] = found
+        elif kills:
+            break  # The root of v2 counts nothing, and above the mount nothing is a group.
+    return kills
+
+
+def _kills(directory: Path) -> int | None:
+    """What v1 and v2 call ``oom_kill``."""
+    for name in ("memory.oom_control", "memory.events"):
+        counters = parse_pairs(read_text(directory / name))
+        if "oom_kill" in counters:
+            return counters["oom_kill"]
+    return None

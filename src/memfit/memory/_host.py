@@ -1,4 +1,4 @@
-"""What the kernel says of the host and of this process: meminfo, mountinfo, limits and status, as pure parsers."""
+"""Limits on memory, and what the kernel says of the host and of this process, by pure parsers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,60 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from memfit.errors import UsageError
-from memfit.memory._limit import Limit, limit
 
 REAL_ROOT = Path("/")
 
 _SIZE_FACTOR = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+Scope = Literal["group", "host", "process", "job"]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One limit on host memory.
+
+    Attributes:
+        name: The file, variable or option that holds the limit, such as ``memory.max``.
+        source: Who says so, such as ``cgroup v2 /user.slice`` or ``Slurm job 42``.
+        limit_bytes: The limit.
+        used_bytes: What is taken of it, in the metric that ``metric`` names.
+        headroom_bytes: ``limit_bytes - used_bytes``; below 0 when the limit is passed already.
+        scope: What the limit bounds: a control ``group``, the ``host``, each ``process`` by itself, or this ``job``.
+        note: What a reader must know to judge it.
+        metric: What ``used_bytes`` counts.
+        binds: False for a limit that is shown and can never be the smallest, with the reason in ``note``.
+    """
+
+    name: str
+    source: str
+    limit_bytes: int
+    used_bytes: int
+    headroom_bytes: int
+    scope: Scope
+    note: str = ""
+    metric: str = "non-reclaimable"
+    binds: bool = True
+
+
+def limit(
+    name: str,
+    source: str,
+    limit_bytes: int,
+    used_bytes: int,
+    scope: Scope,
+    note: str = "",
+    metric: str = "non-reclaimable",
+) -> Limit:
+    """A limit with its headroom worked out.
+
+    >>> limit("memory.max", "cgroup v2 /", 1000, 400, "group").headroom_bytes
+    600
+    """
+    return Limit(name, source, limit_bytes, used_bytes, limit_bytes - used_bytes, scope, note, metric)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from memfit.memory._base import OUTSIDE, pids_in
 from memfit.memory._cgroup import non_reclaimable_v1, non_reclaimable_v2, parse_limit
+from memfit.memory._cgroup_parent import OUTSIDE, pids_in
 from memfit.memory._host import parse_pairs, read_text
 
 MIB = 1 << 20
@@ -108,7 +108,7 @@ class JobGroup:
             used_bytes=used,
             charged_bytes=self.charged_bytes(),
             shared_memory_bytes=stat.get("total_shmem", 0),
-            wall_bytes=self._wall("memory.limit_in_bytes"),
+            wall_bytes=self.wall_bytes(),
             stalled=stalled,
             met_wall=self._number("memory.failcnt"),
             oom_kills=control.get("oom_kill", 0),
@@ -117,7 +117,7 @@ class JobGroup:
 
     def _state_v2(self, stat: dict[str, int]) -> GroupState:
         events = parse_pairs(self._text("memory.events"))
-        used, charged, wall = non_reclaimable_v2(stat), self.charged_bytes(), self._wall("memory.high")
+        used, charged, wall = non_reclaimable_v2(stat), self.charged_bytes(), self.wall_bytes()
         pids = self.pids()
         met_wall, above = events.get("high", 0) + events.get("max", 0), JobGroup(self.path.parent, 2)
         # Near the wall and never held back there: on its way to it.
@@ -134,7 +134,7 @@ class JobGroup:
         )
 
     def _is_full(self) -> bool:
-        wall, charged = self._wall("memory.high"), self.charged_bytes()
+        wall, charged = self.wall_bytes(), self.charged_bytes()
         if charged < wall - MIB:
             return False
         return _is_throttled(charged, non_reclaimable_v2(parse_pairs(self._text("memory.stat"))), wall)
@@ -156,8 +156,9 @@ class JobGroup:
         text = (self._text(name) or "").strip()
         return int(text) if text.isdigit() else 0
 
-    def _wall(self, name: str) -> int:
-        return parse_limit(self._text(name)) or NO_WALL_BYTES
+    def wall_bytes(self) -> int:
+        """Where the kernel holds its processes back; ``NO_WALL_BYTES`` without a wall."""
+        return parse_limit(self._text("memory.limit_in_bytes" if self.version == 1 else "memory.high")) or NO_WALL_BYTES
 
     def charged_bytes(self) -> int:
         """All that is charged to it now, page cache included; 0 when it is gone."""
@@ -196,7 +197,7 @@ class JobGroup:
 
     def _set_wall_v1(self, wall_bytes: int) -> None:
         name = "memory.limit_in_bytes"
-        present = self._wall(name)
+        present = self.wall_bytes()
         for above in (None, 0, MIB, 16 * MIB, 64 * MIB, 256 * MIB):
             wanted = wall_bytes if above is None else max(wall_bytes, self.charged_bytes() + above)
             if above is not None and wanted >= present:
@@ -211,7 +212,7 @@ class JobGroup:
     def _set_wall_v2(self, wall_bytes: int) -> None:
         least = self.charged_bytes() + 256 * MIB
         knobs = [("memory.high", wall_bytes), ("memory.max", max(backstop_bytes(wall_bytes), least))]
-        if wall_bytes > self._wall("memory.high"):
+        if wall_bytes > self.wall_bytes():
             knobs.reverse()
         for name, value in knobs:
             put(f"{self.path}/{name}", str(value))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from memfit.errors import ConfigError
-from memfit.memory._limit import Limit, limit
+from memfit.memory._host import Limit, limit
 from memfit.units import MIB
 
 

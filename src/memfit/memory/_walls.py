@@ -23,17 +23,42 @@ import select
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from memfit.memory._base import OUTSIDE, Base, find_base, pids_in
 from memfit.memory._cgroup import locate
-from memfit.memory._ears import QUIET_SECONDS, SAMPLE_SECONDS, Ear, pressure_trigger
+from memfit.memory._cgroup_parent import OUTSIDE, Base, find_base, pids_in
 from memfit.memory._host import REAL_ROOT, read_text
-from memfit.memory._jobgroup import NO_WALL_BYTES, JobGroup, put
+from memfit.memory._jobgroup import MIB, NO_WALL_BYTES, JobGroup, put
 
 #: Before a job's id in the name of its group, so that no id collides with a file of the kernel's there.
 _PREFIX = "job-"
+#: How often all groups are looked at, and how long one that had news, or page cache at its wall, is left alone.
+_POLL_SECONDS, _QUIET_SECONDS = 0.1, 0.5
+
+
+@dataclass
+class _Watched:
+    """A group, the usage from which on it is looked at closely, and until when it is left alone."""
+
+    group: JobGroup
+    soft_bytes: int
+    wall_bytes: int
+    quiet_until: float = 0.0
+
+    def has_news(self, now: float) -> bool | None:
+        """True if the group passed its soft bytes or waits at a wall, None if it is gone."""
+        if now < self.quiet_until:
+            return False
+        charged = self.group.charged_bytes()
+        if 0 < charged < min(self.soft_bytes, self.wall_bytes - MIB):
+            return False
+        state = self.group.state()
+        if state is None:
+            return None
+        self.quiet_until = now + _QUIET_SECONDS if charged else 0.0
+        return state.stalled or state.used_bytes >= self.soft_bytes
 
 
 def why_no_walls(*, root: Path = REAL_ROOT, pid: int | None = None) -> str:
@@ -61,7 +86,7 @@ def systemd_scope_command(*, env: Mapping[str, str] | None = None, root: Path = 
 
 
 class Walls:
-    """The groups of one run's jobs; one object per supervisor. Holds file descriptors until ``close``.
+    """The groups of one run's jobs; one object per supervisor.
 
     Attributes:
         parent: The group above all jobs. Its wall is the run's capacity.
@@ -75,10 +100,8 @@ class Walls:
         self.parent = parent
         self.permission = "cgroup v1" if parent.version == 1 else "cgroup v2"
         self._base = base
-        self._ears: dict[str, Ear] = {}
-        self._parent_ear: Ear | None = Ear(parent, NO_WALL_BYTES, time.monotonic(), look_at=math.inf)
-        self._parent_ear.open()
-        self._pressure_fd = pressure_trigger(parent)
+        self._watched: dict[str, _Watched] = {}
+        self._parent = _Watched(parent, NO_WALL_BYTES, parent.wall_bytes())
 
     @classmethod
     def build(cls, name: str, capacity_bytes: int, *, root: Path = REAL_ROOT, pid: int | None = None) -> Walls | None:
@@ -114,17 +137,14 @@ class Walls:
         return cls(parent, base)
 
     def make(self, job_id: str, soft_bytes: int, wall_bytes: int) -> JobGroup:
-        """The group of a job, made now or, for one that runs, as it is; with its wall, and listened to.
+        """Return the group of a job with this wall: made now or, for one that runs, as it is. ``wait`` looks at it.
 
         Raises:
             OSError: If the kernel refuses it.
         """
-        group, now = self._group(job_id), time.monotonic()
-        self.forget(job_id)
-        look_at = 0.0
+        group = self._group(job_id)
         try:
             group.path.mkdir()
-            look_at = now + SAMPLE_SECONDS  # nothing is in it yet
         except FileExistsError:
             if group.version == 1 and not group.pids():
                 put(group.path / "memory.max_usage_in_bytes", "0")
@@ -132,7 +152,7 @@ class Walls:
             with contextlib.suppress(FileNotFoundError):  # Linux 4.19
                 put(group.path / "memory.oom.group", "1")
         group.set_wall(wall_bytes)
-        self._ears[job_id] = Ear(group, soft_bytes, now, look_at)
+        self._watched[job_id] = _Watched(group, soft_bytes, wall_bytes)
         return group
 
     def existing(self) -> dict[str, JobGroup]:
@@ -150,29 +170,27 @@ class Walls:
         What jobs that ended left behind (files in /dev/shm) stays charged to the parent group, and a budget counts it
         as in use already: the wall is higher by that, or it would count twice.
         """
-        self.parent.set_wall(capacity_bytes + self.left_bytes())
+        wall_bytes = capacity_bytes + self.left_bytes()
+        self.parent.set_wall(wall_bytes)
+        self._parent = _Watched(self.parent, NO_WALL_BYTES, wall_bytes)
 
     def left_bytes(self) -> int:
         """What jobs that ended left charged to the run: files in /dev/shm that are still there, above all."""
-        live = sum(ear.group.used_bytes() for ear in self._ears.values())
+        live = sum(watched.group.used_bytes() for watched in self._watched.values())
         return max(0, self.parent.used_bytes() - live)
 
     def resize(self, job_id: str, soft_bytes: int, wall_bytes: int) -> None:
         """Give a job another wall and another threshold; does nothing for one whose group is gone."""
-        group, now = self._group(job_id), time.monotonic()
+        group = self._group(job_id)
         group.set_wall(wall_bytes)
-        if (ear := self._ears.get(job_id)) is not None:
-            ear.change(soft_bytes, now)
-        elif group.path.exists():
-            self._ears[job_id] = Ear(group, soft_bytes, now)
+        if job_id in self._watched or group.path.exists():
+            self._watched[job_id] = _Watched(group, soft_bytes, wall_bytes)
 
     def wait(self, seconds: float, *others: int) -> list[int]:
-        """Wait until a job passes its soft bytes, meets its wall or is gone, ``others`` can be read, or so long.
+        """Wait until a job passes its soft bytes, waits at a wall or is gone, or until ``others`` can be read.
 
-        What stays so is told again once or twice a second, and at once after ``resize``. Page cache that passes the
-        threshold or meets the wall is no news: such a job is looked at ever more seldom, at last once a second or,
-        where v2 tells of memory pressure, when a job waits for memory. Where the kernel cannot notify of the threshold,
-        and for young jobs, the usage is sampled every 50 ms.
+        It looks ten times a second, and tells what stays so twice a second, or at once after ``resize``. Page cache
+        that passes the threshold or meets the wall is no news.
 
         Args:
             seconds: How long at most.
@@ -182,93 +200,38 @@ class Walls:
             Those of ``others`` that can be read.
         """
         deadline = time.monotonic() + seconds
+        poll = select.poll()
+        for handle in others:
+            poll.register(handle, select.POLLIN)
         while True:
             now = time.monotonic()
-            self._ask_for_one(now)
-            news = self._look({key: False for key, ear in self._all() if ear.look_at <= now}, now)
-            until = now if news else min([deadline, *(ear.look_at for _, ear in self._all())])
-            ready, heard = self._poll(max(0.0, until - now), others, now)
-            news = self._look(heard, time.monotonic()) or news
-            if news or ready or time.monotonic() >= deadline:
+            has_news = self._has_news(now)
+            pause = 0.0 if has_news else min(max(0.0, deadline - now), _POLL_SECONDS)
+            ready = [handle for handle, _ in poll.poll(math.ceil(pause * 1000))]
+            if has_news or ready or time.monotonic() >= deadline:
                 return ready
 
     def forget(self, job_id: str) -> None:
-        """Listen to a job no more; its group stays."""
-        if (ear := self._ears.pop(job_id, None)) is not None:
-            ear.close()
+        """Look at a job no more; its group stays."""
+        self._watched.pop(job_id, None)
 
     def close(self, *, remove: bool = True) -> None:
-        """Listen no more and, with ``remove``, remove all groups that hold no process.
+        """Look at no job any more and, with ``remove``, remove all groups that hold no process.
 
         When nothing is left of them on v2, this process and its own go back to the group that they came from.
         """
-        for _, ear in self._all():
-            ear.close()
-        self._ears.clear()
-        self._parent_ear = None
-        self._close_pressure()
+        self._watched.clear()
         if remove and self.parent.remove():
             _restore(self._base, _leaf(self.parent))
 
-    def _close_pressure(self) -> None:
-        if self._pressure_fd is not None:
-            os.close(self._pressure_fd)
-            self._pressure_fd = None
+    def _has_news(self, now: float) -> bool:
+        found = {job_id: watched.has_news(now) for job_id, watched in self._watched.items()}
+        for job_id in [job_id for job_id, news in found.items() if news is None]:
+            self.forget(job_id)
+        return bool(self._parent.has_news(now)) or any(news is not False for news in found.values())
 
     def _group(self, job_id: str) -> JobGroup:
         return JobGroup(self.parent.path / f"{_PREFIX}{job_id}", self.parent.version)
-
-    def _all(self) -> list[tuple[str, Ear]]:
-        parent = [("", self._parent_ear)] if self._parent_ear is not None else []
-        return [*parent, *self._ears.items()]
-
-    def _ask_for_one(self, now: float) -> None:
-        """Have the kernel notify of one more job that has lived for a second."""
-        for ear in self._ears.values():
-            if ear.can_notify and ear.soft_fd is None and now - ear.born >= QUIET_SECONDS:
-                ear.ask_to_be_notified()
-                return
-
-    def _look(self, heard: Mapping[str, bool], now: float) -> bool:
-        news = False
-        for key, met_wall in heard.items():
-            ear = self._parent_ear if key == "" else self._ears.get(key)
-            found = ear.look(now, met_wall) if ear is not None else False
-            if found is None:
-                self.forget(key)
-                if key == "" and self._parent_ear is not None:
-                    self._parent_ear.close()
-                    self._parent_ear = None
-            news = news or found is not False
-        return news
-
-    def _poll(self, seconds: float, others: tuple[int, ...], now: float) -> tuple[list[int], dict[str, bool]]:
-        """Which of ``others`` are ready, and which jobs were heard: True for the wall."""
-        poll, keys, flag = select.poll(), {}, select.POLLIN if self.parent.version == 1 else select.POLLPRI
-        for handle in others:
-            poll.register(handle, select.POLLIN)
-        if self._pressure_fd is not None:
-            poll.register(self._pressure_fd, select.POLLPRI)
-        for key, ear in self._all():
-            if ear.wall_fd is not None and ear.wall_from <= now:
-                poll.register(ear.wall_fd, flag)
-                keys[ear.wall_fd] = (key, True)
-            if ear.soft_fd is not None and ear.soft_from <= now:
-                poll.register(ear.soft_fd, select.POLLIN)
-                keys[ear.soft_fd] = (key, False)
-        ready: list[int] = []
-        heard: dict[str, bool] = {}
-        for handle, event in poll.poll(math.ceil(seconds * 1000)):
-            if handle in keys:
-                key, met_wall = keys[handle]
-                heard[key] = heard.get(key, False) or met_wall
-            elif handle == self._pressure_fd:  # Some job waits for memory; it does not tell which.
-                heard = {key: False for key, _ in self._all()} | heard
-                if event & select.POLLERR:  # The parent group is gone.
-                    self._close_pressure()
-            else:
-                ready.append(handle)
-        return ready, heard
 
 
 def _leaf(parent: JobGroup) -> Path:

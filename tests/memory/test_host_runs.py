@@ -21,7 +21,7 @@ HOLD = """
 import sys, time
 from collections import Counter
 from pathlib import Path
-from memfit.memory._claims import Claims
+from memfit.memory._host_runs import Claims
 claims = Claims(Path(sys.argv[1]), folder=Path(sys.argv[2]))
 claims.write(used=Counter(host=300), unused=Counter(host=200), group="/group/of/it")
 print("ready", flush=True)
@@ -33,7 +33,7 @@ RACE = """
 import sys
 from collections import Counter
 from pathlib import Path
-from memfit.memory._claims import Claims
+from memfit.memory._host_runs import Claims
 run, folder, total = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 claims, mine = Claims(run, folder=folder), 0
 print("ready", flush=True)
@@ -244,7 +244,7 @@ def test_an_entry_of_another_host_is_listed_and_neither_counted_nor_swept(tmp_pa
 
 
 def test_a_holder_that_is_stopped_is_passed_by_in_the_end(tmp_path, listed, monkeypatch):
-    monkeypatch.setattr("memfit.memory._claims._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("memfit.memory._host_runs._PATIENCE_SECONDS", 0.2)
     claims = Claims(tmp_path / "run", folder=listed)
     code = HOLD.replace('print("ready", flush=True)', 'claims.deciding().__enter__(); print("ready", flush=True)')
     with start(code, tmp_path / "stopped", listed) as process:
@@ -293,9 +293,7 @@ def test_a_write_that_changes_nothing_costs_nothing(tmp_path, listed):
 
 
 def test_a_process_that_watches_jobs_may_load_it_at_no_cost():
-    code = (
-        "import sys, memfit.memory._claims; print(*sorted({'filelock', 'psutil', 'numpy', 'rich'} & set(sys.modules)))"
-    )
+    code = "import sys, memfit.memory._host_runs; print(*sorted({'filelock', 'psutil', 'numpy', 'rich'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
 
