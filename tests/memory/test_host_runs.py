@@ -208,7 +208,7 @@ def test_a_name_that_another_user_took_first_ends_the_sharing_with_its_reason_an
 def test_another_user_can_neither_read_nor_add_nor_lock_an_entry(tmp_path):
     with shared_folder() as folder:
         claims = Claims(tmp_path / "run", folder=folder / "claims")
-        entry = next((folder / "claims").iterdir())
+        entry = next((folder / "claims").glob("*.run"))
 
         def attack():
             for path in (folder / "claims", entry, folder / "claims" / "forged.run"):
@@ -235,7 +235,7 @@ def test_a_list_that_others_may_write_to_is_not_used(tmp_path, listed):
 def test_an_entry_of_another_host_is_listed_and_neither_counted_nor_swept(tmp_path, listed):
     claims = Claims(tmp_path / "far", folder=listed)
     claims.write(used=Counter(host=5000), unused=Counter(host=5000))
-    (path,) = listed.iterdir()
+    (path,) = listed.glob("*.run")
     path.write_text(path.read_text().replace(socket.gethostname(), "another-host"))
     claims.close(keep=True)
     assert [entry.host for entry in list_entries(listed)] == ["another-host"]

@@ -8,7 +8,6 @@ everything else on the host. Only the standard library is imported here, as in a
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -24,29 +23,14 @@ from pathlib import Path
 
 from memfit.memory._footprint import Sizes
 from memfit.memory._locks import is_locked, lock_file, open_regular, try_lock
-from memfit.rundir import fits
 
 #: Names another folder, for hosts whose /var/tmp is not the same for all of a user's processes.
 CLAIMS_VARIABLE = "MEMFIT_CLAIMS_DIR"
 
-_SUFFIX = ".run"
 #: Every entry is written in one piece of this length, so that a shorter one leaves no rest of a longer one.
 _ENTRY_BYTES = 1 << 14
 #: How long to wait for another supervisor's decision, which takes milliseconds; one that is stopped holds it longer.
-_PATIENCE_SECONDS, _STEP_SECONDS = 10.0, 0.002
-#: How often to look whether the jobs of a dead supervisor still run.
-_ORPHANS_SECONDS = 1.0
-#: What an entry must hold; another version's may hold something else.
-_SHAPE = {
-    "run": str,
-    "host": str,
-    "group": str,
-    "alive": bool,
-    "started": (int, float),
-    "pid": int,
-    "used": {str: int},
-    "unused": {str: int},
-}
+_PATIENCE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -116,11 +100,10 @@ class Claims:
     def __init__(self, run: Path, *, folder: Path | None = None) -> None:
         self._folder = _path_of(folder)
         self._entry = Entry(run.absolute(), socket.gethostname(), os.getpid(), time.time())
-        self._name = hashlib.sha256(os.fsencode(self._entry.run)).hexdigest()[:16] + _SUFFIX
+        self._path = self._folder / f"{hashlib.sha256(os.fsencode(self._entry.run)).hexdigest()[:16]}.run"
         self._descriptor: int | None = None
         self._written: Entry | None = None
         self._patience = _PATIENCE_SECONDS
-        self._orphans: dict[Path, tuple[float, bool]] = {}
         self.problem = ""
         self._put()
 
@@ -137,7 +120,10 @@ class Claims:
         What is written within the block is seen by whoever decides next, so no two runs promise the same free bytes. A
         holder that does not go on (it was stopped) is waited for ten seconds and then passed by.
         """
-        lock = self._lock_folder()
+        lock = None
+        with contextlib.suppress(OSError):  # no list, or a file system without locks
+            lock = lock_file(_own(self._folder) / "lock", self._patience)
+        self._patience = 0.0 if lock is None else _PATIENCE_SECONDS  # a stopped holder is waited for once
         try:
             yield self.others()
         finally:
@@ -161,41 +147,15 @@ class Claims:
         if self._descriptor is None:
             return
         if not keep:
-            with contextlib.suppress(OSError), _opened(self._folder) as folder:
-                os.unlink(self._name, dir_fd=folder)
+            with contextlib.suppress(OSError):
+                self._path.unlink()
         os.close(self._descriptor)
         self._descriptor = None
 
     def _counts(self, entry: Entry) -> bool:
         if entry.run == self._entry.run or entry.host != self._entry.host:
             return False
-        if entry.alive:
-            return True
-        looked, found = self._orphans.get(entry.run, (0.0, False))
-        if time.monotonic() - looked > _ORPHANS_SECONDS:
-            found = _is_orphaned(entry.run)
-            self._orphans[entry.run] = (time.monotonic(), found)
-        return found
-
-    def _lock_folder(self) -> int | None:
-        """The descriptor that holds the list's lock, or None when it cannot be had."""
-        try:
-            lock = _open_folder(self._folder)
-        except OSError:
-            return None
-        end = time.monotonic() + self._patience
-        try:
-            while not try_lock(lock):
-                if time.monotonic() > end:
-                    os.close(lock)
-                    self._patience = _STEP_SECONDS  # not ten seconds again at each step
-                    return None
-                time.sleep(_STEP_SECONDS)
-        except OSError:  # a file system without locks
-            os.close(lock)
-            return None
-        self._patience = _PATIENCE_SECONDS
-        return lock
+        return entry.alive or _is_orphaned(entry.run)
 
     def _put(self) -> None:
         if self._written == self._entry:
@@ -204,8 +164,8 @@ class Claims:
             if self._descriptor is None:
                 with contextlib.suppress(FileExistsError):
                     self._folder.mkdir(mode=0o700, parents=True)
-                with _opened(self._folder) as folder:
-                    self._descriptor = lock_file(self._name, dir_fd=folder)
+                _own(self._folder)
+                self._descriptor = lock_file(self._path)
             if self._descriptor is not None:
                 os.pwrite(self._descriptor, json.dumps(vars(self._entry), default=str).encode().ljust(_ENTRY_BYTES), 0)
                 self._written, self.problem = self._entry, ""
@@ -219,12 +179,7 @@ def list_entries(folder: Path | None = None) -> list[Entry]:
     Args:
         folder: The list; ``MEMFIT_CLAIMS_DIR`` or ``/var/tmp/memfit-<uid>`` when None.
     """
-    try:
-        with _opened(_path_of(folder)) as opened:
-            entries = [entry for name in _names(opened) if (entry := _look(name, opened)) is not None]
-    except OSError:
-        return []
-    return sorted(entries, key=lambda entry: (entry.started, entry.run))
+    return sorted((entry for _, entry in _read_all(folder)), key=lambda entry: (entry.started, entry.run))
 
 
 def sweep_entries(folder: Path | None = None) -> list[Entry]:
@@ -234,16 +189,14 @@ def sweep_entries(folder: Path | None = None) -> list[Entry]:
         What was taken off, so that what those runs left in their control groups can be swept too.
     """
     removed = []
-    with contextlib.suppress(OSError), _opened(_path_of(folder)) as opened:
-        for name in _names(opened):
-            entry = _look(name, opened)
-            if entry is None or entry.alive or entry.host != socket.gethostname() or _is_orphaned(entry.run):
-                continue
-            lock = lock_file(name, 0.0, dir_fd=opened)
-            if lock is not None:  # else the run is being resumed
-                os.unlink(name, dir_fd=opened)
-                os.close(lock)
-                removed.append(entry)
+    for path, entry in _read_all(folder):
+        if entry.alive or entry.host != socket.gethostname() or _is_orphaned(entry.run):
+            continue
+        lock = lock_file(path, 0.0)
+        if lock is not None:  # else the run is being resumed
+            path.unlink()
+            os.close(lock)
+            removed.append(entry)
     return removed
 
 
@@ -252,53 +205,50 @@ def _path_of(folder: Path | None) -> Path:
     return folder or Path(os.environ.get(CLAIMS_VARIABLE) or f"/var/tmp/memfit-{os.geteuid()}")
 
 
-def _open_folder(path: Path) -> int:
-    """Open the folder of a list.
+def _own(folder: Path) -> Path:
+    """Return the folder of a list. Nobody else can make an entry in it, so entries are not doubted.
 
     Raises:
         OSError: If it is not there, or not this user's alone.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    found = os.fstat(descriptor)
-    if found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077:
-        return descriptor
-    os.close(descriptor)
+    found = os.lstat(folder)
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077:
+        return folder
     whose = f"it belongs to uid {found.st_uid}" if found.st_uid != os.geteuid() else "others may open it (chmod 700)"
-    raise PermissionError(errno.EPERM, f"not this user's alone: {whose}", str(path))
+    raise PermissionError(f"{folder} is not a folder of this user alone: {whose}")
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = _open_folder(path)
+def _read_all(folder: Path | None) -> list[tuple[Path, Entry]]:
     try:
-        yield descriptor
+        paths = list(_own(_path_of(folder)).glob("*.run"))
+    except OSError:
+        return []
+    return [(path, entry) for path in paths if (entry := _read(path)) is not None]
+
+
+def _read(path: Path) -> Entry | None:
+    """Return an entry, or None if it is gone, damaged or another version's."""
+    try:
+        descriptor = open_regular(path)
+    except OSError:
+        return None
+    try:
+        for _ in range(3):  # a write may be under way
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                found = json.loads(os.pread(descriptor, _ENTRY_BYTES, 0))
+                return Entry(
+                    run=Path(found["run"]),
+                    host=str(found["host"]),
+                    pid=int(found["pid"]),
+                    started=float(found["started"]),
+                    used=Counter({**found["used"]}),
+                    unused=Counter({**found["unused"]}),
+                    group=str(found["group"]),
+                    alive=not try_lock(descriptor, fcntl.LOCK_SH),
+                )
+            time.sleep(0.001)
     finally:
         os.close(descriptor)
-
-
-def _names(folder: int) -> list[str]:
-    return [name for name in os.listdir(folder) if name.endswith(_SUFFIX)]
-
-
-def _look(name: str, folder: int) -> Entry | None:
-    with contextlib.suppress(OSError):
-        descriptor = open_regular(name, dir_fd=folder)
-        try:
-            entry = _read(descriptor)
-            return entry and replace(entry, alive=not try_lock(descriptor, fcntl.LOCK_SH))
-        finally:
-            os.close(descriptor)
-    return None
-
-
-def _read(descriptor: int) -> Entry | None:
-    for _ in range(3):  # a write may be under way
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            found = json.loads(os.pread(descriptor, _ENTRY_BYTES, 0))
-            if fits(found, _SHAPE):
-                sizes = {name: Counter(found[name]) for name in ("used", "unused")}
-                return Entry(**found | {"run": Path(found["run"])} | sizes)
-        time.sleep(_STEP_SECONDS / 2)
     return None
 
 

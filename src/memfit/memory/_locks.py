@@ -14,14 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def open_regular(path: Path | str, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
+def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
     """Open a regular file, readable by its owner alone if this call makes it.
 
     Raises:
         OSError: If there is no such file, or if the name is a link, a FIFO or anything else that is no regular file.
     """
     safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags | safe, 0o600, dir_fd=dir_fd)
+    descriptor = os.open(path, flags | safe, 0o600)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
@@ -37,21 +37,20 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def lock_file(path: Path | str, seconds: float = 0.2, *, dir_fd: int | None = None) -> int | None:
+def lock_file(path: Path | str, seconds: float = 0.2) -> int | None:
     """Lock a file until its descriptor is closed, and make the file if there is none.
 
     Args:
         path: The file.
         seconds: How long to wait. A process that only looks whether the file is locked holds the lock for a moment.
-        dir_fd: The open folder that a relative path starts from.
 
     Returns:
         The descriptor; None if another process holds the lock.
     """
     until = time.monotonic() + seconds
     while True:
-        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, dir_fd=dir_fd)
-        if try_lock(descriptor) and is_at(descriptor, path, dir_fd=dir_fd):
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+        if try_lock(descriptor) and is_at(descriptor, path):
             return descriptor
         os.close(descriptor)
         if time.monotonic() > until:
@@ -71,8 +70,8 @@ def is_locked(path: Path | str) -> bool:
         os.close(descriptor)
 
 
-def is_at(descriptor: int, path: Path | str, *, dir_fd: int | None = None) -> bool:
+def is_at(descriptor: int, path: Path | str) -> bool:
     """True if an open file is still the one of that name."""
     with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), os.stat(path, dir_fd=dir_fd, follow_symlinks=False))
+        return os.path.samestat(os.fstat(descriptor), Path(path).lstat())
     return False
