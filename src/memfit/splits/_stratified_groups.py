@@ -19,22 +19,19 @@ from memfit.splits._purged import Indices
 class StratifiedGroups:
     """A test set of whole groups that is put aside first, and stratified folds of whole groups over the rest.
 
-    A group holds what is alike: the clips of one video, the pictures of one person. Split apart, near-duplicates of
-    the training rows are validated, and a model that has learned them by heart looks good. Cross-validation prevents
-    no over- or underfitting, it estimates: what the folds were compared and chosen by is too good afterwards, so the
-    last word is the test set's.
+    A group holds what is alike: the clips of one video, the pictures of one person. If a group is split, a model
+    validates on near-duplicates of its training rows. The folds estimate and compare; the last word is the test set's.
 
     Args:
         n_splits: Folds over the rows that are not put aside.
-        test_share: About so much of the rows is put aside; 0 puts nothing aside.
-        seed: Of the order in which groups are dealt.
+        test_share: The share of the rows, about, that is put aside; 0 puts nothing aside.
+        seed: The seed of the order in which groups are dealt.
 
     Raises:
         SplitError: If a setting is out of range.
-        MissingExtraError: If scikit-learn is not installed.
 
     Source:
-        scikit-learn's ``StratifiedGroupKFold``, which deals the groups; the test set is one of its folds.
+        scikit-learn's ``StratifiedGroupKFold`` deals the groups; the test set is one of its folds.
 
     Example:
         >>> y = [0, 1] * 20
@@ -58,11 +55,11 @@ class StratifiedGroups:
             )
 
     def get_n_splits(self, X: Any = None, y: Any = None, groups: Any = None) -> int:
-        """How many folds ``split`` gives."""
+        """Return the number of folds; the arguments are ignored, as in scikit-learn."""
         return self.n_splits
 
     def hold_out(self, y: ArrayLike, groups: ArrayLike) -> tuple[Indices, Indices]:
-        """The rows that the folds share, and those of the test set; positions, ascending.
+        """Return the ascending row numbers that the folds share, and those of the test set.
 
         Args:
             y: The class of each row, shape (n,).
@@ -70,61 +67,42 @@ class StratifiedGroups:
 
         Raises:
             SplitError: If the two differ in length, or a class is in too few groups.
+            MissingExtraError: If scikit-learn is not installed.
         """
-        label, group = _checked(y, groups)
-        rows = np.arange(len(label))
+        label, group = np.asarray(y), np.asarray(groups)
+        if label.ndim != 1 or label.shape != group.shape or not len(label):
+            raise SplitError(
+                f"y has the shape {label.shape}, and groups {group.shape}.",
+                rule="each row has one class and one group.",
+                remedy="pass one of each per row",
+            )
         if self.test_share == 0:
-            return rows, rows[:0]
-        parts = max(2, round(1 / self.test_share))
-        self._check_groups(label, group, parts, "test_share")
-        rest, test = next(iter(_deal(label, group, parts, self.seed)))
-        return np.sort(rest), np.sort(test)
+            return np.arange(len(label)), np.arange(0)
+        return next(self._deal(label, group, max(2, round(1 / self.test_share)), "test_share"))
 
     def split(self, X: Any, y: ArrayLike, groups: ArrayLike) -> Iterator[tuple[Indices, Indices]]:
-        """Rows to train on and to validate on, fold by fold; none of them is in the test set.
+        """Yield the row numbers to train and to validate on; none is in the test set. Errors as for `hold_out`."""
+        rest, _ = self.hold_out(y, groups)
+        for train, valid in self._deal(np.asarray(y)[rest], np.asarray(groups)[rest], self.n_splits, "n_splits"):
+            yield rest[train], rest[valid]
 
-        Args:
-            X: Not looked at.
-            y: The class of each row, shape (n,).
-            groups: The group of each row, shape (n,).
-
-        Raises:
-            SplitError: If the two differ in length, or a class is in fewer groups than there are folds.
-        """
-        label, group = _checked(y, groups)
-        rest, _ = self.hold_out(label, group)
-        self._check_groups(label[rest], group[rest], self.n_splits, "n_splits")
-        for train, valid in _deal(label[rest], group[rest], self.n_splits, self.seed):
-            yield np.sort(rest[train]), np.sort(rest[valid])
-
-    def _check_groups(self, label: NDArray[Any], group: NDArray[Any], least: int, name: str) -> None:
-        """Refuse a class that lies in fewer groups than there are parts: some part would have none of it."""
+    def _deal(
+        self, label: NDArray[Any], group: NDArray[Any], num_parts: int, setting: str
+    ) -> Iterator[tuple[Indices, Indices]]:
+        try:
+            from sklearn.model_selection import StratifiedGroupKFold
+        except ImportError as error:
+            raise MissingExtraError.of("scikit-learn", "evaluation", "StratifiedGroups") from error
         for one in np.unique(label):
-            number = len(np.unique(group[label == one]))
-            if number < least:
+            if (number := len(np.unique(group[label == one]))) < num_parts:
                 raise SplitError(
-                    f"the class {one} lies in {number} groups, and {name} makes {least} parts.",
+                    f"the class {one} lies in {number} groups, and {setting} makes {num_parts} parts.",
                     rule="a group is never split, so each part needs a group with every class.",
-                    remedy=f"ask for fewer parts ({name}), or finer groups where those are right",
+                    remedy=f"ask for fewer parts ({setting}), or finer groups where those are right",
                 )
-
-
-def _checked(y: ArrayLike, groups: ArrayLike) -> tuple[NDArray[Any], NDArray[Any]]:
-    label, group = np.asarray(y), np.asarray(groups)
-    if label.ndim != 1 or label.shape != group.shape or not len(label):
-        raise SplitError(
-            f"y has the shape {label.shape}, and groups {group.shape}.",
-            rule="each row has one class and one group.",
-            remedy="pass one of each per row",
-        )
-    return label, group
-
-
-def _deal(label: NDArray[Any], group: NDArray[Any], parts: int, seed: int) -> Iterator[tuple[Indices, Indices]]:
-    try:
-        from sklearn.model_selection import StratifiedGroupKFold
-    except ImportError as error:
-        raise MissingExtraError.of("scikit-learn", "evaluation", "StratifiedGroups") from error
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a class with few rows; what matters is its groups, checked above
-        yield from StratifiedGroupKFold(parts, shuffle=True, random_state=seed).split(label, label, group)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of few rows in a class: its groups count, checked above
+            for rest, part in StratifiedGroupKFold(num_parts, shuffle=True, random_state=self.seed).split(
+                label, label, group
+            ):
+                yield np.sort(rest), np.sort(part)
