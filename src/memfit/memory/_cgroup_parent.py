@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.memory._cgroup import Group, Placement
-from memfit.memory._host import REAL_ROOT, parse_status, read_text
+from memfit.memory._host import REAL_ROOT, descends, parse_status, read_text
 
 #: The name of the leaf that a supervisor is moved to, beside the group of its jobs, ends so (v2).
 OUTSIDE = ".outside"
@@ -87,7 +87,7 @@ def _judge_v2(root: Path, placement: Placement, group: Group, may_write: Callabl
     if group == placement.groups[-1] and not placement.hidden:
         return Base(2, group, enables=True)  # The root may hold processes beside groups.
     members = pids_in(directory)
-    if strangers := [pid for pid in members if not _descends(root, pid, placement.pid)]:
+    if strangers := [pid for pid in members if not descends(root, pid, placement.pid)]:
         return f"{name} holds processes of others ({len(strangers)}), so it can have no groups with memory below it"
     return Base(2, group, enables=True, moves=members)
 
@@ -95,13 +95,6 @@ def _judge_v2(root: Path, placement: Placement, group: Group, may_write: Callabl
 def pids_in(directory: Path) -> tuple[int, ...]:
     """The processes of one group, without the groups below it."""
     return tuple(int(pid) for pid in (read_text(f"{directory}/cgroup.procs") or "").split())
-
-
-def _descends(root: Path, pid: int, ancestor: int) -> bool:
-    while pid > 1 and pid != ancestor:
-        parent = parse_status(read_text(root / f"proc/{pid}/status")).get("PPid", "0")
-        pid = int(parent)
-    return pid == ancestor
 
 
 def _is_set(text: str | None) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.memory._host import parse_status, read_text
+from memfit.memory._host import descends, parse_status, read_text
 
 #: Device bytes by device UUID of the processes with these numbers.
 DeviceReader = Callable[[set[int]], Mapping[str, int]]
@@ -191,7 +191,7 @@ def _device(nvml: Any, device: _Handle, root: Path) -> Device:
     own_pid = int(parse_status(read_text(root / "proc/self/status")).get("Pid", "0"))
     own_bytes, foreign = 0, []
     for pid, used in sorted(_processes(nvml, device.handle).items()):
-        if own_pid and _descends(root, pid, own_pid):
+        if own_pid and descends(root, pid, own_pid):
             own_bytes += used or 0
         else:
             foreign.append(DeviceProcess(pid, *_name_and_user(nvml, root, pid, used)))
@@ -216,17 +216,6 @@ def _processes(nvml: Any, handle: Any) -> dict[int, int | None]:
         except nvml.NVMLError:
             continue
     return found
-
-
-def _descends(root: Path, pid: int, ancestor: int) -> bool:
-    for _ in range(1024):
-        if pid == ancestor:
-            return True
-        parent = parse_status(read_text(root / f"proc/{pid}/status")).get("PPid", "0")
-        pid = int(parent)
-        if pid <= 1 and pid != ancestor:
-            return False
-    return False
 
 
 def _name_and_user(nvml: Any, root: Path, pid: int, used: int | None) -> tuple[str, int | None, str]:

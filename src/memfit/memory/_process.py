@@ -5,13 +5,13 @@ Only the standard library is imported here, because the small process that watch
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from memfit.memory._host import read_text
 from memfit.units import KIB
 
 
@@ -199,17 +199,7 @@ class ProcReader:
             return []
 
     def _read(self, name: str) -> str:
-        # Bare system calls: a file object costs several times as much, ten times a second and for every process.
-        try:
-            descriptor = os.open(f"{self._proc}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # gone, or not ours to see
-            return ""
-        try:
-            return b"".join(iter(lambda: os.read(descriptor, 1 << 16), b"")).decode(errors="replace")
-        except OSError:  # gone since it was opened
-            return ""
-        finally:
-            os.close(descriptor)
+        return read_text(f"{self._proc}/{name}") or ""
 
 
 class PsutilReader:
