@@ -57,31 +57,22 @@ class YamlError(ValueError):
         self.line = line
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads scalars as text. It refuses anchors and tags, so that each value has one line and one meaning."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - the name and form that PyYAML reads
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        if getattr(event, "anchor", None) is not None:
-            raise YamlError("anchors (&) and aliases (*) are not read: write the value out", event.start_mark.line + 1)
-        if getattr(event, "tag", None) is not None:
-            raise YamlError(f"tags ({event.tag}) are not read: write the value alone", event.start_mark.line + 1)
-        return super().compose_node(parent, index)
-
-
 def _compose(text: str) -> yaml.Node | None:
+    """Return the document's node, of which all scalars are text."""
     try:
-        return yaml.compose(text, Loader=_Loader)
+        for token in yaml.scan(text, Loader=yaml.BaseLoader):
+            if isinstance(token, yaml.AnchorToken | yaml.AliasToken | yaml.TagToken):
+                problem = "anchors (&), aliases (*) and tags (!) are not read: write the value out"
+                raise YamlError(problem, token.start_mark.line + 1)
+        return yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlError(", ".join(filter(None, (error.context, error.problem))), mark.line + 1 if mark else 1) from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         line = text.count("\n", 0, getattr(error, "position", 0)) + 1
-        raise YamlError(
-            "it is nested too deeply" if isinstance(error, RecursionError) else str(error).split("\n")[0], line
-        ) from None
+        raise YamlError(str(error).split("\n")[0], line) from None
+    except RecursionError:
+        raise YamlError("it is nested too deeply", 1) from None
 
 
 def read(text: str) -> tuple[Any, dict[str, int], list[tuple[str, int]]]:
