@@ -86,58 +86,43 @@ class JobGroup:
         text = self._text("memory.stat")
         if text is None:
             return None
-        return self._state_v1(parse_pairs(text)) if self.version == 1 else self._state_v2(parse_pairs(text))
-
-    def used_bytes(self) -> int:
-        """Its non-reclaimable bytes now; 0 when it is gone."""
-        stat = parse_pairs(self._text("memory.stat"))
-        return self._used_v1(stat) if self.version == 1 else non_reclaimable_v2(stat)
-
-    def _used_v1(self, stat: dict[str, int]) -> int:
-        return non_reclaimable_v1(stat, self._number("memory.kmem.usage_in_bytes"))
-
-    def _state_v1(self, stat: dict[str, int]) -> GroupState:
-        control = parse_pairs(self._text("memory.oom_control"))
-        used = self._used_v1(stat)
-        pids = self.pids()
-        stalled = control.get("under_oom", 0) > 0
-        if stalled and parse_pairs(read_text(self.path.parent / "memory.oom_control")).get("under_oom"):
-            # The mark is set on all groups below the one whose wall was met: only some of them wait.
-            stalled = _any_sleeps(pids)
-        return GroupState(
-            used_bytes=used,
-            charged_bytes=self.charged_bytes(),
-            shared_memory_bytes=stat.get("total_shmem", 0),
-            wall_bytes=self.wall_bytes(),
-            stalled=stalled,
-            met_wall=self._number("memory.failcnt"),
-            oom_kills=control.get("oom_kill", 0),
-            num_processes=len(pids),
-        )
-
-    def _state_v2(self, stat: dict[str, int]) -> GroupState:
-        events = parse_pairs(self._text("memory.events"))
-        used, charged, wall = non_reclaimable_v2(stat), self.charged_bytes(), self.wall_bytes()
-        pids = self.pids()
-        met_wall, above = events.get("high", 0) + events.get("max", 0), JobGroup(self.path.parent, 2)
-        # Near the wall and never held back there: on its way to it.
-        throttled = met_wall > 0 and _is_throttled(charged, used, wall)
+        stat, pids = parse_pairs(text), self.pids()
+        used, charged, wall = self._used(stat), self.charged_bytes(), self.wall_bytes()
+        if self.version == 1:
+            events, met_wall = parse_pairs(self._text("memory.oom_control")), self._number("memory.failcnt")
+            stalled = events.get("under_oom", 0) > 0
+            if stalled and parse_pairs(read_text(self.path.parent / "memory.oom_control")).get("under_oom"):
+                # The mark is set on all groups below the one whose wall was met: only some of them wait.
+                stalled = _any_sleeps(pids)
+        else:
+            events = parse_pairs(self._text("memory.events"))
+            met_wall = events.get("high", 0) + events.get("max", 0)
+            # Near the wall and never held back there: on its way to it.
+            stalled = met_wall > 0 and _is_throttled(charged, used, wall)
+            stalled = stalled or (JobGroup(self.path.parent, 2)._is_full() and _any_sleeps(pids))
         return GroupState(
             used_bytes=used,
             charged_bytes=charged,
-            shared_memory_bytes=stat.get("shmem", 0),
+            shared_memory_bytes=stat.get("total_shmem" if self.version == 1 else "shmem", 0),
             wall_bytes=wall,
-            stalled=throttled or (above._is_full() and _any_sleeps(pids)),
+            stalled=stalled,
             met_wall=met_wall,
             oom_kills=events.get("oom_kill", 0),
             num_processes=len(pids),
         )
 
+    def used_bytes(self) -> int:
+        """Its non-reclaimable bytes now; 0 when it is gone."""
+        return self._used(parse_pairs(self._text("memory.stat")))
+
+    def _used(self, stat: dict[str, int]) -> int:
+        if self.version == 1:
+            return non_reclaimable_v1(stat, self._number("memory.kmem.usage_in_bytes"))
+        return non_reclaimable_v2(stat)
+
     def _is_full(self) -> bool:
         wall, charged = self.wall_bytes(), self.charged_bytes()
-        if charged < wall - MIB:
-            return False
-        return _is_throttled(charged, non_reclaimable_v2(parse_pairs(self._text("memory.stat"))), wall)
+        return charged >= wall - MIB and _is_throttled(charged, self.used_bytes(), wall)
 
     def _text(self, name: str) -> str | None:
         return read_text(f"{self.path}/{name}")
