@@ -278,7 +278,10 @@ def test_a_nested_section_is_refused_with_full_names_and_their_places() -> None:
         ("a: 1\n b: 2\n", ":2 cannot be read: mapping values are not allowed here."),
         ("a: [1\n", ":2 cannot be read: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'."),
         ("a: 1\n---\nb: 2\n", ":2 cannot be read: expected a single document in the stream, but found another"),
-        ("a: &x 1\nb: *x\n", ":1 cannot be read: anchors (&), aliases (*) and tags (!) are not read: write the value out."),
+        (
+            "a: &x 1\nb: *x\n",
+            ":1 cannot be read: anchors (&), aliases (*) and tags (!) are not read: write the value out.",
+        ),
         ("a: 1\nb: !!python/name:os.system\n", ":2 cannot be read: anchors (&), aliases (*) and tags (!) are not read"),
         ("a: 1\nb: \x00\n", ":2 cannot be read: unacceptable character #x0000: special characters are not allowed."),
         ("[" * 5000, ":1 cannot be read: it is nested too deeply."),
