@@ -14,9 +14,9 @@ from memfit.jobs._budget_watch import BudgetWatch, ReadBudget
 from memfit.jobs._forecast import Forecast
 from memfit.jobs._job import Job
 from memfit.jobs._placement import choose, count_gpus
-from memfit.jobs._policy import HostClaims, Policy
+from memfit.jobs._policy import Policy
 from memfit.jobs._reservation import Reservation, Wait
-from memfit.memory import HOST, Budget, Claim, Footprint, Lendable, Others, Sizes, reservation_bytes
+from memfit.memory import HOST, Budget, Claim, Claims, Footprint, Lendable, Others, Sizes, reservation_bytes
 from memfit.units import format_bytes
 
 #: A job that stepped aside so often runs alone the next time.
@@ -60,7 +60,7 @@ class LocalAdmission:
         *,
         policy: Policy | None = None,
         known: Sequence[tuple[str, Mapping[str, str], Footprint]] = (),
-        claims: HostClaims | None = None,
+        claims: Claims | None = None,
         now: Callable[[], float] = monotonic,
     ) -> None:
         self.policy, self.claims, self.now = policy or Policy(), claims, now

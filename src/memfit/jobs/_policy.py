@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from memfit.memory import DEFAULT_SLACK, Others, Sizes
+from memfit.memory import DEFAULT_SLACK
 
 OnFailure = Literal["stop", "first", "continue"]
 
@@ -31,14 +30,6 @@ class Policy:
     force: bool = False
     retries: int = 2
     proven_stages: frozenset[str] = frozenset()
-
-
-class HostClaims(Protocol):
-    """What several supervisors on one host share; ``memfit.memory.Claims`` is it."""
-
-    def others(self) -> Others: ...
-    def deciding(self) -> AbstractContextManager[Others]: ...
-    def write(self, *, used: Sizes, unused: Sizes) -> None: ...
 
 
 class StopRequest:
