@@ -27,7 +27,7 @@ from memfit.errors import ConfigError, nearest
 #: Variables that are no settings: those that memfit hands to its own jobs, and the folder of a user's claims.
 INTERNAL_VARIABLES = frozenset({"MEMFIT_RUN_DIR", "MEMFIT_JOB_ID", "MEMFIT_CLAIMS_DIR"})
 
-Path_ = tuple[str, ...]
+Keys = tuple[str, ...]
 
 
 @dataclass
@@ -37,17 +37,14 @@ class Layers:
     A value is a scalar, a list, or an empty mapping; a later value replaces what is at, above and below its path.
     """
 
-    values: dict[Path_, tuple[Any, str]] = field(default_factory=dict)
+    values: dict[Keys, tuple[Any, str]] = field(default_factory=dict)
     problems: list[ConfigError] = field(default_factory=list)
 
-    def put(self, path: Path_, value: Any, origin: str | Callable[[Path_], str]) -> None:
+    def put(self, path: Keys, value: Any, origin: str | Callable[[Keys], str]) -> None:
         if bad := [part for part in path if not part or "." in part]:
             where = origin if isinstance(origin, str) else origin(path)
-            rule, remedy = (
-                "a key is text without dots, since dots lead to nested keys",
-                "write b: 1 below a: for a.b: 1",
-            )
-            self._refuse(f"'{bad[0]}' cannot be a key ({where})", rule, remedy)
+            rule = "a key is text without dots, since dots lead to nested keys"
+            self._refuse(f"'{bad[0]}' cannot be a key ({where})", rule, "write b: 1 below a: for a.b: 1")
             return
         if isinstance(value, dict) and value:
             for key, item in value.items():
@@ -93,7 +90,7 @@ class Layers:
             self.put((), content, ARGUMENT)
 
     def read_environment(self, env: Mapping[str, str], model: type[BaseModel]) -> None:
-        seen: dict[Path_, str] = {}
+        seen: dict[Keys, str] = {}
         for name in sorted(env):
             if not name.upper().startswith(PREFIX) or name.upper() in INTERNAL_VARIABLES:
                 continue
@@ -115,7 +112,7 @@ class Layers:
             rule = "an override is a dotted name, =, and a value"
             self._refuse(f"{OVERRIDE} {show(override)} is not name=value", rule, f"write for example {OVERRIDE} seed=1")
 
-    def _spelled(self, parts: list[str], model: type[BaseModel]) -> Path_:
+    def _spelled(self, parts: list[str], model: type[BaseModel]) -> Keys:
         """Return a variable's lower-case parts in the letters of the model, or of the keys already given."""
         given = (dotted(path[:length]) for path in self.values for length in range(1, len(path) + 1))
         names = {name.lower(): name for name in (*given, *known_names(model))}
@@ -124,7 +121,7 @@ class Layers:
                 return (*name.split("."), *parts[length:])
         return tuple(parts)
 
-    def _put_text(self, path: Path_, text: str, origin: str) -> None:
+    def _put_text(self, path: Keys, text: str, origin: str) -> None:
         """Put the value of an override or a variable: flow-style YAML, quoted text, or an unquoted scalar."""
         stripped = text.strip()
         faults: list[str] = []

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from memfit.config import _yaml
-from memfit.config._layers import Layers, Path_
+from memfit.config._layers import Keys, Layers
 from memfit.config._problems import DEFAULT, Override, dotted, from_pydantic, place, report
 from memfit.config._yaml import Plain
 
@@ -37,7 +37,7 @@ class Resolved(Generic[M]):
     value: M
     origins: Mapping[str, str]
     prefix: str
-    _given: dict[Path_, tuple[Any, str]] = field(repr=False, compare=False)
+    _given: dict[Keys, tuple[Any, str]] = field(repr=False, compare=False)
 
     def to_yaml(self, *nested: Resolved[Any]) -> str:
         """Return all settings as a YAML file that resolves to the same value.
