@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from memfit.diagnosis._batch_script import parse_script
 from memfit.diagnosis._diagnose import Diagnosis, Evidence
-from memfit.diagnosis._facts import Fact
 from memfit.diagnosis._fix import make_fix
 from memfit.diagnosis._fix_compose import job_of_compose
 from memfit.diagnosis._job import Job
 from memfit.diagnosis._remedies import list_remedies
-from memfit.diagnosis._rules import Finding
+from memfit.diagnosis._signatures import Sign
 from memfit.diagnosis._text import Line
 from memfit.errors import UsageError
 from memfit.units import GIB, MIB
@@ -53,9 +52,9 @@ services:
 
 
 def diagnosis(kind="host_cgroup", cause="out_of_memory", phase="train", text="", **values):
-    finding = Finding(kind, cause, 0.9, (Fact("device_oom", (Line("a.err", 1, text),), values),), dict(values))
+    finding = Sign("device_oom", (Line("a.err", 1, text),), values, of=kind)
     evidence = (Evidence("a.err", 1, text),)
-    return Diagnosis(kind != "none", False, kind, cause, phase, 0.9, evidence=evidence, findings=(finding,))
+    return Diagnosis(kind != "none", False, kind, cause, phase, "proved", evidence=evidence, findings=(finding,))
 
 
 @pytest.fixture

@@ -7,12 +7,11 @@ import pytest
 
 from memfit.diagnosis._circumstances import Moment, arithmetic, checks
 from memfit.diagnosis._diagnose import Diagnosis, Evidence
-from memfit.diagnosis._facts import Fact
 from memfit.diagnosis._fix import make_fix
 from memfit.diagnosis._incident import SECTIONS, write_incident
 from memfit.diagnosis._job import Job
 from memfit.diagnosis._remedies import list_remedies
-from memfit.diagnosis._rules import Finding
+from memfit.diagnosis._signatures import Sign
 from memfit.diagnosis._text import Line
 from memfit.units import GIB
 
@@ -29,11 +28,11 @@ def diagnosis(kind="host_cgroup", cause="out_of_memory", phase="validate", **val
     line = Line("train.err", 7, "slurmstepd: error: Detected 4 oom_kill events in StepId=273202.0.")
     figures = {"device_total": "total", "allocated": "allocated", "reserved": "reserved", "tried": "tried"}
     return Diagnosis(
-        kind != "none", False, kind, cause, phase, 0.97,
+        kind != "none", False, kind, cause, phase, "proved",
         figures={name: values[f"{key}_bytes"] for name, key in figures.items() if f"{key}_bytes" in values},
         evidence=(Evidence(line.file, line.number, line.text),),
         timeline=(Moment("failure", "14:34:04", line.file, line.number, line.text),),
-        findings=(Finding(kind, cause, 0.97, (Fact("cgroup_kill", (line,)),), dict(values)),),
+        findings=(Sign("cgroup_kill", (line,), values, of=kind),),
     )  # fmt: skip
 
 
@@ -102,9 +101,9 @@ def test_the_problem_is_no_sentence_about_an_end_and_two_accounts_of_one_request
 
 def test_figures_below_a_limit_and_an_unnamed_killer_make_a_whole_sentence():
     values = {"who": "", "used_bytes": GIB // 2, "limit_bytes": 2 * GIB}
-    [line] = arithmetic(Finding("host_alloc", "out_of_memory", 0.9, (Fact("memory_error", ()),), values))
+    [line] = arithmetic(Sign("host_refused", (), values))
     assert line == "The limit: 0.50 GiB used of 2.00 GiB (per limit)."
-    [over] = arithmetic(Finding("host_cgroup", "x", 0.9, (), values | {"used_bytes": 3 * GIB}))
+    [over] = arithmetic(Sign("cgroup_kill", (), values | {"used_bytes": 3 * GIB}))
     assert over.endswith("(per limit), 1.00 GiB over.")
 
 

@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 
 from memfit.diagnosis._diagnose import Diagnosis
-from memfit.diagnosis._facts import Fact
 from memfit.diagnosis._job import Job, job_of_rows
 from memfit.diagnosis._remedies import list_remedies
 from memfit.diagnosis._remedy import COSTS
-from memfit.diagnosis._rules import Finding
-from memfit.diagnosis._sacct import parse_sacct
+from memfit.diagnosis._signatures import Sign
 from memfit.diagnosis._text import Line
+from memfit.slurm import parse_sacct
 from memfit.units import GIB, MIB
 
 LLAMA = {
@@ -26,8 +25,8 @@ NODE = Job(
 
 
 def diagnosis(kind, phase="train", cause="out_of_memory", fact="device_oom", **values):
-    finding = Finding(kind, cause, 0.9, (Fact(fact, (Line("a.err", 1, "text"),), values),), dict(values))
-    return Diagnosis(kind != "none", False, kind, cause, phase, 0.9, findings=(finding,))
+    finding = Sign(fact, (Line("a.err", 1, "text"),), values, of=kind)
+    return Diagnosis(kind != "none", False, kind, cause, phase, "proved", findings=(finding,))
 
 
 def card(total=24.0, free=0.5, reserved=23.0, allocated=22.8, tried=1.0, **more):
@@ -82,7 +81,7 @@ def test_nothing_measured_gives_a_request_without_bytes():
 def test_a_smaller_batch_and_persistent_workers_change_nothing_on_the_host():
     found = list_remedies(diagnosis("host_cgroup", "validate"), replace(NODE, persistent_workers=False))
     batch, persistent = one(found, "smaller batch"), one(found, "persistent_workers")
-    assert not batch.helps and "shrinks activations on the device" in batch.reason
+    assert not batch.helps and "activations are the device's memory" in batch.reason
     assert not persistent.helps and persistent.saves_bytes == 0 and "no change" in persistent.reason
 
 
@@ -178,8 +177,8 @@ def test_a_change_is_enough_by_itself_only_when_its_bound_fits_the_card():
 def test_a_process_that_the_message_names_is_named():
     text = "Process 4711 has 9.00 GiB memory in use."
     figures = card(free=1.0, reserved=13.0, allocated=12.9, others_bytes=9 * GIB)
-    finding = Finding("gpu", "out_of_memory", 0.9, (Fact("device_oom", (Line("a", 1, text),), figures),), figures)
-    found = list_remedies(Diagnosis(True, False, "gpu", "out_of_memory", "train", 0.9, findings=(finding,)))
+    finding = Sign("device_oom", (Line("a", 1, text),), figures)
+    found = list_remedies(Diagnosis(True, False, "gpu", "out_of_memory", "train", "proved", findings=(finding,)))
     assert "process 4711 holds 9.00 GiB" in found[0].reason
 
 

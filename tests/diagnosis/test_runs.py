@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.diagnosis._runs import end_fact, find_run, logs_of, read_ends, run_facts
+from memfit.diagnosis._runs import end_sign, find_run, logs_of, read_ends, run_signs
 from memfit.rundir import RunDir
 
 MIB = 1 << 20
@@ -60,9 +60,9 @@ def test_a_strangers_kill_is_told_from_one_for_memory(died):
     end = read_ends(run)[0]
     needs_group(end)
     assert (end.state, end.kind, end.killer, end.phase) == ("failed", "none", "stranger", "train")
-    fact = end_fact(end)
-    assert (fact.kind, fact.values["memory"], fact.values["own_kills"]) == ("sigkill", False, (0, 0))
-    assert fact.file == str(run.job_dir("cmd_0001") / "outcome.json")
+    sign = end_sign(end)
+    assert (sign.name, sign.values["stranger"], sign.values["own_kills"]) == ("killed", True, (0, 0))
+    assert sign.file == str(run.job_dir("cmd_0001") / "outcome.json")
 
 
 def test_a_job_that_met_its_wall_was_ended_by_memfit_for_memory(died):
@@ -70,7 +70,7 @@ def test_a_job_that_met_its_wall_was_ended_by_memfit_for_memory(died):
     needs_group(end)
     assert (end.state, end.kind, end.killer) == ("out_of_memory", "host_cgroup", "memfit")
     assert 0.9 * end.wall_bytes < end.peak_bytes <= end.wall_bytes
-    assert end_fact(end).kind == "cgroup_kill"
+    assert end_sign(end).name == "cgroup_kill"
 
 
 def test_an_attempt_that_a_later_one_made_good_is_recovered(died):
@@ -84,7 +84,7 @@ def test_an_attempt_that_a_later_one_made_good_is_recovered(died):
         True,
     )
     assert (second.state, second.is_last, second.recovered) == ("completed", True, False)
-    assert [fact.kind for fact in run_facts(run)] == ["memory_error", "success"]
+    assert [sign.name for sign in run_signs(run)] == ["host_refused", "success"]
     logs = logs_of(run, "cmd_0001")
     assert [path.name for path in logs] == ["err.log"]
     assert find_run(logs[0]).path == run.path
@@ -130,12 +130,12 @@ def test_a_programs_own_error_is_no_shortage(tmp_path):
     cause = "exit code 1 in phase train: ValueError: wrong shape"
     end = read_ends(recorded(tmp_path, counters(0), counters(0), state="failed", code=1, cause=cause))[0]
     assert (end.kind, end.killer) == ("none", "itself")
-    assert (end_fact(end).kind, end_fact(end).values["name"]) == ("own_exception", "ValueError")
+    assert (end_sign(end).name, end_sign(end).values["name"]) == ("own_exception", "ValueError")
 
 
 def test_a_kill_by_an_unknown_hand_is_not_said_to_be_for_memory_nor_not(tmp_path):
-    fact = end_fact(read_ends(recorded(tmp_path, counters(), counters(), state="failed"))[0])
-    assert (fact.kind, fact.values["memory"]) == ("sigkill", None)
+    sign = end_sign(read_ends(recorded(tmp_path, counters(), counters(), state="failed"))[0])
+    assert (sign.name, sign.values["stranger"]) == ("killed", False)
 
 
 def test_a_job_without_a_record_of_its_end_gives_no_fact(tmp_path):
@@ -146,7 +146,7 @@ def test_a_job_without_a_record_of_its_end_gives_no_fact(tmp_path):
     (folder / "status.json").write_text(json.dumps(status))
     end = read_ends(run)[0]
     assert (end.state, end.cause) == ("running", "there is no record of its end")
-    assert run_facts(run) == []
+    assert run_signs(run) == []
 
 
 def test_what_a_training_met_and_survived_is_told_with_its_line(tmp_path):
@@ -160,11 +160,11 @@ def test_what_a_training_met_and_survived_is_told_with_its_line(tmp_path):
     ]
     path = run.events_dir / "host-1-1.jsonl"
     path.write_text("".join(f"{json.dumps(event)}\n" for event in events) + '{"time": 6.0, "kind": "oo')
-    found = run_facts(run, "fold_1")
-    assert [(fact.kind, fact.number) for fact in found] == [
+    found = run_signs(run, "fold_1")
+    assert [(sign.name, sign.number) for sign in found] == [
         ("success", 1),
         ("skipped_batches", 2),
-        ("worker_killed", 3),
+        ("killed", 3),
     ]
     assert Path(found[1].file) == path
 

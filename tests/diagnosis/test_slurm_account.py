@@ -2,18 +2,8 @@
 
 import pytest
 
-from memfit.diagnosis._sacct import Request, lines_of, parse_sacct
-from memfit.diagnosis._scontrol import parse_node_limits, parse_shapes
-from memfit.diagnosis._slurm_account import account_nodes, count_names, request_bytes
-from memfit.diagnosis._training_account import (
-    batch_sizes_of,
-    check_batch,
-    check_rate,
-    count_steps,
-    effective_batch,
-    judge_change,
-    predict_seconds,
-)
+from memfit.diagnosis._slurm_account import account_nodes, count_names
+from memfit.slurm import Request, parse_sacct, parse_shapes
 
 GIB, MIB = 1 << 30, 1 << 20
 RANKS = """\
@@ -52,7 +42,7 @@ def test_a_request_of_each_cpu_is_multiplied_by_the_cpus_of_a_node():
 
 
 def test_what_scontrol_and_the_script_say_of_a_node_comes_before_the_total():
-    shape = parse_shapes(lines_of("JobId=273202 JobName=x\n NumNodes=4 NumTasks=16\n MinMemoryNode=400G"))[0]
+    shape = parse_shapes(["JobId=273202 JobName=x", " NumNodes=4 NumTasks=16", " MinMemoryNode=400G"])[0]
     assert account("256Gn", shape=shape).limit_bytes == 400 * GIB
     assert account("256Gn", shape=shape).verdict == "below"
     assert (
@@ -97,76 +87,3 @@ def test_the_killed_step_comes_first_and_the_last_attempt_counts():
 def test_a_node_list_is_counted():
     assert count_names("gpu[001-004,7],login1") == 6
     assert count_names("n[1-2") is None
-
-
-def test_a_request_is_made_from_the_measured_peak_and_held_to_the_partition():
-    limits = parse_node_limits(lines_of("PARTITION MEMORY\npublic 525312\n"))
-    wanted, said = request_bytes(account(), limits=limits)
-    assert wanted == 334 * GIB  # 4 x 72.5 and 15 %
-    assert "within the 513.00 GiB of public" in said
-    wanted, said = request_bytes(account(), reserve=1.0, limits=limits)
-    assert "MORE THAN" in said
-
-
-@pytest.mark.parametrize(("batch", "steps"), [(22, 242), (20, 266), (18, 296), (11, 484)])
-def test_steps_of_an_epoch_follow_from_samples_ranks_and_batch(batch, steps):
-    assert count_steps(85_109, 16, batch) == steps
-    assert batch in batch_sizes_of(steps, 85_109, 16)
-
-
-@pytest.mark.parametrize("num_samples", [1, 7, 100, 85_109])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_the_batch_that_ran_is_always_among_those_found(num_samples, drop_last):
-    for world in (1, 3, 16):
-        for batch in range(1, 40):
-            steps = count_steps(num_samples, world, batch, drop_last=drop_last)
-            assert not steps or batch in batch_sizes_of(steps, num_samples, world) or batch > -(-num_samples // world)
-
-
-def test_the_batch_that_really_ran_is_told_from_the_last_step():
-    for wanted, in_force in ((18, False), (20, False), (22, True)):
-        check = check_batch(85_109, 16, global_step=9_680, num_epochs=40, wanted=wanted)
-        assert (check.ran, check.in_force, check.num_epochs) == ((22,), in_force, 40)
-    assert "a batch of 20 would take 266" in check_batch(85_109, 16, num_steps=242, wanted=20).text
-    assert check_batch(85_109, 16, global_step=9_681, num_epochs=40) is None
-
-
-def test_a_bars_rate_is_held_against_the_clock():
-    check = check_rate(242, 0.21, 22 * 60 + 54)
-    assert check.bar_seconds / 60 == pytest.approx(19.2, abs=0.05)
-    assert check.ratio == pytest.approx(1.19, abs=0.01)
-    assert "19 min by the bar's rate, 23 min by the clock" in check.text
-
-
-def test_the_time_of_all_epochs_is_reckoned():
-    assert predict_seconds(40, 23 * 60) / 3600 == pytest.approx(15.3, abs=0.05)
-    assert predict_seconds(40, 1000, 100, done=39) == 1100
-
-
-def test_effective_batches_are_compared():
-    assert (effective_batch(22, 16), effective_batch(20, 16)) == (352, 320)
-    assert effective_batch(11, 16, 2) == effective_batch(22, 16)
-
-
-@pytest.mark.parametrize(
-    ("setting", "old", "new", "effect"),
-    [
-        ("dataloader.params.persistent_workers", None, False, "none"),
-        ("persistent_workers", True, False, "some"),
-        ("dataloader.params.batch_size", 22, 20, "not_host"),
-        ("--per-device-train-batch-size", 22, 20, "not_host"),
-        ("trainer.params.accumulate_grad_batches", None, 2, "not_host"),
-        ("num_workers", 2, 1, "some"),
-        ("mem", "256GB", "400GB", "limit"),
-        ("batch_size", 22, 22, "none"),
-    ],
-)
-def test_a_change_is_judged_by_what_it_does_for_the_host(setting, old, new, effect):
-    assert judge_change(setting, old, new, account=account()).effect == effect
-
-
-def test_ending_the_workers_between_epochs_does_not_help_a_node_that_was_over_before():
-    assert (
-        "over its limit in the steady state before"
-        in judge_change("persistent_workers", True, False, account=account()).text
-    )

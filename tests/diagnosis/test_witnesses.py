@@ -2,7 +2,7 @@
 
 import json
 
-from memfit.diagnosis._sacct import lines_of
+from memfit.diagnosis._text import Line
 from memfit.diagnosis._witnesses import find_names, hear, hear_run
 from memfit.rundir import RunDir
 
@@ -26,6 +26,10 @@ Memory cgroup out of memory: Killed process {pid} (python) total-vm:8kB, anon-rs
 """
 
 
+def lines_of(text, file="-"):
+    return [Line(file, number, line) for number, line in enumerate(text.split("\n"), 1)]
+
+
 def log(name="train.err"):
     return lines_of(LOG, name)
 
@@ -37,49 +41,42 @@ def test_a_log_names_its_job_and_its_processes():
 
 def test_the_accounting_speaks_of_this_job_alone_and_its_arithmetic_is_told():
     heard = hear(log(), sacct=SACCT)
-    assert {(fact.kind, fact.values["step"], fact.values["linked"]) for fact in heard.facts} == {
+    assert {(sign.name, sign.values["step"], sign.values["linked"]) for sign in heard.signs} == {
         ("cgroup_kill", "273202", True),
         ("cgroup_kill", "273202.0", True),
     }
     assert "4 tasks x 71.40 GiB = 285.60 GiB" in heard.arithmetic[0]
-    assert heard.limits[0].bytes == 513 << 30
 
 
 def test_an_accounting_of_other_jobs_is_said_to_be_of_others():
     other = SACCT.replace("273202", "999")
-    assert {fact.values["linked"] for fact in hear(log(), sacct=other).facts} == {False}
-    assert {fact.values["linked"] for fact in hear(lines_of("no number here"), sacct=other).facts} == {None}
+    assert {sign.values["linked"] for sign in hear(log(), sacct=other).signs} == {False}
+    assert {sign.values["linked"] for sign in hear(lines_of("no number here"), sacct=other).signs} == {None}
 
 
 def test_a_kernels_kill_is_linked_by_the_job_of_its_group_or_by_the_process():
     def linked(job, pid):
-        return hear(log(), kernel_log=KERNEL.format(job=job, pid=pid)).facts[0].values["linked"]
+        return hear(log(), kernel_log=KERNEL.format(job=job, pid=pid)).signs[0].values["linked"]
 
     assert linked(273202, 9) is True
     assert linked(7, 4260) is True
     assert linked(7, 9) is False
-    assert hear(lines_of("Killed"), kernel_log=KERNEL.format(job=7, pid=9)).facts[0].values["linked"] is None
+    assert hear(lines_of("Killed"), kernel_log=KERNEL.format(job=7, pid=9)).signs[0].values["linked"] is None
 
 
 def test_beside_a_kill_of_this_job_those_of_others_are_others():
     unknown = "Memory cgroup out of memory: Killed process 5 (java) total-vm:8kB, anon-rss:4kB\n"
     heard = hear(log(), kernel_log=unknown + KERNEL.format(job=273202, pid=9))
-    assert [fact.values["linked"] for fact in heard.facts] == [False, True]
-    assert hear(log(), kernel_log=unknown).facts[0].values["linked"] is None
-
-
-def test_facts_stand_in_no_stream():
-    heard = hear(log(), sacct=SACCT, kernel_log=KERNEL.format(job=273202, pid=9))
-    assert {fact.stream for fact in heard.facts} == {-1}
-    assert [fact.file for fact in heard.facts][:2] == ["kernel log", "sacct"]
+    assert [sign.values["linked"] for sign in heard.signs] == [False, True]
+    assert hear(log(), kernel_log=unknown).signs[0].values["linked"] is None
 
 
 def test_facts_get_a_stream_of_their_own_without_those_of_others():
     heard = hear(log(), sacct=SACCT, kernel_log=KERNEL.format(job=7, pid=9))
-    stream, facts = heard.placed(3)
-    assert [(fact.stream, fact.values["step"]) for fact in facts] == [(3, "273202"), (3, "273202.0")]
-    assert all(stream.lines[fact.place] == fact.lines[0] for fact in facts)
-    assert facts[1].place - facts[0].place > 50
+    stream, signs = heard.placed(3)
+    assert [(sign.stream, sign.values["step"]) for sign in signs] == [(3, "273202"), (3, "273202.0")]
+    assert all(stream.lines[sign.place] == sign.lines[0] for sign in signs)
+    assert signs[1].place - signs[0].place > 50
 
 
 def test_one_kill_that_nothing_links_may_be_the_jobs_and_of_several_none_is_told():
@@ -96,10 +93,10 @@ def test_a_run_directory_speaks_of_the_job_that_was_named(tmp_path):
     for job, state in (("fold_1", "timeout"), ("fold_2", "completed")):
         run.job_dir(job).mkdir(parents=True)
         (run.job_dir(job) / "outcome.json").write_text(json.dumps({"state": state, "exit_code": 0, "attempt": 1}))
-    assert [fact.kind for fact in hear_run(run.path).facts] == ["walltime", "success"]
-    assert [fact.kind for fact in hear_run(run.job_dir("fold_2") / "out.log").facts] == ["success"]
-    assert hear_run(tmp_path / "elsewhere").facts == ()
+    assert [sign.name for sign in hear_run(run.path).signs] == ["walltime", "success"]
+    assert [sign.name for sign in hear_run(run.job_dir("fold_2") / "out.log").signs] == ["success"]
+    assert hear_run(tmp_path / "elsewhere").signs == ()
 
 
 def test_nothing_heard_is_nothing_said():
-    assert hear([]).facts == hear(lines_of("all is well")).facts == ()
+    assert hear([]).signs == hear(lines_of("all is well")).signs == ()

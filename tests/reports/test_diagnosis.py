@@ -9,7 +9,7 @@ from memfit.diagnosis._diagnose import Evidence
 from memfit.reports import explain_in_a_line, print_diagnosis
 
 SEEN = Diagnosis(
-    True, False, "shm", "out_of_memory", "load", 0.93,
+    True, False, "shm", "out_of_memory", "load", "proved",
     evidence=tuple(Evidence("a.err", number, "[bold]Bus error[/bold]") for number in range(1, 12)),
     where={"host": "n1", "rank": 3, "device": None},
     arithmetic=("4 workers x 2 batches",),
@@ -21,16 +21,24 @@ REMEDIES = [
 ]
 
 
-def printed(diagnosis, remedies=()):
+def printed(diagnosis, remedies=(), *, verbose=False):
     out = Console(file=io.StringIO(), width=120)
-    print_diagnosis(diagnosis, remedies, out)
+    print_diagnosis(diagnosis, remedies, out, verbose=verbose)
     return out.file.getvalue()
 
 
 def test_the_first_line_says_what_happened_and_the_next_where_and_how_sure():
     lines = printed(SEEN).splitlines()
-    assert lines[0] == "out of /dev/shm"
-    assert "shm, out_of_memory, confidence 0.93" in lines[1] and "host n1, rank 3" in lines[2]
+    assert lines[0] == "out of /dev/shm (proved)"
+    assert lines[1] == "  kind shm, cause out_of_memory, phase load, host n1, rank 3"
+
+
+def test_it_prints_one_line_of_proof_and_at_most_three_actions_of_one_line_each():
+    text = printed(SEEN, [Remedy(f"action {number}", "--flag", reason="why") for number in range(5)])
+    assert text.count("Bus error") == 1
+    assert [line for line in text.splitlines() if "action" in line] == [
+        f"  {number + 1}. action {number}: --flag" for number in range(3)
+    ]
 
 
 def test_a_logs_own_brackets_are_text():
@@ -38,20 +46,18 @@ def test_a_logs_own_brackets_are_text():
 
 
 def test_many_lines_of_evidence_are_counted():
-    assert "and 3 more lines" in printed(SEEN)
+    assert "and 3 more lines" in printed(SEEN, verbose=True)
 
 
 def test_remedies_show_their_bytes_and_cost_and_what_is_useless_comes_without():
-    text = printed(SEEN, REMEDIES)
+    text = printed(SEEN, REMEDIES, verbose=True)
     assert "1. a larger /dev/shm (costs none, 1.00 GiB, enough by itself)" in text
     assert text.index("would change nothing here") < text.index("- a smaller model\n")
 
 
 def test_what_recovered_is_said_to_have_recovered():
-    assert "; recovered, the work went on" in printed(Diagnosis(True, True, "gpu", "out_of_memory", "train", 0.8))
+    assert "; the work went on" in printed(Diagnosis(True, True, "gpu", "out_of_memory", "train", "likely"))
 
 
 def test_one_line_has_the_cause_and_its_proof():
-    assert explain_in_a_line(SEEN) == (
-        "out of /dev/shm in phase load (confidence 0.93); line 1: [bold]Bus error[/bold]"
-    )
+    assert explain_in_a_line(SEEN) == ("out of /dev/shm in phase load (proved); line 1: [bold]Bus error[/bold]")

@@ -105,7 +105,7 @@ def test_a_job_has_a_step_on_each_node_and_accounts(cluster):
 def test_an_end_is_told_by_the_log_alone(jobs, name):
     found = diagnose(jobs[name].log)
     assert (*verdict(found), found.phase) == (*VERDICTS[name], "train")
-    assert found.confidence >= 0.7 and found.evidence[0].text in jobs[name].log.read_text()
+    assert found.confidence in ("proved", "likely") and found.evidence[0].text in jobs[name].log.read_text()
 
 
 @pytest.mark.parametrize("form", ["accounts", "table"])
@@ -148,4 +148,4 @@ def test_a_strangers_kill_in_a_job_is_not_said_to_be_for_memory(jobs):
     assert jobs["stranger"].state == "FAILED"
     for accounts in (None, jobs["stranger"].accounts, jobs["stranger"].table):
         found = diagnose(jobs["stranger"].log, sacct=accounts)
-        assert found.cause == "killed" and found.confidence <= 0.5
+        assert found.cause == "killed" and found.confidence == "not shown"

@@ -56,6 +56,9 @@ class Flags:
     report: Annotated[Path | None, Option(help="Write an incident report in Markdown.", metavar="FILE")] = None
     verify: Annotated[Path | None, Option(help="A run that should have used a fixed script.", metavar="RUN")] = None
     against: Annotated[Path | None, Option(help="The fixed script.", metavar="FIXED")] = None
+    verbose: Annotated[
+        bool, Option("--verbose", help="Also the timeline, the arithmetic, every remedy with its reason.")
+    ] = False
     as_json: AsJson = False
 
 
@@ -71,9 +74,9 @@ def diagnose(
 
     memfit diagnose slurm-123.err --sacct 123 --script train.slurm --fix
 
-    It says whether memory ran out and of which kind, where, in which phase, how the figures add up, and what to do,
-    the cheapest in speed first. --fix writes NAME.fixed.EXT with a reason for each line; later --verify RUN --against
-    NAME.fixed.EXT says whether its settings were really in force, and PATH may then be the run before.
+    It says whether memory ran out and of which kind, the line that proves it, and what to do, the cheapest in speed
+    first; --verbose and --json tell the rest. --fix writes NAME.fixed.EXT with a reason for each line; later --verify
+    RUN --against NAME.fixed.EXT says whether its settings were really in force, and PATH may then be the run before.
 
     Exit codes: 0 diagnosed, or all that is shown was in force; 2 bad input; 4 a setting was not in force; 5 not known.
     """
@@ -159,7 +162,7 @@ def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:
         typer.echo(json.dumps(answer, indent=2))
     else:
         out = console()
-        print_diagnosis(found, remedies, out)
+        print_diagnosis(found, remedies, out, verbose=flags.verbose)
         if fixed is not None:
             print_fix(fixed, out)
         if report is not None:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.diagnosis._facts import Fact
-from memfit.diagnosis._phase import warns_of_clone
-from memfit.diagnosis._read_progress import Reading
-from memfit.diagnosis._rules import CONSEQUENCES, Finding
+from memfit.diagnosis._progress import Reading
+from memfit.diagnosis._signatures import FOLLOWED, Sign
 from memfit.diagnosis._text import Stream
+from memfit.diagnosis._verdict import is_clone
 from memfit.units import GIB
 
 _NODE = re.compile(
@@ -44,11 +43,11 @@ class Moment:
     text: str
 
 
-def where(finding: Finding) -> dict[str, Any]:
+def where(finding: Sign) -> dict[str, Any]:
     """Host, rank, node, device and process that a finding's lines name; None for what they do not."""
-    text = " ".join(line.text for fact in finding.facts for line in fact.lines)
+    text = finding.text
     found: dict[str, Any] = {"host": None, "rank": None, "node": None, "device": None, "pid": None}
-    line = finding.fact.lines[0] if finding.fact.lines else None
+    line = finding.lines[0] if finding.lines else None
     if line is not None:
         found["host"], found["rank"] = line.host or None, line.rank
     node, pid, rank = _NODE.search(text), _PID.search(text), _LOCAL_RANK.search(text)
@@ -67,8 +66,8 @@ def _first(match: re.Match[str]) -> str:
 
 def timeline(
     streams: Sequence[Stream],
-    finding: Finding | None,
-    facts: Sequence[Fact],
+    finding: Sign | None,
+    facts: Sequence[Sign],
     readings: Sequence[list[Reading]],
 ) -> list[Moment]:
     """Start, last progress before the failure, the failure, and what followed from it."""
@@ -76,7 +75,7 @@ def timeline(
     first = next((line for stream in streams for line in stream.lines if line.time), None)
     if first:
         moments.append(Moment("start", first.time, first.file, first.number, first.text[:200]))
-    fact = finding.fact if finding else None
+    fact = finding
     progress = None
     for index, stream in enumerate(streams):
         for one in readings[index]:
@@ -91,13 +90,13 @@ def timeline(
         )
     if fact and fact.lines:
         moments.append(_moment("failure", streams, fact))
-        later = [one for one in facts if one.kind in CONSEQUENCES and one.lines and one.file == fact.file]
+        later = [one for one in facts if one.meaning.tier == FOLLOWED and one.lines and one.file == fact.file]
         later = sorted((one for one in later if one.number > fact.number), key=lambda one: one.number)
         moments += [_moment("consequence", streams, one) for one in later[:3]]
     return moments
 
 
-def _moment(what: str, streams: Sequence[Stream], fact: Fact) -> Moment:
+def _moment(what: str, streams: Sequence[Stream], fact: Sign) -> Moment:
     line = fact.lines[0]
     return Moment(what, _time_at(streams[fact.stream], fact.place), line.file, line.number, line.text[:200])
 
@@ -107,7 +106,7 @@ def _time_at(stream: Stream, place: int) -> str:
     return next((line.time for line in reversed(stream.lines[max(0, place - 80) : place + 1]) if line.time), "")
 
 
-def arithmetic(finding: Finding) -> list[str]:
+def arithmetic(finding: Sign) -> list[str]:
     """How a finding's figures add up, each with its scope."""
     values, found = finding.values, []
     size = {
@@ -138,7 +137,9 @@ def arithmetic(finding: Finding) -> list[str]:
         )
     if "used_bytes" in values and "limit_bytes" in values:
         over = values["used_bytes"] - values["limit_bytes"]
-        scope = values.get("scope") or ("node" if finding.kind == "host_kernel" else "limit")
+        scope = {"own_group": "group", "ancestor": "group above it"}.get(
+            values.get("scope", ""), values.get("scope")
+        ) or ("node" if finding.kind == "host_kernel" else "limit")
         found.append(
             f"{values.get('who') or 'The limit'}: {_gib(values['used_bytes'])} used of {_gib(values['limit_bytes'])}"
             f" (per {scope}){f', {_gib(over)} over' if over > 0 else ''}."
@@ -177,7 +178,7 @@ _KILLED = (
 )
 
 
-def checks(streams: Sequence[Stream], finding: Finding | None, *, completed: bool = False) -> list[str]:
+def checks(streams: Sequence[Stream], finding: Sign | None, *, completed: bool = False) -> list[str]:
     """What a person should look at next; nothing where it completed."""
     if finding is None and completed:
         return []
@@ -190,15 +191,15 @@ def checks(streams: Sequence[Stream], finding: Finding | None, *, completed: boo
     found = list(_CHECKS.get(finding.kind, ())) if finding.kind != "none" else []
     if "own_kills" in finding.values:  # memfit's own record, which no scheduler keeps
         found = [one for one in found if not one.startswith("sacct ")]
-    if warns_of_clone(streams[finding.fact.stream], finding.fact):
+    if is_clone(streams[finding.stream], finding):
         found.insert(
             0,
             "The checkpoint written then is broken: load it, compare its tensors with an earlier one, and save again.",
         )
-    if finding.fact.kind == "library_alloc":
+    if finding.name == "library_alloc":
         found.append(
             "The same words follow an index out of range: run once with CUDA_LAUNCH_BLOCKING=1 before blaming memory."
         )
-    if finding.fact.kind == "bad_alloc":
+    if finding.name == "bad_alloc":
         found.append("A size that is wrong (negative, or from a broken file) fails the same way.")
     return found

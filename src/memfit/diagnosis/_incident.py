@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ from memfit.diagnosis._remedies_device import foreign_bytes
 from memfit.diagnosis._remedies_host import wanted_request
 from memfit.diagnosis._remedies_other import wanted_time
 from memfit.diagnosis._remedy import Remedy
-from memfit.diagnosis._training_account import count_steps, effective_batch
 from memfit.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def what_happened(diagnosis: Diagnosis) -> str:
     """The diagnosis in a few words.
 
     >>> from memfit.diagnosis._diagnose import Diagnosis
-    >>> what_happened(Diagnosis(True, False, "shm", "out_of_memory", "load", 0.9))
+    >>> what_happened(Diagnosis(True, False, "shm", "out_of_memory", "load", "proved"))
     'out of /dev/shm'
-    >>> what_happened(Diagnosis(False, False, "none", "walltime", "train", 0.9))
+    >>> what_happened(Diagnosis(False, False, "none", "walltime", "train", "proved"))
     'walltime'
     """
     if diagnosis.cause == "killed":
@@ -95,7 +95,7 @@ def _cause(diagnosis: Diagnosis) -> Iterator[str]:
         yield "Not known: no line that was read proves one."
         return
     said = what_happened(diagnosis)
-    yield f"{said[:1].upper()}{said[1:]} (kind `{diagnosis.kind}`, confidence {diagnosis.confidence:.2f})."
+    yield f"{said[:1].upper()}{said[1:]} (kind `{diagnosis.kind}`, {diagnosis.confidence})."
     yield from (f"- {line}" for line in diagnosis.arithmetic)
     others = [one for one in diagnosis.findings[1:4] if (one.kind, one.cause) != (diagnosis.kind, diagnosis.cause)]
     if others:
@@ -238,8 +238,8 @@ def _verification(job: Job, fix: Fix | None) -> Iterator[str]:
     script = str(fix.new_path or fix.path) if fix is not None and fix.edits else "FIXED"
     yield f"- `memfit diagnose --verify RUN --against {script}` says whether the settings were in force."
     if job.samples and job.batch and job.devices:
-        steps = count_steps(job.samples, job.devices, job.batch)
-        total = effective_batch(job.batch, job.devices, job.accumulate or 1)
+        steps = math.ceil(math.ceil(job.samples / job.devices) / job.batch)
+        total = job.batch * job.devices * (job.accumulate or 1)
         yield f"- A batch of {job.batch} on {job.devices} devices: {steps} steps an epoch, {total} samples an update."
     if job.request_bytes:
         yield (

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from memfit.diagnosis._batch_script import BatchScript, Setting
-from memfit.diagnosis._sacct import Row, parse_request, parse_seconds
-from memfit.diagnosis._scontrol import Limit, Shape
-from memfit.diagnosis._training_account import predict_seconds
+from memfit.slurm import Limit, Row, Shape, parse_request, parse_seconds
 from memfit.units import format_bytes
 
 #: What the settings of a training are called, by the last part of their key.
@@ -140,7 +138,7 @@ class Job:
     @property
     def needed_seconds(self) -> float | None:
         """How long all of its epochs take at the pace that was seen."""
-        return predict_seconds(self.epochs, self.epoch_seconds) if self.epochs and self.epoch_seconds else None
+        return self.epochs * self.epoch_seconds if self.epochs and self.epoch_seconds else None
 
 
 def _gib(count: int) -> str:

@@ -1,7 +1,7 @@
 """What the kernel's out-of-memory killer writes: whole blocks of old and new kernels, from dmesg or the journal.
 
-The process that *invoked* the killer is the trigger, not the victim. The task table counts pages, the line on the
-victim kB. Whose memory ran out is the group whose limit was met (``oom_memcg``), not the one that the victim lived in.
+The process that *invoked* the killer is the trigger, not the victim. Whose memory ran out is the group whose limit
+was met (``oom_memcg``), not the one that the victim lived in.
 
 Source: Linux mm/oom_kill.c (dump_header, dump_oom_summary, __oom_kill_process) and mm/memcontrol.c
 (mem_cgroup_print_oom_context, _meminfo), 3.10 to 6.18.
@@ -15,32 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from memfit.diagnosis._facts import Fact
+from memfit.diagnosis._signatures import Sign
 from memfit.diagnosis._text import Line
 from memfit.units import KIB
 
 KillScope = Literal["own_group", "ancestor", "group", "cpuset", "global", "unknown"]
-_PAGE_BYTES = 4096
 #: A block's lines stand close together; what comes later is another's.
 _LONGEST_BLOCK = 4000
-
-
-@dataclass(frozen=True)
-class Task:
-    """A row of the killer's task table, in bytes.
-
-    Attributes:
-        pid, name: Of the process; the name is cut to 15 letters.
-        rss_bytes: Its resident memory.
-        swap_bytes: What of it is swapped out.
-        oom_score_adj: How much it was offered to or kept from the killer.
-    """
-
-    pid: int
-    name: str
-    rss_bytes: int
-    swap_bytes: int
-    oom_score_adj: int
 
 
 @dataclass(frozen=True)
@@ -55,10 +36,7 @@ class KernelKill:
         limit_group: The group whose limit was met; ``/`` or empty for the machine.
         victim_group: The group that the victim lived in.
         usage_bytes, limit_bytes: Of the group whose limit was met; None when not told.
-        shared_bytes: What of the usage was shared memory and tmpfs (``shmem``); None when not told.
         victim_bytes: The victim's resident memory: anonymous, file and shared.
-        anonymous_bytes: Of that the anonymous part.
-        tasks: Who else was there.
         whole_group: The kernel ended all of a group with it (memory.oom.group).
         time: As written; empty when not told.
         lines: What it rests on, the line on the victim first.
@@ -72,10 +50,7 @@ class KernelKill:
     victim_group: str = ""
     usage_bytes: int | None = None
     limit_bytes: int | None = None
-    shared_bytes: int | None = None
     victim_bytes: int | None = None
-    anonymous_bytes: int | None = None
-    tasks: tuple[Task, ...] = ()
     whole_group: bool = False
     time: str = ""
     lines: tuple[Line, ...] = ()
@@ -84,20 +59,6 @@ class KernelKill:
     def owner(self) -> dict[str, str]:
         """Whose job the victim was, by the name of its group; see `owner_of`."""
         return owner_of(self.victim_group)
-
-    @property
-    def text(self) -> str:
-        """In a sentence."""
-        whose = {
-            "own_group": "its own group's limit",
-            "ancestor": "the limit of a group above its own",
-            "group": "a group's limit",
-            "cpuset": "the memory of the nodes that it may use",
-            "global": "the machine's memory",
-        }.get(self.scope, "memory, of what is not told,")
-        size = f" at {self.limit_bytes / (1 << 30):.2f} GiB" if self.limit_bytes and self.scope != "global" else ""
-        by = f"; {self.trigger} asked for the memory" if self.trigger and self.trigger != self.name else ""
-        return f"the kernel killed {self.name} (process {self.pid}) when {whose} ran out{size}{by}"
 
 
 def read_kernel_lines(text: str, file: str = "-") -> list[Line]:
@@ -173,10 +134,7 @@ _INVOKED = re.compile(r"^(?P<name>.{1,40}?) invoked oom-killer: ")
 _SUMMARY = re.compile(r"oom-kill:\s*constraint=(?P<constraint>\w+),(?P<rest>.*)")
 _OLD_GROUPS = re.compile(r"Task in (?P<victim>/\S*) killed as a result of limit of (?P<limit>/\S*)")
 _USAGE = re.compile(r"^memory: usage (?P<usage>\d+)kB, limit (?P<limit>\d+)kB")
-_STATS_GROUP = re.compile(r"Memory cgroup stats for (?P<group>/[^:\s]*):?(?P<rest>.*)")
-_SHARED = re.compile(r"^shmem (?P<bytes>\d+)$")
-_HEADER = re.compile(r"^\[ *pid *\] +uid +tgid +total_vm +rss\b")
-_TASK = re.compile(r"^\[ *(?P<pid>\d+)\] +\d+ +\d+ +\d+ ")
+_STATS_GROUP = re.compile(r"Memory cgroup stats for (?P<group>/[^:\s]*)")
 _WHO = r"(?P<who>Memory cgroup out of memory|Out of memory[^:]{0,40}): "
 _VICTIM = r"process (?P<pid>\d+),? \((?P<name>.{1,40}?)\)"
 _WILL = re.compile(rf"{_WHO}Kill {_VICTIM} ", re.IGNORECASE)
@@ -196,12 +154,8 @@ class _Block:
     victim_group: str = ""
     usage: int | None = None
     limit: int | None = None
-    shared: int | None = None
     in_group: bool = False
     whole_group: bool = False
-    columns: list[str] = field(default_factory=list)
-    rows: list[tuple[Line, list[str]]] = field(default_factory=list)
-    will_kill: int | None = None
     lines: list[Line] = field(default_factory=list)
     size: int = 0
 
@@ -255,26 +209,14 @@ def _read(block: _Block, line: Line) -> None:
     elif match := _STATS_GROUP.search(text):
         block.in_group = True
         block.limit_group = block.limit_group or match["group"]
-        if shared := re.search(r" shmem:(\d+)KB", match["rest"]):
-            block.shared = int(shared[1]) * KIB
-        return
-    elif match := _SHARED.search(text):
-        block.shared = int(match["bytes"])
         return
     elif match := _WHOLE_GROUP.search(text):
         block.whole_group = True
     elif match := _WILL.search(text):
-        block.will_kill = int(match["pid"])
         block.in_group |= "cgroup" in match["who"]
         block.is_global |= "cgroup" not in match["who"]
     elif _FRAME.search(text):
         block.in_group = True
-        return
-    elif _HEADER.search(text):
-        block.columns = re.sub(r"\[ *pid *\]", "pid", text).split()
-        return
-    elif _TASK.search(text) and block.columns:
-        block.rows.append((line, text.replace("[", "", 1).replace("]", "", 1).split(None, len(block.columns) - 1)))
         return
     else:
         return
@@ -284,7 +226,6 @@ def _read(block: _Block, line: Line) -> None:
 def _kill(block: _Block, match: re.Match[str], line: Line) -> KernelKill:
     pid = int(match["pid"])
     sizes = {name: int(size) * KIB for name, size in re.findall(r"([a-z]+-[a-z]+):\s*(\d+) ?kB", match["rest"])}
-    page = _page_bytes(block, pid, sizes.get("total-vm"))
     parts = [sizes[name] for name in ("anon-rss", "file-rss", "shmem-rss") if name in sizes]
     return KernelKill(
         pid,
@@ -295,10 +236,7 @@ def _kill(block: _Block, match: re.Match[str], line: Line) -> KernelKill:
         victim_group=block.victim_group,
         usage_bytes=block.usage,
         limit_bytes=block.limit,
-        shared_bytes=block.shared,
         victim_bytes=sum(parts) if parts else None,
-        anonymous_bytes=sizes.get("anon-rss"),
-        tasks=tuple(_tasks(block, page)),
         whole_group=block.whole_group,
         time=line.time,
         lines=(line, *block.lines[-6:]),
@@ -318,32 +256,6 @@ def _scope(block: _Block, said: str) -> KillScope:
             return "group"
         return "own_group" if limit == victim else "ancestor"
     return "global" if said else "unknown"
-
-
-def _page_bytes(block: _Block, pid: int, virtual_bytes: int | None) -> int:
-    """The size of a page: the victim's pages in the table against its kB in the line on it."""
-    for _, row in block.rows:
-        cells = dict(zip(block.columns, row, strict=False))
-        if virtual_bytes and cells.get("pid") == str(pid) and cells.get("total_vm", "").isdigit():
-            pages = int(cells["total_vm"])
-            size = virtual_bytes // pages if pages else 0
-            return size if size in (4096, 16384, 65536) else _PAGE_BYTES
-    return _PAGE_BYTES
-
-
-def _tasks(block: _Block, page: int) -> Iterator[Task]:
-    for _, row in block.rows:
-        cells = dict(zip(block.columns, row, strict=False))
-        try:
-            yield Task(
-                int(cells["pid"]),
-                cells.get("name", ""),
-                int(cells["rss"]) * page,
-                int(cells.get("swapents", "0")) * page,
-                int(cells.get("oom_score_adj", "0")),
-            )
-        except (KeyError, ValueError):  # torn by another line
-            continue
 
 
 _ID = "[0-9a-f]{64}"
@@ -380,36 +292,18 @@ def owner_of(group: str) -> dict[str, str]:
     return {}
 
 
-def kernel_facts(kills: Sequence[KernelKill], index: int = 0, *, pids: frozenset[int] = frozenset()) -> list[Fact]:
-    """Each kill as a fact.
-
-    Args:
-        kills: What a log tells.
-        index: The number of the log's stream.
-        pids: The job's processes, when they are known: kills of others are left out then.
-    """
+def kernel_signs(kills: Sequence[KernelKill]) -> list[Sign]:
+    """Each kill as a sign."""
     found = []
     for kill in kills:
-        if pids and kill.pid not in pids:
-            continue
-        values: dict[str, Any] = {
-            "who": "the kernel",
-            "pid": kill.pid,
-            "task": kill.name,
-            "scope": kill.scope,
-            "trigger": kill.trigger,
-            "text": kill.text,
-        }
+        values: dict[str, Any] = {"who": "the kernel", "pid": kill.pid, "task": kill.name, "scope": kill.scope}
         sizes = {
             "used_bytes": kill.victim_bytes,
             "limit_bytes": kill.limit_bytes if kill.scope not in ("global", "unknown") else None,
-            "group_usage_bytes": kill.usage_bytes,
-            "group_shared_bytes": kill.shared_bytes,
         }
         values |= {name: size for name, size in sizes.items() if size is not None}
         values |= {"owner": kill.owner} if kill.owner else {}
         in_group = kill.scope in ("own_group", "ancestor", "group")
-        kind = "cgroup_kill" if in_group else "oom_kill" if kill.scope == "unknown" else "global_kill"
-        place = kill.lines[0].number - 1 if kill.lines else 0
-        found.append(Fact(kind, kill.lines, values, index, place))  # type: ignore[arg-type]
+        name = "cgroup_kill" if in_group else "oom_kill" if kill.scope == "unknown" else "global_kill"
+        found.append(Sign(name, kill.lines, values))
     return found

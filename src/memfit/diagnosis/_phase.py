@@ -1,360 +1,231 @@
-"""The phase that a job was in at a moment: by the frames of a traceback, else by what was printed before."""
+"""The phase that a job was in at a moment: by the frames of a traceback, else by what was printed around it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.diagnosis._facts import Fact
-from memfit.diagnosis._text import Line, Stream
+from memfit.diagnosis._signatures import Sign
+from memfit.diagnosis._text import Stream
 
 JobPhase = Literal["load", "build", "train", "validate", "checkpoint", "unknown"]
 
-_REACH = 120
+#: How many lines before a line may belong to its traceback, and how many printed ones are looked at.
+_REACH, _PRINTED_BEFORE, _PRINTED_BEHIND = 120, 40, 4
 _FRAME = re.compile(
-    r"^\s*(?:[│|] ?)?(?:File )?[\"']?(?P<file>[^\"'\s][^\"']{0,300}?\.(?:py|pyx))[\"']?(?:, line "
-    r"|:)\d+(?:[,:]?\s*in\s+(?P<name>[\w<>.]+))?"
-    r"|^\s*(?P<cell>\S{1,300}\.py|<ipython-input[^>]*>|Cell In\[\d+\]\S*)(?:, line \d+)? in (?P<where>[\w<>.]+)"
+    r"(?:File )?[\"']?(?P<file>[^\"'\s│|][^\"'\n]{0,300}?(?:\.pyx?|<ipython-input[^>]*>|Cell In\[\d+\]))[\"']?"
+    r"(?:(?:, line |:)\d+,?:?)?(?:\s*in\s+(?P<name>[\w<>.]+)|(?<=\d)$)"
 )
-_HEADER = re.compile(r"Traceback \(most recent call last\)|Traceback \(most recent call first\)")
+_HEADER = re.compile(r"Traceback \(most recent call (?:last|first)\)")
 _CHAINED = re.compile(r"direct cause of the following|During handling of the above")
 _MARK = re.compile(r"^\s*(?:❱ *\d+ [│|]?|-+> ?\d+ )")
+
+#: Words of function names and of calls that mean a phase, and files that do; those first that say more.
+_MEANING: tuple[tuple[JobPhase, str, str], ...] = (
+    (
+        "build",
+        r"from_pretrained|load_state_dict_into\w*|load_pretrained\w*",
+        r"transformers/modeling_utils|_init_utils",
+    ),
+    (
+        "checkpoint",
+        r"save|restore|resume|checkpoint|ckpt|state_dict|torch\.load|torch\.save|snapshot|consolidate",
+        r"torch/serialization|distributed/checkpoint|_state_dict_utils|checkpoint_\w+\.py",
+    ),
+    (
+        "validate",
+        r"valid|validate|validation|val|eval|evaluate|evaluation|test|predict\w*|prediction|sanity",
+        r"evaluation\w*\.py|/evaluation/|prediction_loop|eval_hooks?",
+    ),
+    (
+        "load",
+        r"getitem|collate|dataset|datasets|dataloader|dataloaders|data|loader|preprocess|prepro|tokenize\w*|augment|fetch"
+        r"|worker_loop|read_\w+|np\.load|pickle\.load|imread|images?",
+        r"utils/data/|data_?loader|/datasets?/|(?:^|/)data(?:set|_utils|module)?\w*\.py|popen_(?:fork|spawn)|/pandas/|/PIL/|/h5py/"
+        r"|torchvision/transforms|/pyarrow/|webdataset",
+    ),
+    (
+        "build",
+        r"(?:model|net|network|encoder|decoder|backbone|module|net[A-Z]|vae|unet)\.(?:to|cuda|half|float|bfloat16)",
+        r"(?!)",
+    ),
+    (
+        "train",
+        r"train|training|fit|backward|step|optimizer|optimize|epoch|learn|loss|clip_grad\w*|update",
+        r"torch/optim/|/autograd/|(?:training|fit|train)_\w*loop|based_runner",
+    ),
+    (
+        "build",
+        r"build|create|make|init|initialize|setup|(?:get|load)_model|weights|cuda|_apply|convert|wrap|fsdp|ddp|fully_shard|quantize|process_group"
+        r"|distributedDataParallel|DistributedDataParallel|deepspeed|memory_available|profile_run|sync",
+        r"model_loader|memory_pool|_fully_shard|accelerate/|big_modeling|model_executor",
+    ),
+)
+_GROUPS = tuple(
+    (phase, re.compile(rf"(?:^|[\W_])(?:{words})(?=$|[_(])"), re.compile(file)) for phase, words, file in _MEANING
+)
+_MOVES = re.compile(r"^(?:_apply|convert|to|cuda|half|float)$")
+#: Frames that mean no phase: what calls a module, threads, launchers.
+_NEUTRAL = re.compile(
+    r"torch/(?:nn/|_tensor|tensor|functional|cuda/|utils/(?:_contextlib|checkpoint|_device)|_ops|_dynamo|_inductor|_jit|jit"
+    r"|storage|_utils|multiprocessing/)|threading\.py|runpy|torchrun|distributed/(?:run|launch|elastic)|concurrent/futures"
+    r"|site-packages/(?:click|hydra|fire|typer|ray)/|multiprocessing/(?:process|queues|connection|pool|spawn)"
+)
+_PASSING = frozenset(
+    {"decorate_context", "_fn", "inner", "wrapper", "wrapped", "main", "<module>", "<listcomp>", "run"}
+)
+_LOADING = re.compile(r"utils/data/|data_?loader|DataLoader|popen_fork|w\.start\(\)|multiprocessing/|pin_memory")
+_FORWARD = re.compile(r"\b(?:model|net|module|criterion|loss\w*|net[A-Z]\w*)\w*(?:\.forward)?\(|\bforward\(")
+_VALIDATES = re.compile(r"\b_?(?:valid\w*|val|eval\w*)(?:_\w+)?\(")
+#: Deaths of a loader's worker, whatever the frames of the main thread say.
+_OF_WORKER = re.compile(r"encountered in worker|DataLoader worker|worker.{0,40}DataLoader")
+
+#: What programs print of what they do.
+_WORDS: tuple[tuple[JobPhase, str], ...] = (
+        (
+            "checkpoint",
+            r"\bsav(?:e|ing)\b.{0,30}(?:model|checkpoint|ckpt|state|weights)|writing checkpoint|Failed to clone\(\)"
+            r"|loading (?:from )?(?:the )?(?:model )?checkpoint(?! shards)|resum(?:e|ing) (?:from|training)|restoring"
+            r"|loading (?:optimizer|state)",
+        ),
+        ("load", r"(?:prepar|load|read|cach|scann)(?:e|ing) (?:the )?'?(?:train|test|val|data)\w*"),
+        (
+            "build",
+            r"loading checkpoint shards|(?:creat|build)ing (?:the )?model|initializ\w+ (?:the )?(?:model|engine|distributed"
+            r"|process group|a V\d)|loading (?:the )?(?:pre-?trained )?(?:model|weights|safetensors)|loading .{0,20}modules"
+            r"|DeepSpeedZeRoOffload|NCCL INFO|compiling|Model loading took|optimal batch size|capturing|Loading extension module"
+            r"|AutoBatch",
+        ),
+        ("validate", r"(?<!preparing )\bvalid(?:ation|ating|ate)?\b(?! '|_)|\beval(?:uat\w+)?\b|\bval\b|sanity check|\btesting\b"
+         r"|\binference\b|predicting"),
+        ("train", r"\bepoch\b|\btrain(?:ing)?\b|\bsteps?\b.{0,30}\d|\biter(?:ation)?s?\b.{0,20}\d|\bloss\b|\blr\b"
+         r"|'learning_rate'|ppl=|policy gradient|num_updates|in forward/backward|during optimization|skipping batch"
+         r"|retrying batch|\bETA\b"),
+        ("load", r"load(?:ed|ing) \d+|preparing|reading|tokeniz|preprocess|caching|decod|dataset|\.astype\(|\bmap\b.{0,30}%"
+         r"|loading (?:images|features|embeddings|samples)"),
+)  # fmt: skip
+_PRINTED = tuple((phase, re.compile(words, re.IGNORECASE)) for phase, words in _WORDS)
+_HAPPENED = re.compile(
+    r"finished|completed|\bdone\b|saved|(?:validation|evaluation) (?:summary|result)|valid_loss|val_loss|val/|test_loss"
+    r"|loaded model weights|took \d",
+    re.IGNORECASE,
+)
+#: Lines of others than the job: launchers, schedulers, kernels, tables of states, settings.
+_FOREIGN = re.compile(
+    r"^\s*(?:srun:|slurmstepd|sbatch:|#SBATCH|Job(?:ID|Id)\b|\d+(?:\.\w+)?\s+\S+\s+\S+\s+[A-Z_+]{6,}|Namespace\(|--\w|python\d? "
+    r"|args:|WARNING:torch\.distributed|=>> PBS|TERM_|Warning: |usage:)|oom-killer|Killed process|total-vm|\bnode\(s\)"
+    r"|[Cc]ontainer|^(?:Name|Status):|kubelet|memory budget|distributed\.(?:nanny|worker)|raylet|systemd|earlyoom|kubectl"
+    r"|namespace|READY|OOMKilled|Reason:|NCCL WARN|ProcessGroupNCCL|exitcode|UserWarning: (?!Failed to clone)"
+    r"|If you encounter|\bmay fail\b"
+)
+_CUT = re.compile(
+    r"RuntimeError|\w*OutOfMemory|slurmstepd|slurm_script|Traceback|THCuda|ERROR:|(?:CUDA|HIP|XPU) out of memory"
+    r"|MemoryError|\bKilled\b|XlaRuntimeError|OSError"
+)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame of a traceback.
-
-    Attributes:
-        file: The path of its file.
-        name: Its function.
-        source: Its source line; empty without.
-    """
+    """A frame of a traceback: its file, its function and its line of source."""
 
     file: str
     name: str
     source: str
 
 
-_CHECKPOINT_NAME = re.compile(
-    r"^(?:_?(?:fsdp_|full_|maybe_)?(?:save|dump|write|store|load|restore|resume|auto_resume"
-    r"|read)_?(?:from_|the_|last_|best_|latest_|training_|full_)?"
-    r"(?:checkpoint|ckpt|ckp|state|states|snapshot|trainer_state|optimizer_state)\w*|save\w*"
-    r"|restore\w*|resume\w*|consolidate\w*|state_dict|load_state_dict"
-    r"|_?(?:rng|optim)_state_dict\w*|\w*_state_dict_hook\w*|load_from_checkpoint|persistent_load"
-    r"|_load_checkpoint\w*|dump_checkpoint|_save\w*)$"
-)
-_CHECKPOINT_SOURCE = re.compile(
-    r"torch\.save\(|\.state_dict\(\)|\.load_state_dict\(|save_(?:checkpoint|ckpt|model|state"
-    r"|pretrained|weights)\w*\(|load_(?:checkpoint|ckpt)\w*\("
-    r"|torch\.load\(|\.restore\(|resume(?:_from)?\w*\(|load_from_checkpoint\(|consolidate_state_dict\(|\.save\("
-)
-_CHECKPOINT_FILE = re.compile(
-    r"torch/serialization\.py|distributed/checkpoint/|checkpoint_(?:io|connector|engine|saver"
-    r"|hook)\w*\.py|_state_dict_utils\.py"
-)
-_VALIDATE_NAME = re.compile(
-    r"^_?(?:valid(?:ate|ation)?(?:_\w+)?|evaluat(?:e|ion)(?:_\w+)?|eval(?:_\w+)?|val(?:_\w+)?"
-    r"|\w+_(?:eval|evaluate|evaluation|val|validate|validation|valid)"
-    r"|test(?:_\w+)?|do_(?:eval|test)|_?predict(?:_\w+|ions?)?|prediction_(?:step|loop)"
-    r"|run_(?:validation|evaluation|sanity_check|eval\w*|test\w*)"
-    r"|_?run_(?:sanity_check|validation|evaluate)|on_valid\w*|inference_on_dataset|sanity_check"
-    r"|single_gpu_test|multi_gpu_test|compute_metrics)$"
-)
-_VALIDATE_SOURCE = re.compile(
-    r"\b(?:validate|evaluate|eval_step|val_step|validation_step|val_epoch|test_epoch|evaluation"
-    r"|run_eval\w*|do_eval|inference_on_dataset|_run_sanity_check)\w*\("
-    r"|\.test\(\)|\bval_\w+ ?= |\b(?:val|valid|test|eval|validation)_?(?:loader|dataloader|iter|loop"
-    r"|dl|data)\b|evaluation_loop"
-)
-_VALIDATE_FILE = re.compile(
-    r"evaluation_loop\.py|/evaluation/|prediction_loop\.py|evaluation_epoch_loop\.py|/eval_hooks?\.py"
-)
-_LOAD_NAME = re.compile(
-    r"^(?:__getitem__|__getitems__|collate\w*|\w*_collate(?:_fn)?|(?:_?load|read|get|prepare|make"
-    r"|build|create|init|setup|cache|parse|preload|generate)_?"
-    r"(?:\w*_)?(?:data|dataset|datasets|dataloader|dataloaders|loader|loaders|samples?|images?"
-    r"|features?|batch(?:es)?|files?|csv|examples?|corpus|fold|annotations|embeddings?|vocab)(?:_\w+)?"
-    r"|preprocess\w*|prepro|tokenize\w*|augment\w*|_worker_loop|fetch|default_(?:collate|convert)"
-    r"|pin_memory|_pin_memory_loop|do_one_step|prepare|read_data|load_raw_data|imread)$"
-)
-_LOAD_SOURCE = re.compile(
-    r"read_csv\(|read_parquet\(|load_dataset\(|\bDataLoader\(|Dataset\(|\bnp\.load\(|load_data\w*\("
-    r"|pickle\.load\(|json\.load\(|h5py\.|(?:train|test)_(?:images|data|x|features) ?="
-)
-_LOAD_FILE = re.compile(
-    r"utils/data/|data_?loader\w*\.py|/datasets?/|(?:^|/)data(?:set|sets|_utils|_loader|_module"
-    r"|module)?\w*\.py|popen_(?:fork|spawn)|site-packages/datasets/"
-    r"|/pandas/|/h5py/|/PIL/|torchvision/transforms|prep(?:ro|rocess)\w*\.py|/pyarrow/|webdataset"
-)
-_TRAIN_NAME = re.compile(
-    r"^_?(?:train(?:_\w+)?|\w+_train(?:_\w+)?|training_step\w*|fit\w*|learn\w*|do_train\w*"
-    r"|run_(?:training\w*|epoch|step|iter|batch|one_epoch)|optimize\w*|optimizer_step|backward\w*"
-    r"|step|update_\w+"
-    r"|_?inner_training_loop|one_epoch|train_one_epoch|compute_loss|forward_backward|clip_grad\w*"
-    r"|make_experience|training_loop|\w*train_step\w*)$"
-)
-_TRAIN_SOURCE = re.compile(
-    r"\.backward\(|optimizer\.step\(|optim\.step\(|\btrain\(|\.fit\(|train_(?:one_)?(?:epoch"
-    r"|step)\w*\(|training_step\(|scaler\.step\(|clip_grad_norm|run_step\(|loss ?= |\.learn\("
-)
-_TRAIN_FILE = re.compile(
-    r"torch/optim/|/autograd/|training_epoch_loop\.py|training_loop\.py|fit_loop\.py|train_loop\.py"
-    r"|epoch_based_runner\.py|iter_based_runner\.py"
-)
-_BUILD_NAME = re.compile(
-    r"^_?(?:from_pretrained|from_config|_apply|cuda|build\w*|create_\w+|get_(?:model|peft_model"
-    r"|network)\w*|load_(?:model|weights|pretrained|lora|llm|pipeline|base)\w*|init_\w+|initialize\w*"
-    r"|setup\w*|set_up\w*"
-    r"|create_weights|wrap(?!per\b|ped)\w*|broadcast_coalesced|_sync_\w+|_ddp_init_helper|init_process_group"
-    r"|_configure_\w+|load_model\w*|_load_pretrained_model\w*|_load_state_dict_into\w*"
-    r"|_load_state_dict_into_meta_model"
-    r"|set_module_tensor_to_device|dispatch_model|profile_run|determine_\w*available\w*|capture_model"
-    r"|auto_wrap|quantize\w*|make_model\w*)$"
-)
-_BUILD_SOURCE = re.compile(
-    r"(?:model|net|network|encoder|decoder|backbone|module|generator|discriminator|net[A-Z]|vae|unet"
-    r"|llm|critic|actor|self)\b[\w.]*\.(?:to|cuda|half|float|bfloat16)\(|from_pretrained\("
-    r"|DistributedDataParallel\("
-    r"|FullyShardedDataParallel\(|\bFSDP\(|\bDDP\(|DataParallel\(|fully_shard\("
-    r"|deepspeed\.initialize\(|init_process_group\(|accelerator\.prepare\(|build_model\("
-    r"|create_model\(|get_model\("
-    r"|(?:Model|Net|Network|Transformer|Encoder|LLM)\([^)]*\)(?:\.(?:to|cuda))?"
-)
-_BUILD_FILE = re.compile(
-    r"transformers/modeling_utils\.py|accelerate/(?:utils/modeling|big_modeling)\.py|model_loader"
-    r"|memory_pool|_fully_shard|/fsdp/_init_utils|model_executor/layers"
-)
-
-_GROUPS: tuple[tuple[JobPhase, re.Pattern[str], re.Pattern[str], re.Pattern[str]], ...] = (
-    (
-        "build",
-        _BUILD_FILE,
-        re.compile(r"^(?:_load_state_dict_into\w*|_load_pretrained_model\w*|from_pretrained)$"),
-        re.compile(r"(?!)"),
-    ),
-    ("checkpoint", _CHECKPOINT_FILE, _CHECKPOINT_NAME, _CHECKPOINT_SOURCE),
-    ("validate", _VALIDATE_FILE, _VALIDATE_NAME, _VALIDATE_SOURCE),
-    ("load", _LOAD_FILE, _LOAD_NAME, _LOAD_SOURCE),
-    ("build", re.compile(r"(?!)"), re.compile(r"(?!)"), _BUILD_SOURCE),
-    ("train", _TRAIN_FILE, _TRAIN_NAME, _TRAIN_SOURCE),
-    ("build", re.compile(r"(?!)"), _BUILD_NAME, re.compile(r"(?!)")),
-)
-#: Frames that say nothing: torch's own calls, thread and launcher code.
-_NEUTRAL = re.compile(
-    r"torch/(?:nn/(?:modules/(?!module\.py)|functional|parallel)|_tensor|tensor|functional|cuda/"
-    r"|utils/(?:_contextlib|checkpoint|_device|_python_dispatch)|_ops|_dynamo|_inductor|_jit|jit"
-    r"|storage|_utils|multiprocessing/(?:spawn|queue))"
-    r"|threading\.py|runpy|torchrun|distributed/(?:run|launch|elastic|launcher)|concurrent/futures"
-    r"|site-packages/(?:click|hydra|fire|typer|ray)/|multiprocessing/(?:process|queues|connection"
-    r"|pool|spawn)"
-)
-#: Functions that only call the next one.
-_PASSING = frozenset({"_wrapped_call_impl", "_call_impl", "decorate_context", "_fn", "inner", "wrapper", "wrapped"})
-_LOADING = re.compile(
-    r"utils/data/|data_?loader|DataLoader|popen_fork|w\.start\(\)|multiprocessing/(?:context|process|popen)|pin_memory"
-)
-_ENTRY = re.compile(
-    r"(?:^|/)(?:\w*train\w*|finetune\w*|fine_tun\w*|run_(?:clm|mlm|glue|squad|ner|seq2seq)\w*|sft\w*"
-    r"|pretrain\w*)\.py$|_trainer\.py$"
-)
-_FORWARD = re.compile(r"\b(?:model|net|module|criterion|loss\w*|net[A-Z]\w*)\w*(?:\.forward)?\(|\bforward\(")
-_LAST_FILES = re.compile(r"(?:^|/)(?:test|val|eval|evaluate|evaluation|evaluator|validate)\.py$")
-
-
-def find_phase(streams: list[Stream], fact: Fact) -> JobPhase:
-    """The phase of a job at the moment of a fact."""
-    stream = streams[fact.stream]
-    frames = _frames(stream, fact)
-    worker = fact.kind in ("worker_killed", "shm_bus", "shm_write", "shm_map", "worker_exited")
-    worker |= any("worker" in line.text and "DataLoader" in line.text for line in fact.lines)
-    worker |= any("encountered in worker" in line.text for line in fact.lines)
-    if frames:
-        loading = any(_LOADING.search(f"{one.file} {one.source}") for one in frames)
-        forked = fact.kind in ("errno_12", "process_limit") and (
-            loading or any(one.source.startswith("for ") for one in frames)
-        )
-        if forked or (worker and (loading or fact.kind != "shm_map")):
-            return "validate" if any(_names_validation(one) for one in frames) else "load"
-        found = _by_frames(frames)
-        if found != "unknown" or fact.kind == "open_files":
-            return "load" if found == "unknown" else found
-    elif (worker and fact.kind != "shm_map") or fact.kind == "open_files":
-        return "build" if any("nccl" in line.text.lower() for line in fact.lines) else "load"
-    return _by_words(stream, fact)
-
-
-def _names_validation(frame: Frame) -> bool:
-    """Whether a frame is in a function of validation, or calls one, and not only lists its data."""
-    return bool(_VALIDATE_NAME.match(frame.name)) or bool(re.search(r"\b(?:validate|evaluate)\(", frame.source))
-
-
-def _frames(stream: Stream, fact: Fact) -> list[Frame]:
-    """The frames of the traceback that a fact ends, outermost first; none where it ends none."""
-    lines = stream.lines
-    start = max(0, fact.place - _REACH)
-    headers = [at for at in range(start, fact.place + 1) if _HEADER.search(lines[at].text)]
-    if headers:
-        begin = headers[-1]
-        while "Original Traceback" in lines[begin].text and len(headers) > 1:
-            headers.pop()
-            begin = headers[-1]
-    else:
-        first = next(
-            (at for at in range(max(0, fact.place - 45), fact.place + 1) if _FRAME.match(lines[at].text)), None
-        )
-        if first is None:
-            return []
-        begin = first - 1
-    found = _parse(lines[begin + 1 : fact.place + 1])
-    following = lines[fact.place + 1 : fact.place + 40]
-    innocent = (
-        fact.kind in ("worker_killed", "shm_bus", "worker_exited") or "killed by signal" in lines[fact.place].text
+def find_phase(streams: Sequence[Stream], sign: Sign) -> JobPhase:
+    """The phase of a job at the moment of a sign."""
+    stream = streams[sign.stream]
+    frames = _frames(stream, sign)
+    of_worker = sign.name == "shm" and "mmap" not in sign.text and "nccl" not in sign.text.lower()
+    of_worker |= bool(_OF_WORKER.search(sign.text)) and "mmap" not in sign.text
+    forked = sign.name in ("no_fork", "process_limit") and any(
+        _LOADING.search(f"{one.file} {one.source}") or one.source.startswith("for ") for one in frames
     )
-    if innocent and any(_CHAINED.search(line.text) for line in following[:14]):
-        found = [*_parse(following), *found]
+    if of_worker or forked or sign.name == "open_files":
+        if any(_VALIDATES.search(f"{one.name}( {one.source}") for one in frames):
+            return "validate"
+        return "load"
+    if sign.name == "shm" and "nccl" in sign.text.lower():
+        return "build"
+    found = _by_frames(frames)
+    return found if found != "unknown" else _by_words(stream, sign)
+
+
+def is_source(stream: Stream, place: int) -> bool:
+    """Whether a line is a traceback's line of source."""
+    text = stream.lines[place].text
+    if _MARK.match(text):
+        return True
+    above = stream.lines[place - 1].text if place else ""
+    return text[:1] in (" ", "\t") and bool(re.match(r"\s*File \".*, line \d+", above))
+
+
+def _frames(stream: Stream, sign: Sign) -> list[Frame]:
+    """The frames of the traceback that a sign ends, outermost first; none where it ends none."""
+    texts = [line.text for line in stream.lines]
+    start = max(0, sign.place - _REACH)
+    headers = [at for at in range(start, sign.place + 1) if _HEADER.search(texts[at])]
+    while len(headers) > 1 and "Original Traceback" in texts[headers[-1]]:
+        headers.pop()
+    begin = headers[-1] + 1 if headers else max(0, sign.place - 45)
+    found = _parse(texts[begin : sign.place + 1])
+    behind = texts[sign.place + 1 : sign.place + 40]
+    if (sign.name == "shm" or "killed by signal" in texts[sign.place]) and any(map(_CHAINED.search, behind[:14])):
+        found = [*_parse(behind), *found]
     return found
 
 
-def _parse(lines: list[Line]) -> list[Frame]:
-    """Frames with the first line of source below each."""
+def _parse(texts: list[str]) -> list[Frame]:
     found: list[Frame] = []
-    skipped = -1
-    for at, line in enumerate(lines):
-        match = _FRAME.match(line.text)
-        if match is None and line.text.lstrip().startswith("File ") and at + 1 < len(lines):  # the console wrapped it
-            match = _FRAME.match(line.text + lines[at + 1].text)
-            skipped = at + 1 if match else skipped
+    for at, text in enumerate(texts):
+        match = _FRAME.search(text)
+        if match is None and text.lstrip().startswith("File ") and at + 1 < len(texts):  # the console wrapped it
+            match = _FRAME.search(text + texts[at + 1])
         if match:
-            file = (match["file"] or match["cell"]).replace("\\", "/")
-            found.append(Frame(file, (match["name"] or match["where"] or "").rpartition(".")[2], ""))
-        elif at != skipped and found and _is_source(line.text, found[-1]):
-            found[-1] = Frame(found[-1].file, found[-1].name, _MARK.sub("", line.text).strip("│ \t"))
+            found.append(Frame(match["file"].replace("\\", "/"), (match["name"] or "").rpartition(".")[2], ""))
+        elif (
+            found
+            and (_MARK.match(text) or (not found[-1].source and text[:1] in (" ", "\t")))
+            and not set(text.strip()) <= set("^~ ")
+        ):
+            found[-1] = Frame(found[-1].file, found[-1].name, _MARK.sub("", text).strip("│ \t"))
     return found
-
-
-def _is_source(text: str, frame: Frame) -> bool:
-    """Whether a line below a frame is its line of source."""
-    marked = bool(_MARK.match(text))
-    return (marked or (not frame.source and text[:1] in (" ", "\t"))) and not set(text.strip()) <= set("^~ ")
 
 
 def _by_frames(frames: list[Frame]) -> JobPhase:
     """The phase of the innermost frame that means one."""
     for frame in reversed(frames):
-        if _NEUTRAL.search(frame.file) or frame.name in _PASSING:
+        if frame.file.endswith("nn/modules/module.py") and _MOVES.match(frame.name):
+            return "build"
+        if _NEUTRAL.search(frame.file):
             continue
-        for phase, file, name, source in _GROUPS:
-            if file.search(frame.file) or name.match(frame.name) or (frame.source and source.search(frame.source)):
-                if phase == "checkpoint" and any(
-                    _LOAD_FILE.search(one.file) or one.name == "__getitem__" for one in frames
-                ):
-                    return "load"
-                return phase
-    text = "\n".join(one.source for one in frames)
-    if any(_ENTRY.search(one.file) for one in frames) and (
-        _FORWARD.search(text) or any(one.name in ("forward", "__call__") for one in frames)
+        name = "" if frame.name in _PASSING else frame.name
+        said = f"{name}( {frame.source}"
+        for phase, words, file in _GROUPS:
+            if file.search(frame.file) or words.search(said):
+                is_data = any("__getitem__" in one.name or "utils/data/" in one.file for one in frames)
+                return "load" if phase == "checkpoint" and is_data else phase
+    if any(re.search(r"train|tune|sft", one.file) for one in frames) and (
+        _FORWARD.search("\n".join(one.source for one in frames)) or any(one.name == "forward" for one in frames)
     ):
         return "train"
-    if any(frame.name == "__init__" and not re.search(r"data|loader", frame.file, re.I) for frame in frames):
+    if any(one.name == "__init__" for one in frames):
         return "build"
-    return "validate" if any(_LAST_FILES.search(one.file) for one in frames) else "unknown"
+    return "unknown"
 
 
-def warns_of_clone(stream: Stream, fact: Fact) -> bool:
-    """Whether a fact stands in FSDP's warning that it could not copy a tensor of a checkpoint."""
-    start = stream.start_of(fact.place)
-    return "Failedtoclone()tensor" in stream.squeezed[max(0, start - 900) : start + 400]
-
-
-_PRINTED: tuple[tuple[JobPhase, re.Pattern[str]], ...] = (
-    (
-        "checkpoint",
-        re.compile(
-            r"\bsav(?:e|ing)\b.{0,30}(?:model|checkpoint|ckpt|state|weights)|writing checkpoint"
-            r"|loading (?:from )?(?:the )?(?:model )?checkpoint(?! shards)"
-            r"|resum(?:e|ing) (?:from|training)|restoring|Failed to clone\(\)|loading (?:optimizer|state)",
-            re.I,
-        ),
-    ),
-    (
-        "load",
-        re.compile(
-            r"prepar(?:e|ing) (?:the )?(?:train|test|val)\w* (?:set|data)|(?:loading|reading|caching"
-            r"|scanning) (?:the )?'?(?:data|train|test|val)\w*",
-            re.I,
-        ),
-    ),
-    (
-        "build",
-        re.compile(
-            r"loading checkpoint shards|creating (?:the )?model|building (?:the )?model"
-            r"|loading (?:the )?(?:pre-?trained )?(?:model|weights|safetensors)"
-            r"|initializ\w+ (?:the )?(?:model|engine|distributed|process group|a V\d)"
-            r"|DeepSpeedZeRoOffload|NCCL INFO|compiling|Loading extension module"
-            r"|Model loading took|AutoBatch|Computing optimal batch size|capturing|loading .{0,20}modules",
-            re.I,
-        ),
-    ),
-    (
-        "validate",
-        re.compile(
-            r"(?<!preparing )\bvalid(?:ation|ating|ate)?\b(?! '|_)|\beval(?:uation|uating|uate)?\b"
-            r"|\bval\b|sanity check|\btesting\b|\binference\b|predicting",
-            re.I,
-        ),
-    ),
-    (
-        "train",
-        re.compile(
-            r"\bepoch\b|\btrain(?:ing)?\b|\bstep(?:s)?\b.{0,30}\d|\biter(?:ation)?s?\b.{0,20}\d"
-            r"|\bloss\b|\blr\b|'learning_rate'|ppl=|policy gradient|num_updates"
-            r"|in forward/backward|during optimization|skipping batch|retrying batch|\bETA\b",
-            re.I,
-        ),
-    ),
-    (
-        "load",
-        re.compile(
-            r"loading (?:data|dataset|train|images|features|embeddings|samples)|load(?:ed|ing) \d+"
-            r"|preparing .{0,20}(?:set|data)"
-            r"|prepar\w+ data|reading|tokeniz|preprocess|caching|decod|dataset|Skipping token"
-            r"|\.astype\(|\bmap\b.{0,30}%|bathroom",
-            re.I,
-        ),
-    ),
-)
-_HAPPENED = re.compile(
-    r"finished|completed|\bdone\b|saved|=+ ?(?:validation|evaluation) (?:summary|result)|valid_loss"
-    r"|val_loss|val/|test_loss|loaded model weights|took \d",
-    re.I,
-)
-#: Lines of others than the job: launchers, schedulers, kernels, tables of states, settings.
-_FOREIGN = re.compile(
-    r"^\s*(?:srun:|slurmstepd|sbatch:|#SBATCH|Job(?:ID|Id)\b|\d+(?:\.\w+)?\s+\S+\s+\S+\s+[A-Z_+]{6,}"
-    r"|Namespace\(|--\w|python\d? |args:|WARNING:torch\.distributed"
-    r"|=>> PBS|TERM_|Warning: |usage:)|oom-killer|Killed process|total-vm|\bnode\(s\)|[Cc]ontainer|^Name:|^Status:"
-    r"|kubelet|memory budget|distributed\.(?:nanny|worker)|raylet"
-    r"|systemd|earlyoom|kubectl|namespace|READY|OOMKilled|Reason:|NCCL WARN|ProcessGroupNCCL|exitcode"
-    r"|UserWarning: (?!Failed to clone)|If you encounter|\bmay fail\b"
-)
-_CUT = re.compile(
-    r"RuntimeError|\w*OutOfMemory|slurmstepd|slurm_script|Traceback|THCuda|ERROR:|CUDA out of memory"
-    r"|HIP out of memory|XPU out of memory|MemoryError|\bKilled\b|XlaRuntimeError|OSError"
-)
-
-
-def _by_words(stream: Stream, fact: Fact) -> JobPhase:
-    """The phase that the nearest line before names, its own first."""
-    if warns_of_clone(stream, fact):
-        return "checkpoint"
-    start = max(0, fact.place - 40)
-    own = stream.lines[fact.place]
-    before = list(reversed(stream.lines[start : fact.place + 1]))
-    # The path of a file says less than what was printed.
-    for line in sorted(before, key=lambda line: bool(_FRAME.match(line.text))):
-        text = line.text if fact.kind in ("progress", "pressure", "skipped_batches") else _CUT.split(line.text)[0]
+def _by_words(stream: Stream, sign: Sign) -> JobPhase:
+    """The phase that the nearest line names: its own, one before it, or one shortly behind, for bars are flushed late."""
+    own = stream.lines[sign.place]
+    before = stream.lines[max(0, sign.place - _PRINTED_BEFORE) : sign.place + 1]
+    behind = stream.lines[sign.place + 1 : sign.place + 1 + _PRINTED_BEHIND]
+    printed = [line for line in reversed(before) if not _FRAME.search(line.text)]  # they say more than a file's path
+    for line in [*printed, *(line for line in reversed(before) if _FRAME.search(line.text)), *behind]:
+        is_mark = sign.meaning.tier > 4
+        text = line.text if is_mark else _CUT.split(line.text)[0]
         if not text.strip() or (_HAPPENED.search(text) and line is not own) or _FOREIGN.search(text):
             continue
         for phase, regex in _PRINTED:

@@ -23,10 +23,9 @@ from memfit.diagnosis._job import (
     truth,
     whole,
 )
-from memfit.diagnosis._log_progress import Progress, read_progress, read_saved
-from memfit.diagnosis._sacct import parse_sacct, parse_sacct_lines
-from memfit.diagnosis._scontrol import parse_node_limits, parse_shapes
-from memfit.diagnosis._text import Line, read_streams
+from memfit.diagnosis._progress import Progress, read_progress
+from memfit.diagnosis._text import Line, Stream, read_streams
+from memfit.slurm import parse_node_limits, parse_sacct, parse_shapes
 
 _KEYS = {key: name for name, keys in SETTINGS.items() for key in keys if key not in ("batch", "workers")}
 _PRINTED = re.compile(
@@ -92,20 +91,19 @@ class Ran:
         if self.progress.steps_per_epoch:
             return self.progress.steps_per_epoch
         for name in sorted(self.checkpoints):
-            saved = read_saved(Line(name, 0, f"saved {name}"))
-            if saved and saved.epoch is not None and saved.step and saved.step % (saved.epoch + 1) == 0:
-                return saved.step // (saved.epoch + 1)
+            found = re.search(r"epoch[=_](\d+)[-_]step[=_](\d+)", name)
+            if found and int(found[2]) % (int(found[1]) + 1) == 0:
+                return int(found[2]) // (int(found[1]) + 1)
         step, epochs = self.progress.global_step, self.progress.num_epochs
         return step // epochs if step and epochs and step % epochs == 0 else None
 
 
-def read_ran(paths: Iterable[Path], accounting: str = "", *, limits: str = "") -> Ran:
+def read_ran(paths: Iterable[Path], accounting: str = "") -> Ran:
     """What runs left in logs, folders and run directories.
 
     Args:
         paths: Logs, or folders of them.
-        accounting: What ``sacct`` printed of the job.
-        limits: What ``scontrol show partition`` or ``sinfo`` printed.
+        accounting: What ``sacct`` printed of the job, and ``scontrol`` and ``sinfo`` behind it.
 
     Raises:
         OSError: A log cannot be opened.
@@ -118,15 +116,15 @@ def read_ran(paths: Iterable[Path], accounting: str = "", *, limits: str = "") -
             _read_config(path, printed)
             continue
         lines += _lines(path)
-    other = [Line("sacct", number, text) for number, text in enumerate(f"{accounting}\n{limits}".splitlines(), 1)]
-    rows = parse_sacct(accounting, "sacct") if accounting else parse_sacct_lines(lines)
-    job = job_of_rows(rows)
-    for shape in parse_shapes([*lines, *other])[-1:]:
+    texts = [line.text for line in lines]
+    other = [*texts, *accounting.split("\n")]
+    job = job_of_rows(parse_sacct(accounting or texts))
+    for shape in parse_shapes(other)[-1:]:
         job = job_of_shape(shape).with_known(job)
-    job = replace(job, most_bytes=most_of_node(parse_node_limits([*lines, *other]), job.partition))
+    job = replace(job, most_bytes=most_of_node(parse_node_limits(other), job.partition))
     env: dict[str, Source] = {}
     _read_lines(lines, printed, env)
-    progress = read_progress(lines)
+    progress = read_progress(Stream(lines))
     job = _with_settings(job, printed, progress, _samples(lines))
     return Ran(job, progress, printed, env, checkpoints, tuple(map(str, files)))
 
@@ -232,12 +230,6 @@ def _sample_counts(lines: Sequence[Line]) -> Iterator[tuple[bool, int]]:
 def _with_settings(job: Job, printed: dict[str, list[Source]], progress: Progress, samples: int | None) -> Job:
     """A job with the settings that only one value was shown of, and its pace."""
     sole = {name: found[0].value for name, found in printed.items() if len(found) == 1}
-    seconds = None
-    if progress.train is not None and progress.train.is_full and not progress.train.is_global:
-        seconds = progress.train.seconds
-        last = progress.last
-        if last is not None and last.phase == "validate" and last.is_full and seconds and last.seconds:
-            seconds += last.seconds
     return replace(
         job,
         batch=whole(sole.get("batch")),
@@ -247,7 +239,7 @@ def _with_settings(job: Job, printed: dict[str, list[Source]], progress: Progres
         persistent_workers=truth(sole.get("persistent_workers", "")),
         epochs=progress.num_epochs or whole(sole.get("epochs")),
         steps_per_epoch=progress.steps_per_epoch,
-        epoch_seconds=seconds or None,
+        epoch_seconds=progress.epoch_seconds,
         samples=samples,
         mentioned=tuple(printed),
     )

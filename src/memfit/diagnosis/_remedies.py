@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from memfit.diagnosis._diagnose import Diagnosis
 
 _DEVICE = frozenset({"gpu", "gpu_fragmentation", "other_accelerator"})
-_IN_WORKER = frozenset({"worker_killed", "shm_bus", "shm_write", "shm_map"})
 
 
 def with_figures(job: Job, diagnosis: Diagnosis) -> Job:
@@ -48,19 +47,14 @@ def list_remedies(
     for name, count in diagnosis.figures.items():
         values.setdefault(f"{name.removeprefix('device_')}_bytes", count)
     if finding is not None:
-        said = " ".join(line.text for fact in finding.facts for line in fact.lines)
+        said = finding.text
         values.setdefault("pids", tuple(map(int, re.findall(r"\bProcess (\d+) has", said))))
     if diagnosis.cause == "killed":
-        found = list(other_remedies("killed", job))
-        if diagnosis.kind == "none":
-            return found
-        in_worker = finding is not None and finding.fact.kind in _IN_WORKER
-        hosts = host_remedies(job, is_limit=False, in_worker=in_worker, phase=diagnosis.phase)
-        return found + by_cost(list(hosts))
+        return list(other_remedies("killed", job))
     if diagnosis.kind in _DEVICE:
         return by_cost(list(device_remedies(values, job, phase=diagnosis.phase, config=config)))
     if diagnosis.kind in ("host_cgroup", "host_kernel", "host_alloc"):
-        in_worker = finding is not None and finding.fact.kind in _IN_WORKER
+        in_worker = finding is not None and bool(finding.values.get("worker"))
         is_limit = diagnosis.kind == "host_cgroup"
         return by_cost(_of_host(diagnosis.kind, values, job.under_memfit) + list(
             host_remedies(job, is_limit=is_limit, in_worker=in_worker, phase=diagnosis.phase)

@@ -93,12 +93,11 @@ def _others(values: Mapping[str, Any], short: int | None) -> Iterator[Remedy]:
     who = f"process {pids} holds" if pids else "other processes, and the driver itself, hold"
     index = values.get("device", 0)
     yield Remedy(
-        "end your own processes that were left on this device; leave those of others, or take another device",
+        "end your own processes that still hold memory of this device, or take another device",
         f"nvidia-smi -i {index} --query-compute-apps=pid,used_memory,name --format=csv; "
         "ps -o pid,user,etime,cmd -p PID; kill PID",
         "none",
-        f"{who} {format_bytes(held)} of its {format_bytes(total)}; a process that ended gives its memory back, "
-        "and one that hangs must end first. Resetting the device is no remedy: it ends everybody's work on it",
+        f"{who} {format_bytes(held)} of its {format_bytes(total)}. Do not reset the device: that ends everybody's work",
         "device",
         held,
         _falls_short(held, short),
@@ -309,10 +308,10 @@ def _by_phase(phase: str, job: Job, missing: str) -> Iterator[Remedy]:
         )
         yield Remedy(half, half_batch(job), "a few per cent", _HALVE + missing, "device")
     yield Remedy(
-        "activations again in place of kept ones",
+        "use activation checkpointing",
         "--gradient_checkpointing True, or torch.utils.checkpoint",
         "25 to 33 %",
-        "a block's inputs are kept and the rest is made again" + missing,
+        "the backward pass computes the activations of each block again" + missing,
         "device",
     )
     if job.devices and job.devices > 1:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from memfit.diagnosis._job import Job
 from memfit.diagnosis._remedy import Remedy
-from memfit.diagnosis._training_account import judge_change
 from memfit.units import GIB, MIB, format_bytes
 
 #: Asked for above a measured peak.
@@ -51,10 +50,7 @@ def wanted_request(job: Job) -> tuple[int, str] | None:
         if measured is not None:
             missed = "is where the limit cut it off" if measured[0] > 0.9 * limit else "missed its peak"
             seen = f"; what was seen, {format_bytes(measured[0])}, {missed}"
-        return round_up(1.5 * limit), (
-            f"half as much again as the {format_bytes(limit)} that were not enough: how much it needs was not "
-            f"measured{seen}. Measure the node's peak in the next run, then come down to it and {RESERVE:.0%} above"
-        )
+        return round_up(1.5 * limit), (f"{format_bytes(limit)} + 50%: the peak was not measured{seen}")
     return None
 
 
@@ -165,7 +161,7 @@ def _fewer_workers(job: Job) -> Iterator[Remedy]:
     held = (
         f"{format_bytes(job.worker_bytes)} of its own in each of {total}"
         if job.worker_bytes
-        else "only what the workers hold of their own falls, which was not measured; the tasks themselves stay"
+        else "it saves only the memory of the workers, which was not measured"
     )
     change = f"{now} to {target}" if now else "fewer"
     yield Remedy(
@@ -209,19 +205,18 @@ def _changes_nothing(job: Job) -> Iterator[Remedy]:
             "a smaller batch, or gradients accumulated over smaller ones",
             f"batch_size={max(1, batch // 2)}" if job.batch else "batch_size",
             "a few per cent",
-            (judge_change("batch_size", batch, max(1, batch // 2)).text if job.batch else _BATCH_TEXT) + ready,
+            _BATCH_TEXT + ready,
             "host",
             helps=False,
         )
     if job.persistent_workers is None and "persistent_workers" not in job.mentioned:
         return
-    effect = judge_change("persistent_workers", job.persistent_workers, False)
-    if effect.effect == "none":
+    if not job.persistent_workers:
         yield Remedy(
             "persistent_workers=False",
             "persistent_workers=False",
             "none",
-            f"no change: {effect.text}",
+            "no change: persistent_workers=False is its default, or what it was",
             "host",
             0,
             False,

@@ -56,6 +56,10 @@ _WAYS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("go on from the last checkpoint", "the same command, with its option to resume",
          "a word of success is no proof: it had not run all of its epochs"),
     ),
+    "device_lost": (
+        ("see what the driver says, and which torch this is", "nvidia-smi; python -m torch.utils.collect_env",
+         "the device, its driver or a build of torch without CUDA refused, not the program"),
+    ),
     "import_error": (
         ("install it where the job runs", "python -m pip install NAME, by the interpreter of the job",
          "the environment of the job lacks it"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from memfit.diagnosis._facts import Fact, FactKind
+from memfit.diagnosis._signatures import Sign
 from memfit.diagnosis._text import Line
 from memfit.errors import DamagedError
 from memfit.rundir import RunDir, read_json
@@ -182,13 +182,13 @@ def _rose(before: int | None, after: int | None) -> bool:
     return before is not None and after is not None and after > before
 
 
-_KINDS: dict[str, FactKind] = {
+_KINDS: dict[str, str] = {
     "host_cgroup": "cgroup_kill",
     "host_kernel": "global_kill",
-    "host_alloc": "memory_error",
-    "gpu": "device_error_oom",
+    "host_alloc": "host_refused",
+    "gpu": "device_refused",
 }
-_STATES: dict[str, FactKind] = {
+_STATES: dict[str, str] = {
     "completed": "success",
     "timeout": "walltime",
     "preempted": "preempted",
@@ -198,8 +198,8 @@ _STATES: dict[str, FactKind] = {
 _NAME = re.compile(r"\b(\w*(?:Error|Exception|Interrupt|Exit)\b)(?::|$)")
 
 
-def end_fact(end: JobEnd, index: int = 0) -> Fact | None:
-    """A job's end as a fact; None for one that runs still, or of which nothing is known."""
+def end_sign(end: JobEnd, index: int = 0) -> Sign | None:
+    """A job's end as a sign; None for one that runs still, or of which nothing is known."""
     values: dict[str, Any] = {
         "who": {"kernel": "the kernel", "memfit": "memfit"}.get(end.killer, ""),
         "job": end.job,
@@ -214,40 +214,38 @@ def end_fact(end: JobEnd, index: int = 0) -> Fact | None:
     if end.wall_bytes:
         values["limit_bytes"] = end.wall_bytes
     kind = _KINDS.get(end.kind) or _STATES.get(end.state)
-    if kind == "device_error_oom":
-        values["api"] = "CUDA"
     if kind is None and end.exit_code == _SIGKILL:
         # The count of its own group stood still: somebody else's kill, and no shortage of that group's memory.
-        kind = "sigkill"
-        values |= {"killer": end.killer, "memory": False if end.killer == "stranger" else None}
+        kind = "killed"
+        values["stranger"] = end.killer == "stranger"
     elif kind is None and end.state == "failed":
         kind = "own_exception"
         name = _NAME.search(end.cause)
         values["name"] = name[1] if name else ""
-    return Fact(kind, (end.line,), values, index) if kind else None
+    return Sign(kind, (end.line,), values, index) if kind else None
 
 
 #: Events that a training records of itself, and what they are.
-_EVENTS: dict[str, FactKind] = {
+_EVENTS: dict[str, str] = {
     "oom": "skipped_batches",
     "skip": "skipped_batches",
-    "shm_full": "shm_write",
-    "loader_worker_died": "worker_killed",
+    "shm_full": "shm",
+    "loader_worker_died": "killed",
     "aside": "pressure",
     "short": "pressure",
 }
 
 
-def run_facts(run: RunDir, only: str | None = None, index: int = 0) -> list[Fact]:
+def run_signs(run: RunDir, only: str | None = None, index: int = 0) -> list[Sign]:
     """What a run directory says: each job's ends, then what its training met and survived."""
-    facts = [fact for end in read_ends(run, only) if (fact := end_fact(end, index))]
+    signs = [sign for end in read_ends(run, only) if (sign := end_sign(end, index))]
     for path in sorted(run.events_dir.glob("*.jsonl")):
-        facts += _event_facts(path, only, index)
-    return facts
+        signs += _event_signs(path, only, index)
+    return signs
 
 
-def _event_facts(path: Path, only: str | None, index: int) -> list[Fact]:
-    found: list[Fact] = []
+def _event_signs(path: Path, only: str | None, index: int) -> list[Sign]:
+    found: list[Sign] = []
     if not path.is_file():
         return found
     for number, text in enumerate(path.read_text(errors="replace").split("\n"), 1):
@@ -264,5 +262,5 @@ def _event_facts(path: Path, only: str | None, index: int) -> list[Fact]:
             kind = "pressure"
         values = {name: value for name, value in event.items() if name not in ("kind", "time")}
         line = Line(str(path), number, text[:4000], None, str(event.get("time", "")))
-        found.append(Fact(kind, (line,), values, index))
+        found.append(Sign(kind, (line,), values, index))
     return found

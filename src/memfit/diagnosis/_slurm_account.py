@@ -9,12 +9,10 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from memfit.diagnosis._sacct import Request, Row
-from memfit.diagnosis._scontrol import Efficiency, Limit, Shape
-from memfit.diagnosis._text import Line
-from memfit.units import GIB, format_bytes
+from memfit.slurm import Request, Row, Shape
+from memfit.units import format_bytes
 
 Verdict = Literal["over_in_steady_state", "over_if_tasks_are_alike", "below", "unknown"]
 
@@ -39,7 +37,6 @@ class NodeAccount:
         peak_bytes: MaxRSS, of the largest task; None when not sampled.
         verdict: Whether the node was over its limit.
         notes: What was assumed or is missing, a sentence each.
-        lines: Where the figures stand.
     """
 
     step: str
@@ -51,7 +48,6 @@ class NodeAccount:
     peak_bytes: int | None
     verdict: Verdict
     notes: tuple[str, ...] = ()
-    lines: tuple[Line, ...] = ()
 
     @property
     def steady_bytes(self) -> int | None:
@@ -85,29 +81,11 @@ class NodeAccount:
             return f"{what} at most, below the {limit}: what was sampled does not explain a kill"
         return f"step {self.step}: no sample of its tasks' memory to hold against the {limit}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form; every figure's name tells its scope."""
-        return {
-            "step": self.step,
-            "node_limit_bytes": self.limit_bytes,
-            "node_limit_source": self.limit_source,
-            "num_nodes": self.num_nodes,
-            "tasks_per_node": self.tasks_per_node,
-            "task_average_bytes": self.average_bytes,
-            "task_peak_bytes": self.peak_bytes,
-            "node_average_bytes": self.steady_bytes,
-            "node_worst_bytes": self.worst_bytes,
-            "verdict": self.verdict,
-            "text": self.text,
-            "notes": list(self.notes),
-        }
-
 
 def account_nodes(
     rows: Sequence[Row],
     *,
     shape: Shape | None = None,
-    seff: Efficiency | None = None,
     asked: Request | None = None,
     tasks_per_node: int | None = None,
 ) -> list[NodeAccount]:
@@ -116,7 +94,6 @@ def account_nodes(
     Args:
         rows: The job's rows, from ``sacct``.
         shape: The job in ``scontrol show job``, when there is one.
-        seff: The job in ``seff``, when there is one.
         asked: What the script asks for, ``--mem`` (node) or ``--mem-per-cpu`` (cpu).
         tasks_per_node: The script's ``--ntasks-per-node``.
     """
@@ -128,9 +105,9 @@ def account_nodes(
     ]
     found = []
     for step in steps:
-        known = _count_nodes(step, job, shape, seff)
+        known = _count_nodes(step, job, shape)
         nodes = known or 1
-        limit, source, notes = _node_limit(job, step, nodes, shape, seff, asked)
+        limit, source, notes = _node_limit(job, step, nodes, shape, asked)
         tasks = step.num_tasks or (shape.num_tasks if shape else None) or 1
         each = math.ceil(tasks / nodes)
         fullest = tasks_per_node or (shape.tasks_per_node if shape else None)
@@ -141,8 +118,7 @@ def account_nodes(
             notes.append(f"the number of nodes is not told: one of its {tasks} tasks is counted on a node")
         if not step.step.isdigit():
             each = 1
-        lines = tuple(row.line for row in (step, job) if row is not None and row.line is not None)
-        found.append(_judge(step, limit, source, nodes, each, notes, lines))
+        found.append(_judge(step, limit, source, nodes, each, notes))
     # A step's kill ends its batch script's step too, whose own memory says nothing.
     return sorted(
         found,
@@ -154,10 +130,10 @@ def account_nodes(
     )
 
 
-def _count_nodes(step: Row, job: Row | None, shape: Shape | None, seff: Efficiency | None) -> int | None:
+def _count_nodes(step: Row, job: Row | None, shape: Shape | None) -> int | None:
     told = [step.num_nodes, count_names(step.nodes), shape.num_nodes if shape else None]
     told += [job.num_nodes, count_names(job.nodes)] if job else []
-    return next((count for count in [*told, seff.num_nodes if seff else None] if count), None)
+    return next((count for count in told if count), None)
 
 
 def count_names(nodes: str) -> int | None:
@@ -178,9 +154,7 @@ def _is_killed(step: str, rows: Iterable[Row]) -> bool:
     return any(row.id == step and row.state == "OUT_OF_MEMORY" for row in rows)
 
 
-def _judge(
-    step: Row, limit: int | None, source: str, nodes: int, each: int, notes: list[str], lines: tuple[Line, ...]
-) -> NodeAccount:
+def _judge(step: Row, limit: int | None, source: str, nodes: int, each: int, notes: list[str]) -> NodeAccount:
     # A task that was never sampled shows 0: that is no measurement.
     peak = step.max_rss_bytes or None
     average = step.ave_rss_bytes or (step.total_rss_bytes // (step.num_tasks or 1) if step.total_rss_bytes else None)
@@ -197,11 +171,11 @@ def _judge(
             notes.append("samples miss what comes and goes between them, and page cache and /dev/shm are not in an RSS")
     elif limit is not None:
         notes.append("it was killed before it was sampled, or sampling is off")
-    return NodeAccount(step.id, limit, source, nodes, each, average, peak, verdict, tuple(notes), lines)
+    return NodeAccount(step.id, limit, source, nodes, each, average, peak, verdict, tuple(notes))
 
 
 def _node_limit(
-    job: Row | None, step: Row, nodes: int, shape: Shape | None, seff: Efficiency | None, asked: Request | None
+    job: Row | None, step: Row, nodes: int, shape: Shape | None, asked: Request | None
 ) -> tuple[int | None, str, list[str]]:
     """What one node's processes may use, which setting says so, and what had to be assumed."""
     cpus = (step.num_cpus or (job.num_cpus if job else None) or (shape.num_cpus if shape else None) or 0) // nodes
@@ -210,7 +184,6 @@ def _node_limit(
         (asked, "the script's --mem"),
         (job and job.request, "ReqMem"),
         (step.request, "ReqMem"),
-        (seff and seff.request, "seff"),
     ):
         if not request or not request.bytes:
             continue
@@ -230,21 +203,3 @@ def _node_limit(
         notes = ["ReqMem without n or c is of the whole job since Slurm 21.08"] if count > 1 else []
         return job.request.bytes // count, _TOTAL, notes
     return None, "", []
-
-
-def request_bytes(account: NodeAccount, *, reserve: float = 0.15, limits: Sequence[Limit] = ()) -> tuple[int, str]:
-    """A request for a node, in whole GiB, from the measured peak and a reserve; and its arithmetic.
-
-    The request may be more than any node has; the text says so then.
-    """
-    peak = account.worst_bytes or account.steady_bytes
-    if peak is None:
-        return 0, "nothing was measured to make a request from"
-    wanted = -(-round(peak * (1 + reserve)) // GIB) * GIB
-    said = f"{format_bytes(peak)} measured + {reserve:.0%} = {format_bytes(wanted)}"
-    most = [limit for limit in limits if limit.scope == "node" and limit.bytes]
-    if most:
-        largest = max(most, key=lambda limit: limit.bytes or 0)
-        fits = "within" if (largest.bytes or 0) >= wanted else "MORE THAN"
-        said += f", {fits} the {format_bytes(largest.bytes or 0)} of {largest.name} ({largest.source})"
-    return wanted, said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,7 +10,6 @@ from memfit.diagnosis._batch_script import BatchScript, read_script
 from memfit.diagnosis._check import Check, Verdict
 from memfit.diagnosis._job import Job, job_of_script
 from memfit.diagnosis._ran import Ran
-from memfit.diagnosis._training_account import DEFAULTS, check_batch, effective_batch
 from memfit.units import format_bytes, format_duration
 
 _NOT_SHOWN = "nothing that was read shows it"
@@ -85,17 +85,25 @@ def _batch(ran: Ran, fixed: Job, old: Job, before: Ran | None) -> Iterator[Check
     shape = fixed.with_known(ran.job)
     devices, samples = shape.devices or 1, ran.job.samples or (before.job.samples if before else None)
     source = f"{steps} steps of an epoch"
+    sizes: tuple[int, ...] = ()
     if samples and steps:
-        found = check_batch(samples, devices, num_steps=steps, wanted=wanted)
-        assert found is not None
-        yield _batch_check(found.ran, wanted, f"{found.text} ({samples:,} samples on {devices} devices)", source, fixed)
+        share = math.ceil(samples / devices)
+        sizes, known = _sizes(share, share, steps), f"{samples:,} samples on {devices} devices"
     elif steps and before is not None and before.steps_per_epoch and old.batch:
-        sizes = _by_ratio(before.steps_per_epoch, old.batch, steps)
-        said = (
-            f"{steps} steps an epoch, {before.steps_per_epoch} before with a batch of {old.batch}: a batch of "
-            f"{' or '.join(map(str, sizes)) or 'no size that fits'}"
+        last = before.steps_per_epoch
+        sizes = _sizes((last - 1) * old.batch + 1, last * old.batch, steps)
+        known = f"{last} before with a batch of {old.batch}"
+    if sizes:
+        good = wanted in sizes
+        total = wanted * (fixed.devices or 1) * (fixed.accumulate or 1)
+        yield Check(
+            "batch",
+            "ok" if good else "problem",
+            f"{steps} steps an epoch, {known}: a batch of {' or '.join(map(str, sizes))}",
+            f"{total} samples an update in the fixed script; steps of an epoch follow from what ran",
+            "" if good else "find what the program reads: the override's key must exist in its config",
+            source,
         )
-        yield _batch_check(sizes, wanted, said, source, fixed)
     elif shown := ran.printed.get("batch"):
         values = ", ".join(f"{one.value} ({one.where})" for one in shown)
         told = [one.value for one in shown]
@@ -117,24 +125,13 @@ def _batch(ran: Ran, fixed: Job, old: Job, before: Ran | None) -> Iterator[Check
         )
 
 
-def _batch_check(sizes: tuple[int, ...], wanted: int, said: str, source: str, fixed: Job) -> Check:
-    good = wanted in sizes
-    total = effective_batch(wanted, fixed.devices or 1, fixed.accumulate or 1)
-    reason = f"{total} samples an update in the fixed script; steps of an epoch follow from what ran"
-    remedy = "" if good else "find what the program reads: the override's key must exist in its config"
-    return Check("batch", "ok" if good else "problem", said, reason, remedy, source)
+def _sizes(least: int, most: int, steps: int) -> tuple[int, ...]:
+    """The sizes of a batch that give so many steps for a share of samples between two bounds.
 
-
-def _by_ratio(old_steps: int, old_batch: int, steps: int) -> tuple[int, ...]:
-    """The sizes of a batch that a number of steps allows, by those of another batch over the same samples.
-
-    >>> _by_ratio(242, 22, 242), _by_ratio(242, 22, 266)
+    >>> _sizes(5320, 5320, 242), _sizes(241 * 22 + 1, 242 * 22, 266)
     ((22,), (20,))
     """
-    least, most = (old_steps - 1) * old_batch + 1, old_steps * old_batch
-    if steps < 2:
-        return ()
-    return tuple(range(-(-least // steps), (most - 1) // (steps - 1) + 1))
+    return () if steps < 2 else tuple(range(math.ceil(least / steps), (most - 1) // (steps - 1) + 1))
 
 
 def _settings(ran: Ran, fixed: Job, old: Job) -> Iterator[Check]:
@@ -144,7 +141,7 @@ def _settings(ran: Ran, fixed: Job, old: Job) -> Iterator[Check]:
         if wanted is None:
             continue
         title = name.replace("_", " ")
-        if name == "persistent_workers" and wanted == (DEFAULTS[name] if before is None else before):
+        if name == "persistent_workers" and wanted == bool(before):
             yield Check(title, "ok", f"{wanted}: no change", "it is the default, or what the script said before")
             continue
         shown = ran.printed.get(name, [])

@@ -1,8 +1,7 @@
-"""All that others than the job's own log say of its death, in one hearing: accounting, kernel, containers, memfit.
+"""What others than the job's own log say of its death: accounting, kernel, memfit's own run directory.
 
-The facts' ``stream`` is -1 until `Heard.placed` gives them one of their own, in which no line around them tells a
-phase. A fact of a kernel's log or
-of an accounting with many jobs has ``linked`` among its values: True where a number in the job's own log names it,
+Their signs get a stream of their own from `Heard.placed`, in which no line around them tells a phase. A sign of a
+kernel's log or of an accounting has ``linked`` among its values: True where a number in the job's own log names it,
 None where nothing could tell, False where the log names others.
 """
 
@@ -13,16 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memfit.diagnosis._containers import ContainerEnd, container_facts, parse_documents, parse_lines
-from memfit.diagnosis._facts import Fact
-from memfit.diagnosis._kernel_log import KernelKill, find_kills, kernel_facts, read_kernel_lines
-from memfit.diagnosis._runs import find_run, run_facts
-from memfit.diagnosis._sacct import Request, Row, lines_of, parse_sacct, parse_sacct_lines, sacct_facts
-from memfit.diagnosis._scontrol import Limit, parse_node_limits, parse_seff, parse_shapes
+from memfit.diagnosis._kernel_log import KernelKill, find_kills, kernel_signs, read_kernel_lines
+from memfit.diagnosis._runs import find_run, run_signs
+from memfit.diagnosis._signatures import Sign
 from memfit.diagnosis._slurm_account import NodeAccount, account_nodes
 from memfit.diagnosis._text import Line, Stream
+from memfit.slurm import Row, parse_sacct, parse_shapes
 
-_NOWHERE = -1
 #: So far apart nothing is taken for the echo or the end of something else.
 _APART = 100
 _JOB_IDS = re.compile(
@@ -36,18 +32,12 @@ class Heard:
     """What was heard.
 
     Attributes:
-        facts: Good ends, then the kernel's, the containers' and the accounting's; of a run directory, in time.
+        signs: Good ends, then the kernel's and the accounting's; of a run directory, in time.
         accounts: The memory of each step of the job on a node, the killed one first.
-        kills: What the kernel tells.
-        containers: What container runtimes tell.
-        limits: What nodes and partitions have.
     """
 
-    facts: tuple[Fact, ...] = ()
+    signs: tuple[Sign, ...] = ()
     accounts: tuple[NodeAccount, ...] = ()
-    kills: tuple[KernelKill, ...] = ()
-    containers: tuple[ContainerEnd, ...] = ()
-    limits: tuple[Limit, ...] = ()
 
     @property
     def arithmetic(self) -> tuple[str, ...]:
@@ -56,22 +46,22 @@ class Heard:
         told = [one for one in self.accounts if one.verdict != "unknown"]
         return over or tuple(one.text for one in sorted(told, key=lambda one: -(one.worst_bytes or 0)))[:1]
 
-    def placed(self, index: int) -> tuple[Stream, list[Fact]]:
-        """The facts that may be the job's own, in a stream of their own lines that lie far apart.
+    def placed(self, index: int) -> tuple[Stream, list[Sign]]:
+        """The signs that may be the job's own, in a stream of their own lines that lie far apart.
 
         Args:
             index: The stream's number among those of the job's logs.
         """
         lines: list[Line] = []
-        facts: list[Fact] = []
+        signs: list[Sign] = []
         # Of several that nothing links to the job, none can be told to be its own.
-        unlinked = {_identity(fact) for fact in self.facts if fact.values.get("linked", True) is None}
-        for fact in self.facts:
-            link = fact.values.get("linked", True)
-            if link or (link is None and len({one for one in unlinked if one[0] == fact.file}) == 1):
-                facts.append(replace(fact, stream=index, place=len(lines)))
-                lines += [*fact.lines, *([Line(fact.file, 0, "")] * _APART)]
-        return Stream(lines), facts
+        unlinked = {_identity(sign) for sign in self.signs if sign.values.get("linked", True) is None}
+        for sign in self.signs:
+            link = sign.values.get("linked", True)
+            if link or (link is None and len({one for one in unlinked if one[0] == sign.file}) == 1):
+                signs.append(replace(sign, stream=index, place=len(lines)))
+                lines += [*sign.lines, *([Line(sign.file, 0, "")] * _APART)]
+        return Stream(lines), signs
 
 
 @dataclass(frozen=True)
@@ -107,45 +97,69 @@ def hear(
     *,
     sacct: str | None = None,
     kernel_log: str | None = None,
-    asked: Request | None = None,
-    tasks_per_node: int | None = None,
     files: tuple[str, str] = ("sacct", "kernel log"),
 ) -> Heard:
     """What the lines of a job's logs and its other witnesses say.
 
     Args:
         lines: The lines of all logs.
-        sacct: The text of what ``sacct`` printed; also ``seff``, ``scontrol`` and ``sinfo`` in one file.
+        sacct: The text of what ``sacct`` printed; also ``scontrol`` in the same file.
         kernel_log: The text of the kernel's log.
-        asked: What the script asks for.
-        tasks_per_node: What the script says.
         files: The names of those two files.
     """
     named = find_names(lines)
-    told = lines_of(sacct, files[0]) if sacct is not None else []
-    rows = parse_sacct(sacct, files[0]) if sacct is not None else parse_sacct_lines(lines)
-    rows, linked = _ours(rows, named)
+    told = [Line(files[0], number, text) for number, text in enumerate((sacct or "").split("\n"), 1)]
+    told = list(lines) if sacct is None else told
+    texts = [line.text for line in told]
+    rows, linked = _ours(parse_sacct(texts), named)
     kills = (
         [*find_kills(read_kernel_lines(kernel_log, files[1])), *find_kills(lines)] if kernel_log else find_kills(lines)
     )
-    ends = [*parse_lines(lines), *(parse_documents(sacct, files[0]) if sacct and not rows else [])]
-    facts = _linked([(fact, kill) for kill in kills for fact in kernel_facts([kill], _NOWHERE)], named)
-    facts += container_facts(ends, kills, _NOWHERE)
-    facts += [replace(fact, values={**fact.values, "linked": linked}) for fact in sacct_facts(rows, _NOWHERE)]
-    facts.sort(key=lambda fact: fact.kind != "success")  # another job's good end makes nothing good
-    shapes = [shape for shape in parse_shapes(told) if not rows or shape.job == rows[0].raw_job]
-    seffs = [one for one in parse_seff(told) if not rows or one.job == rows[0].job]
+    signs = _linked([(sign, kill) for kill in kills for sign in kernel_signs([kill])], named)
+    signs += [replace(sign, values={**sign.values, "linked": linked}) for sign in sacct_signs(rows, told)]
+    signs.sort(key=lambda sign: sign.name != "success")  # another job's good end makes nothing good
+    shapes = [shape for shape in parse_shapes(texts) if not rows or shape.job == rows[0].raw_job]
     accounts: list[NodeAccount] = []
     for job in dict.fromkeys(row.job for row in rows):
-        accounts += account_nodes(
-            [row for row in rows if row.job == job],
-            shape=shapes[0] if shapes else None,
-            seff=seffs[0] if seffs else None,
-            asked=asked,
-            tasks_per_node=tasks_per_node,
-        )
-    limits = parse_node_limits(told)
-    return Heard(tuple(facts), tuple(accounts), tuple(kills), tuple(ends), tuple(limits))
+        accounts += account_nodes([row for row in rows if row.job == job], shape=shapes[0] if shapes else None)
+    return Heard(tuple(signs), tuple(accounts))
+
+
+_STATES = {
+    "OUT_OF_MEMORY": "cgroup_kill",
+    "TIMEOUT": "walltime",
+    "DEADLINE": "walltime",
+    "PREEMPTED": "preempted",
+    "NODE_FAIL": "node_fail",
+    "BOOT_FAIL": "node_fail",
+    "CANCELLED": "cancelled",
+}
+#: The signal that stands in an exit code for a kill by the out-of-memory handler. Source: Slurm, slurm_errno.h.
+_OOM_SIGNAL = 125
+
+
+def sacct_signs(rows: Sequence[Row], lines: Sequence[Line]) -> list[Sign]:
+    """What the last attempt of each job says of its end; of a job and its steps, each that says something.
+
+    A step's state is its own: a job may end FAILED by its script while one of its steps ran out of memory, and a job
+    is OUT_OF_MEMORY though its script went on and ended with 0.
+    """
+    last = {row.job: row.attempt for row in rows}
+    found = []
+    for row in rows:
+        if row.attempt != last[row.job]:
+            continue
+        name = _STATES.get(row.state, "")
+        if _OOM_SIGNAL in (row.signal, row.derived_signal):
+            name = "cgroup_kill"
+        elif not name and row.signal == 9:
+            name = "killed"
+        elif row.state == "COMPLETED" and not row.step and not row.exit_code:
+            name = "success"
+        if name and not (name == "cancelled" and row.step):
+            values = {"who": "Slurm", "step": row.id, "exit_code": row.exit_code, "state": row.state}
+            found.append(Sign(name, (lines[row.number - 1],), values))
+    return found
 
 
 def hear_run(path: Path) -> Heard:
@@ -155,7 +169,7 @@ def hear_run(path: Path) -> Heard:
         return Heard()
     inside = path.resolve().relative_to(run.path.resolve()).parts if path.resolve() != run.path.resolve() else ()
     only = inside[1] if len(inside) > 1 and inside[0] == "jobs" else None
-    return Heard(tuple(run_facts(run, only, _NOWHERE)))
+    return Heard(tuple(run_signs(run, only)))
 
 
 def _ours(rows: list[Row], named: Named) -> tuple[list[Row], bool | None]:
@@ -167,18 +181,18 @@ def _ours(rows: list[Row], named: Named) -> tuple[list[Row], bool | None]:
     return rows, None if not named.jobs or len({row.job for row in rows}) == 1 else False
 
 
-def _identity(fact: Fact) -> tuple[str, str]:
-    """Where a fact stands, and which job or process it speaks of."""
-    step = str(fact.values.get("step", "")).partition(".")[0]
-    return fact.file, step or str(fact.values.get("pid", ""))
+def _identity(sign: Sign) -> tuple[str, str]:
+    """Where a sign stands, and which job or process it speaks of."""
+    step = str(sign.values.get("step", "")).partition(".")[0]
+    return sign.file, step or str(sign.values.get("pid", ""))
 
 
-def _linked(found: Sequence[tuple[Fact, KernelKill]], named: Named) -> list[Fact]:
-    """Facts with what links them to the job; beside one that is surely the job's, the others are others'."""
+def _linked(found: Sequence[tuple[Sign, KernelKill]], named: Named) -> list[Sign]:
+    """Signs with what links them to the job; beside one that is surely the job's, the others are others'."""
     links = [_link(kill, named) for _, kill in found]
     if True in links:
         links = [link or False for link in links]
-    return [replace(fact, values={**fact.values, "linked": link}) for (fact, _), link in zip(found, links, strict=True)]
+    return [replace(sign, values={**sign.values, "linked": link}) for (sign, _), link in zip(found, links, strict=True)]
 
 
 def _link(kill: KernelKill, named: Named) -> bool | None:

@@ -14,44 +14,59 @@ from memfit.units import format_bytes
 if TYPE_CHECKING:
     from memfit.diagnosis import Check, Diagnosis, Fix, Remedy
 
-_MOST_EVIDENCE, _MOST_WIDTH = 8, 400
+_MOST_EVIDENCE, _MOST_WIDTH, _MOST_ACTIONS = 8, 400, 3
 _STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green"}
 
 
-def print_diagnosis(diagnosis: Diagnosis, remedies: Sequence[Remedy], console: Console) -> None:
-    """Print what happened, the lines that prove it, the arithmetic, and what to do, the cheapest first."""
+def print_diagnosis(
+    diagnosis: Diagnosis, remedies: Sequence[Remedy], console: Console, *, verbose: bool = False
+) -> None:
+    """Print what happened, the line that proves it and at most three actions; with ``verbose`` all that is known."""
     from memfit.diagnosis import what_happened
 
     is_known = diagnosis.cause != "unknown"
-    head = what_happened(diagnosis) if is_known else "unknown: no line that was read proves a cause"
+    head = f"{what_happened(diagnosis)} ({diagnosis.confidence})" if is_known else "unknown: no line proves a cause"
     style = "bold yellow" if diagnosis.recovered or not is_known else "bold red" if diagnosis.oom else "bold"
-    recovered = "; recovered, the work went on" if diagnosis.recovered else ""
+    recovered = "; the work went on" if diagnosis.recovered else ""
     console.print(Text(f"{head}{recovered}", style=style), soft_wrap=True)
-    facts = [("kind", f"{diagnosis.kind}, {diagnosis.cause}, confidence {diagnosis.confidence:.2f}")]
-    place = ", ".join(f"{name} {value}" for name, value in diagnosis.where.items() if value is not None)
-    facts += [("where", place)] if place else []
-    facts.append(("phase", diagnosis.phase))
-    facts += [("", line) for line in diagnosis.arithmetic]
-    _rows(facts if is_known else facts[-1:], console)
-    _evidence(diagnosis, console)
-    if diagnosis.timeline:
+    place = [f"{name} {value}" for name, value in diagnosis.where.items() if value is not None]
+    facts = [f"kind {diagnosis.kind}", f"cause {diagnosis.cause}", f"phase {diagnosis.phase}", *place]
+    console.print(Text(f"  {', '.join(facts)}"), soft_wrap=True)
+    for text in diagnosis.arithmetic if verbose else diagnosis.arithmetic[:1]:
+        console.print(f"  {text}", markup=False, soft_wrap=True)
+    _evidence(diagnosis, console, _MOST_EVIDENCE if verbose else 1)
+    if verbose and diagnosis.timeline:
         console.print("\ntimeline", style="bold")
         for moment in diagnosis.timeline:
-            console.print(
-                f"  {moment.time or '-':<20}  {moment.what}: {moment.text.strip()[:120]}", markup=False, soft_wrap=True
-            )
-    _remedies(remedies, console)
-    if diagnosis.checks:
+            text = f"  {moment.time or '-':<20}  {moment.what}: {moment.text.strip()[:120]}"
+            console.print(text, markup=False, soft_wrap=True)
+    if verbose:
+        _remedies(remedies, console)
+    else:
+        _actions([one for one in remedies if one.helps][:_MOST_ACTIONS], console)
+    if diagnosis.checks and (verbose or not is_known):
         console.print("\nto check", style="bold")
         for line in diagnosis.checks:
             console.print(f"  {line}", markup=False, soft_wrap=True)
+    if not verbose and is_known:
+        console.print(
+            "\n--verbose: timeline, arithmetic, what each action costs, what would change nothing", style="dim"
+        )
+
+
+def _actions(remedies: Sequence[Remedy], console: Console) -> None:
+    if remedies:
+        console.print("\nwhat to do", style="bold")
+    for number, one in enumerate(remedies, 1):
+        text = f"  {number}. {one.title}{f': {one.setting}' if one.setting else ''}"
+        console.print(text, markup=False, soft_wrap=True)
 
 
 def explain_in_a_line(diagnosis: Diagnosis) -> str:
     """The diagnosis and its first piece of evidence in one line.
 
     >>> from memfit.diagnosis import Diagnosis
-    >>> explain_in_a_line(Diagnosis(False, False, "none", "unknown", "unknown", 0.0))
+    >>> explain_in_a_line(Diagnosis(False, False, "none", "unknown", "unknown", "not shown"))
     'unknown'
     """
     from memfit.diagnosis import what_happened
@@ -61,7 +76,7 @@ def explain_in_a_line(diagnosis: Diagnosis) -> str:
     phase = f" in phase {diagnosis.phase}" if diagnosis.phase != "unknown" else ""
     proof = diagnosis.evidence[0] if diagnosis.evidence else None
     where = f"; line {proof.line}: {proof.text.strip()[:160]}" if proof else ""
-    return f"{what_happened(diagnosis)}{phase} (confidence {diagnosis.confidence:.2f}){where}"
+    return f"{what_happened(diagnosis)}{phase} ({diagnosis.confidence}){where}"
 
 
 def print_fix(fix: Fix, console: Console) -> None:
@@ -100,21 +115,14 @@ def print_verification(checks: Sequence[Check], console: Console, *, counts: boo
         console.print(f"in force: {num['ok']}, not in force: {num['problem']}, not shown: {num['warning']}")
 
 
-def _rows(rows: Sequence[tuple[str, str]], console: Console) -> None:
-    for name, text in rows:
-        console.print(Text.assemble((f"  {name:<6}", "dim"), text), soft_wrap=True)
-
-
-def _evidence(diagnosis: Diagnosis, console: Console) -> None:
-    if not diagnosis.evidence:
-        return
-    console.print("\nevidence", style="bold")
-    for one in diagnosis.evidence[:_MOST_EVIDENCE]:
-        console.print(
-            Text.assemble((f"  {one.file}:{one.line}  ", "dim"), one.text.strip()[:_MOST_WIDTH]), soft_wrap=True
-        )
-    if len(diagnosis.evidence) > _MOST_EVIDENCE:
-        console.print(f"  and {len(diagnosis.evidence) - _MOST_EVIDENCE} more lines; --json lists all")
+def _evidence(diagnosis: Diagnosis, console: Console, most: int) -> None:
+    if most > 1 and diagnosis.evidence:
+        console.print("\nevidence", style="bold")
+    for one in diagnosis.evidence[:most]:
+        place = Text(f"  {one.file}:{one.line}  ", style="dim")
+        console.print(place + Text(one.text.strip()[:_MOST_WIDTH]), soft_wrap=True)
+    if 1 < most < len(diagnosis.evidence):
+        console.print(f"  and {len(diagnosis.evidence) - most} more lines; --json lists all")
 
 
 def _remedies(remedies: Sequence[Remedy], console: Console) -> None:

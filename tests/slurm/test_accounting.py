@@ -1,12 +1,12 @@
-"""What sacct, seff, scontrol and sinfo print, in every form; most texts are of a real Slurm 22.05 that killed jobs."""
+"""What sacct, scontrol and sinfo print, in every form; most texts are of a real Slurm 22.05 that killed jobs."""
 
-import json
 import random
 
 import pytest
 
-from memfit.diagnosis._sacct import lines_of, parse_request, parse_sacct, parse_sacct_lines, sacct_facts
-from memfit.diagnosis._scontrol import parse_node_limits, parse_seff, parse_shapes
+from memfit.diagnosis._text import Line
+from memfit.diagnosis._witnesses import sacct_signs
+from memfit.slurm import parse_node_limits, parse_request, parse_sacct, parse_shapes
 
 MIB, GIB = 1 << 20, 1 << 30
 # Job 2 ran two steps of four tasks on two nodes with --mem=300M; the second met that limit on both.
@@ -42,62 +42,17 @@ JobID|State|ExitCode|ReqMem|NNodes
 """
 
 
+def signs_of(rows):
+    lines = [Line("acct", number, "") for number in range(1, 100)]
+    return sacct_signs(rows, lines)
+
+
 def by_id(rows):
     return {row.id: row for row in rows}
 
 
-def as_json(*, newer):
-    """A document of ``sacct --json``: of Slurm 22.05, or of 23.11 and later, which wraps numbers and lists states."""
-
-    def number(value):
-        return {"set": True, "infinite": False, "number": value} if newer else value
-
-    def state(word):
-        return {"current": [word] if newer else word, "reason": "None"}
-
-    def mem(count, **more):
-        return [{"type": "cpu", "count": 1}, {"type": "mem", "name": "", "id": 2, "count": count, **more}]
-
-    step = {
-        "nodes": {"count": 2, "range": "n[1-2]"},
-        "tres": {
-            "requested": {"max": mem(265121792, task=1), "average": mem(102199296), "total": mem(408797184)},
-            "allocated": mem(600),
-        },
-        "time": {"elapsed": 5, "start": number(1795296116), "end": number(1795296121)},
-        "exit_code": {
-            "status": ["SIGNALED"] if newer else "SIGNALED",
-            "return_code": number(0) if newer else None,
-            "signal": {"id": number(125), "name": "125"} if newer else {"signal_id": 125, "name": "Unknown signal 125"},
-        },
-        "tasks": {"count": 4},
-        "state": ["OUT_OF_MEMORY"] if newer else "OUT_OF_MEMORY",
-        "step": {"id": "2.1" if newer else 1, "name": "python3"},
-    }
-    required = (
-        {"CPUs": 4, "memory_per_node": number(300), "memory_per_cpu": {"set": False}}
-        if newer
-        else {"CPUs": 4, "memory": 300}
-    )
-    job = {
-        "job_id": 2,
-        "array": {"job_id": 0, "task_id": {"set": False} if newer else None},
-        "name": "ranks",
-        "state": state("FAILED"),
-        "exit_code": {"status": "SUCCESS", "return_code": number(1)},
-        "derived_exit_code": step["exit_code"],
-        "required": required,
-        "allocation_nodes": 2,
-        "nodes": "n[1-2]",
-        "time": {"elapsed": 12, "limit": number(60)},
-        "tres": {"allocated": mem(600), "requested": mem(600)},
-        "steps": [step],
-    }
-    return json.dumps({"meta": {}, "jobs": [job], "errors": []}, indent=2)
-
-
 def test_a_parsable_listing_is_read_with_the_scope_of_each_number():
-    rows = by_id(parse_sacct(PARSABLE, "acct"))
+    rows = by_id(parse_sacct(PARSABLE))
     step = rows["2.1"]
     assert (step.state, step.exit_code, step.signal) == ("OUT_OF_MEMORY", 0, 125)
     assert (step.max_rss_bytes, step.ave_rss_bytes, step.total_rss_bytes) == (258908 << 10, 99804 << 10, 399216 << 10)
@@ -108,7 +63,7 @@ def test_a_parsable_listing_is_read_with_the_scope_of_each_number():
         600 * MIB,
     )
     assert (rows["2"].derived_signal, rows["2"].limit_seconds, rows["2"].seconds) == (125, 3600, 12)
-    assert (step.line.file, step.line.number) == ("acct", 5)
+    assert step.number == 5
 
 
 def test_a_wide_table_with_cut_columns_says_the_same():
@@ -145,25 +100,13 @@ def test_without_a_header_states_and_codes_are_still_read():
     assert rows["3_3.batch"].signal == 125
 
 
-@pytest.mark.parametrize("newer", [False, True])
-def test_json_of_old_and_new_versions_says_the_same(newer):
-    text = as_json(newer=newer)
-    rows = by_id(parse_sacct(text, "acct.json"))
-    job, step = rows["2"], rows["2.1"]
-    assert (step.state, step.signal, step.num_tasks, step.num_nodes) == ("OUT_OF_MEMORY", 125, 4, 2)
-    assert (step.max_rss_bytes, step.ave_rss_bytes) == (265121792, 102199296)
-    assert (job.request.bytes, job.request.scope) == (300 * MIB, "node")
-    assert (job.allocated_bytes, job.derived_signal, job.limit_seconds) == (600 * MIB, 125, 3600)
-    assert '"job_id": 2' in text.splitlines()[step.line.number - 1]
-
-
 def test_a_requeued_job_has_attempts_and_its_last_one_speaks():
     rows = parse_sacct(REQUEUED)
     assert [(row.id, row.state, row.attempt) for row in rows if row.job == "9" and not row.step] == [
         ("9", "REQUEUED", 1),
         ("9", "COMPLETED", 2),
     ]
-    assert [(fact.kind, fact.values["step"]) for fact in sacct_facts(rows)] == [("walltime", "10"), ("success", "9")]
+    assert [(sign.name, sign.values["step"]) for sign in signs_of(rows)] == [("walltime", "10"), ("success", "9")]
 
 
 def test_a_task_of_an_array_keeps_the_number_that_the_daemons_use():
@@ -172,7 +115,7 @@ def test_a_task_of_an_array_keeps_the_number_that_the_daemons_use():
 
 
 def test_a_step_out_of_memory_is_told_though_its_job_says_failed():
-    facts = {fact.values["step"]: fact.kind for fact in sacct_facts(parse_sacct(PARSABLE))}
+    facts = {sign.values["step"]: sign.name for sign in signs_of(parse_sacct(PARSABLE))}
     assert facts["2.1"] == "cgroup_kill"
     assert facts["2"] == "cgroup_kill"  # by its DerivedExitCode
     assert "2.0" not in facts
@@ -180,9 +123,9 @@ def test_a_step_out_of_memory_is_told_though_its_job_says_failed():
 
 
 def test_a_failed_job_without_the_signal_of_memory_is_none():
-    assert sacct_facts(parse_sacct("JobID|State|ExitCode|DerivedExitCode\n6|FAILED|3:0|1:0\n6.0|FAILED|1:0|\n")) == []
-    killed = sacct_facts(parse_sacct("JobID|State|ExitCode\n6.0|FAILED|0:9\n"))
-    assert [fact.kind for fact in killed] == ["sigkill"]
+    assert signs_of(parse_sacct("JobID|State|ExitCode|DerivedExitCode\n6|FAILED|3:0|1:0\n6.0|FAILED|1:0|\n")) == []
+    killed = signs_of(parse_sacct("JobID|State|ExitCode\n6.0|FAILED|0:9\n"))
+    assert [sign.name for sign in killed] == ["killed"]
 
 
 @pytest.mark.parametrize(
@@ -207,27 +150,8 @@ def test_rows_amid_a_log_are_found_and_its_other_lines_are_none():
         *PARSABLE.splitlines(),
         "done | COMPLETED | yes",
     ]
-    rows = parse_sacct_lines(lines_of("\n".join(log)))
+    rows = parse_sacct(log)
     assert len(rows) == 8
-
-
-def test_seff_is_read_with_its_scopes():
-    text = """\
-Job ID: 273202
-Array Job ID: 273200_2
-Cluster: lab
-State: OUT_OF_MEMORY (exit code 0)
-Nodes: 4
-Cores per node: 64
-CPU Utilized: 1-02:03:04
-Memory Utilized: 1.12 TB (estimated maximum)
-Memory Efficiency: 111.56% of 1.00 TB (256.00 GB/node)
-"""
-    found = parse_seff(lines_of(text))[0]
-    assert (found.job, found.state, found.exit_code, found.num_nodes) == ("273200_2", "OUT_OF_MEMORY", 0, 4)
-    assert found.is_estimate
-    assert (found.request.bytes, found.request.scope) == (256 * GIB, "node")
-    assert found.requested_bytes == 1024 * GIB
 
 
 SHOWN = """\
@@ -246,7 +170,7 @@ JobId=2 JobName=two words
 
 
 def test_scontrol_shows_a_jobs_shape():
-    shape = parse_shapes(lines_of(SHOWN))[0]
+    shape = parse_shapes(SHOWN.split("\n"))[0]
     assert (shape.state, shape.num_nodes, shape.num_tasks, shape.tasks_per_node) == ("OUT_OF_MEMORY", 2, 4, 2)
     assert (shape.request.bytes, shape.request.scope, shape.limit_seconds) == (300 * MIB, "node", 86400)
     assert (shape.restarts, dict(shape.files)["StdErr"], shape.partition) == (1, "/home/user/out.err", "lab")
@@ -266,7 +190,7 @@ PartitionName=gpu
 PARTITION TIMELIMIT NODES MEMORY STATE
 gpu*      2-00:00:00   66 525312+ mixed
 """
-    found = {limit.source: limit for limit in parse_node_limits(lines_of(text))}
+    found = {limit.source: limit for limit in parse_node_limits(text.split("\n"))}
     assert found["RealMemory"].bytes == 513 * GIB
     assert (found["MaxMemPerNode"].bytes, found["MaxMemPerNode"].num_nodes, found["MaxMemPerNode"].seconds) == (
         None,
@@ -278,7 +202,7 @@ gpu*      2-00:00:00   66 525312+ mixed
 
 def test_nothing_is_read_from_what_is_none():
     assert parse_sacct("") == parse_sacct('{"jobs": [') == parse_sacct("[1, 2]") == []
-    assert parse_seff([]) == parse_shapes([]) == parse_node_limits([]) == []
+    assert parse_shapes([]) == parse_node_limits([]) == []
 
 
 @pytest.mark.parametrize("text", [PARSABLE, WIDE, REQUEUED, SHOWN])
@@ -288,8 +212,8 @@ def test_torn_text_is_never_a_fault(text):
         torn = list(text)
         for _ in range(40):
             torn[chance.randrange(len(torn))] = chance.choice("0123456789|:,.+-[]=\n KMGnc")
-        lines = lines_of("".join(torn))
+        lines = "".join(torn).split("\n")
         rows = parse_sacct("".join(torn))
-        sacct_facts(rows)
+        signs_of(rows)
         assert len(rows) <= len(lines)
-        parse_seff(lines), parse_shapes(lines), parse_node_limits(lines)
+        parse_shapes(lines), parse_node_limits(lines)

@@ -1,19 +1,16 @@
-"""What Slurm's tools print of a job: ``sacct`` in all its forms, ``seff``, ``scontrol show``, ``sinfo``; parsed purely.
+"""What ``sacct`` prints of a job, parsed purely.
 
 Whose number it is matters more here than the number: MaxRSS and AveRSS are of one task, a request is of a node, of a
-CPU or of the whole job, a state is of a step. Each record says so, and `_slurm_account` reckons with it.
+CPU or of the whole job, a state is of a step. Each record says so.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-from memfit.diagnosis._facts import Fact, FactKind
-from memfit.diagnosis._text import Line
 from memfit.units import GIB, KIB, MIB, TIB
 
 Scope = Literal["node", "cpu", "job"]
@@ -70,7 +67,7 @@ class Row:
         max_rss_node: Where the largest task ran.
         name, partition: As written.
         attempt: From 1; a requeued job has several.
-        line: Where it stands.
+        number, text: The line that it stands in, from 1.
     """
 
     job: str
@@ -98,7 +95,8 @@ class Row:
     name: str = ""
     partition: str = ""
     attempt: int = 1
-    line: Line | None = None
+    number: int = 0
+    text: str = ""
 
     @property
     def id(self) -> str:
@@ -106,16 +104,11 @@ class Row:
         return f"{self.job}.{self.step}" if self.step else self.job
 
 
-def lines_of(text: str, file: str = "-") -> list[Line]:
-    """A text's lines as they are."""
-    return [Line(file, number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1)]
+def parse_sacct(text: str | Sequence[str]) -> list[Row]:
+    """The rows of what ``sacct`` printed, alone or amid other lines; in order, requeued attempts numbered.
 
-
-def parse_sacct(text: str, file: str = "-") -> list[Row]:
-    """The rows of what ``sacct`` printed, alone or amid other text; in order, requeued attempts numbered.
-
-    It reads ``-P``, ``-p`` and other delimiters, wide tables with cut columns, both without a header as far as that
-    goes, and ``--json`` of Slurm 21.08 and later.
+    It reads ``-P``, ``-p`` and other delimiters, and wide tables with cut columns, both without a header as far as that
+    goes.
 
     >>> parse_sacct("JobID|State|MaxRSS\\n7.0|OUT_OF_MEMORY|258908K\\n")[0].max_rss_bytes == 258908 * 1024
     True
@@ -123,14 +116,8 @@ def parse_sacct(text: str, file: str = "-") -> list[Row]:
     >>> parse_sacct(wide)[0].state, parse_sacct(wide)[0].request.scope
     ('OUT_OF_MEMORY', 'node')
     """
-    opening = text.lstrip("\ufeff \t\r\n")
-    rows = list(_from_json(opening, file)) if opening[:1] == "{" else []
-    return _numbered(rows or _from_lines(lines_of(text, file)))
-
-
-def parse_sacct_lines(lines: Sequence[Line]) -> list[Row]:
-    """The rows of ``sacct`` among the lines of a log."""
-    return _numbered(_from_lines(lines))
+    lines = text.split("\n") if isinstance(text, str) else text
+    return _numbered(_from_lines([line.rstrip("\r") for line in lines]))
 
 
 def _numbered(rows: Sequence[Row]) -> list[Row]:
@@ -147,22 +134,22 @@ def _numbered(rows: Sequence[Row]) -> list[Row]:
 # Tables.
 
 
-def _from_lines(lines: Sequence[Line]) -> list[Row]:
+def _from_lines(lines: Sequence[str]) -> list[Row]:
     rows: list[Row] = []
     names: list[str] = []
     delimiter = ""
     spans: list[tuple[int, int]] = []
     for place, line in enumerate(lines):
-        header = _header(line.text)
+        header = _header(line)
         if header:
             delimiter, names = header
-            below = lines[place + 1].text if place + 1 < len(lines) else ""
+            below = lines[place + 1] if place + 1 < len(lines) else ""
             spans = [found.span() for found in re.finditer(r"-+", below)] if set(below.strip()) == {"-", " "} else []
             continue
-        cells = _cells(line.text, delimiter, names, spans) if names else {}
-        row = (_row(cells, line) if cells else None) or _bare_row(line)
+        cells = _cells(line, delimiter, names, spans) if names else {}
+        row = (_row(cells) if cells else None) or _bare_row(line)
         if row is not None:
-            rows.append(row)
+            rows.append(replace(row, number=place + 1, text=line))
     return rows
 
 
@@ -204,7 +191,7 @@ def _fits(text: str, spans: list[tuple[int, int]], shift: int) -> bool:
     return all(text[end + shift : end + shift + 1] in ("", " ") for _, end in spans)
 
 
-def _row(cells: Mapping[str, str], line: Line) -> Row | None:
+def _row(cells: Mapping[str, str]) -> Row | None:
     cells = {name: value.strip() for name, value in cells.items()}
     shown = cells.get("jobid") or cells.get("jobidraw") or ""
     if not _ID.fullmatch(shown):
@@ -238,29 +225,28 @@ def _row(cells: Mapping[str, str], line: Line) -> Row | None:
         max_rss_node=cells.get("maxrssnode", ""),
         name=cells.get("jobname", ""),
         partition=cells.get("partition", ""),
-        line=line,
     )
 
 
-def _bare_row(line: Line) -> Row | None:
+def _bare_row(line: str) -> Row | None:
     """A row without its header: only what says by itself what it is.
 
-    >>> _bare_row(Line("-", 1, "7.batch|OUT_OF_MEMORY||0")).state
+    >>> _bare_row("7.batch|OUT_OF_MEMORY||0").state
     'OUT_OF_MEMORY'
-    >>> _bare_row(Line("-", 1, "7.bat+      batch               root          1 OUT_OF_ME+    0:125 ")).signal
+    >>> _bare_row("7.bat+      batch               root          1 OUT_OF_ME+    0:125 ").signal
     125
     """
-    parts = [part.strip() for part in line.text.split("|")] if "|" in line.text else line.text.split()
-    if len(parts) < 2 or not _ID.fullmatch(parts[0]) or f"{parts[0]} |" in line.text:  # a table of something else
+    parts = [part.strip() for part in line.split("|")] if "|" in line else line.split()
+    if len(parts) < 2 or not _ID.fullmatch(parts[0]) or f"{parts[0]} |" in line:  # a table of something else
         return None
     states = [state for part in parts[1:] if (state := full_state(part))]
     pairs = [part for part in parts[1:] if _PAIR.fullmatch(part)]
-    if not states or not ("|" in line.text or pairs):
+    if not states or not ("|" in line or pairs):
         return None
     exit_code, signal = _pair(pairs[0] if pairs else "")
     job, _, step = parts[0].partition(".")
     request = next((found for part in parts[1:] if part[-1:] in ("n", "c") and (found := parse_request(part))), None)
-    return Row(job, _step(step), job, states[0], exit_code, signal, request=request, line=line)
+    return Row(job, _step(step), job, states[0], exit_code, signal, request=request)
 
 
 def _step(text: str) -> str:
@@ -352,154 +338,3 @@ def _number(text: str) -> int | None:
 
 def _or(first: int | None, second: int | None) -> int | None:
     return second if first is None else first
-
-
-# JSON.
-
-
-def _from_json(text: str, file: str) -> Iterator[Row]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return
-    numbers = _numbers_of_ids(text)
-    for job in found.get("jobs", []) if isinstance(found, dict) else []:
-        array = job.get("array") or {}
-        task = _plain(array.get("task_id"))
-        owner = _plain(array.get("job_id"))
-        name = f"{owner}_{task}" if owner and task is not None else str(job.get("job_id", ""))
-        number = numbers.get(str(job.get("job_id")), 1)
-        yield _json_row(job, name, "", Line(file, number, f"job {name}: {_state_of(job)}"))
-        for step in job.get("steps") or []:
-            step_name = str(((step.get("step") or {}).get("id")) or (step.get("step") or {}).get("name") or "")
-            if isinstance((step.get("step") or {}).get("id"), int):
-                step_name = str(step["step"]["id"])
-            step_name = step_name.rpartition(".")[2].lower()
-            yield _json_row(
-                step, name, step_name, Line(file, number, f"step {name}.{step_name}: {_state_of(step)}"), job
-            )
-
-
-def _numbers_of_ids(text: str) -> dict[str, int]:
-    """The line of each job's number."""
-    found: dict[str, int] = {}
-    for number, line in enumerate(text.split("\n"), 1):
-        if match := re.search(r'"job_id": ?(\d+)', line):
-            found.setdefault(match[1], number)
-    return found
-
-
-def _json_row(one: Mapping[str, Any], job: str, step: str, line: Line, owner: Mapping[str, Any] | None = None) -> Row:
-    tres = one.get("tres") or {}
-    requested = tres.get("requested") if isinstance(tres.get("requested"), dict) else {}
-    most, mean, total = (_memory_of(requested, name) for name in ("max", "average", "total"))
-    exit_code, signal = _json_exit(one.get("exit_code"))
-    derived, derived_signal = _json_exit(one.get("derived_exit_code"))
-    time, nodes = one.get("time") or {}, one.get("nodes")
-    allocated = _memory_of(tres, "allocated")
-    limit = _plain(time.get("limit"))
-    return Row(
-        job,
-        step,
-        raw_job=str((owner or one).get("job_id") or job),
-        state=_state_of(one),
-        exit_code=exit_code,
-        signal=signal,
-        derived_exit_code=derived,
-        derived_signal=derived_signal,
-        request=_json_request(one.get("required") or {}),
-        allocated_bytes=allocated * MIB if allocated is not None else None,  # counted in MiB there, usage in bytes
-        max_rss_bytes=most,
-        ave_rss_bytes=mean,
-        total_rss_bytes=total,
-        num_tasks=_plain((one.get("tasks") or {}).get("count")),
-        num_nodes=_plain(nodes.get("count")) if isinstance(nodes, dict) else _plain(one.get("allocation_nodes")),
-        num_cpus=_count_of(tres.get("allocated"), "cpu"),
-        seconds=_plain(time.get("elapsed")),
-        limit_seconds=limit * 60 if limit else None,
-        start=str(_plain(time.get("start")) or ""),
-        end=str(_plain(time.get("end")) or ""),
-        nodes=str(nodes.get("range") or "") if isinstance(nodes, dict) else str(nodes or ""),
-        name=str(one.get("name") or (one.get("step") or {}).get("name") or ""),
-        partition=str(one.get("partition") or ""),
-        line=line,
-    )
-
-
-def _json_request(required: Mapping[str, Any]) -> Request | None:
-    for name, scope in (("memory_per_node", "node"), ("memory_per_cpu", "cpu"), ("memory", "node")):
-        if (count := _plain(required.get(name))) is not None:
-            return Request(count * MIB, scope)  # type: ignore[arg-type]
-    return None
-
-
-def _plain(value: Any) -> int | None:
-    """A number that newer versions wrap: ``{"set": true, "infinite": false, "number": 300}``."""
-    if isinstance(value, dict):
-        value = value.get("number") if value.get("set") and not value.get("infinite") else None
-    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _state_of(one: Mapping[str, Any]) -> str:
-    state = one.get("state")
-    state = state.get("current") if isinstance(state, dict) else state
-    return full_state(str(state[0] if isinstance(state, list) and state else state or ""))
-
-
-def _json_exit(found: Any) -> tuple[int | None, int | None]:
-    if not isinstance(found, dict):
-        return None, None
-    signal = found.get("signal") or {}
-    number = _plain(signal.get("signal_id", signal.get("id"))) if isinstance(signal, dict) else None
-    return _plain(found.get("return_code")) or 0, number or 0
-
-
-def _count_of(entries: Any, kind: str) -> int | None:
-    found = (one.get("count") for one in entries or [] if isinstance(one, dict) and one.get("type") == kind)
-    return next((int(count) for count in found if count is not None), None)
-
-
-def _memory_of(tres: Any, name: str) -> int | None:
-    return _count_of(tres.get(name), "mem") if isinstance(tres, dict) else None
-
-
-# What the states say.
-
-_FACTS: dict[str, FactKind] = {
-    "OUT_OF_MEMORY": "cgroup_kill",
-    "TIMEOUT": "walltime",
-    "DEADLINE": "walltime",
-    "PREEMPTED": "preempted",
-    "NODE_FAIL": "node_fail",
-    "BOOT_FAIL": "node_fail",
-    "CANCELLED": "cancelled",
-}
-#: The signal that stands in an exit code for a kill by the out-of-memory handler. Source: Slurm, slurm_errno.h.
-OOM_SIGNAL = 125
-
-
-def sacct_facts(rows: Sequence[Row], index: int = 0) -> list[Fact]:
-    """What the last attempt of each job says of its end; of a job and its steps, each that says something.
-
-    A step's state is its own: a job may end FAILED by its script while one of its steps ran out of memory, and a job
-    is OUT_OF_MEMORY though its script went on and ended with 0.
-    """
-    last = {row.job: row.attempt for row in rows}
-    found = []
-    for row in rows:
-        if row.attempt != last[row.job] or row.line is None:
-            continue
-        values: dict[str, Any] = {"who": "Slurm", "step": row.id, "exit_code": row.exit_code, "state": row.state}
-        kind: FactKind | None = _FACTS.get(row.state)
-        if row.signal == OOM_SIGNAL or row.derived_signal == OOM_SIGNAL:
-            kind = "cgroup_kill"
-        elif kind is None and row.signal == 9:
-            kind = "sigkill"
-        elif row.state == "COMPLETED" and not row.step and not row.exit_code:
-            kind = "success"
-        if kind is None or (kind == "cancelled" and row.step):
-            continue
-        if row.max_rss_bytes:
-            values["task_peak_bytes"] = row.max_rss_bytes
-        found.append(Fact(kind, (row.line,), values, index, row.line.number - 1))
-    return found

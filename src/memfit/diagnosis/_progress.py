@@ -1,0 +1,226 @@
+"""How far a job was: the counters that its lines show, and what they say of its epochs and steps."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from memfit.diagnosis._text import Line, Stream
+
+#: Counters of a training. A bar's name says what it counts; ``value`` is how far it is, ``total`` how far it goes.
+_COUNTERS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (name, re.compile(text, re.IGNORECASE))
+    for name, text in (
+        (
+            "bar",
+            r"(?P<name>[^|%]{0,60}?)[ \d]*%(?:\|[^|]*\||(?=\s*\d+/)) *(?P<value>\d+)/(?P<total>\d+)"
+            r"(?: *\[(?P<seconds>[\d:]+)<(?:[^,\]]*, *(?P<rate>[\d.]+)(?P<unit>it/s|s/it))?)?",
+        ),
+        (
+            "bar",
+            r"(?P<name>.{0,60}?) [━╸╺╴][━╸╺╴ ]{2,200}(?P<value>\d+)/(?P<total>\d+)\s+(?P<seconds>[\d:]+) +•",
+        ),
+        (
+            "bar",
+            r"(?P<name>\b(?:Train|Test|Val\w*|Eval\w*|Epoch)\b:? ?(?:\[?\d+\]?(?:/\d+)?)?:?)\s*\[\s*(?P<value>\d+)/\s*(?P<total>\d+)[\s\](]",
+        ),
+        ("update", r"\bnum_updates[\"']?[=:] ?(?P<value>\d+)"),
+        ("epoch", r"[\"']epoch[\"']: (?P<value>\d+(?:\.\d+)?)"),
+        (
+            "step",
+            r"\b(?:global[ _]?)?(?:step|steps|iter|iters|iteration|it)\b[\"']?[ :=#\[(]{1,3}(?P<value>\d+)(?:/ *(?P<total>\d+))?",
+        ),
+        ("batch", r"\b(?:epoch|ep)[ :=#]{0,3}\[?\d+\]?[^\d]{1,3}\[? *(?P<value>\d+) ?/ ?(?P<total>\d+)"),
+        ("keras", r"^ *(?P<value>\d+)/(?P<total>\d+) \[[=>.]+\]"),
+        ("epochs", r"\bepoch[ :=#\[(]{1,3}(?P<value>\d+)(?: *(?:/|of) *(?P<total>\d+))?"),
+        ("epochs", r"^ *(?P<value>\d+)/(?P<total>\d+) +[\d.]+G "),
+        ("sample", r"\b(?:sample|example|request|question)\b[ :#]{1,3}(?P<value>\d+) ?/ ?\d+"),
+        ("trial", r"\bTrial (?P<value>\d+) finished"),
+        ("count", r"\b(?:update|batch|round|episode)s?[ :=#]{1,3}(?P<value>\d+)\b"),
+    )
+)
+_ANY = re.compile(
+    r"%|━|step|iter|epoch|\[|num_updates|trial|batch|update|round|episode|sample|example|request|question|\dG |\bep\b",
+    re.IGNORECASE,
+)
+#: What launchers count, which is no progress: ``srun: step 7 ...``, ``STEP 991.0 ON gpu02``.
+_FOREIGN = re.compile(r"srun|slurm|StepId|STEP \d+\.\w+ ON|batch[ _]size", re.IGNORECASE)
+_VALIDATION = re.compile(r"\b(?:sanity|val\w*|eval\w*|test\w*|predict\w*)\b", re.IGNORECASE)
+_LOADING = re.compile(
+    r"\b(?:load\w*|download\w*|map|tokeniz\w*|filter|read\w*|prepar\w*|generating|cach\w*|sav\w*)\b", re.I
+)
+_EPOCH = re.compile(r"\bepoch\W{0,3}(?P<epoch>\d+)(?:\s*(?:/|of)\s*(?P<epochs>\d+))?", re.IGNORECASE)
+_WANTED = re.compile(
+    r"\b(?:max[_-]epochs|num[_-](?:train[_-])?epochs|Num Epochs|n_epochs|epochs)['\"]?\s*[:=]\s*(?P<epochs>\d+)"
+)
+_SAVED = re.compile(r"epoch[=_](?P<epoch>\d+)[-_]step[=_](?P<step>\d+)|\b(?:checkpoint-|global_?step_?)(?P<only>\d+)\b")
+_CLAIM = re.compile(
+    r"\b(?:training|job|run|fit(?:ting)?)\b.{0,20}\b(?:complete[d]?|finished|done|ended successfully)\b"
+    r"|\bsuccessfully (?:completed|finished|trained)\b",
+    re.IGNORECASE,
+)
+#: Why a training is done before its last epoch.
+_REASON = re.compile(
+    r"early.?stop|did not improve|no improvement|to stop\b|stopp(?:ed|ing) early|stopped: `max_|max_(?:steps|time)"
+    r"|time limit",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A counter as a line shows it.
+
+    Attributes:
+        place: The line's position in its stream.
+        counter: What is counted.
+        value: Its value.
+        total: Where it ends; None when not told.
+        seconds, rate: Of a bar: since it began, and steps a second.
+        line: The line.
+    """
+
+    place: int
+    counter: str
+    value: float
+    line: Line
+    total: int | None = None
+    seconds: int | None = None
+    rate: float | None = None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it is a bar of training: neither of validation nor of loading."""
+        return self.counter.startswith("bar") and not (
+            _VALIDATION.search(self.counter) or _LOADING.search(self.counter)
+        )
+
+    @property
+    def epoch(self) -> re.Match[str] | None:
+        """The epoch that the line names."""
+        return _EPOCH.search(self.line.text[:400])
+
+
+def read_counters(stream: Stream) -> Iterator[Reading]:
+    """The readings of the counters that a stream's lines show, in order.
+
+    >>> from memfit.diagnosis._text import clean
+    >>> lines = [line for text in ("step 10 loss 0.5", "Train:  10%|# | 3/30 [00:01<00:09]") for line in clean(text)]
+    >>> [(one.counter, one.value, one.seconds) for one in read_counters(Stream(lines))]
+    [('step', 10.0, None), ('bar Train/30', 3.0, 1)]
+    """
+    for place, line in enumerate(stream.lines):
+        text = line.text[:400]
+        if not _ANY.search(text) or _FOREIGN.search(text):
+            continue
+        for name, regex in _COUNTERS:
+            match = regex.search(text)
+            if match is None:
+                continue
+            found = match.groupdict()
+            total = int(found["total"]) if found.get("total") else None
+            if name == "bar":
+                name = f"bar {found['name'].strip(' :|-')[-30:]}/{total}"
+            rate = _rate(found.get("rate") or "", found.get("unit") or "")
+            yield Reading(place, name, float(found["value"]), line, total, _seconds(found.get("seconds")), rate)
+
+
+def _rate(text: str, unit: str) -> float | None:
+    """Steps a second; None for a number that is torn."""
+    number = float(text) if re.fullmatch(r"\d+(?:\.\d*)?", text) else 0.0
+    return (1 / number if unit == "s/it" else number) if number else None
+
+
+def _seconds(text: str | None) -> int | None:
+    total = 0
+    for part in (text or "").split(":"):
+        total = 60 * total + int(part or 0)
+    return total if text else None
+
+
+def went_on(readings: Sequence[Reading], place: int, least: int = 2) -> bool:
+    """Whether a counter rose at least so often after a line: past its last value before it, or at all without one.
+
+    Args:
+        readings: Of the line's stream, in order.
+        place: The line's position.
+        least: So many different values.
+    """
+    before: dict[str, float] = {}
+    after: dict[str, set[float]] = {}
+    for one in readings:
+        if one.place <= place:
+            before[one.counter] = one.value
+        elif one.value > before.get(one.counter, -1.0):
+            after.setdefault(one.counter, set()).add(one.value)
+    return any(len(values) >= least for values in after.values())
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training came.
+
+    Attributes:
+        steps_per_epoch: By bars of one epoch each; None when there are none.
+        num_epochs: How many were wanted; None when not told.
+        epochs_done: How many epochs' bars came to their end.
+        epoch_seconds: How long the last whole one took, with its validation.
+        global_step: The largest that a checkpoint's name shows.
+        bar: The last bar of training.
+        claim: The line that says that it is done.
+        has_reason: A line says why it ended before its last epoch.
+    """
+
+    steps_per_epoch: int | None = None
+    num_epochs: int | None = None
+    epochs_done: int = 0
+    epoch_seconds: int | None = None
+    global_step: int | None = None
+    bar: Reading | None = None
+    claim: Line | None = None
+    has_reason: bool = False
+
+    @property
+    def is_premature(self) -> bool:
+        """Whether it says that it is done, and its bars say that it is not."""
+        if self.claim is None or self.has_reason or self.num_epochs is None:
+            return False
+        epoch = self.bar.epoch if self.bar else None  # a log that begins at a checkpoint shows the last epochs alone
+        last = int(epoch["epoch"]) + 1 if epoch else 0
+        return 1 <= max(self.epochs_done, last) < self.num_epochs
+
+
+def read_progress(stream: Stream) -> Progress:
+    """How far a training came, by the lines of its log."""
+    bars = [one for one in read_counters(stream) if one.counter.startswith("bar")]
+    train = [one for one in bars if one.is_training and one.epoch]
+    full = [one for one in train if one.total and one.value == one.total]
+    totals = Counter(one.total for one in full or train if one.total)
+    wanted, steps, claim, has_reason = None, [], None, False
+    for line in stream.lines:
+        text = line.text[:700]
+        if ("poch" in text) and (found := _WANTED.search(text)):
+            wanted = int(found["epochs"])
+        if "step" in text or "heckpoint" in text:
+            steps += [int(one["step"] or one["only"]) for one in _SAVED.finditer(text)]
+        claim = line if _CLAIM.search(text) else claim
+        has_reason = has_reason or bool(_REASON.search(text))
+    for one in train:
+        if (epoch := one.epoch) and epoch["epochs"]:  # Rich bars of Lightning write the last epoch's number there
+            wanted = int(epoch["epochs"]) + ("•" in one.line.text)
+    last = train[-1] if train else None
+    seconds = full[-1].seconds if full else None
+    if seconds and bars[-1] is not full[-1] and not bars[-1].is_training and bars[-1].value == bars[-1].total:
+        seconds += bars[-1].seconds or 0
+    return Progress(
+        steps_per_epoch=totals.most_common(1)[0][0] if totals else None,
+        num_epochs=wanted,
+        epochs_done=len({one.epoch["epoch"] for one in full if one.epoch}),
+        epoch_seconds=seconds,
+        global_step=max(steps, default=None),
+        bar=last,
+        claim=claim,
+        has_reason=has_reason,
+    )

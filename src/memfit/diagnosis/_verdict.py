@@ -1,0 +1,313 @@
+"""From signs to a verdict: events and mentions, what was survived, and which sign explains the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from memfit.diagnosis._phase import is_source
+from memfit.diagnosis._progress import Reading, went_on
+from memfit.diagnosis._signatures import ENDED, FOLLOWED, MARK, MEMORY, OTHER, OWN, Sign
+from memfit.diagnosis._text import Stream
+
+#: Memory of others, and unused memory of an allocator, that is worth a word: a share of the device.
+NOTICEABLE = 0.05
+
+# Events and mentions.
+
+#: Words before a signature that make its line speak of it, as help, advice and documents do.
+_TALK = re.compile(
+    r"\b(?:if|when|whenever|in case|unless|avoid\w*|prevent\w*|may|might|could(?! not)|can(?!'t|not| not)|how|often|help\w*"
+    r"|hints?|tips?|note|troubleshoot\w*|to reduce|due to possible|known issue|handl\w+|fix(?:es|ed)?|retry on|with state|e\.g\.)\b"
+    r"(?!.{0,200}(?:Error|Exception)\b)",
+    re.IGNORECASE,
+)
+_ADVICE = re.compile(
+    r"out of memory.{0,25}\b(?:try (?:to )?reduc|consider|lower your|can happen|may occur)|in str\(", re.I
+)
+#: A quotation mark, or a piece of an address, before it: text about the thing, and not the thing.
+_QUOTED = re.compile(r"^[^`]*(?:`[^`]*`[^`]*)*`[^`]*$|\*$|\w.*(?<![:=,] )(?<![:=,])[\"']$|[?&]\S*$")
+#: Lines of lists, tests, code and access logs.
+_LISTED = re.compile(
+    r"^\s*(?:\*(?!\*)|#|//|--\w|- `|tests?/\S+::|(?:def|class|assert|if|elif|raise|return|except|print)\b)"
+    r"|\b(?:PASSED|SKIPPED|XFAIL)\b|\"(?:GET|POST|PUT|HEAD) /"
+)
+#: NCCL fails to make its segment for want of other things too.
+_OTHER_NCCL = re.compile(r"Cuda failure (?!\d* ?'?out of memory)")
+#: What somebody said, in a log of a conversation.
+_SAID = re.compile(
+    r"^\W{0,4}(?:user|human|assistant|prompt|question|instruction|sample)\W{0,2}[:>]|[\"']role[\"']: ?[\"'](?:user|assistant)",
+    re.IGNORECASE,
+)
+#: What stands before an event: nothing, or who says it.
+_SPEAKER = re.compile(
+    r"^\W*$|(?:Error|Exception|Warning|Failure|ERROR|WARN(?:ING)?|FATAL|CRITICAL|error|warning|kernel|slurmstepd\S*|srun"
+    r"|systemd\S*|\[\d+\]|NCCL)\b[^a-z]{0,12}$|^[\w.]+: $"
+)
+_EXCEPTION = re.compile(
+    r"^\s*(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Warning|Timeout|Expired|NotFound"
+    r"|Iteration)|Exception|BadZipFile))(?=:|\s*$)"
+)
+_BELOW_FRAMES = re.compile(r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Z]\w*)(?:: |:?\s*$)")
+#: Exceptions that only pass on that a child, a worker or another rank ended.
+_ECHOES = frozenset(
+    [
+        "ChildFailedError",
+        "ProcessExitedException",
+        "ProcessRaisedException",
+        "SignalException",
+        "CalledProcessError",
+        "SystemExit",
+        "BrokenProcessPool",
+        "KeyboardInterrupt",
+        "DistBackendError",
+        "TerminatedWorkerError",
+        "RayTaskError",
+        "RendezvousClosedError",
+        "BrokenPipeError",
+        "ConnectionResetError",
+        "ActorDiedError",
+        "EOFError",
+    ]
+)
+_OF_OTHERS = re.compile(
+    r"DataLoader worker|One of the subprocesses has abruptly died|worker died unexpectedly|NCCL|ProcessGroup|process group"
+    r"|Connection (?:closed|reset)|Broken pipe|Engine core|EngineCore|worker died"
+)
+#: How many of a stream's last lines may hold a fatal line that no traceback precedes, and how far one reaches.
+_LAST, _TRACEBACK = 12, 150
+
+
+def exceptions(stream: Stream, index: int = 0) -> list[Sign]:
+    """The exceptions that end tracebacks, or a log: the first line that is not indented behind the frames.
+
+    >>> from memfit.diagnosis._text import clean
+    >>> text = ("Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "    f()", "Broken: no")
+    >>> [sign.values["name"] for sign in exceptions(Stream([line for one in text for line in clean(one)]))]
+    ['Broken']
+    """
+    found, last, header, below = [], len(stream.lines) - _LAST, -1_000, False
+    for place, line in enumerate(stream.lines):
+        if "Traceback (most recent call last)" in line.text:
+            header, below = place, True
+            continue
+        in_traceback = place - header < _TRACEBACK
+        match = _EXCEPTION.match(line.text) if in_traceback or place >= last else None
+        if match is None and below and in_traceback and line.text[:1] not in (" ", "\t", "") and line.text.strip():
+            match = _BELOW_FRAMES.match(line.text)
+            below = False
+        if match:
+            below = False
+            name = match["name"].rpartition(".")[2]
+            text = line.text[match.end() :].lstrip(": ")[:200]
+            if not (name in _ECHOES or name.endswith("Warning") or _OF_OTHERS.search(text)):
+                found.append(Sign("own_exception", (line,), {"name": name, "text": text}, index, place))
+    return found
+
+
+def events(streams: Sequence[Stream], signs: Sequence[Sign]) -> list[Sign]:
+    """The signs that are events: something that happened, and not something that is spoken of."""
+    ends = {sign.stream: sign.place for sign in signs if sign.name == "success"}
+    return [
+        sign
+        for sign in signs
+        if sign.meaning.tier == MARK
+        or not (is_mention(streams[sign.stream], sign) or (_is_weak(sign) and ends.get(sign.stream, -1) > sign.place))
+    ]
+
+
+def is_mention(stream: Stream, sign: Sign) -> bool:
+    """Whether a line only speaks of it: as a source line, advice, a document, a list or somebody's question do."""
+    text = stream.lines[sign.place].text if sign.place < len(stream.lines) else ""
+    if "linked" in sign.values or sign.name == "own_exception":
+        return False
+    if (len(sign.lines) == 1 and is_source(stream, sign.place)) or _SAID.search(text.strip()):
+        return True
+    if sign.name == "shm" and _OTHER_NCCL.search(
+        "\n".join(one.text for one in stream.lines[max(0, sign.place - 6) : sign.place])
+    ):
+        return True
+    if any(name.endswith("_bytes") for name in sign.values):
+        return False
+    return bool(
+        _LISTED.search(text) or _QUOTED.search(sign.before) or _TALK.search(sign.before[-100:]) or _ADVICE.search(text)
+    )
+
+
+def _is_weak(sign: Sign) -> bool:
+    """Whether nobody who knows says it: then a good end makes it a mention."""
+    if "linked" in sign.values or "attempt" in sign.values or any(name.endswith("_bytes") for name in sign.values):
+        return False
+    return sign.meaning.tier == ENDED or not _SPEAKER.search(sign.before)
+
+
+# What was survived.
+
+_COUNTED = re.compile(r"Detected \d+ oom[-_]kill event")
+_AFTERMATH = frozenset({"collective_timeout", "terminated", "aborted", "killed", "segfault"})
+
+
+def survived(streams: Sequence[Stream], signs: Sequence[Sign], readings: Sequence[Sequence[Reading]]) -> frozenset[int]:
+    """The ids of the signs after which a job went on: counters that rise, or its own word that it caught it.
+
+    What goes on and then ends by a failure that has no other cause was not survived: the other ranks of a dead one
+    write a few steps more before they wait for it in vain.
+    """
+    found = {
+        id(one)
+        for one in signs
+        if (one.meaning.told or one.name == "cgroup_kill")
+        and _went_on(
+            streams[one.stream], readings[one.stream], one, [other for other in signs if other.stream == one.stream]
+        )
+    }
+    for sign in signs:
+        later = [one for one in signs if one.file == sign.file and one.number > sign.number and id(one) not in found]
+        if any(one.name in _AFTERMATH for one in later) and not any(
+            one.meaning.tier <= OWN and one.name not in _AFTERMATH for one in later
+        ):
+            found.discard(id(sign))
+    # Of its own jobs' attempts memfit knows which a later one made good, however they ended.
+    return frozenset(found | {id(one) for one in signs if one.values.get("recovered")})
+
+
+def _went_on(stream: Stream, readings: Sequence[Reading], sign: Sign, near: Sequence[Sign]) -> bool:
+    text = stream.lines[sign.place].text
+    if "UserWarning" in text or is_clone(stream, sign):
+        return True
+    later = [one for one in near if one.place > sign.place]
+    finished = any(one.name == "success" for one in later)
+    if sign.name == "cgroup_kill":  # the scheduler's count: of some child that its parent did without
+        return bool(_COUNTED.search(text)) and finished and went_on(readings, sign.place)
+    if sign.name == "pinned" or "failed to allocate" in text:  # a runtime that asks for less goes on
+        finished = finished or any(one.name == "served" for one in later)
+    if "No executable batch size" not in text and any(
+        one.name in ("caught", "skipped_batches") and -3 <= one.place - sign.place <= 8 for one in near
+    ):
+        again = any(one.meaning.told and one.place > sign.place + 8 for one in later)
+        return finished or went_on(readings, sign.place, 1) or (not again and sign.name != "own_exception")
+    return finished or went_on(readings, sign.place)
+
+
+def is_clone(stream: Stream, sign: Sign) -> bool:
+    """Whether a sign stands in FSDP's warning that it could not copy a tensor of a checkpoint."""
+    start = stream.start_of(sign.place)
+    return "Failedtoclone()tensor" in stream.squeezed[max(0, start - 900) : start + 400]
+
+
+# Which sign explains the others.
+
+#: Causes of which the words of doubtful rows are a consequence.
+_POISON = frozenset({"assertion", "illegal_access", "process_limit", "open_files", "device_lost"})
+_PINS = re.compile(r"pin_memory|memory_pool_host|PinMemory|cudaHostAlloc|pinned")
+#: Groups of containers whose processes have other numbers outside.
+_CONTAINER = re.compile(r"_memcg=/\S*(?:lxc|machine\.slice|crio|garden|containerd)")
+#: A kernel's block names its scope so many lines before or after the line on its victim, task table between.
+_BLOCK_LINES = 800
+
+
+def rank(streams: Sequence[Stream], signs: Sequence[Sign], lived: frozenset[int]) -> list[Sign]:
+    """The causes, the best explanation first.
+
+    What proves a shortage of memory comes before other causes, these before the program's own exceptions and deaths
+    without a sender, and these before consequences. Among equals the first one in time is the cause. What was survived comes last.
+    """
+    causes = [one for one in signs if one.meaning.tier != MARK and not _is_explained(one, signs)]
+    was_killed = any(one.name == "killed" for one in signs)
+    if any(one.name == "success" for one in signs) and not was_killed:
+        causes = [one for one in causes if not is_unlinked(one)]
+        if any(one.name == "limit_touched" for one in causes):
+            causes = [one for one in causes if one.name != "cgroup_kill"]
+    poisoned = any(one.name in _POISON and id(one) not in lived for one in causes)
+
+    def key(sign: Sign) -> tuple[bool, bool, int, int, int, int]:
+        meaning = sign.meaning
+        tier = OWN if poisoned and meaning.doubtful else meaning.tier
+        weight = sign.rank if tier in (OTHER, FOLLOWED) else int("bare" in sign.values) if tier == MEMORY else 0
+        tier = ENDED if tier == OWN else tier  # by the time of what they say
+        return id(sign) in lived, is_unlinked(sign) and not was_killed, tier, weight, sign.number, sign.rank
+
+    return sorted(causes, key=key)
+
+
+def is_unlinked(sign: Sign) -> bool:
+    """Whether it is somebody's death, which no number in the job's own log names."""
+    return sign.values.get("linked", True) is None
+
+
+def _is_explained(sign: Sign, signs: Sequence[Sign]) -> bool:
+    """Whether another sign says better what this one does, or it is of another process."""
+    near = [one for one in signs if one is not sign and one.stream == sign.stream]
+    if sign.name == "own_exception":
+        return any(one.place == sign.place and one.meaning.tier != MARK and one.name != "killed" for one in near)
+    if sign.name == "oom_kill":
+        reach = 12 if "pid" in sign.values else _BLOCK_LINES
+        return any(
+            one.name in ("cgroup_kill", "global_kill")
+            and one.values.get("who") in ("the kernel", "systemd-oomd", "PBS", "Flux")
+            and -12 <= one.place - sign.place <= reach
+            for one in near
+        )
+    if sign.name == "killed" and sign.values.get("who") == "Slurm" and "linked" in sign.values:
+        return any(one.name in ("cancelled", "walltime", "preempted", "node_fail") for one in signs)
+    if sign.name == "killed" and re.search(r"tasks? \d", sign.text):
+        return any(
+            one.name in ("cancelled", "walltime", "preempted", "node_fail") and one.place <= sign.place for one in near
+        )
+    if sign.name in ("disk_full", "open_files"):
+        return any(one.name == "shm" and abs(one.place - sign.place) <= 3 for one in near)
+    if sign.name == "host_refused" and "MemoryError" in sign.text:
+        return any(
+            one.name in ("device_refused", "device_oom", "global_kill") and abs(one.place - sign.place) <= 3
+            for one in near
+        )
+    if sign.name == "illegal_access":
+        return any(
+            one.name == "device_lost" and one.number <= sign.number and re.search("fallen off|is lost|Xid", one.text)
+            for one in near
+        )
+    return _is_of_another(sign, signs)
+
+
+def _is_of_another(sign: Sign, signs: Sequence[Sign]) -> bool:
+    """Whether a kernel's kill, which nothing links to the job, is of another process than the one that was killed."""
+    if not is_unlinked(sign) or sign.values.get("who") != "the kernel":
+        return False
+    victims = {
+        int(number)
+        for one in signs
+        if one.name == "killed"
+        for number in re.findall(r"\d+", f"{one.values.get('pid', '')} {one.values.get('pids', '')}")
+    }
+    is_outside = sign.values.get("owner", {}).get("who") in (None, "slurm", "memfit", "systemd")
+    return bool(victims) and is_outside and not _CONTAINER.search(sign.text) and sign.values.get("pid") not in victims
+
+
+def settle(stream: Stream, sign: Sign) -> Sign:
+    """A sign with what its figures and the frames around it say of the memory."""
+    if sign.name in ("device_refused", "own_exception") and (
+        sign.name == "device_refused" or "CUDA error: invalid argument" in sign.text
+    ):
+        above = "\n".join(line.text for line in stream.lines[max(0, sign.place - 25) : sign.place + 1])
+        if _PINS.search(above):
+            return replace(sign, name="pinned", values={}, of="")
+    if sign.name != "device_oom":
+        return sign
+    values = dict(sign.values)
+    allocated = values.get("allocated_bytes")
+    rest = values.pop("cached_bytes", values.get("slack_bytes"))
+    if allocated is not None and rest is not None:
+        values.setdefault("reserved_bytes", allocated + rest)
+    of = sign.of
+    tried, reserved, total, free = (values.get(f"{name}_bytes") for name in ("tried", "reserved", "total", "free"))
+    if tried is not None and allocated is not None and reserved is not None:
+        slack = reserved - allocated
+        values["noticeable"] = total is not None and slack >= NOTICEABLE * total
+        if sign.kind == "gpu" and slack >= tried:
+            of = "gpu_fragmentation"
+    if total and free is not None and reserved is not None and free <= total:
+        others = total - free - reserved
+        if others >= NOTICEABLE * total:
+            values["held_by_others_bytes"] = others
+    return replace(sign, values=values, of=of)
