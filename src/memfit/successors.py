@@ -36,6 +36,10 @@ GONE = (
     Gone("name", "memfit.pipeline.Prepared", "outputs that a stage saves: context.save('panel', panel)"),
     Gone("name", "memfit.pipeline.workflow", "memfit.run"),
     Gone("name", "memfit.pipeline.parse_folds", "memfit.pipeline.Choice(units='2-5')"),
+    Gone("name", "memfit.diagnosis.examine", "memfit.doctor.examine"),
+    Gone("name", "memfit.diagnosis.Setup", "memfit.doctor.Setup"),
+    Gone("name", "memfit.diagnosis.Interpreter", "memfit.doctor.Interpreter"),
+    Gone("name", "memfit.diagnosis.Check", "memfit.checks.Check"),
     Gone("name", "memfit.pipeline.backtest_checkpoints", "memfit_workloads.finance"),
 )
 

@@ -36,7 +36,7 @@ def test_the_first_line_says_what_happened_and_the_next_where_and_how_sure():
 def test_it_prints_one_line_of_proof_and_at_most_three_actions_of_one_line_each():
     text = printed(SEEN, [Remedy(f"action {number}", "--flag", reason="why") for number in range(5)])
     assert text.count("Bus error") == 1
-    assert [line for line in text.splitlines() if "action" in line] == [
+    assert [line for line in text.splitlines() if ". action" in line] == [
         f"  {number + 1}. action {number}: --flag" for number in range(3)
     ]
 

@@ -20,9 +20,10 @@ from memfit.errors import UsageError
 from memfit.units import parse_bytes
 
 if TYPE_CHECKING:
-    from memfit.diagnosis import Check, Setup
+    from memfit.checks import Check
+    from memfit.doctor import Setup
 
-_STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green"}
+_STYLES = {"problem": "bold red", "warning": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def doctor(context: typer.Context, *, flags: Flags) -> None:
 
     Exit codes: 0 no problem was found, 2 a problem (with --strict also a warning), or bad usage.
     """
-    from memfit.diagnosis import examine
+    from memfit.doctor import examine
 
     checks = examine(context.obj or (), _setup(flags))
     if flags.as_json:
@@ -64,7 +65,7 @@ def doctor(context: typer.Context, *, flags: Flags) -> None:
 def _setup(flags: Flags) -> Setup:
     """How the command is to run: by flags, then by the settings that ``memfit run`` would use."""
     from memfit.config import DEFAULT
-    from memfit.diagnosis import Setup
+    from memfit.doctor import Setup
     from memfit.pipeline import resolve_settings
 
     settings = resolve_settings()
@@ -81,20 +82,17 @@ def _setup(flags: Flags) -> Setup:
 
 
 def _print(checks: Sequence[Check], out: Console) -> None:
-    """Print what is wrong with reason and remedy, then what is well, a line each, and the counts."""
-    width = max((len(check.check) for check in checks), default=0)
-    for check in checks:
+    """Print what is wrong, with reason and remedy, and the counts; what is well is only counted."""
+    bad = [check for check in checks if check.verdict != "ok"]
+    width = max((len(check.check) for check in bad), default=0)
+    for check in bad:
         style = _STYLES[check.verdict]
         head = f"[{style}]{check.verdict:<7}[/{style}] [bold]{check.check:<{width}}[/bold] "
-        indent = 8 + width + 1
-        if check.verdict == "ok":
-            out.print(head + escape(check.finding), style="dim", soft_wrap=True)
-            continue
         out.print(head + escape(check.finding), soft_wrap=True)
         table = Table.grid(padding=(0, 1))
         for name, text in (("why", check.reason), ("do", check.remedy), ("from", check.source)):
             if text:
                 table.add_row(f"[dim]{name}[/dim]", escape(text))
-        out.print(Padding(table, (0, 0, 0, indent), expand=False))
+        out.print(Padding(table, (0, 0, 0, 8 + width + 1), expand=False))
     counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in ("problem", "warning", "ok")}
-    out.print(f"problems: {counts['problem']}, warnings: {counts['warning']}, ok: {counts['ok']}")
+    out.print(f"problems: {counts['problem']}, warnings: {counts['warning']}, ok: {counts['ok']} (--json lists them)")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.diagnosis._check import Check
+from memfit.checks import Check
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:

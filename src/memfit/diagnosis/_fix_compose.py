@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from memfit.diagnosis._check import Check
+from memfit.checks import Check
 from memfit.diagnosis._fix import Draft, Fix, refuse
 from memfit.diagnosis._job import Job
 from memfit.diagnosis._remedies import list_remedies, with_figures

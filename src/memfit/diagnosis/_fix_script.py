@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.checks import Check
 from memfit.diagnosis._batch_script import MEMORY, BatchScript, Setting, parse_script, read_script
-from memfit.diagnosis._check import Check
 from memfit.diagnosis._fix import Draft, Fix, refuse
 from memfit.diagnosis._job import ACCUMULATE, BATCH, Job, bytes_of, job_of_script, twice_asked, whole
 from memfit.diagnosis._remedies import list_remedies, with_figures

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from memfit.checks import Check, Verdict
 from memfit.diagnosis._batch_script import BatchScript, read_script
-from memfit.diagnosis._check import Check, Verdict
 from memfit.diagnosis._job import Job, job_of_script
 from memfit.diagnosis._ran import Ran
 from memfit.units import format_bytes, format_duration

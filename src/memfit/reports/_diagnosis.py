@@ -12,7 +12,8 @@ from rich.text import Text
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
-    from memfit.diagnosis import Check, Diagnosis, Fix, Remedy
+    from memfit.checks import Check
+    from memfit.diagnosis import Diagnosis, Fix, Remedy
 
 _MOST_EVIDENCE, _MOST_WIDTH, _MOST_ACTIONS = 8, 400, 3
 _STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green"}

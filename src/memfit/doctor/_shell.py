@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from memfit.diagnosis._command import PYTHON, Command, parse_command, which
-from memfit.diagnosis._syntax import EXPANDED
+from memfit.doctor._command import PYTHON, Command, parse_command, which
+from memfit.doctor._syntax import EXPANDED
 
 _SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh"})
 _LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed"})

@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-from memfit.diagnosis._command import parse_command
+from memfit.doctor._command import parse_command
 
 
 @pytest.fixture

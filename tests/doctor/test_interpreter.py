@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memfit.diagnosis import Setup, examine
-from memfit.diagnosis._interpreter import ask_interpreter
+from memfit.doctor import Setup, examine
+from memfit.doctor._interpreter import ask_interpreter
 
 
 def test_an_interpreter_says_what_it_sees_and_imports_only_what_it_is_asked_to():
@@ -91,7 +91,7 @@ def test_a_program_that_is_not_there_is_a_problem(tmp_path):
 
 
 def test_segments_of_this_machine_that_a_process_maps_are_in_use(tmp_path):
-    from memfit.diagnosis._place import REAL_ROOT, Place
+    from memfit.doctor._place import REAL_ROOT, Place
     from memfit.memory import Budget
 
     with open(f"/dev/shm/psm_memfit{os.getpid()}", "wb+") as held:

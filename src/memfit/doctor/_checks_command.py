@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from memfit.diagnosis._case import Case
-from memfit.diagnosis._check import Check
-from memfit.diagnosis._command import which
+from memfit.checks import Check
+from memfit.doctor._case import Case
+from memfit.doctor._command import which
 
 _REASON = "loaders, forks and imports are found in the script's text"
 

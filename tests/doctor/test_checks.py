@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from memfit.diagnosis import Interpreter, Setup
+from memfit.doctor import Interpreter, Setup
 
 GIB, MIB = 1 << 30, 1 << 20
 #: The shape of report 2's script: threads limited before torch is imported, workers from the environment.
@@ -269,7 +269,8 @@ def test_what_cannot_be_read_of_a_command_is_said(diagnose):
 
 @pytest.mark.parametrize("name", ["hybrid_v1_nested", "kubernetes_v2", "bare_host_v2", "slurm_v1", "lxc_v2"])
 def test_every_recorded_place_is_examined_and_the_worst_comes_first(tree, name):
-    from memfit.diagnosis import VERDICTS, examine
+    from memfit.checks import VERDICTS
+    from memfit.doctor import examine
 
     checks = examine(root=tree(name), env={}, cwd=tree(name))
     ranks = [VERDICTS.index(check.verdict) for check in checks]

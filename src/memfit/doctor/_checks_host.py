@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from memfit.diagnosis._case import Case
-from memfit.diagnosis._check import Check, Verdict
+from memfit.checks import Check, Verdict
+from memfit.doctor._case import Case
 from memfit.memory import systemd_scope_command
 from memfit.units import GIB, format_bytes
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from memfit.diagnosis._command import Command
-from memfit.diagnosis._interpreter import Interpreter
-from memfit.diagnosis._place import Place
-from memfit.diagnosis._script import LoaderCall, Script
+from memfit.doctor._command import Command
+from memfit.doctor._interpreter import Interpreter
+from memfit.doctor._place import Place
+from memfit.doctor._script import LoaderCall, Script
 
 #: Batches that each worker of a DataLoader has ready when the call does not say. Source: torch (2.13) DataLoader.
 PREFETCH = 2

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from memfit.diagnosis._shell import commands_of
+from memfit.doctor._shell import commands_of
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from memfit.diagnosis._case import Case
-from memfit.diagnosis._check import Check, Verdict
-from memfit.diagnosis._script import LoaderCall, Site
+from memfit.checks import Check, Verdict
+from memfit.doctor._case import Case
+from memfit.doctor._script import LoaderCall, Site
 
 #: What does not survive a fork once it has been used: how sure that is, why, and who says so.
 _FORK_UNSAFE: dict[str, tuple[Verdict, str, str]] = {

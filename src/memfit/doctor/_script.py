@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memfit.diagnosis._syntax import Outside, constants_of, dotted, options_of, text_of
+from memfit.doctor._syntax import Outside, constants_of, dotted, options_of, text_of
 
 _LOADERS = frozenset({"DataLoader", "StatefulDataLoader"})
 #: Calls whose keyword says how many workers a loader inside will have.

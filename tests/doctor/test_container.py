@@ -10,7 +10,7 @@ from memory.containers import NoContainersError, podman
 LOADER = "import torch\nfrom torch.utils.data import DataLoader\nDataLoader(d, num_workers=2, multiprocessing_context='spawn')\n"
 PROGRAM = f"""
 import json, sys
-from memfit.diagnosis import Setup, examine
+from memfit.doctor import Setup, examine
 checks = examine([sys.executable, "-c", {LOADER!r}], Setup(threads=1, batch_bytes=20 << 20))
 print(json.dumps([check.to_dict() for check in checks]))
 """

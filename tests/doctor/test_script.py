@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from memfit.diagnosis._script import read_script
+from memfit.doctor._script import read_script
 
 
 def read(text, **given):

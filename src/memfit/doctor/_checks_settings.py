@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from memfit.diagnosis._case import Case
-from memfit.diagnosis._check import Check
+from memfit.checks import Check
+from memfit.doctor._case import Case
 from memfit.estimation import allocator_faults
 
 #: As torch 2.13 reads them: the first one that is set counts. Source: c10/cuda/CUDAAllocatorConfig.h.

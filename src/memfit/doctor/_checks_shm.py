@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memfit.diagnosis._case import Case
-from memfit.diagnosis._check import Check, Verdict
+from memfit.checks import Check, Verdict
+from memfit.doctor._case import Case
 from memfit.units import GIB, MIB, format_bytes
 
 #: What Docker gives a container that is not told otherwise. Source: docker run reference, --shm-size.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.diagnosis import Interpreter, Setup, examine
+from memfit.doctor import Interpreter, Setup, examine
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 

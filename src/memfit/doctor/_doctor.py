@@ -7,18 +7,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from memfit.diagnosis import _checks_command as commands
-from memfit.diagnosis import _checks_host as host
-from memfit.diagnosis import _checks_settings as settings
-from memfit.diagnosis import _checks_shm as shm
-from memfit.diagnosis import _checks_workers as workers
-from memfit.diagnosis._case import Case, Setup
-from memfit.diagnosis._check import Check, worst_first
-from memfit.diagnosis._command import Command
-from memfit.diagnosis._interpreter import Interpreter, ask_interpreter
-from memfit.diagnosis._place import REAL_ROOT, Place
-from memfit.diagnosis._script import Script, read_script
-from memfit.diagnosis._shell import commands_of
+from memfit.checks import Check, worst_first
+from memfit.doctor import _checks_command as commands
+from memfit.doctor import _checks_host as host
+from memfit.doctor import _checks_settings as settings
+from memfit.doctor import _checks_shm as shm
+from memfit.doctor import _checks_workers as workers
+from memfit.doctor._case import Case, Setup
+from memfit.doctor._command import Command
+from memfit.doctor._interpreter import Interpreter, ask_interpreter
+from memfit.doctor._place import REAL_ROOT, Place
+from memfit.doctor._script import Script, read_script
+from memfit.doctor._shell import commands_of
 from memfit.jobs import Job, child_env
 from memfit.memory import Budget
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir

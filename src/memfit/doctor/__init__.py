@@ -1,0 +1,7 @@
+"""What is wrong with a place, or with a command's environment, before anything runs: ``memfit doctor``."""
+
+from memfit.doctor._case import Setup
+from memfit.doctor._doctor import examine
+from memfit.doctor._interpreter import Interpreter
+
+__all__ = ["Interpreter", "Setup", "examine"]
