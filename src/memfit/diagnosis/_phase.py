@@ -178,12 +178,18 @@ def _frames(stream: Stream, sign: Sign) -> list[Frame]:
     return found
 
 
+def _frame_in(text: str) -> re.Match[str] | None:
+    """The frame that a line names."""
+    text = text[:600]
+    return _FRAME.search(text) if ".py" in text or "Cell In" in text or "<ipython" in text else None
+
+
 def _parse(texts: list[str]) -> list[Frame]:
     found: list[Frame] = []
     for at, text in enumerate(texts):
-        match = _FRAME.search(text)
+        match = _frame_in(text)
         if match is None and text.lstrip().startswith("File ") and at + 1 < len(texts):  # the console wrapped it
-            match = _FRAME.search(text + texts[at + 1])
+            match = _frame_in(text + texts[at + 1])
         if match:
             found.append(Frame(match["file"].replace("\\", "/"), (match["name"] or "").rpartition(".")[2], ""))
         elif (
@@ -222,8 +228,8 @@ def _by_words(stream: Stream, sign: Sign) -> JobPhase:
     own = stream.lines[sign.place]
     before = stream.lines[max(0, sign.place - _PRINTED_BEFORE) : sign.place + 1]
     behind = stream.lines[sign.place + 1 : sign.place + 1 + _PRINTED_BEHIND]
-    printed = [line for line in reversed(before) if not _FRAME.search(line.text)]  # they say more than a file's path
-    for line in [*printed, *(line for line in reversed(before) if _FRAME.search(line.text)), *behind]:
+    printed = [line for line in reversed(before) if not _frame_in(line.text)]  # they say more than a file's path
+    for line in [*printed, *(line for line in reversed(before) if _frame_in(line.text)), *behind]:
         is_mark = sign.meaning.tier > 4
         text = line.text if is_mark else _CUT.split(line.text)[0]
         if not text.strip() or (_HAPPENED.search(text) and line is not own) or _FOREIGN.search(text):

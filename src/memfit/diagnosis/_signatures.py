@@ -730,6 +730,8 @@ _END = _squeezed(
     r"out of memory\. Tried | See documentation | Traceback \(most | If reserved (?:memory is >>|but unallocated)"
 )
 _AFTER, _NEAR = 1500, 20_000
+#: Of what a row says again and again, so much of the beginning and of the end is kept.
+_MOST = 40
 _GPU = re.compile(r"gpu|cuda|nvidia|tensorrt", re.IGNORECASE)
 _TPU = re.compile(r"TPU|hbm", re.IGNORECASE)
 _BACKEND = re.compile(r"(?i:cuda|rocm|metal|mtl|vulkan|sycl|hip)")
@@ -777,20 +779,25 @@ def find_signs(stream: Stream, index: int = 0) -> list[Sign]:
     """
     found: list[Sign] = []
     for row in TABLE:
-        if row.by_line:
-            for place in stream.telling:
-                text = stream.lines[place].text
-                if match := row.regex.search(text):
-                    found += _sign(row, match, text[match.end() :], (index, place), stream, 0)
-            continue
-        end = -1
-        for match in row.regex.finditer(stream.squeezed):
-            if match.start() < end:
-                continue
-            after = stream.squeezed[match.end() : match.end() + _AFTER]
-            end = match.end() + _reach(row, after)
-            found += _sign(row, match, after, (index, stream.line_at(match.start())), stream, end)
+        signs = list(_signs_of(row, stream, index))
+        found += signs if len(signs) <= 2 * _MOST else [*signs[:_MOST], *signs[-_MOST:]]
     return found
+
+
+def _signs_of(row: Row, stream: Stream, index: int) -> Iterator[Sign]:
+    if row.by_line:
+        for place in stream.telling:
+            text = stream.lines[place].text
+            if match := row.regex.search(text):
+                yield from _sign(row, match, text[match.end() :], (index, place), stream, 0)
+        return
+    end = -1
+    for match in row.regex.finditer(stream.squeezed):
+        if match.start() < end:
+            continue
+        after = stream.squeezed[match.end() : match.end() + _AFTER]
+        end = match.end() + _reach(row, after)
+        yield from _sign(row, match, after, (index, stream.line_at(match.start())), stream, end)
 
 
 def _stopped(after: str) -> str:
@@ -839,13 +846,12 @@ def _unsqueezed(text: str, count: int) -> str:
 
 def _kind(values: dict[str, Any], match: re.Match[str], after: str, near: str) -> Kind | Literal[""]:
     """Which memory a message is about, where only the text around it says."""
-    names_gpu = bool(_GPU.search(near))
     if values.pop("build", False):
         values["phase"] = "build"
     if values.pop("xla", False):
-        return "gpu" if names_gpu and not _TPU.search(match.group(0) + after[:300]) else "other_accelerator"
+        return "gpu" if _GPU.search(near) and not _TPU.search(match.group(0) + after[:300]) else "other_accelerator"
     if values.pop("arena", False):
-        return "gpu" if names_gpu else "host_alloc"
+        return "gpu" if _GPU.search(near) else "host_alloc"
     if values.pop("tf", False):
         text = match.group(0) + after[:600]
         is_cpu = "device:CPU" in text or "CPU:0byallocator" in text or "allocatorcpu" in text

@@ -27,7 +27,7 @@ _ADVICE = re.compile(
     r"out of memory.{0,25}\b(?:try (?:to )?reduc|consider|lower your|can happen|may occur)|in str\(", re.I
 )
 #: A quotation mark, or a piece of an address, before it: text about the thing, and not the thing.
-_QUOTED = re.compile(r"^[^`]*(?:`[^`]*`[^`]*)*`[^`]*$|\*$|\w.*(?<![:=,] )(?<![:=,])[\"']$|[?&]\S*$")
+_QUOTED = re.compile(r"\*$|\w.*(?<![:=,] )(?<![:=,])[\"']$|[?&]\S*$")
 #: Lines of lists, tests, code and access logs.
 _LISTED = re.compile(
     r"^\s*(?:\*(?!\*)|#|//|--\w|- `|tests?/\S+::|(?:def|class|assert|if|elif|raise|return|except|print)\b)"
@@ -103,7 +103,7 @@ def exceptions(stream: Stream, index: int = 0) -> list[Sign]:
             text = line.text[match.end() :].lstrip(": ")[:200]
             if not (name in _ECHOES or name.endswith("Warning") or _OF_OTHERS.search(text)):
                 found.append(Sign("own_exception", (line,), {"name": name, "text": text}, index, place))
-    return found
+    return found if len(found) <= 2 * _LAST else [*found[:_LAST], *found[-_LAST:]]
 
 
 def events(streams: Sequence[Stream], signs: Sequence[Sign]) -> list[Sign]:
@@ -131,7 +131,11 @@ def is_mention(stream: Stream, sign: Sign) -> bool:
     if any(name.endswith("_bytes") for name in sign.values):
         return False
     return bool(
-        _LISTED.search(text) or _QUOTED.search(sign.before) or _TALK.search(sign.before[-100:]) or _ADVICE.search(text)
+        _LISTED.search(text)
+        or sign.before.count("`") % 2
+        or _QUOTED.search(sign.before[-200:])
+        or _TALK.search(sign.before[-100:])
+        or _ADVICE.search(text)
     )
 
 
@@ -139,7 +143,7 @@ def _is_weak(sign: Sign) -> bool:
     """Whether nobody who knows says it: then a good end makes it a mention."""
     if "linked" in sign.values or "attempt" in sign.values or any(name.endswith("_bytes") for name in sign.values):
         return False
-    return sign.meaning.tier == ENDED or not _SPEAKER.search(sign.before)
+    return sign.meaning.tier == ENDED or not _SPEAKER.search(sign.before[-200:])
 
 
 # What was survived.
