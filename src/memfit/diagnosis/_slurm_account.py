@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.slurm import Request, Row, Shape
+from memfit.slurm import Row, Shape
 from memfit.units import format_bytes
 
 Verdict = Literal["over_in_steady_state", "over_if_tasks_are_alike", "below", "unknown"]
@@ -36,7 +36,6 @@ class NodeAccount:
         average_bytes: AveRSS, of one task; None when not sampled.
         peak_bytes: MaxRSS, of the largest task; None when not sampled.
         verdict: Whether the node was over its limit.
-        notes: What was assumed or is missing, a sentence each.
     """
 
     step: str
@@ -47,7 +46,6 @@ class NodeAccount:
     average_bytes: int | None
     peak_bytes: int | None
     verdict: Verdict
-    notes: tuple[str, ...] = ()
 
     @property
     def steady_bytes(self) -> int | None:
@@ -82,20 +80,12 @@ class NodeAccount:
         return f"step {self.step}: no sample of its tasks' memory to hold against the {limit}"
 
 
-def account_nodes(
-    rows: Sequence[Row],
-    *,
-    shape: Shape | None = None,
-    asked: Request | None = None,
-    tasks_per_node: int | None = None,
-) -> list[NodeAccount]:
+def account_nodes(rows: Sequence[Row], *, shape: Shape | None = None) -> list[NodeAccount]:
     """The account of each step that ran tasks, of the last attempt of one job; the step that was killed comes first.
 
     Args:
         rows: The job's rows, from ``sacct``.
         shape: The job in ``scontrol show job``, when there is one.
-        asked: What the script asks for, ``--mem`` (node) or ``--mem-per-cpu`` (cpu).
-        tasks_per_node: The script's ``--ntasks-per-node``.
     """
     last = max((row.attempt for row in rows), default=1)
     rows = [row for row in rows if row.attempt == last]
@@ -107,18 +97,17 @@ def account_nodes(
     for step in steps:
         known = _count_nodes(step, job, shape)
         nodes = known or 1
-        limit, source, notes = _node_limit(job, step, nodes, shape, asked)
+        limit, source = _node_limit(job, step, nodes, shape)
         tasks = step.num_tasks or (shape.num_tasks if shape else None) or 1
         each = math.ceil(tasks / nodes)
-        fullest = tasks_per_node or (shape.tasks_per_node if shape else None)
+        fullest = shape.tasks_per_node if shape else None
         if fullest and each <= fullest <= tasks:
             each = fullest
         elif known is None and tasks > 1 and source != _TOTAL:
             each = 1
-            notes.append(f"the number of nodes is not told: one of its {tasks} tasks is counted on a node")
         if not step.step.isdigit():
             each = 1
-        found.append(_judge(step, limit, source, nodes, each, notes))
+        found.append(_judge(step, limit, source, nodes, each))
     # A step's kill ends its batch script's step too, whose own memory says nothing.
     return sorted(
         found,
@@ -154,7 +143,7 @@ def _is_killed(step: str, rows: Iterable[Row]) -> bool:
     return any(row.id == step and row.state == "OUT_OF_MEMORY" for row in rows)
 
 
-def _judge(step: Row, limit: int | None, source: str, nodes: int, each: int, notes: list[str]) -> NodeAccount:
+def _judge(step: Row, limit: int | None, source: str, nodes: int, each: int) -> NodeAccount:
     # A task that was never sampled shows 0: that is no measurement.
     peak = step.max_rss_bytes or None
     average = step.ave_rss_bytes or (step.total_rss_bytes // (step.num_tasks or 1) if step.total_rss_bytes else None)
@@ -162,44 +151,34 @@ def _judge(step: Row, limit: int | None, source: str, nodes: int, each: int, not
     if limit is not None and (peak is not None or average is not None):
         if average is not None and average * each > limit:
             verdict = "over_in_steady_state"
-            notes.append("memory that its processes share counts once in the limit and in each process's RSS")
         elif peak is not None and peak * each > limit:
             verdict = "over_if_tasks_are_alike"
-            notes.append("the mean is a lower bound: a task that was not sampled counts as nothing in it")
         elif peak is not None:
             verdict = "below"
-            notes.append("samples miss what comes and goes between them, and page cache and /dev/shm are not in an RSS")
-    elif limit is not None:
-        notes.append("it was killed before it was sampled, or sampling is off")
-    return NodeAccount(step.id, limit, source, nodes, each, average, peak, verdict, tuple(notes))
+    return NodeAccount(step.id, limit, source, nodes, each, average, peak, verdict)
 
 
-def _node_limit(
-    job: Row | None, step: Row, nodes: int, shape: Shape | None, asked: Request | None
-) -> tuple[int | None, str, list[str]]:
-    """What one node's processes may use, which setting says so, and what had to be assumed."""
+def _node_limit(job: Row | None, step: Row, nodes: int, shape: Shape | None) -> tuple[int | None, str]:
+    """What one node's processes may use, and which setting says so."""
     cpus = (step.num_cpus or (job.num_cpus if job else None) or (shape.num_cpus if shape else None) or 0) // nodes
     for request, source in (
         (shape and shape.request, "scontrol's MinMemory"),
-        (asked, "the script's --mem"),
         (job and job.request, "ReqMem"),
         (step.request, "ReqMem"),
     ):
         if not request or not request.bytes:
             continue
         if request.scope == "node":
-            return request.bytes, source, []
+            return request.bytes, source
         if request.scope == "cpu" and cpus:
-            return request.bytes * cpus, f"{source} of a CPU x {cpus} CPUs", []
+            return request.bytes * cpus, f"{source} of a CPU x {cpus} CPUs"
     for total, count, source in (
         (step.allocated_bytes, nodes, "AllocTRES over its nodes"),
         (job and job.allocated_bytes, (job and job.num_nodes) or nodes, "AllocTRES over its nodes"),
         (shape and shape.allocated_bytes, (shape and shape.num_nodes) or nodes, "AllocTRES over its nodes"),
     ):
         if total:
-            return total // count, source, []
+            return total // count, source
     if job is not None and job.request is not None and job.request.bytes:
-        count = job.num_nodes or nodes
-        notes = ["ReqMem without n or c is of the whole job since Slurm 21.08"] if count > 1 else []
-        return job.request.bytes // count, _TOTAL, notes
-    return None, "", []
+        return job.request.bytes // (job.num_nodes or nodes), _TOTAL  # without n or c: of the whole job since 21.08
+    return None, ""
