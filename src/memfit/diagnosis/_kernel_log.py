@@ -30,7 +30,6 @@ class KernelKill:
 
     Attributes:
         pid, name: The victim.
-        trigger: The process whose allocation met the limit; empty when not told.
         scope: Whose memory ran out: ``own_group`` (the group that the victim lived in), ``ancestor`` (one above it),
             ``group`` (a limit, whose is not told), ``cpuset`` (some nodes of a machine), ``global`` (the machine).
         limit_group: The group whose limit was met; ``/`` or empty for the machine.
@@ -38,13 +37,11 @@ class KernelKill:
         usage_bytes, limit_bytes: Of the group whose limit was met; None when not told.
         victim_bytes: The victim's resident memory: anonymous, file and shared.
         whole_group: The kernel ended all of a group with it (memory.oom.group).
-        time: As written; empty when not told.
         lines: What it rests on, the line on the victim first.
     """
 
     pid: int
     name: str
-    trigger: str = ""
     scope: KillScope = "unknown"
     limit_group: str = ""
     victim_group: str = ""
@@ -52,7 +49,6 @@ class KernelKill:
     limit_bytes: int | None = None
     victim_bytes: int | None = None
     whole_group: bool = False
-    time: str = ""
     lines: tuple[Line, ...] = ()
 
     @property
@@ -130,7 +126,7 @@ def _from_json(text: str, file: str) -> Iterator[Line]:
                 yield _strip(Line(file, at, piece.rstrip("\r"), None, str(when)))
 
 
-_INVOKED = re.compile(r"^(?P<name>.{1,40}?) invoked oom-killer: ")
+_INVOKED = re.compile(r"^.{1,40}? invoked oom-killer: ")
 _SUMMARY = re.compile(r"oom-kill:\s*constraint=(?P<constraint>\w+),(?P<rest>.*)")
 _OLD_GROUPS = re.compile(r"Task in (?P<victim>/\S*) killed as a result of limit of (?P<limit>/\S*)")
 _USAGE = re.compile(r"^memory: usage (?P<usage>\d+)kB, limit (?P<limit>\d+)kB")
@@ -147,7 +143,6 @@ _FRAME = re.compile(r"mem_cgroup_(?:out_of_memory|oom_synchronize)|try_charge")
 class _Block:
     """What was read of a block so far."""
 
-    trigger: str = ""
     constraint: str = ""
     is_global: bool = False
     limit_group: str = ""
@@ -168,8 +163,8 @@ def find_kills(lines: Iterable[Line]) -> list[KernelKill]:
 
     >>> text = "a invoked oom-killer: gfp_mask=0xcc0\\nMemory cgroup out of memory: Killed process 7 (b) total-vm:8kB"
     >>> kill = find_kills(read_kernel_lines(text))[0]
-    >>> kill.trigger, kill.name, kill.scope
-    ('a', 'b', 'group')
+    >>> kill.name, kill.scope
+    ('b', 'group')
     """
     found: list[KernelKill] = []
     lines = list(lines)
@@ -178,8 +173,8 @@ def find_kills(lines: Iterable[Line]) -> list[KernelKill]:
     block = _Block()
     for line in map(_strip, lines):
         text = line.text
-        if match := _INVOKED.search(text):
-            block = _Block(trigger=match["name"].strip(), lines=[line])
+        if _INVOKED.search(text):
+            block = _Block(lines=[line])
             continue
         if block.size > _LONGEST_BLOCK:
             block = _Block()
@@ -230,7 +225,6 @@ def _kill(block: _Block, match: re.Match[str], line: Line) -> KernelKill:
     return KernelKill(
         pid,
         match["name"],
-        trigger=block.trigger,
         scope=_scope(block, match["who"] or ""),
         limit_group=block.limit_group,
         victim_group=block.victim_group,
@@ -238,7 +232,6 @@ def _kill(block: _Block, match: re.Match[str], line: Line) -> KernelKill:
         limit_bytes=block.limit,
         victim_bytes=sum(parts) if parts else None,
         whole_group=block.whole_group,
-        time=line.time,
         lines=(line, *block.lines[-6:]),
     )
 
