@@ -50,7 +50,7 @@ def test_a_config_is_estimated_as_a_models_config_is_and_settings_can_be_changed
     assert set(found["device"]) == {"allocated_bytes", "active_bytes", "reserved_bytes", "device_bytes"}
     assert found["parts"]["weights"]["value"] == 4 * (32 * 10 + 10)
     assert (found["data"]["batch_bytes"], found["data"]["is_longest"], found["data"]["num_batches_seen"]) == (
-        *(16 * 32 * 4, False, 3),
+        *(16 * 32 * 4, True, 3),
     )
     assert found["host"]["panel"]["mapped_bytes"] > 0
     assert (found["setup"], found["verdict"]) == (None, "fits")
@@ -61,7 +61,7 @@ def test_a_person_reads_whether_it_fits_what_the_batch_is_and_what_the_host_hold
     done = memfit("estimate", workload, "--gpu", "1GiB")
     assert done.exit_code == 3
     assert "does not fit: takes" in done.out or "may fit: takes" in done.out
-    assert "the largest of the first 3 batches: 2.0 KiB" in done.out and "host, beside the device: panel" in done.out
+    assert "the largest of all 3 batches: 2.0 KiB" in done.out and "host, beside the device: panel" in done.out
 
 
 @pytest.mark.parametrize(

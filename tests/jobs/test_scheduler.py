@@ -567,14 +567,6 @@ def test_what_other_runs_took_since_the_last_reading_is_not_free(tmp_path):
     assert watch.lendable(Counter(), [])[HOST].bytes == 700
 
 
-def test_a_full_disk_or_whatever_else_holds_a_run_starts_nothing(tmp_path):
-    scheduler, backend, _, events = make(tmp_path, {"a": FakeJob()}, limit=1000)
-    scheduler.run(hold=lambda: "the disk is full" if backend.now < 1 else "")
-    assert backend.now > 1
-    assert of_kind(events, "wait")[0]["reason"] == "the disk is full"
-    assert backend.submitted == ["a"]
-
-
 def use_gpus(scheduler, backend, gpus, name="GPU"):
     """Have GPUs of so many GiB, each with so many taken by strangers; jobs take theirs as their scripts say."""
     read = scheduler.admission.budget.read_budget

@@ -1,17 +1,14 @@
 """An estimate of a workload's own step on the longest batch of its own data, and the host's side beside it."""
 
 import itertools
-from dataclasses import dataclass
 
-import numpy as np
 import pytest
-import torch
 
 from memfit.errors import ConfigError, UsageError
 from memfit.estimation._events import find_peaks
 from memfit.estimation._step_trace import trace_step
 from memfit.pipeline import estimate_workload
-from memfit.pipeline._probe import bytes_of, find_longest
+from memfit.training import find_longest
 from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.stages import RANKER
 from stages_here import StagesHere
@@ -66,9 +63,9 @@ def test_the_traced_step_of_the_ranker_follows_its_batch(tmp_path):
 
         return max(one.num_bytes for one in find_peaks(trace_step(make, cuda=False)).values())
 
-    longest, num_seen = find_longest(loader)
+    longest = find_longest(loader)
     others = [peak_of(batch) for batch in itertools.islice(loader, 4)]
-    assert num_seen is None and all(peak_of(longest) >= one for one in others)
+    assert longest.how == "known" and all(peak_of(longest.batch) >= one for one in others)
     assert len(set(others)) > 1, "the market's lists differ in length"
 
 
@@ -84,19 +81,6 @@ def test_what_contradicts_itself_is_refused_before_anything_is_prepared(config, 
     with pytest.raises(ConfigError):
         estimate_workload(config(), gpu="a toaster")
     assert not (tmp_path / "panels").exists()
-
-
-def test_without_a_longest_batch_the_largest_of_the_first_counts():
-    @dataclass
-    class Batch:
-        values: object
-        name: str = "b"
-
-    batches = [Batch(np.zeros(size)) for size in (3, 7, 5)]
-    assert find_longest(batches) == (batches[1], 3)
-    assert bytes_of({"a": [np.zeros(2), torch.zeros(3)], "b": (batches[0], None)}) == 16 + 12 + 24
-    with pytest.raises(UsageError, match="gives no batch"):
-        find_longest([])
 
 
 def test_a_trace_that_takes_too_long_is_refused(config):

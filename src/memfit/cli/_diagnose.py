@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,16 +16,12 @@ from memfit.cli._settings import Text, with_flags
 from memfit.cli._terminal import AsJson, console
 from memfit.errors import UsageError
 from memfit.rundir import RunDir, write_atomic
+from memfit.slurm import read_accounting
 
 if TYPE_CHECKING:
     from memfit.diagnosis import Diagnosis
 
 UNKNOWN_EXIT_CODE = 5
-#: The columns that are asked of Slurm's accounting.
-_COLUMNS = (
-    "JobID,JobIDRaw,JobName,Partition,State,ExitCode,DerivedExitCode,ReqMem,MaxRSS,MaxRSSNode,AveRSS,NTasks,NNodes,"
-    "NCPUS,AllocTRES,Elapsed,Timelimit,Start,End,NodeList"
-)
 _LOGS = (".out", ".err", ".log", ".txt", ".gz")
 #: What each argument takes.
 _RULES = {
@@ -88,7 +80,7 @@ def diagnose(
         )
     named, verify = [_newest_run(Path(path)) for path in paths or ()], flags.verify and _newest_run(flags.verify)
     _check_files(named, flags)
-    accounting = _accounting(flags.sacct) if flags.sacct is not None else ""
+    accounting = read_accounting(flags.sacct) if flags.sacct is not None else ""
     if verify is not None and flags.against is not None:
         _verify(verify, flags.against, named, accounting, as_json=flags.as_json)
     if flags.fix and flags.script is None:
@@ -198,38 +190,3 @@ def _verify(verify: Path, against: Path, named: list[Path], accounting: str, *, 
     if any(check.verdict == "problem" for check in checks):
         raise typer.Exit(4)
     raise typer.Exit(0 if is_any_shown(checks) else UNKNOWN_EXIT_CODE)
-
-
-def _accounting(given: str) -> str:
-    """What sacct printed: from a file, or asked of Slurm for a job's number.
-
-    Raises:
-        UsageError: The file cannot be read, or there is no sacct, or it refuses.
-    """
-    path = Path(given)
-    if path.is_file():
-        return path.read_text(encoding="utf-8-sig", errors="replace")
-    rule = "--sacct takes a file that sacct wrote, or a job's number where sacct is installed."
-    by_hand = f"where Slurm is: sacct -j JOBID -P --format={_COLUMNS} > sacct.txt; then --sacct sacct.txt"
-    if not re.fullmatch(r"\d+(?:_\d+)?", given):
-        raise UsageError(f"--sacct {given} is neither a file nor a job's number.", rule=rule, remedy=by_hand)
-    if shutil.which("sacct") is None:
-        raise UsageError(f"job {given} cannot be asked for: sacct is not installed here.", rule=rule, remedy=by_hand)
-    try:
-        done = _ask("sacct", "-j", given, "-P", "--duplicates", f"--format={_COLUMNS}")
-    except subprocess.TimeoutExpired as error:
-        raise UsageError(f"sacct gave no answer about job {given} in 30 s.", rule=rule, remedy=by_hand) from error
-    if done.returncode or len(done.stdout.splitlines()) < 2:
-        said = (done.stderr.strip() or "it knows no such job").splitlines()[0][:200]
-        raise UsageError(f"sacct says of job {given}: {said}.", rule=rule, remedy=by_hand)
-    text = done.stdout
-    # The job's shape, and what the partitions' nodes have, as long as Slurm knows.
-    for words in (["scontrol", "show", "job", given], ["sinfo", "-o", "%P %m %l"]):
-        with suppress(OSError, subprocess.TimeoutExpired):
-            done = _ask(*words)
-            text += f"\n{done.stdout}" if done.returncode == 0 else ""
-    return text
-
-
-def _ask(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=30, check=False)

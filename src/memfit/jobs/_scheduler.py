@@ -74,7 +74,6 @@ class Scheduler:
         stop: StopRequest | None = None,
         on_tick: Callable[[], None] = lambda: None,
         still_running: Collection[str] = (),
-        hold: Callable[[], str] = lambda: "",
         stopped: Callable[[str], str] = lambda job_id: "",
     ) -> dict[str, JobStatus]:
         """Run jobs until the source is done; the last status of every job that was started, by id.
@@ -84,7 +83,6 @@ class Scheduler:
             on_tick: Called at least ten times a second, for a live view.
             still_running: The ids of the jobs that the backend adopted. They are taken over when the source hands them
                 over, whatever is free: their memory is in use already.
-            hold: A reason to start no job now, such as a full disk; empty when there is none.
             stopped: Why the user wants a job of this id, which waits, not to be started any more; empty when it is to.
 
         Raises:
@@ -94,10 +92,9 @@ class Scheduler:
             self._poll()
             self._take_in(still_running)
             self._obey(stop.level if stop else 0)
-            held = hold()
             with self.admission.deciding():
                 self._enforcement.relieve()
-                self._admit(held, stopped)
+                self._admit(stopped)
             self._say_cpus()
             on_tick()
             if not self._waiting and not self._running and (self.source.is_done or self._stop_level):
@@ -231,12 +228,12 @@ class Scheduler:
 
     # Who starts
 
-    def _admit(self, hold: str, stopped: Callable[[str], str]) -> None:
+    def _admit(self, stopped: Callable[[str], str]) -> None:
         """Start the jobs that may start now."""
         for entry in self._waiting[:_BACKFILL]:
             if reason := stopped(entry.job.id):
                 self._drop(entry, "cancelled", reason)
-        held = Wait("other", hold) if hold else self._enforcement.why_none_starts()
+        held = self._enforcement.why_none_starts()
         while self._waiting:
             head = self._waiting[0]
             if wait := held or self.admission.why_none_starts():

@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import itertools
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit import config
 from memfit.errors import MissingExtraError, UntraceableError, UsageError
@@ -30,13 +29,21 @@ from memfit.pipeline._stage import make_context, only, run_stage
 from memfit.rundir import RunDir
 from memfit.units import format_bytes
 
+if TYPE_CHECKING:
+    from memfit.training import Longest
+
 _HOW = (
     "write loader(context, params, num_workers), a unit's training batches, and step(context, params), which gives a "
     "function that takes one training step, and name both: Stage(..., probe=Probe(loader, step)); docs/commands.md "
     "shows them"
 )
-#: Batches of a loader that does not name its longest, of which the largest counts.
-_LOOKED_AT = 64
+#: Which batch of a loader is traced, as ``memfit.training.find_longest`` found it.
+_WHICH = {
+    "known": "the longest batch, as its loader says it: {size}",
+    "lengths": "a batch of the longest samples: {size}",
+    "all": "the largest of all {number} batches: {size}",
+    "sampled": "the largest of the first {number} batches: {size}; a later one may be larger",
+}
 
 
 # The first unit of the stage
@@ -273,30 +280,30 @@ def estimate_in_child(
     target: str, resolved: str, gpu: str | None, available_bytes: int | None, allocator: str | None, time_limit: float
 ) -> dict[str, Any]:
     """Prepare the workload's data as a run does, take its longest batch, and trace its step."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
     from memfit.estimation import check_allocator, limit_time
+    from memfit.training import find_longest
 
     with probed(target, resolved, "loader", "step") as (context, params, probe):
         text = allocator or config.Resolved.from_json(RunConfig, resolved).value.memory.cuda_allocator
         warned = [] if text is None else check_allocator(text)
         assert probe.loader is not None and probe.step is not None
         loader, make_step = probe.loader(context, params, 0), probe.step
-        batch, num_seen = find_longest(loader)
+        longest = find_longest(loader)
 
         def make() -> Any:
             step = make_step(context, params)
-            return lambda: step(batch)
+            return lambda: step(longest.batch)
 
         with limit_time(time_limit):
             found = _trace(make, target, gpu, available_bytes, text)
-        host, read = _host(loader, batch, sum(panel.nbytes for panel in _panels(context))), data_text(context)
-    size = format_bytes(host["batch_bytes"])
-    which = f"the largest of the first {num_seen} batches: {size}; a later one may be larger"
-    if num_seen is None:
-        which = f"the longest batch, as its loader says it: {size}"
+        host, read = _host(loader, longest, sum(panel.nbytes for panel in _panels(context))), data_text(context)
+    which = _WHICH[longest.how].format(number=longest.num_seen, size=format_bytes(longest.num_bytes))
     data = {
-        "batch_bytes": host["batch_bytes"],
-        "is_longest": num_seen is None,
-        "num_batches_seen": num_seen or 1,
+        "batch_bytes": longest.num_bytes,
+        "is_longest": longest.how != "sampled",
+        "num_batches_seen": longest.num_seen,
         "text": f"{read}; {which}\n{host['text']}",
     }
     beside = {"setup": None, "largest_batch": None, "change": None, "smaller_model": None}
@@ -312,8 +319,6 @@ def _trace(
     if device is not None and available_bytes is not None:
         device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
     settings = None if allocator is None else AllocatorSettings.parse(allocator)
-    if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
     try:
         return estimate_step(make, gpu=device, allocator=settings).to_dict()
     except UntraceableError as error:
@@ -326,47 +331,14 @@ def _trace(
         ) from error
 
 
-def find_longest(loader: Iterable[Any]) -> tuple[Any, int | None]:
-    """The loader's ``longest()``, where it has one, and None; else the largest of its first batches, and their number.
-
-    Raises:
-        UsageError: If the loader has no batch.
-
-    >>> find_longest([[1], [1, 2, 3], [1, 2]])
-    ([1, 2, 3], 3)
-    """
-    if hasattr(loader, "longest"):
-        return loader.longest(), None
-    seen = list(itertools.islice(loader, _LOOKED_AT))
-    if not seen:
-        raise UsageError(
-            "the loader of the first fold gives no batch.",
-            rule="a step is estimated on a batch of its own data.",
-            remedy="see that the fold has dates to train on",
-        )
-    return max(seen, key=lambda batch: (bytes_of(batch), len(batch) if hasattr(batch, "__len__") else 0)), len(seen)
-
-
-def bytes_of(batch: Any) -> int:
-    """Bytes of the arrays and tensors of a batch, however deep they lie in it."""
-    if hasattr(batch, "nbytes"):
-        return int(batch.nbytes)
-    if is_dataclass(batch):
-        return sum(bytes_of(getattr(batch, one.name)) for one in fields(batch))
-    if isinstance(batch, Mapping):
-        return sum(map(bytes_of, batch.values()))
-    return sum(map(bytes_of, batch)) if isinstance(batch, list | tuple) else 0
-
-
-def _host(loader: Any, batch: Any, panel_bytes: int) -> dict[str, Any]:
+def _host(loader: Any, longest: Longest, panel_bytes: int) -> dict[str, Any]:
     """The host's side; the device's figures hold nothing of it."""
     from memfit.data import loader_footprint
 
-    batch_bytes = bytes_of(batch)
-    batches = f"a batch {format_bytes(batch_bytes)} for each that is ready"
+    batches = f"a batch {format_bytes(longest.num_bytes)} for each that is ready"
     footprint = None
     with contextlib.suppress(UsageError):  # a loader of another kind
         footprint = loader_footprint(loader).to_dict()
         batches = f"the loader {format_bytes(footprint['private_bytes'])} in the training's process"
     text = f"host, beside the device: panel {format_bytes(panel_bytes)}, mapped once for all jobs; {batches}"
-    return {"panel": {"mapped_bytes": panel_bytes}, "batch_bytes": batch_bytes, "loader": footprint, "text": text}
+    return {"panel": {"mapped_bytes": panel_bytes}, "batch_bytes": longest.num_bytes, "loader": footprint, "text": text}

@@ -37,8 +37,8 @@ _COLUMNS, _PHASE_COLUMNS = 80, 13
 #: A run of so many jobs is shown whole; of a larger one those that run, so many at most, and the last that ended.
 _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
-#: What jobs of every sweep wait for; the first is over within a second.
-_ROUTINE = ("starting", "memory", "device", "max_parallel")
+#: What jobs of every sweep wait for.
+_ROUTINE = ("memory", "device", "max_parallel")
 #: Events that say nothing new where a single command runs: the summary has it.
 _OF_MANY = frozenset({"admit", "plan", "end", "grow", "grow_device"})
 #: A reservation that grows by less of the limit is in the events and not on the terminal.
@@ -134,7 +134,7 @@ class LiveRun:
             return kind == "end" and not is_success
         is_many = max([len(view.params), *(len(stage.units) for stage in view.stages.values())]) > _WHOLE_ROWS
         if kind == "wait":
-            return event.get("on") not in (_ROUTINE if is_many else _ROUTINE[:1])
+            return not is_many or event.get("on") not in _ROUTINE
         is_routine = kind == "admit" or (kind == "end" and is_success and self._live is not None)
         return not (is_many and is_routine) or _left_something(event)
 

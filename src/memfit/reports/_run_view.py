@@ -150,8 +150,8 @@ class JobRow:
 
     @property
     def guess(self) -> str:
-        """``log`` or ``shape`` if its phases are guessed from that; empty if the job marked them."""
-        return self.status.phase_source if self.status.phase_source in ("log", "shape") else ""
+        """``log`` if its phases are guessed from that; empty if the job marked them."""
+        return "" if self.status.phase_source == "marks" else self.status.phase_source or ""
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form; sizes in bytes, times in seconds."""
