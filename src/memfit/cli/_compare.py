@@ -101,39 +101,5 @@ def _print(decision: Decision, names: tuple[str, str], record: Path, log: Consol
     log.say(f"{decision.verdict}: {decision.metric}, A less B", style="bold")
     for letter, name, mean in zip("AB", names, (decision.mean_a, decision.mean_b), strict=True):
         log.say(f"  {letter}  {mean:+.5f}  {name}")
-    for title, text in _rows(decision, record).items():
-        log.say(f"  {title:<15}{text}")
-
-
-def _rows(decision: Decision, record: Path) -> dict[str, str]:
-    """What is printed below the verdict, by title."""
-    kernel = "" if decision.kernel == "rectangular" else f", {decision.kernel} kernel"
-    alpha = f"{1 - decision.level:.3g}"
-    tried = "this one alone" if decision.num_comparisons == 1 else f"{decision.num_comparisons} tried"
-    dropped = {"only in A": decision.num_only_a, "only in B": decision.num_only_b, "undefined": decision.num_undefined}
-    rows = {
-        "effect": f"{decision.effect:+.5f} ± {decision.standard_error:.5f} standard error",
-        f"{decision.level * 100:.4g} % interval": f"{decision.lower:+.5f} to {decision.upper:+.5f}  (blocks of "
-        f"{decision.block_length} dates)",
-        "test": f"t {decision.statistic:+.2f}, {_p(decision.p_value)}, labels over {decision.horizon} dates{kernel}",
-        "comparisons": f"{tried}; {_p(decision.adjusted_p_value)} after Holm, against {alpha}  ({record})",
-        "could show": f"an effect of {decision.minimal_detectable_effect:.5f}, 4 times in 5",
-        "dates": f"{decision.num_dates} paired; dropped: "
-        + (", ".join(f"{number} {name}" for name, number in dropped.items() if number) or "none"),
-    }
-    if decision.num_folds > 1:
-        rows["by fold"] = ", ".join(f"{one.effect:+.5f} (fold {one.fold}, {one.num_dates})" for one in decision.folds)
-    if decision.num_other_assets:
-        rows["note"] = f"on {decision.num_other_assets} dates A and B scored different numbers of assets"
-    if decision.slow_note:
-        rows["warning"] = decision.slow_note
-    return rows
-
-
-def _p(value: float) -> str:
-    """A p-value to four places.
-
-    >>> _p(0.03), _p(1e-9)
-    ('p 0.0300', 'p < 0.0001')
-    """
-    return f"p {value:.4f}" if value >= 1e-4 else "p < 0.0001"
+    for title, text in decision.explain().items():
+        log.say(f"  {title:<15}{text}" + (f"  ({record})" if title == "comparisons" else ""))

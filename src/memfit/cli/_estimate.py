@@ -17,7 +17,7 @@ from memfit.cli._settings import Set, with_flags
 from memfit.cli._terminal import AsJson, console
 from memfit.cli._training import Training
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
-from memfit.estimation import ALLOCATOR_VARIABLES, TIME_LIMIT, Setup, find_gpu
+from memfit.estimation import ALLOCATOR_VARIABLES, TIME_LIMIT, find_gpu
 from memfit.memory import Budget
 from memfit.units import format_bytes
 
@@ -131,7 +131,7 @@ def _of_workload(config: Path | None, flags: Flags) -> dict[str, Any]:
 
 
 def _of_model(model: dict[str, Any], flags: Flags) -> dict[str, Any]:
-    from memfit.estimation import read_lengths
+    from memfit.estimation import describe_batches, read_lengths
     from memfit.planning import Question, ask
 
     setup = flags.setup()
@@ -152,7 +152,8 @@ def _of_model(model: dict[str, Any], flags: Flags) -> dict[str, Any]:
     )
     with _tracing(flags.time_limit):
         answer = ask(question)
-    data = None if lengths is None else _describe(lengths, Setup(**answer["setup"]).batch, flags.seq_len)
+    batch = answer["setup"]["batch"]
+    data = None if lengths is None else describe_batches(lengths, batch=batch, max_length=flags.seq_len)
     return answer | {"data": data, "notes": [*answer["notes"], *others]}
 
 
@@ -178,33 +179,6 @@ def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
         f"are free for this training; others: {others or 'none'}"
     )
     return name, available, [note]
-
-
-def _describe(lengths: Any, batch: int, seq_len: int) -> dict[str, Any]:
-    """What data are like whose lengths were cut at ``seq_len``, in numbers and in words."""
-    from memfit.estimation import simulate_batches
-
-    batches = simulate_batches(lengths, batch=batch, max_length=seq_len)
-    text = (
-        f"{lengths.count:,} samples of {lengths.mean:.0f} tokens on average, {lengths.longest} at most "
-        f"({lengths.truncated_share * 100:.1f} % cut at {seq_len}): the peak is set by the longest batch, "
-        f"{batch} x {lengths.longest} tokens. Filling up to the batch's longest in place of {seq_len} saves "
-        f"{batches.saving * 100:.0f} % of the tokens, and nothing of the peak; {batches.pad_share * 100:.0f} % still "
-        f"fill up. A batch has {batches.mean_tokens:.0f} tokens, give or take {batches.deviation_tokens:.0f}."
-    )
-    return {
-        "num_samples": lengths.count,
-        "mean_tokens": lengths.mean,
-        "longest_tokens": lengths.longest,
-        "truncated_share": lengths.truncated_share,
-        "mean_batch_tokens": batches.mean_tokens,
-        "deviation_batch_tokens": batches.deviation_tokens,
-        "largest_batch_tokens": batches.largest_tokens,
-        "worst_batch_tokens": batches.worst_tokens,
-        "pad_share": batches.pad_share,
-        "saving": batches.saving,
-        "text": text,
-    }
 
 
 def _tracing(time_limit: float) -> AbstractContextManager[object]:

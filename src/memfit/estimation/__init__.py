@@ -37,11 +37,12 @@ from memfit.estimation._time_limit import TIME_LIMIT, limit_time
 if TYPE_CHECKING:
     from memfit.estimation._lengths import (
         LengthStatistics,
+        describe_batches,
         read_lengths,
         simulate_batches,
     )
 
-_OF_LENGTHS = ("LengthStatistics", "read_lengths", "simulate_batches")
+_OF_LENGTHS = ("LengthStatistics", "describe_batches", "read_lengths", "simulate_batches")
 
 __all__ = [
     "ALLOCATOR_VARIABLES",
@@ -79,6 +80,7 @@ __all__ = [
     "judge",
     "limit_time",
     "list_changes",
+    "describe_batches",
     "read_lengths",
     "simulate_batches",
     "split_batch",

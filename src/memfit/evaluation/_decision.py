@@ -111,6 +111,29 @@ class Decision:
             for name, value in (dataclasses.asdict(self) | {"folds": [*map(dataclasses.asdict, self.folds)]}).items()
         }
 
+    def explain(self) -> dict[str, str]:
+        """Return what the verdict rests on, in words: a line for each title."""
+        kernel = "" if self.kernel == "rectangular" else f", {self.kernel} kernel"
+        tried = "this one alone" if self.num_comparisons == 1 else f"{self.num_comparisons} tried"
+        lost = {"only in A": self.num_only_a, "only in B": self.num_only_b, "undefined": self.num_undefined}
+        dropped = ", ".join(f"{number} {name}" for name, number in lost.items() if number) or "none"
+        lines = {
+            "effect": f"{self.effect:+.5f} ± {self.standard_error:.5f} standard error",
+            f"{self.level * 100:.4g} % interval": f"{self.lower:+.5f} to {self.upper:+.5f}  (blocks of "
+            f"{self.block_length} dates)",
+            "test": f"t {self.statistic:+.2f}, {_p(self.p_value)}, labels over {self.horizon} dates{kernel}",
+            "comparisons": f"{tried}; {_p(self.adjusted_p_value)} after Holm, against {1 - self.level:.3g}",
+            "could show": f"an effect of {self.minimal_detectable_effect:.5f}, 4 times in 5",
+            "dates": f"{self.num_dates} paired; dropped: {dropped}",
+        }
+        if self.num_folds > 1:
+            lines["by fold"] = ", ".join(f"{one.effect:+.5f} (fold {one.fold}, {one.num_dates})" for one in self.folds)
+        if self.num_other_assets:
+            lines["note"] = f"on {self.num_other_assets} dates A and B scored different numbers of assets"
+        if self.slow_note:
+            lines["warning"] = self.slow_note
+        return lines
+
     @property
     def slow_note(self) -> str:
         """What it means that the difference varies slowly; empty if it does not."""
@@ -122,6 +145,15 @@ class Decision:
             f"then {self.statistic / self.slow_error_factor:+.1f}. False decisions are more frequent than "
             f"{1 - self.level:.0%}."
         )
+
+
+def _p(value: float) -> str:
+    """A p-value to four places.
+
+    >>> _p(0.03), _p(1e-9)
+    ('p 0.0300', 'p < 0.0001')
+    """
+    return f"p {value:.4f}" if value >= 1e-4 else "p < 0.0001"
 
 
 def decide(

@@ -22,6 +22,7 @@ from memfit.pipeline._order import Order, order_of_command, order_of_config
 from memfit.pipeline._run import find_run
 from memfit.pipeline._supervise import read_budget
 from memfit.rundir import RunDir, read_json
+from memfit.units import format_duration
 
 _MOST_RUNS = 20
 #: So many jobs at once have a row each, beside as many as fit and all.
@@ -62,6 +63,7 @@ class StagePlan:
         origin: Where that figure comes from.
         measure: The command that measures one job, where nothing is known; and the one that estimates GPU memory.
         rows: How many at once take how much, and how long.
+        advice: How many run at once, and what lets more of them fit.
     """
 
     name: str
@@ -74,6 +76,7 @@ class StagePlan:
     origin: str = ""
     measure: Sequence[str] = ()
     rows: Sequence[AtOnce] = ()
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,22 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], budget: Budget, s
     if stage.get("has_probe") and (own.gpu_memory or order.settings.memory.gpu_job):
         measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
     rows = _rows(order, budget, footprint, seconds, len(left)) if footprint and left else ()
-    return StagePlan(**facts, footprint=footprint, origin=origin, measure=measure, rows=rows)
+    advice = _advice(rows, len(left)) if len(left) > 1 else ""
+    return StagePlan(**facts, footprint=footprint, origin=origin, measure=measure, rows=rows, advice=advice)
+
+
+def _advice(rows: Sequence[AtOnce], num_jobs: int) -> str:
+    """Say how many jobs memfit runs at once, how long that takes, and what lets more of them fit."""
+    most = max((row for row in rows if row.fits), key=lambda row: row.num_jobs, default=None)
+    if most is None:
+        return ""
+    text = f"memfit runs {'all ' if most.num_jobs == num_jobs else ''}{most.num_jobs} at once"
+    if most.seconds and most.num_jobs > 1:
+        times = [format_duration(row.seconds, short=True) for row in (most, rows[0]) if row.seconds]
+        text += f": about {times[0]} with enough cores, against {times[1]} one at a time"
+    if not all(row.fits for row in rows):
+        text += "; data that all of them read needs no room in each if they map it (memfit.Panel, docs/data.md)"
+    return text
 
 
 def _guessed(graph: Graph, runs: Sequence[RunDir], stage: Mapping[str, Any]) -> list[Unit]:

@@ -161,7 +161,7 @@ def describe_left(event: Event, view: RunView) -> str:
         return ""
     num_units = len(view.stages[stage].units) if stage in view.stages else len(view.params)
     of = f" of {num_units}" if num_units else ""
-    return f"; {num_left}{of} left" + (f", about {format_duration(seconds, short=True)}" if seconds is not None else "")
+    return f"; {num_left}{of} left" + (f", about {format_duration(seconds, short=True)}" if seconds else "")
 
 
 def _left_something(event: Event) -> bool:
@@ -388,7 +388,7 @@ def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float |
         for stage in view.stage_names(rows):
             eta = view.left(stage, rows)[1]
             of = f" of {stage}" if len(view.stages) > 1 else ""
-            counts += f"; about {format_duration(eta, short=True)}{of} left" if eta is not None else ""
+            counts += f"; about {format_duration(eta, short=True)}{of} left" if eta else ""
         yield Text(counts)
     used = sum(row.status.used_bytes for row in rows)
     reserved = sum(max(row.reserved_bytes or 0, row.status.used_bytes) for row in rows if row.status.state == "running")

@@ -14,7 +14,8 @@ from rich.text import Text
 from memfit.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from memfit.pipeline import RunPlan, StagePlan
+    from memfit.memory import Footprint
+from memfit.pipeline import RunPlan, StagePlan
 
 #: Entries of a footprint's parts that the private peak does not consist of.
 _NO_PARTS = ("file", "charged_peak")
@@ -37,6 +38,8 @@ def print_run_plan(plan: RunPlan, console: Console) -> None:
             console.print(f"{'':<{width}}{line}", soft_wrap=True, markup=False)
         if stage.rows:
             console.print(Padding(_matrix(stage), (0, 0, 0, width), expand=False))
+        if stage.advice:
+            console.print(f"{'':<{width}}{stage.advice}", soft_wrap=True, markup=False)
     console.print("\nNothing was started.")
 
 
@@ -50,16 +53,28 @@ def _lines(stage: StagePlan) -> Iterator[str]:
     if stage.waits_for:
         yield f"{' and '.join(stage.waits_for)} first: what comes of that decides whether it runs, and for which units"
     if stage.footprint is not None:
-        yield f"one job: {format_bytes(stage.footprint.private_bytes)} ({stage.origin})"
-        parts = {name: size for name, size in stage.footprint.parts.items() if name not in _NO_PARTS and size}
-        phases = {name: peak.private_bytes for name, peak in stage.footprint.phases.items()}
-        for title, sizes in (("by part", parts), ("by phase", phases)):
-            if sizes:
-                yield f"  {title}: {', '.join(f'{name} {format_bytes(size)}' for name, size in sizes.items())}"
+        yield from _size(stage.footprint, stage)
     elif stage.origin:
         yield f"one job: {stage.origin}"
     for command in stage.measure:
         yield f"{'estimate its GPU memory' if command.startswith('memfit estimate') else 'measure one'}: {command}"
+
+
+def _size(footprint: Footprint, stage: StagePlan) -> Iterator[str]:
+    """What one job takes, each sum with its terms: host and GPUs apart."""
+    whole, names = format_bytes(footprint.private_bytes), [name for name in footprint.parts if name not in _NO_PARTS]
+    parts = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name in names if (size := footprint.parts[name])]
+    yield f"one job: {whole} of host memory ({stage.origin})" + (f" = {' + '.join(parts)}" if parts else "")
+    if (reserved := stage.rows[0].needed_bytes if stage.rows else 0) > footprint.private_bytes:
+        slack = round(100 * (reserved / footprint.private_bytes - 1))
+        yield f"  reserved: {format_bytes(reserved)} = {whole} + {slack} % slack"
+    if footprint.shared_bytes:
+        yield f"  mapped files: {format_bytes(footprint.shared_bytes)}, there once for all jobs and not counted"
+    for device, size in footprint.device_bytes.items():
+        yield f"  GPU {device}: {format_bytes(size)}"
+    if footprint.phases:
+        peaks = [f"{name} {format_bytes(peak.private_bytes)}" for name, peak in footprint.phases.items()]
+        yield f"  by phase: {', '.join(peaks)}"
 
 
 def _matrix(stage: StagePlan) -> Table:

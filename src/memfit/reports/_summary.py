@@ -33,10 +33,8 @@ _WAITED_FOR = {
     "device": "for a device",
     "max_parallel": "because of max_parallel",
     "measuring": "while one was measured",
-    "starting": "while others started",
     "other_run": "for another run",
 }
-_GUESSED = {"": "", "log": " (guessed from its log)", "shape": " (guessed from the shape of its memory)"}
 
 
 class _Column(NamedTuple):
@@ -258,7 +256,7 @@ def _phases(rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:
         if row.status.footprint is not None and row.status.footprint.phases:
             peaks = row.status.footprint.phases.items()
             text = ", ".join(f"{name} {format_bytes(peak.private_bytes)}" for name, peak in peaks)
-            yield "phases", text + _GUESSED[row.guess]
+            yield "phases", text + (f" (guessed from its {row.guess})" if row.guess else "")
 
 
 def _totals(view: RunView, rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:

@@ -72,14 +72,8 @@ def _tried_lines(tried: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def decision_lines(decision: Decision, second: Decision | None, baseline: str) -> Iterator[str]:
     """A decision, what the metric beside it says, and a warning where the standard error is too small."""
     yield f"decision: {decision.verdict} ({decision.metric}, A is this, B is {baseline})"
-    found = decision.to_dict()
-    counted = f"Holm for {decision.num_comparisons} comparison{'s' if decision.num_comparisons > 1 else ''}"
-    yield (
-        f"  effect {_number(found['effect'])}, {decision.level:.0%} interval {_number(found['lower'])} to "
-        f"{_number(found['upper'])}; n {decision.num_dates} dates in {decision.num_folds} folds; "
-        f"p {_number(found['p_value'], signed=False)}, {_number(found['adjusted_p_value'], signed=False)} after "
-        f"{counted}; these dates could have shown {_number(found['minimal_detectable_effect'], signed=False)}"
-    )
+    for title, text in decision.explain().items():
+        yield f"  {title:<15}{text}"
     if second:
         other = second.to_dict()
         yield (
@@ -87,8 +81,6 @@ def decision_lines(decision: Decision, second: Decision | None, baseline: str) -
             f"{_number(other['lower'])} to {_number(other['upper'])}; n {second.num_dates} dates; "
             f"p {_number(other['p_value'], signed=False)}; no second decision, and not counted"
         )
-    if decision.slow_note:
-        yield f"  warning: {decision.slow_note}"
 
 
 def _number(value: float | None, *, signed: bool = True) -> str:
