@@ -15,7 +15,7 @@ from memfit.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from memfit.memory import Footprint
-from memfit.pipeline import RunPlan, StagePlan
+    from memfit.pipeline import RunPlan, StagePlan
 
 #: Entries of a footprint's parts that the private peak does not consist of.
 _NO_PARTS = ("file", "charged_peak")
