@@ -479,7 +479,7 @@ class EnforcerContract:
 
     def test_a_job_waits_at_its_wall_and_goes_on_when_the_wall_is_raised(self, backend: Backend) -> None:
         assert backend.enforcer is not None
-        code = "import time; time.sleep(0.2); block = bytearray(200 << 20)"
+        code = "import time; time.sleep(0.2); block = bytearray(200 << 20); time.sleep(0.5)"
         submit(backend, python("grower", code), Grant(50 << 20, 100 << 20))
         wait_for(backend, lambda: backend.poll()["grower"].stalled)
         status = backend.poll()["grower"]

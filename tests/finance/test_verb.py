@@ -170,7 +170,7 @@ def test_a_damaged_checkpoint_is_refused_with_what_a_backtest_can_do(backtest, t
             ("--checkpoint", "config.yaml", "--start-date", "2020-05-01", "--end-date", "2020-01-01"),
             "--end-date must not be before start_date, 2020-05-01",
         ),
-        (("--checkpoint", "config.yaml", "--start-date", "soon"), "--start-date must be a date"),
+        (("--checkpoint", "config.yaml", "--start-date", "soon"), "--start-date must be a valid date"),
         (("--checkpoint", "config.yaml", "--output", "out/dir"), "is no JSON file"),
     ],
 )

@@ -14,8 +14,8 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BeforeValidator, WithJsonSchema
 
-from memfit.config import Settings
 from memfit.errors import DataError
+from memfit_workloads.finance._market import Record
 from memfit_workloads.finance._sleeves import BacktestSettings, Selection, SleeveRun, run_sleeves, select
 
 NUM_QUANTILES = 5
@@ -34,7 +34,7 @@ Figure = Annotated[
 ]
 
 
-class BacktestSummary(Settings):
+class BacktestSummary(Record):
     """A backtest in numbers. Returns are simple and as a share: 0.1 is 10 %. What is undefined is NaN.
 
     Attributes:
@@ -92,7 +92,7 @@ class BacktestSummary(Settings):
     num_bound: int
 
 
-class QuantileRow(Settings):
+class QuantileRow(Record):
     """A fifth of the scores.
 
     Attributes:

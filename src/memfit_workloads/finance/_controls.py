@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from memfit.config import Settings
 from memfit.errors import UsageError
 from memfit_workloads.finance._backtest import BacktestResult, BacktestSummary, Figure, backtest, t_of_mean
+from memfit_workloads.finance._market import Record
 from memfit_workloads.finance._sleeves import BacktestSettings, run_sleeves, select
 
 _Floats = NDArray[np.float64]
@@ -53,7 +53,7 @@ def shift_scores(scores: ArrayLike, num_dates: int) -> _Floats:
     return shifted
 
 
-class ShiftTest(Settings):
+class ShiftTest(Record):
     """What scores that are late or early by one date earn, over the dates that all three cover.
 
     Attributes:
@@ -72,7 +72,7 @@ class ShiftTest(Settings):
     loss_t: Figure
 
 
-class Controls(Settings):
+class Controls(Record):
     """A backtest's controls.
 
     Attributes:
@@ -216,7 +216,7 @@ def shift_test(given: BacktestInput, settings: BacktestSettings, *, real: Backte
     )
 
 
-class SweepRow(Settings):
+class SweepRow(Record):
     """A backtest at one value of ``k_ratio``.
 
     Attributes:

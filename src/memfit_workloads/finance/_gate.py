@@ -11,7 +11,7 @@ from pydantic import Field
 from memfit.config import Settings
 from memfit_workloads.finance._backtest import BacktestResult, BacktestSummary
 from memfit_workloads.finance._controls import Controls
-from memfit_workloads.finance._market import Finding
+from memfit_workloads.finance._market import Finding, Record
 from memfit_workloads.finance._sleeves import BacktestSettings
 
 Colour = Literal["green", "yellow", "red"]
@@ -103,7 +103,7 @@ class Knob(Settings):
     direction: str
 
 
-class Reason(Settings):
+class Reason(Record):
     """One check of the gate.
 
     Attributes:
@@ -117,7 +117,7 @@ class Reason(Settings):
     text: str
 
 
-class Verdict(Settings):
+class Verdict(Record):
     """What the gate says.
 
     Attributes:

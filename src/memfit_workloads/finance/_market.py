@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from memfit.config import Settings
 from memfit.errors import DataError
@@ -26,7 +26,13 @@ _TARGET = re.compile(r"target_h(\d+)")
 _Floats = NDArray[np.float64]
 
 
-class Finding(Settings):
+class Record(Settings):
+    """The base of every model of results: as JSON, what is undefined or infinite is null."""
+
+    model_config = ConfigDict(ser_json_inf_nan="null")
+
+
+class Finding(Record):
     """Something in the data that a check found.
 
     Attributes:

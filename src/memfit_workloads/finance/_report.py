@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.csv
 from pydantic import ValidationError
 
-from memfit.config import Settings, to_plain
+from memfit.config import to_plain
 from memfit.errors import DataError, MissingExtraError, UsageError
 from memfit.rundir import read_json, write_atomic
 from memfit_workloads.finance._backtest import BacktestResult, BacktestSummary, QuantileRow
 from memfit_workloads.finance._controls import Controls
 from memfit_workloads.finance._gate import Verdict
-from memfit_workloads.finance._market import Finding
+from memfit_workloads.finance._market import Finding, Record
 from memfit_workloads.finance._report_plots import plot_backtest
 from memfit_workloads.finance._sleeves import BacktestSettings
 
@@ -27,7 +27,7 @@ SCHEMA_VERSION = 1
 REPORT_FILE = "backtest.json"
 
 
-class BacktestReport(Settings):
+class BacktestReport(Record):
     """What ``backtest.json`` holds. A figure that is undefined is ``null`` there, and NaN here.
 
     Attributes:
