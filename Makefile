@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vm check format bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-throughput bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-ranker clean
+.PHONY: help install demo test test-vm check format bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-ranker clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -81,9 +81,6 @@ bench-estimate: install ## time and memory of estimating a 3B and an 8B model, a
 
 bench-diagnosis: install ## verdicts on labelled excerpts of logs (ARGS="--corpus FILE")
 	$(BIN)/python benchmarks/diagnosis.py $(ARGS)
-
-bench-throughput: install ## 1,000 tiny commands by memfit map against xargs -P
-	$(BIN)/python benchmarks/throughput.py $(ARGS)
 
 clean: ## remove build outputs and caches; keeps .venv, runs and panels
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

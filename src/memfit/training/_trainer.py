@@ -127,12 +127,7 @@ class Trainer:
         )
         if ema is not None:
             of_type("ema", ema, Ema, rule="it is an average with its decay and epochs.", example="ema=Ema(0.999)")
-        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise UsageError(
-                "ReduceLROnPlateau cannot be the schedule.",
-                rule="the schedule is stepped after each optimizer step, and this one wants a metric.",
-                remedy="take one that depends on the number of steps alone, such as OneCycleLR or CosineAnnealingLR",
-            )
+        _check_schedule(schedule)
         _refuse_unknown(step)
         of_type("the model", model, torch.nn.Module, rule="it is a torch.nn.Module.", example="torch.nn.Linear(8, 1)")
         optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
@@ -231,6 +226,16 @@ class Trainer:
         )
         with StopSignals(interrupt=self._setup.folder is not None) as stop:
             return Fit(self._setup, plan, stop).run()
+
+
+def _check_schedule(schedule: torch.optim.lr_scheduler.LRScheduler | None) -> None:
+    """Refuse a schedule that wants a metric."""
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UsageError(
+            "ReduceLROnPlateau cannot be the schedule.",
+            rule="the schedule is stepped after each optimizer step, and this one wants a metric.",
+            remedy="take one that depends on the number of steps alone, such as OneCycleLR or CosineAnnealingLR",
+        )
 
 
 def _refuse_unknown(step: Mapping[str, Any]) -> None:
