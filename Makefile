@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vm check format bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-ranker clean
+.PHONY: help install demo test test-vm check format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-ranker clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,9 @@ check: install ## check format, lint, types, import layers and dead code, and ru
 format: install ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+lines: install ## print the lines of each package (ARGS="--since COMMIT" for those of a commit beside them)
+	@$(BIN)/python tools/lines.py $(ARGS)
 
 bench-folds: install ## naive folds against memfit's under one real memory limit (needs root and cgroup v1)
 	$(BIN)/python benchmarks/folds.py $(ARGS)
