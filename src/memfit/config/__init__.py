@@ -4,9 +4,8 @@
 ``fingerprint`` names a value by its content. Models derive from ``Settings``.
 """
 
-from memfit.config._layers import INTERNAL_VARIABLES
 from memfit.config._problems import ARGUMENT, DEFAULT, OVERRIDE, Override, variable
-from memfit.config._resolve import Resolved, resolve, resolve_nested
+from memfit.config._resolve import INTERNAL_VARIABLES, Resolved, resolve, resolve_nested
 from memfit.config._types import ByteSize, Settings, fingerprint, size_text, to_plain
 from memfit.config._yaml import read_plain
 

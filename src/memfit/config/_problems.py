@@ -23,7 +23,6 @@ DEFAULT = "default"
 VARIABLE = "environment "
 
 _STRICT = "the types and bounds of settings are strict, wherever a value comes from"
-_UNKNOWN = "an unknown name is refused, so that no setting is silently off"
 
 
 def dotted(path: Iterable[str | int]) -> str:
@@ -74,13 +73,13 @@ def from_pydantic(
     grouped: dict[tuple[tuple[str | int, ...], str], list[Any]] = {}
     for details in error.errors(include_url=False):
         kind = details["type"] if details["type"] in ("extra_forbidden", "missing") else "bad"
-        grouped.setdefault((place(details["loc"], tree, kind == "missing"), kind), []).append(details)
+        path = place(details["loc"], tree) + ((details["loc"][-1],) if kind == "missing" else ())
+        grouped.setdefault((path, kind), []).append(details)
     problems = []
     for (path, kind), group in grouped.items():
         name = prefix + dotted(path)
         if kind == "missing":
-            given = f"give {OVERRIDE} {name}=..., or {variable(name)}=..."
-            remedy = f"write {path[-1]}: in the file, or {given}"
+            remedy = f"write {path[-1]}: in the file, or give {OVERRIDE} {name}=..., or {variable(name)}=..."
             problems.append(ConfigError(f"{name} is missing.", rule=f"{model.__name__} needs it", remedy=remedy))
         elif kind == "extra_forbidden":
             problems.append(_unknown(name, model, _origin(name, origins), prefix))
@@ -89,19 +88,19 @@ def from_pydantic(
     return problems
 
 
-def place(loc: Sequence[Any], tree: Any, is_missing: bool = False) -> tuple[str | int, ...]:
+def place(loc: Sequence[Any], tree: Any) -> tuple[str | int, ...]:
     """Return an error's path in the tree: pydantic also names the alternatives of a union on its way."""
     path: list[str | int] = []
     for part in loc:
         if (isinstance(tree, dict) and part in tree) or (isinstance(tree, list) and part in range(len(tree))):
             path.append(part)
             tree = tree[part]
-    return (*path, loc[-1]) if is_missing else tuple(path)
+    return tuple(path)
 
 
 def _origin(name: str, origins: Mapping[str, str]) -> str:
     """Return where a value came from; for a section, where its values came from."""
-    below = [origin for key, origin in origins.items() if re.match(rf"{re.escape(name)}(\.|\[|$)", key) or not name]
+    below = [origin for key, origin in origins.items() if not name or re.match(rf"{re.escape(name)}(\.|\[|$)", key)]
     above = [origin for key, origin in origins.items() if re.match(rf"{re.escape(key)}[.\[]", name)]
     return ", ".join(list(dict.fromkeys(below or above[-1:]))[:3]) or DEFAULT
 
@@ -111,25 +110,23 @@ def _unknown(name: str, model: type[BaseModel], origin: str, prefix: str) -> Con
     if gone := find_gone("key", name):
         rule = f"{name} is gone since memfit {gone.since}"
         return ConfigError(f"{name} is no setting ({origin}).", rule=rule, remedy=f"use '{gone.new}'")
-    known = list(known_names(model, prefix))
-    parent, _, last = re.sub(r"\[\d+\]", "", name).rpartition(".")
-    siblings = [other for other in known if other.rpartition(".")[0] == parent]
-    tails = {other.rpartition(".")[2]: other for other in (*reversed(known), *siblings)}
-    hits = difflib.get_close_matches(last, [other.rpartition(".")[2] for other in siblings], n=1)
-    hits = hits or difflib.get_close_matches(last, tails, n=1)
-    is_variable = origin.startswith(VARIABLE)
-    below = origin.removeprefix(VARIABLE)[len(variable(name)) :].upper()
-    given = f"{origin.removeprefix(VARIABLE)} in the environment names no setting."
-    what = given if is_variable else f"{name} is no setting ({origin})."
-    if hits:
-        hit = tails[hits[0]]
-        if hit in siblings:
-            hit = f"{name.rpartition('.')[0]}.{hits[0]}".removeprefix(".")
-        remedy = f"did you mean '{variable(hit) + below if is_variable else hit}'?"
-    else:
-        listed = sorted(variable(other) if is_variable else other for other in siblings)
-        remedy = f"known: {', '.join(listed)}" if listed else "take it away: no key is known there"
-    return ConfigError(what, rule=f"{_UNKNOWN} (known to {model.__name__})", remedy=remedy)
+    parts = {known: known.rpartition(".") for known in known_names(model, prefix)}
+    above, _, last = name.rpartition(".")
+    siblings = [tail for parent, _, tail in parts.values() if parent == re.sub(r"\[\d+\]", "", above)]
+    tails = {tail: known for known, (_, _, tail) in reversed(parts.items())}
+    tails |= {tail: f"{above}.{tail}".removeprefix(".") for tail in siblings}
+    near = [*difflib.get_close_matches(last, siblings, n=1), *difflib.get_close_matches(last, tails, n=1)]
+    what, write, rest = f"{name} is no setting ({origin}).", str, ""
+    if origin.startswith(VARIABLE):
+        what, write = f"{origin.removeprefix(VARIABLE)} in the environment names no setting.", variable
+        rest = origin.removeprefix(VARIABLE)[len(variable(name)) :]
+    remedy = "take it away: no key is known there"
+    if near:
+        remedy = f"did you mean '{write(tails[near[0]])}{rest}'?"
+    elif siblings:
+        remedy = f"known: {', '.join(sorted(write(tails[tail]) for tail in siblings))}"
+    rule = f"an unknown name is refused, so that no setting is silently off (known to {model.__name__})"
+    return ConfigError(what, rule=rule, remedy=remedy)
 
 
 def _bad_value(name: str, group: list[Any], origin: str) -> ConfigError:
@@ -137,15 +134,16 @@ def _bad_value(name: str, group: list[Any], origin: str) -> ConfigError:
     subject, source = subject_of(name, origin)
     messages = dict.fromkeys(details["msg"].removeprefix("Value error, ") for details in group)
     text = " or ".join(messages).replace("Input should ", "must ")
-    text = text if text.startswith("must ") else f": {text[:1].lower()}{text[1:]}"
+    text = f" {text}" if text.startswith("must ") else f": {text[:1].lower()}{text[1:]}"
     given = group[0]["input"]
     got = "" if isinstance(given, dict) else f", got {show(given)}"
-    what = f"{subject}{'' if text.startswith(':') else ' '}{text}{got}{source}."
     expected = " ".join(str(details.get("ctx", {}).get("expected", "")) for details in group)
-    choices = re.findall(r"'([^']*)'", expected)
-    if choices and isinstance(given, str) and (hint := nearest(given, choices)).startswith("did"):
-        return ConfigError(what, rule=_STRICT, remedy=hint)
-    return ConfigError(what, rule=_STRICT, remedy=correction(name, origin))
+    choices, remedy = re.findall(r"'([^']*)'", expected), _correction(name, origin)
+    if isinstance(given, str) and choices and (hint := nearest(given, choices)).startswith("did"):
+        remedy = hint
+    elif "string_type" in [details["type"] for details in group] and isinstance(given, float | bool):
+        remedy += "; in quotes it is text"
+    return ConfigError(f"{subject}{text}{got}{source}.", rule=_STRICT, remedy=remedy)
 
 
 def subject_of(name: str, origin: str) -> tuple[str, str]:
@@ -158,12 +156,10 @@ def subject_of(name: str, origin: str) -> tuple[str, str]:
     return (origin, "") if is_flag else (name, f" ({origin})")
 
 
-def correction(name: str, origin: str) -> str:
+def _correction(name: str, origin: str) -> str:
     """Return where and how to give a setting another value."""
-    if origin == OVERRIDE:
-        return f"give {OVERRIDE} {name}=..."
     if origin.startswith("--"):
-        return f"give {origin} ..."
+        return f"give {OVERRIDE} {name}=..." if origin == OVERRIDE else f"give {origin} ..."
     if origin.startswith(VARIABLE):
         found = origin.removeprefix(VARIABLE)
         return f"give {found}=..., or take it away: unset {found}"

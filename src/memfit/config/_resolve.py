@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -12,13 +12,30 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from memfit.config import _yaml
-from memfit.config._layers import Keys, Layers
-from memfit.config._problems import DEFAULT, Override, dotted, from_pydantic, place, report
-from memfit.config._yaml import Plain
+from memfit.config._problems import (
+    ARGUMENT,
+    DEFAULT,
+    OVERRIDE,
+    PREFIX,
+    VARIABLE,
+    Override,
+    dotted,
+    from_pydantic,
+    known_names,
+    place,
+    report,
+    show,
+    subject_of,
+)
+from memfit.config._types import to_plain
+from memfit.errors import ConfigError, nearest
 
 M = TypeVar("M", bound=BaseModel)
 N = TypeVar("N", bound=BaseModel)
+Keys = tuple[str, ...]
 
+#: Variables that are no settings: those that memfit hands to its own jobs, and the folder of a user's claims.
+INTERNAL_VARIABLES = frozenset({"MEMFIT_RUN_DIR", "MEMFIT_JOB_ID", "MEMFIT_CLAIMS_DIR"})
 _WANTS_TEXT = frozenset({"string_type", "path_type", "literal_error", "enum"})
 _WANTS_KEYS = frozenset({"model_type", "dict_type", "mapping_type"})
 
@@ -48,10 +65,7 @@ class Resolved(Generic[M]):
         tree = self.value.model_dump(mode="json")
         for part in nested:
             *above, last = part.prefix.removeprefix(self.prefix).split(".")[:-1]
-            below = tree
-            for name in above:
-                below = below.setdefault(name, {})
-            below[last] = part.value.model_dump(mode="json")
+            _below(tree, above)[last] = part.value.model_dump(mode="json")
         name = type(self.value).__name__
         header = f"# The resolved settings of {name}. memfit reads this file as it reads your own.\n"
         return header + "# run.json says where each value came from.\n" + _yaml.write(tree)
@@ -59,14 +73,14 @@ class Resolved(Generic[M]):
     def to_json(self) -> str:
         """Return what was given and where, as JSON; ``from_json`` resolves it again, in another process too."""
         given = [[path, value, origin] for path, (value, origin) in self._given.items()]
-        return json.dumps({"given": given, "prefix": self.prefix}, default=lambda plain: {"plain.": plain.text})
+        return json.dumps({"given": given, "prefix": self.prefix})
 
     @classmethod
     def from_json(cls, model: type[N], text: str) -> Resolved[N]:
         """Return the settings that ``to_json`` wrote, resolved again without file, environment or overrides."""
-        record = json.loads(text, object_hook=lambda item: Plain(item["plain."]) if "plain." in item else item)
-        return _checked(model, Layers({tuple(path): (value, origin) for path, value, origin in record["given"]}),
-                        record["prefix"])  # fmt: skip
+        record = json.loads(text)
+        given = {tuple(path): (value, origin) for path, value, origin in record["given"]}
+        return _checked(model, given, [], record["prefix"])
 
 
 def resolve(
@@ -79,15 +93,14 @@ def resolve(
 ) -> Resolved[M]:
     """Return the settings of a model: overrides before environment before file before defaults, each with its origin.
 
-    A variable is ``MEMFIT_`` and the setting's name in any case, with two underscores for a dot:
+    A variable is ``MEMFIT_`` and the setting's name in capitals, with two underscores for a dot:
     ``MEMFIT_MEMORY__RESERVE`` is ``memory.reserve``. An override is ``name=value``; of two for the same name the later
     one counts. Both take a number, ``true``, ``false``, ``null``, text, or a list or mapping in YAML's flow style such
     as ``[1, 2]``; a mapping is merged, a list replaces. Nothing behind the ``=`` is the empty text.
 
     A file is one YAML document with a mapping. Numbers, ``true``, ``false`` and ``null`` are as in YAML 1.2, so that
-    ``1e-3`` is a number and ``no``, ``off``, ``12:30`` and ``2024-01-31`` are text; where a setting holds text, a
-    number counts as the text it is written as (``0050`` stays ``0050``). Types are strict: ``3.0`` is no integer, ``1``
-    and ``yes`` are no booleans.
+    ``1e-3`` is a number and ``no``, ``off``, ``12:30``, ``0050`` and ``2024-01-31`` are text. Types are strict: ``3.0``
+    is no integer, ``1`` and ``yes`` are no booleans; but a whole number may be given where text is wanted.
 
     Args:
         model: The settings' pydantic model, usually derived from ``Settings``.
@@ -112,7 +125,7 @@ def resolve(
     """
     if file is not None and values is not None:
         raise TypeError("give a file or values, not both")
-    layers = Layers()
+    layers = _Layers()
     if file is not None:
         layers.read_file(file)
     if values is not None:
@@ -120,7 +133,7 @@ def resolve(
     layers.read_environment(os.environ if env is None else env, model)
     for override in overrides:
         layers.read_override(override)
-    return _checked(model, layers, "")
+    return _checked(model, layers.given, layers.problems, "")
 
 
 def resolve_nested(resolved: Resolved[Any], key: str, model: type[N]) -> Resolved[N]:
@@ -145,62 +158,173 @@ def resolve_nested(resolved: Resolved[Any], key: str, model: type[N]) -> Resolve
     Params(rate=0.001)
     """
     steps = tuple(key.split("."))
-    below = {path[len(steps) :]: given for path, given in resolved._given.items()
-             if path[: len(steps)] == steps and path != steps}  # fmt: skip
-    return _checked(model, Layers(below), f"{resolved.prefix}{key}.")
+    size = len(steps)
+    given = {path[size:]: one for path, one in resolved._given.items() if path[:size] == steps and path != steps}
+    return _checked(model, given, [], f"{resolved.prefix}{key}.")
 
 
-def _checked(model: type[M], layers: Layers, prefix: str) -> Resolved[M]:
-    tree: dict[str, Any] = {}
-    for path, (value, _) in layers.values.items():
-        below = tree
-        for part in path[:-1]:
-            below = below.setdefault(part, {})
-        below[path[-1]] = value
-    origins = {prefix + dotted(path): origin for path, (_, origin) in layers.values.items()}
+class _Layers:
+    """The values given so far, each under its path with its origin, and what is wrong.
+
+    A value is a scalar, a list, or an empty mapping; a later value replaces what is at, above and below its path.
+    """
+
+    def __init__(self) -> None:
+        self.given: dict[Keys, tuple[Any, str]] = {}
+        self.problems: list[ConfigError] = []
+
+    def put(self, path: Keys, value: Any, origin: Callable[[Keys], str]) -> None:
+        if bad := [part for part in path if not part or "." in part]:
+            rule = "a key is text without dots, since dots lead to nested keys"
+            self._refuse(f"'{bad[0]}' cannot be a key ({origin(path)})", rule, "write b: 1 below a: for a.b: 1")
+        elif isinstance(value, dict) and value:
+            for key, item in value.items():
+                self.put((*path, key), item, origin)
+        elif value != {} or not any(other[: len(path)] == path and other != path for other in self.given):
+            for other in list(self.given):
+                if other[: len(path)] == path or path[: len(other)] == other:
+                    del self.given[other]
+            self.given[path] = (value, origin(path))
+
+    def read_file(self, file: Path) -> None:
+        try:
+            content, lines, faults = _yaml.read(_text(file))
+        except _yaml.YamlError as error:
+            raise ConfigError(
+                f"{file}:{error.line} cannot be read: {error}.",
+                rule="a settings file is one YAML document without anchors and tags.",
+                remedy=f"correct line {error.line} of {file}",
+            ) from None
+        if content is not None and not isinstance(content, dict):
+            raise ConfigError(
+                f"{file} holds {'a list' if isinstance(content, list) else 'a single value'} at its top level.",
+                rule="a settings file is a mapping of names to values.",
+                remedy="write name: value lines, for example seed: 0",
+            )
+        for what, line in faults:
+            self._refuse(f"{what} ({file}:{line})", "a key is a name, given once", f"correct line {line} of {file}")
+        if content:
+            self.put((), content, lambda path: f"{file}:{lines[dotted(path)]}")
+
+    def read_values(self, values: Mapping[str, Any]) -> None:
+        try:
+            content = to_plain(values)
+        except TypeError as error:
+            raise ConfigError(
+                f"the values given cannot be settings: {error}.",
+                rule="settings are what a YAML file can hold.",
+                remedy="pass numbers, text, paths, dates, booleans, lists and nested dicts",
+            ) from None
+        if content:
+            self.put((), content, lambda _: ARGUMENT)
+
+    def read_environment(self, env: Mapping[str, str], model: type[BaseModel]) -> None:
+        for name in sorted(env):
+            if name.startswith(PREFIX) and name not in INTERNAL_VARIABLES:
+                path = self._spelled(name.removeprefix(PREFIX).lower().split("__"), model)
+                self._put_text(path, env[name], VARIABLE + name)
+
+    def read_override(self, override: Override) -> None:
+        origin, override = (OVERRIDE, override) if isinstance(override, str) else override
+        name, equals, text = override.partition("=")
+        path = tuple(part.strip() for part in name.split("."))
+        if equals and all(path):
+            self._put_text(path, text, origin)
+        else:
+            rule = "an override is a dotted name, =, and a value"
+            self._refuse(f"{OVERRIDE} {show(override)} is not name=value", rule, f"write for example {OVERRIDE} seed=1")
+
+    def _spelled(self, parts: Sequence[str], model: type[BaseModel]) -> Keys:
+        """Return a variable's lower-case parts in the letters of the model, or of the keys already given."""
+        given = (dotted(path[:length]) for path in self.given for length in range(1, len(path) + 1))
+        names = {name.lower(): name for name in (*given, *known_names(model))}
+        for length in range(len(parts), 0, -1):
+            if (name := names.get(".".join(parts[:length]))) is not None:
+                return (*name.split("."), *parts[length:])
+        return tuple(parts)
+
+    def _put_text(self, path: Keys, text: str, origin: str) -> None:
+        """Put the value of an override or a variable: flow-style YAML, quoted text, or an unquoted scalar."""
+        stripped, fault = text.strip(), ""
+        value: Any = _yaml.read_plain(stripped) if stripped else ""
+        if stripped[:1] in tuple("[{\"'"):
+            try:
+                value, _, faults = _yaml.read(stripped)
+                fault = faults[0][0] if faults else ""
+            except _yaml.YamlError as error:
+                fault = f"it cannot be read as YAML: {error}"
+        if fault:
+            subject, source = subject_of(dotted(path), origin)
+            rule = "a value that begins with [ { \" or ' is read as YAML"
+            remedy = "put quotes around a text, or close what is open"
+            self._refuse(f"{subject}: {fault}, got {show(text)}{source}", rule, remedy)
+        else:
+            self.put(path, value, lambda _: origin)
+
+    def _refuse(self, what: str, rule: str, remedy: str) -> None:
+        self.problems.append(ConfigError(f"{what}.", rule=rule, remedy=remedy))
+
+
+def _text(file: Path) -> str:
     try:
-        value = _validated(model, tree)
+        return file.read_text("utf-8-sig")
+    except FileNotFoundError:
+        beside = sorted(path.name for path in file.parent.glob("*.y*ml"))
+        remedy = nearest(file.name, beside) if beside else "name a YAML file that is there"
+        raise ConfigError(f"{file} is not there.", rule="the settings file must exist.", remedy=remedy) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else error}.",
+            rule="a settings file is a readable file of UTF-8 text.",
+            remedy="name such a YAML file; iconv -t UTF-8 converts a text",
+        ) from None
+
+
+def _checked(
+    model: type[M], given: dict[Keys, tuple[Any, str]], problems: list[ConfigError], prefix: str
+) -> Resolved[M]:
+    tree: dict[str, Any] = {}
+    for path, (value, _) in given.items():
+        _below(tree, path[:-1])[path[-1]] = value
+    origins = {prefix + dotted(path): origin for path, (_, origin) in given.items()}
+    try:
+        checked = _validated(model, tree)
     except ValidationError as error:
-        raise report(layers.problems + from_pydantic(error, model, tree, origins, prefix)) from None
-    if layers.problems:
-        raise report(layers.problems)
-    return Resolved(value, {name: _origin(name, origins) for name in _leaves(value, prefix)}, prefix, layers.values)
+        raise report(problems + from_pydantic(error, model, tree, origins, prefix)) from None
+    if problems:
+        raise report(problems)
+    return Resolved(checked, {name: _origin(name, origins) for name in _leaves(checked, prefix)}, prefix, given)
+
+
+def _below(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """Return the mapping at a path, made where it is not there."""
+    for part in path:
+        tree = tree.setdefault(part, {})
+    return tree
 
 
 def _validated(model: type[M], tree: dict[str, Any]) -> M:
-    """Check a tree; where text is wanted an unquoted scalar is its text, and an empty section is a section.
+    """Check a tree; where text is wanted a whole number is its text, and an empty section is a section.
 
     Raises:
-        ValidationError: What is wrong with the tree as it was given.
+        ValidationError: What is wrong with the tree.
     """
     extra: Any = None if model.model_config.get("extra") == "allow" else "forbid"
-
-    def validate(values: Any) -> M:
-        return model.model_validate_json(json.dumps(values), strict=True, extra=extra)
-
-    read = _mended(tree, {}, ())
     try:
-        return validate(read)
+        return model.model_validate_json(json.dumps(tree), strict=True, extra=extra)
     except ValidationError as error:
-        wanted = {place(details["loc"], tree): details["type"] for details in error.errors(include_url=False)}
-        mended = _mended(tree, wanted, ())
-        if mended == read:
+        mended: Any = json.loads(json.dumps(tree))
+        found = {place(details["loc"], tree): details for details in error.errors(include_url=False)}
+        for path, details in found.items():
+            is_text = details["type"] in _WANTS_TEXT and type(details["input"]) is int
+            if path and (is_text or (details["type"] in _WANTS_KEYS and details["input"] is None)):
+                above = mended
+                for part in path[:-1]:
+                    above = above[part]
+                above[path[-1]] = str(details["input"]) if is_text else {}
+        if mended == tree:
             raise
-        return validate(mended)
-
-
-def _mended(value: Any, wanted: Mapping[tuple[str | int, ...], str], path: tuple[str | int, ...]) -> Any:
-    """Return a tree of plain values; ``wanted`` holds pydantic's error for each place that is to be read otherwise."""
-    if isinstance(value, dict):
-        return {key: _mended(item, wanted, (*path, key)) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_mended(item, wanted, (*path, index)) for index, item in enumerate(value)]
-    if not isinstance(value, Plain):
-        return value
-    if wanted.get(path) in _WANTS_TEXT:
-        return value.text
-    found = _yaml.read_plain(value.text)
-    return {} if found is None and wanted.get(path) in _WANTS_KEYS else found
+        return model.model_validate_json(json.dumps(mended), strict=True, extra=extra)
 
 
 def _leaves(value: Any, name: str) -> Iterator[str]:

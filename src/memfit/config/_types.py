@@ -39,7 +39,7 @@ def _parse_size(value: object) -> int:
 
 
 def size_text(count: int) -> str | int:
-    """A size as a settings file takes it: with the largest unit that is exact, or as a number of bytes.
+    """Return a size as a settings file takes it: with the largest unit that is exact, or as a number of bytes.
 
     >>> size_text(8 << 30), size_text(1536 << 20), size_text(1000)
     ('8GiB', '1536MiB', 1000)
@@ -55,39 +55,37 @@ ByteSize = Annotated[int, BeforeValidator(_parse_size), PlainSerializer(size_tex
 
 
 def to_plain(value: Any) -> Any:
-    """The value made of ``dict``, ``list``, ``str``, ``int``, ``float``, ``bool`` and ``None`` alone.
+    """Return the value made of ``dict``, ``list``, ``str``, ``int``, ``float``, ``bool`` and ``None`` alone.
 
     Models become what they dump as JSON, paths their POSIX text, dates their ISO text, enumerations their values,
     sets sorted lists, and zero-dimensional arrays their item.
 
     Raises:
-        TypeError: For any other type, and for a mapping with keys that are no text.
+        TypeError: For any other type.
     """
+    return json.loads(json.dumps(value, default=_as_plain))
+
+
+def _as_plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):
-        return to_plain(value.value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
+        return value.value
     if isinstance(value, BaseModel):
-        return to_plain(value.model_dump(mode="json"))
+        return value.model_dump(mode="json")
     if isinstance(value, PurePath):
         return value.as_posix()
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, Mapping):
-        if any(not isinstance(key, str) for key in value):
-            raise TypeError(f"keys must be text: {list(value)!r:.100}")
-        return {key: to_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
+        return dict(value)
     if isinstance(value, set | frozenset):
-        return sorted((to_plain(item) for item in value), key=_canonical)
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return to_plain(value.item())
+        return sorted(map(to_plain, value), key=_canonical)
+    if getattr(value, "shape", None) == ():
+        return value.item()
     raise TypeError(f"a value of type {type(value).__name__} is no setting")
 
 
 def fingerprint(value: Any) -> str:
-    """The SHA-256 of the value's canonical JSON: 64 hex digits, the same in every process and on every machine.
+    """Return the SHA-256 of the value's canonical JSON: 64 hex digits, the same in every process and on every machine.
 
     Keys are sorted, floats are written so that they read back exactly, and models, paths, dates, enumerations, tuples
     and sets count as what they are in a settings file.

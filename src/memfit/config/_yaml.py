@@ -4,49 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-_NULL = frozenset({"", "~", "null", "Null", "NULL"})
-_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_INT = re.compile(r"[-+]?[0-9]{1,400}")
-_BASED_INT = re.compile(r"0x[0-9a-fA-F]+|0o[0-7]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_LONGEST_NUMBER = 400  # digits; a longer run of digits is an identifier
+_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,400})|0x[0-9a-fA-F]+|0o[0-7]+")
+_FLOAT = re.compile(r"[-+]?((\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)")
 
 
 def read_plain(text: str) -> bool | int | float | str | None:
     """Return the value of an unquoted scalar in YAML 1.2, where ``on``, ``no`` and dates are text.
 
+    Digits behind a leading zero are text too: ``0050`` is a code.
+
     >>> [read_plain(text) for text in ("1e-3", "0050", "0x10", "true", "no", "2024-01-31", "12:30", "~")]
-    [0.001, 50, 16, True, 'no', '2024-01-31', '12:30', None]
+    [0.001, '0050', 16, True, 'no', '2024-01-31', '12:30', None]
     """
-    if text in _NULL:
-        return None
-    if text in _BOOL:
-        return _BOOL[text]
+    word = text.lower() if text in (text.lower(), text.upper(), text.capitalize()) else text
+    if word in _WORDS:
+        return _WORDS[word]
     if _INT.fullmatch(text):
-        return int(text)
-    if _BASED_INT.fullmatch(text):
         return int(text, 0)
-    if _SPECIAL_FLOAT.fullmatch(text):
-        return float(text.replace(".", ""))
-    return float(text) if len(text) <= _LONGEST_NUMBER and _FLOAT.fullmatch(text) else text
-
-
-@dataclass(frozen=True)
-class Plain:
-    """An unquoted scalar that reads as null, a boolean or a number. A setting that holds text takes its text."""
-
-    text: str
-
-
-def plain(text: str) -> Plain | str:
-    """Return an unquoted scalar: text that reads as nothing else stays a ``str``."""
-    return text if isinstance(read_plain(text), str) else Plain(text)
+    is_float = len(text) < 400 and _FLOAT.fullmatch(text)
+    return float(re.sub(r"\.(?=[iInN])", "", text)) if is_float else text
 
 
 class YamlError(ValueError):
@@ -57,41 +38,23 @@ class YamlError(ValueError):
         self.line = line
 
 
-def _compose(text: str) -> yaml.Node | None:
-    """Return the document's node, of which all scalars are text."""
-    try:
-        for token in yaml.scan(text, Loader=yaml.BaseLoader):
-            if isinstance(token, yaml.AnchorToken | yaml.AliasToken | yaml.TagToken):
-                problem = "anchors (&), aliases (*) and tags (!) are not read: write the value out"
-                raise YamlError(problem, token.start_mark.line + 1)
-        return yaml.compose(text, Loader=yaml.BaseLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise YamlError(", ".join(filter(None, (error.context, error.problem))), mark.line + 1 if mark else 1) from None
-    except yaml.YAMLError as error:
-        line = text.count("\n", 0, getattr(error, "position", 0)) + 1
-        raise YamlError(str(error).split("\n")[0], line) from None
-    except RecursionError:
-        raise YamlError("it is nested too deeply", 1) from None
-
-
 def read(text: str) -> tuple[Any, dict[str, int], list[tuple[str, int]]]:
     """Return the content of one YAML document, the line of each key by dotted name, and faults with their lines.
 
-    Unquoted scalars are ``Plain`` or text. A fault is a key that is no text or is there twice; it is left out.
+    A fault is a key that is no text or is there twice; it is left out.
 
     Raises:
         YamlError: If the text is not one YAML document.
 
     >>> read("seed: 3\\nmodel:\\n  name: x\\n")
-    ({'seed': Plain(text='3'), 'model': {'name': 'x'}}, {'seed': 1, 'model': 2, 'model.name': 3}, [])
+    ({'seed': 3, 'model': {'name': 'x'}}, {'seed': 1, 'model': 2, 'model.name': 3}, [])
     """
     lines: dict[str, int] = {}
     faults: list[tuple[str, int]] = []
 
     def content(node: yaml.Node, name: str) -> Any:
         if isinstance(node, yaml.ScalarNode):
-            return plain(node.value) if node.style is None else node.value
+            return read_plain(node.value) if node.style is None else node.value
         if isinstance(node, yaml.SequenceNode):
             return [content(item, f"{name}[{index}]") for index, item in enumerate(node.value)]
         values: dict[str, Any] = {}
@@ -107,9 +70,21 @@ def read(text: str) -> tuple[Any, dict[str, int], list[tuple[str, int]]]:
                 values[key] = content(value_node, below)
         return values
 
-    node = _compose(text)
-    found = None if node is None else content(node, "")
-    return (None if isinstance(found, Plain) and read_plain(found.text) is None else found), lines, faults
+    try:
+        for token in yaml.scan(text, Loader=yaml.BaseLoader):
+            if isinstance(token, yaml.AnchorToken | yaml.AliasToken | yaml.TagToken):
+                problem = "anchors (&), aliases (*) and tags (!) are not read: write the value out"
+                raise YamlError(problem, token.start_mark.line + 1)
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
+        return None if node is None else content(node, ""), lines, faults
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise YamlError(", ".join(filter(None, (error.context, error.problem))), mark.line + 1 if mark else 1) from None
+    except yaml.YAMLError as error:
+        line = text.count("\n", 0, getattr(error, "position", 0)) + 1
+        raise YamlError(str(error).split("\n")[0], line) from None
+    except RecursionError:
+        raise YamlError("it is nested too deeply", 1) from None
 
 
 class _Dumper(yaml.SafeDumper):
