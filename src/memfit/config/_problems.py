@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -116,7 +116,8 @@ def _unknown(name: str, model: type[BaseModel], origin: str, prefix: str) -> Con
     tails = {tail: known for known, (_, _, tail) in reversed(parts.items())}
     tails |= {tail: f"{above}.{tail}".removeprefix(".") for tail in siblings}
     near = [*difflib.get_close_matches(last, siblings, n=1), *difflib.get_close_matches(last, tails, n=1)]
-    what, write, rest = f"{name} is no setting ({origin}).", str, ""
+    what, rest = f"{name} is no setting ({origin}).", ""
+    write: Callable[[str], str] = str
     if origin.startswith(VARIABLE):
         what, write = f"{origin.removeprefix(VARIABLE)} in the environment names no setting.", variable
         rest = origin.removeprefix(VARIABLE)[len(variable(name)) :]
