@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -146,11 +147,16 @@ def describe(event: Event, view: RunView) -> str:
     ...     RunView(RunDir(__import__("pathlib").Path("."))))
     'fold_2 waits: fold_1 is being measured'
     """
-    kind = event["kind"]
+    kind = str(event["kind"])
     if view.kind == "commands" and len(view.params) == 1 and kind in _OF_MANY:
         return f"the command completed: {event['cause']}" if _left_something(event) else ""
-    text = _LINES.get(kind)
-    return text(event, view) if text else ""
+    line = _LINES.get(kind, "")
+    if isinstance(event.get("text"), str) or not line:
+        return str(event.get("text", "") if line else "")
+    try:
+        return line(event, view) if callable(line) else line.format_map(_fields(event, view))
+    except (KeyError, TypeError, ValueError):  # a job may record what it likes under any name
+        return ""
 
 
 def describe_left(event: Event, view: RunView) -> str:
@@ -213,18 +219,6 @@ def _grow(event: Event, view: RunView) -> str:
     return f"{event['job']} grows: its reservation rises {sizes}; {event['why']}"
 
 
-def _aside(event: Event, view: RunView) -> str:
-    if event["now"]:
-        return f"memfit ends {event['job']} now and starts it again later: {event['reason']}"
-    return f"memfit asks {event['job']} to checkpoint and make room: {event['reason']}"
-
-
-def _retry(event: Event, view: RunView) -> str:
-    size = event["reservation_bytes"]
-    reserved = f" with {format_bytes(size)} reserved" if size else ""
-    return f"{event['job']} will start again as attempt {event['attempt']}{reserved}: {event['reason']}"
-
-
 def _stop(event: Event, view: RunView) -> str:
     if not event["level"]:
         return f"no more is started: {event.get('reason')}; --on-failure continue starts the others all the same"
@@ -236,12 +230,6 @@ def _stop(event: Event, view: RunView) -> str:
     return f"asking {jobs} to stop at a checkpoint; a second Ctrl-C, or memfit stop --now, ends them now"
 
 
-def _stopped(event: Event, view: RunView) -> str:
-    if event["pid"] is None:
-        return f"{event['job']} goes on: no process of it is stopped any more"
-    return f"{event['job']} is stopped: process {event['pid']} got SIGSTOP. To let it go on: kill -CONT {event['pid']}"
-
-
 def _cpu(event: Event, view: RunView) -> str:
     num, wanted, cores = int(event["num_running"]), float(event["wanted_cpus"]), int(event["num_cpus"])
     fewer = max(1, round(num * cores / wanted))
@@ -251,51 +239,46 @@ def _cpu(event: Event, view: RunView) -> str:
     )
 
 
-def _oom(event: Event, view: RunView) -> str:
-    size = f", microbatch size {event['microbatch_size']}" if event.get("microbatch_size") else ""
-    return f"{event['job']} is out of {event['memory']} memory{_place(event)}{size}: {event['error']}"
-
-
-def _microbatch(event: Event, view: RunView) -> str:
-    sizes = f"{event['previous_size']} -> {event['size']} (batch of {event['count']})"
-    return f"{event['job']} changes its microbatch size{_place(event)}: {sizes}"
-
-
-def _skip(event: Event, view: RunView) -> str:
-    number = f"number {event['num_skipped']} of {event['num_batches']}"
-    return f"{event['job']} skips a batch, {number}{_place(event)}: {event['reason']}"
-
-
-def _resume(event: Event, view: RunView) -> str:
-    steps = f" and {event['step']} steps" if event.get("step") else ""
-    return f"{event['job']} goes on after epoch {event['epoch']}{steps}"
-
-
-def _wait(event: Event, view: RunView) -> str:
-    return f"{event['job']} waits: {event['reason']}" + (f"; {event['arithmetic']}" if event["arithmetic"] else "")
-
-
-_LINES: Mapping[str, Callable[[Event, RunView], str]] = {
+#: The line of an event that carries no ``text`` of its own, by its kind: a function or a template for ``_fields``.
+_LINES: Mapping[str, str | Callable[[Event, RunView], str]] = {
     "admit": _admit,
-    "aside": _aside,
+    "aside": "memfit {aside}: {reason}",
     "cpu": _cpu,
     "end": _end,
     "epoch": _epoch,
     "grow": _grow,
     "grow_device": _grow,
-    "inexact": lambda event, _: f"{event['job']} trains inexactly, as allowed: {event['reason']}",
-    "microbatch": _microbatch,
-    "oom": _oom,
-    "plan": lambda event, _: str(event["why"]),
-    "resume": _resume,
-    "retry": _retry,
-    "short": lambda event, _: f"memory is short: {event['reason']}; no job starts until there is more",
-    "skip": _skip,
+    "inexact": "{job} trains inexactly, as allowed: {reason}",
+    "microbatch": "{job} changes its microbatch size{place}: {previous_size} -> {size} (batch of {count})",
+    "oom": "{job} is out of {memory} memory{place}{microbatch}: {error}",
+    "plan": "{why}",
+    "resume": "{job} goes on after epoch {epoch}{steps}",
+    "retry": "{job} will start again as attempt {attempt}{reserved}: {reason}",
+    "short": "memory is short: {reason}; no job starts until there is more",
+    "skip": "{job} skips a batch, number {num_skipped} of {num_batches}{place}: {reason}",
     "stage": _stage,
     "stop": _stop,
-    "stopped": _stopped,
-    "wait": _wait,
+    "stopped": "{job} {stopped}",
+    "wait": "{job} waits: {reason}{sum}",
 }
+
+
+def _fields(event: Event, view: RunView) -> dict[str, Any]:
+    """Return an event's fields, and parts of lines that are empty where it does not have what they say."""
+    job, pid, size = event.get("job"), event.get("pid"), event.get("reservation_bytes")
+    is_stopped = f"is stopped: process {pid} got SIGSTOP. To let it go on: kill -CONT {pid}"
+    parts = {
+        "aside": f"ends {job} now and starts it again later"
+        if event.get("now")
+        else f"asks {job} to checkpoint and make room",
+        "microbatch": f", microbatch size {event['microbatch_size']}" if event.get("microbatch_size") else "",
+        "place": _place(event),
+        "reserved": f" with {format_bytes(size)} reserved" if size else "",
+        "steps": f" and {event['step']} steps" if event.get("step") else "",
+        "stopped": "goes on: no process of it is stopped any more" if pid is None else is_stopped,
+        "sum": f"; {event['arithmetic']}" if event.get("arithmetic") else "",
+    }
+    return {**event, **parts}
 
 
 def _place(event: Event) -> str:

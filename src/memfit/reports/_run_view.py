@@ -18,31 +18,18 @@ from memfit.rundir import EventTail, RunDir, event_time, fits, read_json
 
 Event = Mapping[str, Any]
 
-#: What an event must hold to be understood, by kind. A job may record what it likes under any name, so one of these
-#: kinds that lacks a field is passed over: no job can make the readers of its run fail.
+#: What an event must hold for a run to be followed, by kind. A job may record what it likes under any name, so one of
+#: these kinds that lacks a field is passed over: no job can make the readers of its run fail.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "run": {"state": str, "job": type(None)},
     "budget": {"binding": dict, "limits": list, "job": type(None)},
     "admit": {"job": str, "num_running": int, "why": str, "reservation_bytes": (int, type(None))},
-    "wait": {"job": str, "reason": str, "arithmetic": str},
-    "plan": {"why": str},
-    "footprint": {"reservation_bytes": int},
     "grow": {"job": str, "from_bytes": int, "to_bytes": int, "why": str},
-    "grow_device": {"job": str, "from_bytes": int, "to_bytes": int, "why": str},
-    "short": {"reason": str},
-    "aside": {"job": str, "reason": str, "now": bool},
-    "retry": {"job": str, "attempt": int, "reason": str, "reservation_bytes": (int, type(None))},
+    "retry": {"job": str, "reservation_bytes": (int, type(None))},
     "end": {"job": str, "state": str, "cause": str},
     "epoch": {"job": str, "epoch": int, "num_epochs": int},
     "step": {"job": str, "epoch": int, "step": int, "num_steps": int},
-    "resume": {"job": str, "epoch": int},
-    "oom": {"job": str, "memory": str, "error": str},
-    "microbatch": {"job": str, "size": int, "previous_size": int, "count": int},
-    "skip": {"job": str, "reason": str, "num_skipped": int, "num_batches": int},
-    "inexact": {"job": str, "reason": str},
     "stop": {"num_running": int, "level": int},
-    "cpu": {"wanted_cpus": (int, float), "num_cpus": int, "num_running": int},
-    "stopped": {"job": str, "pid": (int, type(None))},
     "stage": {"stage": str, "state": str, "why": str, "jobs": [str], "seconds": (int, float)},
     "progress": {"job": str, "phase": str, "done": int, "total": int},
 }
