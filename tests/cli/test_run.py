@@ -284,3 +284,18 @@ def test_the_command_that_measures_one_job_works_when_it_is_pasted(memfit, tmp_p
     assert memfit(*shlex.split(hint), "--quiet").exit_code == 0
     found = json.loads(memfit("map", "--name", "c", "--param", "n=1,2", "--plan", "--json", *command).out)
     assert found["stages"][0]["footprint"]["method"] == "measured"
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "remedy"),
+    [
+        (["run", "--unti", "fold"], "memfit run: no such option: --unti.", "did you mean '--until'?"),
+        (["ps", "more"], "memfit ps: got unexpected extra argument(s) (more).", "see memfit ps --help"),
+        (["stop"], "memfit stop: missing argument 'RUN|JOB'.", "see memfit stop --help"),
+        (["run", "--param"], "memfit run: option '--param' requires an argument.", "see memfit run --help"),
+    ],
+)
+def test_a_command_line_that_is_no_command_is_refused_in_three_parts(memfit, words, what, remedy):
+    done = memfit(*words)
+    parts = three_parts(done.err)
+    assert (done.exit_code, parts["what"], parts["remedy"]) == (2, what, remedy)

@@ -110,13 +110,17 @@ def main() -> None:
     words, command = _split(sys.argv[1:])
     try:
         _check_gone(words)
-        app(args=words, obj=command)
+        sys.exit(app(args=words, prog_name="memfit", obj=command, standalone_mode=False))
     except MemfitError as error:
         _end(error)
     except OSError as error:
         if error.errno is None or (error.filename is None and error.errno != errno.ENOSPC):
             raise
         _end(_refused(error))
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # click's errors; typer brings a click of its own, or uses the other
+            raise
+        _end(_misused(error, " ".join(["memfit", *words[:1]])))
 
 
 def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
@@ -139,6 +143,22 @@ def _check_gone(words: list[str]) -> None:
 def _end(error: MemfitError) -> NoReturn:
     print(f"memfit: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
+
+
+def _misused(error: Any, path: str) -> MemfitError:
+    """Return an error of click's (a flag that is unknown, a word too many) as one of three parts."""
+    context, text = error.ctx, error.format_message()
+    if context is not None and text == context.get_help():  # words are needed and none was given
+        error.show()
+        sys.exit(error.exit_code)
+    path, text = context.command_path if context else path, text.partition(" (Possible")[0].rstrip(".")
+    flags = [flag for one in context.command.params for flag in one.opts] if context else []
+    near = nearest(error.option_name, flags) if hasattr(error, "possibilities") else ""
+    return UsageError(
+        f"{path}: {text[:1].lower()}{text[1:]}.",
+        rule=" ".join(context.get_usage().split()) if context else f"{path} --help says what it takes.",
+        remedy=near if near.startswith("did") else f"see {path} --help",
+    )
 
 
 def _refused(error: OSError) -> UsageError:
