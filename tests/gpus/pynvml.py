@@ -43,9 +43,6 @@ def nvmlInit():
     """Does nothing."""
 
 
-nvmlShutdown = nvmlInit
-
-
 def nvmlDeviceGetCount():
     return len(_totals())
 
@@ -77,7 +74,3 @@ def nvmlDeviceGetComputeRunningProcesses(uuid):
 
 def nvmlDeviceGetGraphicsRunningProcesses(uuid):
     raise NVMLError("Not Supported")
-
-
-def nvmlSystemGetProcessName(pid):
-    raise NVMLError("Not Found")

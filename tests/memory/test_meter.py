@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import UsageError
-from memfit.memory._meter import TreeMeter, measure
+from memfit.memory import JobGroup, TreeMeter, measure
 from memfit.memory._process import PsutilReader, Rollup, Stat, Status
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs this machine's /proc")
@@ -233,13 +233,13 @@ def test_forked_workers_do_not_multiply_what_they_share(child, swept):
 def test_private_bytes_are_what_the_kernel_charges_for_forked_workers(child, memory_group):
     group = memory_group(450 * MIB)
     (group / "cgroup.procs").write_text(str(child.pid))
-    meter = TreeMeter(child.pid, cgroup=group)
+    meter = TreeMeter(child.pid, group=JobGroup(group, 1))
     before = meter.sample().private_bytes
     work = "shared[: 20 << 20] = b'1' * (20 << 20); own = bytearray(20 << 20); os.write(up, b'x')"
     worker = f"if os.fork() == 0:\n    {work}; os.close(w); os.read(r, 1); os._exit(0)"
     child.do("shared = bytearray(120 << 20); r, w = os.pipe(); ready, up = os.pipe()")
     child.do(f"exec({worker!r}); exec({worker!r}); exec({worker!r}); [os.read(ready, 1) for _ in range(3)]")
-    meter = TreeMeter(child.pid, cgroup=group)  # a meter's first sample sweeps
+    meter = TreeMeter(child.pid, group=JobGroup(group, 1))  # a meter's first sample sweeps
     sample = meter.sample()
     stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     child.do("os.close(w); [os.wait() for _ in range(3)]")
@@ -384,19 +384,6 @@ def test_a_spike_around_a_late_mark_counts_for_both_phases():
     assert phases["train"].private_bytes == phases["validate"].private_bytes == 250 * MIB
 
 
-def test_a_spike_counts_for_all_phases_whose_marks_were_read_together():
-    meter, reader, _ = made_up(anonymous=50)
-    meter.enter_phase("load")
-    meter.sample()
-    reader.set(10, anonymous=50, mark=255)
-    for name in ("build", "train"):
-        meter.enter_phase(name)
-    meter.sample()
-    meter.enter_phase("validate")
-    peaks = {name: phase.private_bytes // MIB for name, phase in meter.footprint().phases.items()}
-    assert peaks == {"load": 250, "build": 250, "train": 250, "validate": 50}
-
-
 def test_a_spike_before_an_exact_mark_counts_for_the_phase_that_ends():
     meter, reader, _ = made_up(anonymous=50)
     meter.enter_phase("train", exact=True)
@@ -446,12 +433,12 @@ def test_device_bytes_are_peaks_by_device_and_apart_from_host_bytes():
     assert footprint.private_bytes == 10 * MIB
 
 
-@pytest.mark.parametrize("name", ["memory.peak", "memory.max_usage_in_bytes"])
-def test_the_cgroups_own_peak_is_a_part(tmp_path, name):
+@pytest.mark.parametrize(("version", "name"), [(1, "memory.max_usage_in_bytes"), (2, "memory.peak")])
+def test_the_cgroups_own_peak_is_a_part(tmp_path, version, name):
     clock, cpu = FakeClock(), FakeClock()
     reader = FakeReader(clock, cpu)
     reader.set(10)
-    meter = TreeMeter(10, clock=clock, cpu=cpu, reader=reader, cgroup=tmp_path)
+    meter = TreeMeter(10, clock=clock, cpu=cpu, reader=reader, group=JobGroup(tmp_path, version))
     meter.sample()
     assert "charged_peak" not in meter.footprint().parts
     (tmp_path / name).write_text(f"{77 * MIB}\n")
@@ -465,7 +452,7 @@ def test_shared_memory_that_is_written_and_then_mapped_counts_once(tmp_path):
     clock, cpu = FakeClock(), FakeClock()
     reader = FakeReader(clock, cpu)
     reader.set(10, anonymous=5)
-    meter = TreeMeter(10, clock=clock, cpu=cpu, reader=reader, cgroup=tmp_path)
+    meter = TreeMeter(10, clock=clock, cpu=cpu, reader=reader, group=JobGroup(tmp_path, 1))
     meter.floor_bytes = 105 * MIB
     (tmp_path / "memory.max_usage_in_bytes").write_text(f"{107 * MIB}\n")
     meter.sample()

@@ -14,9 +14,9 @@ from memfit.memory._process import (
     PsutilReader,
     Sharing,
     Tree,
+    parse_counters,
     parse_rollup,
     parse_stat,
-    parse_status,
 )
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads this machine's /proc")
@@ -65,10 +65,10 @@ def test_a_name_with_brackets_and_spaces_moves_no_field():
 def test_a_text_cut_anywhere_is_none_or_whole_never_an_error():
     stat = STAT.format(pid=3, state="R", parent=2, group=3, session=4, start=77, image=8)
     rollup = "0-1 ---p [rollup]\nPss: 4 kB\nPss_Anon: 1 kB\nPss_File: 3 kB\nPss_Shmem: 0 kB\n"
-    whole = [parse_stat(stat), parse_status(STATUS), parse_rollup(rollup)]
+    whole = [parse_stat(stat), parse_counters(STATUS), parse_rollup(rollup)]
     assert None not in whole
     for end in range(len(STATUS)):
-        assert parse_status(STATUS[:end]) in (None, whole[1]) or end > STATUS.index("VmPTE")
+        assert parse_counters(STATUS[:end]) in (None, whole[1]) or end > STATUS.index("VmPTE")
         assert parse_rollup(rollup[:end]) in (None, whole[2])
         parse_stat(stat[:end])
     assert parse_stat("") is None

@@ -85,7 +85,7 @@ class Monitor:
         if self.first is not None:
             self._num_met, self._wall_bytes = self.first.met_wall, self.first.wall_bytes
         reader = device_reader(has_devices=bool(self.devices))
-        self.meter = TreeMeter(self.pid, cgroup=self.group.path if self.group else None, devices=reader)
+        self.meter = TreeMeter(self.pid, group=self.group, devices=reader)
         self.meter.counts_from_birth = True
         if self.attempt > 1:
             self._log_offsets = {path: path.stat().st_size for path in self._logs() if path.exists()}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import pwd
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from memfit.memory._host import descends, parse_status, read_text
 
@@ -55,14 +58,36 @@ class Device:
     processes: tuple[DeviceProcess, ...]
 
 
-@dataclass(frozen=True)
-class _Handle:
-    """A device that CUDA could see, with what can select it."""
+class _Handle(NamedTuple):
+    """A device that CUDA could see."""
 
     index: int
     uuid: str
-    alias: str
     handle: Any
+
+
+@cache
+def _handles(nvml: Any) -> list[_Handle]:
+    """The GPUs, and instead of one that is split its MIG instances; NVML stays open from here on."""
+    nvml.nvmlInit()
+    found = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        found += [_Handle(index, _text(nvml.nvmlDeviceGetUUID(one)), one) for one in _instances(nvml, handle)]
+    return found
+
+
+def _instances(nvml: Any, handle: Any) -> list[Any]:
+    try:
+        current, _ = nvml.nvmlDeviceGetMigMode(handle)
+        count = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if current else 0
+    except nvml.NVMLError:
+        return [handle]
+    found = []
+    for number in range(count):
+        with suppress(nvml.NVMLError):  # a slot without an instance
+            found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number))
+    return found or [handle]
 
 
 def read_devices(nvml: Any, *, root: Path, env: Mapping[str, str]) -> tuple[tuple[Device, ...], str]:
@@ -73,19 +98,20 @@ def read_devices(nvml: Any, *, root: Path, env: Mapping[str, str]) -> tuple[tupl
         root: Where /proc lies: names and users of processes are read there.
         env: The environment.
     """
+    visible = env.get("CUDA_VISIBLE_DEVICES")
     try:
-        nvml.nvmlInit()
+        handles = _handles(nvml)
+        chosen = select_visible([(one.index, one.uuid) for one in handles], visible)
+        names = {_text(nvml.nvmlDeviceGetName(one.handle)) for one in handles}
+        devices = tuple(_device(nvml, handles[number], root) for number in chosen)
     except nvml.NVMLError as error:
         return (), f"no GPUs: {error}"
-    try:
-        handles = list(_handles(nvml))
-        chosen = select_visible([(h.index, h.uuid, h.alias) for h in handles], env.get("CUDA_VISIBLE_DEVICES"))
-        devices = tuple(_device(nvml, handles[number], root) for number in chosen)
-        return devices, _order_note(nvml, handles, env)
-    except nvml.NVMLError as error:
-        return (), f"the GPUs could not be read: {error}"
-    finally:
-        nvml.nvmlShutdown()
+    by_number = any(part.strip().isdigit() for part in (visible or "").split(","))
+    if len(names) > 1 and by_number and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        return devices, (
+            "GPUs of several kinds: CUDA numbers the fastest first; set CUDA_DEVICE_ORDER=PCI_BUS_ID to number as here"
+        )
+    return devices, ""
 
 
 def device_reader(nvml: Any = None, *, has_devices: bool = False) -> DeviceReader | None:
@@ -104,18 +130,15 @@ def device_reader(nvml: Any = None, *, has_devices: bool = False) -> DeviceReade
             return None
         nvml = real_nvml()
     try:
-        nvml.nvmlInit()
-        devices = list(_handles(nvml))
+        devices = _handles(nvml)
     except nvml.NVMLError:
         return None
 
     def read(pids: set[int]) -> dict[str, int]:
-        used = {}
-        for device in devices:
-            sizes = [size or 0 for pid, size in _processes(nvml, device.handle).items() if pid in pids]
-            if sizes:
-                used[device.uuid] = sum(sizes)
-        return used
+        held = {one.uuid: _processes(nvml, one.handle) for one in devices}
+        return {
+            uuid: sum(used[pid] or 0 for pid in used.keys() & pids) for uuid, used in held.items() if used.keys() & pids
+        }
 
     return read
 
@@ -125,21 +148,19 @@ def real_nvml() -> Any:
     return importlib.import_module("pynvml")
 
 
-def select_visible(devices: list[tuple[int, str, str]], visible: str | None) -> list[int]:
-    """The positions in ``devices`` (index, UUID, old MIG name) that CUDA_VISIBLE_DEVICES leaves visible, in its order.
+def select_visible(devices: Sequence[tuple[int, str]], visible: str | None) -> list[int]:
+    """The positions in ``devices`` (index, UUID) that CUDA_VISIBLE_DEVICES leaves visible, in its order.
 
     As CUDA reads it: the list ends at the first entry that names no device; a UUID may be shortened; naming a device
     twice hides all. The number of a GPU that is split into MIG instances stands for its first instance.
 
     Source: CUDA C++ Programming Guide, CUDA environment variables; NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES.
 
-    >>> gpus = [(0, "GPU-8932f937-d72c", ""), (1, "MIG-41c8e4a7-0d6f", "MIG-GPU-77aa/3/0"), (1, "MIG-9f1b", "")]
+    >>> gpus = [(0, "GPU-8932f937-d72c"), (1, "MIG-41c8e4a7-0d6f"), (1, "MIG-9f1b")]
     >>> select_visible(gpus, None), select_visible(gpus, ""), select_visible(gpus, "1,0")
     ([0, 1, 2], [], [1, 0])
-    >>> select_visible(gpus, "0,-1,1")
-    [0]
-    >>> select_visible(gpus, "GPU-8932"), select_visible(gpus, "MIG-9f1b,MIG-GPU-77aa/3/0"), select_visible(gpus, "0,0")
-    ([0], [2, 1], [])
+    >>> select_visible(gpus, "0,-1,1"), select_visible(gpus, "GPU-8932"), select_visible(gpus, "0,0")
+    ([0], [0], [])
     """
     if visible is None:
         return list(range(len(devices)))
@@ -149,7 +170,7 @@ def select_visible(devices: list[tuple[int, str, str]], visible: str | None) -> 
             matches = [number for number, device in enumerate(devices) if device[0] == int(entry)][:1]
         else:
             named = entry.startswith(("GPU-", "MIG-"))
-            matches = [n for n, (_, *names) in enumerate(devices) if named and any(x.startswith(entry) for x in names)]
+            matches = [number for number, device in enumerate(devices) if named and device[1].startswith(entry)]
         if len(matches) != 1:
             break
         if matches[0] in chosen:
@@ -162,39 +183,13 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _handles(nvml: Any) -> Iterator[_Handle]:
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-        instances = list(_instances(nvml, index, uuid, handle))
-        yield from instances or [_Handle(index, uuid, "", handle)]
-
-
-def _instances(nvml: Any, index: int, uuid: str, handle: Any) -> Iterator[_Handle]:
-    """The MIG instances of a GPU; none where it is not split or cannot be."""
-    try:
-        current, _ = nvml.nvmlDeviceGetMigMode(handle)
-        count = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if current else 0
-    except nvml.NVMLError:
-        return
-    for number in range(count):
-        try:
-            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-            ids = nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part)
-            yield _Handle(index, _text(nvml.nvmlDeviceGetUUID(part)), f"MIG-{uuid}/{ids[0]}/{ids[1]}", part)
-        except nvml.NVMLError:
-            continue  # A slot without an instance.
-
-
 def _device(nvml: Any, device: _Handle, root: Path) -> Device:
     memory = nvml.nvmlDeviceGetMemoryInfo(device.handle)
     own_pid = int(parse_status(read_text(root / "proc/self/status")).get("Pid", "0"))
-    own_bytes, foreign = 0, []
-    for pid, used in sorted(_processes(nvml, device.handle).items()):
-        if own_pid and descends(root, pid, own_pid):
-            own_bytes += used or 0
-        else:
-            foreign.append(DeviceProcess(pid, *_name_and_user(nvml, root, pid, used)))
+    held = _processes(nvml, device.handle)
+    own = {pid for pid in held if own_pid and descends(root, pid, own_pid)}
+    own_bytes = sum(held[pid] or 0 for pid in own)
+    foreign = (DeviceProcess(pid, *_name_and_user(root, pid, held[pid])) for pid in sorted(held.keys() - own))
     return Device(
         index=device.index,
         uuid=device.uuid,
@@ -210,41 +205,18 @@ def _processes(nvml: Any, handle: Any) -> dict[int, int | None]:
     """Device memory by process, compute and graphics; None where the driver does not say (WSL, some MIG setups)."""
     found: dict[int, int | None] = {}
     for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
-        try:
+        with suppress(nvml.NVMLError):
             # A process of both kinds is listed twice with the same bytes.
             found.update({int(process.pid): process.usedGpuMemory for process in ask(handle)})
-        except nvml.NVMLError:
-            continue
     return found
 
 
-def _name_and_user(nvml: Any, root: Path, pid: int, used: int | None) -> tuple[str, int | None, str]:
+def _name_and_user(root: Path, pid: int, used: int | None) -> tuple[str, int | None, str]:
     status = parse_status(read_text(root / f"proc/{pid}/status"))
-    if "Name" in status:
-        return status["Name"], used, _user(status.get("Uid", "").split()[:1])
-    try:
-        return _text(nvml.nvmlSystemGetProcessName(pid)), used, ""
-    except nvml.NVMLError:
+    if "Name" not in status:
         return "not visible from here (another container or user)", used, ""
-
-
-def _user(uids: list[str]) -> str:
-    if not uids or sys.platform == "win32":
-        return ""
-    import pwd
-
+    uid = status.get("Uid", "").split()[0]
     try:
-        return pwd.getpwuid(int(uids[0])).pw_name
+        return status["Name"], used, pwd.getpwuid(int(uid)).pw_name
     except KeyError:
-        return f"uid {uids[0]}"
-
-
-def _order_note(nvml: Any, handles: list[_Handle], env: Mapping[str, str]) -> str:
-    """A warning where the numbers of CUDA_VISIBLE_DEVICES may mean other GPUs to CUDA than to NVML."""
-    names = {_text(nvml.nvmlDeviceGetName(device.handle)) for device in handles}
-    by_number = any(part.strip().isdigit() for part in env.get("CUDA_VISIBLE_DEVICES", "").split(","))
-    if len(names) > 1 and by_number and env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        return (
-            "GPUs of several kinds: CUDA numbers the fastest first; set CUDA_DEVICE_ORDER=PCI_BUS_ID to number as here"
-        )
-    return ""
+        return status["Name"], used, f"uid {uid}"

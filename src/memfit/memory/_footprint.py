@@ -36,6 +36,16 @@ class PhasePeak:
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
+    def merge(self, other: PhasePeak) -> PhasePeak:
+        """The larger of two, figure by figure."""
+        return PhasePeak(
+            private_bytes=max(self.private_bytes, other.private_bytes),
+            shared_bytes=max(self.shared_bytes, other.shared_bytes),
+            pss_bytes=max(self.pss_bytes, other.pss_bytes),
+            device_bytes=_larger(self.device_bytes, other.device_bytes),
+            seconds=max(self.seconds, other.seconds),
+        )
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -120,7 +130,7 @@ class Footprint:
             shared_bytes=max(self.shared_bytes, other.shared_bytes),
             device_bytes=_larger(self.device_bytes, other.device_bytes),
             parts=_larger(self.parts, other.parts),
-            phases={n: _larger_phase(self.phases.get(n, zero), other.phases.get(n, zero)) for n in names},
+            phases={n: self.phases.get(n, zero).merge(other.phases.get(n, zero)) for n in names},
             method=self.method,
         )
 
@@ -158,13 +168,3 @@ class Footprint:
 
 def _larger(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
     return {name: max(a.get(name, 0), b.get(name, 0)) for name in [*a, *(key for key in b if key not in a)]}
-
-
-def _larger_phase(a: PhasePeak, b: PhasePeak) -> PhasePeak:
-    return PhasePeak(
-        private_bytes=max(a.private_bytes, b.private_bytes),
-        shared_bytes=max(a.shared_bytes, b.shared_bytes),
-        pss_bytes=max(a.pss_bytes, b.pss_bytes),
-        device_bytes=_larger(a.device_bytes, b.device_bytes),
-        seconds=max(a.seconds, b.seconds),
-    )

@@ -8,23 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memfit.errors import UsageError
 from memfit.memory._devices import DeviceReader, device_reader
 from memfit.memory._footprint import Footprint, PhasePeak
-from memfit.memory._process import (
-    ProcReader,
-    PsutilReader,
-    Reader,
-    Rollup,
-    Sharing,
-    Stat,
-    Status,
-    Tree,
-)
+from memfit.memory._jobgroup import JobGroup
+from memfit.memory._process import ProcReader, PsutilReader, Reader, Rollup, Sharing, Stat, Status, Tree
 
 #: At most these shares of one core go into sweeps (of PSS; of devices), and into looking through all processes.
 SWEEP_SHARE, SCAN_SHARE = 0.01, 0.0025
@@ -57,31 +49,11 @@ class Sample:
     peak_bytes: int = 0
 
 
-@dataclass
-class _Peak:
-    """The peaks so far, of one phase or of all."""
-
-    private: int = 0
-    shared: int = 0
-    pss: int = 0
-    devices: dict[str, int] = field(default_factory=dict)
-    parts: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def take(self, sample: Sample, parts: Mapping[str, int], swept_pss: int) -> None:
-        if sample.peak_bytes > self.private:
-            self.private, self.parts = sample.peak_bytes, dict(parts)
-        self.shared = max(self.shared, sample.shared_bytes)
-        self.pss = max(self.pss, swept_pss)
-        self.devices |= {name: max(size, self.devices.get(name, 0)) for name, size in sample.device_bytes.items()}
-
-
 class _Paced:
     """Lets an action run as often as a share of one core pays for it, by the CPU time that each run took itself."""
 
     def __init__(self, share: float, clock: Callable[[], float], cpu: Callable[[], float]) -> None:
-        self._wait_per_cost = 1 / share - 1
-        self._clock, self._cpu = clock, cpu
+        self._wait_per_cost, self._clock, self._cpu = 1 / share - 1, clock, cpu
         self._next = float("-inf")
 
     @property
@@ -106,8 +78,8 @@ class TreeMeter:
     less the file pages mapped then or now, whichever are more. So a panel that is mapped or unmapped is not taken for
     private memory, and an allocation of some milliseconds is seen. It is understated by file pages of that interval
     that were not mapped while it lasted. A spike below an earlier mark of the same process is seen by samples only,
-    and a process that lived between two samples not at all; the cgroup's own peak (``cgroup``) misses neither, but
-    counts page cache.
+    and a process that lived between two samples not at all; the peak of ``group`` misses neither, but counts page
+    cache.
 
     **Not seen**: files in ``/dev/shm`` that no process maps, and memory pinned by a device driver, unless whoever knows
     the job's own control group sets ``floor_bytes``. ``clear_refs`` is never written: the job would see it.
@@ -116,12 +88,13 @@ class TreeMeter:
         pid: The root of the tree; children count at any depth, also after their parents died.
         root: Where ``/proc`` lies.
         clock: Seconds for pacing and phases.
-        cgroup: The job's own memory cgroup; its peak is reported as the part ``charged_peak``.
+        group: The job's own control group; its peak is reported as the part ``charged_peak``.
         devices: Gives device bytes; see ``device_reader``.
         reader: Where figures of processes come from; by default ``/proc``, or psutil where there is none.
         cpu: CPU seconds of the calling thread; they bound the cost of sweeps to 1 % of one core.
 
     Attributes:
+        pids, pids_seen: The processes that were alive at the last sample, and all that were ever seen.
         floor_bytes: What the tree's own control group holds in non-reclaimable memory; samples tell at least that much.
         counts_from_birth: What the tree did before the first sample is part of the measurement.
 
@@ -139,7 +112,7 @@ class TreeMeter:
         *,
         root: Path = Path("/"),
         clock: Callable[[], float] = time.monotonic,
-        cgroup: Path | None = None,
+        group: JobGroup | None = None,
         devices: DeviceReader | None = None,
         reader: Reader | None = None,
         cpu: Callable[[], float] = time.thread_time,
@@ -147,53 +120,38 @@ class TreeMeter:
         has_proc = sys.platform.startswith("linux") or root != Path("/")
         self._reader = reader or (ProcReader(root) if has_proc else PsutilReader())
         self._tree = Tree(pid, self._reader)
-        self._clock, self._devices = clock, devices
+        self._root, self._clock, self._devices, self._group = pid, clock, devices, group
         self._unix_offset = time.time() - clock()
         self._sweeps, self._scans = _Paced(SWEEP_SHARE, clock, cpu), _Paced(SCAN_SHARE, clock, cpu)
         self._device_reads, self._device_bytes = _Paced(SWEEP_SHARE, clock, cpu), dict[str, int]()
-        self._cgroup, self._charged_peak = cgroup, 0
         self.floor_bytes, self.counts_from_birth = 0, False
         self._held, self._shared_memory = Sharing(), Sharing()
         self._before: dict[int, tuple[Stat, Status]] = {}
-        self._root, self._alive, self._ever = pid, set[int](), {pid}
+        self.pids, self.pids_seen = set[int](), self._tree.seen
         self._last: Sample | None = None
-        self._swept_file = self._swept_pss = 0
-        self._phase, self._can_belong_to, self._phase_since = "", {""}, clock()
-        self._at_marks: list[Sample] = []
-        self._whole, self._phases = _Peak(), dict[str, _Peak]()
-
-    @property
-    def pids(self) -> set[int]:
-        """The processes that were alive at the last sample."""
-        return set(self._alive)
-
-    @property
-    def pids_seen(self) -> set[int]:
-        """All processes of the tree that were ever seen."""
-        return set(self._ever)
+        self._swept_file = self._swept_pss = self._charged_peak = 0
+        self._phase, self._phase_since = "", clock()
+        self._parts: dict[str, int] = {}
+        self._whole, self._phases = PhasePeak(0), dict[str, PhasePeak]()
 
     def sample(self) -> Sample | None:
         """The tree now, or None when no process of it is left."""
-        self._at_marks.clear()
-        return self._sample()
-
-    def _sample(self) -> Sample | None:
         now = self._read()
-        self._alive = set(now)
-        self._ever |= self._alive
+        self.pids = set(now)
         self._add_seconds()
         if not now:
             return None
         self._note_forks(now)
-        sweep = self._sweep(now) if self._sweeps.due else {}
-        parts = self._parts(now)
+        swept_pss = self._sweep(now) if self._sweeps.due else 0
+        parts = self._measure_parts(now)
         level = parts["anonymous"] + parts["shared_memory"] + parts["page_tables"]
         if self.floor_bytes > level:
             parts["other"] = self.floor_bytes - level
             level = self.floor_bytes
-        spikes = sum(self._spike(pid, *reading) for pid, reading in now.items())
-        peak = max(level, self._last.private_bytes if self._last else 0) + spikes
-        self._charged_peak = max(self._charged_peak, _charged_peak(self._cgroup))
+        peak = max(level, self._last.private_bytes if self._last else 0)
+        peak += sum(self._spike(pid, *reading) for pid, reading in now.items())
+        if self._group is not None and (charged := self._group.charged_peak()):
+            self._charged_peak = max(self._charged_peak, charged)
         if self._charged_peak:
             # A high-water mark also counts shared memory that the floor knows already, from before it was mapped.
             swapped = sum(status.swapped for _, status in now.values())
@@ -211,9 +169,12 @@ class TreeMeter:
             peak_bytes=peak,
         )
         self._before = now
-        for peaks in (self._whole, *(self._phases[name] for name in self._can_belong_to if name)):
-            peaks.take(self._last, parts, sum(rollup.pss for rollup in sweep.values()))
-        self._can_belong_to = {self._phase}
+        if peak > self._whole.private_bytes:
+            self._parts = parts
+        taken = PhasePeak(peak, self._last.shared_bytes, swept_pss, self._last.device_bytes)
+        self._whole = self._whole.merge(taken)
+        if self._phase:
+            self._take(self._phase, taken)
         return self._last
 
     def enter_phase(self, name: str, *, exact: bool = False) -> None:
@@ -224,36 +185,25 @@ class TreeMeter:
             exact: This is the moment of the change. Otherwise the mark was read some time after the job wrote it, so
                 what happened since the last sample can belong to both phases, and counts for both.
         """
-        peaks = self._phases.setdefault(name, _Peak())
-        if not exact:
-            self._can_belong_to.add(name)
-            for sample in self._at_marks:  # marks read together: all of them lay in the interval that the first closed
-                peaks.take(sample, {}, swept_pss=0)
-        taken = self._sample()
-        if taken and not exact:
-            self._at_marks.append(taken)
-        self._add_seconds()
-        self._phase, self._can_belong_to = name, {name}
-        if self._last:  # the level where the new phase begins is its own too; the spikes before it are not
-            peaks.take(replace(self._last, peak_bytes=self._last.private_bytes), {}, swept_pss=0)
+        taken = self.sample()
+        self._phase = name
+        begin = PhasePeak(0)
+        if (last := taken or self._last) is not None:
+            peak_bytes = last.peak_bytes if taken and not exact else last.private_bytes
+            begin = PhasePeak(peak_bytes, last.shared_bytes, 0, last.device_bytes)
+        self._take(name, begin)
 
     def footprint(self) -> Footprint:
         """The peaks so far, whole and by phase.
 
         Parts at the whole peak: ``anonymous`` (swapped and high-water marks included), ``shared_memory`` and
         ``page_tables`` and, given a floor, ``other`` (kernel memory, files that no process maps) make up the private
-        bytes; beside them ``file`` (the shared bytes then) and, given a cgroup, ``charged_peak``.
+        bytes; beside them ``file`` (the shared bytes then) and, given a group, ``charged_peak``.
         """
         charged = {"charged_peak": self._charged_peak} if self._charged_peak else {}
+        whole = self._whole
         return Footprint(
-            private_bytes=self._whole.private,
-            shared_bytes=self._whole.shared,
-            device_bytes=dict(self._whole.devices),
-            parts={**self._whole.parts, **charged},
-            phases={
-                name: PhasePeak(peak.private, peak.shared, peak.pss, dict(peak.devices), peak.seconds)
-                for name, peak in self._phases.items()
-            },
+            whole.private_bytes, whole.shared_bytes, whole.device_bytes, {**self._parts, **charged}, dict(self._phases)
         )
 
     def _read(self) -> dict[int, tuple[Stat, Status]]:
@@ -268,10 +218,14 @@ class TreeMeter:
                 self._device_bytes = dict(self._devices(self.pids))
         return self._device_bytes
 
+    def _take(self, phase: str, peak: PhasePeak) -> None:
+        self._phases[phase] = self._phases.get(phase, PhasePeak(0)).merge(peak)
+
     def _add_seconds(self) -> None:
         now = self._clock()
         if self._phase:
-            self._phases[self._phase].seconds += now - self._phase_since
+            peak = self._phases[self._phase]
+            self._phases[self._phase] = replace(peak, seconds=peak.seconds + now - self._phase_since)
         self._phase_since = now
 
     def _note_forks(self, now: Mapping[int, tuple[Stat, Status]]) -> None:
@@ -289,18 +243,19 @@ class TreeMeter:
                 inherited = min(status.held, self._before[relative][1].held)
                 self._held.fork(relative, pid, max(0, inherited - stat.faults * mmap.PAGESIZE), sizes)
 
-    def _sweep(self, now: Mapping[int, tuple[Stat, Status]]) -> dict[int, Rollup]:
+    def _sweep(self, now: Mapping[int, tuple[Stat, Status]]) -> int:
+        """Read the proportional sizes; their sum."""
         with self._sweeps.run():
-            rollups = {pid: rollup for pid in now if (rollup := self._reader.rollup(pid))}
+            rollups: dict[int, Rollup] = {pid: rollup for pid in now if (rollup := self._reader.rollup(pid))}
         self._held.sweep({p: s.held for p, (_, s) in now.items()}, {p: r.held for p, r in rollups.items()})
         self._shared_memory.sweep(
             {p: s.shared_memory for p, (_, s) in now.items()}, {p: r.shared_memory for p, r in rollups.items()}
         )
         self._swept_pss = sum(rollup.pss for rollup in rollups.values())
         self._swept_file = sum(rollup.file for rollup in rollups.values())
-        return rollups
+        return self._swept_pss
 
-    def _parts(self, now: Mapping[int, tuple[Stat, Status]]) -> dict[str, int]:
+    def _measure_parts(self, now: Mapping[int, tuple[Stat, Status]]) -> dict[str, int]:
         files = [status.file for _, status in now.values()]
         return {
             "anonymous": self._held.unique({pid: status.held for pid, (_, status) in now.items()}),
@@ -322,13 +277,6 @@ class TreeMeter:
         elif any(stat.image and stat.image == other.image for other, _ in self._before.values()):
             return 0  # just forked: until an exec the mark may be the parent's
         return max(0, status.high_water - file + status.swapped + status.page_tables - level)
-
-
-def _charged_peak(cgroup: Path | None) -> int:
-    for path in (cgroup / "memory.peak", cgroup / "memory.max_usage_in_bytes") if cgroup else ():
-        with suppress(OSError, ValueError):  # another version, or removed with its last process
-            return int(path.read_text())
-    return 0
 
 
 class Meter:

@@ -22,8 +22,7 @@ class Stat:
     Attributes:
         pid: Its number, which the kernel uses again.
         parent: Its parent's number; 1 or a sub-reaper's after the parent died.
-        group: Its process group.
-        session: Its session.
+        group, session: Its process group and its session.
         start: When it began; together with ``pid`` it names a process for good.
         image: The address of its stack, drawn anew by every ``exec`` and kept by ``fork``: processes with the same one
             were forked from each other and may share anonymous pages. 0 when the kernel hides it.
@@ -88,47 +87,31 @@ def parse_stat(text: str) -> Stat | None:
     True
     """
     head, _, tail = text.rpartition(")")
-    fields = tail.split(maxsplit=26)
+    state, *words = tail.split(maxsplit=26)[:26] or [""]
     try:
-        if fields[0] in "ZXx":
+        if state in "ZXx":
             return None
-        return Stat(
-            pid=int(head.split(" ", 1)[0]),
-            parent=int(fields[1]),
-            group=int(fields[2]),
-            session=int(fields[3]),
-            start=float(fields[19]),
-            image=int(fields[25]),
-            faults=int(fields[7]) + int(fields[9]),
-        )
+        pid, fields = int(head.split(" ", 1)[0]), [int(word) for word in words]
+        return Stat(pid, *fields[:3], start=float(fields[18]), image=fields[24], faults=fields[6] + fields[8])
     except (ValueError, IndexError):
         return None
 
 
-def parse_status(text: str) -> Status | None:
+def parse_counters(text: str) -> Status | None:
     """The counters in ``/proc/<pid>/status``; None for a process without memory (dying) or a text that is not whole.
 
     Source: proc_pid_status(5); Linux fs/proc/task_mmu.c, task_mem: VmHWM is never below the present resident size.
     Since Linux 6.2 the counters are kept per CPU and may be off by some hundred KiB per CPU.
 
     >>> text = "\\nVmHWM: 90 kB\\nRssAnon: 10 kB\\nRssFile: 50 kB\\nRssShmem: 8 kB\\nVmPTE: 4 kB\\nVmSwap: 0 kB\\n"
-    >>> parse_status(text)
+    >>> parse_counters(text)
     Status(anonymous=10240, swapped=0, shared_memory=8192, page_tables=4096, file=51200, high_water=92160)
-    >>> parse_status(text[:60]) is None
+    >>> parse_counters(text[:60]) is None
     True
     """
-    values = _bytes_by_name(_STATUS, text)
-    try:
-        return Status(
-            anonymous=values["RssAnon"],
-            swapped=values.get("VmSwap", 0),
-            shared_memory=values["RssShmem"],
-            page_tables=values["VmPTE"],
-            file=values["RssFile"],
-            high_water=values["VmHWM"],
-        )
-    except KeyError:
-        return None
+    sizes = {"VmSwap": 0, **_bytes_by_name(_STATUS, text)}
+    names = ("RssAnon", "VmSwap", "RssShmem", "VmPTE", "RssFile", "VmHWM")
+    return Status(*(sizes[name] for name in names)) if sizes.keys() >= set(names) else None
 
 
 def parse_rollup(text: str) -> Rollup | None:
@@ -139,16 +122,10 @@ def parse_rollup(text: str) -> Rollup | None:
     >>> parse_rollup("0-1 ---p 0 [rollup]\\nPss: 322 kB\\nPss_Anon: 108 kB\\nPss_File: 214 kB\\nPss_Shmem: 0 kB\\n")
     Rollup(pss=329728, held=110592, shared_memory=0, file=219136)
     """
-    values = _bytes_by_name(_ROLLUP, text)
-    try:
-        return Rollup(
-            pss=values["Pss"],
-            held=values["Pss_Anon"] + values.get("SwapPss", 0),
-            shared_memory=values["Pss_Shmem"],
-            file=values["Pss_File"],
-        )
-    except KeyError:
+    sizes = {"SwapPss": 0, **_bytes_by_name(_ROLLUP, text)}
+    if not sizes.keys() >= {"Pss", "Pss_Anon", "Pss_Shmem", "Pss_File"}:
         return None
+    return Rollup(sizes["Pss"], sizes["Pss_Anon"] + sizes["SwapPss"], sizes["Pss_Shmem"], sizes["Pss_File"])
 
 
 # Beginning with a literal, not with "^", lets the search skip from line to line: four times as fast.
@@ -183,7 +160,7 @@ class ProcReader:
         return parse_stat(self._read(f"{pid}/stat"))
 
     def status(self, pid: int) -> Status | None:
-        return parse_status(self._read(f"{pid}/status"))
+        return parse_counters(self._read(f"{pid}/status"))
 
     def rollup(self, pid: int) -> Rollup | None:
         return parse_rollup(self._read(f"{pid}/smaps_rollup"))
@@ -203,10 +180,9 @@ class ProcReader:
 
 
 class PsutilReader:
-    """Reads what psutil can tell where there is no ``/proc`` (macOS, Windows).
+    """Reads what psutil can tell where there is no ``/proc`` (macOS): USS as anonymous bytes, the rest of RSS as file.
 
-    What works there: USS as anonymous bytes, the rest of RSS as file bytes, the tree by parents. High-water marks only
-    on Windows; no PSS, no shared memory apart, no page tables, no adoption by session.
+    There are no high-water marks, no PSS, no page tables, and no adoption by session.
     """
 
     def __init__(self) -> None:
@@ -228,9 +204,7 @@ class PsutilReader:
             memory: Any = self._psutil.Process(pid).memory_full_info()
         except self._psutil.Error:
             return None
-        uss, rss = int(memory.uss), int(memory.rss)
-        peak = int(getattr(memory, "peak_wset", 0))
-        return Status(uss, 0, shared_memory=0, page_tables=0, file=max(0, rss - uss), high_water=max(peak, rss))
+        return Status(memory.uss, 0, 0, 0, file=max(0, memory.rss - memory.uss), high_water=memory.rss)
 
     def rollup(self, pid: int) -> Rollup | None:
         return None
@@ -252,26 +226,24 @@ class Tree:
     def __init__(self, pid: int, reader: Reader) -> None:
         self._reader = reader
         root = reader.stat(pid)
-        self._seen = {pid}
+        self.seen = {pid}
         self.members: dict[int, Stat] = {pid: root} if root else {}
 
     def refresh(self, *, scan: bool) -> dict[int, Stat]:
         """The members alive now; ``scan`` finds what threads forked and what was re-parented, among all processes."""
         current = {pid: self._reader.stat(pid) for pid in self.members}
         self.members = {pid: now for pid, now in current.items() if now and now.start == self.members[pid].start}
-        self._walk(list(self.members))
+        parents = list(self.members)
+        while parents:
+            parents += self._add(self._stats(self._reader.children(parents.pop())))
         if scan and self.members:
             self._scan()
         return self.members
 
-    def _walk(self, parents: list[int]) -> None:
-        while parents:
-            parents.extend(self._add(self._stats(self._reader.children(parents.pop()))))
-
     def _scan(self) -> None:
         strangers = self._stats(self._reader.pids())
         while True:
-            led = {leader for stat in self.members.values() for leader in (stat.session, stat.group)} & self._seen
+            led = {leader for stat in self.members.values() for leader in (stat.session, stat.group)} & self.seen
             ours = [s for s in strangers if s.parent in self.members or s.session in led or s.group in led]
             if not self._add(ours):
                 return
@@ -282,7 +254,7 @@ class Tree:
 
     def _add(self, found: list[Stat]) -> list[int]:
         self.members.update((stat.pid, stat) for stat in found)
-        self._seen.update(stat.pid for stat in found)
+        self.seen.update(stat.pid for stat in found)
         return [stat.pid for stat in found]
 
 
