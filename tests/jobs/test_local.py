@@ -68,8 +68,7 @@ def walls(memory_group):
 
     yield make
     for built in made:
-        for group in built.existing().values():
-            group.kill()
+        built.parent.kill()
         built.close()
         assert not built.parent.path.exists()
 
@@ -700,8 +699,8 @@ def test_a_file_in_shared_memory_that_the_wall_above_all_jobs_refuses_is_a_lack_
 
 
 def test_a_wall_that_was_met_and_raised_before_the_first_look_was_met(tmp_path, monkeypatch):
-    first = GroupState(0, 0, 0, 100 * MIB, False, 0, 0, 0)
-    raised = GroupState(150 * MIB, 150 * MIB, 0, 400 * MIB, False, 1, 0, 1)
+    first = GroupState(0, 0, 0, 100 * MIB, False, 0, 0)
+    raised = GroupState(150 * MIB, 150 * MIB, 0, 400 * MIB, False, 1, 0)
     monkeypatch.setattr(JobGroup, "state", lambda self: raised)
     group = JobGroup(tmp_path, 1)
     monitor = Monitor(RunDir(tmp_path), "grower", (), os.getpid(), group, 1, 0.0, first=first)

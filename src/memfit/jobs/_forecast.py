@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
+from collections.abc import Collection
 from dataclasses import replace
 from statistics import StatisticsError, linear_regression
 
@@ -22,29 +23,9 @@ _LARGEST = 1e15
 _DECLARED = "(declared)"
 
 _Key = tuple[str, ...]
-
-
-class _Line:
-    """A straight line through the last peaks of jobs over one of their numbers."""
-
-    def __init__(self) -> None:
-        self._points: deque[tuple[float, int]] = deque(maxlen=_MOST_POINTS)
-        self.slope = self.offset = 0.0
-        self.error = math.inf
-
-    def learn(self, x: float, peak_bytes: int) -> None:
-        """Take in a job; the error is infinite while there is no good line."""
-        self._points.append((x, peak_bytes))
-        self.error = math.inf
-        xs, ys = zip(*self._points, strict=True)
-        if len(xs) < _LEAST_POINTS:
-            return
-        try:
-            self.slope, self.offset = linear_regression(xs, ys)
-        except StatisticsError:  # all have the same number
-            return
-        error = max(abs(y - self.slope * x - self.offset) for x, y in self._points)
-        self.error = error if error <= _GOOD * max(ys) else math.inf
+#: A straight line: its largest error, its slope and its offset.
+_Line = tuple[float, float, float]
+_NO_LINE: _Line = (math.inf, 0.0, 0.0)
 
 
 class Forecast:
@@ -66,7 +47,8 @@ class Forecast:
 
     def __init__(self) -> None:
         self._largest: dict[_Key, Footprint] = {}
-        self._lines: defaultdict[_Key, _Line] = defaultdict(_Line)
+        self._points: defaultdict[_Key, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=_MOST_POINTS))
+        self._lines: dict[_Key, _Line] = {}
         self._declared: defaultdict[str, set[int]] = defaultdict(set)
 
     def learn(self, job: Job, footprint: Footprint, *, is_final: bool = True) -> None:
@@ -77,7 +59,9 @@ class Forecast:
         if job.footprint is not None:
             self._declared[job.stage].add(job.footprint.private_bytes)
         for name, number in _numbers(job).items() if is_final else ():
-            self._lines[*_keys(job)[1], name].learn(number, footprint.private_bytes)
+            key = (*_keys(job)[1], name)
+            self._points[key].append((number, footprint.private_bytes))
+            self._lines[key] = _fit(self._points[key])
 
     def predict(self, job: Job) -> Footprint | None:
         """What the job will take: measured on similar jobs, else as declared; None when nothing is known."""
@@ -85,11 +69,10 @@ class Forecast:
         if same in self._largest:
             return self._largest[same]
         found = self._largest.get(kind) or self._largest.get(stage)
-        lines = [(self._lines[*kind, name], number) for name, number in _numbers(job).items()]
-        line, number = min(lines, key=lambda one: one[0].error, default=(_Line(), 0.0))
-        if found is not None and line.error < math.inf:
-            peak_bytes = math.ceil(line.slope * number + line.offset + line.error)
-            return replace(found, private_bytes=max(0, peak_bytes))
+        lines = [(*self._lines.get((*kind, name), _NO_LINE), number) for name, number in _numbers(job).items()]
+        error, slope, offset, number = min(lines, default=(*_NO_LINE, 0.0))
+        if found is not None and error < math.inf:
+            return replace(found, private_bytes=max(0, math.ceil(slope * number + offset + error)))
         return job.footprint if self._has_own_hint(job) else found or job.footprint
 
     def _has_own_hint(self, job: Job) -> bool:
@@ -104,6 +87,19 @@ class Forecast:
         expected = self.predict(job)
         is_measured = expected is not None and expected.method == "measured"
         return is_measured and bool(job.params) and _keys(job)[0] not in self._largest
+
+
+def _fit(points: Collection[tuple[float, int]]) -> _Line:
+    """The straight line through the peaks of jobs over one of their numbers, if there is a good one."""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    if len(xs) < _LEAST_POINTS:
+        return _NO_LINE
+    try:
+        slope, offset = linear_regression(xs, ys)
+    except StatisticsError:  # all have the same number
+        return _NO_LINE
+    error = max(abs(y - slope * x - offset) for x, y in points)
+    return (error, slope, offset) if error <= _GOOD * max(ys) else _NO_LINE
 
 
 def _keys(job: Job) -> tuple[_Key, _Key, _Key]:

@@ -33,7 +33,7 @@ from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, write_atomi
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
 #: torch reads them once, when it is imported, 2.13 the first that is set, later versions perhaps the second alone.
 _CUDA_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-#: The ends of jobs are looked for so often.
+#: Jobs are looked at so often: for their ends, and for those that wait at their wall.
 _LOOK_SECONDS = 0.05
 
 
@@ -197,9 +197,9 @@ class LocalBackend:
             return
         with contextlib.suppress(OSError):  # gone with its job, or refused: then its data segment is limited instead
             if followed is None:
-                self._granted[job_id] = self.walls.make(job_id, grant.soft_bytes, grant.wall_bytes)
+                self._granted[job_id] = self.walls.make(job_id, grant.wall_bytes)
             else:
-                self.walls.resize(job_id, grant.soft_bytes, grant.wall_bytes)
+                self.walls.resize(job_id, grant.wall_bytes)
 
     def cap(self, total_bytes: int) -> None:
         """Move the wall of all jobs together."""
@@ -237,12 +237,8 @@ class LocalBackend:
             self.walls.forget(job_id)
 
     def wait(self, seconds: float) -> None:
-        """Wait until a job passes its soft bytes or meets its wall, or until it is time to look for ended jobs."""
-        seconds = min(seconds, _LOOK_SECONDS)
-        if self.walls is not None:
-            self.walls.wait(seconds)
-        else:
-            time.sleep(max(0.0, seconds))
+        """Wait until it is time to look at the jobs again."""
+        time.sleep(max(0.0, min(seconds, _LOOK_SECONDS)))
 
     def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
         """Ask a job to checkpoint and end; with ``now``, end it and all its processes at once.

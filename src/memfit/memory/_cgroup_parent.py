@@ -92,7 +92,7 @@ def _judge_v2(root: Path, placement: Placement, group: Group, may_write: Callabl
     return Base(2, group, enables=True, moves=members)
 
 
-def pids_in(directory: Path) -> tuple[int, ...]:
+def pids_in(directory: Path | str) -> tuple[int, ...]:
     """The processes of one group, without the groups below it."""
     return tuple(int(pid) for pid in (read_text(f"{directory}/cgroup.procs") or "").split())
 

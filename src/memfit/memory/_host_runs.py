@@ -60,13 +60,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Others:
-    """All other live runs of this user on this host together.
-
-    Attributes:
-        num: How many there are.
-        used: What their jobs use, in bytes by place.
-        unused: What they have promised to jobs that do not use it yet, in bytes by place.
-    """
+    """All other live runs of this user on this host together: how many, and the sums of their entries."""
 
     num: int = 0
     used: Sizes = field(default_factory=Counter)
@@ -97,21 +91,24 @@ class Claims:
         >>> mine.close(); other.close()
     """
 
-    def __init__(self, run: Path, *, folder: Path | None = None) -> None:
-        self._folder = _path_of(folder)
+    def __init__(self, run: Path, *, folder: Path | None = None, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+        self._folder, self._most_patience = _path_of(folder), patience_seconds
         self._entry = Entry(run.absolute(), socket.gethostname(), os.getpid(), time.time())
         self._path = self._folder / f"{hashlib.sha256(os.fsencode(self._entry.run)).hexdigest()[:16]}.run"
         self._descriptor: int | None = None
         self._written: Entry | None = None
-        self._patience = _PATIENCE_SECONDS
+        self._patience = patience_seconds
         self.problem = ""
         self._put()
 
     def others(self) -> Others:
         """What all other live runs of this user on this host took and promised."""
-        entries = [entry for entry in list_entries(self._folder) if self._counts(entry)]
-        used = sum((entry.used for entry in entries), Counter[str]())
-        return Others(len(entries), used, sum((entry.unused for entry in entries), Counter[str]()))
+        here = [
+            one for _, one in _read_all(self._folder) if one.host == self._entry.host and one.run != self._entry.run
+        ]
+        live = [entry for entry in here if entry.alive or _is_orphaned(entry.run)]
+        used = sum((entry.used for entry in live), Counter[str]())
+        return Others(len(live), used, sum((entry.unused for entry in live), Counter[str]()))
 
     @contextmanager
     def deciding(self) -> Iterator[Others]:
@@ -123,7 +120,7 @@ class Claims:
         lock = None
         with contextlib.suppress(OSError):  # no list, or a file system without locks
             lock = lock_file(_own(self._folder) / "lock", self._patience)
-        self._patience = 0.0 if lock is None else _PATIENCE_SECONDS  # a stopped holder is waited for once
+        self._patience = 0.0 if lock is None else self._most_patience  # a stopped holder is waited for once
         try:
             yield self.others()
         finally:
@@ -152,11 +149,6 @@ class Claims:
         os.close(self._descriptor)
         self._descriptor = None
 
-    def _counts(self, entry: Entry) -> bool:
-        if entry.run == self._entry.run or entry.host != self._entry.host:
-            return False
-        return entry.alive or _is_orphaned(entry.run)
-
     def _put(self) -> None:
         if self._written == self._entry:
             return
@@ -164,8 +156,7 @@ class Claims:
             if self._descriptor is None:
                 with contextlib.suppress(FileExistsError):
                     self._folder.mkdir(mode=0o700, parents=True)
-                _own(self._folder)
-                self._descriptor = lock_file(self._path)
+                self._descriptor = lock_file(_own(self._folder) / self._path.name)
             if self._descriptor is not None:
                 os.pwrite(self._descriptor, json.dumps(vars(self._entry), default=str).encode().ljust(_ENTRY_BYTES), 0)
                 self._written, self.problem = self._entry, ""
@@ -179,7 +170,7 @@ def list_entries(folder: Path | None = None) -> list[Entry]:
     Args:
         folder: The list; ``MEMFIT_CLAIMS_DIR`` or ``/var/tmp/memfit-<uid>`` when None.
     """
-    return sorted((entry for _, entry in _read_all(folder)), key=lambda entry: (entry.started, entry.run))
+    return sorted((entry for _, entry in _read_all(_path_of(folder))), key=lambda entry: (entry.started, entry.run))
 
 
 def sweep_entries(folder: Path | None = None) -> list[Entry]:
@@ -189,7 +180,7 @@ def sweep_entries(folder: Path | None = None) -> list[Entry]:
         What was taken off, so that what those runs left in their control groups can be swept too.
     """
     removed = []
-    for path, entry in _read_all(folder):
+    for path, entry in _read_all(_path_of(folder)):
         if entry.alive or entry.host != socket.gethostname() or _is_orphaned(entry.run):
             continue
         lock = lock_file(path, 0.0)
@@ -218,9 +209,9 @@ def _own(folder: Path) -> Path:
     raise PermissionError(f"{folder} is not a folder of this user alone: {whose}")
 
 
-def _read_all(folder: Path | None) -> list[tuple[Path, Entry]]:
+def _read_all(folder: Path) -> list[tuple[Path, Entry]]:
     try:
-        paths = list(_own(_path_of(folder)).glob("*.run"))
+        paths = list(_own(folder).glob("*.run"))
     except OSError:
         return []
     return [(path, entry) for path in paths if (entry := _read(path)) is not None]
@@ -236,16 +227,10 @@ def _read(path: Path) -> Entry | None:
         for _ in range(3):  # a write may be under way
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 found = json.loads(os.pread(descriptor, _ENTRY_BYTES, 0))
-                return Entry(
-                    run=Path(found["run"]),
-                    host=str(found["host"]),
-                    pid=int(found["pid"]),
-                    started=float(found["started"]),
-                    used=Counter({**found["used"]}),
-                    unused=Counter({**found["unused"]}),
-                    group=str(found["group"]),
-                    alive=not try_lock(descriptor, fcntl.LOCK_SH),
-                )
+                sizes = {name: Counter({**found[name]}) for name in ("used", "unused")}
+                alive = not try_lock(descriptor, fcntl.LOCK_SH)
+                plain = {"run": Path(found["run"]), "started": float(found["started"]), "alive": alive}
+                return Entry(**found | plain | sizes)
             time.sleep(0.001)
     finally:
         os.close(descriptor)

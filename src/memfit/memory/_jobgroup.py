@@ -33,7 +33,6 @@ class GroupState:
         stalled: A process of it waits for memory, at its own wall or at the wall of the group above.
         met_wall: How often a charge met the wall; the reclaim of page cache counts too.
         oom_kills: Processes of it that the kernel killed for memory (v2: at least one per kill, sometimes more).
-        num_processes: How many processes it holds.
     """
 
     used_bytes: int
@@ -43,7 +42,6 @@ class GroupState:
     stalled: bool
     met_wall: int
     oom_kills: int
-    num_processes: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,6 @@ class JobGroup:
             stalled=stalled,
             met_wall=met_wall,
             oom_kills=events.get("oom_kill", 0),
-            num_processes=len(pids),
         )
 
     def used_bytes(self) -> int:
@@ -167,30 +164,23 @@ class JobGroup:
         with contextlib.suppress(FileNotFoundError):
             if self.version == 1:
                 self._set_wall_v1(wall_bytes)
-            else:
-                self._set_wall_v2(wall_bytes)
+                return
+            least = self.charged_bytes() + 256 * MIB
+            knobs = [("memory.high", wall_bytes), ("memory.max", max(backstop_bytes(wall_bytes), least))]
+            for name, value in knobs if wall_bytes <= self.wall_bytes() else reversed(knobs):
+                put(f"{self.path}/{name}", str(value))
 
     def _set_wall_v1(self, wall_bytes: int) -> None:
-        name = "memory.limit_in_bytes"
-        present = self.wall_bytes()
-        for above in (None, 0, MIB, 16 * MIB, 64 * MIB, 256 * MIB):
-            wanted = wall_bytes if above is None else max(wall_bytes, self.charged_bytes() + above)
-            if above is not None and wanted >= present:
-                return
+        present, wanted = self.wall_bytes(), wall_bytes
+        for above in (0, MIB, 16 * MIB, 64 * MIB, 256 * MIB, 0):
             try:
-                put(f"{self.path}/{name}", str(wanted))
+                put(f"{self.path}/memory.limit_in_bytes", str(wanted))
                 return
-            except OSError as error:  # More is charged than that, and reclaim did not help.
+            except OSError as error:  # more is charged than that, and reclaim did not help
                 if error.errno != errno.EBUSY:
                     raise
-
-    def _set_wall_v2(self, wall_bytes: int) -> None:
-        least = self.charged_bytes() + 256 * MIB
-        knobs = [("memory.high", wall_bytes), ("memory.max", max(backstop_bytes(wall_bytes), least))]
-        if wall_bytes > self.wall_bytes():
-            knobs.reverse()
-        for name, value in knobs:
-            put(f"{self.path}/{name}", str(value))
+            if (wanted := max(wall_bytes, self.charged_bytes() + above)) >= present:
+                return
 
     def pids(self) -> list[int]:
         """The processes of the group and its descendants."""
@@ -198,7 +188,7 @@ class JobGroup:
             has_children = self.path.stat().st_nlink != 2
         except OSError:
             return []
-        folders = [Path(folder) for folder, _, _ in os.walk(self.path)] if has_children else [self.path]
+        folders = [folder for folder, _, _ in os.walk(self.path)] if has_children else [self.path]
         return [pid for folder in folders for pid in pids_in(folder) if pid > 0]
 
     def kill(self) -> int:
@@ -209,40 +199,23 @@ class JobGroup:
             seen.update(pids)
             try:
                 put(self.path / "cgroup.kill", "1")
-            except OSError:  # v1, and v2 before Linux 5.14, where a frozen process cannot fork away and can be killed
-                self.freeze(True)
+            except OSError:  # v1, and v2 before Linux 5.14: what forks away meanwhile is killed in the next round
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)
-        with contextlib.suppress(OSError):
-            self.freeze(False)
         return len(seen)
-
-    def freeze(self, frozen: bool) -> bool:
-        """Stop all its processes, or let them go on; False on v1, whose freezer sticks on a process that waits."""
-        if self.version == 1:
-            return False
-        with contextlib.suppress(FileNotFoundError):
-            put(self.path / "cgroup.freeze", str(int(frozen)))
-        return True
 
     def remove(self) -> bool:
         """Remove it and its descendants; False when processes are still in it."""
         for _ in range(40):
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
-                return True
-            try:
-                for folder, _, _ in os.walk(self.path, topdown=False):
-                    with contextlib.suppress(FileNotFoundError):
-                        Path(folder).rmdir()
-                return not self.path.exists()
-            except OSError:  # A process in it, or one that has left it this moment
-                if self.pids():
-                    return False
-                time.sleep(0.005)
-        return False
+            for folder, _, _ in os.walk(self.path, topdown=False):
+                with contextlib.suppress(OSError):  # a process is in it, or has left it this moment
+                    Path(folder).rmdir()
+            if not self.path.exists() or self.pids():
+                break
+            time.sleep(0.005)
+        return not self.path.exists()
 
 
 def backstop_bytes(wall_bytes: int) -> int:

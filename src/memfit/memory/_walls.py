@@ -16,49 +16,20 @@ Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst, sections 9 and 10;
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
-import select
 import shutil
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from memfit.memory._cgroup import locate
 from memfit.memory._cgroup_parent import OUTSIDE, Base, find_base, pids_in
 from memfit.memory._host import REAL_ROOT, read_text
-from memfit.memory._jobgroup import MIB, NO_WALL_BYTES, JobGroup, put
+from memfit.memory._jobgroup import JobGroup, put
 
 #: Before a job's id in the name of its group, so that no id collides with a file of the kernel's there.
 _PREFIX = "job-"
-#: How often all groups are looked at, and how long one that had news, or page cache at its wall, is left alone.
-_POLL_SECONDS, _QUIET_SECONDS = 0.1, 0.5
-
-
-@dataclass
-class _Watched:
-    """A group, the usage from which on it is looked at closely, and until when it is left alone."""
-
-    group: JobGroup
-    soft_bytes: int
-    wall_bytes: int
-    quiet_until: float = 0.0
-
-    def has_news(self, now: float) -> bool | None:
-        """True if the group passed its soft bytes or waits at a wall, None if it is gone."""
-        if now < self.quiet_until:
-            return False
-        charged = self.group.charged_bytes()
-        if 0 < charged < min(self.soft_bytes, self.wall_bytes - MIB):
-            return False
-        state = self.group.state()
-        if state is None:
-            return None
-        self.quiet_until = now + _QUIET_SECONDS if charged else 0.0
-        return state.stalled or state.used_bytes >= self.soft_bytes
 
 
 def why_no_walls(*, root: Path = REAL_ROOT, pid: int | None = None) -> str:
@@ -100,8 +71,7 @@ class Walls:
         self.parent = parent
         self.permission = "cgroup v1" if parent.version == 1 else "cgroup v2"
         self._base = base
-        self._watched: dict[str, _Watched] = {}
-        self._parent = _Watched(parent, NO_WALL_BYTES, parent.wall_bytes())
+        self._live: dict[str, JobGroup] = {}
 
     @classmethod
     def build(cls, name: str, capacity_bytes: int, *, root: Path = REAL_ROOT, pid: int | None = None) -> Walls | None:
@@ -136,8 +106,8 @@ class Walls:
             return None
         return cls(parent, base)
 
-    def make(self, job_id: str, soft_bytes: int, wall_bytes: int) -> JobGroup:
-        """Return the group of a job with this wall: made now or, for one that runs, as it is. ``wait`` looks at it.
+    def make(self, job_id: str, wall_bytes: int) -> JobGroup:
+        """Return the group of a job with this wall: made now or, for one that runs, as it is.
 
         Raises:
             OSError: If the kernel refuses it.
@@ -152,17 +122,14 @@ class Walls:
             with contextlib.suppress(FileNotFoundError):  # Linux 4.19
                 put(group.path / "memory.oom.group", "1")
         group.set_wall(wall_bytes)
-        self._watched[job_id] = _Watched(group, soft_bytes, wall_bytes)
+        self._live[job_id] = group
         return group
 
-    def existing(self) -> dict[str, JobGroup]:
-        """The groups of jobs that are there, by job id; after a crash also those of the run before."""
-        try:
-            names = sorted(entry.name for entry in os.scandir(self.parent.path) if entry.is_dir())
-        except OSError:
-            return {}
-        ids = (name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
-        return {job_id: self._group(job_id) for job_id in ids}
+    def resize(self, job_id: str, wall_bytes: int) -> None:
+        """Give a job another wall; does nothing for one whose group is gone."""
+        group = self._group(job_id)
+        group.set_wall(wall_bytes)
+        self._live[job_id] = group
 
     def set_capacity(self, capacity_bytes: int) -> None:
         """Set the wall of all jobs together.
@@ -170,65 +137,23 @@ class Walls:
         What jobs that ended left behind (files in /dev/shm) stays charged to the parent group, and a budget counts it
         as in use already: the wall is higher by that, or it would count twice.
         """
-        wall_bytes = capacity_bytes + self.left_bytes()
-        self.parent.set_wall(wall_bytes)
-        self._parent = _Watched(self.parent, NO_WALL_BYTES, wall_bytes)
+        self.parent.set_wall(capacity_bytes + self.left_bytes())
 
     def left_bytes(self) -> int:
         """What jobs that ended left charged to the run: files in /dev/shm that are still there, above all."""
-        live = sum(watched.group.used_bytes() for watched in self._watched.values())
-        return max(0, self.parent.used_bytes() - live)
-
-    def resize(self, job_id: str, soft_bytes: int, wall_bytes: int) -> None:
-        """Give a job another wall and another threshold; does nothing for one whose group is gone."""
-        group = self._group(job_id)
-        group.set_wall(wall_bytes)
-        if job_id in self._watched or group.path.exists():
-            self._watched[job_id] = _Watched(group, soft_bytes, wall_bytes)
-
-    def wait(self, seconds: float, *others: int) -> list[int]:
-        """Wait until a job passes its soft bytes, waits at a wall or is gone, or until ``others`` can be read.
-
-        It looks ten times a second, and tells what stays so twice a second, or at once after ``resize``. Page cache
-        that passes the threshold or meets the wall is no news.
-
-        Args:
-            seconds: How long at most.
-            others: File descriptors.
-
-        Returns:
-            Those of ``others`` that can be read.
-        """
-        deadline = time.monotonic() + seconds
-        poll = select.poll()
-        for handle in others:
-            poll.register(handle, select.POLLIN)
-        while True:
-            now = time.monotonic()
-            has_news = self._has_news(now)
-            pause = 0.0 if has_news else min(max(0.0, deadline - now), _POLL_SECONDS)
-            ready = [handle for handle, _ in poll.poll(math.ceil(pause * 1000))]
-            if has_news or ready or time.monotonic() >= deadline:
-                return ready
+        return max(0, self.parent.used_bytes() - sum(group.used_bytes() for group in self._live.values()))
 
     def forget(self, job_id: str) -> None:
-        """Look at a job no more; its group stays."""
-        self._watched.pop(job_id, None)
+        """Take a job for one that has ended; its group stays."""
+        self._live.pop(job_id, None)
 
     def close(self, *, remove: bool = True) -> None:
-        """Look at no job any more and, with ``remove``, remove all groups that hold no process.
+        """With ``remove``, remove all groups that hold no process.
 
         When nothing is left of them on v2, this process and its own go back to the group that they came from.
         """
-        self._watched.clear()
         if remove and self.parent.remove():
             _restore(self._base, _leaf(self.parent))
-
-    def _has_news(self, now: float) -> bool:
-        found = {job_id: watched.has_news(now) for job_id, watched in self._watched.items()}
-        for job_id in [job_id for job_id, news in found.items() if news is None]:
-            self.forget(job_id)
-        return bool(self._parent.has_news(now)) or any(news is not False for news in found.values())
 
     def _group(self, job_id: str) -> JobGroup:
         return JobGroup(self.parent.path / f"{_PREFIX}{job_id}", self.parent.version)

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 
 from memfit.jobs import Grant, Job, LocalBackend
-from memfit.memory import Walls, why_no_walls
+from memfit.memory import JobGroup, Walls, why_no_walls
 from memfit.rundir import RunDir
 from memfit.testing import is_alive, submit, wait_for_end, wait_until
 from vm.guest.groups import MIB, NOBODY, TOP, call_in, events, groups_below, made_group, own_group
@@ -60,7 +60,7 @@ def test_a_job_completes_in_its_own_group_and_its_peak_is_told(backend):
     assert status.evidence["wall_bytes"] == 200 * MIB
     assert status.evidence["charged_peak_bytes"] >= 64 * MIB
     assert (status.evidence["met_wall"], status.wants_more) == (0, False)
-    assert "good" not in backend.walls.existing()
+    assert not (backend.walls.parent.path / "job-good").exists()
 
 
 def test_a_job_that_meets_its_wall_is_told_as_stalled_and_completes_when_it_gets_more(backend):
@@ -68,7 +68,7 @@ def test_a_job_that_meets_its_wall_is_told_as_stalled_and_completes_when_it_gets
     wait_until(lambda: backend.poll()["held"].stalled)
     held = backend.poll()["held"]
     assert (held.state, held.wants_more) == ("running", True)
-    wait_until(lambda: events(backend.walls.existing()["held"].path)["high"] > 0)
+    wait_until(lambda: events(JobGroup.at(backend.walls.parent.path / "job-held").path)["high"] > 0)
     backend.grant("held", Grant(100 * MIB, 128 * MIB))
     status = wait_for_end(backend, "held")
     assert (status.state, status.cause, status.stalled) == ("completed", "", False)
@@ -79,7 +79,7 @@ def test_a_kill_at_memory_max_is_proven_by_the_groups_own_counter_and_takes_the_
     job = Job("killed", command=(sys.executable, "-c", GROWS), cwd=str(tmp_path), keeps_group=True)
     submit(backend, job, Grant(400 * MIB, 500 * MIB))
     wait_until((tmp_path / "pids").exists)
-    group = backend.walls.existing()["killed"]
+    group = JobGroup.at(backend.walls.parent.path / "job-killed")
     (group.path / "memory.max").write_text(str(64 * MIB))
     (tmp_path / "more").touch()
     status = wait_for_end(backend, "killed")
