@@ -34,8 +34,9 @@ class CpuDemand:
 
     Example:
         >>> demand = CpuDemand()
-        >>> [demand.take(8.0, 8, 2, now) for now in (0.0, 3.0, 6.0, 9.0)]
-        [None, None, {'wanted_cpus': 8.0, 'num_cpus': 2, 'num_running': 8}, None]
+        >>> told = [demand.take(8.0, 8, 2, now) for now in (0.0, 3.0, 6.0, 9.0)]
+        >>> [one and one["text"].partition(",")[0] for one in told]
+        [None, None, 'the 8 running jobs want 8.0 cores and there are 2', None]
     """
 
     def __init__(self) -> None:
@@ -49,11 +50,14 @@ class CpuDemand:
             return None
         self._since = now if self._since is None else self._since
         self._is_told = now - self._since >= _LASTING_SECONDS
-        return (
-            {"wanted_cpus": round(wanted, 1), "num_cpus": num_cpus, "num_running": num_running}
-            if self._is_told
-            else None
+        if not self._is_told:
+            return None
+        fewer = max(1, round(num_running * num_cpus / wanted))
+        text = (
+            f"the {num_running} running jobs want {wanted:.1f} cores and there are {num_cpus}, so each of them takes "
+            f"longer; --max-parallel {fewer} runs fewer at once"
         )
+        return {"wanted_cpus": round(wanted, 1), "num_cpus": num_cpus, "num_running": num_running, "text": text}
 
 
 def _read_seconds(pids: Iterable[int]) -> dict[int, float]:

@@ -8,13 +8,13 @@ work is asked to checkpoint and step aside, and comes again later with what it n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.jobs._admission import HELD_BY_OTHERS, LocalAdmission
 from memfit.jobs._job import Backend, Verdict
 from memfit.jobs._reservation import Reservation, Wait, cheapest
-from memfit.memory import HOST, Budget, Sizes
+from memfit.memory import HOST, Sizes
 from memfit.units import format_bytes
 
 #: How long a job may wait at its wall for neighbours to end, and how long when all that run wait there.
@@ -39,16 +39,12 @@ class Enforcement:
 
     def __init__(self, backend: Backend, admission: LocalAdmission, say: Callable[..., None]) -> None:
         self.backend, self.walls, self.admission = backend, backend.enforcer, admission
-        self._is_forced = admission.policy.force
+        self._is_forced, self._running = admission.policy.force, admission.running
         self._now, self._say = admission.now, say
         self._short = ""
         self._favoured: str | None = None
         self._favoured_at = 0.0
         self._capped_at: float | None = None
-
-    @property
-    def _running(self) -> Mapping[str, Reservation]:
-        return self.admission.running
 
     def why_none_starts(self) -> Wait | None:
         """Why running jobs need what is free; None when they do not."""
@@ -97,7 +93,9 @@ class Enforcement:
                 lack = self._grow(entry, place, free)
                 short = short or lack
         if short and not self._short:
-            self._say("short", job=None, reason=short)
+            self._say(
+                "short", job=None, reason=short, text=f"memory is short: {short}; no job starts until there is more"
+            )
         self._short = short
         return free[HOST]
 
@@ -120,6 +118,8 @@ class Enforcement:
             where = f" {room.where}" if room and room.where else ""
             told = {"from_bytes": before, "to_bytes": held + more, "place": place}
             why = f"{format_bytes(free[place])} is left to lend{where}"
+            sizes = f"from {format_bytes(before)} to {format_bytes(held + more)}"
+            told["text"] = f"{entry.job.id} grows: its reservation rises {sizes}; {why}"
             self._say("grow" if place == HOST else "grow_device", job=entry.job.id, why=why, **told)
         # One that outgrows its part of a device takes nothing from jobs elsewhere: those may start.
         if place == HOST and more < wanted - held and entry.wants_more():
@@ -149,12 +149,6 @@ class Enforcement:
         """What of the free bytes this job may take: while one goes first, the others get none."""
         return free_bytes if self._favoured in (None, entry.job.id) else 0
 
-    def _part_of(self, entry: Reservation, free_bytes: int) -> int:
-        """A job's part of the free bytes for a burst: all walls together stay within the budget, so that no job is
-        held back by what another takes."""
-        num = max(_LEAST_PARTS, len(self._running)) if self._favoured is None else 1
-        return self._free_for(entry, free_bytes) // num
-
     def _hand_out(self, free_bytes: int) -> None:
         """Bring the walls up to date, those that come down first."""
         if self._is_forced:
@@ -162,10 +156,12 @@ class Enforcement:
         if self.admission.budget.others.num:  # with a part alone, it follows each reservation at once
             self._cap()
         changes, capacity = [], self.admission.capacity_bytes()
+        # Each has a part for a burst: all walls together stay within the budget, so none is held back by another.
+        num = max(_LEAST_PARTS, len(self._running)) if self._favoured is None else 1
         for job_id, entry in self._running.items():
             if entry.set_aside is not None:
                 continue  # it has what it needs to leave
-            grant, old = entry.grant_of(self._part_of(entry, free_bytes), capacity), entry.grant
+            grant, old = entry.grant_of(self._free_for(entry, free_bytes) // num, capacity), entry.grant
             is_pressed = entry.status.stalled or entry.status.used_bytes > 0.8 * (old.wall_bytes if old else 0)
             least = 0 if is_pressed else grant.wall_bytes // 64
             more = grant.wall_bytes - (old.wall_bytes if old else 0)
@@ -227,23 +223,20 @@ class Enforcement:
             # What waits in the kernel runs no handler: it gets the room to leave, from what is never lent.
             more = self.admission.budget.checkpoint_bytes + self.admission.read_budget().reserve_bytes // 8
             self.walls.grant(entry.job.id, replace(entry.grant, wall_bytes=entry.grant.wall_bytes + more))
-        self._say("aside", job=entry.job.id, reason=reason, now=False)
+        text = f"memfit asks {entry.job.id} to checkpoint and make room: {reason}"
+        self._say("aside", job=entry.job.id, reason=reason, now=False, text=text)
         self.backend.cancel(entry.job.id)
 
     def _give_up(self, entry: Reservation) -> None:
         """End a job that had the whole budget to itself and wants more."""
-        entry.verdict = _outgrown(self.admission.budget.capacity_bytes, self.admission.read_budget())
+        budget = self.admission.read_budget()
+        binding, capacity_bytes = budget.binding, self.admission.budget.capacity_bytes
+        entry.verdict = Verdict(
+            "out_of_memory",
+            f"it needs more than the {format_bytes(capacity_bytes)} that it had alone, all that may be lent under "
+            f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}), "
+            f"{format_bytes(budget.reserve_bytes)} of which are kept back (--reserve): ended at its wall "
+            "by memfit, before the kernel would; raise that limit or make the job smaller",
+        )
         entry.set_aside = self._now()
         self.backend.cancel(entry.job.id, now=True, verdict=entry.verdict)
-
-
-def _outgrown(capacity_bytes: int, budget: Budget) -> Verdict:
-    """Return the verdict on a job that had the whole budget to itself and wants more."""
-    binding = budget.binding
-    return Verdict(
-        "out_of_memory",
-        f"it needs more than the {format_bytes(capacity_bytes)} that it had alone, all that may be lent under "
-        f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}), "
-        f"{format_bytes(budget.reserve_bytes)} of which are kept back (--reserve): ended at its wall "
-        "by memfit, before the kernel would; raise that limit or make the job smaller",
-    )

@@ -1,10 +1,12 @@
-"""What a run's owner decides about admission: the policy, the request to stop, and who is told."""
+"""What a run's owner decides: which jobs there are, how they are admitted, and when the run stops."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
+from memfit.jobs._job import Job, JobStatus
 from memfit.memory import DEFAULT_SLACK
 
 OnFailure = Literal["stop", "first", "continue"]
@@ -44,5 +46,27 @@ class StopRequest:
         self.level = 2
 
 
-def say_nothing(kind: str, **fields: object) -> None:
-    """The listener of a scheduler that nobody listens to."""
+class JobSource(Protocol):
+    """Hands over jobs and hears how they ended.
+
+    The scheduler calls both methods from one thread. It asks for jobs ten times a second, so ``next`` must be cheap.
+    """
+
+    def next(self, num_free: int) -> Sequence[Job]:
+        """Return the jobs that may start now and were not handed over before.
+
+        Args:
+            num_free: How many more jobs could start now. A source that makes up its jobs, such as a search, returns
+                at most so many. A source that knows its jobs may return all of them: the scheduler keeps their order.
+        """
+
+    def ended(self, status: JobStatus) -> None:
+        """Take note of a job's last end. Called once for each job that was handed over.
+
+        A job that is tried again has not ended. A job that was given up before a start or between two attempts has
+        the state ``pending``, and ``cause`` says why: the run stops, or a job of its stage failed first.
+        """
+
+    @property
+    def is_done(self) -> bool:
+        """True when no job will be handed over any more."""

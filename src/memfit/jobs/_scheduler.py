@@ -19,11 +19,11 @@ from memfit.jobs._cpu import CpuDemand
 from memfit.jobs._enforce import Enforcement
 from memfit.jobs._job import ENDED, Backend, JobStatus, Request, State, Submission, Verdict
 from memfit.jobs._placement import device_env
-from memfit.jobs._policy import StopRequest, say_nothing
+from memfit.jobs._policy import JobSource, StopRequest
 from memfit.jobs._reservation import Reservation, Wait
 from memfit.jobs._retry import Retry, decide
-from memfit.jobs._source import JobSource
 from memfit.memory import HOST
+from memfit.units import format_bytes
 
 _TICK_SECONDS = 0.1
 #: The kernel brings a group's counters up to date within two seconds: so long must a lack of memory last to be one.
@@ -43,7 +43,7 @@ class Scheduler:
         admission: Decides which of them may start.
         say: Called with the kind and the fields of each event: ``admit``, ``wait``, ``footprint``, ``grow``,
             ``short``, ``aside``, ``retry``, ``stop``, ``cpu``, ``end``. Around each job (``admit``, ``end``) they hold
-            what is used under the binding limit, in bytes.
+            what is used under the binding limit, in bytes. Those that tell of one moment hold it in words as ``text``.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Scheduler:
         backend: Backend,
         admission: LocalAdmission,
         *,
-        say: Callable[..., None] = say_nothing,
+        say: Callable[..., None] = lambda kind, **fields: None,
     ) -> None:
         self.source, self.backend, self.admission, self.say = source, backend, admission, say
         self.policy = admission.policy
@@ -147,7 +147,10 @@ class Scheduler:
             self._end(entry, again)
             return
         told = {"state": status.state, "cause": status.cause, "reservation_bytes": again.needed_bytes}
-        self.say("retry", job=entry.job.id, attempt=status.attempt + 1, reason=again.reason, **told)
+        number, size = status.attempt + 1, again.needed_bytes
+        reserved = f" with {format_bytes(size)} reserved" if size else ""
+        text = f"{entry.job.id} will start again as attempt {number}{reserved}: {again.reason}"
+        self.say("retry", job=entry.job.id, attempt=number, reason=again.reason, **told, text=text)
         entry.take_back(again.needed_bytes, again.device_bytes)
         self._waiting.insert(0, entry)
 
@@ -202,7 +205,8 @@ class Scheduler:
             reason = f"{entry.job.id}, the first to end, failed by an error of its own"
             self._failed_stages[stage] = reason
             if self._clear_waiting(reason, stage):
-                self.say("stop", level=0, num_running=len(self._running), reason=reason)
+                text = f"no more is started: {reason}; --on-failure continue starts the others all the same"
+                self.say("stop", level=0, num_running=len(self._running), reason=reason, text=text)
         self._tried_stages.add(stage)
 
     def _obey(self, level: int) -> None:
@@ -210,7 +214,11 @@ class Scheduler:
             return
         self._stop_level = level
         self._clear_waiting("the run was asked to stop")
-        self.say("stop", level=level, num_running=len(self._running))
+        num = len(self._running)
+        jobs = f"{num} running job{'' if num == 1 else 's'}"
+        text = f"asking {jobs} to stop at a checkpoint; a second Ctrl-C, or memfit stop --now, ends them now"
+        text = f"ending {jobs} now" if level > 1 else text if num else "nothing more is started"
+        self.say("stop", level=level, num_running=num, text=text)
         for job_id in self._running:
             self.backend.cancel(job_id, now=level > 1)
 
@@ -277,7 +285,8 @@ class Scheduler:
         if wait.reason != self._why_waiting:
             self._why_waiting, running = wait.reason, len(self._running)
             told = {"reason": wait.reason, "arithmetic": wait.detail, "on": wait.on}
-            self.say("wait", job=entry.job.id, num_running=running, **told)
+            text = f"{entry.job.id} waits: {'; '.join(filter(None, (wait.reason, wait.detail)))}"
+            self.say("wait", job=entry.job.id, num_running=running, **told, text=text)
 
     def _refuse(self, entry: Reservation) -> None:
         """Drop a job that does not fit although no other runs, when that has lasted; the others may fit."""
