@@ -23,8 +23,11 @@ NUM_FEATURES, LOOKBACK, DATES_PER_GROUP = 112, 20, 16
 FEATURES = [f"f{number}" for number in range(NUM_FEATURES)]
 
 
-def write_data(folder: Path, num_dates: int, num_assets: int) -> dict[str, Any]:
-    """The source as a Parquet file sorted by date and code, its panel, and the peers' index."""
+def write_data(folder: Path, num_dates: int, num_assets: int, listed_all: bool = False) -> dict[str, Any]:
+    """The source as a Parquet file sorted by date and code, its panel, and the peers' index.
+
+    With ``listed_all`` every asset has every date.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -34,7 +37,7 @@ def write_data(folder: Path, num_dates: int, num_assets: int) -> dict[str, Any]:
     first = np.where(rng.random(num_assets) < 0.1, rng.integers(0, num_dates, num_assets), 0)
     last = np.where(rng.random(num_assets) < 0.1, rng.integers(0, num_dates, num_assets), num_dates)
     last = np.where(last > first, last, num_dates)
-    is_listed = (np.arange(num_dates)[:, None] >= first) & (np.arange(num_dates)[:, None] < last)
+    is_listed = (np.arange(num_dates)[:, None] >= first) & (np.arange(num_dates)[:, None] < last) | listed_all
     names = [*FEATURES, "ret"]
     schema = pa.schema([("date", pa.date32()), ("code", pa.string()), *((name, pa.float32()) for name in names)])
     codes = np.array([f"A{code:05d}" for code in range(num_assets)])

@@ -1,20 +1,23 @@
 """Day windows by memfit's loader, beside PyTorch's DataLoader over pandas, polars, HF datasets and LitData.
 
     python benchmarks/loaders.py [--gib 1] [--seconds 8] [--directory DIR] [--num-workers 0,1,2] [--json FILE]
+    python benchmarks/loaders.py --ahead [--seconds 8]
 
-Everything is measured in this one run, on a generated panel of 4484 assets x 112 float32 features with listings and
-delistings and look-back 20, each contestant in a process of its own. The batches of all are the same: digests of the
-first ones are compared. *Cold* is from nothing to the 8th batch, opening included, its files dropped from the page
-cache; what share was still there is measured by mincore and printed. *Warm* are quarters of a second, and between any
-two of them some of np.copyto of as many bytes out of the panel, so that a busy spell of the machine meets both. The
-time of a batch, copied or loaded, holds one read of every byte handed out, by the one thread that asks for it.
+``--ahead`` compares memfit with itself: no batches ahead and two, at 2, 20 and 70 MiB a batch, beside np.copyto of as
+many bytes and beside one line of numpy, in turns of a quarter of a second in one process. Every byte of a batch is read
+once, by the thread that asks for it. A *step* is a sleep of as long as a batch takes: a device that computes. The
+ratios are medians over the turns. Exit status 1: a target is missed.
+
+Without it, everything is measured in this one run, on a generated panel of 4484 assets x 112 float32 features with
+listings and delistings and look-back 20, each contestant in a process of its own. The batches of all are the same:
+digests of the first ones are compared. *Cold* is from nothing to the 8th batch, opening included, its files dropped
+from the page cache; what share was still there is measured by mincore and printed. *Warm* are quarters of a second, and
+between any two of them some of np.copyto of as many bytes out of the panel, so that a busy spell of the machine meets
+both. The time of a batch, copied or loaded, holds one read of every byte handed out, by the thread that asks for it.
 
 "of memcpy" is the median of the ratios to as many threads that copy at once as there are workers, one without any;
 "of one" is that to one thread. "by CPU" is the ratio of bytes per second of CPU time, all processes and threads
-together, to one thread's: what a busy machine changes least, and what workers cannot make better.
-
-Then eight workers under spawn and forkserver, with batches of 256 windows: their PSS against the data plus eight empty
-workers, the start beyond that of empty ones, and what is left in /dev/shm after the group is killed.
+together, to one thread's: what a busy machine changes least. memfit's workers are threads, the peers' processes.
 
 Peers that are not installed are named and left out: pip install 'memfit[bench]', and then pip uninstall torchvision,
 which LitData pulls in and does not need. Exit status: 0 all targets met, 1 one missed, or batches differ.
@@ -25,9 +28,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -40,22 +43,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import psutil
-import pyarrow as pa
 
 import loader_peers
 from loader_peers import LOOKBACK, NUM_FEATURES
-from memfit.data import Loader, Panel, WorkerPool
+from memfit.data import Loader, Panel
 from memfit.data._measure import _read as read_every_byte
 from memfit.data._pages import cached_share, drop_pages, warm_pages
-from memfit.memory import ProcReader
-from memfit.units import GIB, format_bytes
+from memfit.units import GIB, MIB
 
 NUM_ASSETS = 4484
 NUM_COMPARED, NUM_COLD = 4, 8
 SEGMENT_SECONDS = 0.25
-PSS_BATCH = 256
 LEAST_TIMES_BEST_PEER, LEAST_OF_MEMCPY = 10.0, 0.8
-MOST_PSS, MOST_START_PER_GIB = 1.05, 1.0
+AHEAD_MIB, AHEAD_PANEL_BYTES = (2, 20, 70), 256 * MIB
+LEAST_OF_NUMPY, LEAST_OF_NONE_AHEAD = 1.0, 0.95
 
 
 def main() -> int:
@@ -64,7 +65,7 @@ def main() -> int:
     parser.add_argument("--assets", type=int, default=NUM_ASSETS, help=f"assets (default: {NUM_ASSETS})")
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each warm measurement (default: 8)")
     parser.add_argument("--num-workers", default="0,1,2", help="worker counts of every contestant (default: 0,1,2)")
-    parser.add_argument("--pss-workers", type=int, default=8, help="workers whose PSS is measured (default: 8)")
+    parser.add_argument("--ahead", action="store_true", help="compare memfit with itself: none ahead and two")
     parser.add_argument("--directory", type=Path, default=None, help="where to write; default: the temporary folder")
     parser.add_argument("--json", type=Path, default=None, help="write the figures there too")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
@@ -72,6 +73,8 @@ def main() -> int:
     if options.child is not None:
         return child(**json.loads(options.child))
     with tempfile.TemporaryDirectory(prefix="memfit-loaders-", dir=options.directory) as name:
+        if options.ahead:
+            return 0 if compare_ahead(Path(name), options) else 1
         return benchmark(Path(name), options)
 
 
@@ -95,14 +98,8 @@ def benchmark(folder: Path, options: argparse.Namespace) -> int:
     print()
     is_same = len({row["digest"] for row in rows}) == 1
     met = [told(is_same, "batches are the same for all"), compare(rows)]
-    figures: dict[str, Any] = {"pace": rows, "workers": {}}
-    for method in ("spawn", "forkserver"):
-        found = figures["workers"][method] = in_child(folder, "workers", method=method, number=options.pss_workers)
-        met += judge_workers(method, found, panel)
-        left = killed_group_leaves(folder, method)
-        met.append(told(not left, f"{method}: nothing in /dev/shm after the group was killed {left or ''}"))
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
     return 0 if all(met) else 1
 
 
@@ -124,27 +121,6 @@ def compare(rows: Sequence[dict[str, Any]]) -> bool:
     return told(times >= LEAST_TIMES_BEST_PEER or ours["of_memcpy"] >= LEAST_OF_MEMCPY, f"warm: {text}")
 
 
-def judge_workers(method: str, found: dict[str, Any], panel: Panel) -> list[bool]:
-    number = found["number"]
-    allowed = MOST_PSS * (panel.nbytes + found["empty_bytes"])
-    start, gib = found["full_start_seconds"], panel.nbytes / GIB
-    more = start - found["empty_start_seconds"]
-    return [
-        told(
-            found["full_bytes"] <= allowed,
-            f"{method}: {number} workers take {format_bytes(found['full_bytes'])} of PSS, "
-            f"{format_bytes(found['full_slot_bytes'])} of it batches made ahead; data {format_bytes(panel.nbytes)} "
-            f"+ {number} empty workers of {format_bytes(found['empty_bytes'] // number)} + 5 % are "
-            f"{format_bytes(int(allowed))}",
-        ),
-        told(
-            more <= MOST_START_PER_GIB * gib,
-            f"{method}: {number} workers give their first batch after {start:.2f} s, {more / gib:+.2f} s "
-            f"per GiB ({MOST_START_PER_GIB:g}) beyond the {found['empty_start_seconds']:.2f} s of empty ones",
-        ),
-    ]
-
-
 class ChildFailedError(Exception):
     """A child's exit status and last words."""
 
@@ -160,7 +136,7 @@ def in_child(folder: Path, what: str, **arguments: Any) -> dict[str, Any]:
 
 
 def child(what: str, folder: str, **arguments: Any) -> int:
-    work = {"data": loader_peers.write_data, "write": write_files, "pace": pace, "workers": workers, "hang": hang}[what]
+    work = {"data": loader_peers.write_data, "write": write_files, "pace": pace, "ahead": ahead}[what]
     print(json.dumps(work(Path(folder), **arguments)))  # type: ignore[operator]
     return 0
 
@@ -308,13 +284,15 @@ class Turns:
         return (bytes_per_second(self.memcpy)[0] if self.num_workers > 1 else one), one
 
 
-def bytes_per_second(batches: Iterator[Any]) -> tuple[float, int]:
+def bytes_per_second(batches: Iterator[Any], step_seconds: float = 0.0) -> tuple[float, int]:
     """Over a quarter of a second or two batches, whichever takes longer, and the bytes; each of them is read."""
     num_batches = num_bytes = 0
     start = now = time.perf_counter()
     while now - start < SEGMENT_SECONDS or num_batches < 2:
         arrays = arrays_of(next(batches))
         read_every_byte(arrays)
+        if step_seconds:
+            time.sleep(step_seconds)
         num_batches, num_bytes = num_batches + 1, num_bytes + sum(array.nbytes for array in arrays)
         now = time.perf_counter()
     return num_bytes / (now - start), num_bytes
@@ -329,67 +307,62 @@ def endless(loader: Any) -> Generator[Any, None, None]:
         epoch += 1
 
 
-def workers(folder: Path, method: Any, number: int = 8) -> dict[str, float]:
-    """The PSS of workers that have read the whole panel, and of as many beside a panel of next to nothing."""
-    codes = [f"{code:02d}" for code in range(4 * number)]  # batches for every worker in each epoch
-    source = pa.table({"date": ["2024-01-01"] * len(codes), "code": codes, "f": [1.0] * len(codes)})
-    source = source.append_column("ret", source["f"])
-    tiny = Panel.build(source, folder / "empty", features=["f"], targets=["ret"])
-    dates, found = np.load(folder / "dates.npy"), {}
-    for kind in ("empty", "full"):
-        pool = WorkerPool(number, start_method=method)
-        start = time.perf_counter()
-        if kind == "empty":
-            loader = Loader(tiny, [0], lookback=1, target="ret", batch=1, pool=pool)
-        else:
-            loader = Loader(open_panel(folder), dates, lookback=LOOKBACK, target="ret", batch=PSS_BATCH, pool=pool)
-        batches = endless(loader)
-        read_every_byte(next(batches))
-        found[f"{kind}_start_seconds"] = time.perf_counter() - start
-        for _ in range(max(len(loader), 4 * number)):
-            next(batches)
-        rollups = [ProcReader().rollup(pid) for pid in loader.worker_pids()]
-        assert len(rollups) == number
-        found[f"{kind}_bytes"] = sum(rollup.pss for rollup in rollups if rollup is not None)
-        found[f"{kind}_slot_bytes"] = sum(rollup.shared_memory for rollup in rollups if rollup is not None)
-        batches.close()
-        pool.close()
-    return {**found, "number": number}
+def ahead(folder: Path, mib: float, seconds: float) -> dict[str, Any]:
+    """memfit without and with batches ahead, memcpy and a line of numpy, in turns: bytes per second of each turn."""
+    num_assets = round(mib * MIB / (LOOKBACK * NUM_FEATURES * 4))
+    num_dates = max(2 * LOOKBACK, round(AHEAD_PANEL_BYTES / (num_assets * NUM_FEATURES * 4)))
+    loader_peers.write_data(folder, num_dates, num_assets, listed_all=True)
+    panel, dates = open_panel(folder), np.load(folder / "dates.npy")
+
+    def line() -> Iterator[npt.NDArray[np.float32]]:
+        for date in itertools.cycle(dates):
+            yield np.ascontiguousarray(panel.values[date + 1 - LOOKBACK : date + 1].transpose(1, 0, 2))
+
+    def loader(num_workers: int) -> Iterator[Any]:
+        made = Loader(panel, dates, lookback=LOOKBACK, target=None, shuffle=0, num_workers=num_workers)
+        return (batch.windows for batch in endless(made))
+
+    batches = {"memcpy": iter(loader_peers.Memcpy(panel.values, 1)), "numpy": line(), "0": loader(0), "2": loader(2)}
+    rates: dict[str, list[float]] = {}
+    sleep = 0.0
+    end = time.perf_counter() + 2 * seconds
+    for turn in itertools.count():
+        for name, made in batches.items():
+            for _ in range(4):  # what had been made ahead is not counted
+                read_every_byte(next(made))
+            rates.setdefault(name, []).append(bytes_per_second(made)[0])
+        sleep = mib * MIB / statistics.median(rates["0"])
+        for name in ("0", "2"):
+            rates.setdefault(f"{name} beside a step", []).append(bytes_per_second(batches[name], sleep)[0])
+        if turn and time.perf_counter() > end:
+            break
+    ratios = {
+        "of memcpy, 0": ("0", "memcpy"),
+        "of memcpy, 2": ("2", "memcpy"),
+        "of numpy, 0": ("0", "numpy"),
+        "2 to 0": ("2", "0"),
+        "2 to 0, beside a step": ("2 beside a step", "0 beside a step"),
+    }
+    found = {
+        text: statistics.median(x / y for x, y in zip(rates[one], rates[other], strict=True))
+        for text, (one, other) in ratios.items()
+    }
+    return {"mib": mib, "turns": len(rates["0"]), "memcpy": statistics.median(rates["memcpy"]), **found}
 
 
-def hang(folder: Path, method: Any) -> dict[str, Any]:
-    """Deliver a batch, say so, and go on for ever: to be killed."""
-    dates, pool = np.load(folder / "dates.npy"), WorkerPool(2, start_method=method)
-    batches = endless(Loader(open_panel(folder), dates, lookback=LOOKBACK, target="ret", pool=pool))
-    next(batches)
-    print("running", flush=True)
-    for _ in batches:
-        time.sleep(0.01)
-    return {}
-
-
-def killed_group_leaves(folder: Path, method: str) -> list[str]:
-    """What is new in /dev/shm after a process group with a loader was killed."""
-    shm = Path("/dev/shm")
-    before = {path.name for path in shm.iterdir()}
-    order = json.dumps({"what": "hang", "folder": str(folder), "method": method})
-    command = [sys.executable, __file__, "--child", order]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        os.killpg(process.pid, signal.SIGKILL)
-    assert line.strip() == "running", f"a loader under {method} gave no batch"
-    new = {path.name for path in shm.iterdir()} - before
-    time.sleep(1.0)
-    used = "".join(text_of(path) for path in Path("/proc").glob("[0-9]*/maps"))  # other programs come and go here too
-    return sorted(name for name in new if (shm / name).exists() and f"/dev/shm/{name}" not in used)
-
-
-def text_of(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:  # ended meanwhile
-        return ""
+def compare_ahead(folder: Path, options: argparse.Namespace) -> bool:
+    print(f"{'MiB':>5}{'turns':>7}{'memcpy GB/s':>13}{'0 of memcpy':>13}{'2 of memcpy':>13}{'0 of numpy':>12}"
+          f"{'2 to 0':>8}{'2 to 0, with a step':>21}")  # fmt: skip
+    met = []
+    for mib in AHEAD_MIB:
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            row = in_child(Path(name), "ahead", mib=mib, seconds=options.seconds)
+        ratios = [row[text] for text in list(row)[3:]]
+        print(f"{mib:5g}{row['turns']:7}{row['memcpy'] / 1e9:13.2f}{ratios[0]:13.2f}{ratios[1]:13.2f}{ratios[2]:12.2f}"
+              f"{ratios[3]:8.2f}{ratios[4]:21.2f}", flush=True)  # fmt: skip
+        met += [ratios[2] >= LEAST_OF_NUMPY, min(ratios[3:]) >= LEAST_OF_NONE_AHEAD]
+    return told(all(met), f"as fast as a line of numpy ({LEAST_OF_NUMPY:g}), and two ahead as none "
+                f"({LEAST_OF_NONE_AHEAD:g}: 5 % of noise)")  # fmt: skip
 
 
 if __name__ == "__main__":

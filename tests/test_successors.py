@@ -1,12 +1,13 @@
 """What is gone is answered by what takes its place, row by row."""
 
 import importlib
+import inspect
 import sys
 
 import pytest
 
 from memfit.cli import main
-from memfit.errors import ConfigError
+from memfit.errors import ConfigError, UsageError
 from memfit.pipeline import run
 from memfit.successors import GONE, missing_name
 
@@ -27,6 +28,14 @@ def test_what_is_gone_names_its_successor(gone, capsys, monkeypatch):
     elif gone.kind == "key":
         with pytest.raises(ConfigError, match=f"use '{gone.new}'"):
             run({"experiment": "demo", "target": "workload:LINEAR", gone.old: 1})
+    elif gone.kind == "argument":
+        where, _, name = gone.old.removesuffix("=)").partition("(")
+        module, _, owner = where.rpartition(".")
+        with pytest.raises(UsageError, match=f"{owner} has no argument {name} since memfit") as caught:
+            given = inspect.signature(getattr(importlib.import_module(module), owner)).parameters.values()
+            needed = {one.name: None for one in given if one.default is one.empty and one.kind is not one.VAR_KEYWORD}
+            getattr(importlib.import_module(module), owner)(**needed, **{name: 1})
+        assert gone.new in caught.value.remedy
     else:
         module, _, name = gone.old.rpartition(".")
         with pytest.raises(ImportError) as caught:

@@ -14,7 +14,6 @@ what to *do*, as a command or a setting.
     ├── DoesNotFitError          3   refused before it starts, with the arithmetic
     │   └── SampleTooLargeError  3   the smallest part of a batch does not fit
     ├── JobFailedError           4   a job of the run failed
-    │   ├── SilentWorkersError   4   no loader worker gave a batch in time
     │   └── HalfUpdatedError     4   memory ran out inside an optimizer step that cannot be undone
     ├── StoppedError            75   stopped after a checkpoint; run again to go on
     └── InterruptedRunError    130   interrupted
@@ -127,10 +126,6 @@ class JobFailedError(MemfitError):
     """A job of a run failed."""
 
     exit_code = 4
-
-
-class SilentWorkersError(JobFailedError):
-    """No worker of a loader gave a batch in time."""
 
 
 class HalfUpdatedError(JobFailedError):

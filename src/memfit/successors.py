@@ -11,13 +11,13 @@ class Gone:
     """One thing that an earlier memfit had.
 
     Attributes:
-        kind: ``verb``, ``flag`` (with its verb), ``key`` of a config, or ``name`` (a module's).
+        kind: ``verb``, ``flag`` (with its verb), ``key`` of a config, ``name`` (a module's), ``argument``.
         old: What it was called.
         new: What to use now.
         since: The first version without it.
     """
 
-    kind: Literal["verb", "flag", "key", "name"]
+    kind: Literal["verb", "flag", "key", "name", "argument"]
     old: str
     new: str
     since: str = "0.2"
@@ -41,6 +41,9 @@ GONE = (
     Gone("name", "memfit.diagnosis.Interpreter", "memfit.doctor.Interpreter"),
     Gone("name", "memfit.diagnosis.Check", "memfit.checks.Check"),
     Gone("name", "memfit.pipeline.backtest_checkpoints", "memfit_workloads.finance"),
+    Gone("name", "memfit.data.WorkerPool", "Loader(num_workers=2): threads make batches ahead"),
+    Gone("argument", "memfit.data.Loader(pool=)", "num_workers=2"),
+    Gone("argument", "memfit.data.SequenceLoader(pool=)", "num_workers=2"),
 )
 
 

@@ -150,7 +150,7 @@ def _kernel_view(pid: int) -> Stack:
 
 def _start_of(pid: int, parent: int) -> Start:
     own, parents = (_read(_PROC / str(number) / "cmdline") for number in (pid, parent))
-    if "multiprocessing.forkserver" in own or "memfit.data.workers" in own:
+    if "multiprocessing.forkserver" in own:
         return "forkserver"
     if "multiprocessing.spawn" in own:
         return "spawn"

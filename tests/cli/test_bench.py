@@ -155,9 +155,9 @@ def test_modes_are_compared_and_one_is_chosen_with_a_reason_for_each_that_is_not
     assert found["mode"] in ("safe", "workers") and found["choice"].count("\n") == 3
 
 
-def test_a_forecast_stands_beside_what_the_workers_were_measured_to_take(memfit, workload):
+def test_a_forecast_says_what_the_batches_ahead_take(memfit, workload):
     words = ["--num-workers", "0,1", "--seconds", "0.02", "--json", "--set", "params.n_splits=2"]
     done = memfit("bench", "loader", workload("loading:WITH_WORKERS"), *words)
     none, one = json.loads(done.out)["reports"]
     assert none["forecast_bytes"] is None
-    assert 0.5 < one["forecast_bytes"] / one["worker_private_bytes"] < 2.0
+    assert one["forecast_bytes"] > 0 == one["worker_private_bytes"], "threads take no process"

@@ -6,9 +6,8 @@ import contextlib
 import gc
 import itertools
 import pickle
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from data import transforms
-from memfit.data import DateBatches, Loader, Panel, WindowBatch, WorkerPool
+from memfit.data import DateBatches, Loader, Panel, WindowBatch
 from memfit.errors import DataError, UsageError
 
 
@@ -29,22 +28,9 @@ def panel(tmp_path_factory: pytest.TempPathFactory) -> Panel:
     return Panel.build(table, tmp_path_factory.mktemp("panel"), features=["f0", "f1"], targets=["ret"])
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Callable[[int], WorkerPool | None]]:
-    """Pools by their number of workers, each started once."""
-    made: dict[int, WorkerPool] = {}
-
-    def pool(num_workers: int) -> WorkerPool | None:
-        return made.setdefault(num_workers, WorkerPool(num_workers)) if num_workers else None
-
-    yield pool
-    for one in made.values():
-        one.close()
-
-
-def make(panel: Panel, pool: WorkerPool | None = None, **changes: Any) -> Loader:
-    arguments = {"date_indices": range(24), "lookback": 3, "target": "ret", "shuffle": 5, "pool": pool, **changes}
-    return Loader(panel, **arguments)
+def make(panel: Panel, num_workers: Any = 0, **changes: Any) -> Loader:
+    arguments = {"date_indices": range(24), "lookback": 3, "target": "ret", "shuffle": 5, **changes}
+    return Loader(panel, num_workers=num_workers, **arguments)
 
 
 def content(batch: Any) -> tuple[bytes, ...]:
@@ -62,9 +48,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_epoch_is_entered_at_any_batch_with_any_number_of_workers(
-    panel: Panel, pools: Callable[[int], WorkerPool | None], kind: dict[str, Any]
-) -> None:
+def test_an_epoch_is_entered_at_any_batch_with_any_number_of_workers(panel: Panel, kind: dict[str, Any]) -> None:
     kind = {**kind, "date_indices": range(10, 22)}
     whole = make(panel, **kind)
     whole.set_epoch(2)
@@ -74,19 +58,17 @@ def test_an_epoch_is_entered_at_any_batch_with_any_number_of_workers(
         states.append(whole.state_dict())
     assert len(set(expected)) == len(expected) == len(whole) >= 9
     for num_workers, at in itertools.product((0, 1, 2, 4), range(len(states))):
-        loader = make(panel, pools(num_workers), **kind)
+        loader = make(panel, num_workers, **kind)
         loader.load_state_dict(pickle.loads(pickle.dumps(states[at])))
         assert [content(batch) for batch in loader] == expected[at:]
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (0, 2), (2, 0)])
-def test_a_state_taken_from_workers_ahead_counts_what_was_delivered(
-    panel: Panel, pools: Callable[[int], WorkerPool | None], before: int, after: int
-) -> None:
+def test_a_state_taken_from_workers_ahead_counts_what_was_delivered(panel: Panel, before: int, after: int) -> None:
     expected = [content(batch) for batch in make(panel)]
-    first = make(panel, pools(before))
+    first = make(panel, before)
     head = [content(batch) for batch in itertools.islice(first, 5)]
-    second = make(panel, pools(after))
+    second = make(panel, after)
     second.load_state_dict(first.state_dict())
     assert head + [content(batch) for batch in second] == expected
     assert len(list(second)) == len(expected)  # the next iteration is a whole one
@@ -116,10 +98,8 @@ def test_windows_are_drawn_over_all_eligible_cells_each_once(panel: Panel) -> No
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_last_batch_of_fewer_windows_is_left_out_if_asked(
-    panel: Panel, pools: Callable[[int], WorkerPool | None], num_workers: int
-) -> None:
-    whole, cut = make(panel, batch=50), make(panel, pools(num_workers), batch=50, drop_last=True)
+def test_a_last_batch_of_fewer_windows_is_left_out_if_asked(panel: Panel, num_workers: int) -> None:
+    whole, cut = make(panel, batch=50), make(panel, num_workers, batch=50, drop_last=True)
     left_out = []
     for epoch in (0, 1):
         whole.set_epoch(epoch)
@@ -137,10 +117,8 @@ def test_a_last_batch_of_fewer_windows_is_left_out_if_asked(
         make(panel, batch=num_windows + 1, drop_last=True)
 
 
-def test_each_record_comes_exactly_once_in_each_of_many_epochs_with_resets(
-    panel: Panel, pools: Callable[[int], WorkerPool | None]
-) -> None:
-    loader = Loader(panel, range(8, 11), lookback=3, target="ret", batch=16, shuffle=1, pool=pools(2))
+def test_each_record_comes_exactly_once_in_each_of_many_epochs_with_resets(panel: Panel) -> None:
+    loader = Loader(panel, range(8, 11), lookback=3, target="ret", batch=16, shuffle=1, num_workers=2)
     fixed = Counter(cell for batch in loader for cell in _cells(batch))
     assert set(fixed.values()) == {1}
     rng = np.random.default_rng(0)
@@ -164,11 +142,9 @@ def _cells(batch: Any) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_batch_that_is_kept_never_changes(
-    panel: Panel, pools: Callable[[int], WorkerPool | None], num_workers: int
-) -> None:
+def test_a_batch_that_is_kept_never_changes(panel: Panel, num_workers: int) -> None:
     expected = [content(batch) for batch in make(panel)]
-    loader = make(panel, pools(num_workers))
+    loader = make(panel, num_workers)
     kept = [batch.windows[1:] for batch in loader]  # a view is enough
     for _ in loader:
         pass
@@ -186,8 +162,8 @@ def test_memory_is_used_again_once_the_batch_is_gone(panel: Panel, num_workers: 
             for batch in loader:
                 places.append(batch.windows.ctypes.data)
                 assert batch.windows.ctypes.data % 64 == 0
-        # two workers make two batches each ahead, one is in use, and one is about to be replaced by it
-        assert len(places) > 80 and len(set(places)) <= (6 if num_workers else 2)
+        # two threads make one batch each ahead, one is in use, and one is about to be replaced by it
+        assert len(places) > 80 and len(set(places)) <= (4 if num_workers else 2)
         torch = pytest.importorskip("torch")
         tensor = torch.from_numpy(next(iter(loader)).windows)
         values = tensor.clone()
@@ -213,27 +189,6 @@ def test_no_epoch_starts_by_itself_and_an_ended_iteration_says_so(panel: Panel) 
     assert (list(loader), len(list(loader))) == ([], len(loader))
 
 
-def test_two_loaders_share_workers_side_by_side(panel: Panel) -> None:
-    with WorkerPool(2) as pool:
-        train, valid = make(panel, pool), make(panel, pool, lookback=9, shuffle=None)
-        expected = [[content(batch) for batch in make(panel, lookback=n, shuffle=s)] for n, s in ((3, 5), (9, None))]
-        found = []
-        for number, batch in enumerate(train):
-            found.append(content(batch))
-            if number in (3, 9):  # validation in the midst of training, with larger batches than any before
-                assert [content(batch) for batch in valid] == expected[1]
-        assert found == expected[0]
-        pids = pool.worker_pids()
-        assert train.worker_pids() == valid.worker_pids() == pids and len(pids) == 2
-        train.close()
-        assert pool.worker_pids() == pids
-        iterator = iter(train)
-        head = content(next(iterator))
-        pool.close()  # released in between: the iteration goes on with new workers
-        assert [head] + [content(batch) for batch in iterator] == expected[0]
-        assert set(pool.worker_pids()).isdisjoint(pids)
-
-
 def test_a_loader_pickles_with_its_position_as_the_panels_path(panel: Panel) -> None:
     with make(panel, num_workers=1, batch=32) as loader:
         head = [content(batch) for batch in itertools.islice(loader, 4)]
@@ -244,9 +199,9 @@ def test_a_loader_pickles_with_its_position_as_the_panels_path(panel: Panel) -> 
             assert head + [content(batch) for batch in other] == [content(batch) for batch in make(panel, batch=32)]
 
 
-def test_the_longest_batch_is_had_without_moving(panel: Panel, pools: Callable[[int], WorkerPool | None]) -> None:
+def test_the_longest_batch_is_had_without_moving(panel: Panel) -> None:
     for kind in (KINDS[0], KINDS[1], KINDS[2], KINDS[4]):
-        loader = make(panel, pools(2), **kind)
+        loader = make(panel, 2, **kind)
         sizes = [batch.windows.nbytes for batch in loader]
         assert loader.longest().windows.nbytes == max(sizes) == loader.largest_batch_bytes
         iterator = iter(loader)
@@ -297,50 +252,30 @@ def test_a_value_beyond_float32_ends_the_epoch_at_its_batch(tmp_path: Path) -> N
         ({"batch": 5, "drop_last": 1}, "drop_last=1"),
         ({"num_workers": -1}, "num_workers=-1"),
         ({"num_workers": 1.5}, "num_workers=1.5"),
-        ({"num_workers": 0, "pool": 3}, "pool=3"),
+        ({"num_workers": "auto"}, "gone since memfit 0.2"),
+        ({"pool": None}, "Loader has no argument pool since memfit 0.2"),
         ({"transform": 3}, "transform=3"),
         ({"shuffle": -1}, "shuffle is -1"),
         ({"shuffle": False}, "shuffle is False"),
         ({"shuffle": True, "batch": 32}, "shuffle is True"),
         ({"shuffle": "a"}, "shuffle is 'a'"),
         ({"shuffle": 1.5}, "shuffle is 1.5"),
-        ({"num_workers": 1, "transform": lambda windows, targets, generator: None}, "cannot be sent to a worker"),
         ({"lookback": 25}, "none of 24 dates"),
     ],
 )
 def test_bad_arguments_are_refused(panel: Panel, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((UsageError, DataError), match=message):
-        make(panel, **{"pool": None, **changes})
+        make(panel, **changes)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_transform_that_returns_something_is_refused(
-    panel: Panel, pools: Callable[[int], WorkerPool | None], num_workers: int
-) -> None:
+def test_a_transform_that_returns_something_is_refused(panel: Panel, num_workers: int) -> None:
     with pytest.raises(UsageError, match="transform returned tuple for batch 0 of epoch 0") as raised:
-        next(iter(make(panel, pools(num_workers), transform=transforms.give_back)))
+        next(iter(make(panel, num_workers, transform=transforms.give_back)))
     assert "in place and returns None" in raised.value.rule
 
 
-@pytest.mark.parametrize(("seconds", "fewest"), [(0.0, 1), (0.1, 0)])
-def test_auto_starts_workers_only_where_the_consumer_waits(panel: Panel, seconds: float, fewest: int) -> None:
-    expected = [content(batch) for batch in make(panel)]
-    with make(panel, num_workers="auto") as loader:
-        assert loader.num_workers == 0
-        for epoch_number in range(2):
-            found = []
-            for number, batch in enumerate(loader):
-                found.append(content(batch))
-                time.sleep(seconds if epoch_number == 0 and number < 17 else 0)
-            assert found == expected
-        assert (loader.num_workers > 0) == (len(loader.worker_pids()) > 0) == bool(fewest)
-    with pytest.raises(UsageError, match="cannot be sent to a worker"):
-        make(panel, num_workers="auto", transform=lambda windows, targets, generator: None)
-
-
-def test_a_training_that_was_cut_goes_on_in_mid_epoch_with_other_workers(
-    panel: Panel, pools: Callable[[int], WorkerPool | None], tmp_path: Path
-) -> None:
+def test_a_training_that_was_cut_goes_on_in_mid_epoch_with_other_workers(panel: Panel, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from memfit.training import WHOLE, Trainer, seed_everything
 
@@ -366,7 +301,7 @@ def test_a_training_that_was_cut_goes_on_in_mid_epoch_with_other_workers(
             split=WHOLE,
         )
         with contextlib.suppress(InterruptedError):
-            trainer.fit(make(panel, pools(num_workers), batch=32, date_indices=range(10, 18)), num_epochs=2)
+            trainer.fit(make(panel, num_workers, batch=32, date_indices=range(10, 18)), num_epochs=2)
         return model.weight.detach(), num_seen
 
     whole, num_batches = train("whole", 0)

@@ -9,8 +9,8 @@ import numpy as np
 import psutil
 import pytest
 
-from memfit.data import Loader, Padding, Panel, SequenceLoader, WorkerPool, _loader_footprint, loader_footprint, pack
-from memfit.data._copies import data_size
+from memfit.data import Loader, Padding, Panel, SequenceLoader, _loader_footprint, loader_footprint, pack
+from memfit.data._loader_footprint import data_size
 from memfit.errors import JobFailedError, UsageError
 from memfit.memory import ProcReader
 
@@ -30,8 +30,7 @@ def test_a_list_of_dicts_is_told_from_a_thousand_of_them():
     every = data_size(rows(1900))
     many = data_size(rows(190_000))
     assert many.object_bytes == pytest.approx(100 * every.object_bytes, rel=0.05)
-    assert 0.6 * many.object_bytes < many.touched_bytes < many.object_bytes
-    assert many.sent_bytes == pytest.approx(many.object_bytes, rel=0.1) and many.array_bytes == 0
+    assert many.array_bytes == 0
 
 
 def test_numbers_are_told_apart_by_where_they_lie(tmp_path):
@@ -41,10 +40,8 @@ def test_numbers_are_told_apart_by_where_they_lie(tmp_path):
     mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
     found = data_size({"array": array, "view": [mapped[5:]], "tensor": torch.zeros(1000)})
     assert (found.array_bytes, found.mapped_bytes, found.tensor_bytes) == (400_000, 398_000, 4000)
-    assert found.touched_bytes < 4000
-    assert 798_000 < found.sent_bytes < 800_000, "an array is sent as a copy, of a map too"
-    packed = data_size(pack(rows(5000), tmp_path / "packed"))
-    assert packed.sent_bytes < 4000 and packed.touched_bytes < 4000
+    assert found.object_bytes < 4000 and found.private_bytes < 410_000
+    assert data_size([pack(rows(5000), tmp_path / "packed")]).private_bytes < 4000
 
 
 def test_what_all_elements_hold_counts_once_and_what_one_holds_twice_is_its_own():
@@ -92,11 +89,8 @@ def test_a_forked_worker_copies_what_it_reads_and_a_spawned_one_what_it_is_sent(
         ]
 
     fork, spawn = {"multiprocessing_context": "fork"}, {"multiprocessing_context": "spawn"}
-    assert copies(listed, **fork) == size.touched_bytes, "in order each reads its half"
-    shuffled = copies(listed, shuffle=True, **fork)
-    assert 1.9 * size.touched_bytes < shuffled <= 2 * size.touched_bytes, "nearly all pages in an epoch"
-    assert copies(listed, shuffle=True, persistent_workers=True, **fork) == 2 * size.touched_bytes
-    assert copies(listed, **spawn) == 2 * size.sent_bytes
+    assert copies(listed, **fork) == size.object_bytes, "in order each reads its half"
+    assert copies(listed, shuffle=True, **fork) == 2 * size.object_bytes == copies(listed, **spawn)
     assert copies(array, shuffle=True, **fork) < 10_000 < 2 * array.nbytes <= copies(array, **spawn)
 
 
@@ -125,16 +119,18 @@ def test_validation_comes_on_top_of_workers_that_live_on_unless_they_are_release
     assert peak(True, num_ranks=4, num_validating=1, release=True) == 10
 
 
-def test_a_pool_that_two_loaders_share_is_counted_once(monkeypatch):
-    monkeypatch.setattr(_loader_footprint, "idle_worker", lambda method: (20 * MIB, 5 * MIB))
+def test_what_threads_make_ahead_is_counted(make_table, tmp_path):
     data = pack({"input_ids": np.arange(n % 9 + 1)} for n in range(100))
-    with WorkerPool(2) as pool:
-        train, valid = (SequenceLoader(data, Padding(0), batch=4, pool=pool) for _ in range(2))
-        found = loader_footprint(train, valid)
-    assert found.phases["validate"].private_bytes - found.phases["train"].private_bytes < MIB
-    assert found.parts["workers"] == 30 * MIB and found.shared_bytes == data.nbytes
-    own = SequenceLoader(data, Padding(0), batch=4, num_workers=2)
-    assert loader_footprint(own, train).phases["validate"].private_bytes > 60 * MIB
+    here, ahead = (SequenceLoader(data, Padding(0), batch=4, num_workers=number) for number in (0, 3))
+    size = sum(array.nbytes for array in here.longest().values())
+    found = loader_footprint(here, ahead)
+    assert [peak.private_bytes - found.parts["data"] for peak in found.phases.values()] == [2 * size, 5 * size]
+    assert found.parts["workers"] == 0 and found.shared_bytes == data.nbytes
+    panel = Panel.build(make_table(20, 30, 4, missing=0), tmp_path, features=["f0", "f1"], targets=["ret"])
+    loader = Loader(panel, range(20), lookback=4, target=None, num_workers=2)
+    found = loader_footprint(loader, num_ranks=2)
+    assert 2 * 4 * loader.largest_batch_bytes < found.private_bytes < 2 * 4 * (loader.largest_batch_bytes + 1000)
+    assert found.shared_bytes == panel.nbytes
 
 
 def test_what_cannot_be_forecast_is_refused(torch_loader, monkeypatch):
@@ -203,17 +199,18 @@ def test_validation_peaks_lower_when_the_workers_of_training_are_released_by_wha
 
 
 @LINUX
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_memfits_workers_take_what_was_forecast(make_table, tmp_path, start_method):
+def test_memfits_threads_take_what_was_forecast(make_table, tmp_path):
     panel = Panel.build(
-        make_table(80, 300, 40, missing=0), tmp_path, features=[f"f{j}" for j in range(40)], targets=["ret"]
+        make_table(200, 300, 40, missing=0), tmp_path, features=[f"f{j}" for j in range(40)], targets=["ret"]
     )
-    with WorkerPool(2, start_method=start_method) as pool:
-        loader = Loader(panel, range(80), lookback=20, target=None, batch=512, shuffle=1, pool=pool)
-        found = loader_footprint(loader)
-        before, most = held(), 0
-        for number, _ in enumerate(loader):
-            most = max(most, held() - before) if number % 4 == 3 else most
+    arguments = {"lookback": 20, "target": None, "shuffle": 1, "num_workers": 2}
+    loader = Loader(panel, range(200), batch=11_000, **arguments)
+    found = loader_footprint(loader)
+    assert found.private_bytes > 4 * 32 * MIB, "so large that the allocator has no such piece lying about"
+    next(iter(Loader(panel, range(200), batch=64, **arguments)))  # what a first batch loads
+    before, most = held(), 0
+    for _ in loader:
+        most = max(most, held() - before)
     assert most == pytest.approx(found.private_bytes, rel=0.3)
     assert found.shared_bytes == panel.nbytes and found.parts["data"] == found.parts["dataset copies"] == 0
 

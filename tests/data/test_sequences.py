@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.data import Padding, SequenceLoader, Tokenized, WorkerPool, pack
+from memfit.data import Padding, SequenceLoader, pack
 from memfit.errors import DataError, UsageError
 
 PADDING = Padding(0, multiple_of=4)
@@ -90,7 +90,6 @@ def test_a_state_goes_on_at_its_batch_with_another_number_of_workers(how):
     with SequenceLoader(data, PADDING, shuffle=4, num_workers=2, **how) as second:
         second.load_state_dict(first.state_dict())
         assert head + plain(second) == everything
-        assert len(second.worker_pids()) == 2
         assert plain(second) == everything, "after its end an epoch begins again"
         second.set_epoch(2)
         assert len(plain(itertools.islice(second, 2))) == 2
@@ -124,35 +123,32 @@ def test_what_is_no_state_is_refused():
     assert loader.state_dict() == good
 
 
-def test_loaders_share_a_pool_and_a_kept_batch_never_changes():
-    data = pack(rows(lengths_of(120)))
-    with WorkerPool(1) as pool:
-        train = SequenceLoader(data[:80], PADDING, batch=4, shuffle=1, pool=pool)
-        valid = SequenceLoader(data[80:], PADDING, max_tokens=200, pool=pool)
-        kept = list(train)
-        assert sum(len(one["labels"]) for one in valid) == 40
-        assert len(pool.worker_pids()) == 1
-    assert plain(kept) == plain(SequenceLoader(data[:80], PADDING, batch=4, shuffle=1))
+def test_a_kept_batch_never_changes():
+    data = rows(lengths_of(80))
+    kept = list(SequenceLoader(data, PADDING, batch=4, shuffle=1, num_workers=2))
+    assert plain(kept) == plain(SequenceLoader(data, PADDING, batch=4, shuffle=1))
 
 
-def test_what_cannot_be_sent_to_workers_or_is_wrong_in_them_is_told():
-    with pytest.raises(UsageError, match="cannot be sent to a worker"):
-        SequenceLoader(Tokenized(["a"], lambda text: [1]), Padding(0, max_length=4), batch=1, num_workers=1)
-    short = SequenceLoader(rows([3, 4, 50]), PADDING, batch=3, lengths=[1, 1, 1], num_workers=1)
-    with short, pytest.raises(DataError, match="batch 0 of epoch 0 takes 2624 bytes"):
-        list(short)
-    mixed = SequenceLoader([*rows([3, 4]), {"input_ids": [1]}], PADDING, batch=4, num_workers=1)
-    with mixed, pytest.raises(DataError, match="has no 'labels'"):
-        list(mixed)
+def test_an_example_that_is_wrong_is_named_by_whoever_makes_its_batch():
+    mixed = [*rows([3, 4]), {"input_ids": [1]}]
+    for num_workers in (0, 1):
+        with pytest.raises(DataError, match="has no 'labels'"):
+            list(SequenceLoader(mixed, PADDING, batch=4, num_workers=num_workers))
 
 
 @pytest.mark.parametrize(
     "wrong", [{}, {"batch": 0}, {"batch": True}, {"max_tokens": 2.5}, {"batch": 1, "bucket": 0}, {"batch": 1, "shuffle": False},
-              {"batch": 1, "shuffle": -1}, {"batch": 1, "num_workers": -1}]
+              {"batch": 1, "shuffle": -1}, {"batch": 1, "num_workers": -1}, {"batch": 1, "num_workers": "auto"}]
 )  # fmt: skip
 def test_arguments_out_of_range_are_refused(wrong):
     with pytest.raises(UsageError, match="a loader cannot have"):
         SequenceLoader(rows([1]), PADDING, **wrong)
+
+
+def test_an_argument_that_is_gone_names_its_successor():
+    with pytest.raises(UsageError, match="SequenceLoader has no argument pool") as raised:
+        SequenceLoader(rows([1]), PADDING, batch=1, pool=None)
+    assert raised.value.remedy == "use num_workers=2"
 
 
 def test_data_that_make_no_batch_are_refused():

@@ -164,7 +164,7 @@ def test_the_decay_by_days_takes_effect_under_adam_and_clipping(panel, max_grad_
     assert late[0] < -0.5 and late[1] > 0.5
 
 
-def test_workers_make_the_same_batches(panel):
+def test_threads_make_the_same_batches(panel):
     params = make_params(dates_per_batch=5)
     here = ListBatches(panel, np.arange(12), params, seed=3)
     ahead = ListBatches(panel, np.arange(12), params, seed=3, num_workers=1)

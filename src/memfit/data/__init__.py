@@ -1,12 +1,14 @@
 """Data that many processes read and none copies: the panel, its windows and its batches.
 
-The names load their modules when they are first used: a loader's workers import this package without Arrow.
+The names load their modules when they are first used: importing this package loads no Arrow.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from memfit.successors import missing_name
 
 if TYPE_CHECKING:
     from memfit.data._batches import DateBatch, DateBatches, WindowBatch, windows
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from memfit.data._packed import PackedDataset, pack
     from memfit.data._padding import Padding, Tokenized
     from memfit.data._panel import Panel
-    from memfit.data._pool import WorkerPool
     from memfit.data._sequences import SequenceLoader
     from memfit.data._sizes import ColumnSize, column_sizes
     from memfit.data._verdict import Choice, LoaderReport, Pace, Verdict, choose_num_workers, verdict
@@ -43,7 +44,6 @@ _HOMES = {
     "Verdict": "_verdict",
     "Version": "_versions",
     "WindowBatch": "_batches",
-    "WorkerPool": "_pool",
     "choose_mode": "_modes",
     "choose_num_workers": "_verdict",
     "column_sizes": "_sizes",
@@ -75,7 +75,6 @@ __all__ = [
     "Verdict",
     "Version",
     "WindowBatch",
-    "WorkerPool",
     "choose_mode",
     "choose_num_workers",
     "column_sizes",
@@ -92,7 +91,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f"memfit.data.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'memfit.data' has no attribute {name!r}")
+    raise missing_name(__name__, name)
 
 
 def __dir__() -> list[str]:

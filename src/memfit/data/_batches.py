@@ -1,4 +1,4 @@
-"""Windows and batches over a panel by number: one date is one batch, or so many windows are."""
+"""Batches of panel windows by number: the assets of one date, or so many windows of any dates."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memfit.data._buffers import aligned
 from memfit.data._gather import WindowReader
 from memfit.data._panel import Array, Panel
-from memfit.data._slots import Layout
 from memfit.errors import DataError
 
 
@@ -82,6 +82,38 @@ class WindowBatch:
     targets: npt.NDArray[np.float32]
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a batch lies in memory: its windows, then its targets.
+
+    Attributes:
+        max_size: Windows in the largest batch.
+        lookback: Dates per window.
+        num_features: Numbers per date.
+    """
+
+    max_size: int
+    lookback: int
+    num_features: int
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of the windows of the largest batch."""
+        return self.max_size * self.lookback * self.num_features * 4
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that hold any batch."""
+        return aligned(self.window_bytes) + self.max_size * 4
+
+    def parts(self, memory: Array, size: int) -> tuple[Array, Array]:
+        """Views of bytes: (size, lookback, num_features) float32 and (size,) float32."""
+        shape = (size, self.lookback, self.num_features)
+        nbytes = size * self.lookback * self.num_features * 4
+        start = aligned(nbytes)
+        return memory[:nbytes].view(np.float32).reshape(shape), memory[start : start + size * 4].view(np.float32)
+
+
 class DateBatches:
     """Batches of whole dates: every asset with a full finite window, and with a finite target if one is asked for.
 
@@ -129,26 +161,20 @@ class DateBatches:
         min_assets: int = 2,
         max_assets: int | None = None,
     ) -> None:
-        self.panel = panel
-        self.lookback = lookback
-        self.target = target
+        self.panel, self.lookback, self.target = panel, lookback, target
         self._seed = shuffle_seed
-        _check(panel, date_indices, lookback, min_assets, shuffle_seed)
+        kept, counts, self.num_skipped = _kept_dates(panel, date_indices, lookback, target, shuffle_seed, min_assets)
         least = 2 * min_assets - 1
         rule = f"it is at least 2 * min_assets - 1 = {least}, so that every chunk has min_assets."
         _require(max_assets is None or max_assets >= least, f"max_assets is {max_assets}", rule)
-        dates = np.asarray(date_indices, np.int64)
-        counts = np.array([np.count_nonzero(_eligible(panel, date, lookback, target)) for date in dates], np.int64)
-        kept = counts >= min_assets
-        self.num_skipped = int(np.count_nonzero(~kept))
-        _require_any(kept, counts, lookback, target, min_assets)
-        num_chunks = np.ones_like(counts[kept]) if max_assets is None else -(-counts[kept] // max_assets)
-        self._dates = np.repeat(dates[kept], num_chunks)
+        num_chunks = np.ones_like(counts) if max_assets is None else -(-counts // max_assets)
+        self._dates = np.repeat(kept, num_chunks)
         self._num_chunks = np.repeat(num_chunks, num_chunks)
         self._chunks = np.concatenate([np.arange(count) for count in num_chunks])
-        self._largest = int(np.argmax(np.repeat(-(-counts[kept] // num_chunks), num_chunks)))
-        self.layout = Layout(int(np.max(-(-counts[kept] // num_chunks))), lookback, panel.shape[2])
-        self.largest_batch_bytes = self.layout.max_size * lookback * panel.shape[2] * 4
+        sizes = np.repeat(-(-counts // num_chunks), num_chunks)
+        self._largest = int(np.argmax(sizes))
+        self.layout = Layout(int(sizes.max()), lookback, panel.shape[2])
+        self.largest_batch_bytes = self.layout.window_bytes
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -170,9 +196,8 @@ class DateBatches:
     def __getitem__(self, number: int) -> DateBatch:
         """The batch with this number in the order of the epoch."""
         cells = self.cells(range(len(self))[number])
-        windows = np.empty((len(cells), self.lookback, self.panel.shape[2]), np.float32)
-        targets = np.empty(len(cells), np.float32)
-        self._reader.read(cells, windows, targets)
+        windows, targets = self.layout.parts(np.empty(self.layout.nbytes, np.uint8), len(cells))
+        self.reader.read(cells, windows, targets)
         return self.record(cells, windows, targets)
 
     def longest(self) -> DateBatch:
@@ -184,7 +209,8 @@ class DateBatches:
         return int(np.flatnonzero(self._order == self._largest)[0])
 
     @cached_property
-    def _reader(self) -> WindowReader:
+    def reader(self) -> WindowReader:
+        """Copies the windows and targets of cells."""
         return WindowReader(self.panel, self.lookback, self.target)
 
     def cells(self, number: int) -> npt.NDArray[np.int64]:
@@ -204,24 +230,13 @@ class DateBatches:
         return DateBatch(date, cells - date * self.panel.shape[1], windows, targets)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_reader"}
+        return {name: value for name, value in vars(self).items() if name != "reader"}
 
 
 class WindowBatches:
-    """Batches of so many windows, drawn over all eligible cells of some dates; the last one holds what is left.
+    """Batches of ``size`` windows, drawn over all eligible cells of some dates: see `Loader`. Used as `DateBatches`."""
 
-    Addressable by number as `DateBatches`; in the dates' order without a seed.
-
-    Args:
-        panel: The panel.
-        date_indices: The dates to take, each once.
-        size: Windows per batch.
-        lookback: Dates per window.
-        target: The target's name, or None.
-        shuffle_seed: With one, all cells are drawn in an order of (seed, epoch).
-        min_assets: A date with fewer eligible assets is dropped and counted in ``num_skipped``.
-        drop_last: Leave out a last batch of fewer windows; with a seed, each epoch leaves out others.
-    """
+    number_of_longest = 0
 
     def __init__(  # noqa: PLR0913 - what, and in which batches
         self,
@@ -235,32 +250,21 @@ class WindowBatches:
         min_assets: int = 1,
         drop_last: bool = False,
     ) -> None:
-        self.panel = panel
-        self.lookback = lookback
-        self.target = target
-        self._seed = shuffle_seed
-        self._size = size
         _require(size >= 1, f"batch is {size}", 'it is "date" or a number of windows, at least 1.')
-        _check(panel, date_indices, lookback, min_assets, shuffle_seed)
-        found = [
-            date * panel.shape[1] + np.flatnonzero(_eligible(panel, date, lookback, target))
-            for date in np.asarray(date_indices, np.int64)
-        ]
-        counts = np.array([len(cells) for cells in found], np.int64)
-        kept = counts >= min_assets
-        self.num_skipped = int(np.count_nonzero(~kept))
-        _require_any(kept, counts, lookback, target, min_assets)
-        self._cells = np.concatenate([cells for cells, keep in zip(found, kept, strict=True) if keep])
+        self.panel = panel
+        self._seed, self._size = shuffle_seed, size
+        kept, _, self.num_skipped = _kept_dates(panel, date_indices, lookback, target, shuffle_seed, min_assets)
+        found = [date * panel.shape[1] + np.flatnonzero(_eligible(panel, date, lookback, target)) for date in kept]
+        self._cells = np.concatenate(found)
         self._num_batches = len(self._cells) // size if drop_last else -(-len(self._cells) // size)
         few = f"batch is {size} with drop_last=True, and {len(self._cells)} windows are eligible"
         _require(self._num_batches > 0, few, "an epoch has at least one batch, and drop_last leaves out smaller ones.")
         self.layout = Layout(min(size, len(self._cells)), lookback, panel.shape[2])
-        self.largest_batch_bytes = self.layout.max_size * lookback * panel.shape[2] * 4
+        self.largest_batch_bytes = self.layout.window_bytes
+        self.reader = WindowReader(panel, lookback, target)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of an epoch; without a ``shuffle_seed`` the order stays."""
-        self._epoch = epoch
         self._order = self._cells
         if self._seed is not None:
             self._order = self._cells.copy()
@@ -269,14 +273,10 @@ class WindowBatches:
     def __len__(self) -> int:
         return self._num_batches
 
-    number_of_longest = 0
-
     def cells(self, number: int) -> npt.NDArray[np.int64]:
-        """(n,): what a batch holds, each as date * num_assets + asset."""
         return self._order[number * self._size : (number + 1) * self._size]
 
     def record(self, cells: npt.NDArray[np.int64], windows: Array, targets: Array) -> WindowBatch:
-        """The batch of these cells."""
         dates, assets = np.divmod(cells, self.panel.shape[1])
         return WindowBatch(dates, assets, windows, targets)
 
@@ -285,6 +285,23 @@ def _eligible(panel: Panel, date: int, lookback: int, target: str | None) -> npt
     """(num_assets,): a full finite window and, if asked for, a finite target."""
     whole: npt.NDArray[np.bool_] = panel.history[date] >= lookback
     return whole if target is None else whole & np.isfinite(panel.target(target)[date])
+
+
+def _kept_dates(
+    panel: Panel,
+    date_indices: Sequence[int] | npt.NDArray[np.integer],
+    lookback: int,
+    target: str | None,
+    seed: int | None,
+    min_assets: int,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
+    """The dates with enough eligible assets, how many each has, and the number of the other dates."""
+    _check(panel, date_indices, lookback, min_assets, seed)
+    dates = np.asarray(date_indices, np.int64)
+    counts = np.array([np.count_nonzero(_eligible(panel, date, lookback, target)) for date in dates], np.int64)
+    kept = counts >= min_assets
+    _require_any(kept, counts, lookback, target, min_assets)
+    return dates[kept], counts[kept], int(np.count_nonzero(~kept))
 
 
 def _check(panel: Panel, date_indices: Sequence[int] | Array, lookback: int, min_assets: int, seed: int | None) -> None:

@@ -1,31 +1,32 @@
-"""Batches of panel windows in a fixed order, made here or ahead by worker processes, with a position to resume at."""
+"""Batches of panel windows in a fixed order, with a position to resume at."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import random
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from memfit.data._auto import WORKER_BYTES, Trial, enough_workers
 from memfit.data._batches import DateBatch, DateBatches, WindowBatch, WindowBatches, check_seed
+from memfit.data._buffers import Buffers, can_pin
 from memfit.data._build import fingerprint_of
-from memfit.data._panel import Panel
-from memfit.data._pool import Run, WorkerPool, pickled
-from memfit.data._position import PositionedLoader
-from memfit.data._slots import Slots, can_pin
-from memfit.data._worker import Recipe, Transform
+from memfit.data._panel import Array, Panel
+from memfit.data._position import PositionedLoader, check_workers
 from memfit.errors import UsageError
-from memfit.memory import Budget
 
 Batch = DateBatch | WindowBatch
+#: Changes windows (n, lookback, num_features) and targets (n,) in place, drawing from the generator that it is given.
+Transform = Callable[[Any, Any, np.random.Generator], None]
 
 
 class Loader(PositionedLoader[Batch]):
     """Batches of panel windows, each copied once, straight into memory that is used again when the batch is gone.
 
-    What batch k of an epoch holds depends on (panel, arguments, epoch, k) alone, whatever the number of workers. A
+    What batch k of an epoch holds depends on (panel, arguments, epoch, k) alone, whatever ``num_workers`` is. A
     batch that is kept never changes. An iteration is the rest of the present epoch; after its end the next one is the
     same epoch from its start, until ``set_epoch`` names another.
 
@@ -41,23 +42,21 @@ class Loader(PositionedLoader[Batch]):
         max_assets: By date only: a date with more is cut into chunks of nearly equal size, none larger than this.
         drop_last: By number only: leave out the last batch if it has fewer windows. With ``shuffle`` each epoch leaves
             out others; without, the same ones always.
-        num_workers: Processes that make batches ahead: see `WorkerPool`. 0 makes them here. ``"auto"`` makes the first
-            16 here, times them against what is done with them, and then starts the fewest workers that keep it from
-            waiting, within the CPUs and the memory budget of this process; none if it waits at most 2 % of its time.
-        pin_memory: Page-lock the batches if there is a CUDA device; see `WorkerPool`.
-        pool: Workers to share with other loaders, in place of ``num_workers``. Its owner closes it.
+        num_workers: Threads that make batches ahead, each one batch. 0 makes a batch when it is asked for.
+        pin_memory: Page-lock the batches if there is a CUDA device: a copy with ``non_blocking=True`` then does not
+            wait. Queue it on the stream that is current when the next batch is asked for, as a training does.
         transform: ``transform(windows, targets, generator)`` changes each batch in place, where it is made, and returns
-            None. What it draws from the ``numpy.random.Generator`` given, or from the global generators of Python and
-            NumPy, depends on (shuffle or 0, epoch, number). With workers it is a function that can be imported.
+            None. What it draws from the ``numpy.random.Generator`` given depends on (shuffle or 0, epoch, number)
+            alone. With ``num_workers`` several threads call it at once.
 
     Attributes:
         num_skipped: Dates left out: too little history before them, or too few eligible assets.
         largest_batch_bytes: Bytes of the windows of the largest batch.
-        num_workers: Processes that make batches; 0 after a fallback, and until ``"auto"`` has found how many.
+        num_workers: Threads that make batches ahead.
 
     Raises:
         DataError: If no date is left, or if an argument is out of range.
-        UsageError: If the transform cannot be sent to workers, or if an argument is of another kind.
+        UsageError: If an argument is of another kind.
 
     Example:
         >>> import tempfile, pyarrow as pa
@@ -77,7 +76,7 @@ class Loader(PositionedLoader[Batch]):
 
     _order_of = "panel, dates, lookback, target, batch, shuffle, min_assets, max_assets and drop_last"
 
-    def __init__(  # noqa: PLR0913 - what, in which batches, made by whom: a call reads as a sentence
+    def __init__(  # noqa: PLR0913 - what, in which batches, made how: a call reads as a sentence
         self,
         panel: Panel,
         date_indices: Sequence[int] | npt.NDArray[np.integer],
@@ -89,17 +88,17 @@ class Loader(PositionedLoader[Batch]):
         min_assets: int | None = None,
         max_assets: int | None = None,
         drop_last: bool = False,
-        num_workers: int | Literal["auto"] = 0,
+        num_workers: int = 0,
         pin_memory: bool = False,
-        pool: WorkerPool | None = None,
         transform: Transform | None = None,
+        **gone: Any,
     ) -> None:
         self._arguments = {
-            name: value for name, value in locals().items() if name not in ("self", "panel", "__class__")
+            name: value for name, value in locals().items() if name not in ("self", "panel", "gone", "__class__")
         }
+        check_workers("Loader", num_workers, gone)
         self.panel = panel
         check_seed(shuffle, "shuffle")
-        _check_workers(num_workers, pin_memory, pool)
         _check_transform(transform)
         _check_batch(batch, max_assets, drop_last)
         if min_assets is None:
@@ -111,27 +110,12 @@ class Loader(PositionedLoader[Batch]):
         else:
             windows["drop_last"] = bool(drop_last)
             self._batches = WindowBatches(panel, date_indices, batch, shuffle_seed=shuffle, **windows)
-        fingerprint = _fingerprint_of(panel, {**self._arguments, "min_assets": min_assets})
-        super().__init__(fingerprint, owns_pool=pool is None)
-        self._recipe = Recipe(panel, self._batches.layout, target, transform, shuffle or 0)
-        self._is_pinned = pin_memory and can_pin()
-        self._trial: Trial | None = None
-        if num_workers == "auto":
-            pickled(self._recipe)
-            self._trial = Trial()
-        elif pool is not None or num_workers:
-            self._use(pool or self._new_pool(num_workers))
-        self._here = self._new_slots()
-        self._reader: Any = None
-
-    def _new_pool(self, num_workers: int) -> WorkerPool:
-        return WorkerPool(num_workers, pin_memory=self._is_pinned)
-
-    def _new_slots(self) -> Slots:
-        return Slots(self._batches.layout.nbytes, pinned=self._is_pinned, num_kept=2)
-
-    def _use(self, pool: WorkerPool) -> None:
-        self._pool, self._number = pool, pool.add(self._recipe)
+        super().__init__(_fingerprint_of(panel, {**self._arguments, "min_assets": min_assets}), num_workers)
+        self._transform, self._seed = transform, shuffle or 0
+        is_pinned = pin_memory and can_pin()
+        # The threads' batches, the one in use, and the one that takes its place; a device may still read some more.
+        most = self.num_workers + 2 + 4 * is_pinned
+        self._buffers = Buffers(self._batches.layout.nbytes, most=most, pinned=is_pinned)
 
     @property
     def num_skipped(self) -> int:
@@ -148,54 +132,44 @@ class Loader(PositionedLoader[Batch]):
     def _draw(self, epoch: int) -> None:
         self._batches.set_epoch(epoch)
 
-    def _make_next(self) -> Batch:
-        trial = self._trial
-        if trial is None:
-            return self._make(self._position)
-        trial.asked()
-        batch = self._make(self._position)
-        trial.given()
-        if trial.is_over:
-            self._trial = None
-            budget, ahead = Budget.read(), 2 * self._batches.layout.nbytes
-            num_workers = enough_workers(
-                *trial.seconds,
-                num_cpus=budget.num_cpus,
-                worker_bytes=WORKER_BYTES + ahead,
-                budget_bytes=budget.lendable_bytes,
-            )
-            if num_workers:
-                self._use(self._new_pool(num_workers))
-                self._here = self._new_slots()
-        return batch
+    def _task(self, number: int) -> Callable[[], Batch]:
+        cells, memory = self._batches.cells(number), self._buffers.take()
+        return functools.partial(self._make, cells, memory, (self._epoch, number))
 
-    def _from_pool(self, pool: WorkerPool) -> Batch:
-        if self._run is None:
-            layout, cells_of = self._batches.layout, self._batches.cells
-            self._run = Run(self._number, layout, self._epoch, cells_of, self._position, len(self))
-        return self._batches.record(*pool.deliver(self._run, self._position))
-
-    def _make(self, number: int) -> Batch:
-        if self._reader is None:
-            self._reader = self._recipe.reader()
-        slot = self._here.take()
-        assert slot is not None
-        cells = self._batches.cells(number)
-        windows, targets, _ = self._recipe.layout.parts(self._here.lend(slot), len(cells))
-        self._recipe.make(self._reader, (windows, targets, cells), (self._epoch, number))
+    def _make(self, cells: npt.NDArray[np.int64], memory: Array, key: tuple[int, int]) -> Batch:
+        windows, targets = self._batches.layout.parts(memory, len(cells))
+        self._batches.reader.read(cells, windows, targets)
+        if self._transform is not None:
+            generator = np.random.default_rng((self._seed, *key))
+            generator.integers(1 << 62), generator.integers(1 << 32)  # memfit 0.1 drew these: later draws stay the same
+            before = self.num_workers == 0 and _global_states()
+            result: object = self._transform(windows, targets, generator)
+            if result is not None:
+                raise UsageError(
+                    f"transform returned {type(result).__name__} for batch {key[1]} of epoch {key[0]}.",
+                    rule="a transform changes windows and targets in place and returns None; nothing else is taken.",
+                    remedy="write into them, as in windows[:] = ..., and return nothing",
+                )
+            if before and before != _global_states():
+                warnings.warn(
+                    "transform draws from the random generators of Python or NumPy that all code shares, so a resume "
+                    "gives other batches. Draw from the generator that it is given.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return self._batches.record(cells, windows, targets)
 
     def longest(self) -> Batch:
         """A batch of the most windows: what takes most memory in a training. The position stays."""
-        return self._make(self._batches.number_of_longest)
-
-    def _stop(self) -> None:
-        if self._trial is not None:
-            self._trial.paused()
-        super()._stop()
+        return self._task(self._batches.number_of_longest)()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.panel, self._arguments, self.state_dict())
+
+
+def _global_states() -> tuple[Any, ...]:
+    kind, keys, *more = np.random.get_state()
+    return random.getstate(), kind, np.asarray(keys).tobytes(), *more
 
 
 def _rebuild(panel: Panel, arguments: dict[str, Any], state: dict[str, Any]) -> Loader:
@@ -222,7 +196,7 @@ def _check_batch(batch: Any, max_assets: int | None, drop_last: Any) -> None:
 
 
 def _fingerprint_of(panel: Panel, arguments: Mapping[str, Any]) -> str:
-    """16 hex digits that stand for all that the order of the batches depends on, which workers do not change."""
+    """16 hex digits that stand for all that the order of the batches depends on."""
     names = ("lookback", "target", "batch", "shuffle", "min_assets", "max_assets")
     values = {name: _plain(arguments[name]) for name in names}
     if arguments["drop_last"]:  # else as it was before there was a choice, so that states from then are taken
@@ -241,17 +215,4 @@ def _check_transform(transform: Any) -> None:
             f"a loader cannot have transform={transform!r}.",
             rule="it is None or a function that is called as transform(windows, targets, generator).",
             remedy="pass the function itself",
-        )
-
-
-def _check_workers(num_workers: Any, pin_memory: bool, pool: Any) -> None:
-    if num_workers == "auto" and pool is None:
-        return
-    is_count = isinstance(num_workers, int | np.integer) and not isinstance(num_workers, bool) and num_workers >= 0
-    is_pool = pool is None or isinstance(pool, WorkerPool)
-    if not is_count or not is_pool or (pool is not None and (num_workers or pin_memory)):
-        raise UsageError(
-            f"a loader cannot have num_workers={num_workers!r}, pin_memory={pin_memory} and pool={pool}.",
-            rule="num_workers counts processes from 0; a pool is a WorkerPool, and says how many and whether to pin.",
-            remedy="pass num_workers and pin_memory, or pool alone",
         )

@@ -1,35 +1,35 @@
-"""What a loader will take before it runs: its ranks, workers, their copies of the data, and the batches ahead."""
+"""What loaders will take before they run: worker processes, their copies of the data, and the batches ahead."""
 
 from __future__ import annotations
 
 import functools
-import math
+import gc
+import mmap
 import os
 import subprocess
 import sys
-import time
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from memfit.data._copies import DataSize, data_size
-from memfit.data._launch import Launcher, StartMethod
 from memfit.data._loader import Loader
 from memfit.data._measure import _leaves, _size_of
 from memfit.data._packed import PackedDataset
 from memfit.data._panel import Panel
-from memfit.data._pool import _SPARE
 from memfit.data._sequences import SequenceLoader
 from memfit.errors import JobFailedError, UsageError
-from memfit.memory import Footprint, PhasePeak, ProcReader
+from memfit.memory import Footprint, PhasePeak
 
-_PAGE = 4096
-_WAIT_SECONDS = 30.0
 _NAMES = ("workers", "dataset copies", "batches", "pinned", "data")
+_NUM_SAMPLED, _NUM_SAMPLED_WITHIN = 1000, 32
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType)
+_PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), range)
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,13 @@ class _Parts:
     """Bytes of one rank's loader.
 
     Attributes:
-        workers: The interpreters of its workers, with what they import.
+        workers: The interpreters of its worker processes, with what they import.
         copies: What the workers copy of the data set.
         batches: Batches ahead, in the making, and the one in use.
         pinned: Those of them that are page-locked.
         data: The data set in the rank's own process, but for what is mapped.
         mapped: Files that are mapped, by what they belong to; once for all ranks.
         stay: Whether the workers live on between epochs.
-        slots: Bytes of the batches' memory that stays with them.
-        pool: What its workers belong to; None for its own.
     """
 
     workers: int = 0
@@ -55,8 +53,6 @@ class _Parts:
     data: int = 0
     mapped: Mapping[Any, int] = field(default_factory=dict)
     stay: bool = False
-    slots: int = 0
-    pool: Any = None
 
 
 def loader_footprint(
@@ -64,10 +60,10 @@ def loader_footprint(
 ) -> Footprint:
     """What loaders will take on one machine, before any of them runs.
 
-    Counted are the workers' interpreters, measured on an idle one that is started for it; their copies of the data set,
-    from its objects (a list of dicts is copied by every worker that reads it, arrays by those that are not forked,
-    mapped files by none); the batches ahead, from one that is made here; and the data set in each rank itself. The
-    random generators of Python, NumPy and torch are put back; one that the data set holds draws on.
+    Counted are the interpreters of a ``DataLoader``'s workers, measured on an idle one that is started for it; their
+    copies of the data set (a list of dicts is copied by every worker that reads it, arrays by those that are not
+    forked, mapped files by none); the batches ahead, from one that is made here; and the data set in each rank itself.
+    The random generators of Python, NumPy and torch are put back; one that the data set holds draws on.
 
     Args:
         train: A PyTorch ``DataLoader`` over a map-style data set, a `Loader` or a `SequenceLoader`.
@@ -91,7 +87,7 @@ def loader_footprint(
         >>> loader = SequenceLoader(rows, Padding(0), batch=10)
         >>> found = loader_footprint(loader, num_ranks=2)
         >>> found.parts["workers"], found.parts["batches"], found.parts["data"] > 20_000
-        (0, 960, True)
+        (0, 1920, True)
     """
     validating = num_ranks if num_validating is None else num_validating
     if num_ranks < 1 or not 0 < validating <= num_ranks:
@@ -107,10 +103,8 @@ def loader_footprint(
     data = num_ranks * sum(part.data for part in sets.values())
     phases = {"train": _added((num_ranks, one), data=data)}
     if two is not None:
-        is_shared = two.pool is not None and two.pool is one.pool
-        lives = _Parts(workers=one.workers, copies=one.copies, batches=one.slots) if one.stay and not release else None
-        later = _Parts(copies=two.copies, batches=two.batches, pinned=two.pinned) if is_shared and lives else two
-        phases["validate"] = _added(*([(num_ranks, lives)] if lives else []), (validating, later), data=data)
+        living = _Parts(workers=one.workers, copies=one.copies) if one.stay and not release else _Parts()
+        phases["validate"] = _added((num_ranks, living), (validating, two), data=data)
     mapped = {**one.mapped, **(two.mapped if two else {})}
     largest = max(phases.values(), key=lambda parts: sum(parts.values()))
     return Footprint(
@@ -131,8 +125,14 @@ def _added(*terms: tuple[int, _Parts], data: int) -> dict[str, int]:
 
 
 def _parts_of(loader: Any) -> _Parts:
-    if isinstance(loader, Loader | SequenceLoader):
-        return _parts_of_own(loader)
+    if isinstance(loader, Loader):
+        size = loader._buffers.most * loader._buffers.nbytes
+        pinned = size if loader._buffers.pinned else 0
+        return _Parts(batches=size - pinned, pinned=pinned, mapped=mapped_in(loader.panel))
+    if isinstance(loader, SequenceLoader):
+        # The threads' batches, the one in use, and the one that takes its place.
+        size = (loader.num_workers + 2) * _size_of(loader.longest())[1]
+        return _Parts(batches=size, data=data_size(loader.examples).private_bytes, mapped=mapped_in(loader.examples))
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(loader, torch.utils.data.DataLoader):
         raise UsageError(
@@ -149,66 +149,25 @@ def _parts_of(loader: Any) -> _Parts:
     return _parts_of_torch(loader)
 
 
-def _parts_of_own(loader: Loader | SequenceLoader) -> _Parts:
-    """memfit's loaders: slots of one size, workers that map the panel or the packed objects."""
-    data: Any = loader.panel if isinstance(loader, Loader) else loader.examples
-    size, mapped = data_size(data), mapped_in(data)
-    held = 0 if isinstance(data, Panel) else size.object_bytes + size.array_bytes + size.tensor_bytes
-    pool = loader._pool
-    if pool is None:
-        batch = 2 * loader._batches.layout.nbytes if isinstance(loader, Loader) else _bytes_of(loader.longest())
-        return _Parts(data=held, batches=batch, mapped=mapped)
-    layout = loader._batches.layout if isinstance(loader, Loader) else loader._layout
-    server, worker = idle_worker(pool.start_method)
-    slots = (pool.num_ahead + _SPARE) * layout.nbytes
-    copies = 0 if isinstance(data, Panel) else pool.num_workers * size.sent_bytes
-    pinned = slots if pool.pin_memory else 0
-    return _Parts(
-        workers=server + pool.num_workers * worker,
-        copies=copies,
-        batches=slots - pinned,
-        pinned=pinned,
-        data=held,
-        mapped=mapped,
-        stay=True,
-        slots=slots,
-        pool=pool,
-    )
-
-
 def _parts_of_torch(loader: Any) -> _Parts:
     size, workers = data_size(loader.dataset), int(loader.num_workers)
     made, locked = _batch_of(loader)
-    held = size.object_bytes + size.array_bytes + size.tensor_bytes
     mapped = {**mapped_in(loader.dataset), id(loader.dataset): size.mapped_bytes}
     if workers == 0:
-        return _Parts(data=held, batches=made, pinned=locked, mapped=mapped)
-    ahead = workers * int(loader.prefetch_factor)
+        return _Parts(data=size.private_bytes, batches=made, pinned=locked, mapped=mapped)
+    ahead, method = workers * int(loader.prefetch_factor), start_method_of(loader)
     own = 1 if (loader.collate_fn.__module__ or "").startswith("torch.") else 2  # torch's collates into shared memory
+    in_order = method == "fork" and type(loader.sampler).__name__ == "SequentialSampler"
+    copied = size.object_bytes if method == "fork" else size.object_bytes + size.array_bytes + size.mapped_bytes
     return _Parts(
-        workers=workers * idle_torch_worker(start_method_of(loader), _imports_of(loader)),
-        copies=_copies(loader, size, workers),
+        workers=workers * idle_torch_worker(method, _imports_of(loader)),
+        copies=copied if in_order else workers * copied,  # in order, each reads its own part
         batches=(workers * own + (workers if locked else ahead + 1)) * made,
         pinned=(ahead + 1) * locked,
-        data=held,
+        data=size.private_bytes,
         mapped=mapped,
         stay=bool(loader.persistent_workers),
     )
-
-
-def _copies(loader: Any, size: DataSize, workers: int) -> int:
-    """What all workers together copy of the data set.
-
-    A forked one copies the pages on which it reads objects. In order it reads its own part of them; shuffled it reads a
-    share of the items in each epoch, and with it nearly all pages if an item is smaller than a page.
-    """
-    if start_method_of(loader) != "fork":
-        return workers * size.sent_bytes
-    if type(loader.sampler).__name__ == "SequentialSampler":
-        return size.touched_bytes
-    touched_by_item = size.touched_bytes / max(len(loader.dataset), 1)
-    share = 1.0 if loader.persistent_workers else 1 - (1 - 1 / workers) ** (1 + _PAGE / max(touched_by_item, 1.0))
-    return round(workers * share * size.touched_bytes)
 
 
 def _batch_of(loader: Any) -> tuple[int, int]:
@@ -225,11 +184,7 @@ def _batch_of(loader: Any) -> tuple[int, int]:
     pins = loader.pin_memory and torch.cuda.is_available()
     sizes = [int(leaf.nbytes) for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor)]
     # torch's allocator of pinned memory rounds up to powers of two
-    return _bytes_of(batch), sum(1 << max(size - 1, 1).bit_length() for size in sizes) if pins else 0
-
-
-def _bytes_of(batch: Any) -> int:
-    return _size_of(batch)[1]
+    return _size_of(batch)[1], sum(1 << max(size - 1, 1).bit_length() for size in sizes) if pins else 0
 
 
 @contextmanager
@@ -297,23 +252,91 @@ def idle_torch_worker(method: str, modules: Sequence[str]) -> int:
     return int(done.stdout.split()[-1])
 
 
-@functools.lru_cache
-def idle_worker(method: StartMethod) -> tuple[int, int]:
-    """What the fork server and one idle worker of a `WorkerPool` hold for themselves, measured on two, in bytes."""
-    launcher, reader = Launcher(method), ProcReader()
-    try:
-        connections = [launcher.start_worker() for _ in range(2)]
-        pids = launcher.pids(timeout=_WAIT_SECONDS)
-        sizes, deadline = [-1.0], time.monotonic() + _WAIT_SECONDS
-        while time.monotonic() < deadline:  # until they have imported what they need
-            time.sleep(0.1)
-            rollups = [reader.rollup(pid) for pid in pids]
-            sizes.append(sum(found.held for found in rollups if found is not None) / 2)
-            if len(sizes) > 5 and math.isclose(sizes[-1], sizes[-5], rel_tol=0.01) and sizes[-1] > 0:
-                break
-        server = reader.rollup(launcher.server_pid) if launcher.server_pid else None
-        for connection in connections:
-            connection.close()
-    finally:
-        launcher.end()
-    return (0 if server is None else server.held), round(sizes[-1])
+@dataclass(frozen=True)
+class DataSize:
+    """A data set's bytes by what becomes of them in worker processes.
+
+    Attributes:
+        object_bytes: Python objects. A forked worker copies those that it reads: reading counts a reference.
+        array_bytes: Numbers in arrays of this process: a forked worker shares them, another gets a copy.
+        mapped_bytes: Numbers in mapped arrays: a forked worker shares them, another gets a copy.
+        tensor_bytes: Numbers in torch tensors: every worker shares them.
+    """
+
+    object_bytes: int
+    array_bytes: int
+    mapped_bytes: int
+    tensor_bytes: int
+
+    @property
+    def private_bytes(self) -> int:
+        """What the process of the data set itself holds."""
+        return self.object_bytes + self.array_bytes + self.tensor_bytes
+
+
+def data_size(data: Any) -> DataSize:
+    """The bytes of a data set; of large containers some elements are looked at, and stand for the others.
+
+    Nothing is read or changed. Panels and packed objects are left out, and so is what other libraries hold outside of
+    arrays.
+
+    Example:
+        >>> size = data_size([{"id": number, "text": f"number {number}"} for number in range(10_000)])
+        >>> size.object_bytes > 1_000_000, size.array_bytes, data_size(np.zeros(1000)).array_bytes
+        (True, 0, 8000)
+    """
+    sizes = dict.fromkeys(("object", "array", "mapped", "tensor"), 0.0)
+    weights: dict[int, tuple[Any, float, int]] = {}
+    todo: list[tuple[Any, float, int]] = [(data, 1.0, 0)]
+    while todo:
+        one, weight, owner = todo.pop()
+        _, known, first = weights.get(id(one), (None, 0.0, owner))
+        if known and (known <= 1.0 or first == owner):
+            continue
+        if known:  # several sampled elements hold it, so it stands for itself
+            weight, owner = 1.0, 0
+        weights[id(one)] = one, weight, owner
+        parts, scale = _sampled(one, _NUM_SAMPLED if weight == 1.0 else _NUM_SAMPLED_WITHIN)
+        todo += [(part, weight * scale, id(part) if scale > 1 else owner) for part in parts]
+    for one, weight, _ in weights.values():
+        kind, nbytes = _numbers(one)
+        sizes["object"] += weight * (256 if kind else -(-sys.getsizeof(one, 64) // 16) * 16)
+        if kind:
+            sizes[kind] += weight * nbytes
+    return DataSize(**{f"{name}_bytes": round(size) for name, size in sizes.items()})
+
+
+def _sampled(one: Any, most: int) -> tuple[list[Any], float]:
+    """Parts of an object, and how many each stands for."""
+    is_objects = isinstance(one, np.ndarray) and one.dtype.hasobject and one.dtype.names is None
+    if isinstance(one, _PLAIN) or (_numbers(one)[0] and not is_objects):
+        return [], 1.0
+    if isinstance(one, list | tuple) or is_objects:
+        step = max(1, len(one) // most)
+        found = list(one[::step])
+        return found, len(one) / max(len(found), 1)
+    if type(one) in (dict, set, frozenset):
+        step = max(1, len(one) // most)
+        pairs = islice(one.items() if isinstance(one, dict) else zip(one), 0, None, step)
+        return [part for pair in pairs for part in pair], float(step)
+    return [part for part in gc.get_referents(one) if not isinstance(part, (*_OPAQUE, Panel, PackedDataset))], 1.0
+
+
+def _numbers(one: Any) -> tuple[str, int]:
+    """Where the numbers of an array lie, and their bytes; an empty name for all else."""
+    if isinstance(one, np.ndarray):
+        return ("mapped" if _is_mapped(one) else "array"), 0 if one.dtype.hasobject else int(one.nbytes)
+    if (torch := sys.modules.get("torch")) is not None and isinstance(one, torch.Tensor):
+        return "tensor", int(one.nbytes)
+    if type(one).__module__.partition(".")[0] == "pyarrow" and isinstance(getattr(one, "nbytes", None), int):
+        return "array", int(one.nbytes)
+    return "", 0
+
+
+def _is_mapped(array: Any) -> bool:
+    base = array
+    while base is not None:
+        if isinstance(base, np.memmap | mmap.mmap):
+            return True
+        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
+    return False

@@ -91,16 +91,3 @@ class Order:
             return self._sorted(np.arange(self.number))[: self.batch]
         widths = self.widths
         return max(self.batches(0), key=lambda part: len(part) * int(widths[part].max()))
-
-    @property
-    def most_size(self) -> int:
-        """Examples in the largest batch."""
-        return max(len(part) for part in self.batches(0))
-
-    @property
-    def most_numbers(self) -> int:
-        """Numbers in the largest array of a batch."""
-        assert self.widths is not None
-        if self.max_tokens is not None:
-            return self.max_tokens
-        return self.most_size * int(self.widths.max())

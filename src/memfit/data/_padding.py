@@ -15,7 +15,6 @@ from memfit.errors import DataError, UsageError
 Array = npt.NDArray[Any]
 Side = Literal["left", "right"]
 
-_ALIGN = 64  # bytes: a cache line
 _AT_ONCE = 256  # texts that are tokenised in one call when all are
 _ATTENTION = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
 
@@ -171,8 +170,7 @@ class Padding:
         Raises:
             DataError: If an example's fields are not those of the first, or if one holds anything but numbers.
         """
-        fields = self.fields_of(examples[0])
-        return self.fill(fields, examples, lambda nbytes: np.empty(nbytes, np.uint8))[0]
+        return self.fill(self.fields_of(examples[0]), examples)
 
     def width(self, length: Any) -> Any:
         """What a sequence, or each of an array of lengths, is filled up to by itself."""
@@ -201,33 +199,23 @@ class Padding:
             fields.append(_Field(name, pad, mask="" if mask in example else mask))
         return tuple(fields)
 
-    def most_bytes(self, fields: Sequence[_Field], size: int, width: int) -> int:
-        """Bytes of a batch of so many examples whose sequences are filled up to a width."""
-        return sum(
-            _aligned(size * 8 * (1 if field.pad is None else width)) * (1 + bool(field.mask)) for field in fields
-        )
-
-    def fill(
-        self, fields: Sequence[_Field], examples: Sequence[Mapping[str, Any]], memory_of: Callable[[int], Array]
-    ) -> tuple[dict[str, Array], list[int]]:
-        """The batch, in memory that is asked for by its bytes, and the width of each field (0 for a number)."""
+    def fill(self, fields: Sequence[_Field], examples: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
+        """The batch."""
         columns = [self._column(field, examples) for field in fields]
-        lengths = [np.fromiter(map(len, column), np.int64, len(column)) if field.pad is not None else None
-                   for field, column in zip(fields, columns, strict=True)]  # fmt: skip
-        widths = [0 if found is None else int(self.width(found.max())) for found in lengths]
-        size = len(examples)
-        batch = views(fields, size, widths, memory_of(_bytes_of(fields, size, widths)))
-        for field, column, found, width in zip(fields, columns, lengths, widths, strict=True):
-            if found is None:
-                batch[field.name][:] = column
+        batch: dict[str, Array] = {}
+        for field, column in zip(fields, columns, strict=True):
+            if field.pad is None:
+                batch[field.name] = np.array(column, field.dtype)
                 continue
+            lengths = np.fromiter(map(len, column), np.int64, len(column))
+            width = int(self.width(lengths.max()))
             places = np.arange(width)
-            filled = places < found[:, None] if self.side == "right" else places >= width - found[:, None]
-            batch[field.name].fill(field.pad or 0)
+            filled = places < lengths[:, None] if self.side == "right" else places >= width - lengths[:, None]
+            batch[field.name] = np.full(filled.shape, field.pad, field.dtype)
             batch[field.name][filled] = np.concatenate(column)
             if field.mask:
-                batch[field.mask][:] = filled
-        return batch, widths
+                batch[field.mask] = filled.astype(field.dtype)
+        return batch
 
     def _column(self, field: _Field, examples: Sequence[Mapping[str, Any]]) -> list[Any]:
         column = []
@@ -264,26 +252,3 @@ def _bad(name: str, what: str) -> DataError:
         rule="a field is one number or one sequence of whole numbers.",
         remedy="tokenise texts first (memfit.data.Tokenized), and leave out what is not for the model",
     )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
-def _bytes_of(fields: Sequence[_Field], size: int, widths: Sequence[int]) -> int:
-    return sum(
-        _aligned(size * max(width, 1) * 8) * (1 + bool(field.mask)) for field, width in zip(fields, widths, strict=True)
-    )
-
-
-def views(fields: Sequence[_Field], size: int, widths: Sequence[int], memory: Array) -> dict[str, Array]:
-    """A batch's arrays, one after another in (nbytes,) uint8."""
-    batch: dict[str, Array] = {}
-    start = 0
-    for field, width in zip(fields, widths, strict=True):
-        shape = (size,) if field.pad is None else (size, width)
-        nbytes = int(np.prod(shape)) * np.dtype(field.dtype).itemsize
-        for name in filter(None, (field.name, field.mask)):
-            batch[name] = memory[start : start + nbytes].view(field.dtype).reshape(shape)
-            start += _aligned(size * max(width, 1) * 8)
-    return batch

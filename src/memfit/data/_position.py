@@ -1,38 +1,41 @@
-"""A loader's position in its epoch: how it moves, how it is saved, and that one iteration at a time has it."""
+"""One iteration for all loaders: an epoch, a position in it that can be saved, and batches that threads make ahead."""
 
 from __future__ import annotations
 
-import warnings
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from memfit.data._pool import Run, WorkerPool
-from memfit.errors import SilentWorkersError, UsageError
+import numpy as np
+
+from memfit.errors import UsageError
+from memfit.successors import find_gone
 
 BatchT = TypeVar("BatchT")
 
 
 class PositionedLoader(ABC, Generic[BatchT]):
-    """What all loaders share: an epoch, a position in it, and batches that are made here or by a pool's workers.
+    """Batches by number, delivered in order from a position.
 
     Args:
         fingerprint: 16 hex digits that stand for all that the order of the batches depends on.
-        owns_pool: Whether ``close`` ends the workers.
+        num_workers: Threads that make batches ahead, each one batch; 0 for none.
     """
 
     #: What a fingerprint stands for, in words.
     _order_of: ClassVar[str]
 
-    def __init__(self, fingerprint: str, *, owns_pool: bool) -> None:
+    def __init__(self, fingerprint: str, num_workers: int) -> None:
+        self.num_workers = int(num_workers)
         self._fingerprint = fingerprint
-        self._owns_pool = owns_pool
-        self._pool: WorkerPool | None = None
         self._epoch = self._position = 0
         self._is_exhausted = False
-        self._run: Run | None = None
         self._turn: object = None
+        self._made: Generator[BatchT, None, None] | None = None
 
     @abstractmethod
     def __len__(self) -> int:
@@ -43,20 +46,12 @@ class PositionedLoader(ABC, Generic[BatchT]):
         """Draw the order of an epoch."""
 
     @abstractmethod
-    def _make_next(self) -> BatchT:
-        """Make the batch at the position in this process."""
-
-    @abstractmethod
-    def _from_pool(self, pool: WorkerPool) -> BatchT:
-        """Take the batch at the position from the workers."""
-
-    @property
-    def num_workers(self) -> int:
-        return 0 if self._pool is None else self._pool.num_workers
+    def _task(self, number: int) -> Callable[[], BatchT]:
+        """Return what makes a batch of this epoch. Any thread may call it."""
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, the present one or another; an iteration that is under way ends."""
-        self._stop()
+        self.close()
         if epoch != self._epoch:
             self._draw(epoch)
         self._epoch, self._position, self._is_exhausted = epoch, 0, False
@@ -71,7 +66,7 @@ class PositionedLoader(ABC, Generic[BatchT]):
         return {"epoch": int(self._epoch), "position": self._position, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where another loader with the same arguments stood; the number of workers may differ.
+        """Go to where another loader with the same arguments stood; ``num_workers`` may differ.
 
         Raises:
             UsageError: If it is no state, or that of a loader with another order.
@@ -96,7 +91,7 @@ class PositionedLoader(ABC, Generic[BatchT]):
         self._position = state["position"]
 
     def __iter__(self) -> Iterator[BatchT]:
-        self._stop()
+        self.close()
         if self._is_exhausted:
             self._position, self._is_exhausted = 0, False
         self._turn = turn = object()
@@ -111,46 +106,29 @@ class PositionedLoader(ABC, Generic[BatchT]):
             self._is_exhausted = True
         finally:
             if turn is self._turn:
-                self._stop()
+                self.close()
 
     def _check_turn(self, turn: object) -> None:
         if turn is not self._turn:
             raise UsageError(
                 "an iteration goes on that was ended.",
                 rule="a loader has one position: a new iteration, set_epoch, load_state_dict and close end the others.",
-                remedy="make one loader for each of several iterations at a time; they can share a pool",
+                remedy="make one loader for each of several iterations at a time",
             )
 
     def _deliver(self) -> BatchT:
-        if self._pool is None:
-            batch = self._make_next()
-        else:
-            try:
-                batch = self._from_pool(self._pool)
-            except SilentWorkersError as error:
-                if not self._pool.fallback:
-                    raise
-                self._pool = self._run = None
-                warnings.warn(f"{error}\n  the loader goes on without workers", RuntimeWarning, stacklevel=4)
-                batch = self._make_next()
+        if self._made is None:
+            self._made = made_ahead(map(self._task, range(self._position, len(self))), self.num_workers)
+        batch = next(self._made)
         self._position += 1
         return batch
 
-    def worker_pids(self) -> list[int]:
-        """The processes that make batches now."""
-        return [] if self._pool is None else self._pool.worker_pids()
-
-    def _stop(self) -> None:
-        self._turn = None
-        if self._run is not None and self._pool is not None:
-            self._pool.cancel(self._run)
-        self._run = None
-
     def close(self) -> None:
-        """End the iteration, and the workers unless the pool is shared. Iterating again starts new ones."""
-        self._stop()
-        if self._owns_pool and self._pool is not None:
-            self._pool.close()
+        """End the iteration and its threads. The next one goes on at the position."""
+        self._turn = None
+        made, self._made = self._made, None
+        if made is not None:
+            made.close()
 
     def __enter__(self) -> Self:
         return self
@@ -159,3 +137,52 @@ class PositionedLoader(ABC, Generic[BatchT]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def made_ahead(tasks: Iterable[Callable[[], BatchT]], num_threads: int) -> Generator[BatchT, None, None]:
+    """Yield the results of tasks in order; each thread makes one ahead of what is asked for.
+
+    An error of a task is raised where its result would come. No thread is waited for when the generator is closed: each
+    ends with the task that it has begun.
+
+    >>> [number for number in made_ahead((lambda: 1, lambda: 2), 2)]
+    [1, 2]
+    """
+    if num_threads == 0:
+        yield from map(operator.call, tasks)
+        return
+    pool, ahead = ThreadPoolExecutor(num_threads, "memfit-loader"), deque[Future[BatchT]]()
+    try:
+        for task in tasks:
+            ahead.append(pool.submit(task))
+            del task  # it may hold the memory of a batch
+            if len(ahead) > num_threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def check_workers(loader: str, num_workers: Any, gone: Mapping[str, Any]) -> None:
+    """Refuse a count of workers that is none, and arguments that a loader had once.
+
+    Raises:
+        UsageError: If one of them is given.
+    """
+    for name in gone:
+        known = find_gone("argument", f"memfit.data.{loader}({name}=)")
+        if known is None:
+            raise TypeError(f"{loader}() got an unexpected keyword argument {name!r}")
+        raise UsageError(
+            f"{loader} has no argument {name} since memfit {known.since}.",
+            rule="threads of this process make batches ahead. Loaders have nothing to share.",
+            remedy=f"use {known.new}",
+        )
+    is_count = isinstance(num_workers, int | np.integer) and not isinstance(num_workers, bool) and num_workers >= 0
+    if not is_count:
+        raise UsageError(
+            f"a loader cannot have num_workers={num_workers!r}.",
+            rule='it is a number of threads, from 0. "auto" is gone since memfit 0.2.',
+            remedy="pass num_workers=2, or measure how many are enough: memfit bench loader config.yaml",
+        )

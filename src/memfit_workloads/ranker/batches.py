@@ -45,7 +45,7 @@ class ListBatches:
         dates: The dates to train on, positions in ``panel.dates``.
         params: Lookback, targets, and how batches are made.
         seed: The order of the dates and the pairs are drawn from it and the epoch.
-        num_workers: Processes that make lists ahead.
+        num_workers: Threads that make lists ahead.
     """
 
     def __init__(
@@ -98,11 +98,8 @@ class ListBatches:
     def num_workers(self) -> int:
         return self._loader.num_workers
 
-    def worker_pids(self) -> list[int]:
-        return self._loader.worker_pids()
-
     def close(self) -> None:
-        """End the workers."""
+        """End the iteration and its threads."""
         self._loader.close()
 
     def _joined(self, group: Sequence[DateBatch]) -> ListBatch:

@@ -158,7 +158,7 @@ class TrainParams(config.Settings):
     max_assets: int | None = Field(
         None, ge=3, description="dates with more assets are cut into lists of at most so many"
     )
-    num_workers: int = Field(0, ge=0, description="processes that make batches ahead")
+    num_workers: int = Field(0, ge=0, description="threads that make batches ahead")
     loss: LossParams = LossParams()
     pairs_per_asset: int = Field(8, ge=1, description="pairs of the RankNet loss that an asset is drawn into")
     horizon_weights: dict[Dates, Weight] = Field({}, description="how much a horizon counts, 1 where not named")

@@ -135,7 +135,7 @@ def score(panel: Panel, dates: npt.NDArray[np.int64], checkpoint: Path, params: 
 
 
 def loader(context: Context, params: RankerParams, num_workers: int) -> ListBatches:
-    """The batches that a fold trains on, made by so many worker processes."""
+    """The batches that a fold trains on, made ahead by so many threads."""
     panel, train_dates, _ = finance.fold_of(context)
     fit_dates, _ = hold_out(train_dates, params.train.valid_share, max(params.data.labels))
     return ListBatches(panel, fit_dates, params, seed=context.seed, num_workers=num_workers)
