@@ -27,6 +27,8 @@ GONE = (
     Gone("verb", "workflow", "memfit run"),
     Gone("flag", "run --folds", "--units"),
     Gone("flag", "map --dry-run", "--plan"),
+    Gone("flag", "panel --order", "panels that lie by date, the only kind now"),
+    Gone("flag", "panel --new-assets", "memfit panel build with the whole source"),
     Gone("key", "folds", "units"),
     Gone("key", "workflow", "params"),
     Gone("name", "memfit.pipeline.FoldWorkload", "memfit.pipeline.Workload"),

@@ -21,10 +21,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memfit.data import Panel, _append, windows
+from memfit.data import Panel, _build, windows
 from memfit.data import _segments as segments_module
-from memfit.data._append import Base, append_panel
-from memfit.data._manifest import _sealed
+from memfit.data._build import Base, write_panel
+from memfit.data._manifest import write_sealed
+from memfit.data._publish import panel_lock
 from memfit.data._source import Source
 from memfit.data._versions import newest, prune, versions
 from memfit.errors import DamagedError, DataError
@@ -166,7 +167,7 @@ def test_any_cuts_give_the_same_panel(
     }  # fmt: skip
     parts = cut(table, *borders)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (segments_module, _append):
+        for module in (segments_module, _build):
             patch.setattr(module, "CUT_BYTES", cut_bytes)
         panel = Panel.build(parts[0], folder, **roles)
         for part in parts[1:]:
@@ -202,9 +203,7 @@ def test_old_and_restated_dates_are_refused(make_table: Callable[..., pa.Table],
     assert {path.name for path in tmp_path.iterdir()} == {panel.path.name, f".{panel.path.name}.lock"}
 
 
-def test_new_assets_other_columns_and_panels_by_asset_are_refused(
-    make_table: Callable[..., pa.Table], tmp_path: Path
-) -> None:
+def test_new_assets_and_other_columns_are_refused(make_table: Callable[..., pa.Table], tmp_path: Path) -> None:
     first, second = cut(make_table(20, 20), 10)
     panel = Panel.build(first, tmp_path, **ROLES)
     listed = second.set_column(1, "code", pc.replace_substring(second["code"], "A003", "B003"))
@@ -214,48 +213,7 @@ def test_new_assets_other_columns_and_panels_by_asset_are_refused(
         panel.append(second.drop_columns(["f2"]))
     with pytest.raises(DataError, match="more than one row"):
         panel.append(pa.concat_tables([second, second.slice(3, 1)]))
-    by_asset = Panel.build(first, tmp_path / "by_asset", order="asset", **ROLES)
-    with pytest.raises(DataError, match="lies by asset"):
-        by_asset.append(second)
     assert versions(tmp_path) == [panel.path]
-    assert not list(tmp_path.glob(".*.building"))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_new_assets_are_copied_into_a_wider_version_if_told(
-    make_table: Callable[..., pa.Table], tmp_path: Path, dtype: str
-) -> None:
-    first, second, third = cut(make_table(30, 20), 12, 20)
-    listed = second.set_column(1, "code", pc.replace_substring_regex(second["code"], "A00[37]", "A003b"))
-    listed = listed.group_by(["date", "code"], use_threads=False).aggregate(
-        [(name, "first") for name in ("f0", "f1", "f2", "ret")]
-    )
-    listed = listed.rename_columns([name.removesuffix("_first") for name in listed.schema.names])
-    old = Panel.build(first, tmp_path / "panels", dtype=dtype, **ROLES)
-    wider = old.append(listed, new_assets="copy")
-    assert "A003b" in wider.assets
-    assert (wider.shared_bytes, wider.parent) == (0, old.fingerprint)
-    wider.verify()
-    columns = ["date", "code", "f0", "f1", "f2", "ret"]
-    whole = pa.concat_tables([first.select(columns), listed.select(columns)])
-    assert_same(wider, Panel.build(whole, tmp_path / "whole", dtype=dtype, **ROLES))
-    again = wider.append(third, new_assets="copy")
-    whole = pa.concat_tables([whole, third.select(columns)])
-    assert_same(again, Panel.build(whole, tmp_path / "whole", dtype=dtype, **ROLES))
-    assert again.shared_bytes > 0  # no asset is new: the bytes are shared
-
-
-def test_a_wider_version_is_not_made_of_damaged_dates(make_table: Callable[..., pa.Table], tmp_path: Path) -> None:
-    first, second = cut(make_table(30, 20), 12)
-    old = Panel.build(first, tmp_path, **ROLES)
-    file = old.path / "values.npy"
-    content = bytearray(file.read_bytes())
-    content[200] ^= 1
-    file.write_bytes(content)
-    listed = second.set_column(1, "code", pc.replace_substring(second["code"], "A003", "B003"))
-    with pytest.raises(DamagedError, match=r"values\.npy was changed"):
-        old.append(listed, new_assets="copy")
-    assert versions(tmp_path) == [old.path]
     assert not list(tmp_path.glob(".*.building"))
 
 
@@ -316,7 +274,7 @@ def test_too_little_room_says_what_the_new_dates_need(make_table: Callable[..., 
     panel = Panel.build(first, tmp_path, **ROLES)
     base = Base(panel.path, panel._manifest, panel.dates, panel.assets)
     with pytest.raises(DataError, match=r"with 30 more dates needs 1\.\d MiB \(\d+ bytes\) on disk; 1\.0 KiB"):
-        append_panel(base, Source.of(second), free=lambda path: 1024)
+        write_panel(base.spec(), Source.of(second), tmp_path, base=base, free=lambda path: 1024)
     assert versions(tmp_path) == [panel.path]
 
 
@@ -339,7 +297,7 @@ def test_a_panel_of_the_first_format_can_be_appended_to(make_table: Callable[...
     path = Panel.build(first, tmp_path / "panels", **ROLES).path
     fields = json.loads((path / "manifest.json").read_text())
     del fields["key"]["order"], fields["checksum"]
-    (path / "manifest.json").write_text(_sealed({**fields, "format": 1}))
+    write_sealed(path, {**fields, "format": 1})
     new = Panel.open(path).append(second)
     assert (path / "values.npy").samefile(new.path / "values.npy")
     assert_same(new, Panel.build(pa.concat_tables([first, second]), tmp_path / "whole", **ROLES))
@@ -363,7 +321,7 @@ def test_without_hard_links_the_old_files_are_copied(
     later = pa.table({**dict(zip(second.schema.names, second.slice(0, 1), strict=True)), "date": ["2030-01-01"]})
     room = iter([1 << 40, 1024])
     with pytest.raises(DataError, match=r"a copy of the old version, .* needs .* bytes\) on disk; 1\.0 KiB"):
-        append_panel(base, Source.of(later), free=lambda path: next(room))
+        write_panel(base.spec(), Source.of(later), tmp_path, base=base, free=lambda path: next(room))
     assert not list(tmp_path.glob(".*.building"))
 
 
@@ -410,7 +368,7 @@ def test_a_version_that_a_process_maps_or_whose_lock_is_held_stays(
     child = start_panel_child("hold", panel=old, name="values")
     assert child.stdout is not None
     assert int(child.stdout.readline()) == 30 * 400 * 3 * 4
-    with _append.panel_lock(middle):
+    with panel_lock(middle):
         reasons = [version.reason for version in prune(folder)]
     assert f"process {child.pid}" in reasons[0]
     assert "lock is held" in reasons[1]

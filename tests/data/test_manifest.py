@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from memfit.data import Panel, pack
-from memfit.data._manifest import _sealed
+from memfit.data._manifest import write_sealed
 from memfit.errors import DamagedError, DataError
 
 FILES = ["assets.json", "dates.npy", "history.npy", "manifest.json", "present.npy", "targets.npy", "values.npy"]
@@ -87,7 +87,6 @@ def test_a_damaged_panel_in_the_cache_is_refused_and_not_silently_rebuilt(
 def test_damage_is_named_to_within_a_chunk(
     make_table: Callable[..., pa.Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memfit.data._chunks.CHUNK_BYTES", 1024)
     monkeypatch.setattr("memfit.data._manifest.CHUNK_BYTES", 1024)
     panel = Panel.build(make_table(40, 30), tmp_path, features=["f0"])
     flip(panel.path / "values.npy", 3000, 4)
@@ -98,8 +97,7 @@ def test_damage_is_named_to_within_a_chunk(
 @pytest.fixture
 def large(make_table: Callable[..., pa.Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Panel:
     """A panel of far more blocks than an opening checks: each has 1 KiB, and an opening checks 20."""
-    for module in ("_chunks", "_manifest"):
-        monkeypatch.setattr(f"memfit.data.{module}.BLOCK_BYTES", 1024)
+    monkeypatch.setattr("memfit.data._manifest.BLOCK_BYTES", 1024)
     monkeypatch.setattr("memfit.data._manifest._NUM_SAMPLED", 20)
     panel = Panel.build(make_table(100, 100), tmp_path, features=["f0"])
     assert panel.nbytes > 80 * 1024
@@ -137,7 +135,7 @@ def without_blocks(path: Path) -> None:
     for facts in fields["files"].values():
         del facts["blocks"]
     del fields["checksum"]
-    (path / "manifest.json").write_text(_sealed(fields))
+    write_sealed(path, fields)
 
 
 def test_a_panel_without_checksums_of_blocks_is_read_and_only_verified_in_full(panel: Panel) -> None:
@@ -186,22 +184,21 @@ def test_a_copy_under_a_name_of_its_own_is_opened(panel: Panel, tmp_path: Path) 
 
 def test_packed_objects_are_refused_as_no_panel(tmp_path: Path) -> None:
     pack(["one"], tmp_path / "packed")
-    with pytest.raises(DataError, match=r"is no panel: its manifest\.json describes other data"):
+    with pytest.raises(DataError, match=r"holds no panel: its manifest\.json describes packed objects"):
         Panel.open(tmp_path / "packed")
 
 
 def test_a_panel_of_another_format_is_refused_as_such(panel: Panel) -> None:
-    file = panel.path / "manifest.json"
-    fields = json.loads(file.read_text())
-    file.write_text(_sealed({**{name: fields[name] for name in fields if name != "checksum"}, "format": 99}))
-    with pytest.raises(DataError, match="has panel format 99"):
+    fields = json.loads((panel.path / "manifest.json").read_text())
+    write_sealed(panel.path, {**{name: fields[name] for name in fields if name != "checksum"}, "format": 99})
+    with pytest.raises(DataError, match="has the panel format 99"):
         Panel.open(panel.path)
 
 
 def test_what_is_no_panel_is_refused_as_such(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "nothing", tmp_path / "file"):
-        with pytest.raises(DataError, match="is no panel"):
+        with pytest.raises(DataError, match="holds no panel"):
             Panel.open(path)
 
 

@@ -1,6 +1,7 @@
 """Python objects in mapped files."""
 
 import gc
+import json
 import math
 import multiprocessing
 import pickle
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.data import PackedDataset, Panel, pack
+from memfit.data._manifest import write_sealed
 from memfit.errors import DamagedError, DataError
 
 torch = pytest.importorskip("torch")
@@ -140,36 +142,70 @@ class Unknown:
 
 
 REFUSED = {
-    "set": ({"a": [0, {1, 2}]}, r"object 2\['a'\]\[1\] cannot be packed: it is a value of the type builtins.set"),
-    "object": (Unknown(), r"object 2 cannot be packed: it is a value of the type .*test_packed.Unknown"),
-    "key": ({Unknown: 1}, r"object 2\[<class .*>\] cannot be packed: it is a value of the type builtins.type"),
-    "named tuple": (Pair(1, 2), r"object 2 cannot be packed: it is a value of the type .*Pair"),
-    "ordered": ([OrderedDict()], r"object 2\[0\] cannot be packed: it is a value of the type collections.OrderedDict"),
-    "objects": ([np.array([None])], r"object 2\[0\] cannot be packed: it is an array of the dtype object"),
-    "masked": (np.ma.array([1]), r"object 2 cannot be packed: it is a value of the type numpy.ma"),
-    "bfloat16": (torch.ones(1, dtype=torch.bfloat16), r"object 2 cannot be packed: it is a tensor of torch.bfloat16"),
-    "sparse": (
-        torch.eye(2).to_sparse(),
-        r"object 2 cannot be packed: it is a tensor of torch.float32, torch.sparse_coo",
-    ),
+    "object": ({"a": [0, Unknown()]}, r"a value of the type .*test_packed.Unknown"),
+    "class": ({Unknown: 1}, r"a value of the type builtins.type"),
+    "function": ([len], r"a value of the type builtins.builtin_function_or_method"),
+    "named tuple": (Pair(1, 2), r"a value of the type .*Pair"),
+    "ordered": ([OrderedDict()], r"a value of the type collections.OrderedDict"),
+    "objects": ([np.array([None])], r"an array of the dtype object"),
+    "masked": (np.ma.array([1]), r"a value of the type numpy.ma"),
+    "bfloat16": (torch.ones(1, dtype=torch.bfloat16), r"a tensor of torch.bfloat16"),
+    "sparse": (torch.eye(2).to_sparse(), r"a tensor of torch.float32, torch.sparse_coo"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_kind_is_refused_with_its_place_and_leaves_nothing(name, tmp_path):
     value, message = REFUSED[name]
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=f"object 2 cannot be packed: it is or holds {message}") as caught:
         pack(iter([1, 2, value]), tmp_path / "packed")
     assert caught.value.rule
     assert caught.value.remedy
     assert not list(tmp_path.iterdir())
 
 
-def test_a_list_that_holds_itself_is_refused():
+def test_a_list_that_holds_itself_comes_back_and_one_that_is_nested_too_deep_is_refused():
     endless = []
     endless.append(endless)
-    with pytest.raises(DataError, match="nested more than 100 deep"):
-        pack([endless])
+    (found,) = pack([endless])
+    assert found[0] is found
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(DataError, match="object 0 cannot be packed: it is nested too deep"):
+        pack([deep])
+
+
+class Calls:
+    def __reduce__(self):
+        return Path.touch, (Path("called"),)
+
+
+@pytest.mark.parametrize(
+    "content", [pickle.dumps(Calls()), pickle.dumps(Path), pickle.dumps(np.arange(3))], ids=["call", "class", "array"]
+)
+def test_a_file_that_names_code_is_refused_when_it_is_read(content, tmp_path, monkeypatch):
+    """Packed objects may come from others: whoever wrote them cannot have a reader call anything."""
+    monkeypatch.chdir(tmp_path)
+    folder = pack([b"-" * 300], tmp_path / "packed").path
+    file = folder / "data.bin"
+    data = bytearray(file.read_bytes())
+    data[20 : 20 + len(content)] = content  # behind 16 bytes and the number of arrays, 0
+    file.write_bytes(data)
+    with pytest.raises(pickle.UnpicklingError, match="packed objects hold no code"):
+        PackedDataset.open(folder, verify="sizes")[0]
+    assert not (tmp_path / "called").exists()
+
+
+def test_packed_objects_of_memfit_0_1_are_refused_by_their_format(tmp_path):
+    pack([1], tmp_path / "packed")
+    fields = json.loads((tmp_path / "packed" / "manifest.json").read_text())
+    del fields["checksum"]
+    write_sealed(tmp_path / "packed", {**fields, "format": 1})
+    with pytest.raises(
+        DataError, match=r"has the packed objects format 1\.[^~]*make it again from its source, after rm"
+    ):
+        PackedDataset.open(tmp_path / "packed")
 
 
 def test_an_error_of_the_source_passes_through_and_leaves_nothing(tmp_path, monkeypatch):
@@ -232,7 +268,7 @@ def test_a_changed_byte_and_a_missing_one_are_found(tmp_path):
             PackedDataset.open(tmp_path / "packed", verify=verify)
     assert len(pickle.loads(pickle.dumps(data))) == 50
     file.write_bytes(content[:-1])
-    with pytest.raises(DamagedError, match=r"data.bin has \d+ bytes, not \d+"):
+    with pytest.raises(DamagedError, match=r"data.bin has \d+ bytes instead of \d+"):
         PackedDataset.open(tmp_path / "packed")
     file.unlink()
     with pytest.raises(DamagedError, match=r"data\.bin is not there"):
@@ -254,7 +290,7 @@ def test_a_folder_of_another_kind_is_refused(tmp_path, make_table):
     with pytest.raises(DataError, match=r"holds no packed objects: it has no manifest.json"):
         PackedDataset.open(tmp_path)
     panel = Panel.build(make_table(), tmp_path, features=["f0"])
-    with pytest.raises(DataError, match="it is a panel"):
+    with pytest.raises(DataError, match="describes panel"):
         PackedDataset.open(panel.path)
 
 
@@ -263,7 +299,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        with pytest.raises(DataError, match=r"could not be packed \(File too large\)"):
+        with pytest.raises(DataError, match=r"could not be written \(File too large\)"):
             pack([bytes(1 << 19)] * 20, tmp_path / "packed")
     finally:
         signal.signal(signal.SIGXFSZ, ignored)
@@ -284,11 +320,11 @@ pack(source(), {str(tmp_path / "packed")!r})
         for _ in range(10):
             packer.stdout.readline()
         packer.kill()
-    assert (tmp_path / ".packed.packing").exists()
+    assert (tmp_path / ".packed.building").exists()
     with pytest.raises(DataError):
         PackedDataset.open(tmp_path / "packed")
     assert list(pack([1], tmp_path / "packed")) == [1]
-    assert not (tmp_path / ".packed.packing").exists()
+    assert not (tmp_path / ".packed.building").exists()
 
 
 def test_packing_takes_memory_by_its_buffer_and_not_by_its_data(tmp_path):
@@ -339,7 +375,7 @@ def _try_to_pack(arguments):
 
 @pytest.mark.parametrize("value", [np.bytes_(b"x\0"), np.str_("x\0"), np.str_("\0")], ids=repr)
 def test_numpy_text_that_its_arrays_cut_is_refused(value, tmp_path):
-    with pytest.raises(DataError, match=r"object 1\['key'\] cannot be packed: it is a numpy.* that ends with a zero"):
+    with pytest.raises(DataError, match=r"object 1 cannot be packed: it is or holds a numpy.* that ends with a zero"):
         pack([1, {"key": value}])
     kept = [np.bytes_(b"\0x"), np.str_("x"), np.str_(""), value.item()]
     data = pack(kept)

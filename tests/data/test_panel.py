@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import pickle
 import re
@@ -13,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memfit.data import Panel
+from memfit.data import DateBatches, Panel
 from memfit.data._dtypes import encode
-from memfit.data._manifest import _sealed
+from memfit.data._manifest import MANIFEST, file_facts, write_sealed
 from memfit.errors import DataError
 
 NAMES = ["values", "targets", "present", "history", "dates"]
@@ -97,62 +99,6 @@ def test_bfloat16_rounds_to_the_nearest_and_to_even(bits: int) -> None:
     assert encode("bfloat16", np.array([np.nextafter(middle, exact)]), "f") == bits
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8"])
-def test_integers_are_kept_exactly_and_rows_that_are_absent_are_told_by_present(tmp_path: Path, dtype: str) -> None:
-    limits = np.iinfo(dtype)
-    table = pa.table(
-        {
-            "date": ["2024-01-02", "2024-01-02", "2024-01-03"],
-            "code": ["A", "B", "B"],
-            "sector": pa.array([limits.min, limits.max, 7], pa.uint8() if dtype == "uint8" else pa.int64()),
-            "ret": [0.5, None, 1.5],
-        }
-    )
-    panel = Panel.build(table, tmp_path, features=["sector"], targets=["ret"], dtype=dtype)
-    assert (panel.values.dtype, panel.targets.dtype) == (dtype, np.float32)
-    assert panel.values[:, :, 0].tolist() == [[limits.min, limits.max], [0, 7]]
-    np.testing.assert_array_equal(panel.targets[:, :, 0], [[0.5, np.nan], [np.nan, 1.5]])
-    assert panel.present.tolist() == [[True, True], [False, True]]
-    assert panel.history.tolist() == [[1, 1], [0, 2]]
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ([1.0, 2.5], "holds 2.5, which int8"),
-        ([1.0, None], "has no value in a row, which int8"),
-        ([1, 128], "holds 128, which int8"),
-        ([1.0, -129.0], "holds -129, which int8"),
-        ([1.0, float("inf")], "holds inf, which int8"),
-    ],
-)
-def test_what_an_integer_cannot_hold_is_refused(tmp_path: Path, values: list[Any], message: str) -> None:
-    table = pa.table({"date": ["2024-01-02", "2024-01-03"], "code": ["A", "A"], "f": values})
-    with pytest.raises(DataError, match=message):
-        Panel.build(table, tmp_path, features=["f"], dtype="int8")
-    assert not list(tmp_path.glob("[!.]*"))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_by_asset_holds_the_same_and_a_window_of_one_asset_is_one_block(
-    make_table: Callable[..., pa.Table], tmp_path: Path, dtype: str
-) -> None:
-    table = make_table(30, 130)
-    roles: dict[str, Any] = {"features": ["f0", "f1", "f2"], "targets": ["ret"], "dtype": dtype}
-    panel = Panel.build(table, tmp_path, order="asset", **roles)
-    other = Panel.build(table, tmp_path, **roles)
-    assert (panel.order, other.order, panel.fingerprint == other.fingerprint) == ("asset", "date", False)
-    assert panel.shape == other.shape == panel.values.shape
-    for name in NAMES:
-        np.testing.assert_array_equal(getattr(panel, name), getattr(other, name))
-    window = panel.values[5:25, 17]
-    assert window.flags.c_contiguous
-    assert not other.values[5:25, 17].flags.c_contiguous
-    assert not panel.values.flags.writeable
-    np.testing.assert_array_equal(np.load(panel.path / "values.npy"), other.values.transpose(1, 0, 2))
-    panel.verify()
-
-
 def test_the_first_and_last_row_of_an_asset_are_its_listing_and_delisting(tmp_path: Path) -> None:
     rows = {"A": ["02", "03", "04"], "B": ["03"], "C": ["02", "04"]}
     table = pa.Table.from_pylist(
@@ -163,11 +109,10 @@ def test_the_first_and_last_row_of_an_asset_are_its_listing_and_delisting(tmp_pa
     assert panel.last_dates.astype(str).tolist() == ["2024-01-04", "2024-01-03", "2024-01-04"]
 
 
-@pytest.mark.parametrize("order", ["date", "asset"])
 def test_eligible_are_full_windows_with_a_target_on_dates_of_enough_assets(
-    make_table: Callable[..., pa.Table], tmp_path: Path, order: Any
+    make_table: Callable[..., pa.Table], tmp_path: Path
 ) -> None:
-    panel = Panel.build(make_table(25, 9), tmp_path, features=["f0", "f1", "f2"], targets=["ret"], order=order)
+    panel = Panel.build(make_table(25, 9), tmp_path, features=["f0", "f1", "f2"], targets=["ret"])
     for lookback, target, min_assets in ((1, None, 1), (3, "ret", 1), (3, None, 3), (3, "ret", 4), (26, None, 1)):
         expected = np.zeros(panel.shape[:2], bool)
         for date in range(lookback - 1, 25):
@@ -186,13 +131,68 @@ def test_eligible_are_full_windows_with_a_target_on_dates_of_enough_assets(
 
 
 def test_a_panel_of_the_first_format_is_still_read(panel: Panel) -> None:
-    file = panel.path / "manifest.json"
-    fields = {name: value for name, value in json.loads(file.read_text()).items() if name != "checksum"}
-    del fields["key"]["order"]
-    file.write_text(_sealed({**fields, "format": 1}))
+    fields = json.loads((panel.path / MANIFEST).read_text())
+    del fields["key"]["order"], fields["checksum"]
+    write_sealed(panel.path, {**fields, "format": 1})
     old = Panel.open(panel.path, verify="full")
-    assert (old.order, old.parent, old.dtype) == ("date", None, "float32")
+    assert (old.parent, old.dtype) == (None, "float32")
     np.testing.assert_array_equal(old.values, panel.values)
+
+
+def write_as_memfit_0_1(panel: Panel, arrays: dict[str, Any], **key: str) -> Panel:
+    """Give a panel other arrays, as memfit 0.1 could build them, and return it opened."""
+    fields = json.loads((panel.path / MANIFEST).read_text())
+    del fields["checksum"]
+    fields["key"] |= key
+    for name, array in arrays.items():
+        np.save(panel.path / f"{name}.npy", array)
+        fields["arrays"][name] = {"dtype": array.dtype.str, "shape": list(array.shape)}
+        fields["files"][f"{name}.npy"] = file_facts(panel.path / f"{name}.npy")
+    write_sealed(panel.path, fields)
+    return Panel.open(panel.path, verify="full")
+
+
+def test_a_panel_of_memfit_0_1_that_lies_by_asset_is_read_and_not_appended_to(
+    make_table: Callable[..., pa.Table], tmp_path: Path
+) -> None:
+    roles: dict[str, Any] = {"features": ["f0", "f1", "f2"], "targets": ["ret"]}
+    expected = Panel.build(make_table(30, 13), tmp_path / "expected", **roles)
+    made = Panel.build(make_table(30, 13), tmp_path / "made", **roles)
+    arrays = {name: getattr(expected, name).transpose(1, 0, 2).copy() for name in ("values", "targets")}
+    old = write_as_memfit_0_1(made, arrays, order="asset")
+    assert old.values[5:25, 7].flags.c_contiguous
+    np.testing.assert_array_equal(old.values, expected.values)
+    for left, right in zip(
+        *(DateBatches(one, range(30), lookback=3, target="ret") for one in (old, expected)), strict=True
+    ):
+        np.testing.assert_array_equal(left.windows, right.windows)
+        np.testing.assert_array_equal(left.targets, right.targets)
+    for one, name in ((old, "old.feather"), (expected, "new.feather")):
+        one.export(tmp_path / name)
+    assert (tmp_path / "old.feather").read_bytes() == (tmp_path / "new.feather").read_bytes()
+    with pytest.raises(DataError, match=r"lies by asset[^~]*build it anew from the whole source"):
+        old.append(make_table(30, 13))
+
+
+def test_a_panel_of_integers_of_memfit_0_1_is_read_and_exported(
+    make_table: Callable[..., pa.Table], tmp_path: Path
+) -> None:
+    made = Panel.build(make_table(5, 4), tmp_path, features=["f0"])
+    old = write_as_memfit_0_1(made, {"values": np.arange(20, dtype=np.int8).reshape(5, 4, 1)}, dtype="int8")
+    assert (old.dtype, old.values.dtype) == ("int8", np.int8)
+    assert old.values.ravel().tolist() == list(range(20))
+    old.export(tmp_path / "out.parquet")
+    assert pq.read_table(tmp_path / "out.parquet")["f0"].to_pylist() == np.arange(20)[old.present.ravel()].tolist()
+    with pytest.raises(DataError, match="holds int8"):
+        old.append(make_table(5, 4))
+
+
+def test_the_fingerprint_and_the_bytes_of_a_panel_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    rows = pa.table({"date": ["2024-01-02", "2024-01-02", "2024-01-03"], "code": ["A", "B", "B"], "f": [1.0, 2.0, 3.0]})
+    panel = Panel.build(rows, tmp_path, features=["f"])
+    later = pa.table({"date": ["2024-01-04"], "code": ["A"], "f": [4.0]})
+    assert (panel.fingerprint[:16], panel.append(later).fingerprint[:16]) == ("d2b8bd9a81306a85", "e28ae8da9df3b9c7")
+    assert hashlib.sha256((panel.path / MANIFEST).read_bytes()).hexdigest()[:16] == "9d9d3acecfd507da"
 
 
 def test_the_newest_panel_of_a_cache_folder_is_found(panel: Panel, make_table: Callable[..., pa.Table]) -> None:

@@ -41,17 +41,11 @@ def varied_table() -> pa.Table:
     )
 
 
-def write_stream(table: pa.Table, path: Path) -> None:
-    with pa.ipc.new_stream(path, table.schema) as writer:
-        writer.write_table(table)
-
-
 WRITERS: dict[str, Callable[[pa.Table, Path], Any]] = {
     "parquet": lambda table, path: pq.write_table(table, path, row_group_size=20_000),
     "parquet without statistics": lambda table, path: pq.write_table(table, path, write_statistics=False),
     "feather": lambda table, path: feather.write_feather(table, path, compression="uncompressed"),
     "compressed feather": lambda table, path: feather.write_feather(table, path, compression="zstd"),
-    "stream": write_stream,
 }
 
 
@@ -62,7 +56,7 @@ def test_every_columns_size_in_memory_is_predicted_within_ten_percent(tmp_path: 
     read = pq.read_table(path) if writer.startswith("parquet") else None
     if read is None:
         with pa.memory_map(str(path)) as mapped:
-            read = (pa.ipc.open_stream if writer == "stream" else pa.ipc.open_file)(mapped).read_all()
+            read = pa.ipc.open_file(mapped).read_all()
     sizes = column_sizes(path)
     assert [size.name for size in sizes] == read.column_names
     for size in sizes:

@@ -16,7 +16,8 @@ import pytest
 
 from memfit.data import Panel
 from memfit.data import _source as source_module
-from memfit.data._source import Source, chunk_digests
+from memfit.data._manifest import chunk_digests
+from memfit.data._source import Source
 from memfit.errors import DataError
 
 DAYS = [datetime.date(2024, 1, 31), datetime.date(1969, 12, 31)]
@@ -134,16 +135,10 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         Panel.build(table, tmp_path, features=["f0"])
 
 
-def write_stream(table: pa.Table, path: Path) -> None:
-    with pa.ipc.new_stream(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=20)
-
-
 FORMATS: dict[str, Callable[[pa.Table, Path], Any]] = {
     "row_groups.parquet": lambda table, path: pq.write_table(table, path, row_group_size=13),
     "plain.feather": lambda table, path: feather.write_feather(table, path, compression="uncompressed"),
     "compressed.feather": lambda table, path: feather.write_feather(table, path, compression="lz4", chunksize=20),
-    "stream.arrows": write_stream,
 }
 
 
@@ -166,7 +161,7 @@ def test_a_folder_stands_for_its_files_of_any_format(make_table: Callable[..., p
     table, folder = make_table(), tmp_path / "source"
     (folder / "deeper").mkdir(parents=True)
     pq.write_table(table.slice(0, 20), folder / "deeper" / "a.parquet")
-    write_stream(table.slice(20), folder / "b.arrows")
+    feather.write_feather(table.slice(20), folder / "b.arrow")
     (folder / "notes.txt").write_text("no data")
     found = Panel.build(folder, tmp_path / "panels", features=["f0"])
     np.testing.assert_array_equal(found.values, Panel.build(table, tmp_path / "panels", features=["f0"]).values)
@@ -189,6 +184,7 @@ def test_a_column_may_have_another_type_in_another_file(tmp_path: Path) -> None:
         ("empty_folder", "folder", "holds no Parquet or Arrow file"),
         ("data.csv", b"date,code\n", "neither a Parquet nor an Arrow file: it begins with b'date,c'"),
         ("empty", b"", "neither a Parquet nor an Arrow file"),
+        ("data.arrows", b"\xff\xff\xff\xff\0", r"is an Arrow IPC stream[^~]*pyarrow.ipc.open_stream"),
         ("torn.parquet", b"PAR1\0\0\0\0PAR", "torn.parquet cannot be read"),
         ("torn.arrow", b"ARROW1\0\0\0\0", "torn.arrow cannot be read"),
     ],
@@ -222,7 +218,8 @@ def test_a_page_that_is_damaged_in_the_source_is_refused_by_name(
 
 
 def test_memory_running_out_in_a_reader_stays_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(MemoryError), source_module.reading(tmp_path):
+    pq.write_table(pa.table({"f0": [1.0]}), tmp_path / "source.parquet")
+    with pytest.raises(MemoryError), source_module.opened(tmp_path / "source.parquet"):
         raise pa.ArrowMemoryError("malloc of size 1 failed")
 
 
@@ -235,7 +232,7 @@ def test_rows_come_in_the_sources_order_in_small_batches(make_table: Callable[..
 
 
 def test_chunks_are_hashed_each_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.data._chunks.CHUNK_BYTES", 3 << 20)
+    monkeypatch.setattr("memfit.data._manifest.CHUNK_BYTES", 3 << 20)
     content = np.random.default_rng(0).bytes((6 << 20) + 5)
     (tmp_path / "file").write_bytes(content)
     digests = list(chunk_digests(tmp_path / "file"))

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from typer import Option
 
-from memfit.cli._settings import with_flags
 from memfit.cli._terminal import AsJson, console
-from memfit.errors import UsageError
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,29 +34,19 @@ Sources = Annotated[
 _NUM_NAMED = 12
 
 
-@dataclass(frozen=True)
-class BuildFlags:
-    """The flags of ``memfit panel build``."""
-
-    index: Annotated[str, Option(help="The columns of dates and of asset codes.", metavar="DATE,ASSET")]
+@panel.command(short_help="Build a panel, or find the one that is there.")
+def build(
+    sources: Sources,
+    *,
+    index: Annotated[str, Option(help="The columns of dates and of asset codes.", metavar="DATE,ASSET")],
     features: Annotated[
         list[str], Option(help="Names, or quoted patterns such as 'f*'; commas between them.", metavar="NAMES")
-    ]
-    output: Annotated[Path, Option("--output", "-o", help="The cache folder.", metavar="FOLDER")]
-    targets: Annotated[list[str] | None, Option(help="The same, for targets.", metavar="NAMES")] = None
-    dtype: Annotated[
-        str, Option(help="float32, float64, float16, bfloat16, int8 to int64 or uint8.", metavar="TYPE")
-    ] = "float32"
-    order: Annotated[
-        Literal["date", "asset"],
-        Option(help="What lies together: all assets of one date, or all dates of one asset."),
-    ] = "date"
-    as_json: AsJson = False
-
-
-@panel.command(short_help="Build a panel, or find the one that is there.")
-@with_flags
-def build(sources: Sources, *, flags: BuildFlags) -> None:
+    ],
+    output: Annotated[Path, Option("--output", "-o", help="The cache folder.", metavar="FOLDER")],
+    targets: Annotated[list[str] | None, Option(help="The same, for targets.", metavar="NAMES")] = None,
+    dtype: Annotated[str, Option(help="float32, float64, float16 or bfloat16.", metavar="TYPE")] = "float32",
+    as_json: AsJson = False,
+) -> None:
     """Build a panel from files, once; the same command again finds it, and checks every byte of it.
 
     memfit panel build prices.parquet --index date,code --features 'f*' --targets ret -o panels/
@@ -72,26 +59,19 @@ def build(sources: Sources, *, flags: BuildFlags) -> None:
     """
     from memfit.data import Panel, match_columns
 
-    date, asset = _index(flags.index)
-    wanted = match_columns(sources, _words(flags.targets or []), taken=[date, asset])
-    found = match_columns(sources, _words(flags.features), taken=[date, asset, *wanted.names])
+    keys = _words([index])
+    wanted = match_columns(sources, _words(targets or []), taken=keys)
+    found = match_columns(sources, _words(features), taken=[*keys, *wanted.names])
     with _bar("building") as progress:
         built = Panel.build(
-            sources,
-            flags.output,
-            index=(date, asset),
-            features=found.names,
-            targets=wanted.names,
-            dtype=flags.dtype,
-            order=flags.order,
-            progress=progress,
+            sources, output, index=keys, features=found.names, targets=wanted.names, dtype=dtype, progress=progress
         )
     left_out = [*wanted.left_out, *found.left_out]
     more = {"reused": built.reused, "changed": list(built.changed), "left_out": left_out}
     lines = [f"{built.path}: {'was there already' if built.reused else 'built'}, {_shape(built)}", *_columns(built)]
     lines += [f"  left out: {', '.join(left_out)}"] if left_out else []
     lines += [f"  differs from the panel before it in: {', '.join(built.changed)}"] if built.changed else []
-    _answer(_facts(built) | more, lines, as_json=flags.as_json)
+    _answer(_facts(built) | more, lines, as_json=as_json)
 
 
 @panel.command(short_help="Show what a panel holds.")
@@ -131,27 +111,19 @@ def verify(path: Where, as_json: AsJson = False) -> None:
 
 
 @panel.command(short_help="Write a version with later dates, which shares the old bytes.")
-def append(
-    path: Where,
-    sources: Sources,
-    new_assets: Annotated[
-        Literal["refuse", "copy"],
-        Option(help="Assets that the panel has not: refuse them, or copy it into a wider one, sharing nothing."),
-    ] = "refuse",
-    as_json: AsJson = False,
-) -> None:
+def append(path: Where, sources: Sources, as_json: AsJson = False) -> None:
     """Write a version of a panel with a source's later dates beside it; the old version stays as it is.
 
     memfit panel append panels/ today.parquet
 
     The new version shares the old one's bytes on disk and in memory; only the new dates are written. The source has the
-    same columns and only dates after the last one.
+    same columns, no new asset, and only dates after the last one.
 
     Exit codes: 0 done, 2 bad input, a full disk, or a panel that is damaged.
     """
     old = _open(path)
     with _bar("appending") as progress:
-        new = old.append(sources, new_assets=new_assets, progress=progress)
+        new = old.append(sources, progress=progress)
     more = {"reused": new.reused, "num_new_dates": new.shape[0] - old.shape[0]}
     lines = [
         f"{new.path}: {'was there already' if new.reused else 'appended'}, {_shape(new)}",
@@ -196,7 +168,7 @@ def prune_(
 def export(
     path: Where,
     output: Annotated[
-        Path, Option("--output", "-o", help="A .parquet, .feather, .arrow, .ipc or .arrows file.", metavar="FILE")
+        Path, Option("--output", "-o", help="A .parquet, .feather, .arrow or .ipc file.", metavar="FILE")
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -230,18 +202,6 @@ def _open(path: Path) -> Panel:
     from memfit.data import Panel
 
     return Panel.newest(path)
-
-
-def _index(text: str) -> tuple[str, str]:
-    words = _words([text])
-    if len(set(words)) != 2 or len(words) != 2:
-        named = f"{len(words)} columns" if len(words) != 2 else "one column twice"
-        raise UsageError(
-            f"--index {text} names {named}.",
-            rule="the index is the column of dates and the column of asset codes, with a comma between them.",
-            remedy="write for example --index date,code",
-        )
-    return words[0], words[1]
 
 
 def _words(texts: list[str]) -> list[str]:
@@ -282,7 +242,6 @@ def _facts(found: Panel) -> dict[str, Any]:
         "features": list(found.feature_names),
         "targets": list(found.target_names),
         "dtype": found.dtype,
-        "order": found.order,
         "bytes": found.nbytes,
         "shared_bytes": found.shared_bytes,
         "parameters": dict(found.parameters),
@@ -292,7 +251,7 @@ def _facts(found: Panel) -> dict[str, Any]:
 def _shape(found: Panel) -> str:
     num_dates, num_assets, num_features = found.shape
     shape = f"{num_dates} dates x {num_assets} assets x {num_features} features"
-    return f"{shape}, {found.dtype} by {found.order}, {format_bytes(found.nbytes)}"
+    return f"{shape}, {found.dtype}, {format_bytes(found.nbytes)}"
 
 
 def _columns(found: Panel) -> list[str]:

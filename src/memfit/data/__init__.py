@@ -12,7 +12,6 @@ from memfit.successors import missing_name
 
 if TYPE_CHECKING:
     from memfit.data._batches import DateBatch, DateBatches, WindowBatch, windows
-    from memfit.data._columns import Columns, match_columns
     from memfit.data._loader import Loader
     from memfit.data._loader_footprint import loader_footprint
     from memfit.data._measure import measure_loader
@@ -22,13 +21,14 @@ if TYPE_CHECKING:
     from memfit.data._panel import Panel
     from memfit.data._sequences import SequenceLoader
     from memfit.data._sizes import ColumnSize, column_sizes
+    from memfit.data._source import Columns, match_columns
     from memfit.data._verdict import Choice, LoaderReport, Pace, Verdict, choose_num_workers, verdict
     from memfit.data._versions import Version, prune
 
 _HOMES = {
     "Choice": "_verdict",
     "ColumnSize": "_sizes",
-    "Columns": "_columns",
+    "Columns": "_source",
     "DateBatch": "_batches",
     "DateBatches": "_batches",
     "Loader": "_loader",
@@ -48,7 +48,7 @@ _HOMES = {
     "choose_num_workers": "_verdict",
     "column_sizes": "_sizes",
     "loader_footprint": "_loader_footprint",
-    "match_columns": "_columns",
+    "match_columns": "_source",
     "measure_loader": "_measure",
     "pack": "_packed",
     "prune": "_versions",

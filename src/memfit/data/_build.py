@@ -1,9 +1,15 @@
-"""Building a panel's files: by one process at a time, written aside, checksummed and renamed into place."""
+"""Writing a panel's files: a build, or a later version that goes on from another one; one process at a time.
+
+A build is an append to nothing. What a version adds to an array goes into one new file, and the files of the version
+before it are shared.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -15,34 +21,144 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from memfit.data._arrow import numpy_of
-from memfit.data._dtypes import encode, is_finite, missing, storage, target_dtype
-from memfit.data._manifest import ASSETS, DATES, FORMAT_VERSION, Manifest, canonical_json, read_manifest
+from memfit.data._arrow import numpy_of, text_of
+from memfit.data._dtypes import FLOATS, dtype_name, encode, is_finite, missing, storage, target_dtype
+from memfit.data._manifest import (
+    ASSETS,
+    DATES,
+    FORMAT_VERSION,
+    Manifest,
+    canonical_json,
+    check_from,
+    damaged,
+    file_facts,
+)
 from memfit.data._publish import (
     FreeBytes,
     Progress,
     check_space,
     free_bytes,
     locked,
+    panel_lock,
     progress_events,
-    seal,
     source_changed,
     sweep,
-    write_manifest,
     writing,
 )
+from memfit.data._segments import CUT_BYTES, array_files, file_name, header, map_array, num_bytes
 from memfit.data._source import Source, check_columns, decode_assets, decode_dates, decode_numbers
-from memfit.data._spec import Axes, PanelSpec
 from memfit.data._versions import newest
 from memfit.errors import DataError
+
+Array = npt.NDArray[Any]
 
 #: Raise it whenever the same source and parameters would give other values: panels built before are then a miss.
 BUILD_VERSION = 1
 
-#: Assets whose history is reckoned together where a panel lies by asset.
-_ASSETS_AT_ONCE = 64
+#: What a panel takes beside its arrays: labels and the manifest.
+_SLACK_BYTES = 1 << 20
+#: What a file system answers that has no hard links.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
-Array = npt.NDArray[Any]
+
+@dataclass(frozen=True)
+class PanelSpec:
+    """What to build from a source: columns by role, the type of the values, and the caller's own parameters."""
+
+    date: str
+    asset: str
+    features: tuple[str, ...]
+    targets: tuple[str, ...]
+    dtype: str
+    parameters: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, index: Any, features: Any, targets: Any, dtype: Any, parameters: Mapping[str, Any]) -> PanelSpec:
+        """Return the spec of a build, its parameters as JSON gives them back.
+
+        Raises:
+            DataError: If it cannot be built.
+        """
+        names = () if isinstance(index, str) else tuple(index)
+        if len(names) != 2 or names[0] == names[1] or not all(isinstance(name, str) for name in names):
+            raise DataError(
+                f"index is {index!r}.",
+                rule="it names two different columns: that of dates and that of asset codes.",
+                remedy='pass index=("date", "code"), or --index date,code',
+            )
+        for role, columns in (("features", features), ("targets", targets)):
+            if len(set(columns)) != len(columns) or (role == "features" and not columns):
+                raise DataError(
+                    f"{role} is {list(columns)}.",
+                    rule="a panel has at least one feature; features are named once each, and so are targets.",
+                    remedy=f"pass {role}=[...] with different column names",
+                )
+        try:
+            plain = json.loads(json.dumps(dict(parameters), sort_keys=True, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"the panel's parameters cannot be written as JSON: {error}",
+                rule="parameters are part of the panel's fingerprint, so they are plain values.",
+                remedy="pass numbers, text, lists and mappings of them",
+            ) from error
+        return cls(names[0], names[1], tuple(features), tuple(targets), dtype_name(dtype), plain)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        return self.features + self.targets
+
+    def empty_arrays(self, num_assets: int) -> dict[str, dict[str, Any]]:
+        """Dtype and shape of each array of a panel without dates, as its manifest has them."""
+        values, targets = storage(self.dtype).str, storage(target_dtype(self.dtype)).str
+        return {
+            "values": {"dtype": values, "shape": [0, num_assets, len(self.features)]},
+            "targets": {"dtype": targets, "shape": [0, num_assets, len(self.targets)]},
+            "present": {"dtype": "|b1", "shape": [0, num_assets]},
+            "history": {"dtype": "<i4", "shape": [0, num_assets]},
+        }
+
+
+@dataclass(frozen=True)
+class Base:
+    """The version to append to: its folder, manifest, dates and assets."""
+
+    path: Path
+    manifest: Manifest
+    dates: npt.NDArray[np.datetime64]
+    assets: tuple[str, ...]
+
+    def spec(self) -> PanelSpec:
+        """Return what it was built with; a DataError if no version can go on from it."""
+        key = self.manifest.key
+        if key.get("order") == "asset" or key["dtype"] not in FLOATS:
+            what = "lies by asset" if key.get("order") == "asset" else f"holds {key['dtype']}"
+            raise DataError(
+                f"{self.path} {what}, as memfit 0.1 could build it, and cannot be appended to.",
+                rule="memfit reads such a panel; it writes floats by date alone.",
+                remedy="build it anew from the whole source: Panel.build(...) or memfit panel build",
+            )
+        fields = {name: key[name] for name in PanelSpec.__dataclass_fields__}
+        return PanelSpec(**{**fields, "features": tuple(key["features"]), "targets": tuple(key["targets"])})
+
+    def check_later(self, axes: _Axes) -> None:
+        """Refuse dates that are not after the last one, and assets that the panel has not."""
+        old = axes.dates[axes.dates <= self.dates[-1]]
+        if len(old):
+            raise DataError(
+                f"{len(old)} of the source's {len(axes.dates)} dates are not after the panel's last, {self.dates[-1]}; "
+                f"the first is {old[0]}.",
+                rule="a later version shares the old one's bytes, so what is there can be neither restated nor added "
+                "to.",
+                remedy=f"pass only rows after {self.dates[-1]}, or build a panel anew from the whole source",
+            )
+        unknown = sorted(set(axes.assets.to_pylist()).difference(self.assets))
+        if unknown:
+            raise DataError(
+                f"the source has {len(unknown)} assets that the panel has not: {', '.join(unknown[:5])}"
+                + (", ..." if len(unknown) > 5 else "."),
+                rule="every date of a panel has room for the same assets, so that a new one changes the layout of all.",
+                remedy="build a panel anew from the whole source, or drop those rows",
+            )
 
 
 @dataclass(frozen=True)
@@ -54,18 +170,109 @@ class Built:
     changed: tuple[str, ...] = ()
 
 
-def build_panel(
+@dataclass(frozen=True)
+class _Axes:
+    """The dates and assets of a source, sorted, and the number of its rows."""
+
+    dates: npt.NDArray[np.datetime64]
+    assets: pa.Array
+    num_rows: int
+
+    @classmethod
+    def of(cls, source: Source, spec: PanelSpec) -> _Axes:
+        """The first pass over a source."""
+        dates = np.empty(0, "datetime64[D]")
+        assets: set[str] = set()
+        num_rows = 0
+        for batch in source.batches([spec.date, spec.asset]):
+            dates = np.union1d(dates, decode_dates(batch.column(spec.date), spec.date))
+            assets.update(pc.unique(decode_assets(batch.column(spec.asset), spec.asset)).to_pylist())
+            num_rows += batch.num_rows
+        if not num_rows:
+            raise DataError("the source has no rows.", rule="a panel has at least one.", remedy="name another source")
+        return cls(dates, text_of(sorted(assets)), num_rows)
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """An array that grows by dates: the files that stay, and the bytes of its stream that a new file takes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_new: int
+    kept: tuple[tuple[str, int], ...]
+    start: int
+    end_before: int
+    end: int
+
+    @classmethod
+    def of(cls, name: str, facts: Mapping[str, Any], num_new: int) -> _Growth:
+        before = tuple(facts["shape"])
+        shape = (before[0] + num_new, *before[1:])
+        end_before, end = num_bytes(facts["dtype"], before), num_bytes(facts["dtype"], shape)
+        start = end_before // CUT_BYTES * CUT_BYTES
+        kept = tuple((file, at) for file, at in array_files(name, facts) if at < start)
+        return cls(name, facts["dtype"], shape, num_new, kept, start, end_before, end)
+
+    @property
+    def file(self) -> str:
+        return file_name(self.name, self.start)
+
+    def facts(self) -> dict[str, Any]:
+        files = [*self.kept, (self.file, self.start)]
+        more = {"segments": [list(file) for file in files]} if len(files) > 1 else {}
+        return {"dtype": self.dtype, "shape": list(self.shape), **more}
+
+    def create(self, base: Base | None, aside: Path) -> tuple[np.memmap[Any, Any], Array]:
+        """The new file, mapped, with what it repeats of the old ones; and in it the new dates, all zeros."""
+        path = aside / self.file
+        with open(path, "wb") as file:
+            file.truncate(self.end - self.start)
+        _allocate(path)
+        content = np.memmap(path, np.uint8, "r+")
+        size = self.end_before - self.start
+        if base is not None:
+            content[:size] = np.frombuffer(self._repeated(base), np.uint8)
+        if self.start == 0:
+            first = header(self.dtype, self.shape)
+            content[: len(first)] = np.frombuffer(first, np.uint8)
+        shape = (self.num_new, *self.shape[1:])
+        return content, np.ndarray(shape, np.dtype(self.dtype), buffer=content.data, offset=size)
+
+    def _repeated(self, base: Base) -> bytes:
+        """The last bytes of the old version, from the cut on, once they are checked; of `history` all it has."""
+        old, at = array_files(self.name, base.manifest.arrays[self.name])[-1]
+        check_from(base.path / old, base.manifest.files[old], self.start - at if self.name != "history" else 0)
+        with open(base.path / old, "rb") as file:
+            file.seek(self.start - at)
+            repeated = file.read()
+        if len(repeated) != self.end_before - self.start:
+            raise damaged(base.path / old, "does not end where its array does")
+        return repeated
+
+
+def write_panel(
     spec: PanelSpec,
     source: Source,
     directory: Path,
     *,
+    base: Base | None = None,
     progress: Progress | None = None,
     free: FreeBytes = free_bytes,
 ) -> Built:
-    """Find the panel of this source and spec in a cache folder, or build it there; see `Panel.build`."""
-    spec = spec.check()
+    """Find the panel of a source in a cache folder, or write it there; see `Panel.build` and `Panel.append`.
+
+    Args:
+        spec: What to build.
+        source: The rows; with a base, those of later dates.
+        directory: The cache folder.
+        base: The version that the panel goes on from.
+        progress: Called with (rows done, rows in all).
+        free: Gives the bytes that may still be written in a folder.
+    """
     stamp = source.stamp()
-    key = source_key(source, spec)
+    key = _key(spec, source) | ({"parent": base.manifest.fingerprint} if base else {})
     fingerprint = fingerprint_of(key)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory.resolve() / fingerprint[:16]
@@ -75,24 +282,36 @@ def build_panel(
         if path.exists():
             return Built(path, reused=True)
         sweep(path)
-        changed = _differences(path.parent, key)
-        axes = Axes.of(source, spec)
+        changed = () if base else _differences(path.parent, key)
+        axes = _Axes.of(source, spec)
+        num_rows = axes.num_rows
+        if base:
+            base.check_later(axes)
+            axes = _Axes(axes.dates, text_of(base.assets), num_rows)
+            num_rows += base.manifest.num_rows
+        arrays = base.manifest.arrays if base else spec.empty_arrays(len(axes.assets))
+        growths = [_Growth.of(name, facts, len(axes.dates)) for name, facts in arrays.items()]
         shape = f"{len(axes.dates)} dates x {len(axes.assets)} assets x {len(spec.features)} features"
-        check_space(path.parent, f"a panel of {shape}", axes.num_bytes(spec), free(path.parent))
-        with writing(path, axes.num_bytes(spec)) as aside:
-            arrays = _write_arrays(aside, source, spec, axes, progress or progress_events())
+        what = f"a version with {len(axes.dates)} more dates" if base else f"a panel of {shape}"
+        needed = _SLACK_BYTES + sum(one.end - one.start for one in growths)
+        check_space(path.parent, what, needed, free(path.parent))
+        with writing(path, "the panel", needed) as aside:
+            known = _share(base, aside, growths, free) if base else {}
+            _write_arrays(base, aside, spec, source, axes, growths, progress or progress_events())
             if source.stamp() != stamp:
                 raise source_changed()
-            write_manifest(aside, Manifest(fingerprint, key, axes.num_rows, arrays, seal(aside)))
+            files = _force(aside, known)
+            Manifest(fingerprint, key, num_rows, {one.name: one.facts() for one in growths}, files).write(aside)
     return Built(path, reused=False, changed=changed)
 
 
-def source_key(source: Source, spec: PanelSpec) -> dict[str, Any]:
+def _key(spec: PanelSpec, source: Source) -> dict[str, Any]:
     """All that the values depend on: content of the source, columns and types, parameters, code version."""
     columns = check_columns(source, date=spec.date, asset=spec.asset, numbers=spec.numbers)
     content = source.content_digest(date=spec.date, asset=spec.asset, numbers=spec.numbers)
     versions = {"format": FORMAT_VERSION, "build_version": BUILD_VERSION}
-    return {**versions, "content": content, "columns": columns, **asdict(spec)}
+    # memfit 0.1 also built panels that lie by asset; the entry keeps the fingerprints of the others.
+    return {**versions, "content": content, "columns": columns, **asdict(spec), "order": "date"}
 
 
 def fingerprint_of(key: Mapping[str, Any]) -> str:
@@ -103,39 +322,78 @@ def fingerprint_of(key: Mapping[str, Any]) -> str:
 def _differences(directory: Path, key: Mapping[str, Any]) -> tuple[str, ...]:
     """The parts of the key in which a new panel differs from the newest one beside it: why that one was a miss."""
     try:
-        old = read_manifest(newest(directory)).key
+        old = Manifest.read(newest(directory)).key
     except DataError:
         return ()
     return tuple(name for name in key if old.get(name) != key[name])
 
 
+def _share(base: Base, new: Path, growths: list[_Growth], free: FreeBytes) -> dict[str, Any]:
+    """Name the old version's files in the new folder too; where the file system has no links, copy them.
+
+    Returns:
+        What the old manifest says of the shared files.
+    """
+    files = [ASSETS, *(file for growth in growths for file, _ in growth.kept)]
+    with panel_lock(base.path):  # so that nobody removes the old version meanwhile
+        for number, file in enumerate(files):
+            try:
+                os.link(base.path / file, new / file)
+            except FileNotFoundError:
+                raise damaged(base.path / file, "is not there") from None
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                _copy(base.path, new, files[number:], free)
+                break
+    return {file: base.manifest.files[file] for file in files}
+
+
+def _copy(old: Path, new: Path, files: list[str], free: FreeBytes) -> None:
+    needed = sum((old / file).stat().st_size for file in files)
+    check_space(new.parent, "a copy of the old version, for want of hard links,", needed, free(new.parent))
+    for file in files:
+        shutil.copyfile(old / file, new / file)
+        _fsync(new / file)
+
+
+def _fsync(file: Path) -> None:
+    with open(file, "r+b") as opened:
+        os.fsync(opened.fileno())
+
+
+def _force(aside: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Force each file to disk; its size and checksums by name, those of shared files as they are known."""
+    files = dict(known)
+    for file in sorted(aside.iterdir()):
+        if file.name not in known:
+            _fsync(file)
+            files[file.name] = file_facts(file)
+    return dict(sorted(files.items()))
+
+
 def _write_arrays(
-    aside: Path, source: Source, spec: PanelSpec, axes: Axes, progress: Progress
-) -> dict[str, dict[str, Any]]:
-    layout = axes.layout(spec)
-    arrays = {name: create(aside / f"{name}.npy", dtype, shape) for name, (dtype, shape) in layout.items()}
-    scatter(source, spec, axes, arrays, progress)
-    (finish_by_date if spec.order == "date" else _finish_by_asset)(arrays, spec)
-    for array in arrays.values():
-        array.flush()
-    np.save(aside / DATES, axes.dates)
-    write_assets(aside, axes.assets)
-    return {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in layout.items()}
+    base: Base | None,
+    aside: Path,
+    spec: PanelSpec,
+    source: Source,
+    axes: _Axes,
+    growths: list[_Growth],
+    progress: Progress,
+) -> None:
+    created = {growth.name: growth.create(base, aside) for growth in growths}
+    arrays = {name: rows for name, (_, rows) in created.items()}
+    _scatter(source, spec, axes, arrays, progress)
+    before = np.array(map_array(base.path, "history", base.manifest.arrays["history"])[-1]) if base else None
+    _finish(arrays, spec, before)
+    for content, _ in created.values():
+        content.flush()
+    np.save(aside / DATES, np.concatenate([base.dates, axes.dates]) if base else axes.dates)
+    if base is None:
+        (aside / ASSETS).write_text(json.dumps(axes.assets.to_pylist(), ensure_ascii=True) + "\n")
 
 
-def write_assets(folder: Path, assets: pa.Array) -> None:
-    """The asset codes as JSON."""
-    (folder / ASSETS).write_text(json.dumps(assets.to_pylist(), ensure_ascii=True) + "\n")
-
-
-def create(path: Path, dtype: str, shape: tuple[int, ...]) -> np.memmap[Any, Any]:
-    """A new array of zeros in a mapped ``.npy`` file."""
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=shape)
-    allocate(path)
-    return array
-
-
-def allocate(path: Path) -> None:
+def _allocate(path: Path) -> None:
     """Take the disk blocks of a new file that holds zeros: a full disk fails here and not as SIGBUS later."""
     size = path.stat().st_size
     with open(path, "r+b") as file:
@@ -143,15 +401,13 @@ def allocate(path: Path) -> None:
             os.posix_fallocate(file.fileno(), 0, size)
             return
         for start in range(0, size, 1 << 20):
-            piece = os.pread(file.fileno(), min(1 << 20, size - start), start)
-            os.pwrite(file.fileno(), piece, start)
+            os.pwrite(file.fileno(), bytes(min(1 << 20, size - start)), start)
 
 
-def scatter(source: Source, spec: PanelSpec, axes: Axes, arrays: Mapping[str, Array], progress: Progress) -> None:
-    """The second pass over a source: each row into its cell of arrays as they lie in their files."""
-    num_dates, num_assets = arrays["present"].shape
-    num_cells = num_dates * num_assets
-    cells = {name: array.reshape(num_cells, *array.shape[2:]) for name, array in arrays.items()}
+def _scatter(source: Source, spec: PanelSpec, axes: _Axes, arrays: Mapping[str, Array], progress: Progress) -> None:
+    """The second pass over a source: each row into its cell."""
+    num_assets = len(axes.assets)
+    cells = {name: array.reshape(len(axes.dates) * num_assets, *array.shape[2:]) for name, array in arrays.items()}
     dtypes = {"values": spec.dtype, "targets": target_dtype(spec.dtype)}
     done = 0
     for batch in source.batches([spec.date, spec.asset, *spec.numbers]):
@@ -160,17 +416,16 @@ def scatter(source: Source, spec: PanelSpec, axes: Axes, arrays: Mapping[str, Ar
         cell = date * num_assets + asset
         _refuse_duplicates(cell, cells["present"], axes)
         cells["present"][cell] = True
-        place = cell if spec.order == "date" else asset * num_dates + date
         for name, columns in (("values", spec.features), ("targets", spec.targets)):
             if columns:
-                cells[name][place] = _block(batch, columns, dtypes[name])
+                cells[name][cell] = _block(batch, columns, dtypes[name])
         done += batch.num_rows
     if done != axes.num_rows:
         raise source_changed()
     progress(done, axes.num_rows)
 
 
-def _places(batch: pa.RecordBatch, spec: PanelSpec, axes: Axes) -> tuple[Array, Array]:
+def _places(batch: pa.RecordBatch, spec: PanelSpec, axes: _Axes) -> tuple[Array, Array]:
     """Each row's date and asset, as indices."""
     dates = decode_dates(batch.column(spec.date), spec.date)
     asset = pc.index_in(decode_assets(batch.column(spec.asset), spec.asset), value_set=axes.assets)
@@ -180,7 +435,7 @@ def _places(batch: pa.RecordBatch, spec: PanelSpec, axes: Axes) -> tuple[Array, 
     return date, numpy_of(asset).astype(np.int64)
 
 
-def _refuse_duplicates(cell: npt.NDArray[np.int64], present: Array, axes: Axes) -> None:
+def _refuse_duplicates(cell: npt.NDArray[np.int64], present: Array, axes: _Axes) -> None:
     again = present[cell]
     is_first = np.zeros(len(cell), bool)
     is_first[np.unique(cell, return_index=True)[1]] = True
@@ -203,11 +458,11 @@ def _block(batch: pa.RecordBatch, columns: tuple[str, ...], dtype: str) -> Array
     return block
 
 
-def finish_by_date(arrays: Mapping[str, Array], spec: PanelSpec, before: Array | None = None) -> None:
+def _finish(arrays: Mapping[str, Array], spec: PanelSpec, before: Array | None) -> None:
     """What stands for missing in each cell without a row, and for each cell the number of full dates in a row.
 
     Args:
-        arrays: As they lie in their files, by date.
+        arrays: The new dates of each array.
         spec: What they hold.
         before: (num_assets,) the history of the date before the first one, if there is one.
     """
@@ -220,19 +475,3 @@ def finish_by_date(arrays: Mapping[str, Array], spec: PanelSpec, before: Array |
         full = present & is_finite(spec.dtype, values).all(axis=-1)
         run = np.where(full, run + 1, 0).astype(np.int32)
         arrays["history"][date] = run
-
-
-def _finish_by_asset(arrays: Mapping[str, Array], spec: PanelSpec) -> None:
-    """The same where all dates of one asset lie together."""
-    num_dates, num_assets = arrays["present"].shape
-    number = np.arange(1, num_dates + 1, dtype=np.int32)
-    for start in range(0, num_assets, _ASSETS_AT_ONCE):
-        part = slice(start, start + _ASSETS_AT_ONCE)
-        full = np.ascontiguousarray(arrays["present"][:, part].T)
-        for asset, present in enumerate(full, start):
-            values = arrays["values"][asset]
-            values[~present] = missing(spec.dtype)
-            arrays["targets"][asset, ~present] = np.nan
-            present &= is_finite(spec.dtype, values).all(axis=-1)
-        last_gap = np.maximum.accumulate(np.where(full, 0, number), axis=1)
-        arrays["history"][:, part] = (number - last_gap).T

@@ -11,70 +11,67 @@ from memfit.errors import DataError
 
 Array = npt.NDArray[Any]
 
+#: What a panel is built with. Panels of memfit 0.1 may also hold integers: they are read as they are.
 FLOATS = ("float16", "float32", "float64", "bfloat16")
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 _BFLOAT16_NAN = 0x7FC0
 _BFLOAT16_EXPONENT = 0x7F80
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a type that a panel may have, of a name or a numpy type.
+    """Return the name of a type, given as a name or a numpy type.
 
     Raises:
         DataError: If a panel cannot have it.
 
-    >>> dtype_name("float32"), dtype_name(np.int8), dtype_name("bfloat16")
-    ('float32', 'int8', 'bfloat16')
+    >>> dtype_name("float32"), dtype_name(np.float16), dtype_name("bfloat16")
+    ('float32', 'float16', 'bfloat16')
     """
     try:
         name = "bfloat16" if dtype == "bfloat16" else np.dtype(dtype).name
     except TypeError:
         name = str(dtype)
-    if name not in FLOATS + INTEGERS:
+    if name not in FLOATS:
         raise DataError(
             f"dtype is {name}.",
-            rule=f"a panel's values are {', '.join(FLOATS)} (missing ones are NaN) or {', '.join(INTEGERS)}.",
-            remedy='pass dtype="float32"',
+            rule=f"a panel's values are {', '.join(FLOATS)}; a missing one is NaN.",
+            remedy='pass dtype="float32"; float64 holds whole numbers up to 2**53 exactly',
         )
     return name
 
 
 def storage(name: str) -> np.dtype[Any]:
-    """What numpy stores the values as: bfloat16, which numpy lacks, is kept as its 16 bits."""
+    """Return the type that numpy stores the values as: the 16 bits of bfloat16, which numpy lacks, are a uint16."""
     return np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<")
 
 
 def target_dtype(name: str) -> str:
-    """The type of the targets beside values of a type: their own, or float32 where that would lose them."""
-    return name if name in ("float16", "float32", "float64") else "float32"
+    """Return the type of the targets beside values of a type."""
+    return "float32" if name == "bfloat16" else name
 
 
 def missing(name: str) -> float | int:
-    """What a cell without a value holds: NaN, or 0 where the type has none."""
-    return 0 if name in INTEGERS else _BFLOAT16_NAN if name == "bfloat16" else float("nan")
+    """Return what a cell without a value holds, as it is stored."""
+    return _BFLOAT16_NAN if name == "bfloat16" else float("nan")
 
 
 def is_finite(name: str, values: Array) -> npt.NDArray[np.bool_]:
-    """Where stored values are numbers; integers always are."""
+    """Return where stored values are finite."""
     if name == "bfloat16":
         return np.asarray((values & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT)
     return np.isfinite(values)
 
 
 def encode(name: str, numbers: Array, column: str) -> Array:
-    """Numbers as they are stored.
+    """Return numbers as they are stored.
 
     Raises:
-        DataError: If the type cannot hold one: too large for it, a fraction or a missing one in an integer.
+        DataError: If a finite one is too large for the type.
     """
-    if name in INTEGERS:
-        return _to_integers(name, numbers, column)
     with np.errstate(over="ignore"):
         stored = numbers.astype("float32" if name == "bfloat16" else name, copy=False)
         if name == "bfloat16":
             stored = _to_bfloat16(stored)
-    infinite = decode(name, stored)
-    lost = np.isinf(infinite) & np.isfinite(numbers)
+    lost = np.isinf(decode(name, stored)) & np.isfinite(numbers)
     if lost.any():
         largest = 3.38953e38 if name == "bfloat16" else np.finfo(name).max
         raise DataError(
@@ -85,33 +82,15 @@ def encode(name: str, numbers: Array, column: str) -> Array:
     return stored
 
 
-def _to_integers(name: str, numbers: Array, column: str) -> Array:
-    limits = np.iinfo(name)
-    if numbers.dtype.kind == "f":
-        # The float above the largest integer is exact for every width, the largest one of 64 bits is not.
-        kept = (numbers == np.floor(numbers)) & (numbers >= float(limits.min)) & (numbers < float(limits.max) + 1)
-    else:
-        kept = (numbers >= limits.min) & (numbers <= limits.max)
-    if not kept.all():
-        first = numbers[~kept][0]
-        what = "has no value in a row" if first != first else f"holds {first:g}"
-        raise DataError(
-            f"column '{column}' {what}, which {name} cannot hold.",
-            rule=f"{name} holds whole numbers from {limits.min} to {limits.max}, and none that is missing.",
-            remedy='pass dtype="float32" or a wider type, fill what is missing, or leave the column out',
-        )
-    return numbers.astype(name)
-
-
 def _to_bfloat16(numbers: npt.NDArray[np.float32]) -> Array:
-    """The upper 16 bits of float32, rounded to the nearest and to even; every NaN is one."""
+    """Return the upper 16 bits of float32, rounded to the nearest and to even; every NaN is one."""
     bits = np.ascontiguousarray(numbers).view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(numbers), np.uint16(_BFLOAT16_NAN), rounded)
 
 
 def decode(name: str, stored: Array) -> Array:
-    """Stored values as numbers that numpy can reckon with: bfloat16 as float32, exactly; others as they are.
+    """Return stored values as numbers that numpy can add: bfloat16 as float32, exactly; others as they are.
 
     >>> decode("bfloat16", encode("bfloat16", np.array([1.0, -2.5]), "close")).tolist()
     [1.0, -2.5]

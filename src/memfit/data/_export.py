@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from memfit.data._arrow import arrow_of, text_of
-from memfit.data._publish import FULL, Progress, full_disk
+from memfit.data._dtypes import decode
+from memfit.data._publish import Progress, naming_full_disk
 from memfit.errors import DataError
 from memfit.rundir import sync_folder
 
-if TYPE_CHECKING:
-    from memfit.data._panel import Panel
-
 _BLOCK_BYTES = 8 << 20
-_SUFFIXES = (".parquet", ".feather", ".arrow", ".ipc", ".arrows")
+_SUFFIXES = (".parquet", ".feather", ".arrow", ".ipc")
+
+#: Columns that lie in one array: their names, the array (num_dates, num_assets, num_columns), and its panel's dtype.
+Block = tuple[tuple[str, ...], npt.NDArray[Any], str]
 
 
-def export_panel(panel: Panel, path: Path, *, progress: Progress | None = None) -> int:
-    """Write the rows that are present to a file; see `Panel.export`."""
+def export_rows(
+    path: Path,
+    *,
+    index: tuple[str, str],
+    dates: npt.NDArray[np.datetime64],
+    assets: Sequence[str],
+    present: npt.NDArray[np.bool_],
+    blocks: Sequence[Block],
+    progress: Progress | None = None,
+) -> int:
+    """Write the rows that are present to a file, and return their number; see `Panel.export`."""
     if path.suffix not in _SUFFIXES:
         raise DataError(
             f"{path} has the suffix '{path.suffix}'.",
@@ -39,59 +50,38 @@ def export_panel(panel: Panel, path: Path, *, progress: Progress | None = None) 
             rule="an export is written beside its place and renamed into it.",
             remedy=f"make it: mkdir -p {path.parent}",
         )
-    schema = _schema(panel)
-    row_bytes = sum(field.type.bit_width // 8 if field.name != _asset(panel) else 16 for field in schema)
-    with _written_whole(path, (1 << 20) + panel.num_rows * row_bytes) as sink, _writer(path, sink, schema) as writer:
-        for batch in _batches(panel, schema, max(1, _BLOCK_BYTES // row_bytes), progress):
-            writer.write_batch(batch)
-    return panel.num_rows
-
-
-def _date(panel: Panel) -> str:
-    return str(panel._manifest.key["date"])
-
-
-def _asset(panel: Panel) -> str:
-    return str(panel._manifest.key["asset"])
-
-
-def _schema(panel: Panel) -> pa.Schema:
-    """The columns; a name of two roles comes once."""
-    columns = {_date(panel): pa.date32(), _asset(panel): pa.string()}
-    for names, array in ((panel.feature_names, panel.values), (panel.target_names, panel.targets)):
-        kind = panel.decode(array[:0, :0]).dtype if array is panel.values else array.dtype
-        arrow = pa.from_numpy_dtype(np.dtype("float32") if kind == np.float16 else kind)
-        for name in names:
-            columns.setdefault(name, arrow)
-    return pa.schema(list(columns.items()))
-
-
-def _batches(panel: Panel, schema: pa.Schema, num_cells: int, progress: Progress | None) -> Iterator[pa.RecordBatch]:
-    """The rows that are present, cell by cell as the panel lies."""
-    num_dates, num_assets = panel.shape[:2]
-    codes = text_of(panel.assets).cast(pa.string())
-    total = num_dates * num_assets
-    for start in range(0, total, num_cells):
+    columns = {index[0]: pa.date32(), index[1]: pa.string()}
+    for names, array, dtype in blocks:
+        kind = decode(dtype, array[:0, :0]).dtype
+        for name in names:  # one of two roles comes once
+            columns.setdefault(name, pa.from_numpy_dtype(np.dtype("float32") if kind == np.float16 else kind))
+    schema = pa.schema(list(columns.items()))
+    row_bytes = sum(16 if field.name == index[1] else field.type.bit_width // 8 for field in schema)
+    num_cells, num_rows, step = present.size, 0, max(1, _BLOCK_BYTES // row_bytes)
+    codes = text_of(assets).cast(pa.string())
+    needed = (1 << 20) + int(np.count_nonzero(present)) * row_bytes
+    with _written_whole(path, needed) as sink, _writer(path, sink, schema) as writer:
+        for start in range(0, num_cells, step):
+            if progress:
+                progress(start, num_cells)
+            date, asset = np.divmod(np.arange(start, min(start + step, num_cells)), len(assets))
+            kept = present[date, asset]
+            date, asset = date[kept], asset[kept]
+            rows = {
+                index[0]: arrow_of(dates[date].astype(np.int32), pa.date32()),
+                index[1]: codes.take(arrow_of(asset, pa.int64())),
+            }
+            for names, array, dtype in blocks:
+                block = decode(dtype, array[date, asset])
+                for j, name in enumerate(names):
+                    if name not in rows:
+                        rows[name] = _column(block[:, j], schema.field(name).type)
+            if len(date):
+                writer.write_batch(pa.record_batch([rows[name] for name in schema.names], schema=schema))
+            num_rows += len(date)
         if progress:
-            progress(start, total)
-        cells = np.arange(start, min(start + num_cells, total))
-        date, asset = np.divmod(cells, num_assets) if panel.order == "date" else np.divmod(cells, num_dates)[::-1]
-        present = panel.present[date, asset]
-        if not present.any():
-            continue
-        date, asset = date[present], asset[present]
-        columns = {
-            _date(panel): arrow_of(panel.dates[date].astype(np.int32), pa.date32()),
-            _asset(panel): codes.take(arrow_of(asset, pa.int64())),
-        }
-        values, targets = panel.decode(panel.values[date, asset]), panel.targets[date, asset]
-        for names, block in ((panel.feature_names, values), (panel.target_names, targets)):
-            for j, name in enumerate(names):
-                if name not in columns:
-                    columns[name] = _column(block[:, j], schema.field(name).type)
-        yield pa.record_batch([columns[name] for name in schema.names], schema=schema)
-    if progress:
-        progress(total, total)
+            progress(num_cells, num_cells)
+    return num_rows
 
 
 def _column(numbers: Any, kind: pa.DataType) -> pa.Array:
@@ -99,16 +89,11 @@ def _column(numbers: Any, kind: pa.DataType) -> pa.Array:
     return arrow_of(numbers, kind, np.isnan(numbers) if numbers.dtype.kind == "f" else None)
 
 
-@contextmanager
-def _writer(path: Path, sink: Any, schema: pa.Schema) -> Iterator[Any]:
+def _writer(path: Path, sink: Any, schema: pa.Schema) -> Any:
     if path.suffix == ".parquet":
         # A dictionary of floats would only cost time and memory.
-        with pq.ParquetWriter(sink, schema, use_dictionary=[schema.names[0], schema.names[1]]) as writer:
-            yield writer
-    else:
-        make = pa.ipc.new_stream if path.suffix == ".arrows" else pa.ipc.new_file
-        with make(sink, schema) as writer:
-            yield writer
+        return pq.ParquetWriter(sink, schema, use_dictionary=[schema.names[0], schema.names[1]])
+    return pa.ipc.new_file(sink, schema)
 
 
 @contextmanager
@@ -119,7 +104,7 @@ def _written_whole(path: Path, needed: int) -> Iterator[Any]:
     another process writes it now.
     """
     aside = path.with_name(f".{path.name}.exporting")
-    with open(aside, "ab") as sink:
+    with naming_full_disk(str(path), needed, path.absolute().parent), open(aside, "ab") as sink:
         if not _is_mine(sink, aside):
             raise DataError(
                 f"another process exports to {path} now.",
@@ -132,10 +117,8 @@ def _written_whole(path: Path, needed: int) -> Iterator[Any]:
             sink.flush()
             os.fsync(sink.fileno())
             os.replace(aside, path)
-        except BaseException as error:
+        except BaseException:
             aside.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.errno in FULL:
-                raise full_disk(error, f"{path}", needed, path.absolute().parent) from error
             raise
     sync_folder(path.absolute().parent)
 

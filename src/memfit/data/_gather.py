@@ -24,7 +24,7 @@ class WindowReader:
     A *cell* is a date and an asset in one number, ``date * num_assets + asset``: its window ends on this date.
 
     Args:
-        panel: The panel, in either order.
+        panel: The panel.
         lookback: Dates per window.
         target: The target's name; None for NaN.
     """
@@ -33,12 +33,12 @@ class WindowReader:
         self.panel = panel
         self.lookback = lookback
         self.num_dates, self.num_assets, self.num_features = panel.shape
-        self._by_asset = not panel.values.flags.c_contiguous and panel.values.transpose(1, 0, 2).flags.c_contiguous
-        stored = panel.values.transpose(1, 0, 2) if self._by_asset else panel.values
-        self._rows = stored.reshape(-1, self.num_features)
-        self._is_plain = self._rows.dtype == np.float32
+        # Panels of memfit 0.1 may lie by asset: then the rows are no view of the map, and are read cell by cell.
+        is_by_date = panel.values.flags.c_contiguous
+        self._rows = panel.values.reshape(-1, self.num_features) if is_by_date else None
+        self._is_plain = is_by_date and panel.values.dtype == np.float32
         self._most_rows = _PIECE_ROWS if self._is_plain else _DECODED_BYTES // (self.num_features * 4)
-        self._steps = np.arange(1 - lookback, 1) * (1 if self._by_asset else self.num_assets)
+        self._steps = np.arange(1 - lookback, 1) * self.num_assets
         self._targets = None if target is None else panel.target(target)
 
     def read(self, cells: npt.NDArray[np.int64], windows: npt.NDArray[np.float32], targets: Array) -> None:
@@ -53,16 +53,18 @@ class WindowReader:
             DataError: If a value is beyond float32.
         """
         dates, assets = np.divmod(cells, self.num_assets)
-        ends = assets * self.num_dates + dates if self._by_asset else cells
         piece = max(1, self._most_rows // self.lookback)
         for start in range(0, len(cells), piece):
             part = slice(start, start + piece)
-            places = (ends[part, None] + self._steps).ravel()
+            places = (cells[part, None] + self._steps).ravel()
             self._copy(places, windows[part].reshape(-1, self.num_features))
         targets[:] = np.nan if self._targets is None else _to_float32(self._targets[dates, assets])
 
     def _copy(self, places: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> None:
-        if self._is_plain:
+        if self._rows is None:
+            found = self.panel.values[np.divmod(places, self.num_assets)]
+            rows[:] = _to_float32(self.panel.decode(found))
+        elif self._is_plain:
             # mode="clip" lets numpy write into the memory directly; the places are in range by construction.
             np.take(self._rows, places, axis=0, out=rows, mode="clip")
         else:

@@ -1,12 +1,15 @@
-"""A panel's manifest: what its folder holds, and how each byte of it is checked."""
+"""The manifest of a folder that is written once: what it holds, and how each byte of it is checked."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import zlib
 from bisect import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import blake2b
@@ -14,22 +17,22 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from memfit.data._chunks import BLOCK_BYTES, CHUNK_BYTES, block_sums, chunk_digests
 from memfit.errors import DamagedError, DataError
 
-#: The layout of a panel's folder, as it is written now; those in `_READABLE` are read, all others refused.
+#: The layout of a panel's folder as it is written now, and those that are read.
 FORMAT_VERSION = 2
 _READABLE = (1, 2)
 
 MANIFEST = "manifest.json"
 ASSETS = "assets.json"
 DATES = "dates.npy"
-_LABELS = (ASSETS, DATES)
 
 #: What is read to check files: nothing but their sizes, some blocks of them, or every byte.
 Check: TypeAlias = Literal["sizes", "sample", "full"]
 
-#: How many blocks a sample has at most.
+#: Files are hashed in pieces of this size; a quick check of some of them has checksums of smaller pieces.
+CHUNK_BYTES = 64 << 20
+BLOCK_BYTES = 1 << 20
 _NUM_SAMPLED = 64
 
 
@@ -42,8 +45,8 @@ class Manifest:
         key: All that the values depend on: content of the source, columns and types, parameters, code version.
         num_rows: Rows in the source, one per date and asset.
         arrays: By name, the dtype and shape of ``<name>.npy``; ``segments`` where an array lies in several files.
-        files: By file name, its size, the hashes of its chunks and the checksums of its blocks. Older ones have no
-            checksums of blocks.
+        files: By file name, its size, the hashes of its chunks and the checksums of its blocks. Panels of memfit 0.1
+            may have no checksums of blocks.
     """
 
     fingerprint: str
@@ -52,9 +55,29 @@ class Manifest:
     arrays: Mapping[str, Any]
     files: Mapping[str, Any]
 
-    def to_text(self) -> str:
-        """The one text of this manifest; its last entry is a checksum of the rest."""
-        return _sealed({"format": FORMAT_VERSION, "chunk_bytes": CHUNK_BYTES, **asdict(self)})
+    def write(self, folder: Path) -> None:
+        """Write the manifest, the last file of a folder."""
+        write_sealed(folder, {"format": FORMAT_VERSION, "chunk_bytes": CHUNK_BYTES, **asdict(self)})
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Return a panel's manifest.
+
+        Raises:
+            DataError: If the folder is no panel, or has another format version.
+            DamagedError: If one byte of the manifest is not as it was written, or if it is another panel's.
+        """
+        fields = read_sealed(folder, "panel", _READABLE)
+        manifest = cls(**{name: fields[name] for name in cls.__dataclass_fields__})
+        # A copy of a folder may have any other name.
+        if re.fullmatch("[0-9a-f]{16}", folder.name) and folder.name != manifest.fingerprint[:16]:
+            raise damaged(folder / MANIFEST, f"is another panel's: the one in {manifest.fingerprint[:16]}")
+        return manifest
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return the one JSON text of a value, for hashing."""
+    return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _sealed(fields: Mapping[str, Any]) -> str:
@@ -62,90 +85,103 @@ def _sealed(fields: Mapping[str, Any]) -> str:
     return json.dumps({**fields, "checksum": checksum}, indent=1) + "\n"
 
 
-def canonical_json(value: Any) -> bytes:
-    """The one JSON text of a value, for hashing."""
-    return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
+def write_sealed(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Write a folder's manifest, whose last entry is a checksum of the rest, and force it to disk."""
+    with open(folder / MANIFEST, "wb") as file:
+        file.write(_sealed(fields).encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def read_manifest(path: Path) -> Manifest:
-    """A panel's manifest.
+def read_sealed(folder: Path, kind: str, formats: Iterable[int]) -> dict[str, Any]:
+    """Return what a folder's manifest says.
+
+    Args:
+        folder: The folder.
+        kind: What it is to hold: ``panel`` or ``packed objects``.
+        formats: The format versions that are read.
 
     Raises:
-        DataError: If the folder is no panel, or has another format version.
-        DamagedError: If one byte of the manifest is not as it was written, or if it is another panel's.
+        DataError: If the folder holds something else, or has another format version.
+        DamagedError: If one byte of the manifest is not as it was written.
     """
-    file = path / MANIFEST
+    file = folder / MANIFEST
     try:
         text = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise _no_panel(path, f"it holds no {MANIFEST}") from None
+        raise _not_a(kind, folder, f"it has no {MANIFEST}") from None
     try:
-        fields = json.loads(text)
+        fields: dict[str, Any] = json.loads(text)
         del fields["checksum"]
         is_whole = _sealed(fields).encode() == text
     except (ValueError, TypeError, KeyError):
         is_whole = False
     if not is_whole:
         raise damaged(file, "does not match its own checksum")
-    if "arrays" not in fields:
-        raise _no_panel(path, f"its {MANIFEST} describes other data")
-    if fields["format"] not in _READABLE:
+    if (found := fields.get("kind", "panel" if "arrays" in fields else "other data")) != kind:
+        raise _not_a(kind, folder, f"its {MANIFEST} describes {found}")
+    if fields["format"] not in formats:
         raise DataError(
-            f"{path} has panel format {fields['format']}.",
-            rule=f"this memfit reads formats {', '.join(map(str, _READABLE))}.",
-            remedy=f"build it again: rm -r {path}",
+            f"{folder} has the {kind} format {fields['format']}.",
+            rule=f"this memfit reads {', '.join(map(str, formats))}.",
+            remedy=f"make it again from its source, after rm -r {folder}",
         )
-    manifest = Manifest(**{name: fields[name] for name in Manifest.__dataclass_fields__})
-    # A folder that was copied under a name of its user's own is what its manifest says.
-    if re.fullmatch("[0-9a-f]{16}", path.name) and path.name != manifest.fingerprint[:16]:
-        raise damaged(file, f"is another panel's: the one in {manifest.fingerprint[:16]}")
-    return manifest
+    return fields
 
 
-def _no_panel(path: Path, why: str) -> DataError:
+def _not_a(kind: str, folder: Path, why: str) -> DataError:
+    makers = {"panel": "Panel.build", "packed objects": "memfit.data.pack"}
     return DataError(
-        f"{path} is no panel: {why}.",
-        rule="a panel is a folder that Panel.build renamed into place whole.",
-        remedy="name such a folder, or build the panel again (after removing this folder, if it is in the way)",
+        f"{folder} holds no {kind}: {why}.",
+        rule=f"a folder of that kind was renamed into place whole by {makers[kind]}.",
+        remedy="name such a folder, or make one (after removing this folder, if it is in the way)",
+    )
+
+
+def damaged(file: Path, what: str) -> DamagedError:
+    """Return the error for a file that is not as it was written."""
+    return DamagedError(
+        f"{file} {what}.",
+        rule=f"its folder is written once, and its {MANIFEST} holds the size and checksums of each file.",
+        remedy=f"make the folder again from its source, after rm -r {file.parent}",
     )
 
 
 def check_files(
-    path: Path, manifest: Manifest, check: Check, *, progress: Callable[[int, int], None] | None = None
+    folder: Path, files: Mapping[str, Any], check: Check, *, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Compare a panel's files with its manifest: the sizes and the two label files always, and what ``check`` names.
+    """Compare files with what the manifest says: the sizes and a panel's labels always, and what ``check`` names.
 
     Args:
-        path: The panel's folder.
-        manifest: What it is to hold.
-        check: How much of the other files to read.
+        folder: The folder.
+        files: By file name, its size and checksums, as `file_facts` gives them.
+        check: How much of the files to read.
         progress: Called with (bytes read, bytes in all).
 
     Raises:
         DamagedError: Naming the first file that differs, and where.
     """
-    done, total = 0, sum(int(facts["bytes"]) for facts in manifest.files.values())
-    for name, facts in manifest.files.items():
-        file = path / name
-        size = file.stat().st_size if file.is_file() else None
-        if size is None or size != facts["bytes"]:
-            raise damaged(file, "is not there" if size is None else f"has {size} bytes instead of {facts['bytes']}")
-        if check == "full" or name in _LABELS:
+    done, total = 0, sum(int(facts["bytes"]) for facts in files.values())
+    for name, facts in files.items():
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else -1
+        if size != facts["bytes"]:
+            raise damaged(file, "is not there" if size < 0 else f"has {size} bytes instead of {facts['bytes']}")
+        if check == "full" or name in (ASSETS, DATES):
             check_from(file, facts, 0, None if progress is None else partial(_advance, progress, done, total))
         done += size
-    if check == "sample" and (changed := changed_block(path, manifest.files)):
-        raise damaged(*changed)
+    if check == "sample":
+        _check_sample(folder, files)
 
 
-def changed_block(path: Path, files: Mapping[str, Any]) -> tuple[Path, str] | None:
-    """Return a file that changed, and where, if a sample of the blocks shows it.
+def _advance(progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:
+    progress(before + done, total)
 
-    The sample has 64 blocks of 1 MiB: the first and last of up to 16 files, and others that each call draws anew. Of a
-    folder with fewer blocks it has all. A file whose facts hold no checksums of blocks is left out.
 
-    Args:
-        path: The folder.
-        files: By file name, its size and checksums, as `file_facts` gives them.
+def _check_sample(folder: Path, files: Mapping[str, Any]) -> None:
+    """Check 64 blocks of 1 MiB: the first and last of up to 16 files, and others that each call draws anew.
+
+    Of a folder with fewer blocks it checks all. A file without checksums of blocks is left out.
     """
     names = [name for name, facts in files.items() if facts.get("blocks")]
     starts = list(accumulate((len(files[name]["blocks"]) // 8 for name in names), initial=0))
@@ -155,17 +191,12 @@ def changed_block(path: Path, files: Mapping[str, Any]) -> tuple[Path, str] | No
     others = draw.sample(range(starts[-1]), min(starts[-1], _NUM_SAMPLED))
     drawn = sorted(list(dict.fromkeys([*ends, *others]))[:_NUM_SAMPLED])
     for i, numbers in groupby(drawn, lambda number: bisect(starts, number) - 1):
-        file, facts = path / names[i], files[names[i]]
+        file, facts = folder / names[i], files[names[i]]
         blocks = [number - starts[i] for number in numbers]
-        for block, found in zip(blocks, block_sums(file, blocks), strict=True):
+        for block, found in zip(blocks, _block_sums(file, blocks), strict=True):
             if found != facts["blocks"][8 * block : 8 * block + 8]:
                 end = min((block + 1) * BLOCK_BYTES, facts["bytes"])
-                return file, f"was changed between bytes {block * BLOCK_BYTES} and {end}"
-    return None
-
-
-def _advance(progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:
-    progress(before + done, total)
+                raise damaged(file, f"was changed between bytes {block * BLOCK_BYTES} and {end}")
 
 
 def check_from(file: Path, facts: Mapping[str, Any], offset: int, advance: Callable[[int], None] | None = None) -> None:
@@ -184,16 +215,31 @@ def check_from(file: Path, facts: Mapping[str, Any], offset: int, advance: Calla
             advance(end)
 
 
-def damaged(file: Path, what: str) -> DamagedError:
-    """The error for a panel's file that is not as it was written."""
-    return DamagedError(
-        f"{file} {what}.",
-        rule=f"a panel is written once, and its {MANIFEST} holds the size and checksums of each file.",
-        remedy=f"build the panel again from its source: rm -r {file.parent}",
-    )
-
-
 def file_facts(file: Path) -> dict[str, Any]:
-    """What a manifest says of one file."""
-    blocks = "".join(block_sums(file))
-    return {"bytes": file.stat().st_size, "chunks": list(chunk_digests(file)), "blocks": blocks}
+    """Return what a manifest says of one file."""
+    return {"bytes": file.stat().st_size, "chunks": list(chunk_digests(file)), "blocks": "".join(_block_sums(file))}
+
+
+def chunk_digests(file: Path, first: int = 0) -> Iterator[str]:
+    """Yield a BLAKE2b hash (128 bits, hex) of each chunk of a file from a number on, by up to four threads."""
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    offsets = range(first * CHUNK_BYTES, file.stat().st_size, CHUNK_BYTES)
+    with ThreadPoolExecutor(max_workers=min(4, num_cpus)) as pool:
+        yield from pool.map(partial(_digest_chunk, file), offsets)
+
+
+def _digest_chunk(file: Path, offset: int) -> str:
+    digest, left = blake2b(digest_size=16), CHUNK_BYTES
+    with open(file, "rb", buffering=0) as opened:
+        opened.seek(offset)
+        while left and (piece := opened.read(min(left, BLOCK_BYTES))):
+            digest.update(piece)
+            left -= len(piece)
+    return digest.hexdigest()
+
+
+def _block_sums(file: Path, numbers: Iterable[int] | None = None) -> Iterator[str]:
+    """Yield the CRC-32 (8 hex digits) of each block of a file, or of those with these numbers; it maps nothing."""
+    with open(file, "rb", buffering=0) as opened:
+        for number in range(-(-file.stat().st_size // BLOCK_BYTES)) if numbers is None else numbers:
+            yield f"{zlib.crc32(os.pread(opened.fileno(), BLOCK_BYTES, number * BLOCK_BYTES)):08x}"

@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-import errno
-import json
+import io
 import mmap
 import operator
 import os
+import pickle
 import shutil
+import struct
 import sys
 import tempfile
 import weakref
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from memfit.data._chunks import CHUNK_BYTES, chunk_digests
-from memfit.data._encoding import Encoder, RefusedError, decode
-from memfit.data._manifest import MANIFEST, Check, canonical_json, changed_block, file_facts
-from memfit.data._publish import locked
-from memfit.errors import DamagedError, DataError
-from memfit.rundir import sync_folder
+from memfit.data._manifest import Check, check_files, file_facts, read_sealed, write_sealed
+from memfit.data._publish import locked, writing
+from memfit.errors import DataError
 from memfit.units import format_bytes
 
-#: The layout of the folder and the encoding. A reader refuses any other.
-FORMAT_VERSION = 1
+_KIND = "packed objects"
+#: The layout of the folder and the encoding. A reader refuses any other: memfit 0.1 wrote format 1.
+FORMAT_VERSION = 2
 
 _DATA, _OFFSETS = "data.bin", "offsets.bin"
-_MAGIC = b"mfpacked"
-_BUFFER_BYTES = 4 << 20
-_COPIED_BYTES = 1 << 12  # up to here a copy of an object's bytes is decoded sooner than the map, its arrays apart
+_BUFFER_BYTES = 1 << 20
+#: Arrays begin at multiples of this in the file: the alignment of the largest of numpy's numbers.
+_ALIGNMENT = 16
 
 
 def pack(objects: Iterable[Any], path: Path | str | None = None) -> PackedDataset:
@@ -46,10 +42,10 @@ def pack(objects: Iterable[Any], path: Path | str | None = None) -> PackedDatase
     of references, and with it the page it lies on (PyTorch issue 13246). These are bytes in a file instead.
 
     What can be packed: str, bytes, int, float, bool, None, NumPy arrays and scalars, tensors (which come back as
-    arrays), and lists, tuples and dicts of all these; of each the type itself, no class derived from it. The objects
-    are taken one at a time, with a few MiB of them in memory. The folder is written aside, forced to disk and renamed,
-    so nobody ever sees a part of it; several processes that pack to one path do so one after another, and all but the
-    first are refused.
+    arrays), and lists, tuples, sets and dicts of all these; of each the type itself, no class derived from it. The
+    objects are taken one at a time, with a few MiB of them in memory. The folder is written aside, forced to disk and
+    renamed, so nobody ever sees a part of it; several processes that pack to one path do so one after another, and all
+    but the first are refused.
 
     Args:
         objects: Any iterable of objects.
@@ -57,7 +53,7 @@ def pack(objects: Iterable[Any], path: Path | str | None = None) -> PackedDatase
             longer used or this process ends, though not if it is killed. Where that is a tmpfs it takes memory.
 
     Raises:
-        DataError: If an object is of another kind (its place is named), if the folder is there already, or if the disk
+        DataError: If an object is of another kind (its number is named), if the folder is there already, or if the disk
             is full, if ``objects`` is one text, bytes or mapping, or if the folder cannot be made. Nothing is left
             behind.
 
@@ -128,12 +124,9 @@ class PackedDataset(Sequence[Any]):
             DataError: If the folder holds no packed objects.
             DamagedError: If a file is not as it was written; it is named.
         """
-        data = cls(_Files(Path(path).absolute()))
-        if verify == "full":
-            data.verify()
-        elif verify == "sample" and (changed := changed_block(data.path, data._files.facts)):
-            raise _damaged(*changed)
-        return data
+        files = _Files(Path(path).absolute())
+        check_files(files.path, files.facts, verify)
+        return cls(files)
 
     @property
     def path(self) -> Path:
@@ -151,7 +144,7 @@ class PackedDataset(Sequence[Any]):
         Raises:
             DamagedError: Naming the first file that differs, and the 64 MiB in which it does.
         """
-        self._files.verify()
+        check_files(self.path, self._files.facts, "full")
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -188,15 +181,11 @@ class _Files:
     """
 
     def __init__(self, path: Path, owned: Path | None = None) -> None:
-        fields = _read_manifest(path)
+        fields = read_sealed(path, _KIND, [FORMAT_VERSION])
         self.path = path
         self.num_objects = int(fields["num_objects"])
         self.facts: Mapping[str, Any] = fields["files"]
-        for name, facts in self.facts.items():
-            file = path / name
-            size = file.stat().st_size if file.is_file() else None
-            if size != facts["bytes"]:
-                raise _damaged(file, "is not there" if size is None else f"has {size} bytes, not {facts['bytes']}")
+        check_files(path, self.facts, "sizes")
         if owned is not None:
             weakref.finalize(self, _remove, owned, os.getpid())
 
@@ -210,18 +199,7 @@ class _Files:
 
     def read(self, number: int) -> Any:
         start, end = self._offsets[number : number + 2].tolist()
-        if end - start < _COPIED_BYTES:
-            return decode(bytes(self._data[start:end]), 0, self._data, start)[0]
-        return decode(self._data, start, self._data, 0)[0]
-
-    def verify(self) -> None:
-        for name, facts in self.facts.items():
-            file = self.path / name
-            for number, (found, wanted) in enumerate(zip(chunk_digests(file), facts["chunks"], strict=True)):
-                if found != wanted:
-                    start = number * CHUNK_BYTES
-                    end = min(start + CHUNK_BYTES, int(facts["bytes"]))
-                    raise _damaged(file, f"was changed between bytes {start} and {end}")
+        return _decode(self._data, start, end)
 
 
 def _map(file: Path) -> memoryview:
@@ -242,117 +220,123 @@ def _write(objects: Iterable[Any], path: Path) -> Path:
             rule="packed objects are written once and never changed.",
             remedy=f"open it with PackedDataset.open('{path}'), name another path, or remove it: rm -r {path}",
         )
-    aside = path.with_name(f".{path.name}.packing")
-    shutil.rmtree(aside, ignore_errors=True)  # of one that was killed: this process holds the lock
-    with _writing(aside):
-        aside.mkdir()
+    with writing(path, "the packed objects") as aside:
         num_objects = _write_objects(objects, aside)
         files = {name: file_facts(aside / name) for name in (_DATA, _OFFSETS)}
-        fields = {"kind": "packed objects", "format": FORMAT_VERSION, "num_objects": num_objects, "files": files}
-        with open(aside / MANIFEST, "w") as file:
-            file.write(_sealed(fields))
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(aside)
-        aside.rename(path)
-    sync_folder(path.parent)
+        write_sealed(aside, {"kind": _KIND, "format": FORMAT_VERSION, "num_objects": num_objects, "files": files})
     return path
 
 
-@contextmanager
-def _writing(aside: Path) -> Iterator[None]:
-    """Leaves nothing half-written behind."""
-    try:
-        yield
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            free = format_bytes(shutil.disk_usage(aside.parent).free)
-            raise DataError(
-                f"the objects could not be packed ({error.strerror}): {free} are free without them.",
-                rule=f"the file system, the quota or ulimit -f of {aside.parent} says so; nothing was left behind.",
-                remedy="free space there, raise that limit, or pass a path elsewhere",
-            ) from error
-        raise
-
-
 def _write_objects(objects: Iterable[Any], folder: Path) -> int:
-    """The data and offsets, forced to disk; returns how many objects they are."""
-    encoder = Encoder()
-    encoder.buffer += _MAGIC
-    offsets, number = array("q", [len(_MAGIC)]), -1
-    with open(folder / _DATA, "wb", buffering=0) as data, open(folder / _OFFSETS, "wb", buffering=0) as index:
-
-        def flush() -> None:
-            if sys.byteorder == "big":
-                offsets.byteswap()
-            for file, content in ((data, memoryview(encoder.buffer)), (index, memoryview(offsets).cast("B"))):
-                written = 0
-                with content:
-                    while written < len(content):
-                        written += file.write(content[written:]) or 0
-            encoder.start += len(encoder.buffer)
-            encoder.buffer.clear()
-            del offsets[:]
-
+    """Write the data and offsets, forced to disk; returns how many objects they are."""
+    encoder, number = _Encoder(), -1
+    with (
+        open(folder / _DATA, "wb", buffering=_BUFFER_BYTES) as data,
+        open(folder / _OFFSETS, "wb", buffering=_BUFFER_BYTES) as index,
+    ):
+        data.write(bytes(_ALIGNMENT))  # an empty file cannot be mapped
+        index.write(struct.pack("<q", data.tell()))
         for number, one in enumerate(objects):
             try:
-                encoder.put(one)
-            except RefusedError as error:
+                data.write(encoder.encode(one, data.tell()))
+            except (_RefusedError, RecursionError) as error:
                 raise _refused(number, error) from None
-            offsets.append(encoder.start + len(encoder.buffer))
-            if len(encoder.buffer) + 8 * len(offsets) >= _BUFFER_BYTES:
-                flush()
-        flush()
-        os.fsync(data.fileno())
-        os.fsync(index.fileno())
+            index.write(struct.pack("<q", data.tell()))
+        for file in (data, index):
+            file.flush()
+            os.fsync(file.fileno())
     return number + 1
 
 
-def _refused(number: int, error: RefusedError) -> DataError:
+class _RefusedError(Exception):
+    """A value of a kind that is not packed."""
+
+
+def _refused(number: int, error: Exception) -> DataError:
+    what = "nested too deep" if isinstance(error, RecursionError) else f"or holds {error}"
     return DataError(
-        f"object {number}{error.place} cannot be packed: it is {error.why}.",
-        rule="packed are str, bytes, int, float, bool, None, arrays and tensors of numbers or text, and lists, tuples "
-        "and dicts of them; no class derived from one, and no code.",
+        f"object {number} cannot be packed: it is {what}.",
+        rule="packed are str, bytes, int, float, bool, None, arrays and tensors of numbers or text, and lists, tuples, "
+        "sets and dicts of them; no class derived from one, and no code.",
         remedy="convert it before, for example with dict(...), list(...), str(...) or numpy.asarray(...)",
     )
 
 
-def _sealed(fields: Mapping[str, Any]) -> str:
-    checksum = blake2b(canonical_json(fields), digest_size=16).hexdigest()
-    return json.dumps({**fields, "checksum": checksum}, indent=1) + "\n"
+class _Encoder(pickle.Pickler):
+    """Encodes one object after another: a table of the places of its arrays, a pickle without code, the arrays."""
+
+    def __init__(self) -> None:
+        self._stream = io.BytesIO()
+        self._arrays: list[bytes] = []
+        super().__init__(self._stream, protocol=5, buffer_callback=self._keep)
+
+    def _keep(self, buffer: pickle.PickleBuffer) -> None:
+        self._arrays.append(bytes(buffer))
+
+    def encode(self, value: Any, start: int) -> bytes:
+        """Return an object's bytes for a place in the file.
+
+        Raises:
+            _RefusedError: If it, or a value within it, is of another kind.
+        """
+        self._stream.seek(0)
+        self._stream.truncate()
+        self._arrays.clear()
+        self.clear_memo()
+        self.dump(value)
+        content = self._stream.getvalue()
+        at = start + 4 + 16 * len(self._arrays) + len(content)
+        places, parts = [], [content]
+        for one in self._arrays:
+            gap = -at % _ALIGNMENT
+            places += [at + gap, len(one)]
+            parts += [bytes(gap), one]
+            at += gap + len(one)
+        return b"".join([struct.pack(f"<I{len(places)}Q", len(self._arrays), *places), *parts])
+
+    def reducer_override(self, value: Any) -> Any:
+        """Encode arrays; refuse what pickle would write as the call of a function."""
+        kind, torch = type(value), sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            try:
+                found = value.numpy(force=True)
+            except (TypeError, RuntimeError) as error:
+                raise _RefusedError(f"a tensor of {value.dtype}, {value.layout} ({error})") from None
+        elif kind is np.ndarray or kind is np.memmap or isinstance(value, np.generic):
+            found = np.asarray(value)
+            if isinstance(value, np.str_ | np.bytes_) and len(found[()]) != len(value):
+                raise _RefusedError(f"a numpy.{kind.__name__} that ends with a zero, which NumPy's arrays drop")
+        elif value is _make_array:
+            return NotImplemented  # as pickle does: by its name, which is all that a reader takes
+        else:
+            raise _RefusedError(f"a value of the type {kind.__module__}.{kind.__qualname__}")
+        dtype = np.lib.format.dtype_to_descr(found.dtype) if found.dtype.names else found.dtype.str
+        if found.dtype.hasobject or _dtype_of(dtype) != found.dtype:
+            raise _RefusedError(f"an array of the dtype {found.dtype}")
+        content = pickle.PickleBuffer(found.tobytes())
+        return _make_array, (content, dtype, found.shape, isinstance(value, np.generic))
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / MANIFEST
-    try:
-        text = file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        text = None
-    try:
-        fields: dict[str, Any] = dict(json.loads(text or b"{}"))
-    except (ValueError, TypeError):
-        raise _damaged(file, "does not match its own checksum") from None
-    if text is None or "arrays" in fields:
-        raise DataError(
-            f"{path} holds no packed objects{': it is a panel' if text else f': it has no {MANIFEST}'}.",
-            rule="packed objects are a folder that memfit.data.pack renamed into place whole.",
-            remedy="name such a folder, or make one: memfit.data.pack(objects, path)",
-        )
-    if fields.pop("checksum", None) is None or _sealed(fields).encode() != text:
-        raise _damaged(file, "does not match its own checksum")
-    if fields["format"] != FORMAT_VERSION:
-        raise DataError(
-            f"{path} has the packed format {fields['format']}.",
-            rule=f"this memfit reads format {FORMAT_VERSION}.",
-            remedy=f"pack the objects again, after rm -r {path}",
-        )
-    return fields
+class _Decoder(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) != (__name__, _make_array.__name__):
+            raise pickle.UnpicklingError(f"packed objects hold no code, but these name {module}.{name}")
+        return _make_array
 
 
-def _damaged(file: Path, what: str) -> DamagedError:
-    return DamagedError(
-        f"{file} {what}.",
-        rule=f"packed objects are written once, and their {MANIFEST} holds the size and checksums of each file.",
-        remedy=f"pack the objects again, after rm -r {file.parent}",
-    )
+def _decode(data: memoryview, start: int, end: int) -> Any:
+    """Return the object of a part of the file; its arrays are views of the file."""
+    (num_arrays,) = struct.unpack_from("<I", data, start)
+    places = struct.unpack_from(f"<{2 * num_arrays}Q", data, start + 4)
+    arrays = [data[at : at + size] for at, size in zip(places[::2], places[1::2], strict=True)]
+    content = data[start + 4 + 16 * num_arrays : places[0] if places else end]
+    return _Decoder(io.BytesIO(content), buffers=arrays).load()
+
+
+def _make_array(content: Any, dtype: Any, shape: tuple[int, ...], is_scalar: bool) -> Any:
+    found: Any = np.ndarray(shape, _dtype_of(dtype), content)
+    return found[()].copy() if is_scalar else found
+
+
+def _dtype_of(described: Any) -> np.dtype[Any]:
+    return np.lib.format.descr_to_dtype(described) if isinstance(described, list) else np.dtype(described)

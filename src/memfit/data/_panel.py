@@ -6,18 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from memfit.data._dtypes import decode, dtype_name
-from memfit.data._manifest import ASSETS, DATES, Check, Manifest, check_files, read_manifest
+from memfit.data._dtypes import decode
+from memfit.data._manifest import ASSETS, DATES, Check, Manifest, check_files
 from memfit.data._segments import map_array
 from memfit.errors import DataError, nearest
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
+    from memfit.data._build import Built
     from memfit.data._publish import Progress
     from memfit.data._source import SourceLike
 
@@ -34,9 +35,9 @@ class Panel:
     renamed into place. Make one with `Panel.build`, `Panel.open`, or `append` for a later version.
 
     Shapes:
-        values: (num_dates, num_assets, num_features), the build's dtype; a missing value or row is NaN, or 0 where
-            the dtype is one of integers. bfloat16, which numpy lacks, comes as its 16 bits (uint16): see `decode`.
-        targets: (num_dates, num_assets, num_targets), the same dtype; float32 beside bfloat16 and integers.
+        values: (num_dates, num_assets, num_features), the build's dtype; a missing value or row is NaN. bfloat16,
+            which numpy lacks, comes as its 16 bits (uint16): see `decode`.
+        targets: (num_dates, num_assets, num_targets), the same dtype; float32 beside bfloat16.
         present: (num_dates, num_assets), bool: the source had a row.
         history: (num_dates, num_assets), int32: on how many dates in a row, up to and with this one, there is a row
             and all features are finite. A window of L dates that ends here is whole when this is at least L.
@@ -71,11 +72,10 @@ class Panel:
         source: SourceLike,
         directory: Path | str,
         *,
-        index: tuple[str, str] = ("date", "code"),
+        index: Sequence[str] = ("date", "code"),
         features: Sequence[str],
         targets: Sequence[str] = (),
         dtype: str = "float32",
-        order: Literal["date", "asset"] = "date",
         parameters: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> Panel:
@@ -102,10 +102,7 @@ class Panel:
                 of asset codes (text or integers, kept as text and sorted as text).
             features: Columns of numbers (floats, integers, booleans, decimals).
             targets: Columns of numbers, kept apart from the features.
-            dtype: ``float32``, ``float64``, ``float16``, ``bfloat16``, or ``int8`` to ``int64`` and ``uint8`` for
-                whole numbers and codes of which none is missing.
-            order: What lies together: all assets of one ``date``, or all dates of one ``asset``, so that the window
-                of one asset is one block. ``values`` is indexed (date, asset, feature) in both.
+            dtype: ``float32``, ``float64``, ``float16`` or ``bfloat16``.
             parameters: Whatever else the values depend on, as plain values; part of the fingerprint.
             progress: Called by the process that builds with (rows done, rows in all) in the second pass; in a job of
                 a run these are its events when None.
@@ -117,13 +114,14 @@ class Panel:
             DamagedError: If the panel lies there already and is not as it was written.
         """
         # Imported here: who maps a panel needs no Arrow, and each of a loader's workers would pay for it.
-        from memfit.data._build import build_panel
+        from memfit.data._build import PanelSpec, write_panel
         from memfit.data._source import Source
-        from memfit.data._spec import PanelSpec, index_columns
 
-        date, asset = index_columns(index)
-        spec = PanelSpec(date, asset, tuple(features), tuple(targets), dtype_name(dtype), parameters or {}, order)
-        built = build_panel(spec, Source.of(source), Path(directory), progress=progress)
+        spec = PanelSpec.of(index, features, targets, dtype, parameters or {})
+        return cls._of(write_panel(spec, Source.of(source), Path(directory), progress=progress))
+
+    @classmethod
+    def _of(cls, built: Built) -> Panel:
         panel = cls.open(built.path, verify="full" if built.reused else "sizes")
         panel.reused, panel.changed = built.reused, built.changed
         return panel
@@ -144,8 +142,8 @@ class Panel:
             DamagedError: If a file is not as it was written, or if the manifest is another panel's.
         """
         folder = Path(path).resolve()
-        manifest = read_manifest(folder)
-        check_files(folder, manifest, verify)
+        manifest = Manifest.read(folder)
+        check_files(folder, manifest.files, verify)
         panel = cls(folder, manifest, reused=True)
         panel.verified = verify == "full"
         return panel
@@ -161,13 +159,7 @@ class Panel:
 
         return cls.open(newest(Path(path)))
 
-    def append(
-        self,
-        source: SourceLike,
-        *,
-        new_assets: Literal["refuse", "copy"] = "refuse",
-        progress: Progress | None = None,
-    ) -> Panel:
+    def append(self, source: SourceLike, *, progress: Progress | None = None) -> Panel:
         """The version of this panel that goes on with a source's later dates, written beside it if it is not there.
 
         This version stays as it is. The new one shares its bytes: the folder names the same files (hard links) and
@@ -176,14 +168,11 @@ class Panel:
         is damaged is damaged in each version.
 
         Args:
-            source: As for `build`, with the same columns; only dates after the last.
-            new_assets: Assets that the panel has not change the layout of every date. ``refuse`` them, or ``copy`` the
-                old dates, once checked in full, into a wider version that shares nothing.
+            source: As for `build`, with the same columns and no new asset; only dates after the last.
             progress: As for `build`.
 
         Raises:
-            DataError: If a date is not after the last one, if an asset is new and to be refused, if the panel lies by
-                asset, and as `build` does.
+            DataError: If a date is not after the last one, if an asset is new, and as `build` does.
             DamagedError: If the old bytes that are written again are not as they were written.
 
         Example:
@@ -193,33 +182,41 @@ class Panel:
             >>> panel.append(day("2024-01-03", 2.0)).values.ravel().tolist(), panel.shape
             ([1.0, 2.0], (1, 1, 1))
         """
-        from memfit.data._append import Base, append_panel
+        from memfit.data._build import Base, write_panel
         from memfit.data._source import Source
 
         base = Base(self.path, self._manifest, self.dates, self.assets)
-        built = append_panel(base, Source.of(source), new_assets=new_assets, progress=progress)
-        panel = Panel.open(built.path, verify="full" if built.reused else "sizes")
-        panel.reused = built.reused
-        return panel
+        return Panel._of(write_panel(base.spec(), Source.of(source), self.path.parent, base=base, progress=progress))
 
     def export(self, file: Path | str, *, progress: Progress | None = None) -> int:
         """Write the rows that are present as one table for pandas, polars or R; returns their number.
 
         Columns are the date, the asset, the features and the targets; a column of two roles comes once. Missing values
-        are null; float16 and bfloat16 become float32. Rows come as the panel lies, by date or by asset. A few MiB are
-        in memory at once; the file appears whole or not at all.
+        are null; float16 and bfloat16 become float32. Rows come by date. A few MiB are in memory at once; the file
+        appears whole or not at all.
 
         Args:
-            file: ``.parquet``; ``.feather``, ``.arrow`` or ``.ipc`` (Arrow file, not compressed, so that it can be
-                mapped); ``.arrows`` (Arrow stream). One that is there is replaced.
+            file: ``.parquet``; or ``.feather``, ``.arrow`` or ``.ipc`` (Arrow file, not compressed, so that it can be
+                mapped). One that is there is replaced.
             progress: Called with (cells done, cells in all).
 
         Raises:
             DataError: If the suffix is another, or if the disk is full.
         """
-        from memfit.data._export import export_panel
+        from memfit.data._export import export_rows
 
-        return export_panel(self, Path(file), progress=progress)
+        key = self._manifest.key
+        features = (self.feature_names, self.values, self.dtype)
+        targets = (self.target_names, self.targets, str(self.targets.dtype))
+        return export_rows(
+            Path(file),
+            index=(key["date"], key["asset"]),
+            dates=self.dates,
+            assets=self.assets,
+            present=self.present,
+            blocks=(features, targets),
+            progress=progress,
+        )
 
     def verify(self, *, progress: Progress | None = None) -> None:
         """Read every byte and compare it with the checksums; ``progress`` is told (bytes done, bytes in all).
@@ -227,7 +224,7 @@ class Panel:
         Raises:
             DamagedError: Naming the first file that differs, and the 64 MiB in which it does.
         """
-        check_files(self.path, self._manifest, "full", progress=progress)
+        check_files(self.path, self._manifest.files, "full", progress=progress)
         self.verified = True
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -269,11 +266,6 @@ class Panel:
     def dtype(self) -> str:
         """The name of the values' type, ``bfloat16`` included."""
         return str(self._manifest.key["dtype"])
-
-    @property
-    def order(self) -> str:
-        """``date`` or ``asset``: what lies together."""
-        return str(self._manifest.key.get("order", "date"))
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -333,7 +325,8 @@ class Panel:
 
     def _by_date(self, name: str) -> Array:
         array = self._array(name)
-        return array if self.order == "date" else array.transpose(1, 0, 2)
+        # memfit 0.1 also built panels that lie by asset.
+        return array.transpose(1, 0, 2) if self._manifest.key.get("order") == "asset" else array
 
     def decode(self, values: Array) -> Array:
         """Any part of ``values`` as numbers: bfloat16 bits as new float32, exactly; other types as they are."""

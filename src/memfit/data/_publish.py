@@ -1,4 +1,4 @@
-"""A panel's folder appears whole or not at all: one writer at a time, written aside, forced to disk, renamed."""
+"""A folder appears whole or not at all: one writer at a time, written aside, forced to disk, renamed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
-from memfit.data._manifest import MANIFEST, Manifest, file_facts
 from memfit.errors import DataError
 from memfit.rundir import record, sync_folder
 from memfit.units import format_bytes
@@ -21,7 +19,7 @@ from memfit.units import format_bytes
 Progress = Callable[[int, int], None]
 FreeBytes = Callable[[Path], int]
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def free_bytes(directory: Path) -> int:
@@ -30,7 +28,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def panel_lock(path: Path) -> FileLock:
-    """The lock of whoever writes or removes a panel's folder."""
+    """The lock of whoever writes or removes a folder."""
     return FileLock(path.with_name(f".{path.name}.lock"))
 
 
@@ -59,7 +57,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def sweep(path: Path) -> None:
-    """Remove what killed writers left: of this panel, whose lock is held here, and of others whose lock is free."""
+    """Remove what killed writers of other panels left in a cache folder: those whose lock is free."""
     for suffix in (".building", ".removing"):
         for aside in path.parent.glob(f".*{suffix}"):
             owner = aside.with_name(aside.name.removeprefix(".").removesuffix(suffix))
@@ -85,57 +83,43 @@ def check_space(directory: Path, what: str, needed: int, free: int) -> None:
 
 
 @contextmanager
-def writing(path: Path, needed: int) -> Iterator[Path]:
-    """A folder to write a panel into: renamed into place at the end, gone after an error; says what a full disk needs.
+def writing(path: Path, what: str, needed: int | None = None) -> Iterator[Path]:
+    """Give a folder to write into, under its lock: renamed into place at the end, gone after an error.
 
     Args:
-        path: The panel's folder.
-        needed: Bytes that are written.
+        path: The folder to make.
+        what: What it holds, for the error of a full disk.
+        needed: Bytes that are written, if known.
     """
     aside = path.with_name(f".{path.name}.building")
-    try:
-        aside.mkdir()
-        yield aside
-        sync_folder(aside)
-        aside.rename(path)
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in FULL:
-            raise full_disk(error, "the panel", needed, aside.parent) from error
-        raise
+    shutil.rmtree(aside, ignore_errors=True)  # of a writer that was killed: its lock is held here
+    with naming_full_disk(what, needed, path.parent):
+        try:
+            aside.mkdir()
+            yield aside
+            sync_folder(aside)
+            aside.rename(path)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
     sync_folder(path.parent)
 
 
-def full_disk(error: OSError, what: str, needed: int, folder: Path) -> DataError:
-    """The error for what could not be written for want of room."""
-    free = free_bytes(folder)
-    return DataError(
-        f"{what} could not be written ({error.strerror}): it needs {format_bytes(needed)} ({needed} bytes) "
-        f"on disk; {format_bytes(free)} ({free} bytes) are free.",
-        rule=f"the file system, the quota or ulimit -f of {folder} says so; nothing was left behind.",
-        remedy="free space there, raise that limit, or name another folder",
-    )
-
-
-def seal(aside: Path, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Force each file to disk; its size and checksums by name, those of shared files as they are ``known``."""
-    files = {}
-    for file in sorted(aside.iterdir()):
-        if known and file.name in known:
-            files[file.name] = known[file.name]
-            continue
-        with open(file, "r+b") as opened:
-            os.fsync(opened.fileno())
-        files[file.name] = file_facts(file)
-    return files
-
-
-def write_manifest(aside: Path, manifest: Manifest) -> None:
-    """The manifest is the last file of a folder."""
-    with open(aside / MANIFEST, "wb") as file:
-        file.write(manifest.to_text().encode())
-        file.flush()
-        os.fsync(file.fileno())
+@contextmanager
+def naming_full_disk(what: str, needed: int | None, folder: Path) -> Iterator[None]:
+    """Turn the error of a full disk into a DataError that says what was to be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        free = free_bytes(folder)
+        need = "" if needed is None else f" it needs {format_bytes(needed)} ({needed} bytes) on disk;"
+        raise DataError(
+            f"{what} could not be written ({error.strerror}):{need} {format_bytes(free)} ({free} bytes) are free.",
+            rule=f"the file system, the quota or ulimit -f of {folder} says so; nothing was left behind.",
+            remedy="free space there, raise that limit, or name another folder",
+        ) from error
 
 
 def progress_events() -> Progress:

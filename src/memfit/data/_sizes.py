@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from memfit.data._source import Source, SourceLike, file_format, ipc_batches, open_ipc, open_parquet, reading
+from memfit.data._source import Source, SourceLike, ipc_batches, opened
 
 #: A column that grows by more than this when it is read, to at least 1 MiB, is worth a look before it is loaded.
 ABSURD_RATIO = 100
@@ -47,8 +46,8 @@ class ColumnSize:
 def column_sizes(source: SourceLike) -> list[ColumnSize]:
     """What each column takes on disk and will take in memory, before anything is loaded.
 
-    Numbers and dates in Parquet are predicted from the file's footer. Text, nested and dictionary columns are
-    measured by streaming them once, because a footer does not hold their decoded size.
+    Numbers and dates of 32 bits and more in Parquet are predicted from the file's footer. Other columns are measured by
+    streaming them once, because a footer does not hold their decoded size.
 
     Args:
         source: As for `Panel.build`.
@@ -84,15 +83,19 @@ def column_sizes(source: SourceLike) -> list[ColumnSize]:
 
 
 def _file_sizes(path: Path) -> list[ColumnSize]:
-    with reading(path):
-        if file_format(path) == "parquet":
-            with open_parquet(path) as file:
-                return [_parquet_size(file, field) for field in file.schema_arrow]
-        with pa.memory_map(str(path)) as mapped:
-            whole = mapped.read_buffer()
-            mapped.seek(0)
-            inside = range(whole.address, whole.address + whole.size + 1)
-            return _ipc_sizes(open_ipc(mapped), inside)
+    with opened(path) as file:
+        if isinstance(file, pq.ParquetFile):
+            return [_parquet_size(file, field) for field in file.schema_arrow]
+        fields = list(file.schema)
+    memory = []
+    for field in fields:
+        with opened(path, [field.name]) as file:
+            memory.append(_batch_bytes(batch.column(0) for batch in ipc_batches(file)))
+    is_compressed = sum(memory) > path.stat().st_size
+    return [
+        ColumnSize(field.name, str(field.type), None if is_compressed else size, size)
+        for field, size in zip(fields, memory, strict=True)
+    ]
 
 
 def _parquet_size(file: pq.ParquetFile, field: pa.Field) -> ColumnSize:
@@ -101,17 +104,13 @@ def _parquet_size(file: pq.ParquetFile, field: pa.Field) -> ColumnSize:
     leaves = [i for i, path in enumerate(paths) if path == field.name or path.startswith(field.name + ".")]
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     disk = sum(group.column(i).total_compressed_size for group in groups for i in leaves)
-    width = getattr(field.type, "bit_width", None) if pa.types.is_primitive(field.type) else None
-    if width is None or (width < 32 and not all(group.column(leaves[0]).is_stats_set for group in groups)):
+    width = getattr(field.type, "bit_width", 0) if pa.types.is_primitive(field.type) else 0
+    if width >= 32:  # of narrow ones pyarrow keeps the validity bitmap only where a value is missing
+        bits = [width, 1] if field.nullable else [width]
+        memory = sum(-(-group.num_rows * each // 8) for group in groups for each in bits)
+    else:
         batches = (file.iter_batches(8192, row_groups=[i], columns=[field.name]) for i in range(len(groups)))
         memory = sum(_batch_bytes(batch.column(field.name) for batch in group) for group in batches)
-        return ColumnSize(field.name, str(field.type), disk, memory)
-    memory = 0
-    for group in groups:
-        statistics = group.column(leaves[0]).statistics
-        # pyarrow keeps the validity bitmap of a nullable column, but for narrow types only when a value is missing.
-        has_bitmap = field.nullable and (width >= 32 or statistics.null_count != 0)
-        memory += -(-group.num_rows * width // 8) + (-(-group.num_rows // 8) if has_bitmap else 0)
     return ColumnSize(field.name, str(field.type), disk, memory)
 
 
@@ -123,17 +122,3 @@ def _batch_bytes(columns: Iterable[pa.Array]) -> int:
         rows += column.indices.nbytes if is_dictionary else column.nbytes
         dictionary = max(dictionary, column.dictionary.nbytes if is_dictionary else 0)
     return rows + dictionary
-
-
-def _ipc_sizes(reader: Any, inside: range) -> list[ColumnSize]:
-    memory = dict.fromkeys(reader.schema.names, 0)
-    compressed = set()
-    for batch in ipc_batches(reader):
-        for name, column in zip(reader.schema.names, batch.columns, strict=True):
-            memory[name] += column.nbytes
-            if any(buffer is not None and buffer.size and buffer.address not in inside for buffer in column.buffers()):
-                compressed.add(name)
-    return [
-        ColumnSize(f.name, str(f.type), None if f.name in compressed else memory[f.name], memory[f.name])
-        for f in reader.schema
-    ]

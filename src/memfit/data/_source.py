@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,12 +17,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from memfit.data._arrow import numpy_of
-from memfit.data._chunks import chunk_digests
+from memfit.data._manifest import chunk_digests
 from memfit.errors import DataError, nearest
 
 _BUFFER_BYTES = 1 << 18
 _DECODED_BYTES = 4 << 20
-_SUFFIXES = (".parquet", ".feather", ".arrow", ".arrows", ".ipc")
+_SUFFIXES = (".parquet", ".feather", ".arrow", ".ipc")
+_NUM_NAMED = 8
 
 SourceLike: TypeAlias = "Path | str | Sequence[Path | str] | pa.Table"
 
@@ -31,7 +33,7 @@ class Source:
     """Files or one table, not read yet.
 
     Attributes:
-        paths: Parquet files, Arrow IPC files or Arrow IPC streams, told apart by their first bytes.
+        paths: Parquet or Arrow IPC files, told apart by their first bytes.
         table: An in-memory table instead of files.
     """
 
@@ -54,7 +56,7 @@ class Source:
                 "the source names no file.", rule="a panel is built from at least one.", remedy="name a Parquet file"
             )
         for path in paths:
-            file_format(path)
+            _is_parquet(path)
         return cls(paths=paths)
 
     def schemas(self) -> Iterator[tuple[str, pa.Schema]]:
@@ -62,13 +64,8 @@ class Source:
         if self.table is not None:
             yield "the table", self.table.schema
         for path in self.paths:
-            with reading(path):
-                if file_format(path) == "parquet":
-                    with pq.ParquetFile(path) as file:
-                        schema = file.schema_arrow
-                else:
-                    with pa.memory_map(str(path)) as mapped:
-                        schema = open_ipc(mapped).schema
+            with opened(path) as file:
+                schema = file.schema_arrow if isinstance(file, pq.ParquetFile) else file.schema
             yield str(path), schema
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -78,8 +75,9 @@ class Source:
         if self.table is not None:
             yield from self.table.select(wanted).to_batches(max_chunksize=num_rows)
         for path in self.paths:
-            with reading(path):
-                for batch in _file_batches(path, wanted, num_rows):
+            with opened(path, wanted) as file:
+                is_parquet = isinstance(file, pq.ParquetFile)
+                for batch in file.iter_batches(num_rows, columns=wanted) if is_parquet else ipc_batches(file):
                     for start in range(0, batch.num_rows, num_rows):
                         yield batch.slice(start, num_rows)
 
@@ -135,25 +133,39 @@ def _expand(path: Path) -> list[Path]:
     )
 
 
-def file_format(path: Path) -> str:
-    """``parquet``, ``file`` or ``stream`` (Arrow IPC), by the file's first bytes."""
+def _is_parquet(path: Path) -> bool:
+    """Return whether a file is Parquet, by its first bytes; a DataError if it is no Arrow IPC file either."""
     with open(path, "rb") as file:
         head = file.read(6)
-    kind = {b"PAR1": "parquet", b"ARRO": "file", b"\xff\xff\xff\xff": "stream"}.get(head[:4])
-    if kind is None:
+    if head[:4] != b"PAR1" and head != b"ARROW1":
+        what = "is an Arrow IPC stream" if head[:4] == b"\xff\xff\xff\xff" else f"begins with {head!r}"
         raise DataError(
-            f"{path} is neither a Parquet nor an Arrow file: it begins with {head!r}.",
-            rule="Parquet begins with PAR1, an Arrow IPC file with ARROW1, an Arrow IPC stream with four bytes 0xff.",
-            remedy="convert it, for example with pyarrow.csv.read_csv and pyarrow.parquet.write_table",
+            f"{path} is neither a Parquet nor an Arrow file: it {what}.",
+            rule="a Parquet file begins with PAR1, and an Arrow IPC file with ARROW1.",
+            remedy="convert it, for example with pyarrow.csv.read_csv or pyarrow.ipc.open_stream, and "
+            "pyarrow.parquet.write_table",
         )
-    return kind
+    return head[:4] == b"PAR1"
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turns what pyarrow raises over a file into a DataError that names it; running out of memory stays what it is."""
+def opened(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
+    """Give a Parquet file or a reader of a mapped Arrow IPC file, of which only some columns are decoded.
+
+    What pyarrow raises over a file becomes a DataError that names it; running out of memory stays what it is.
+    """
     try:
-        yield
+        if _is_parquet(path):
+            # pyarrow's default keeps every byte read until the file is closed.
+            with pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
+                yield file
+        else:
+            with pa.memory_map(str(path)) as mapped:
+                reader = pa.ipc.open_file(mapped)
+                if columns is not None:
+                    included = sorted(reader.schema.get_field_index(name) for name in columns)
+                    reader = pa.ipc.open_file(mapped, options=pa.ipc.IpcReadOptions(included_fields=included))
+                yield reader
     except pa.ArrowMemoryError:
         raise
     except (pa.ArrowException, OSError) as error:
@@ -164,36 +176,64 @@ def reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def open_parquet(path: Path) -> pq.ParquetFile:
-    """A Parquet file that is read through small buffers: pyarrow's default keeps every byte read until it is closed."""
-    return pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES)
+def ipc_batches(reader: pa.ipc.RecordBatchFileReader) -> Iterator[pa.RecordBatch]:
+    """Yield all batches of an Arrow IPC file, one at a time."""
+    return (reader.get_batch(i) for i in range(reader.num_record_batches))
 
 
-def open_ipc(mapped: pa.MemoryMappedFile, included: list[int] | None = None) -> Any:
-    """A reader of an Arrow IPC file or stream, whose uncompressed batches lie in the map."""
-    options = pa.ipc.IpcReadOptions(included_fields=included)
-    is_file = mapped.read(6) == b"ARROW1"
-    mapped.seek(0)
-    return pa.ipc.open_file(mapped, options=options) if is_file else pa.ipc.open_stream(mapped, options=options)
+@dataclass(frozen=True)
+class Columns:
+    """The columns that names and patterns stand for.
+
+    Attributes:
+        names: In the order of the patterns; those of one pattern as the source has them; each once.
+        left_out: What patterns also match, and why it is not meant: "'date' (the index)", "'sector' (string)".
+    """
+
+    names: tuple[str, ...]
+    left_out: tuple[str, ...]
 
 
-def _file_batches(path: Path, columns: list[str], num_rows: int) -> Iterator[pa.RecordBatch]:
-    if file_format(path) == "parquet":
-        with open_parquet(path) as file:
-            yield from file.iter_batches(batch_size=num_rows, columns=columns)
-        return
-    with pa.memory_map(str(path)) as mapped:
-        schema = open_ipc(mapped).schema
-        mapped.seek(0)
-        yield from ipc_batches(open_ipc(mapped, sorted(schema.get_field_index(name) for name in columns)))
+def match_columns(source: SourceLike, patterns: Sequence[str], *, taken: Sequence[str] = ()) -> Columns:
+    """Return the columns of a source that names and shell patterns (``*``, ``?``, ``[abc]``) stand for.
 
+    A name is taken as it is. A pattern finds the columns of numbers that match it and are not ``taken``.
 
-def ipc_batches(reader: Any) -> Iterator[pa.RecordBatch]:
-    """All batches of an IPC reader, one at a time."""
-    if isinstance(reader, pa.ipc.RecordBatchFileReader):
-        yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
-    else:
-        yield from reader
+    Args:
+        source: As for `Panel.build`.
+        patterns: Names and patterns.
+        taken: Columns that a pattern does not mean, because they have another role.
+
+    Raises:
+        DataError: If a pattern finds no column, or the source cannot be read.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> rows = pa.table({"date": ["2024-01-02"], "code": ["A"], "f1": [1.0], "f2": [2.0], "r": [0.1]})
+        >>> match_columns(rows, ["f*"], taken=["date", "code"]).names
+        ('f1', 'f2')
+    """
+    _, schema = next(Source.of(source).schemas())
+    names: dict[str, None] = {}
+    left_out: dict[str, None] = {}
+    for pattern in patterns:
+        if pattern in schema.names or not set("*?[") & set(pattern):
+            names[pattern] = None
+            continue
+        found = [field for field in schema if fnmatchcase(field.name, pattern)]
+        numbers = [field.name for field in found if field.name not in taken and _is_number(_value_type(field.type))]
+        if not numbers:
+            known = ", ".join(schema.names[:_NUM_NAMED]) + (", ..." if len(schema.names) > _NUM_NAMED else "")
+            raise DataError(
+                f"the pattern '{pattern}' finds no column of numbers; there are {known}.",
+                rule="a pattern finds the columns of numbers that match it and have no other role.",
+                remedy=nearest(pattern.strip("*"), schema.names),
+            )
+        names.update(dict.fromkeys(numbers))
+        for field in found:
+            if field.name not in numbers:
+                left_out[f"'{field.name}' ({'has another role' if field.name in taken else field.type})"] = None
+    return Columns(tuple(names), tuple(left_out))
 
 
 def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[str]) -> dict[str, list[str]]:
@@ -216,12 +256,12 @@ def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[st
         _check_type(part, date, schema.field(date).type, _is_date, "dates are date32, timestamps or ISO 8601 text.")
         _check_type(part, asset, schema.field(asset).type, _is_code, "asset codes are text or integers.")
         for name in numbers:
-            _check_type(part, name, schema.field(name).type, is_number, "features and targets are numbers.")
+            _check_type(part, name, schema.field(name).type, _is_number, "features and targets are numbers.")
     return {name: sorted(found) for name, found in types.items()}
 
 
 def _check_type(part: str, name: str, kind: pa.DataType, fits: Callable[[pa.DataType], bool], rule: str) -> None:
-    if not fits(value_type(kind)):
+    if not fits(_value_type(kind)):
         raise DataError(
             f"column '{name}' of {part} has type {kind}.",
             rule=rule,
@@ -229,7 +269,7 @@ def _check_type(part: str, name: str, kind: pa.DataType, fits: Callable[[pa.Data
         )
 
 
-def value_type(kind: pa.DataType) -> pa.DataType:
+def _value_type(kind: pa.DataType) -> pa.DataType:
     """The type of a column's values, also where they are dictionary or run-end encoded."""
     return kind.value_type if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind) else kind
 
@@ -246,7 +286,7 @@ def _is_code(kind: pa.DataType) -> bool:
     return bool(_is_text(kind) or pa.types.is_integer(kind))
 
 
-def is_number(kind: pa.DataType) -> bool:
+def _is_number(kind: pa.DataType) -> bool:
     """Whether a feature or target may have a type."""
     types = pa.types
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from memfit.data._manifest import MANIFEST, read_manifest
+from memfit.data._manifest import MANIFEST, Manifest
 from memfit.data._publish import panel_lock, sweep
 from memfit.errors import DataError
 
@@ -53,7 +53,7 @@ def versions(directory: Path) -> list[Path]:
 def _parent(path: Path) -> Path | None:
     """Return the folder of the version that a panel was appended to."""
     with suppress(DataError, OSError):
-        if parent := read_manifest(path).key.get("parent"):
+        if parent := Manifest.read(path).key.get("parent"):
             return path.with_name(parent[:16])
     return None
 
