@@ -22,8 +22,7 @@ Example:
 """
 
 from memfit.splits._combinatorial import CombinatorialPurged
-from memfit.splits._purged import PurgedKFold, SplitSummary, sizes_table
+from memfit.splits._purged import PurgedKFold, SplitSummary, WalkForward, sizes_table
 from memfit.splits._stratified_groups import StratifiedGroups
-from memfit.splits._walk_forward import WalkForward
 
 __all__ = ["CombinatorialPurged", "PurgedKFold", "SplitSummary", "StratifiedGroups", "WalkForward", "sizes_table"]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from memfit.errors import MissingExtraError, SplitError
-from memfit.splits._purged import Indices, PurgedKFold, _check_size
+from memfit.splits._purged import Indices, PurgedKFold, check_size
 
 
 @final
@@ -52,7 +52,7 @@ class CombinatorialPurged:
 
     def __post_init__(self) -> None:
         for name, least in (("n_blocks", 3), ("n_test_blocks", 2), ("purged_size", 0), ("embargo_size", 0)):
-            _check_size(name, getattr(self, name), least)
+            check_size(name, getattr(self, name), least)
         if self.n_test_blocks >= self.n_blocks:
             raise SplitError(
                 f"{self.n_test_blocks} of {self.n_blocks} blocks are tested: nothing is left to train on.",
@@ -95,7 +95,7 @@ class CombinatorialPurged:
             from skfolio.model_selection import CombinatorialPurgedCV
         except ModuleNotFoundError as error:
             raise MissingExtraError.of("skfolio", "ranker", "CombinatorialPurged") from error
-        rows = PurgedKFold(self.n_blocks, purged_size=self.purged_size)._rows(X, groups)
+        rows = PurgedKFold(self.n_blocks, purged_size=self.purged_size).rows(X, groups)
         try:
             cut = CombinatorialPurgedCV(self.n_blocks, self.n_test_blocks, self.purged_size, self.embargo_size)
             return rows.date, list(cut.split(np.zeros((rows.num_dates, 1)))), cut.get_path_ids()

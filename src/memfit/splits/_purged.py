@@ -1,4 +1,4 @@
-"""Purged k-fold for rows that carry a date, any number of rows (assets) per date.
+"""Purged folds for rows that carry a date, any number of rows (assets) per date.
 
 Everything is done on *date numbers*: the position of a row's date among the sorted distinct dates. A label that ends
 between two dates is moved back to the earlier one. That is exact, because a label interval can only begin on a date:
@@ -8,6 +8,7 @@ nothing begins between the label's true end and the date before it.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -26,13 +27,13 @@ _MISSING = {
 _ISO = re.compile(r"\d{4}-\d\d(-\d\d([T ]\d\d(:\d\d(:\d\d(\.\d+)?)?)?)?)?")
 # A date with any separator, with or without a time and an offset: it sorts where all texts have one form.
 _FORM = re.compile(r"\d{4}(?:([-/]?)\d\d(?:\1\d\d(?:[T ]?\d\d(?::?\d\d(?::?\d\d(?:\.\d+)?)?)?)?)?)?(Z|[+-]\d\d:?\d\d)?")
-# What a row is in one fold; the first rule that applies gives the row its name.
-_TRAIN, _TEST, _PURGED_BEFORE, _PURGED_AFTER, _EMBARGOED, _LOOKBACK = range(6)
+# What a row is in one fold.
+_TRAIN, _TEST, _PURGED_BEFORE, _PURGED_AFTER, _EMBARGOED, _LOOKBACK, _UNUSED = range(7)
 
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """What one fold keeps and what it drops: each row is counted exactly once.
+    """What one fold keeps and what it drops: each row that it looks at is counted exactly once.
 
     Attributes:
         fold: Number of the fold, from 1.
@@ -58,17 +59,128 @@ class SplitSummary:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class DatedRows:
     """The date number of each row and of the end of its label; the number of distinct dates."""
 
     date: Indices
     label_end: Indices
     num_dates: int
 
+    def blocks(self, number: int) -> Iterator[tuple[int, int]]:
+        """First and last date number of each of so many blocks; a remainder goes one by one to the first blocks."""
+        size, remainder = divmod(self.num_dates, number)
+        first = 0
+        for block in range(number):
+            last = first + size + (block < remainder) - 1
+            yield first, last
+            first = last + 1
+
+
+@dataclass(frozen=True, eq=False)
+class DateSplitter(ABC):
+    """What the splitters of dated rows share: how they take dates and labels, and what they say of their folds."""
+
+    n_splits: int = 5
+    label_end: ArrayLike | None = field(default=None, kw_only=True)
+    purged_size: int | None = field(default=None, kw_only=True)
+    embargo_size: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_size("embargo_size", self.embargo_size, 0)
+        if (self.label_end is None) == (self.purged_size is None):
+            raise SplitError(
+                f"{'neither' if self.label_end is None else 'both'} of label_end and purged_size given.",
+                rule="how long a label stays open decides what is purged; without it nothing would be.",
+                remedy="pass purged_size=h when every label looks h dates ahead, or label_end=<one date per row>",
+            )
+        if self.purged_size is not None:
+            check_size("purged_size", self.purged_size, 0)
+
+    @abstractmethod
+    def _roles(self, rows: DatedRows) -> Iterator[NDArray[np.int8]]:
+        """What each row is, fold by fold; shape (num_rows,)."""
+
+    def _num_blocks(self) -> int:
+        return self.n_splits
+
+    def get_n_splits(self, X: Any = None, y: Any = None, groups: Any = None) -> int:
+        """Return the number of folds; the arguments are ignored, as in scikit-learn."""
+        return self.n_splits
+
+    def split(self, X: Any, y: Any = None, groups: ArrayLike | None = None) -> Iterator[tuple[Indices, Indices]]:
+        """Return the row numbers to train and to test on, fold by fold in the order of the test blocks.
+
+        All folds are checked at the call, before the first is handed out.
+
+        Args:
+            X: Gives the number of rows. A 1-D ``datetime64`` array is taken as the dates when ``groups`` is None.
+            y: Ignored.
+            groups: The date of each row, in any order and any number of rows per date: ``datetime64``, numbers, ISO
+                8601 text, or anything else that sorts. None: each row is a date of its own, in order, numbered from
+                0; a pandas index that says otherwise is refused.
+
+        Returns:
+            An iterator of pairs (train, test) of ascending int64 row numbers. Memory: a few arrays of one number per
+            row; time: one sort.
+
+        Raises:
+            SplitError: If a fold has nothing to train on, there are fewer dates than blocks, or dates and label ends
+                cannot be used (missing, before the row's date, of another kind or length).
+        """
+        rows = self.rows(X, groups)
+        summaries = self._describe(rows)
+        empty = [summary.fold for summary in summaries if summary.num_train_rows == 0]
+        if empty:
+            sizes = {name: value for name, value in vars(self).items() if name.endswith("_size") and value}
+            raise SplitError(
+                f"nothing is left to train on in {len(empty)} of {self.n_splits} folds (fold "
+                f"{', '.join(map(str, empty))}):\n{sizes_table(summaries)}",
+                rule=f"{', '.join(f'{name}={value}' for name, value in sizes.items()) or 'labels that reach far'} over "
+                f"{rows.num_dates} dates.",
+                remedy="give more dates or fewer folds, or shorten the labels, embargo_size or lookback_size",
+            )
+        return ((np.flatnonzero(one == _TRAIN), np.flatnonzero(one == _TEST)) for one in self._roles(rows))
+
+    def describe(self, X: Any, y: Any = None, groups: ArrayLike | None = None) -> list[SplitSummary]:
+        """Return what each fold keeps and drops, also when a fold would be empty; the arguments are those of `split`.
+
+        Rows that a fold of `WalkForward` does not look at are counted nowhere.
+        """
+        return self._describe(self.rows(X, groups))
+
+    def rows(self, X: Any, groups: ArrayLike | None) -> DatedRows:
+        """Return the rows by date numbers; arguments and errors as for `split`."""
+        num_rows = int(X.shape[0]) if hasattr(X, "shape") else len(X)
+        if groups is None and getattr(getattr(X, "dtype", None), "kind", "") == "M" and X.ndim == 1:
+            groups = X
+        if groups is None:
+            _refuse_index(X)
+        dates = np.arange(num_rows) if groups is None else _column("groups", groups, num_rows)
+        distinct, number = _distinct(dates)
+        if len(distinct) < self._num_blocks():
+            raise SplitError(
+                f"{len(distinct)} distinct dates cannot be cut into {self._num_blocks()} test blocks.",
+                rule="each block needs at least one date.",
+                remedy="give more dates or a smaller n_splits",
+            )
+        if self.purged_size is not None:
+            return DatedRows(number, number + self.purged_size, len(distinct))
+        ends = _column("label_end", self.label_end, num_rows)
+        return DatedRows(number, _end_numbers(dates, distinct, ends), len(distinct))
+
+    def _describe(self, rows: DatedRows) -> list[SplitSummary]:
+        summaries = []
+        for fold, roles in enumerate(self._roles(rows), start=1):
+            count = np.bincount(roles, minlength=7).tolist()
+            num_dates = [len(np.unique(rows.date[roles == role])) for role in (_TRAIN, _TEST)]
+            kept = count[_TRAIN], num_dates[0], count[_TEST], num_dates[1]
+            summaries.append(SplitSummary(fold, *kept, *count[_PURGED_BEFORE:_UNUSED]))
+        return summaries
+
 
 @final
 @dataclass(frozen=True, eq=False)
-class PurgedKFold:
+class PurgedKFold(DateSplitter):
     """K-fold over dates that trains on no row whose label overlaps a label of the test block in time.
 
     The distinct dates are cut into ``n_splits`` contiguous blocks whose sizes differ by at most one, and each block is
@@ -109,141 +221,95 @@ class PurgedKFold:
         [(4, 10), (6, 10)]
     """
 
-    n_splits: int = 5
-    label_end: ArrayLike | None = field(default=None, kw_only=True)
-    purged_size: int | None = field(default=None, kw_only=True)
-    embargo_size: int = field(default=0, kw_only=True)
     lookback_size: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_size("n_splits", self.n_splits, 2)
-        _check_size("embargo_size", self.embargo_size, 0)
-        _check_size("lookback_size", self.lookback_size, 0)
-        if (self.label_end is None) == (self.purged_size is None):
-            raise SplitError(
-                f"{'neither' if self.label_end is None else 'both'} of label_end and purged_size given.",
-                rule="how long a label stays open decides what is purged; without it nothing would be.",
-                remedy="pass purged_size=h when every label looks h dates ahead, or label_end=<one date per row>",
-            )
-        if self.purged_size is not None:
-            _check_size("purged_size", self.purged_size, 0)
+        check_size("n_splits", self.n_splits, 2)
+        check_size("lookback_size", self.lookback_size, 0)
+        super().__post_init__()
 
-    def get_n_splits(self, X: Any = None, y: Any = None, groups: Any = None) -> int:
-        """The number of folds; the arguments are ignored, as in scikit-learn."""
-        return self.n_splits
-
-    def split(self, X: Any, y: Any = None, groups: ArrayLike | None = None) -> Iterator[tuple[Indices, Indices]]:
-        """The row numbers to train and to test on, fold by fold in the order of the test blocks.
-
-        All folds are checked at the call, before the first is handed out.
-
-        Args:
-            X: Gives the number of rows. A 1-D ``datetime64`` array is taken as the dates when ``groups`` is None.
-            y: Ignored.
-            groups: The date of each row, in any order and any number of rows per date: ``datetime64``, numbers, ISO
-                8601 text, or anything else that sorts. None: each row is a date of its own, in order, numbered from
-                0; a pandas index that says otherwise is refused.
-
-        Returns:
-            An iterator of pairs (train, test) of ascending int64 row numbers. Memory: a few arrays of one number per
-            row; time: one sort.
-
-        Raises:
-            SplitError: If a fold has nothing to train on, there are fewer dates than folds, or dates and label ends
-                cannot be used (missing, before the row's date, of another kind or length).
-        """
-        rows = self._rows(X, groups)
-        summaries = self._describe(rows)
-        empty = [summary.fold for summary in summaries if summary.num_train_rows == 0]
-        if empty:
-            raise SplitError(
-                f"nothing is left to train on in {len(empty)} of {self.n_splits} folds (fold "
-                f"{', '.join(map(str, empty))}):\n{sizes_table(summaries)}",
-                rule=f"purged by {self._purge_rule()}, embargo_size={self.embargo_size}, "
-                f"lookback_size={self.lookback_size}, over {rows.num_dates} dates.",
-                remedy="give more dates, or shorten the labels, embargo_size or lookback_size",
-            )
-        return self._folds(rows)
-
-    def describe(self, X: Any, y: Any = None, groups: ArrayLike | None = None) -> list[SplitSummary]:
-        """What each fold keeps and drops, also when a fold would be empty; the arguments are those of `split`."""
-        return self._describe(self._rows(X, groups))
-
-    def _purge_rule(self) -> str:
-        return "label_end" if self.purged_size is None else f"purged_size={self.purged_size}"
-
-    def _rows(self, X: Any, groups: ArrayLike | None) -> _Rows:
-        num_rows = int(X.shape[0]) if hasattr(X, "shape") else len(X)
-        if groups is None and getattr(getattr(X, "dtype", None), "kind", "") == "M" and X.ndim == 1:
-            groups = X
-        if groups is None:
-            _refuse_index(X)
-        dates = np.arange(num_rows) if groups is None else _column("groups", groups, num_rows)
-        _refuse_missing("groups", dates)
-        distinct, number = _distinct(dates)
-        if len(distinct) < self.n_splits:
-            raise SplitError(
-                f"{len(distinct)} distinct dates cannot be cut into {self.n_splits} test blocks.",
-                rule="each test block needs at least one date.",
-                remedy=f"give more dates or n_splits <= {max(len(distinct), 2)}",
-            )
-        if self.purged_size is not None:
-            return _Rows(number, number + self.purged_size, len(distinct))
-        ends = _column("label_end", self.label_end, num_rows)
-        _refuse_missing("label_end", ends)
-        return _Rows(number, _end_numbers(dates, distinct, ends), len(distinct))
-
-    def _blocks(self, rows: _Rows) -> Iterator[tuple[int, int]]:
-        """First and last date number of each test block; a remainder goes one by one to the first blocks."""
-        size, remainder = divmod(rows.num_dates, self.n_splits)
-        first = 0
-        for fold in range(self.n_splits):
-            last = first + size + (fold < remainder) - 1
-            yield first, last
-            first = last + 1
-
-    def _roles(self, rows: _Rows, first: int, last: int) -> NDArray[np.int8]:
-        """What each row is when the dates ``first`` to ``last`` are tested; shape (num_rows,)."""
+    def _roles(self, rows: DatedRows) -> Iterator[NDArray[np.int8]]:
         date, end = rows.date, rows.label_end
-        test = (date >= first) & (date <= last)
-        latest_end = int(end[test].max())
-        embargo_end = latest_end + self.embargo_size
-        window = (date >= first - self.lookback_size) & (date <= last + self.lookback_size)
-        # From the weakest rule to the strongest: each overwrites what the ones before it named.
-        roles = np.full(len(date), _TRAIN, np.int8)
-        roles[window] = _LOOKBACK
-        roles[(date > latest_end) & (date <= embargo_end)] = _EMBARGOED
-        roles[(date > last) & (date <= latest_end)] = _PURGED_AFTER
-        roles[(date < first) & (end >= first)] = _PURGED_BEFORE
-        roles[test] = _TEST
-        return roles
+        for first, last in rows.blocks(self.n_splits):
+            test = (date >= first) & (date <= last)
+            latest_end = int(end[test].max())
+            embargo_end = latest_end + self.embargo_size
+            # From the weakest rule to the strongest: each overwrites what the ones before it named.
+            roles = np.full(len(date), _TRAIN, np.int8)
+            roles[(date >= first - self.lookback_size) & (date <= last + self.lookback_size)] = _LOOKBACK
+            roles[(date > latest_end) & (date <= embargo_end)] = _EMBARGOED
+            roles[(date > last) & (date <= latest_end)] = _PURGED_AFTER
+            roles[(date < first) & (end >= first)] = _PURGED_BEFORE
+            roles[test] = _TEST
+            yield roles
 
-    def _folds(self, rows: _Rows) -> Iterator[tuple[Indices, Indices]]:
-        for first, last in self._blocks(rows):
-            roles = self._roles(rows, first, last)
-            yield np.flatnonzero(roles == _TRAIN), np.flatnonzero(roles == _TEST)
 
-    def _describe(self, rows: _Rows) -> list[SplitSummary]:
-        summaries = []
-        for fold, (first, last) in enumerate(self._blocks(rows), start=1):
-            roles = self._roles(rows, first, last)
-            count = np.bincount(roles, minlength=6).tolist()
-            train_dates = np.zeros(rows.num_dates, bool)
-            train_dates[rows.date[roles == _TRAIN]] = True
-            summaries.append(
-                SplitSummary(
-                    fold=fold,
-                    num_train_rows=count[_TRAIN],
-                    num_train_dates=int(train_dates.sum()),
-                    num_test_rows=count[_TEST],
-                    num_test_dates=last - first + 1,
-                    num_purged_before=count[_PURGED_BEFORE],
-                    num_purged_after=count[_PURGED_AFTER],
-                    num_embargoed=count[_EMBARGOED],
-                    num_lookback=count[_LOOKBACK],
-                )
-            )
-        return summaries
+@final
+@dataclass(frozen=True, eq=False)
+class WalkForward(DateSplitter):
+    """Folds in the order of time, each trained on dates before its test block and on no label that reaches into it.
+
+    The distinct dates are cut into ``n_splits + 1`` contiguous blocks whose sizes differ by at most one. The first is
+    trained on only; each of the others is tested once. From the rows dated before a test block these are dropped:
+
+    * *purged*: the label's interval, from the row's date to its end, both included, reaches the first test date.
+    * *embargoed*: the label ends on one of the ``embargo_size`` dates before the test block: so many dates lie free
+      between the last label that was learned and the first test date.
+    * with ``train_size``, all dates but the last so many of those that are left: a window that rolls in place of one
+      that expands.
+
+    Rows dated after a test block are not used in its fold. What a fold learns, a trader of its first test date knew:
+    so an estimate by these folds is that of a strategy that was trained anew now and then. It rests on less data in
+    the early folds than `PurgedKFold`, and it tests no date of the first block.
+
+    Args:
+        n_splits: Number of folds.
+        label_end: For each row the date on which its label is known, as for `PurgedKFold`. This or ``purged_size``.
+        purged_size: Number of dates that each label reaches ahead.
+        embargo_size: Number of distinct dates left free before the test block.
+        train_size: The most distinct dates to train on; None takes all that there are.
+
+    Raises:
+        SplitError: If a size is no whole number or too small, or not exactly one of ``label_end`` and ``purged_size``
+            is given.
+
+    Source:
+        R. Pardo, The Evaluation and Optimization of Trading Strategies (2nd edition, 2008), chapter 11, for walking
+        forward; the purge is that of M. López de Prado, Advances in Financial Machine Learning (2018), chapter 7.
+
+    Example:
+        >>> for train, test in WalkForward(3, purged_size=2, embargo_size=1).split(range(16)):
+        ...     print(train, test)
+        [0] [4 5 6 7]
+        [0 1 2 3 4] [ 8  9 10 11]
+        [0 1 2 3 4 5 6 7 8] [12 13 14 15]
+        >>> [train.tolist() for train, _ in WalkForward(3, purged_size=0, train_size=2).split(range(16))]
+        [[2, 3], [6, 7], [10, 11]]
+    """
+
+    train_size: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_size("n_splits", self.n_splits, 1)
+        if self.train_size is not None:
+            check_size("train_size", self.train_size, 1)
+        super().__post_init__()
+
+    def _num_blocks(self) -> int:
+        return self.n_splits + 1
+
+    def _roles(self, rows: DatedRows) -> Iterator[NDArray[np.int8]]:
+        for first, last in list(rows.blocks(self.n_splits + 1))[1:]:
+            roles = np.full(len(rows.date), _UNUSED, np.int8)
+            past = rows.date < first
+            roles[past] = _TRAIN
+            roles[past & (rows.label_end >= first - self.embargo_size)] = _EMBARGOED
+            roles[past & (rows.label_end >= first)] = _PURGED_BEFORE
+            if self.train_size is not None:
+                left = np.unique(rows.date[roles == _TRAIN])[: -self.train_size]
+                roles[(roles == _TRAIN) & np.isin(rows.date, left)] = _UNUSED
+            roles[(rows.date >= first) & (rows.date <= last)] = _TEST
+            yield roles
 
 
 def sizes_table(summaries: Sequence[SplitSummary]) -> str:
@@ -262,7 +328,7 @@ def sizes_table(summaries: Sequence[SplitSummary]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
-def _check_size(name: str, value: object, least: int) -> None:
+def check_size(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise SplitError(
             f"{name}={value!r} is not a whole number of at least {least}.",
@@ -280,6 +346,7 @@ def _column(name: str, values: ArrayLike | None, num_rows: int) -> NDArray[Any]:
             remedy=f"pass {name} as a 1-D array of {num_rows} dates",
         )
     _refuse_text(name, column)
+    _refuse_missing(name, column)
     return column
 
 
