@@ -45,10 +45,10 @@ def test_it_says_what_happened_with_the_lines_that_prove_it_and_the_remedies(mem
     assert done.exit_code == 0
     assert done.out.startswith("killed at a limit of host memory (proved)\n")
     assert "sacct:2" in done.out or "train.err:3" in done.out
-    assert "1. ask for 334G of each node: --mem=334G" in done.out
+    assert "1. request 334G per node: --mem=334G" in done.out
     done = memfit("diagnose", "train.err", "--sacct", "sacct.txt", "--script", "train.slurm", "--verbose")
-    assert "1. ask for 334G of each node (costs none, 78.00 GiB, enough by itself)" in done.out
-    assert done.out.index("would change nothing here") > done.out.index("1. ask for")
+    assert "1. request 334G per node (costs none, 78.00 GiB, enough by itself)" in done.out
+    assert done.out.index("would change nothing here") > done.out.index("1. request")
     assert not (job / "train.fixed.slurm").exists()
 
 
@@ -81,7 +81,7 @@ def test_report_writes_the_incident(memfit, job):
     memfit("diagnose", "train.err", "--sacct", "sacct.txt", "--script", "train.slurm", "--report", "incident.md")
     text = (job / "incident.md").read_text()
     assert text.startswith("# Incident: killed at a limit of host memory")
-    assert "285.60 GiB, already over the limit in steady state" in text and "242 steps an epoch" in text
+    assert "4 x 72.5 GiB (MaxRSS of a task) = 290.00 GiB on each node" in text and "242 steps an epoch" in text
 
 
 def test_verify_says_that_the_fixed_script_was_not_in_force(memfit, job):

@@ -100,7 +100,7 @@ def test_a_kill_at_the_jobs_own_limit_is_told_by_the_kernels_log(die, memory_gro
     found = diagnose(log, kernel_log=kernel)
     assert (*verdict(found), found.phase, found.recovered) == (True, "host_cgroup", "out_of_memory", "train", False)
     assert found.confidence == "proved" and f"oom_memcg=/{group.name},task_memcg=/{group.name}" in said(found)
-    assert found.findings[0].values["scope"] == "own_group"
+    assert "(per group)" in "".join(found.arithmetic)
     assert found.where["pid"] == int(log.read_text().partition(" Killed")[0].split()[-1])
 
 
@@ -111,7 +111,7 @@ def test_a_kill_at_a_limit_above_the_jobs_own_is_told_as_such(die, memory_group,
         log = die(words("training", "hog"), group=memory_group(1024 * MIB, above))
     found = diagnose(log, kernel_log=kernel)
     assert verdict(found) == (True, "host_cgroup", "out_of_memory")
-    assert found.findings[0].values["scope"] == "ancestor"
+    assert "(per group above it)" in "".join(found.arithmetic)
     assert f"oom_memcg=/{above.name},task_memcg=/{above.name}/" in said(found)
 
 
@@ -272,7 +272,7 @@ def test_a_worker_that_dasks_nanny_killed_met_its_limit(die):
     needs("distributed")
     found = diagnose(die(words("in_cluster", "dask"), seconds=90))
     assert verdict(found) == (True, "host_cgroup", "out_of_memory")
-    assert found.findings[0].values["who"] == "Dask's nanny"
+    assert "Dask's nanny" in "".join(found.arithmetic)
 
 
 def test_a_task_that_rays_monitor_killed_met_the_nodes_limit(die, tmp_path):
@@ -285,5 +285,5 @@ def test_a_task_that_rays_monitor_killed_met_the_nodes_limit(die, tmp_path):
     }
     found = diagnose(die(words("in_cluster", "ray"), env=env, seconds=90))
     assert verdict(found) == (True, "host_kernel", "out_of_memory")
-    assert found.findings[0].values["who"] == "Ray's memory monitor"
-    assert 0 < found.findings[0].values["used_bytes"] < found.findings[0].values["limit_bytes"]
+    assert "Ray's memory monitor" in "".join(found.arithmetic)
+    assert 0 < found.figures["used"] < found.figures["limit"]

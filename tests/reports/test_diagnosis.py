@@ -4,8 +4,7 @@ import io
 
 from rich.console import Console
 
-from memfit.diagnosis import Diagnosis, Remedy
-from memfit.diagnosis._diagnose import Evidence
+from memfit.diagnosis import Diagnosis, Evidence, Remedy
 from memfit.reports import explain_in_a_line, print_diagnosis
 
 SEEN = Diagnosis(

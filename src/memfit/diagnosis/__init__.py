@@ -1,18 +1,20 @@
 """Diagnosis: what killed a job, from what it left, and what to do about it."""
 
-from memfit.diagnosis._diagnose import Diagnosis, diagnose, diagnose_logs
+from memfit.diagnosis._diagnose import Diagnosis, Evidence, diagnose, diagnose_logs
 from memfit.diagnosis._fix import Fix, make_fix
 from memfit.diagnosis._fix_compose import job_of_compose
+from memfit.diagnosis._granted import Ran, is_any_shown, job_of, read_ran, verify_fix
 from memfit.diagnosis._incident import what_happened, write_incident
-from memfit.diagnosis._ran import Ran, job_of, read_ran
+from memfit.diagnosis._job import Job
 from memfit.diagnosis._remedies import list_remedies
-from memfit.diagnosis._remedy import Remedy
-from memfit.diagnosis._verify import is_any_shown, verify_fix
+from memfit.diagnosis._remedy_table import Remedy
 from memfit.successors import missing_name
 
 __all__ = [
     "Diagnosis",
+    "Evidence",
     "Fix",
+    "Job",
     "Ran",
     "Remedy",
     "diagnose",

@@ -20,7 +20,8 @@ from memfit.errors import UsageError
 from memfit.units import GIB
 
 _Readings = Sequence[list[Reading]]
-_FIGURES = {"device_total": "total", "allocated": "allocated", "reserved": "reserved", "tried": "tried"}
+#: The figures that the JSON form has.
+_FIGURES = ("device_total", "allocated", "reserved", "tried")
 #: Files of a folder that are logs.
 _LOGS = ("*.out", "*.err", "*.log", "*.txt", "*.gz", "*.out.*", "*.err.*", "*.log.*")
 
@@ -45,14 +46,15 @@ class Diagnosis:
         cause: In a word: ``out_of_memory``, ``killed``, ``walltime``, ``incomplete``, ``unknown`` ...
         phase: What it was doing.
         confidence: ``proved`` by its words, ``likely``, or ``not shown``.
-        figures: The message's figures in bytes: ``device_total``, ``allocated``, ``reserved``, ``tried``.
+        figures: The message's figures in bytes: ``device_total``, ``allocated``, ``reserved``, ``free``, ``tried`` of
+            a device; ``used``, ``limit`` of host memory.
         evidence: The lines that it rests on.
         where: ``host``, ``rank``, ``node``, ``device``, ``pid``; None for what no line names.
         timeline: Start, last progress, failure, consequences.
         arithmetic: How the figures add up, each with its scope.
         checks: What to look at by hand.
         remedies: What to change, the cheapest in speed first.
-        findings: All explanations, the best first.
+        under_memfit: memfit's own record of the job was read.
     """
 
     oom: bool
@@ -68,7 +70,7 @@ class Diagnosis:
     arithmetic: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
     remedies: tuple[Any, ...] = ()
-    findings: tuple[Sign, ...] = ()
+    under_memfit: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form; figures in GiB, None where the text has none."""
@@ -219,7 +221,7 @@ def diagnose_streams(streams: Sequence[Stream], heard: Heard | None = None) -> D
         timeline=tuple(timeline(streams, best, signs, readings)),
         arithmetic=(*arithmetic(best), *(heard.arithmetic if is_host else ())),
         checks=tuple(checks(streams, best)),
-        findings=findings,
+        under_memfit=any("own_kills" in one.values for one in findings),
     )
 
 
@@ -239,8 +241,10 @@ def _beside(best: Sign, findings: Sequence[Sign]) -> list[Sign]:
 
 
 def _figures(best: Sign, findings: Sequence[Sign]) -> dict[str, int]:
-    """The figures of the deciding sign; what was asked for may stand in the line after it."""
-    found = {name: best.values[f"{key}_bytes"] for name, key in _FIGURES.items() if f"{key}_bytes" in best.values}
+    """The figures of the deciding sign; what was requested may stand in the line after it."""
+    found = {name.removesuffix("_bytes"): size for name, size in best.values.items() if name.endswith("_bytes")}
+    if "total" in found:
+        found["device_total"] = found.pop("total")
     for one in findings:
         near = one.stream == best.stream and abs(one.place - best.place) <= 6
         if near and "tried" not in found and one.kind == best.kind and "tried_bytes" in one.values:

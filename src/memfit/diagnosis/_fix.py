@@ -1,20 +1,35 @@
-"""The corrected batch script or Compose file: the smallest change that answers, with a reason for each line."""
+"""The corrected batch script or Compose file: the smallest change that the diagnosis asks for, each with its reason."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.checks import Check
+from memfit.diagnosis._batch_script import MEMORY, BatchScript, Setting, parse_script, read_script
+from memfit.diagnosis._job import ACCUMULATE, BATCH, Job, bytes_of, job_of_script, read_value
+from memfit.diagnosis._remedies import (
+    DEVICES,
+    list_remedies,
+    slurm_time,
+    wanted_request,
+    wanted_time,
+    with_figures,
+    write_size,
+)
 from memfit.errors import UsageError
+from memfit.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from memfit.diagnosis._diagnose import Diagnosis
-    from memfit.diagnosis._job import Job
+
+_SIZE = re.compile(r"\d+[KMGTkmgt]?")
+_ALLOCATOR = re.compile(r"export (PYTORCH\w*ALLOC_CONF)=(.+)")
 
 
 @dataclass(frozen=True)
@@ -22,9 +37,9 @@ class Edit:
     """One changed line.
 
     Attributes:
-        line: Its number in the old file; of a new line, of the one before it.
-        old: What stood there; empty for a new line.
-        new: What stands there now.
+        line: Its number in the old file; of a new line, that of the line before it.
+        old: The old line; empty for a new line.
+        new: The new line.
         reason: Why.
     """
 
@@ -36,7 +51,7 @@ class Edit:
 
 @dataclass
 class Draft:
-    """Lines being edited, each at most once, and why."""
+    """Lines being edited, each with the reasons of its edits."""
 
     lines: list[str]
     edits: list[Edit] = field(default_factory=list)
@@ -44,33 +59,28 @@ class Draft:
     _behind: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
 
     def replace(self, at: int, start: int, end: int, text: str, reason: str) -> None:
-        """Put a text in the place of a stretch of a line, whose columns are those of the line as it was."""
-        old = self.line(at)
+        """Replace a part of a line; the columns are those of the old line."""
+        old = self._line(at)
         self._pieces.setdefault(at, []).append((start, end, text))
-        self.edits.append(Edit(at + 1, old.strip(), self.line(at).strip(), reason))
+        self.edits.append(Edit(at + 1, old.strip(), self._line(at).strip(), reason))
 
-    def append_to(self, at: int, column: int, text: str, reason: str) -> None:
-        """Add to a line, at a column of what it was."""
-        self.replace(at, column, column, text, reason)
+    def change(self, one: Setting, value: object, reason: str) -> None:
+        """Give a setting another value."""
+        self.replace(one.line, one.start, one.end, str(value), reason)
 
     def insert(self, after: int, text: str, reason: str) -> None:
-        """Add a line behind another; -1 for the top."""
+        """Add a line after another; -1 for the top."""
         self._behind.setdefault(after, []).append((text, reason))
         self.edits.append(Edit(after + 1, "", text.strip(), reason))
 
-    def line(self, at: int) -> str:
-        """A line as it is now."""
+    def _line(self, at: int) -> str:
         text = self.lines[at]
         for start, end, piece in sorted(self._pieces.get(at, []), reverse=True):
             text = text[:start] + piece + text[end:]
         return text
 
-    def behind(self, at: int) -> list[tuple[str, str]]:
-        """The new lines behind a line, each with its reason."""
-        return self._behind.get(at, [])
-
     def text(self, note: Callable[[str, str], str], first_of: Callable[[int], int] = int) -> str:
-        """The whole, with a note of its reason above each changed or new line.
+        """Return the new text, with a note of its reason above each changed or new line.
 
         Args:
             note: Makes the note from a reason and the line that it is for.
@@ -79,26 +89,26 @@ class Draft:
         above: dict[int, list[str]] = {}
         for edit in self.edits:
             if edit.old:
-                at = first_of(edit.line - 1)
-                said = note(edit.reason, self.lines[at])
-                above.setdefault(at, [])
-                above[at] += [said] if said not in above[at] else []
-        found = [line for text, reason in self.behind(-1) for line in (note(reason, text), text)]
-        for at in range(len(self.lines)):
-            found += [*above.get(at, []), self.line(at)]
-            found += [line for text, reason in self.behind(at) for line in (note(reason, text), text)]
+                said = note(edit.reason, self.lines[edit.line - 1])
+                notes = above.setdefault(first_of(edit.line - 1), [])
+                notes += [said] if said not in notes else []
+        found: list[str] = []
+        for at in range(-1, len(self.lines)):
+            found += [*above.get(at, []), self._line(at)] if at >= 0 else []
+            found += [line for text, reason in self._behind.get(at, []) for line in (note(reason, text), text)]
         return "\n".join(found) + "\n"
 
 
 @dataclass(frozen=True)
 class Fix:
-    """A corrected file, not yet written.
+    """A corrected file.
 
     Attributes:
         path: The old file.
         text: The new content.
         edits: What was changed, and why.
-        checks: Whether the new file is consistent, and what no file can fix.
+        checks: What is not consistent in the new file, and what no file can fix.
+        new_path: Where it was written; None before `write`.
     """
 
     path: Path
@@ -109,28 +119,27 @@ class Fix:
 
     @property
     def diff(self) -> str:
-        """The unified diff from the old file to the new one; empty when nothing changed."""
+        """The unified diff from the old file to the new one; empty if nothing changed."""
         old = self.path.read_text(errors="replace").splitlines()
         named = str(self.new_path or fixed_name(self.path))
-        lines = difflib.unified_diff(old, self.text.splitlines(), str(self.path), named, lineterm="")
-        return "\n".join(lines)
+        return "\n".join(difflib.unified_diff(old, self.text.splitlines(), str(self.path), named, lineterm=""))
 
     def write(self) -> Fix:
         """Write it beside the old file, under a name that is not taken."""
-        number, path = 1, fixed_name(self.path)
+        number = 1
         while True:
+            path = fixed_name(self.path, number)
             try:
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self.path.stat().st_mode & 0o777)
                 break
             except FileExistsError:
                 number += 1
-                path = fixed_name(self.path, number)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(self.text)
-        return Fix(self.path, self.text, self.edits, self.checks, path)
+        return replace(self, new_path=path)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form."""
+        """Return a JSON-ready form."""
         return {
             "path": str(self.path),
             "fixed": None if self.new_path is None else str(self.new_path),
@@ -141,7 +150,7 @@ class Fix:
 
 
 def fixed_name(path: Path, number: int = 1) -> Path:
-    """Where the corrected file goes.
+    """Return where the corrected file goes.
 
     >>> str(fixed_name(Path("a/train.slurm"))), str(fixed_name(Path("compose.yaml"), 2))
     ('a/train.fixed.slurm', 'compose.fixed.2.yaml')
@@ -152,27 +161,243 @@ def fixed_name(path: Path, number: int = 1) -> Path:
 def make_fix(
     path: Path, diagnosis: Diagnosis, job: Job | None = None, *, config: Mapping[str, Any] | None = None
 ) -> Fix:
-    """The corrected file: a Compose file by its suffix, else a batch script. Nothing is written.
+    """Return the corrected file: a Compose file by its suffix, else a batch script. Nothing is written.
 
     Args:
-        path: The file that the job was started with.
+        path: The file that started the job.
         diagnosis: What killed the job.
-        job: What was measured of it; what the file asks for is read from it.
+        job: What was measured of it; what the file requests is read from it.
         config: The model's ``config.json``.
 
     Raises:
         UsageError: The file cannot be read, or is neither.
     """
-    from memfit.diagnosis._fix_compose import fix_compose
-    from memfit.diagnosis._fix_script import fix_script
-    from memfit.diagnosis._job import Job
-
-    known = job or Job()
     if path.suffix.lower() in (".yml", ".yaml"):
-        return fix_compose(path, diagnosis, known)
-    return fix_script(path, diagnosis, known, config=config)
+        from memfit.diagnosis._fix_compose import fix_compose
+
+        return fix_compose(path, diagnosis, job or Job())
+    script = read_script(path)
+    if not script.given and script.first_command is None:
+        raise refuse(
+            path,
+            "has neither an #SBATCH line nor a command that starts a training.",
+            "--fix corrects Slurm batch scripts, and Compose files that end in .yaml or .yml.",
+            "name the script that was given to sbatch",
+        )
+    fixer = _Fixer(script, Draft(list(script.lines)), diagnosis, job or Job())
+    notes = [*fixer.memory(), *fixer.device(config), *fixer.shm()]
+    fixer.tasks()
+    fixer.time()
+    draft = fixer.draft
+    text = draft.text(lambda reason, line: f"# memfit: {reason}", script.command_of)
+    text = text if draft.edits else "\n".join((*script.lines, ""))
+    return Fix(path, text, tuple(draft.edits), (*_inconsistent(parse_script(text, path), fixer.job), *notes))
 
 
 def refuse(path: Path, what: str, rule: str, remedy: str) -> UsageError:
-    """An error about a file that cannot be corrected."""
+    """Return the error about a file that cannot be corrected."""
     return UsageError(f"{path}: {what}", rule=rule, remedy=remedy)
+
+
+class _Fixer:
+    """Edits the draft of one script; each method concerns one resource and yields what no edit can solve."""
+
+    def __init__(self, script: BatchScript, draft: Draft, diagnosis: Diagnosis, job: Job) -> None:
+        asked = job_of_script(script)
+        self.script, self.draft, self.diagnosis = script, draft, diagnosis
+        self.job = asked.with_known(with_figures(job, diagnosis))
+        self.disagreement = replace(asked, request_bytes=job.request_bytes).disagreement
+
+    def _set(self, name: str, value: str, reason: str) -> None:
+        """Give a directive another value, or add it after the last one."""
+        found = self.script.directives.get(name)
+        if found is not None:
+            self.draft.change(found, value, reason)
+            return
+        has_shebang = bool(self.script.lines) and self.script.lines[0].startswith("#!")
+        last = max((one.line for one in self.script.given), default=0 if has_shebang else -1)
+        self.draft.insert(last, f"#SBATCH --{name}={value}", reason)
+
+    def memory(self) -> Iterator[Check]:
+        """Raise what the step and the job request, each where it says so; never lower a request."""
+        job, script, diagnosis = self.job, self.script, self.diagnosis
+        if self.disagreement:
+            yield Check("memory", "warning", self.disagreement, "the accounting is what was in force", "", "accounting")
+        given = self._drop_contradictions()
+        wanted = wanted_request(job) if diagnosis.kind == "host_cgroup" else None
+        most, now, limit = job.most_bytes, job.request_bytes or 0, job.limit_bytes
+        if wanted is not None and (limit is None or wanted[0] > limit):
+            size, reason = wanted
+            if most is not None and size > most:
+                if job.node_bytes is None or job.node_bytes[0] > most:
+                    what = f"{write_size(size)} of each node is more than the {format_bytes(most)} that a node has"
+                    remedy = "use fewer tasks per node, or a partition with larger nodes"
+                    yield Check("memory", "problem", what, reason, remedy, job.partition)
+                    return
+                size = most // GIB * GIB
+                reason += f", but no node of {job.partition or 'the partition'} has more than {format_bytes(most)}"
+            if job.step_bytes:
+                self._raise_step(size, reason)
+                reason = f"the job must hold what its srun requests: {write_size(size)} of each node"
+            least = max((now, *(self._bytes(one) for one in script.given if one.key in MEMORY)))
+            if given is None or max(size, least) > now:
+                self._set_memory(given, max(size, least), reason)
+        elif given is not None and not _SIZE.fullmatch(given.value) and now:
+            reason = f"--mem takes K, M, G or T: {given.value} is written {write_size(now)}"
+            self.draft.change(given, write_size(now if given.key == "mem" else now // job.cpus_of_node), reason)
+        elif given is not None and most is not None and now > most:
+            self._set_memory(given, most // GIB * GIB, f"no node has more than {format_bytes(most)}")
+
+    def _bytes(self, setting: Setting) -> int:
+        return bytes_of(setting, self.job.cpus_of_node) or 0
+
+    def _drop_contradictions(self) -> Setting | None:
+        """Return the last memory directive, which Slurm takes; drop those that contradict it."""
+        kept = self.script.memory
+        for one in self.script.given:
+            if kept is None or one.key not in MEMORY or (one.key, one.value) == (kept.key, kept.value):
+                continue
+            line = self.script.lines[one.line]
+            reason = (
+                f"--{one.key}={one.value} contradicts --{kept.key}={kept.value} on line {kept.line + 1}. Slurm takes "
+                "the later one or refuses both: dropped"
+            )
+            if self._is_alone(one):
+                self.draft.replace(one.line, 0, 0, "#", reason)
+            else:
+                end = one.end + (len(line[one.end :]) - len(line[one.end :].lstrip()))
+                begin = one.begin if line[end:] else len(line[: one.begin].rstrip())
+                self.draft.replace(one.line, begin, end, "", reason)
+        return kept
+
+    def _is_alone(self, one: Setting) -> bool:
+        """Whether its line has no other directive."""
+        line = self.script.lines[one.line]
+        return line[: one.begin].split() == ["#SBATCH"] and not line[one.end :].partition("#")[0].strip()
+
+    def _raise_step(self, size: int, reason: str) -> None:
+        """Raise the request of the step that died: found by its size, else the last one."""
+        steps = [one for one in self.script.step_memory if self._bytes(one)]
+        for one in [one for one in steps if self._bytes(one) == self.job.step_bytes] or steps[-1:]:
+            value = size if one.key == "mem" else -(-size // self.job.cpus_of_node)
+            self.draft.change(one, write_size(value), f"this step's own limit: {reason}")
+
+    def _set_memory(self, given: Setting | None, size: int, reason: str) -> None:
+        if given is not None and given.key == "mem-per-cpu":
+            end = len(self.script.lines[given.line]) if self._is_alone(given) else given.end
+            self.draft.replace(given.line, given.begin, end, f"--mem={write_size(size)}", reason)
+        else:
+            self._set("mem", write_size(size), reason)
+
+    def tasks(self) -> None:
+        """Make nodes and tasks agree."""
+        names = ("nodes", "ntasks", "ntasks-per-node")
+        given = self.script.directives
+        nodes, tasks, each = (read_value(given[name].value) if name in given else None for name in names)
+        if nodes and tasks and each and tasks != nodes * each:
+            reason = f"{nodes} nodes x {each} tasks of each = {nodes * each}, not {tasks}"
+            self._set("ntasks", str(nodes * each), reason)
+
+    def time(self) -> None:
+        """Raise the time limit by the pace that was seen, if it is too short."""
+        wanted, limit = wanted_time(self.job), self.job.limit_seconds
+        if wanted is None or limit is None or wanted[0] <= limit:
+            return
+        if self.diagnosis.cause == "walltime" or (self.job.needed_seconds or 0) > limit:
+            self._set("time", slurm_time(wanted[0]), wanted[1])
+
+    def device(self, config: Mapping[str, Any] | None) -> Iterator[Check]:
+        """Apply the cheapest remedy that a script can express; one at a time, so that the next run shows its effect."""
+        if self.diagnosis.kind not in DEVICES:
+            return
+        for remedy in list_remedies(self.diagnosis, self.job, config=config):
+            if not remedy.helps or remedy.enough is False:
+                continue
+            if remedy.setting.startswith("nvidia-smi"):
+                yield Check("device", "problem", remedy.reason, "no script can change that", remedy.setting)
+                return
+            if found := _ALLOCATOR.match(remedy.setting):
+                self._set_env(found[1], found[2], remedy.reason)
+                return
+            if "batch_size" in remedy.setting and self._halve():
+                return
+            if "gradient_checkpointing" in remedy.setting and self._checkpoint(remedy.reason):
+                return
+        what = "the script names no setting of its memory that can be lowered"
+        yield Check("device", "problem", what, "see the remedies")
+
+    def _halve(self) -> bool:
+        """Halve the batch and double the accumulation, if the script names both, or Hugging Face's batch."""
+        script, job = self.script, self.job
+        batch, steps = script.find(*BATCH), script.find(*ACCUMULATE)
+        if batch is None or not job.batch or job.batch < 2:
+            return False
+        named = next(one for one in reversed(script.settings) if one.name in BATCH)
+        if steps is None and named.name != "per_device_train_batch_size":
+            return False
+        smaller, before = job.batch // 2, job.batch * (job.accumulate or 1)
+        more = (job.accumulate or 1) * -(-job.batch // smaller)
+        same = "as before" if smaller * more == before else f"before {before}"
+        reason = f"{smaller} x {more} samples an update on each device, {same}"
+        self.draft.change(batch, smaller, reason)
+        if steps is not None:
+            self.draft.change(steps, more, reason)
+        else:
+            self.draft.replace(named.line, named.end, named.end, f" --gradient_accumulation_steps {more}", reason)
+        return True
+
+    def _checkpoint(self, reason: str) -> bool:
+        """Turn activation checkpointing on, if the script names it or has Hugging Face's options."""
+        one = self.script.find("gradient_checkpointing")
+        named = next((one for one in self.script.settings if one.name == "per_device_train_batch_size"), None)
+        if one is not None and one.value.lower() == "false":
+            self.draft.change(one, "True", reason)
+        elif one is None and named is not None:
+            self.draft.replace(named.line, named.end, named.end, " --gradient_checkpointing True", reason)
+        else:
+            return False
+        return True
+
+    def _set_env(self, name: str, value: str, reason: str) -> None:
+        """Set a variable before Python starts."""
+        found = self.script.env.get(name) or self.script.env.get("PYTORCH_ALLOC_CONF")
+        if found is not None:
+            self.draft.change(found, value, f"{reason} It replaces {found.value}.")
+            return
+        at = self.script.first_command
+        before = len(self.script.lines) if at is None else self.script.command_of(at)
+        self.draft.insert(before - 1, f"export {name}={value}", reason)
+
+    def shm(self) -> Iterator[Check]:
+        """Enlarge the /dev/shm of the container that the script starts."""
+        if self.diagnosis.kind != "shm":
+            return
+        remedy = next(one for one in list_remedies(self.diagnosis, self.job) if "--shm-size" in one.setting)
+        size = remedy.setting.partition("=")[2].partition(",")[0]
+        found = self.script.find("shm_size")
+        if found is not None:
+            self.draft.change(found, size, remedy.reason)
+            return
+        for at, line in enumerate(self.script.lines):
+            if (docker := re.search(r"\b(?:docker|podman) run\b", line)) and not line.lstrip().startswith("#"):
+                self.draft.replace(at, docker.end(), docker.end(), f" --shm-size={size}", remedy.reason)
+                return
+        what = "the script starts no container whose /dev/shm it could enlarge"
+        other = "torch.multiprocessing.set_sharing_strategy('file_system') in the program, or fewer workers"
+        yield Check("/dev/shm", "warning", what, remedy.reason, other)
+
+
+def _inconsistent(script: BatchScript, known: Job) -> Iterator[Check]:
+    """What does not fit together in the new script."""
+    job = job_of_script(script)
+    if job.workers is not None and (job.cpus_per_task or 1) < job.workers + 1:
+        said = f"{job.cpus_per_task or 1} CPUs per task for {job.workers} loader workers and the training"
+        remedy = f"--cpus-per-task={job.workers + 1}"
+        yield Check("cpus", "warning", said, "a worker without a CPU of its own is slow", remedy)
+    if job.gpus_per_node and (job.tasks_per_node or 1) > max(job.gpus_per_node, 1):
+        said = f"{job.gpus_per_node} devices per node for {job.tasks_per_node} tasks"
+        remedy = f"--gres=gpu:{job.tasks_per_node}"
+        yield Check("devices", "warning", said, "tasks that share a device share its memory", remedy)
+    if job.request_bytes and known.most_bytes and job.request_bytes > known.most_bytes:
+        said = f"{format_bytes(job.request_bytes)} of each node; a node has {format_bytes(known.most_bytes)}"
+        yield Check("memory", "problem", said, "Slurm refuses what no node has")

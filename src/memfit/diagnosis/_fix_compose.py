@@ -10,10 +10,9 @@ import yaml
 from memfit.checks import Check
 from memfit.diagnosis._fix import Draft, Fix, refuse
 from memfit.diagnosis._job import Job
-from memfit.diagnosis._remedies import list_remedies, with_figures
-from memfit.diagnosis._remedies_host import wanted_request
+from memfit.diagnosis._remedies import list_remedies, wanted_request, with_figures, write_size
 from memfit.errors import ConfigError, UsageError
-from memfit.units import GIB, MIB, format_bytes, parse_bytes
+from memfit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from memfit.diagnosis._diagnose import Diagnosis
@@ -110,20 +109,11 @@ def _bytes(node: Any) -> int | None:
         return None
 
 
-def compose_size(count: int) -> str:
-    """A size as Compose takes it, rounded up.
-
-    >>> compose_size(6 << 30), compose_size(1 << 20)
-    ('6g', '1m')
-    """
-    return f"{count // GIB}g" if count % GIB == 0 else f"{-(-count // MIB)}m"
-
-
 def _set_memory(draft: Draft, service: yaml.MappingNode, job: Job) -> None:
     wanted = wanted_request(job)
     if wanted is None or (job.request_bytes and wanted[0] <= job.request_bytes):
         return
-    node, size = _limit_node(service), compose_size(wanted[0])
+    node, size = _limit_node(service), write_size(wanted[0], ("g", "m"))
     if isinstance(node, yaml.ScalarNode):
         _replace(draft, node, size, wanted[1])
     else:

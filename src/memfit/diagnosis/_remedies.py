@@ -1,120 +1,518 @@
-"""What to do about a death: remedies with their bytes, the cheapest in speed first, then what would change nothing."""
+"""Remedies: rows of the table, and three sums.
+
+The sums are the memory that other processes hold on a device, the unused cache of torch's allocator, and the memory
+that a node should request.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memfit.diagnosis._job import Job
-from memfit.diagnosis._remedies_device import device_remedies
-from memfit.diagnosis._remedies_host import host_remedies, shm_remedies
-from memfit.diagnosis._remedies_other import other_remedies
-from memfit.diagnosis._remedy import Remedy, by_cost
+from memfit.diagnosis._job import ACCUMULATE, BATCH, Job
+from memfit.diagnosis._remedy_table import COSTS, TABLE, UNDER_MEMFIT, Cost, Remedy
+from memfit.units import GIB, MIB, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from memfit.diagnosis._diagnose import Diagnosis
+    from memfit.estimation import Change, Setup
 
-_DEVICE = frozenset({"gpu", "gpu_fragmentation", "other_accelerator"})
-
-
-def with_figures(job: Job, diagnosis: Diagnosis) -> Job:
-    """A job with the use and the limit that the message of its killer gave, where nothing else tells them."""
-    values = diagnosis.findings[0].values if diagnosis.findings else {}
-    if any("own_kills" in one.values for one in diagnosis.findings):  # the record that memfit's own watcher left
-        job = replace(job, under_memfit=True)
-    if diagnosis.kind != "host_cgroup":
-        return job
-    told = {name: values.get(f"{name}_bytes") for name in ("used", "limit")}
-    used, limit = (size if isinstance(size, int) and size > 0 else None for size in told.values())
-    return job.with_known(Job(node_peak_bytes=used if limit and used else None, request_bytes=limit))
+DEVICES = frozenset({"gpu", "gpu_fragmentation", "other_accelerator"})
+#: Requested above a measured peak, and above the time that the epochs take.
+RESERVE, TIME_RESERVE = 0.15, 0.2
+#: Other processes' memory and unused cache below this share of the device are not worth a remedy.
+NOTICEABLE = 0.05
+#: CUDA itself holds up to this much beside torch's allocator.
+_CONTEXT_BYTES = 1 * GIB
+#: A peak above this multiple of the limit was not cut off by the limit.
+_CUT = 1.02
+_LEAST_SHM = 2 * GIB
+_GROW = "expandable_segments:True"
 
 
 def list_remedies(
     diagnosis: Diagnosis, job: Job | None = None, *, config: Mapping[str, Any] | None = None
 ) -> list[Remedy]:
-    """Remedies for what was diagnosed: what helps first, the cheapest in speed before the others.
+    """Return what to do: what helps first, the cheapest in speed before the others.
 
     Args:
         diagnosis: What killed the job.
-        job: What it asked for and what was measured of it.
+        job: What it requested and what was measured of it.
         config: The model's ``config.json``: then remedies for a device come with bytes from `memfit.estimation`.
     """
     job = with_figures(job or Job(), diagnosis)
-    finding = diagnosis.findings[0] if diagnosis.findings else None
-    values: dict[str, Any] = dict(finding.values) if finding is not None else {}
-    for name, count in diagnosis.figures.items():
-        values.setdefault(f"{name.removeprefix('device_')}_bytes", count)
-    if finding is not None:
-        said = finding.text
-        values.setdefault("pids", tuple(map(int, re.findall(r"\bProcess (\d+) has", said))))
-    if diagnosis.cause == "killed":
-        return list(other_remedies("killed", job))
-    if diagnosis.kind in _DEVICE:
-        return by_cost(list(device_remedies(values, job, phase=diagnosis.phase, config=config)))
-    if diagnosis.kind in ("host_cgroup", "host_kernel", "host_alloc"):
-        in_worker = finding is not None and bool(finding.values.get("worker"))
-        is_limit = diagnosis.kind == "host_cgroup"
-        return by_cost(_of_host(diagnosis.kind, values, job.under_memfit) + list(
-            host_remedies(job, is_limit=is_limit, in_worker=in_worker, phase=diagnosis.phase)
-        ))  # fmt: skip
-    if diagnosis.kind == "shm":
-        return by_cost(list(shm_remedies(job)))
-    if diagnosis.kind == "pinned":
-        return by_cost(_PINNED)
-    return list(other_remedies(diagnosis.cause, job))
+    kind = diagnosis.kind
+    table = {**TABLE, **UNDER_MEMFIT} if job.under_memfit else TABLE
+    if kind == "none" or diagnosis.cause == "killed":
+        rows = table.get(diagnosis.cause, ())
+        return [*_more_time(job), *rows] if diagnosis.cause == "walltime" else list(rows)
+    found: Iterable[Remedy] = table.get(kind, ())
+    if kind in DEVICES:
+        found = _of_device(diagnosis, job, config)
+    elif kind == "shm":
+        found = _of_shm(job)
+    elif kind != "pinned":
+        found = [*found, *_of_host(diagnosis, job)]
+    return sorted(found, key=lambda one: (not one.helps, COSTS.index(one.cost), one.enough is not True))
 
 
-_PINNED = [
-    Remedy(
-        "pin less",
-        "pin_memory=False of the DataLoader, or a smaller prefetch_factor",
-        "a few per cent",
-        "pinned pages cannot be given back or swapped, and torch's host allocator keeps what it has, in powers of 2",
-        "host",
-    ),
-    Remedy(
-        "a higher limit of locked memory",
-        "ulimit -l unlimited",
+def with_figures(job: Job, diagnosis: Diagnosis) -> Job:
+    """Return the job with the peak and the limit of the deciding message, where nothing else tells them."""
+    job = replace(job, under_memfit=job.under_memfit or diagnosis.under_memfit)
+    if diagnosis.kind != "host_cgroup":
+        return job
+    used, limit = diagnosis.figures.get("used") or None, diagnosis.figures.get("limit") or None
+    return job.with_known(Job(node_peak_bytes=used if limit else None, request_bytes=limit))
+
+
+# Devices: two sums, then a training that needs less.
+
+
+def foreign_bytes(figures: Mapping[str, int]) -> int | None:
+    """Return what neither torch's allocator holds nor is free: other processes and the driver; None if unknown.
+
+    >>> foreign_bytes({"device_total": 24 << 30, "free": 1 << 30, "reserved": 3 << 30}) >> 30
+    20
+    """
+    if not {"device_total", "free", "reserved"} <= figures.keys():
+        return None
+    return max(figures["device_total"] - figures["free"] - figures["reserved"], 0)
+
+
+def _of_device(diagnosis: Diagnosis, job: Job, config: Mapping[str, Any] | None) -> Iterator[Remedy]:
+    figures, phase = diagnosis.figures, diagnosis.phase
+    short = figures.get("tried")
+    if short is not None and figures.get("free", GIB << 14) < GIB << 14:
+        short = max(short - figures["free"], 0)
+    yield from _others(diagnosis, short)
+    yield from _cache(figures, job, short)
+    setup = _setup(job, config) if config is not None and job.batch else None
+    if config is not None and setup is not None and phase in ("train", "build", "unknown"):
+        yield from _estimated(config, setup, short, figures.get("device_total"))
+    elif phase in TABLE:
+        yield from TABLE[phase]
+    else:
+        yield from _of_training(job, "--hf-config config.json" if config is None else "--script with the batch size")
+    yield Remedy(
+        f"more host memory ({'--memory' if job.under_memfit else '--mem'}, fewer loader workers)",
+        reason="The device has its own memory.",
+        place="device",
+        saves_bytes=0,
+        enough=False,
+        helps=False,
+    )
+
+
+def _is_enough(saves: int, short: int | None) -> bool | None:
+    """False where it frees less than was missing; more than that may still be too little for what follows."""
+    return False if short is not None and saves < short else None
+
+
+def _others(diagnosis: Diagnosis, short: int | None) -> Iterator[Remedy]:
+    """Sum one: what other processes hold of the device."""
+    held, total = foreign_bytes(diagnosis.figures), diagnosis.figures.get("device_total", 0)
+    if held is None or not total or held < max(NOTICEABLE * total, _CONTEXT_BYTES):
+        return
+    pids = ", ".join(re.findall(r"\bProcess (\d+) has", " ".join(one.text for one in diagnosis.evidence)))
+    index = diagnosis.where.get("device") or 0
+    yield Remedy(
+        "end your own processes that still hold memory of this device, or use another device",
+        f"nvidia-smi -i {index} --query-compute-apps=pid,used_memory,name --format=csv; "
+        "ps -o pid,user,etime,cmd -p PID; kill PID",
         "none",
-        "where the limit, and not the memory, ended it: ulimit -l shows it",
-        "host",
-    ),
-]
+        f"{f'Process {pids} holds' if pids else 'Other processes and the driver hold'} {format_bytes(held)} of its "
+        f"{format_bytes(total)}. Do not reset the device: that ends everybody's work.",
+        "device",
+        held,
+        _is_enough(held, short),
+    )
 
 
-def _of_host(kind: str, values: Mapping[str, Any], under_memfit: bool) -> list[Remedy]:
-    """What is special to a machine that ran out, and to an allocation that was refused."""
-    if kind == "host_kernel":
-        return [
-            Remedy(
-                "start only what fits beside the others of this machine",
-                "--max-parallel 1, or a larger --reserve (memfit run --help)"
-                if under_memfit
-                else "memfit run -- COMMAND (or --max-parallel 1)",
-                "fewer devices at once",
-                "the whole machine was out of memory, so what else ran there counts as much as this job",
-                "host",
-            )
-        ]
-    if kind != "host_alloc":
-        return []
-    tried = values.get("tried_bytes")
-    return [
-        Remedy(
-            "make that array in pieces, or in a smaller type",
-            "np.memmap, chunks, float32 in place of float64",
+def _cache(figures: Mapping[str, int], job: Job, short: int | None) -> Iterator[Remedy]:
+    """Sum two: what torch's allocator reserved and does not use."""
+    if not {"reserved", "allocated"} <= figures.keys():
+        return
+    unused = max(figures["reserved"] - figures["allocated"], 0)
+    share = unused / figures["device_total"] if figures.get("device_total") else 0.0
+    is_on = any(_GROW in text.replace(" ", "") for name, text in job.env.items() if name.endswith("ALLOC_CONF"))
+    if share >= NOTICEABLE and not is_on:
+        yield Remedy(
+            "let the allocator's segments grow",
+            f"export PYTORCH_CUDA_ALLOC_CONF={_GROW}",
             "hardly any",
-            "a single request was refused; half as wide a type needs half of it",
-            "host",
-            tried // 2 if isinstance(tried, int) else None,
-        ),
-        Remedy(
-            "see which limit refused it",
-            "ulimit -v; cat /proc/sys/vm/overcommit_memory; memfit budget",
+            f"torch's allocator reserved {format_bytes(unused)} ({share:.0%} of the device) that no tensor uses. Set "
+            "it before Python starts.",
+            "device",
+            unused,
+            _is_enough(unused, short),
+        )
+    else:
+        why = "It is on already" if is_on else f"Only {format_bytes(unused)} ({share:.1%}) of its cache is unused"
+        yield Remedy(
+            "expandable_segments, max_split_size_mb or empty_cache()",
+            f"PYTORCH_CUDA_ALLOC_CONF={_GROW}",
             "none",
-            "a refusal without a kill comes from a limit of address space, or from overcommit_memory=2",
+            f"{why}: the device is full of tensors.",
+            "device",
+            0 if is_on else unused,
+            False,
+            helps=False,
+        )
+
+
+def _of_training(job: Job, needed: str) -> Iterator[Remedy]:
+    """A training step that needs less, without bytes."""
+    hint = f" For the bytes, add {needed}."
+    if job.batch != 1:
+        yield Remedy(
+            "halve the batch, double the accumulation",
+            half_batch(job),
+            "a few per cent",
+            f"Activations halve. Each update sees the same samples, so only batch norm and rounding change.{hint}",
+            "device",
+        )
+    yield Remedy(
+        "use activation checkpointing",
+        "--gradient_checkpointing True, or torch.utils.checkpoint",
+        "25 to 33 %",
+        f"The backward pass computes each block's activations again.{hint}",
+        "device",
+    )
+    if (job.devices or 1) > 1:
+        yield Remedy(
+            "shard gradients and optimizer states",
+            "fully_shard(model), or ZeRO stage 2",
+            "not known",
+            f"Each of {job.devices} devices holds a part.",
+            "device",
+        )
+
+
+def half_batch(job: Job) -> str:
+    """Return the options for half the batch and twice the accumulation, in the script's words.
+
+    >>> half_batch(Job(batch=8))
+    '--per_device_train_batch_size 4 --gradient_accumulation_steps 2'
+    >>> half_batch(Job(batch=22, options={"batch_size": "22"}))
+    'batch_size=11 accumulate_grad_batches=2'
+    """
+    batch = next((name for name in BATCH if name in job.options), "per_device_train_batch_size")
+    is_hf = batch.startswith("per_device")
+    other = "gradient_accumulation_steps" if is_hf else "accumulate_grad_batches"
+    steps = next((name for name in ACCUMULATE if name in job.options), other)
+    form = "--{} {}" if is_hf else "{}={}"
+    if not job.batch:
+        return f"{form.format(batch, 'N/2')} {form.format(steps, 2)}"
+    smaller = max(1, job.batch // 2)
+    return f"{form.format(batch, smaller)} {form.format(steps, (job.accumulate or 1) * -(-job.batch // smaller))}"
+
+
+_LENGTHS = ("max_seq_length", "max_seq_len", "seq_len", "max_length", "model_max_length", "cutoff_len", "block_size")
+_OPTIMIZERS = {"8bit": "adamw8bit", "adafactor": "adafactor", "lion": "lion", "sgd": "sgd"}
+_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
+
+
+def _setup(job: Job, config: Mapping[str, Any]) -> Setup:
+    """Return how the job trains, by its script's options."""
+    from memfit.estimation import Setup
+
+    given = job.options
+
+    def is_on(name: str) -> bool:
+        return given.get(name, "").lower() in ("true", "1", "yes")
+
+    def number(names: tuple[str, ...], default: int) -> int:
+        return next((int(given[name]) for name in names if given.get(name, "").isdigit()), default)
+
+    mixed = "bf16-amp" if is_on("bf16") else "fp16-amp" if is_on("fp16") else "fp32"
+    optimizer = next((known for word, known in _OPTIMIZERS.items() if word in given.get("optim", "")), "adamw")
+    world = job.devices or 1
+    return Setup(
+        batch=job.batch or 1,
+        seq_len=number(_LENGTHS, Setup.seq_len),
+        dtype=_DTYPES.get(given.get("torch_dtype", given.get("dtype", "")), mixed),  # type: ignore[arg-type]
+        optimizer=optimizer,  # type: ignore[arg-type]
+        gradient_checkpointing="full" if is_on("gradient_checkpointing") else "none",
+        lora_rank=number(("lora_r", "lora_rank"), 0),
+        quantization="nf4" if is_on("load_in_4bit") else "none",
+        world_size=world,
+        strategy="ddp" if world > 1 else "none",
+        num_microbatches=job.accumulate or 1,
+    )
+
+
+def _estimated(config: Mapping[str, Any], setup: Setup, short: int | None, total: int | None) -> Iterator[Remedy]:
+    """Changes of the training, each with its estimated bytes."""
+    from memfit.estimation import estimate_formula, list_changes
+
+    now = estimate_formula(config, setup).device["device_bytes"].value
+    for change in list_changes(setup):
+        then = estimate_formula(config, change.setup).device["device_bytes"]
+        saves = now - then.value
+        enough = _is_enough(saves, short)
+        if total is not None and then.value > total:
+            enough = False
+        elif total is not None and then.upper <= total and enough is None:
+            enough = True
+        if saves > 16 * MIB:
+            yield Remedy(
+                f"train with {' '.join(change.options)}",
+                _as_written(change, setup),
+                _COST_WORDS.get(change.cost.split()[0].rstrip(":"), "not known")
+                if change.same_training
+                else "another training",
+                f"An estimated {format_bytes(now)} of the device becomes {format_bytes(then.value)}, at most "
+                f"{format_bytes(then.upper)}. Costs: {change.cost}.",
+                "device",
+                saves,
+                enough,
+            )
+
+
+#: The first word of what `memfit.estimation` says that a change costs.
+_COST_WORDS: Mapping[str, Cost] = {
+    "none": "none", "hardly": "hardly any", "some": "a few per cent", "5": "5 to 15 %", "25": "25 to 33 %",
+}  # fmt: skip
+_HF_WORDS = {
+    "--gradient-checkpointing": "--gradient_checkpointing True",
+    "--no-foreach": "torch.optim.AdamW(..., fused=True)",
+    "--attention sdpa": "attn_implementation='sdpa'",
+    "--optimizer adamw8bit": "--optim adamw_bnb_8bit",
+    "--strategy fsdp": "--fsdp full_shard",
+}
+
+
+def _as_written(change: Change, setup: Setup) -> str:
+    """Return a change in Hugging Face's options, where they have it."""
+    after = change.setup
+    if after.batch != setup.batch:
+        return f"--per_device_train_batch_size {after.batch} --gradient_accumulation_steps {after.num_microbatches}"
+    return _HF_WORDS.get(change.options[0], "memfit estimate " + " ".join(change.options))
+
+
+# Host memory: the request of a node.
+
+
+def write_size(count: int, units: tuple[str, str] = ("G", "M")) -> str:
+    """Return a size in GiB or MiB as a tool takes it, rounded up; from 64 GiB on in whole GiB.
+
+    >>> write_size(334 << 30), write_size(1536 << 20), write_size((4 << 30) + 1), write_size(6 << 30, ("GiB", "MiB"))
+    ('334G', '1536M', '4097M', '6GiB')
+    """
+    if count >= GIB and (count % GIB == 0 or count >= 64 * GIB):
+        return f"{-(-count // GIB)}{units[0]}"
+    return f"{-(-count // MIB)}{units[1]}"
+
+
+def round_up(count: float) -> int:
+    """Return a request that people would write: whole GiB from 4 GiB on, else whole 256 MiB.
+
+    >>> round_up(333.5 * (1 << 30)) >> 30, round_up(300 << 20) >> 20
+    (334, 512)
+    """
+    step = GIB if count >= 4 * GIB else 256 * MIB
+    return -(-int(count) // step) * step
+
+
+def wanted_request(job: Job) -> tuple[int, str] | None:
+    """Sum three: return the bytes to request on each node, and the arithmetic; None if no figure is known."""
+    measured, limit = job.node_bytes, job.limit_bytes
+    if measured is not None and (limit is None or measured[0] > _CUT * limit):
+        size = round_up(measured[0] * (1 + RESERVE))
+        why = f"{measured[1]} = {format_bytes(measured[0])} on each node; + {RESERVE:.0%} = {format_bytes(size)}"
+        return size, why
+    if limit is None:
+        return None
+    seen = ""
+    if measured is not None:
+        missed = "is where the limit cut it off" if measured[0] > 0.9 * limit else "missed its peak"
+        seen = f"; the largest sample, {format_bytes(measured[0])}, {missed}"
+    return round_up(1.5 * limit), f"{format_bytes(limit)} + 50%: the peak was not measured{seen}"
+
+
+def _of_host(diagnosis: Diagnosis, job: Job) -> Iterator[Remedy]:
+    is_limit = diagnosis.kind == "host_cgroup"
+    tasks, workers = job.tasks_per_node or 1, job.workers
+    if is_limit:
+        yield _larger_request(job)
+    in_worker = "DataLoader worker" in " ".join(one.text for one in diagnosis.evidence)
+    if tasks > 1 or (workers or 0) > 1 or in_worker:
+        yield Remedy(
+            f"share the data between the {f'{tasks} tasks of a node' if tasks > 1 else 'loader workers'}",
+            "one mapped file (np.memmap, Arrow, memfit panel build) instead of lists of Python objects",
+            "none",
+            "All readers of a mapped file share its pages. Python objects are copied page by page as soon as a worker "
+            "touches their reference counts. How much of the memory is data was not measured.",
             "host",
-        ),
-    ]
+        )
+    if workers is None or workers > 1:
+        yield Remedy(
+            "use fewer loader workers"
+            if workers is None
+            else f"use {workers // 2} loader workers instead of {workers}",
+            f"num_workers={'N' if workers is None else workers // 2}",
+            "not known",
+            "It saves only what each worker holds of its own, which was not measured. Costs speed only where the "
+            "loader cannot keep up.",
+            "host",
+        )
+    if is_limit:
+        yield from _fewer_tasks(job)
+    if diagnosis.phase == "validate":
+        yield Remedy(
+            "use few workers for validation, and start its loader once",
+            "num_workers=1 of the validation's DataLoader",
+            "hardly any",
+            "The workers of both loaders are alive at once.",
+            "host",
+        )
+    yield from _useless_on_host(job)
+
+
+def _larger_request(job: Job) -> Remedy:
+    wanted = wanted_request(job)
+    ask = "--memory {0}; the budget or --limit{1} (memfit run --help, memfit map --help)"
+    if wanted is None:
+        setting = "--mem (Slurm), mem_limit (Compose), resources.limits.memory (Kubernetes)"
+        why = "It hit its limit. Neither the limit nor a peak is known"
+        hint = "." if job.under_memfit else ": add --sacct or --script."
+        setting = ask.format("SIZE", "") if job.under_memfit else setting
+        return Remedy("request more memory", setting, "none", why + hint, "host")
+    size, why = wanted
+    gain = size - job.limit_bytes if job.limit_bytes else None
+    is_measured = job.node_bytes is not None and job.node_bytes[0] > _CUT * (job.limit_bytes or 0)
+    enough = True if is_measured else None
+    written = write_size(size)
+    if job.under_memfit:
+        written = write_size(size, ("GiB", "MiB"))
+        return Remedy(
+            f"give the job {written}", ask.format(written, f" above {written}"), "none", why, "host", gain, enough
+        )
+    title, setting = f"request {written} per node", f"--mem={written}"
+    if job.most_bytes is not None and size > job.most_bytes:
+        title += " of a partition with larger nodes"
+        why += f"; a node of {job.partition or 'this partition'} has {format_bytes(job.most_bytes)}"
+        enough = True
+    elif job.step_bytes is not None:
+        title += " for the step"
+        setting += f" of srun, and #SBATCH --mem={write_size(max(size, job.request_bytes or 0))} or more"
+    return Remedy(title, setting, "none", why, "host", gain, enough)
+
+
+def _fewer_tasks(job: Job) -> Iterator[Remedy]:
+    tasks, task = job.tasks_per_node or 1, job.task_peak_bytes or job.task_mean_bytes
+    limit = job.most_bytes or job.request_bytes
+    fit = int(limit // (task * (1 + RESERVE))) if task and limit else 0
+    if task and limit and 1 <= fit < tasks:
+        yield Remedy(
+            f"run {fit} tasks per node instead of {tasks}",
+            f"--ntasks-per-node={fit}",
+            "fewer devices at once",
+            f"{fit} x {format_bytes(task)} + {RESERVE:.0%} fit in {format_bytes(limit)}. The same number of tasks "
+            f"needs {tasks / fit:.3g} times the nodes.",
+            "host",
+            (tasks - fit) * task,
+            True,
+        )
+
+
+def _useless_on_host(job: Job) -> Iterator[Remedy]:
+    """What the script, the config or the log mentions and people try next."""
+    if job.batch or "batch" in job.mentioned:
+        yield Remedy(
+            "a smaller batch, or gradient accumulation",
+            f"batch_size={max(1, job.batch // 2)}" if job.batch else "batch_size",
+            "a few per cent",
+            "Activations are in device memory. The host holds only num_workers x prefetch_factor + 1 batches per task.",
+            "host",
+            helps=False,
+        )
+    if job.persistent_workers:
+        yield Remedy(
+            "end the loader workers after each epoch",
+            "persistent_workers=False",
+            "hardly any",
+            "Training's workers are gone while validation's run. They start again in each epoch.",
+            "host",
+        )
+    elif job.persistent_workers is False or "persistent_workers" in job.mentioned:
+        reason = "No change: False is the default, or it was set before."
+        yield Remedy("persistent_workers=False", "persistent_workers=False", "none", reason, "host", 0, False, False)
+
+
+def _of_shm(job: Job) -> Iterator[Remedy]:
+    size = max(_LEAST_SHM, 2 * (job.shm_bytes or 0))
+    written = f"{size // MIB}m"
+    yield Remedy(
+        "enlarge /dev/shm",
+        f"docker run --shm-size={written}, shm_size: {written} of Compose, an emptyDir of medium Memory of Kubernetes",
+        "none",
+        "Each worker keeps prefetch_factor batches there; a container has 64 MiB by default. The size of a batch was "
+        f"not measured: this is {'twice what it had' if size > _LEAST_SHM else 'a start'}. It counts as host memory of "
+        "the container.",
+        "shm",
+        size - (job.shm_bytes or 64 * MIB),
+    )
+    yield Remedy(
+        "use the host's /dev/shm",
+        "docker run --ipc=host",
+        "none",
+        "The host's is half of its memory by default.",
+        "shm",
+    )
+    if job.workers != 0:
+        target = job.workers // 2 if job.workers else 0
+        yield Remedy(
+            f"use {target} loader workers instead of {job.workers}" if target else "use no loader workers",
+            f"num_workers={target}",
+            "not known",
+            "Each worker has its own batches there; num_workers=0 uses no /dev/shm.",
+            "shm",
+        )
+    yield Remedy(
+        "sharing through files",
+        "torch.multiprocessing.set_sharing_strategy('file_system')",
+        "hardly any",
+        "It helps where open files ran out; the same bytes stay in /dev/shm, also after a kill.",
+        "shm",
+        0,
+        helps=False,
+    )
+
+
+# Time.
+
+
+def wanted_time(job: Job) -> tuple[int, str] | None:
+    """Return the seconds to request, in whole half hours, and the arithmetic; None if the pace is not known."""
+    needed = job.needed_seconds
+    if needed is None or not job.epochs or not job.epoch_seconds:
+        return None
+    size = int(-(-needed * (1 + TIME_RESERVE) // 1800) * 1800)
+    return size, (
+        f"{job.epochs} epochs x {format_duration(job.epoch_seconds)} = {format_duration(needed, short=True)}; "
+        f"+ {TIME_RESERVE:.0%} = {format_duration(size, short=True)}"
+    )
+
+
+def slurm_time(seconds: int) -> str:
+    """Return seconds as ``--time`` takes them.
+
+    >>> slurm_time(66600), slurm_time(180000)
+    ('18:30:00', '2-02:00:00')
+    """
+    days, rest = divmod(seconds, 86400)
+    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}-{clock}" if days else clock
+
+
+def _more_time(job: Job) -> Iterator[Remedy]:
+    wanted = wanted_time(job)
+    if wanted is not None:
+        yield Remedy(f"request {slurm_time(wanted[0])}", f"--time={slurm_time(wanted[0])}", reason=wanted[1])
+    else:
+        why = "How long an epoch takes is not in the logs."
+        yield Remedy("request the time of all epochs + 20 %", "--time", reason=why)
+    yield Remedy("resume from a checkpoint in a job of the same length", "memfit resume RUN", reason="No work is lost.")

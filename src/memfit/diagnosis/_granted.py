@@ -1,0 +1,352 @@
+"""What a run was granted and did, from the accounting, its logs and its checkpoints, against what a script requests."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from memfit.checks import Check, Verdict
+from memfit.diagnosis._batch_script import BatchScript, read_script
+from memfit.diagnosis._job import (
+    SETTINGS,
+    Job,
+    job_of_rows,
+    job_of_script,
+    job_of_shape,
+    most_of_node,
+    value_of,
+)
+from memfit.diagnosis._progress import Progress, read_progress
+from memfit.diagnosis._text import Line, Stream, read_streams
+from memfit.slurm import parse_node_limits, parse_sacct, parse_shapes
+from memfit.units import format_bytes, format_duration
+
+_KEYS = {key: name for name, keys in SETTINGS.items() for key in keys if key not in ("batch", "workers")}
+_PRINTED = re.compile(
+    r"(?<![\w])(?P<key>" + "|".join(sorted(_KEYS, key=len, reverse=True)) + r")['\"]?\s*[:=]\s*['\"]?"
+    r"(?P<value>\d+|[Tt]rue|[Ff]alse)\b"
+)
+_SAMPLES = re.compile(
+    r"(?:Num examples = |train\w*(?: set| data ?set)?(?: size| samples| examples| length)\W{1,3})(?P<count>\d[\d,]*)"
+    r"|(?P<before>\d[\d,]*) (?:train(?:ing)? )?(?:samples|examples)\b",
+    re.IGNORECASE,
+)
+_VALIDATION = re.compile(r"\bval(?:id\w*)?\b|\beval\w*|\btest\b", re.IGNORECASE)
+_ENVIRONMENT = re.compile(
+    r"\b(?P<name>PYTORCH\w*ALLOC_CONF|OMP_NUM_THREADS|NCCL_\w+)['\"]?\s*[:=]\s*['\"]?(?P<value>[^\s'\",;]+)"
+)
+_LOGS = (".log", ".out", ".err", ".txt", ".gz", ".json")
+#: Of a log of more than four times this size, the two ends are read.
+_END_BYTES = 8 << 20
+_MOST_FILES, _MOST_FOLDERS = 200, 2000
+_NOT_SHOWN = "not shown"
+_ACCOUNTING = (
+    "sacct -j JOBID -P --format=JobID,JobName,State,ExitCode,ReqMem,MaxRSS,AveRSS,NTasks,NNodes,NCPUS,Timelimit"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A value that a run showed, and where."""
+
+    value: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run showed of itself.
+
+    Attributes:
+        job: Its shape, memory and settings, as far as they were shown.
+        progress: How far it came.
+        printed: Settings that its lines or its config name, by the field of `Job`, each value once.
+        env: Environment variables that its lines name.
+        checkpoints: The sizes of checkpoint files in bytes, by name.
+    """
+
+    job: Job = field(default_factory=Job)
+    progress: Progress = field(default_factory=Progress)
+    printed: dict[str, list[Source]] = field(default_factory=dict)
+    env: dict[str, Source] = field(default_factory=dict)
+    checkpoints: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """By its progress bars, else by a checkpoint such as ``epoch=39-step=9680``, counted from epoch 0."""
+        if self.progress.steps_per_epoch:
+            return self.progress.steps_per_epoch
+        for name in sorted(self.checkpoints):
+            found = re.search(r"epoch[=_](\d+)[-_]step[=_](\d+)", name)
+            if found and int(found[2]) % (int(found[1]) + 1) == 0:
+                return int(found[2]) // (int(found[1]) + 1)
+        step, epochs = self.progress.global_step, self.progress.num_epochs
+        return step // epochs if step and epochs and step % epochs == 0 else None
+
+
+def read_ran(paths: Iterable[Path], accounting: str = "") -> Ran:
+    """Return what runs left in logs, folders and run directories.
+
+    Args:
+        paths: Logs, or folders of them.
+        accounting: What ``sacct`` printed of the job, and ``scontrol`` and ``sinfo`` behind it.
+
+    Raises:
+        OSError: A log cannot be opened.
+    """
+    files, checkpoints = _find(paths)
+    lines: list[Line] = []
+    shown: list[tuple[str, str, str]] = []
+    for path in files:
+        if path.suffix in (".yaml", ".yml"):
+            shown += [(key, value, str(path)) for key, value in _config(path)]
+        else:
+            lines += _lines(path)
+    texts = [line.text for line in lines]
+    env: dict[str, Source] = {}
+    for line in (line for line in lines if "=" in line.text or ":" in line.text):
+        where = f"{line.file}:{line.number}"
+        shown += [(found["key"], found["value"], where) for found in _PRINTED.finditer(line.text)]
+        env |= {found["name"]: Source(found["value"], where) for found in _ENVIRONMENT.finditer(line.text)}
+    printed: dict[str, list[Source]] = {}
+    for key, value, where in shown:
+        known = printed.setdefault(_KEYS[key], [])
+        known += [Source(value, where)] if value not in [one.value for one in known] else []
+    other = [*texts, *accounting.split("\n")]
+    job = job_of_rows(parse_sacct(accounting or texts))
+    for shape in parse_shapes(other)[-1:]:
+        job = job_of_shape(shape).with_known(job)
+    progress = read_progress(Stream(lines))
+    sole: dict[str, Any] = {
+        name: value_of(name, printed[name][0].value) if len(printed.get(name, ())) == 1 else None for name in SETTINGS
+    }
+    job = replace(
+        job,
+        most_bytes=most_of_node(parse_node_limits(other), job.partition),
+        **{**sole, "epochs": progress.num_epochs or sole["epochs"]},
+        epoch_seconds=progress.epoch_seconds,
+        samples=_samples(texts),
+        mentioned=tuple(printed),
+    )
+    return Ran(job, progress, printed, env, checkpoints)
+
+
+def job_of(ran: Ran, script: Path | None = None) -> Job:
+    """Return what is known of a job: its memory and tasks as they were, its settings as its batch script has them.
+
+    Args:
+        ran: What it left.
+        script: The script that started it; of a Compose file nothing is read here.
+
+    Raises:
+        UsageError: The script cannot be read.
+    """
+    if script is None or script.suffix.lower() in (".yml", ".yaml"):
+        return ran.job
+    asked = job_of_script(read_script(script))
+    return replace(asked, request_bytes=None, tasks_per_node=None).with_known(ran.job).with_known(asked)
+
+
+def _find(paths: Iterable[Path]) -> tuple[list[Path], dict[str, int]]:
+    """The logs and configs below some paths, and the checkpoints with their sizes."""
+    files: list[Path] = []
+    checkpoints: dict[str, int] = {}
+    for path in paths:
+        if not path.is_dir():
+            files += [path] if str(path) != "-" else []
+            continue
+        for folder, names, found in islice(os.walk(path), _MOST_FOLDERS):
+            names.sort()
+            for one in (Path(folder, name) for name in sorted(found)):
+                if one.suffix in (".ckpt", ".pt", ".pth", ".safetensors"):
+                    checkpoints[one.name] = one.stat().st_size
+                elif one.suffix in _LOGS or (one.suffix in (".yaml", ".yml") and one.stem in ("config", "hparams")):
+                    files.append(one)
+    return files[:_MOST_FILES], checkpoints
+
+
+def _lines(path: Path) -> list[Line]:
+    """A log's lines; of a very long one those of its beginning, where settings stand, and of its end."""
+    size = path.stat().st_size
+    if size <= 4 * _END_BYTES or path.suffix == ".gz":
+        return [line for stream in read_streams(path) for line in stream.lines]
+    with open(path, "rb") as file:
+        head = file.read(_END_BYTES)
+        skipped, at = head.count(b"\n"), _END_BYTES
+        while at < size - _END_BYTES:
+            piece = file.read(min(1 << 20, size - _END_BYTES - at))
+            skipped, at = skipped + piece.count(b"\n"), at + max(len(piece), 1)
+        tail = file.read(_END_BYTES)
+    found = [line for stream in read_streams(path, BytesIO(head)) for line in stream.lines]
+    ends = (line for stream in read_streams(path, BytesIO(tail)) for line in stream.lines)
+    return found + [replace(line, number=line.number + skipped) for line in ends]
+
+
+def _config(path: Path) -> Iterator[tuple[str, str]]:
+    """The settings of a run's config, by the last part of each key."""
+    try:
+        stack = [yaml.safe_load(path.read_text(encoding="utf-8"))]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return
+    while stack:
+        one = stack.pop()
+        for key, value in one.items() if isinstance(one, dict) else ():
+            if isinstance(value, dict):
+                stack.append(value)
+            elif str(key) in _KEYS and isinstance(value, int):
+                yield str(key), str(value)
+
+
+def _samples(texts: Sequence[str]) -> int | None:
+    """The samples of an epoch: by the first line about training, else by any that is not about validation."""
+    counts: list[tuple[bool, int]] = []
+    for text in texts:
+        is_train = "train" in text.lower() or "Num examples" in text
+        found = _SAMPLES.search(text) if is_train or "ampl" in text else None
+        if found and not _VALIDATION.search(text):
+            counts.append((not is_train, int((found["count"] or found["before"]).replace(",", ""))))
+    return min(counts, key=lambda one: one[0])[1] if counts else None
+
+
+def verify_fix(ran: Ran, against: Path, *, before: Ran | None = None) -> list[Check]:
+    """Return one check for each setting of the fixed script: in force, not in force, or not shown.
+
+    Args:
+        ran: The run that should have used it.
+        against: The fixed script.
+        before: The run before it, whose steps tell the number of samples if no line does.
+
+    Raises:
+        UsageError: The script cannot be read.
+    """
+    script = read_script(against)
+    old_path = against.with_name(against.stem.partition(".fixed")[0] + against.suffix)
+    old = job_of_script(read_script(old_path)) if old_path.exists() else Job()
+    fixed = job_of_script(script)
+    found = [*_resources(ran.job, fixed), *_batch(ran, fixed, old, before)]
+    found += [_setting(ran, name, getattr(fixed, name), getattr(old, name)) for name in _named(fixed)]
+    return [*found, *_environment(ran, script), *_checkpoints(ran)]
+
+
+def is_any_shown(checks: Sequence[Check]) -> bool:
+    """Whether anything that the run left shows one of the settings, in force or not."""
+    return any(check.verdict == "problem" or (check.verdict == "ok" and check.source) for check in checks)
+
+
+def _resources(found: Job, fixed: Job) -> Iterator[Check]:
+    """What Slurm granted."""
+    sizes = (
+        ("memory", fixed.request_bytes, found.request_bytes, lambda count: f"{format_bytes(count)} of each node"),
+        ("nodes", fixed.nodes, found.nodes, str),
+        ("tasks", fixed.tasks_per_node, found.tasks_per_node, lambda count: f"{count} on each node"),
+        ("cpus", fixed.cpus_per_task, found.cpus_per_task, lambda count: f"{count} of each task"),
+        ("time", fixed.limit_seconds, found.limit_seconds, lambda count: format_duration(count, short=True)),
+    )
+    for name, wanted, got, write in sizes:
+        if wanted is None:
+            continue
+        if got is None:
+            yield Check(name, "warning", f"{write(wanted)} requested; {_NOT_SHOWN}", "", f"--sacct: {_ACCOUNTING}")
+            continue
+        good = abs(got - wanted) <= 0.001 * wanted or (name == "cpus" and got > wanted)  # Slurm grants whole cores
+        said = f"{write(got)} in force" + ("" if good else f", {write(wanted)} in the fixed script")
+        remedy = "" if good else "submit the fixed script itself; options of the sbatch command override its lines"
+        yield Check(name, "ok" if good else "problem", said, "what Slurm granted", remedy, "accounting")
+
+
+def _batch(ran: Ran, fixed: Job, old: Job, before: Ran | None) -> Iterator[Check]:
+    """The batch that ran, by the steps of an epoch: a printed batch may have been overridden."""
+    if fixed.batch is None:
+        return
+    steps, devices = ran.steps_per_epoch, fixed.with_known(ran.job).devices or 1
+    samples = ran.job.samples or (before.job.samples if before else None)
+    last = before.steps_per_epoch if before else None
+    share, known = range(0), ""
+    if samples:
+        share = range(math.ceil(samples / devices), math.ceil(samples / devices) + 1)
+        known = f"{samples:,} samples on {devices} devices"
+    elif last and old.batch:
+        share, known = (
+            range((last - 1) * old.batch + 1, last * old.batch + 1),
+            f"{last} before with a batch of {old.batch}",
+        )
+    if not steps or steps < 2 or not share:
+        yield _setting(ran, "batch", fixed.batch, None)
+        return
+    sizes = range(math.ceil(share[0] / steps), (share[-1] - 1) // (steps - 1) + 1)
+    good = fixed.batch in sizes
+    total = fixed.batch * (fixed.devices or 1) * (fixed.accumulate or 1)
+    yield Check(
+        "batch",
+        "ok" if good else "problem",
+        f"{steps} steps an epoch, {known}: a batch of {' or '.join(map(str, sizes))}",
+        f"{total} samples an update in the fixed script",
+        "" if good else _OVERRIDE,
+        f"{steps} steps of an epoch",
+    )
+
+
+_OVERRIDE = "check which setting the program reads: the override's key must exist in its config"
+
+
+def _named(fixed: Job) -> list[str]:
+    """The settings that only the program's own lines or its config can show."""
+    return [name for name in SETTINGS if name != "batch" and getattr(fixed, name) is not None]
+
+
+def _setting(ran: Ran, name: str, wanted: Any, before: Any) -> Check:
+    """One setting against what the program printed."""
+    title = name.replace("_", " ")
+    if name == "persistent_workers" and wanted == bool(before):
+        return Check(title, "ok", f"{wanted}: no change", "it is the default, or the old script had it")
+    shown = ran.printed.get(name, [])
+    if not shown:
+        remedy = "print the effective settings when the program starts"
+        return Check(title, "warning", f"{wanted} in the fixed script; {_NOT_SHOWN}", "", remedy)
+    said = ", ".join(f"{one.value} ({one.where})" for one in shown)
+    values = [one.value.lower() for one in shown]
+    if values == [str(wanted).lower()]:
+        return Check(title, "ok", f"{said} in force", "what the program printed", "", shown[0].where)
+    verdict: Verdict = "warning" if str(wanted).lower() in values else "problem"
+    finding = f"printed {said}; {wanted} in the fixed script"
+    return Check(title, verdict, finding, "what the program printed", _OVERRIDE, shown[0].where)
+
+
+def _environment(ran: Ran, script: BatchScript) -> Iterator[Check]:
+    first = script.first_command
+    for name, setting in script.env.items():
+        if not name.startswith(("PYTORCH", "OMP_NUM", "NCCL_")):
+            continue
+        shown = ran.env.get(name)
+        if first is not None and setting.line > first:
+            said = f"set on line {setting.line + 1}, after the command on line {first + 1}"
+            yield Check(name, "problem", said, "a process reads it when it starts", f"move it above line {first + 1}")
+        elif shown is None:
+            remedy = "add env | grep ALLOC_CONF before the command: its log then shows it"
+            yield Check(name, "warning", f"{setting.value} in the fixed script; {_NOT_SHOWN}", "", remedy)
+        else:
+            good = shown.value == setting.value
+            said = f"{shown.value} in force" + ("" if good else f", {setting.value} in the fixed script")
+            yield Check(name, "ok" if good else "problem", said, "what the log shows", "", shown.where)
+
+
+def _checkpoints(ran: Ran) -> Iterator[Check]:
+    """What it saved; an empty file was torn by whatever ended the run."""
+    if not ran.checkpoints:
+        return
+    empty = [name for name, size in ran.checkpoints.items() if size == 0]
+    said = f"{len(ran.checkpoints)} files, {format_bytes(sum(ran.checkpoints.values()))}"
+    if empty:
+        yield Check("checkpoints", "problem", f"{said}; empty: {', '.join(empty[:5])}", "they were not fully written")
+        return
+    newest = max(ran.checkpoints, key=lambda name: ([int(one) for one in re.findall(r"\d+", name)][-1:], name))
+    yield Check("checkpoints", "ok", f"{said}, the newest {newest}", "what is in the run's folder")

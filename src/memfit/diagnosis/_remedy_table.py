@@ -1,0 +1,185 @@
+"""The table of remedies: rows by kind of memory, by the phase in which a device was full, and by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
+
+#: What a remedy costs in speed, the cheapest first.
+Cost = Literal[
+    "none",
+    "hardly any",
+    "a few per cent",
+    "5 to 15 %",
+    "25 to 33 %",
+    "fewer devices at once",
+    "not known",
+    "another training",
+]
+COSTS: tuple[Cost, ...] = get_args(Cost)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One thing to do.
+
+    Attributes:
+        title: What to do, in words.
+        setting: What to write: a directive, an option, a line of code; empty where there is none.
+        cost: What it costs in speed.
+        reason: Why it helps, or why not, with numbers.
+        place: ``host``, ``device``, ``shm`` or ``none``.
+        saves_bytes: The bytes that are needed less or may be used more; None if unknown.
+        enough: Whether it is enough by itself; None if unknown.
+        helps: False for common advice that would change nothing here.
+
+    Example:
+        >>> Remedy("request more", "--mem=8G", "none", "it was killed at 4 GiB", "host", 4 << 30).to_dict()["cost"]
+        'none'
+    """
+
+    title: str
+    setting: str = ""
+    cost: Cost = "not known"
+    reason: str = ""
+    place: Literal["host", "device", "shm", "none"] = "none"
+    saves_bytes: int | None = None
+    enough: bool | None = None
+    helps: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready form."""
+        return asdict(self)
+
+
+_RESUME = "memfit resume RUN"
+_SIGTERM = "SIGTERM comes from a person or a service manager."
+TABLE: Mapping[str, tuple[Remedy, ...]] = {
+    "validate": (
+        Remedy("turn autograd off in validation", "with torch.inference_mode():", "none",
+               "With autograd on, every activation is kept for a backward pass that never comes.", "device"),
+        Remedy("move predictions to the host after each batch", "outputs.append(prediction.cpu())", "hardly any",
+               "Predictions kept on the device grow with the validation set.", "device"),
+        Remedy("use a smaller validation batch", "--per_device_eval_batch_size 1", "a few per cent",
+               "It changes no result.", "device"),
+    ),
+    "checkpoint": (
+        Remedy("load checkpoints into host memory", "torch.load(path, map_location='cpu', mmap=True)", "none",
+               "Otherwise the file's tensors are loaded onto the device beside the model.", "device"),
+        Remedy("copy to the host tensor by tensor when saving",
+               "{name: tensor.cpu() for name, tensor in model.state_dict().items()}", "hardly any",
+               "A gathered or cloned state dict needs the model's memory a second time.", "device"),
+    ),
+    "build": (
+        Remedy("load the weights in 16 bits", "torch_dtype=torch.bfloat16", "none",
+               "The weights did not fit; 16 bits take half the bytes of fp32.", "device"),
+        Remedy("shard the model over devices", "fully_shard(model), or device_map='auto' for inference", "not known",
+               "Each device holds a part.", "device"),
+    ),
+    "host_kernel": (
+        Remedy("run fewer jobs at once on this machine", "memfit run -- COMMAND, or --max-parallel 1",
+               "fewer devices at once", "The whole machine ran out of memory, so other processes count too.", "host"),
+    ),
+    "host_alloc": (
+        Remedy("build the array in pieces, or with a smaller dtype", "np.memmap, chunks, float32 instead of float64",
+               "hardly any", "One request was refused. Half the width needs half the bytes.", "host"),
+        Remedy("find the limit that refused it", "ulimit -v; cat /proc/sys/vm/overcommit_memory; memfit budget", "none",
+               "A refusal without a kill comes from an address space limit or from overcommit_memory=2.", "host"),
+    ),
+    "pinned": (
+        Remedy("pin less memory", "pin_memory=False of the DataLoader, or a smaller prefetch_factor", "a few per cent",
+               "Pinned pages cannot be swapped, and torch's pinned allocator does not give them back.", "host"),
+        Remedy("raise the limit of locked memory", "ulimit -l unlimited", "none",
+               "Only if ulimit -l shows a limit.", "host"),
+    ),
+    "killed": (
+        Remedy("find out who killed it", "journalctl -k | grep -i 'killed process'; "
+               "sacct -j JOBID --format=JobID,State,ExitCode,MaxRSS,ReqMem",
+               reason="A log does not name the sender of a SIGKILL; the kernel log and the accounting do."),
+        Remedy("run it under memfit next time", "memfit run -- COMMAND",
+               reason="memfit reads the kernel's kill counters before and after, so it can name the killer."),
+    ),
+    "preempted": (
+        Remedy("checkpoint on its signal and requeue", "#SBATCH --requeue --signal=B:TERM@120",
+               reason="The scheduler took the node back; nothing was wrong with the job."),
+    ),
+    "node_fail": (
+        Remedy("submit it again without that node", "#SBATCH --exclude=NODE", reason="The node failed, not the job."),
+    ),
+    "cancelled": (
+        Remedy("ask who cancelled it", "sacct -j JOBID --format=JobID,State%40,End", reason="State names the user."),
+    ),
+    "terminated": (Remedy("find who sent the signal", "sacct -j JOBID; journalctl --since", reason=_SIGTERM),),
+    "hangup": (Remedy("run it detached from the terminal", "nohup, tmux, or sbatch", reason="Its terminal closed."),),
+    "segfault": (
+        Remedy("print the stack of the crash", "PYTHONFAULTHANDLER=1",
+               reason="Its frames name the library that crashed."),
+        Remedy("check for mixed builds", "pip check; memfit doctor -- COMMAND",
+               reason="An extension may be built for another Python or torch."),
+    ),
+    "illegal_access": (
+        Remedy("raise the error where it happens", "CUDA_LAUNCH_BLOCKING=1",
+               reason="Kernels run later than the lines that launch them, so the traceback points to the wrong line."),
+        Remedy("check indices on the CPU", "the same step with device='cpu'",
+               reason="The CPU names an index that is out of range."),
+    ),
+    "collective_timeout": (
+        Remedy("find the rank that stopped first", "TORCH_NCCL_DUMP_ON_TIMEOUT=1; the log of the missing rank",
+               reason="The other ranks only waited; a longer timeout only waits longer."),
+    ),
+    "disk_full": (
+        Remedy("free space, or write elsewhere", "df -h; df -i; du -xsh",
+               reason="Space or inodes ran out where it wrote."),
+    ),
+    "open_files": (
+        Remedy("share tensors through files instead of descriptors",
+               "torch.multiprocessing.set_sharing_strategy('file_system')",
+               reason="Each tensor from a worker holds a descriptor."),
+        Remedy("raise the limit", "ulimit -n 65536", reason="The soft limit may be raised up to the hard limit."),
+    ),
+    "process_limit": (
+        Remedy("use fewer threads in each process", "OMP_NUM_THREADS=1", reason="Threads count as processes."),
+        Remedy("raise the limit", "ulimit -u; pids.max of the cgroup", reason="Forks and threads were refused."),
+    ),
+    "assertion": (
+        Remedy("read the condition; on a device, repeat it on the CPU", "CUDA_LAUNCH_BLOCKING=1",
+               reason="The values broke a rule."),
+    ),
+    "incomplete": (
+        Remedy("continue from the last checkpoint", "the same command, with its option to resume",
+               reason="It printed success but had not run all of its epochs."),
+    ),
+    "device_lost": (
+        Remedy("check the driver and the torch build", "nvidia-smi; python -m torch.utils.collect_env",
+               reason="The device, its driver or a torch build without CUDA refused, not the program."),
+    ),
+    "import_error": (
+        Remedy("install it where the job runs", "python -m pip install NAME, with the job's interpreter",
+               reason="The job's environment lacks it."),
+    ),
+    "missing_file": (Remedy("check the path where the job runs", "ls -l PATH on that node", reason="It is missing."),),
+    "config_error": (Remedy("correct the setting that is named", reason="The program refused it at its start."),),
+    "own_exception": (Remedy("read the innermost frame of its traceback", reason="The program raised it."),),
+    "hang": (
+        Remedy("see where each process waits", "py-spy dump --pid PID", reason="The frames tell who waits for whom."),
+        Remedy("do not fork after threads started", "multiprocessing_context='spawn'",
+               reason="A forked child inherits locks that nobody will release."),
+    ),
+    "chip_memory": (
+        Remedy("use smaller blocks or fewer stages in that kernel", "num_stages=1, a smaller BLOCK",
+               reason="The multiprocessor's own memory ran out, not the device's."),
+    ),
+}  # fmt: skip
+
+#: Other rows for a job that ran under memfit.
+UNDER_MEMFIT: Mapping[str, tuple[Remedy, ...]] = {
+    "host_kernel": (
+        replace(TABLE["host_kernel"][0], setting="--max-parallel 1, or a larger --reserve (memfit run --help)"),
+    ),
+    "killed": (replace(TABLE["killed"][0], setting="journalctl -k | grep -i 'killed process'"),),
+    "preempted": (Remedy("continue the run", _RESUME, reason="It stopped after a checkpoint."),),
+    "node_fail": (Remedy("continue the run", _RESUME, reason="Its watcher died; the job did not fail."),),
+    "cancelled": (Remedy("continue the run", _RESUME, reason="Ctrl-C or memfit stop ended it."),),
+    "terminated": (Remedy("find who sent the signal", "journalctl --since", reason=_SIGTERM),),
+}
