@@ -9,27 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import ConfigError, MemfitError, UsageError, nearest
 from memfit.jobs import JobStatus, read_status
-from memfit.masking import mask
-from memfit.pipeline._code import changed_code
 from memfit.pipeline._describe import units_of
-from memfit.pipeline._manifest import (
-    KEY_FILE,
-    digest,
-    find_manifest,
-    is_foreseen,
-    is_made_for,
-    link_result,
-    remove_result,
-    seal_command,
-)
-from memfit.rundir import RunDir, read_whole
+from memfit.pipeline._results import Results, Unit
+from memfit.rundir import RunDir
 
 if TYPE_CHECKING:
     from memfit.pipeline._order import Order
@@ -40,7 +27,6 @@ PASSED = frozenset({"kept", "reused", "completed", "passed"})
 _ENDED_BADLY = {
     "failed": "failed", "stopped": "stopped the run", "skipped": "was skipped", "cancelled": "was stopped"
 }  # fmt: skip
-_MOST_RUNS = 20
 #: The manifest of a command with small outputs is awaited that long; of others it is written meanwhile.
 _SOON_SECONDS = 0.2
 #: What can name a unit in the name of its job.
@@ -71,65 +57,15 @@ class Choice:
 ALL = Choice()
 
 
-@dataclass
-class Unit:
-    """One unit of a stage: one job.
-
-    Attributes:
-        stage: The stage as plain data.
-        index: Its place among the units of the run, from 0.
-        value: The unit as the stage gets it; None for a stage that runs once.
-        job_id: Its job's name.
-        label: What it is called in that name; None for a stage that runs once.
-        state: ``waiting``, ``ready`` (may run), ``running``, ``kept``, ``reused``, ``completed``, ``stopped``,
-            ``passed``, ``skipped``, ``failed``, ``cancelled``.
-        why: Why it is in that state, or runs.
-        key, parts: What its result depends on, whole and by ingredient.
-        made: Its manifest; empty before there is one.
-    """
-
-    stage: Mapping[str, Any]
-    index: int
-    value: Any
-    job_id: str
-    label: str | None = None
-    state: str = "waiting"
-    why: str = ""
-    key: str = ""
-    parts: Mapping[str, str] = field(default_factory=dict)
-    made: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> str:
-        """What its result is to others."""
-        return str(self.made.get("digest", ""))
-
-    @property
-    def seconds(self) -> float:
-        """What making it took."""
-        return float(self.made.get("seconds", 0.0))
-
-    @property
-    def result(self) -> dict[str, Any]:
-        """What the stage returned for it; empty for a command that leaves no result."""
-        found: dict[str, Any] = self.made.get("result", {})
-        return found
-
-    def manifest(self, run: RunDir) -> Path:
-        """Where its manifest lies."""
-        return run.manifest_path(self.stage["name"], self.job_id)
-
-
 class Graph:
     """The state of a workload's stages in one run.
 
     Args:
         order: The stages as ``describe`` gives them, what every key depends on beside them, and what is asked for.
         run: The run.
-        make_job: Makes the job of a unit, with the units that it needs by stage, and the one before in order.
+        make_job: Makes the job of a unit; without it the graph only looks: nothing is written, linked or removed.
         earlier: Runs in which a valid result may lie, newest first.
         say: Takes an event's kind and fields.
-        is_plan: Only look: nothing is written, linked or removed.
 
     Attributes:
         error: The first refusal of a stage while the run goes on: the stage has failed, the others go on.
@@ -143,16 +79,13 @@ class Graph:
         order: Order,
         run: RunDir,
         *,
-        make_job: Callable[[Graph, Unit], Any] | None = None,
+        make_job: Callable[[Unit], Any] | None = None,
         earlier: Sequence[RunDir] = (),
         say: Callable[..., None] = lambda kind, **fields: None,
-        is_plan: bool = False,
     ) -> None:
-        self.run, self.choice, self._is_plan = run, order.choice, is_plan
+        self.run, self.choice, self._is_plan = run, order.choice, make_job is None
         self.stages = {stage["name"]: stage for stage in order.stages}
-        self._common, self._make_job, self._say = order.common, make_job, say
-        self._earlier = list(earlier[:_MOST_RUNS])
-        self._index: dict[tuple[str, str], Path] | None = None
+        self._make_job, self._say = make_job, say
         self.error: UsageError | None = None
         self.units: dict[str, list[Unit]] = {}
         self._waiting: dict[str, list[Unit]] = {}
@@ -165,6 +98,7 @@ class Graph:
         for name in filter(None, [order.choice.until, order.choice.only, order.choice.anew, *order.choice.skip]):
             self._check_stage(name)
         self.asked, self._anew = self._asked(), self._made_anew()
+        self._results = Results(run, earlier, order.common, self._anew, self._is_plan)
         self._check_skipped()
         for name, stage in self.stages.items():
             if name in self.asked and (stage["units"] is not None or not stage["each"]):
@@ -235,7 +169,7 @@ class Graph:
             self._set(unit, "running", unit.why)
         self._tell()
         assert self._make_job is not None
-        return [self._make_job(self, unit) for unit in found]
+        return [self._make_job(unit) for unit in found]
 
     def ended(self, status: JobStatus) -> None:
         """Take in how a job ended for good."""
@@ -244,7 +178,7 @@ class Graph:
             self._conclude(status.job_id, status)
             return
         # Large outputs take a while to hash: not here, where other jobs wait for their walls to be moved.
-        sealing = self._pool.submit(self._seal, unit, status)
+        sealing = self._pool.submit(self._results.seal, unit, status)
         self._sealing[status.job_id] = status, sealing
         wait([sealing], _SOON_SECONDS)
         if sealing.done():
@@ -265,8 +199,7 @@ class Graph:
         elif status.state == "completed" and not unit.stage["keyed"]:
             self._set(unit, "completed")
         elif status.state == "completed":
-            made = find_manifest(unit.manifest(self.run))
-            if made is not None and made["key"] == unit.key:
+            if (made := self._results.made(unit)) is not None:
                 self._take(unit, made, "completed")
             else:
                 self._set(unit, "failed", "its result is not there")
@@ -275,20 +208,6 @@ class Graph:
         else:
             self._set(unit, "failed", status.cause)
         self.advance()
-
-    def _seal(self, unit: Unit, status: JobStatus) -> None:
-        """Write the manifest of a command: it ended well, and what lies in its folder is what it made."""
-        facts = {
-            "stage": unit.stage["name"],
-            "unit": unit.value,
-            "job": unit.job_id,
-            "key": unit.key,
-            "parts": dict(unit.parts),
-            "settings": mask(unit.stage["settings"]),
-            "code": unit.stage["code"],
-        }
-        seconds = (status.ended or 0.0) - (status.started or 0.0)
-        seal_command(unit.manifest(self.run), facts, seconds=round(seconds, 3))
 
     @property
     def is_done(self) -> bool:
@@ -310,11 +229,7 @@ class Graph:
     def goes_on_with(self, job_id: str) -> bool:
         """Whether a job that an earlier supervisor started makes exactly what a unit asks for now."""
         unit = next((one for units in self.units.values() for one in units if one.job_id == job_id), None)
-        if unit is None or not unit.stage["keyed"]:
-            return unit is not None
-        is_new = unit.state == "ready" and not unit.manifest(self.run).exists()
-        is_as_asked = (is_new or unit.state == "kept") and unit.stage["name"] not in self._anew
-        return is_as_asked and started_key(self.run, unit) == unit.key
+        return unit is not None and self._results.is_being_made(unit)
 
     def overwrites(self) -> bool:
         """Whether going on would write over a result that is there, or may do so."""
@@ -322,7 +237,7 @@ class Graph:
             return True
         states = ("ready", "waiting", "reused")
         left = [unit for units in self.units.values() for unit in units if unit.state in states]
-        return any(find_manifest(unit.manifest(self.run)) is not None for unit in left)
+        return any(map(self._results.is_there, left))
 
     def stopped(self) -> Unit | None:
         """The unit that stopped the run, if one did."""
@@ -408,10 +323,10 @@ class Graph:
                     remedy=f"rename stage {unit.stage['name']}",
                 )
 
-    def inputs(self, unit: Unit, others: Iterable[str] | None = None) -> dict[str, list[Unit]] | None:
-        """The units of each stage that a unit waits for or, by ``needs``, reads; None while they are not known."""
+    def _inputs(self, unit: Unit, others: Iterable[str]) -> dict[str, list[Unit]] | None:
+        """The units of other stages that a unit waits for; None while they are not known."""
         found: dict[str, list[Unit]] = {}
-        for name in unit.stage["needs"] if others is None else others:
+        for name in others:
             units = self._units(name)
             if units is None:
                 return None
@@ -422,10 +337,6 @@ class Graph:
             found[name] = units
         return found
 
-    def previous(self, unit: Unit) -> Unit | None:
-        """The unit before, in a stage whose units go in order."""
-        return self.units[unit.stage["name"]][unit.index - 1] if unit.stage["in_order"] and unit.index else None
-
     def _look(self, unit: Unit) -> bool:
         """Move a waiting unit on, if what it waits for has come to an end; whether it moved."""
         name = unit.stage["name"]
@@ -433,10 +344,12 @@ class Graph:
             self._set(unit, "passed", "it is skipped (--skip)")
             return True
         gates = self._gates(name) if unit.index else []
-        waited = self.inputs(unit, [*unit.stage["needs"], *unit.stage["after"], *_source(unit.stage), *gates])
+        waited = self._inputs(unit, [*unit.stage["needs"], *unit.stage["after"], *_source(unit.stage), *gates])
         if waited is None:
             return False
-        blocking = [one for units in waited.values() for one in units] + list(filter(None, [self.previous(unit)]))
+        unit.inputs = {needed: waited[needed] for needed in unit.stage["needs"]}
+        unit.previous = self.units[name][unit.index - 1] if unit.stage["in_order"] and unit.index else None
+        blocking = [one for units in waited.values() for one in units] + list(filter(None, [unit.previous]))
         for one in blocking:
             if one.state in _ENDED_BADLY:
                 why = f": {one.why}" if one.state == "stopped" else ""
@@ -456,36 +369,14 @@ class Graph:
             self._ready.append(unit)
         return True
 
-    def _key(self, unit: Unit) -> None:
-        stage, previous = unit.stage, self.previous(unit)
-        needs = {name: [one.digest for one in units] for name, units in (self.inputs(unit) or {}).items()}
-        unit.parts = {
-            "settings": digest(stage["settings"]),
-            "code": digest([stage["command"], stage["code"]]),
-            "data": stage["data"],
-            "unit": digest(unit.value),
-            "needs": digest(needs),
-            "previous": previous.digest if previous else "",
-            "seed": str(self._common["seed"]) if stage["seed"] else "",
-            "threads": str(self._common["threads"]),
-        }
-        unit.key = digest([stage["name"], unit.parts])
-
     def _check(self, unit: Unit) -> None:
-        """Find a valid result of a unit whose inputs are all there, or make it ready to run."""
-        self._key(unit)
-        path, name = unit.manifest(self.run), unit.stage["name"]
-        if name not in self._anew:
-            self._seal_left(unit, path)
-            if (found := _valid(path, unit.key)) is not None:
-                self._take(unit, found, "kept")
-                return
-            elsewhere = self._elsewhere().get((name, unit.key))
-            if elsewhere is not None and (found := _valid(elsewhere, unit.key)) is not None:
-                planned = found | {"reused_from": str(elsewhere)}
-                self._take(unit, planned if self._is_plan else link_result(elsewhere, path, found), "reused")
-                return
-        unit.state, unit.why = "ready", self._reason(unit, path)
+        """Take a valid result of a unit whose inputs are all there, or make it ready to run."""
+        name = unit.stage["name"]
+        if (found := self._results.find(unit)) is not None:
+            self._take(unit, found[1], found[0])
+            return
+        again = f"it is asked for (--from {self.choice.anew})" if name in self._anew else self._results.why_not(unit)
+        unit.state, unit.why = "ready", again
         if self.choice.only and name != self.choice.only:
             error = UsageError(
                 f"stage {name} is not valid: {unit.why}.",
@@ -497,45 +388,16 @@ class Graph:
             self.error = self.error or error
             self._fail(unit, error)
             return
-        if not self._is_plan and (path.exists() or name in self._anew):
-            remove_result(path)  # or a training would go on from the checkpoints of what is not valid
+        if not self._is_plan:
+            self._results.clear(unit)
         self._ready.append(unit)
 
-    def _seal_left(self, unit: Unit, path: Path) -> None:
-        """Write the manifest of a command that ended well while no supervisor was there to do so."""
-        if self._is_plan or unit.stage["command"] is None or path.exists() or not is_made_for(path, unit.key):
-            return
-        status = read_status(self.run, unit.job_id)
-        if status.state == "completed":
-            with suppress(MemfitError):  # a bad result file: it runs again
-                self._seal(unit, status)
-
-    def _take(self, unit: Unit, made: dict[str, Any], state: str) -> None:
+    def _take(self, unit: Unit, made: Mapping[str, Any], state: str) -> None:
         unit.made = made
         if made["status"] == "stopped":
             self._set(unit, "stopped", made["why"])
         else:
             self._set(unit, state, made["reused_from"] or "")
-
-    def _elsewhere(self) -> dict[tuple[str, str], Path]:
-        """Where results of earlier runs lie, by stage and key."""
-        if self._index is None:
-            self._index = {}
-            for run in reversed(self._earlier):
-                for path in (run.path / "checkpoints").glob("*.json"):
-                    if (found := find_manifest(path)) is not None:
-                        self._index[found["stage"], found["key"]] = path
-        return self._index
-
-    def _reason(self, unit: Unit, path: Path) -> str:
-        """Why a unit runs, from the newest result of the same name."""
-        if unit.stage["name"] in self._anew:
-            return f"it is asked for (--from {self.choice.anew})"
-        for run in [self.run, *self._earlier]:
-            before = find_manifest(unit.manifest(run))
-            if before is not None:
-                return reason_of(before, unit)
-        return "it was not made yet" if not path.exists() else f"{path.name} is damaged, or an output is gone"
 
     def _tell(self) -> None:
         """Say each change of a state: one event for all units of a stage that changed alike."""
@@ -554,23 +416,6 @@ def _source(stage: Mapping[str, Any]) -> list[str]:
     return [stage["source"]["stage"]] if stage["source"] and stage["source"]["stage"] else []
 
 
-def _valid(path: Path, key: str) -> dict[str, Any] | None:
-    """A result that was made for this key, with all its outputs, by code that is still the same."""
-    found = find_manifest(path)
-    return found if found is not None and found["key"] == key and is_foreseen(found) else None
-
-
-def started_key(run: RunDir, unit: Unit) -> str:
-    """The key that a unit's job was started with; empty when that is not known."""
-    if unit.stage["command"] is not None:
-        path = unit.manifest(run).with_suffix("") / KEY_FILE
-        return path.read_text() if path.exists() else ""
-    with suppress(UsageError):  # what is damaged is known by nobody
-        arguments = (read_whole(run.job_dir(unit.job_id) / "job.json") or {}).get("arguments", {})
-        return str(arguments.get("order", {}).get("key", ""))
-    return ""
-
-
 def listed(stage: Mapping[str, Any], result: Mapping[str, Any]) -> list[Any]:
     """The units of a stage that a result of its source names.
 
@@ -581,33 +426,6 @@ def listed(stage: Mapping[str, Any], result: Mapping[str, Any]) -> list[Any]:
     for part in stage["source"]["path"]:
         found = found.get(part) if isinstance(found, Mapping) else None
     return units_of(found, stage["name"], stage["each"])
-
-
-def reason_of(before: Mapping[str, Any], unit: Unit) -> str:
-    """Why a result is not valid any more: what it was made of, and what it would be made of now."""
-    parts = [name for name in unit.parts if before["parts"].get(name) != unit.parts[name]]
-    found = []
-    for name in parts:
-        old, new = before["parts"].get(name), unit.parts[name]
-        if name == "settings":
-            found += list(_differences(before["settings"], mask(unit.stage["settings"]))) or ["a secret changed"]
-        elif name == "code":
-            found.append(changed_code(before.get("code") or {}, unit.stage["code"]) or "the command changed")
-        elif name in ("seed", "threads"):
-            found.append(f"{'threads_per_job' if name == 'threads' else name} {old} -> {new}")
-        else:
-            results = {"needs": " and ".join(unit.stage["needs"]), "previous": "the unit before"}
-            found.append(f"{results[name]} gave another result" if name in results else f"the {name} changed")
-    return "; ".join(found[:4]) if found else "an output is gone, or code that it loaded changed"
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
-    for name in dict.fromkeys([*before, *now]):
-        old, new = before.get(name), now.get(name)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _differences(old, new, f"{prefix}{name}.")
-        elif old != new:
-            yield f"{prefix}{name} {old!r:.40} -> {new!r:.40}"
 
 
 def label_of(value: Any, number: int, variable: str | None) -> str:

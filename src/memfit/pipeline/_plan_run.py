@@ -15,10 +15,11 @@ from memfit import config
 from memfit.errors import DamagedError
 from memfit.jobs import JobStatus, read_status
 from memfit.memory import Budget, Footprint, count_fitting, reservation_bytes, rooms_of
-from memfit.pipeline._graph import ALL, PASSED, Choice, Graph, Unit, listed
+from memfit.pipeline._graph import ALL, PASSED, Choice, Graph, listed
 from memfit.pipeline._grid import expand, fill
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, order_of_command, order_of_config
+from memfit.pipeline._results import Unit
 from memfit.pipeline._run import find_run
 from memfit.pipeline._supervise import read_budget
 from memfit.rundir import RunDir, read_json
@@ -172,7 +173,6 @@ def _plan(order: Order, start: str, *, new: bool) -> RunPlan:
         order,
         found or RunDir(settings.runs_dir / settings.experiment / "planned"),
         earlier=[] if new else [run for run in runs if run != found],
-        is_plan=True,
     )
     graph.advance()
     budget = read_budget(settings)

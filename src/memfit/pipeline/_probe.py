@@ -112,7 +112,8 @@ def first_context(target: str, whole: config.Resolved[RunConfig], stage: str, fo
     described = describe(target, whole.to_json())
     order = Order(whole.value, described["stages"], "", {}, {}, Choice(until=stage, units="1"), described["params"])
     (folder / "checkpoints").mkdir()
-    graph = Graph(order, RunDir(folder), make_job=lambda graph, unit: unit)
+    run = RunDir(folder)
+    graph = Graph(order, run, make_job=lambda unit: unit)
     while True:
         unit = next(iter(graph.next(1)))
         if unit.stage["command"] is not None:
@@ -121,7 +122,7 @@ def first_context(target: str, whole: config.Resolved[RunConfig], stage: str, fo
                 rule="what is measured outside of a run is made by stages that are functions.",
                 remedy=f"measure it in a run: memfit run CONFIG --until {stage} --units 1",
             )
-        asked = stage_order(order, graph, unit)
+        asked = stage_order(order, run, unit)
         if unit.stage["name"] == stage:
             params = load_workload(target).params.model_validate(described["params"])
             return make_context(asked), only(params, unit.stage)

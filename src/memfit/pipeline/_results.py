@@ -1,45 +1,242 @@
-"""Tables of results: one row for each unit of a stage, readable by pandas, polars and R."""
+"""Which results are valid, here or in an earlier run, and why the others are not.
+
+A result is valid when its manifest holds the key of what is asked for now, its outputs are there, and the code that
+it loaded without naming it is as it was. Nothing else compares a unit with a manifest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-from pyarrow import feather
+from memfit.errors import MemfitError, UsageError
+from memfit.jobs import JobStatus, read_status
+from memfit.masking import mask
+from memfit.pipeline._code import changed_code
+from memfit.pipeline._manifest import (
+    KEY_FILE,
+    digest,
+    find_manifest,
+    is_foreseen,
+    is_made_for,
+    link_result,
+    remove_result,
+    seal_command,
+)
+from memfit.rundir import RunDir, read_whole
+
+_MOST_RUNS = 20
 
 
-def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
-    """Write a Feather file for each table: the unit, its state, seconds and peak, then one column for each number.
+@dataclass
+class Unit:
+    """One unit of a stage: one job.
+
+    Attributes:
+        stage: The stage as plain data.
+        index: Its place among the units of the run, from 0.
+        value: The unit as the stage gets it; None for a stage that runs once.
+        job_id: Its job's name.
+        label: What it is called in that name; None for a stage that runs once.
+        state: ``waiting``, ``ready`` (may run), ``running``, ``kept``, ``reused``, ``completed``, ``stopped``,
+            ``passed``, ``skipped``, ``failed``, ``cancelled``.
+        why: Why it is in that state, or runs.
+        inputs: The units that it reads, by stage; known when all of them have passed, as is the next.
+        previous: The unit before it, in a stage whose units go in order.
+        key: What its result depends on.
+        parts: The same by ingredient.
+        made: Its manifest; empty before there is one.
+    """
+
+    stage: Mapping[str, Any]
+    index: int
+    value: Any
+    job_id: str
+    label: str | None = None
+    state: str = "waiting"
+    why: str = ""
+    inputs: Mapping[str, Sequence[Unit]] = field(default_factory=dict)
+    previous: Unit | None = None
+    key: str = ""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """What its result is to others."""
+        return str(self.made.get("digest", ""))
+
+    @property
+    def seconds(self) -> float:
+        """What making it took."""
+        return float(self.made.get("seconds", 0.0))
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """What the stage returned for it; empty for a command that leaves no result."""
+        found: Mapping[str, Any] = self.made.get("result", {})
+        return found
+
+    def manifest(self, run: RunDir) -> Path:
+        """Return where its manifest lies in a run."""
+        return run.manifest_path(self.stage["name"], self.job_id)
+
+
+class Results:
+    """The results of a run's units.
 
     Args:
-        tables: Per table its ``path``, the name of the first column (``variable``) and the ``rows``: ``unit``,
-            ``state``, ``seconds`` or None, ``peak_private_bytes``, and ``result`` by name.
+        run: The run.
+        earlier: Runs in which a valid result may lie, newest first.
+        common: What every key depends on beside the stage's own: ``seed`` and ``threads``.
+        anew: The stages whose results do not count.
+        is_plan: Only look: nothing is written, linked or removed.
     """
-    for table in tables:
-        path = Path(table["path"])
-        aside = path.with_suffix(".tmp")
-        rows = sorted(table["rows"], key=lambda row: (len(row["unit"]) if row["unit"].isdigit() else 0, row["unit"]))
-        feather.write_feather(_table(table["variable"], rows), str(aside), compression="zstd")
-        aside.replace(path)
+
+    def __init__(
+        self, run: RunDir, earlier: Sequence[RunDir], common: Mapping[str, Any], anew: frozenset[str], is_plan: bool
+    ) -> None:
+        self.run, self._earlier, self._common = run, list(earlier[:_MOST_RUNS]), common
+        self._anew, self._is_plan = anew, is_plan
+        self._index: dict[tuple[str, str], Path] | None = None
+
+    def find(self, unit: Unit) -> tuple[str, Mapping[str, Any]] | None:
+        """Return whether a unit's valid result is ``kept`` or ``reused``, and its manifest; None if it must run.
+
+        All inputs of the unit must be there: its key is set from them. A result of an earlier run is linked into this
+        one. A command that ended well while no supervisor was there gets its manifest now.
+        """
+        stage, previous = unit.stage, unit.previous
+        unit.parts = {
+            "settings": digest(stage["settings"]),
+            "code": digest([stage["command"], stage["code"]]),
+            "data": stage["data"],
+            "unit": digest(unit.value),
+            "needs": digest({name: [one.digest for one in units] for name, units in unit.inputs.items()}),
+            "previous": previous.digest if previous else "",
+            "seed": str(self._common["seed"]) if stage["seed"] else "",
+            "threads": str(self._common["threads"]),
+        }
+        unit.key = digest([stage["name"], unit.parts])
+        if stage["name"] in self._anew:
+            return None
+        path = unit.manifest(self.run)
+        is_left = stage["command"] is not None and not path.exists() and is_made_for(path, unit.key)
+        if is_left and not self._is_plan and (status := read_status(self.run, unit.job_id)).state == "completed":
+            with suppress(MemfitError):  # a bad result file: it runs again
+                self.seal(unit, status)
+        if (found := _valid(path, unit.key)) is not None:
+            return "kept", found
+        elsewhere = self._elsewhere().get((stage["name"], unit.key))
+        if elsewhere is None or (found := _valid(elsewhere, unit.key)) is None:
+            return None
+        return "reused", found | {"reused_from": str(elsewhere)} if self._is_plan else link_result(
+            elsewhere, path, found
+        )
+
+    def why_not(self, unit: Unit) -> str:
+        """Return why a unit runs, from the newest result of the same name."""
+        path = unit.manifest(self.run)
+        for run in [self.run, *self._earlier]:
+            before = find_manifest(unit.manifest(run))
+            if before is not None:
+                return _reason(before, unit)
+        return "it was not made yet" if not path.exists() else f"{path.name} is damaged, or an output is gone"
+
+    def clear(self, unit: Unit) -> None:
+        """Remove a result that is not valid, or a training would go on from its checkpoints."""
+        path = unit.manifest(self.run)
+        if path.exists() or unit.stage["name"] in self._anew:
+            remove_result(path)
+
+    def seal(self, unit: Unit, status: JobStatus) -> None:
+        """Write the manifest of a command: it ended well, and what lies in its folder is what it made.
+
+        Raises:
+            DamagedError: If its ``result.json`` holds no JSON object.
+            OSError: If a file cannot be read.
+        """
+        facts = {
+            "stage": unit.stage["name"],
+            "unit": unit.value,
+            "job": unit.job_id,
+            "key": unit.key,
+            "parts": dict(unit.parts),
+            "settings": mask(unit.stage["settings"]),
+            "code": unit.stage["code"],
+        }
+        seconds = (status.ended or 0.0) - (status.started or 0.0)
+        seal_command(unit.manifest(self.run), facts, seconds=round(seconds, 3))
+
+    def made(self, unit: Unit) -> Mapping[str, Any] | None:
+        """Return the manifest that a unit's job has just left; None if it left none for this key."""
+        found = find_manifest(unit.manifest(self.run))
+        return found if found is not None and found["key"] == unit.key else None
+
+    def is_there(self, unit: Unit) -> bool:
+        """Whether a unit has a result in this run, valid or not."""
+        return find_manifest(unit.manifest(self.run)) is not None
+
+    def is_being_made(self, unit: Unit) -> bool:
+        """Whether the job of a unit that still runs makes exactly what is asked for now."""
+        if not unit.stage["keyed"]:
+            return True
+        is_new = unit.state == "ready" and not unit.manifest(self.run).exists()
+        is_as_asked = (is_new or unit.state == "kept") and unit.stage["name"] not in self._anew
+        return is_as_asked and self._started_key(unit) == unit.key
+
+    def _started_key(self, unit: Unit) -> str:
+        """Return the key that a unit's job was started with; empty when that is not known."""
+        if unit.stage["command"] is not None:
+            path = unit.manifest(self.run).with_suffix("") / KEY_FILE
+            return path.read_text() if path.exists() else ""
+        with suppress(UsageError):  # what is damaged is known by nobody
+            arguments = (read_whole(self.run.job_dir(unit.job_id) / "job.json") or {}).get("arguments", {})
+            return str(arguments.get("order", {}).get("key", ""))
+        return ""
+
+    def _elsewhere(self) -> dict[tuple[str, str], Path]:
+        """Return where results of earlier runs lie, by stage and key."""
+        if self._index is None:
+            self._index = {}
+            for run in reversed(self._earlier):
+                for path in (run.path / "checkpoints").glob("*.json"):
+                    if (found := find_manifest(path)) is not None:
+                        self._index[found["stage"], found["key"]] = path
+        return self._index
 
 
-def _table(variable: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    labels = [row["unit"] for row in rows]
-    are_numbers = all(label.isdigit() for label in labels)
-    columns: dict[str, pa.Array] = {
-        variable: pa.array([int(label) for label in labels], pa.int32()) if are_numbers else pa.array(labels),
-        "state": pa.array([row["state"] for row in rows], pa.string()),
-        "seconds": pa.array([row["seconds"] for row in rows], pa.float64()),
-        "peak_private_bytes": pa.array([row["peak_private_bytes"] for row in rows], pa.int64()),
-    }
-    for name in dict.fromkeys(name for row in rows for name, value in row["result"].items() if _is_number(value)):
-        if name not in columns:
-            values = [row["result"].get(name) for row in rows]
-            columns[name] = pa.array([value if _is_number(value) else None for value in values], pa.float64())
-    return pa.table(columns)
+def _valid(path: Path, key: str) -> dict[str, Any] | None:
+    found = find_manifest(path)
+    return found if found is not None and found["key"] == key and is_foreseen(found) else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _reason(before: Mapping[str, Any], unit: Unit) -> str:
+    """Return why a result is not valid any more: what it was made of, and what it would be made of now."""
+    results = {"needs": " and ".join(unit.stage["needs"]), "previous": "the unit before"}
+    found: list[str] = []
+    for name, new in unit.parts.items():
+        old = before["parts"].get(name)
+        if old == new:
+            continue
+        if name == "settings":
+            found += list(_differences(before["settings"], mask(unit.stage["settings"]))) or ["a secret changed"]
+        elif name == "code":
+            found.append(changed_code(before.get("code") or {}, unit.stage["code"]) or "the command changed")
+        elif name in ("seed", "threads"):
+            found.append(f"{'threads_per_job' if name == 'threads' else name} {old} -> {new}")
+        else:
+            found.append(f"{results[name]} gave another result" if name in results else f"the {name} changed")
+    return "; ".join(found[:4]) if found else "an output is gone, or code that it loaded changed"
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name in dict.fromkeys([*before, *now]):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name} {old!r:.40} -> {new!r:.40}"

@@ -17,10 +17,11 @@ from memfit.jobs import Job, JobStatus, call_in_child, raise_error_of, read_stat
 from memfit.masking import mask
 from memfit.memory import Footprint, lock_file
 from memfit.pipeline._config import RunConfig
-from memfit.pipeline._graph import ALL, Choice, Graph, Unit
+from memfit.pipeline._graph import ALL, Choice, Graph
 from memfit.pipeline._grid import expand, fill, own_stdin
 from memfit.pipeline._manifest import open_folder
 from memfit.pipeline._order import FACTS, Order, order_of_command, order_of_config, order_of_run, resolve_settings
+from memfit.pipeline._results import Unit
 from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
 from memfit.rundir import RunDir, read_json, read_whole, write_atomic, write_json, write_masked
 
@@ -153,7 +154,7 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
 
 def goes_on(order: Order, run: RunDir, earlier: Sequence[RunDir] = ()) -> bool:
     """Whether a run is to go on: it is not finished, or nothing in it would be overwritten."""
-    graph = Graph(order, run, earlier=[other for other in earlier if other != run], is_plan=True)
+    graph = Graph(order, run, earlier=[other for other in earlier if other != run])
     is_keyed = all(stage["keyed"] for stage in order.stages)
     if is_keyed:  # and a unit that there is not is refused while the run stands as it was
         graph.advance()
@@ -207,7 +208,7 @@ def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | N
 
     @functools.cache
     def planned() -> Graph:
-        graph = Graph(order, run, earlier=earlier, is_plan=True)
+        graph = Graph(order, run, earlier=earlier)
         graph.advance()
         return graph
 
@@ -217,7 +218,7 @@ def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | N
         if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
             supervisor.events.write("plan", why=f"torch's allocator: {settings.memory.cuda_allocator}, from {origin}")
         say = supervisor.events.write
-        graph = Graph(order, run, earlier=earlier, say=say, make_job=lambda graph, unit: _job(order, graph, unit))
+        graph = Graph(order, run, earlier=earlier, say=say, make_job=functools.partial(_job, order, run))
         graph.advance()
         known = _known(order, graph)
         alike = [one for one in known if len(graph.units.get(one[0], ())) > 1]
@@ -247,7 +248,7 @@ def _write_order(order: Order, run: RunDir) -> None:
 # Jobs
 
 
-def _job(order: Order, graph: Graph, unit: Unit) -> Job:
+def _job(order: Order, run: RunDir, unit: Unit) -> Job:
     settings, stage = order.settings, unit.stage
     own = order.topology(stage["name"])
     has_units = unit.job_id != stage["name"]
@@ -264,11 +265,11 @@ def _job(order: Order, graph: Graph, unit: Unit) -> Job:
         "unit": unit.value,
     }
     if stage["command"] is not None:
-        return _command_job(order, graph, unit, facts)
+        return _command_job(order, run, unit, facts)
     return Job(
         unit.job_id,
         target="memfit.pipeline._stage:run_stage",
-        arguments={"order": stage_order(order, graph, unit)},
+        arguments={"order": stage_order(order, run, unit)},
         phases=tuple(stage["phases"]),
         env=order.env,
         keeps_group=not has_units,  # the page cache that it filled stays charged to it
@@ -276,11 +277,10 @@ def _job(order: Order, graph: Graph, unit: Unit) -> Job:
     )
 
 
-def stage_order(order: Order, graph: Graph, unit: Unit) -> dict[str, Any]:
+def stage_order(order: Order, run: RunDir, unit: Unit) -> dict[str, Any]:
     """What `run_stage` is told."""
     assert isinstance(order.settings, RunConfig)
-    stage, previous = unit.stage, graph.previous(unit)
-    needs = graph.inputs(unit) or {}
+    stage, each, previous = unit.stage, unit.stage["each"], unit.previous
     return {
         "target": order.target,
         "params": order.params,
@@ -291,26 +291,26 @@ def stage_order(order: Order, graph: Graph, unit: Unit) -> dict[str, Any]:
         "seed": order.settings.seed,
         "key": unit.key,
         "parts": dict(unit.parts),
-        "manifest": str(unit.manifest(graph.run)),
+        "manifest": str(unit.manifest(run)),
         "panels_dir": str(order.settings.panels_dir.absolute()),
-        "needs": {name: [str(one.manifest(graph.run)) for one in units] for name, units in needs.items()},
-        "meets": [name for name in needs if stage["each"] and graph.stages[name]["each"] == stage["each"]],
-        "previous": str(previous.manifest(graph.run)) if previous else None,
+        "needs": {name: [str(one.manifest(run)) for one in units] for name, units in unit.inputs.items()},
+        "meets": [name for name, units in unit.inputs.items() if each and units[0].stage["each"] == each],
+        "previous": str(previous.manifest(run)) if previous else None,
     }
 
 
-def _command_job(order: Order, graph: Graph, unit: Unit, facts: dict[str, Any]) -> Job:
+def _command_job(order: Order, run: RunDir, unit: Unit, facts: dict[str, Any]) -> Job:
     settings, stage = order.settings, unit.stage
     fields = unit.value if isinstance(unit.value, Mapping) else {(stage["source"] or {}).get("variable"): unit.value}
     values = {str(name): str(value) for name, value in fields.items() if name}
     words: dict[str, str | list[str]] = dict(values)
     if stage["keyed"]:
-        folder = open_folder(unit.manifest(graph.run), unit.key, graph.run.job_dir(unit.job_id) / "outcome.json")
+        folder = open_folder(unit.manifest(run), unit.key, run.job_dir(unit.job_id) / "outcome.json")
         words |= {f"params.{name}": str(value) for name, value in stage["settings"].items()}
         label = unit.label if isinstance(unit.value, Mapping) else unit.value
         words |= {"unit": str(label), "dir": str(folder), "seed": str(order.common["seed"])}
-        for name, units in (graph.inputs(unit) or {}).items():
-            words[name] = [str(one.manifest(graph.run).with_suffix("")) for one in units]
+        for name, units in unit.inputs.items():
+            words[name] = [str(one.manifest(run).with_suffix("")) for one in units]
         command = fill(stage["command"], words, shell=stage["shell"])
     else:
         command = fill(stage["command"], words)
@@ -356,7 +356,7 @@ def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mappin
     gate = graph.stopped()
     result = supervisor.settle(found, gate.made if gate else None, results)
     if tables := _tables(order, graph, found):
-        call_in_child("memfit.pipeline._results:write_tables", {"tables": tables})
+        call_in_child("memfit.pipeline._tables:write_tables", {"tables": tables})
     if graph.error is not None:
         raise graph.error
     for unit in units:  # bad input or data of a stage that runs once is refused in words
@@ -370,7 +370,7 @@ def _tables(order: Order, graph: Graph, statuses: Mapping[str, JobStatus]) -> li
     others = graph
     if order.choice.units != "all":  # the table is the run's, not the command's
         everything = dataclasses.replace(order.choice, units="all", only=None, anew=None)
-        others = Graph(dataclasses.replace(order, choice=everything), graph.run, is_plan=True)
+        others = Graph(dataclasses.replace(order, choice=everything), graph.run)
         others.advance()
     found = []
     for name, asked in graph.units.items():
