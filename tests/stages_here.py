@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from memfit.pipeline import Context, Output, Stop, Workload
-from memfit.pipeline._manifest import describe_outputs, digest_of
+from memfit.pipeline._manifest import describe_outputs, write_result
 from memfit.pipeline._stage import only, seed_of
-from memfit.rundir import write_json
 
 
 class StagesHere:
@@ -58,10 +57,8 @@ class StagesHere:
             result = stage.run(context, only(self.params, {"name": name, "settings": dict.fromkeys(reads)})) or {}
         except Stop as stop:
             status, why, exit_code, result = "stopped", str(stop), stop.exit_code, stop.result
-        outputs = describe_outputs(context.dir, context.saved)
-        facts = {"schema_version": 1, "stage": name, "job": name, "key": "", "parts": {}, "settings": {}, "code": {}}
-        facts |= {"unit": context.unit, "seconds": 0.0, "unforeseen": {}, "reused_from": None}
-        found = {"status": status, "why": why, "exit_code": exit_code, "result": dict(result), "outputs": outputs}
-        path = context.dir.with_suffix(".json")
-        write_json(path, facts | found | {"digest": digest_of(result, outputs)})
+        facts = {"stage": name, "unit": context.unit, "job": name, "key": "", "parts": {}, "settings": {}, "code": {}}
+        path, outputs = context.dir.with_suffix(".json"), describe_outputs(context.dir, context.saved)
+        ended = {"status": status, "why": why, "exit_code": exit_code}
+        write_result(path, facts, result=dict(result), outputs=outputs, seconds=0.0, **ended)
         return Output(path)

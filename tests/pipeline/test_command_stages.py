@@ -174,14 +174,14 @@ def test_jobs_of_one_name_are_refused_before_anything_is_made():
 def test_large_outputs_are_hashed_while_other_jobs_start(monkeypatch):
     from memfit.pipeline import _results
 
-    seal = _results.seal_command
+    seal = _results.write_command_result
 
-    def slow(path, facts, *, seconds):
+    def slow(path, facts, seconds):
         if facts["job"] == "a":
             wait_until(Path("b").exists)
-        seal(path, facts, seconds=seconds)
+        seal(path, facts, seconds)
 
-    monkeypatch.setattr(_results, "seal_command", slow)
+    monkeypatch.setattr(_results, "write_command_result", slow)
     stages = {"a": {"run": "echo 1 > {dir}/out"}, "b": {"run": "touch b"}, "c": {"needs": ["a"], "run": "cat {a}/out"}}
     result = run(stages, max_parallel=1)
     assert result.exit_code == 0

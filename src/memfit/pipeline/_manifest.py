@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,33 @@ def find_manifest(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+def write_result(
+    path: Path,
+    facts: Mapping[str, Any],
+    *,
+    result: Mapping[str, Any],
+    outputs: Sequence[Mapping[str, Any]],
+    seconds: float,
+    **more: Any,
+) -> None:
+    """Write the manifest of a result that has just been made.
+
+    Args:
+        path: Where.
+        facts: What it was made of: ``stage``, ``unit``, ``job``, ``key``, ``parts``, ``settings``, ``code``.
+        result: What the stage returned.
+        outputs: What ``describe_outputs`` says.
+        seconds: What making it took.
+        more: Further entries: ``status``, ``why`` and ``exit_code`` of a stage that stopped the run, ``unforeseen``.
+    """
+    made = {"schema_version": MANIFEST_VERSION, "status": "completed", "why": "", "exit_code": 0, "unforeseen": {}}
+    made |= {**facts, "result": result, "outputs": outputs, "seconds": round(seconds, 3), "reused_from": None}
+    _write(
+        path, made | {"digest": digest([result, sorted([o["name"], o["kind"], o["sha256"]] for o in outputs)])} | more
+    )
+
+
+def _write(path: Path, manifest: Mapping[str, Any]) -> None:
     """Write a manifest, for its owner alone where a unit or a result looks like a secret."""
     is_secret = mask(manifest) != manifest
     write_atomic(path, json.dumps(manifest, indent=2) + "\n", mode=0o600 if is_secret else 0o666)
@@ -106,11 +132,6 @@ def digest(value: Any) -> str:
     True
     """
     return hashlib.sha256(canonical(value).encode()).hexdigest()
-
-
-def digest_of(result: Mapping[str, Any], outputs: Iterable[Mapping[str, Any]]) -> str:
-    """What a result is to those that build on it: its numbers and its outputs' hashes."""
-    return digest([result, sorted([one["name"], one["kind"], one["sha256"]] for one in outputs)])
 
 
 def hash_file(path: Path) -> str:
@@ -224,7 +245,7 @@ def is_made_for(manifest: Path, key: str) -> bool:
     return path.exists() and path.read_text() == key
 
 
-def seal_command(path: Path, facts: Mapping[str, Any], *, seconds: float) -> None:
+def write_command_result(path: Path, facts: Mapping[str, Any], seconds: float) -> None:
     """Write a command's manifest: its outputs are the files in its folder, its result the ``result.json`` there.
 
     Raises:
@@ -233,10 +254,7 @@ def seal_command(path: Path, facts: Mapping[str, Any], *, seconds: float) -> Non
     """
     folder = path.with_suffix("")
     outputs = describe_outputs(folder, {str(one.relative_to(folder)): one for one in files_in(folder)})
-    result = read_json(folder / "result.json") or {}
-    own = {"schema_version": MANIFEST_VERSION, "status": "completed", "why": "", "exit_code": 0, "result": result}
-    told = {"outputs": outputs, "digest": digest_of(result, outputs), "seconds": seconds, "unforeseen": {}}
-    write_manifest(path, dict(facts) | own | told | {"reused_from": None})
+    write_result(path, facts, result=read_json(folder / "result.json") or {}, outputs=outputs, seconds=seconds)
 
 
 def link_result(source: Path, target: Path, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,7 +266,7 @@ def link_result(source: Path, target: Path, found: Mapping[str, Any]) -> dict[st
         shutil.copytree(source.with_suffix(""), aside, copy_function=_link)
         aside.rename(target.with_suffix(""))
     made = dict(found) | {"reused_from": found["reused_from"] or str(source)}
-    write_manifest(target, made)
+    _write(target, made)
     return made
 
 

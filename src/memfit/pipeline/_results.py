@@ -24,7 +24,7 @@ from memfit.pipeline._manifest import (
     is_made_for,
     link_result,
     remove_result,
-    seal_command,
+    write_command_result,
 )
 from memfit.rundir import RunDir, read_whole
 
@@ -79,6 +79,13 @@ class Unit:
         """What the stage returned for it; empty for a command that leaves no result."""
         found: Mapping[str, Any] = self.made.get("result", {})
         return found
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What its result is made of, as the manifest says it."""
+        found = {"stage": self.stage["name"], "unit": self.value, "job": self.job_id, "key": self.key}
+        settings, code = mask(self.stage["settings"]), self.stage["code"]
+        return found | {"parts": dict(self.parts), "settings": settings, "code": code}
 
     def manifest(self, run: RunDir) -> Path:
         """Return where its manifest lies in a run."""
@@ -159,17 +166,8 @@ class Results:
             DamagedError: If its ``result.json`` holds no JSON object.
             OSError: If a file cannot be read.
         """
-        facts = {
-            "stage": unit.stage["name"],
-            "unit": unit.value,
-            "job": unit.job_id,
-            "key": unit.key,
-            "parts": dict(unit.parts),
-            "settings": mask(unit.stage["settings"]),
-            "code": unit.stage["code"],
-        }
         seconds = (status.ended or 0.0) - (status.started or 0.0)
-        seal_command(unit.manifest(self.run), facts, seconds=round(seconds, 3))
+        write_command_result(unit.manifest(self.run), unit.facts, seconds)
 
     def made(self, unit: Unit) -> Mapping[str, Any] | None:
         """Return the manifest that a unit's job has just left; None if it left none for this key."""
@@ -195,7 +193,7 @@ class Results:
             return path.read_text() if path.exists() else ""
         with suppress(UsageError):  # what is damaged is known by nobody
             arguments = (read_whole(self.run.job_dir(unit.job_id) / "job.json") or {}).get("arguments", {})
-            return str(arguments.get("order", {}).get("key", ""))
+            return str(arguments.get("order", {}).get("facts", {}).get("key", ""))
         return ""
 
     def _elsewhere(self) -> dict[tuple[str, str], Path]:

@@ -16,19 +16,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from memfit.errors import DataError, UsageError
-from memfit.masking import mask
 from memfit.pipeline._code import changed_code, code_of, own_modules
 from memfit.pipeline._contract import Context, Output, Stage, Stop
 from memfit.pipeline._describe import load_workload
-from memfit.pipeline._manifest import (
-    MANIFEST_VERSION,
-    canonical,
-    describe_outputs,
-    digest_of,
-    hash_file,
-    open_folder,
-    write_manifest,
-)
+from memfit.pipeline._manifest import canonical, describe_outputs, hash_file, open_folder, write_result
 from memfit.rundir import mark_phase
 
 _VERSIONS = ("memfit", "torch", "numpy", "pyarrow")
@@ -38,8 +29,8 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
     """Run one unit of a stage, and leave its outputs and its manifest.
 
     Args:
-        order: ``target``, ``params`` (of the whole config), the described ``stage``, ``job``, ``unit``, ``variable``,
-            ``seed``, ``key``, ``parts``, ``manifest``, ``panels_dir``, ``needs`` (manifests by stage), ``meets``,
+        order: ``target``, ``params`` (of the whole config), the described ``stage``, ``facts`` (of its manifest),
+            ``variable``, ``seed``, ``manifest``, ``panels_dir``, ``needs`` (manifests by stage), ``meets`` and
             ``previous``.
 
     Raises:
@@ -59,32 +50,22 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
     except Stop as stop:
         status, why, exit_code, result = "stopped", str(stop), stop.exit_code, stop.result
     plain = _plain(result, described["name"])
-    outputs = describe_outputs(context.dir, context.saved)
     unforeseen = {name: path for name, path in own_modules(package).items() if name not in described["modules"]}
-    manifest = {
-        "schema_version": MANIFEST_VERSION,
-        "stage": described["name"],
-        "unit": order["unit"],
-        "job": order["job"],
-        "status": status,
-        "why": why,
-        "exit_code": exit_code,
-        "key": order["key"],
-        "parts": order["parts"],
-        "settings": mask(described["settings"]),
-        "code": described["code"],
-        "result": plain,
-        "outputs": outputs,
-        "digest": digest_of(plain, outputs),
-        "versions": {"python": platform.python_version()}
+    write_result(
+        Path(order["manifest"]),
+        order["facts"],
+        result=plain,
+        outputs=describe_outputs(context.dir, context.saved),
+        seconds=time.time() - started,
+        status=status,
+        why=why,
+        exit_code=exit_code,
+        versions={"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in _VERSIONS if name in sys.modules},
-        "host": socket.gethostname(),
-        "started": started,
-        "seconds": round(time.time() - started, 3),
-        "unforeseen": {name: [str(path), hash_file(path)] for name, path in unforeseen.items()},
-        "reused_from": None,
-    }
-    write_manifest(Path(order["manifest"]), manifest)
+        host=socket.gethostname(),
+        started=started,
+        unforeseen={name: [str(path), hash_file(path)] for name, path in unforeseen.items()},
+    )
     return plain
 
 
@@ -101,7 +82,8 @@ def _check_code(stage: Stage, target: str, params: type[BaseModel], described: M
 
 def make_context(order: Mapping[str, Any]) -> Context:
     """The context of one unit, its folder cleared of what another key left there."""
-    folder, panels_dir = open_folder(Path(order["manifest"]), order["key"]), Path(order["panels_dir"])
+    unit, key, panels_dir = order["facts"]["unit"], order["facts"]["key"], Path(order["panels_dir"])
+    folder = open_folder(Path(order["manifest"]), key)
     try:
         panels_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -111,11 +93,11 @@ def make_context(order: Mapping[str, Any]) -> Context:
             remedy="name another: --set panels_dir=<folder>",
         ) from error
     return Context(
-        unit=order["unit"],
-        own_seed=seed_of(order["seed"], order["unit"], order["variable"]) if order["stage"]["seed"] else None,
+        unit=unit,
+        own_seed=seed_of(order["seed"], unit, order["variable"]) if order["stage"]["seed"] else None,
         dir=folder,
         panels_dir=panels_dir,
-        key=order["key"],
+        key=key,
         previous=Output(Path(order["previous"])) if order["previous"] else None,
         needs={name: [Output(Path(path)) for path in paths] for name, paths in order["needs"].items()},
         meets=frozenset(order["meets"]),

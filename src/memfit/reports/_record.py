@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from memfit.errors import MemfitError
@@ -13,38 +13,17 @@ from memfit.rundir import RunDir, read_json
 
 #: The newest runs of an experiment, which are counted.
 _MOST_RUNS = 50
-_Z_95 = 1.959964
-
-
-def interval(num: int, num_all: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson's score interval).
-
-    Source: E. B. Wilson, J. Am. Stat. Assoc. 22 (1927).
-
-    >>> [round(bound, 3) for bound in interval(0, 20)], interval(0, 0)
-    ([0.0, 0.161], (0.0, 1.0))
-    """
-    if not num_all:
-        return 0.0, 1.0
-    square = _Z_95**2
-    middle = (num + square / 2) / (num_all + square)
-    spread = _Z_95 * math.sqrt(num * (num_all - num) / num_all + square / 4) / (num_all + square)
-    return (max(0.0, middle - spread) if num else 0.0), (min(1.0, middle + spread) if num < num_all else 1.0)
 
 
 def count_kills(run: RunDir) -> dict[str, Any]:
     """How many jobs of this run's experiment ended out of memory; runs that have not ended are left out."""
-    num_killed = num_jobs = num_runs = 0
-    for path in sorted(run.path.parent.glob("run_*"), reverse=True)[:_MOST_RUNS]:
-        try:
-            jobs = (read_json(path / "outcome.json", {"jobs": {str: {"state": str}}}) or {}).get("jobs", {})
-        except MemfitError:
-            continue
-        ended = [job["state"] for job in jobs.values() if job["state"] not in ("pending", "running")]
-        num_runs, num_jobs = num_runs + bool(ended), num_jobs + len(ended)
-        num_killed += ended.count("out_of_memory")
-    low, high = interval(num_killed, num_jobs)
-    return {"num_killed": num_killed, "num_jobs": num_jobs, "num_runs": num_runs, "low": low, "high": high}
+    ended: list[list[str]] = []
+    for other in RunDir.all(run.path.parents[1], run.path.parent.name)[:_MOST_RUNS]:
+        with suppress(MemfitError):
+            jobs = (read_json(other.path / "outcome.json", {"jobs": {str: {"state": str}}}) or {}).get("jobs", {})
+            ended.append([job["state"] for job in jobs.values() if job["state"] not in ("pending", "running")])
+    states = [state for run_states in ended for state in run_states]
+    return {"num_killed": states.count("out_of_memory"), "num_jobs": len(states), "num_runs": sum(map(bool, ended))}
 
 
 def forecast_error(rows: Sequence[JobRow]) -> dict[str, Any] | None:
@@ -75,5 +54,5 @@ def explain(run: RunDir, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
     if kills["num_killed"]:
         runs = "1 run" if kills["num_runs"] == 1 else f"{kills['num_runs']} runs"
         text = f"{kills['num_killed']} of {kills['num_jobs']} jobs in {runs} of this experiment ended out of memory"
-        lines.append(("record", f"{text} (95 % interval {100 * kills['low']:.1f} to {100 * kills['high']:.1f} %)"))
+        lines.append(("record", text))
     return lines

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from memfit.errors import MemfitError, UsageError, nearest
 from memfit.jobs import find_supervisor, running_jobs
 from memfit.memory import list_entries
 from memfit.reports._run_view import JobRow, RunView
-from memfit.rundir import RunDir, check_owner, is_own
+from memfit.rundir import RunDir, check_owner
 
 _ROOT = Path("runs")
 
@@ -121,14 +120,14 @@ def find_run(name: str | None = None, *, claims: Path | None = None, root: Path 
     if name is not None:
         return find_target(name, claims=claims, root=root).run
     live = [one.run for one in list_runs(claims=claims)]
-    newest = sorted(_below(root), key=lambda run: run.path.name)
-    if not live and not newest:
+    found = [*live, *_below(root)]
+    if not found:
         raise UsageError(
             f"no run of yours is alive on this host, and there is none below {root}.",
             rule="without a name the newest run is meant.",
             remedy="start one: memfit run -- python train.py, or name a run directory",
         )
-    return live[0] if live else newest[-1]
+    return found[0]
 
 
 def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) -> Target:
@@ -153,8 +152,9 @@ def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) ->
     candidates = ([named] if named else []) if head else live
     if having := [run for run in candidates if _has_job(run, job_id)]:
         return Target(_the_only(name, having), job_id)
-    if (foreign := _by_name(head or name, [], _below(root, own=False))) is not None:
-        check_owner(foreign.path)
+    for path in root.glob("*/run_*"):
+        if (head or name) in (path.name, path.parent.name):
+            check_owner(path)
     known = [f"{head}/{job}" if head else job for run in candidates for job in RunView(run).ids]
     known += [text for run in runs for text in (run.path.name, run.path.parent.name)]
     raise UsageError(
@@ -181,15 +181,16 @@ def _has_job(run: RunDir, job_id: str) -> bool:
 
 def _by_name(name: str, live: Sequence[RunDir], every: Sequence[RunDir]) -> RunDir | None:
     """The run of this name, else the newest of this experiment, else the only one that it begins; live ones first."""
-    for runs in (live, every):
-        if exact := [run for run in runs if run.path.name == name]:
-            return _the_only(name, exact)
-    for runs in (live, every):
-        if of_experiment := [run for run in runs if run.path.parent.name == name]:
-            return max(of_experiment, key=lambda run: run.path.name)
-    for runs in (live, every):
-        if begun := [run for run in runs if name and run.path.name.startswith(name)]:
-            return _the_only(name, begun)
+    meanings: tuple[Callable[[RunDir], bool], ...] = (
+        lambda run: run.path.name == name,
+        lambda run: run.path.parent.name == name,
+        lambda run: bool(name) and run.path.name.startswith(name),
+    )
+    for is_meant in meanings:
+        for runs in (live, every):
+            if found := [run for run in runs if is_meant(run)]:
+                is_experiment = found[0].path.parent.name == name
+                return max(found, key=lambda run: run.path.name) if is_experiment else _the_only(name, found)
     return None
 
 
@@ -204,10 +205,10 @@ def _the_only(name: str, runs: Sequence[RunDir]) -> RunDir:
     )
 
 
-def _below(root: Path, *, own: bool = True) -> list[RunDir]:
-    """The runs of this user, or else of others, below a folder of runs, newest first."""
-    paths = [path for path in root.glob("*/run_*") if is_own(path) is own and os.access(path / "run.json", os.F_OK)]
-    return [RunDir(path.resolve()) for path in sorted(paths, key=lambda path: path.name, reverse=True)]
+def _below(root: Path) -> list[RunDir]:
+    """The runs of this user below a folder of runs, newest first."""
+    found = [run for folder in root.glob("*/") for run in RunDir.all(root, folder.name)]
+    return sorted(found, key=lambda run: run.path.name, reverse=True)
 
 
 def has_supervisor(run: RunDir) -> bool:
