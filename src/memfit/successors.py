@@ -44,6 +44,7 @@ GONE = (
     Gone("name", "memfit.diagnosis.Check", "memfit.checks.Check"),
     Gone("name", "memfit.pipeline.backtest_checkpoints", "memfit_workloads.finance"),
     Gone("name", "memfit.data.WorkerPool", "Loader(num_workers=2): threads make batches ahead"),
+    Gone("name", "memfit.data.ModeChoice", "memfit.data.Choice"),
     Gone("argument", "memfit.data.Loader(pool=)", "num_workers=2"),
     Gone("argument", "memfit.data.SequenceLoader(pool=)", "num_workers=2"),
 )

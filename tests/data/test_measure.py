@@ -200,7 +200,7 @@ def test_a_panel_is_measured_cold_and_warm_and_every_byte_handed_out_is_counted(
     assert found.cold.num_batches <= len(dates) - 1
     one = next(iter(DateBatches(panel, dates, lookback=5, target="ret")))
     assert one.windows.nbytes > 0
-    size = measuring._size_of(one)
+    size = measuring.size_of(one)
     assert size == (
         len(one.asset_indices),
         one.windows.nbytes + one.targets.nbytes + one.asset_indices.nbytes,
@@ -294,13 +294,13 @@ def test_beside_a_slow_trainer_a_pytorch_loader_stays_within_its_queue_and_its_w
 def test_the_files_of_a_pytorch_loader_are_those_of_its_data_sets_panel(panel: Panel) -> None:
     torch = pytest.importorskip("torch")
     loader = torch.utils.data.DataLoader(DateBatches(panel, [30], lookback=5, target="ret"), batch_size=None)
-    assert {path.name for path in measuring._files_of(loader)} >= {"values.npy", "history.npy"}
-    assert measuring._files_of([1, 2]) == []
+    assert {path.name for path in measuring.files_of(loader)} >= {"values.npy", "history.npy"}
+    assert measuring.files_of([1, 2]) == []
 
 
 def test_tensors_are_sized_and_read_as_arrays_are() -> None:
     torch = pytest.importorskip("torch")
     batch = (torch.ones(4, 3, dtype=torch.bfloat16), [torch.zeros(4), "ab"], torch.ones(6, 4).t(), torch.empty(0))
-    assert measuring._size_of(batch) == (4, 24 + 16 + 2 + 96)
+    assert measuring.size_of(batch) == (4, 24 + 16 + 2 + 96)
     measuring._read(batch)
     assert measuring._as_array(torch.ones(2, device="meta")) is None

@@ -58,7 +58,7 @@ def loader(
     (--step-ms or --with-model) the share of its time that it waits for data. A loader that is faster than the trainer
     is no bottleneck.
 
-    --modes compares, over a training of --epochs: safe (batches are made in the training's process), preload (all data
+    --modes compares, over a training of --epochs: safe (batches are made when they are asked for), preload (all data
     are read into memory before) and workers, and chooses the simplest that fits and is fast enough.
 
     Exit codes: 0 done, 2 bad config or input, or a workload without a loader, 3 no count of workers fits.
@@ -145,7 +145,7 @@ _OF_MODES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "mode": lambda one: one["name"],
     "workers": lambda one: str(one["num_workers"]),
     "samples/s": lambda one: f"{one['samples_per_second']:,.0f}",
-    "waits": lambda one: f"{one['wait_share'] * 100:.1f} %",
+    "waits": lambda one: _dash(one["wait_share"], lambda share: f"{share * 100:.1f} %"),
     "starts": lambda one: f"{one['start_seconds']:.2f} s",
     "private": lambda one: format_bytes(one["private_bytes"]),
     "data in memory": lambda one: format_bytes(one["data_bytes"]),

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from memfit.data._loader import Loader
     from memfit.data._loader_footprint import loader_footprint
     from memfit.data._measure import measure_loader
-    from memfit.data._modes import ModeChoice, ModeReport, choose_mode
+    from memfit.data._modes import choose_mode
     from memfit.data._packed import PackedDataset, pack
     from memfit.data._padding import Padding, Tokenized
     from memfit.data._panel import Panel
     from memfit.data._sequences import SequenceLoader
     from memfit.data._sizes import ColumnSize, column_sizes
     from memfit.data._source import Columns, match_columns
-    from memfit.data._verdict import Choice, LoaderReport, Pace, Verdict, choose_num_workers, verdict
+    from memfit.data._verdict import Choice, LoaderReport, ModeReport, Pace, Verdict, choose_num_workers, verdict
     from memfit.data._versions import Version, prune
 
 _HOMES = {
@@ -33,8 +33,7 @@ _HOMES = {
     "DateBatches": "_batches",
     "Loader": "_loader",
     "LoaderReport": "_verdict",
-    "ModeChoice": "_modes",
-    "ModeReport": "_modes",
+    "ModeReport": "_verdict",
     "Pace": "_verdict",
     "PackedDataset": "_packed",
     "Padding": "_padding",
@@ -64,7 +63,6 @@ __all__ = [
     "DateBatches",
     "Loader",
     "LoaderReport",
-    "ModeChoice",
     "ModeReport",
     "Pace",
     "PackedDataset",

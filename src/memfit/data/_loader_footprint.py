@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from memfit.data._loader import Loader
-from memfit.data._measure import _leaves, _size_of
+from memfit.data._measure import leaves, mapped_in, size_of
 from memfit.data._packed import PackedDataset
 from memfit.data._panel import Panel
 from memfit.data._sequences import SequenceLoader
@@ -131,7 +131,7 @@ def _parts_of(loader: Any) -> _Parts:
         return _Parts(batches=size - pinned, pinned=pinned, mapped=mapped_in(loader.panel))
     if isinstance(loader, SequenceLoader):
         # The threads' batches, the one in use, and the one that takes its place.
-        size = (loader.num_workers + 2) * _size_of(loader.longest())[1]
+        size = (loader.num_workers + 2) * size_of(loader.longest())[1]
         return _Parts(batches=size, data=data_size(loader.examples).private_bytes, mapped=mapped_in(loader.examples))
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(loader, torch.utils.data.DataLoader):
@@ -182,9 +182,9 @@ def _batch_of(loader: Any) -> tuple[int, int]:
         items = [loader.dataset[place] for place in places]
         batch = loader.collate_fn(items if number is not None else items[0])
     pins = loader.pin_memory and torch.cuda.is_available()
-    sizes = [int(leaf.nbytes) for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor)]
+    sizes = [int(leaf.nbytes) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     # torch's allocator of pinned memory rounds up to powers of two
-    return _size_of(batch)[1], sum(1 << max(size - 1, 1).bit_length() for size in sizes) if pins else 0
+    return size_of(batch)[1], sum(1 << max(size - 1, 1).bit_length() for size in sizes) if pins else 0
 
 
 @contextmanager
@@ -200,18 +200,6 @@ def _generators_kept() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-
-
-def mapped_in(data: Any) -> dict[Any, int]:
-    """Folder and bytes of each panel and packed objects that a loader holds, to a depth of a few attributes."""
-    found: dict[Any, int] = {}
-    todo = [(data, 0)]
-    for one, depth in todo:
-        if isinstance(one, Panel | PackedDataset):
-            found[one.path] = int(one.nbytes)
-        elif depth < 4:
-            todo += [(value, depth + 1) for value in getattr(one, "__dict__", {}).values()]
-    return found
 
 
 def start_method_of(loader: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from memfit.data._packed import PackedDataset
 from memfit.data._pages import cached_share, drop_pages, warm_pages
 from memfit.data._panel import Panel
 from memfit.data._verdict import LoaderReport, Pace
@@ -42,8 +43,8 @@ def measure_loader(
         seconds: How long each of up to three measurements per count goes on; a batch that is begun is waited for.
         consume: What the trainer does with a batch, or the seconds of one of its steps; then the batch is read and the
             rest of the step slept, as on a device that computes by itself.
-        files: The data's files, to be dropped from and read into the page cache; those of the loader's ``panel``, or
-            of its data set's, when None.
+        files: The data's files, to be dropped from and read into the page cache; those of the panel or the packed
+            objects that the loader holds, when None.
 
     Raises:
         DataError: If the loader gives no batch.
@@ -74,13 +75,13 @@ def _measure_one(
     others: set[int],
 ) -> LoaderReport:
     loader = make_loader(num_workers)
-    data = _files_of(loader) if files is None else list(files)
+    data = files_of(loader) if files is None else list(files)
     cold = None
     if data and drop_pages(data):
         share = cached_share(data)
         cold, _ = _pace(loader, None, seconds, num_epochs=1)
         cold = dataclasses.replace(cold, cached_share=share) if cold.num_batches else None
-    _close(loader)
+    close_loader(loader)
     del loader
     gc.collect()
     warm_pages(data, most_seconds=seconds)
@@ -94,7 +95,7 @@ def _measure_one(
     if consume is not None:
         step = consume if callable(consume) else _step_of(float(consume))
         trained = dataclasses.replace(_pace(loader, step, seconds)[0], cached_share=share)
-    _close(loader)
+    close_loader(loader)
     private, pss = sizes[-1]
     warm = dataclasses.replace(warm, cached_share=share)
     return LoaderReport(num_workers, made_seconds + first_seconds, warm, cold, trained, private, pss)
@@ -122,7 +123,7 @@ def _pace(
             first = arrived - began
         else:
             waited += arrived - asked
-            size = _size_of(batch)
+            size = size_of(batch)
             num_batches, num_samples, num_bytes = num_batches + 1, num_samples + size[0], num_bytes + size[1]
         begun = clock()
         if consume is not None:
@@ -166,7 +167,7 @@ def _step_of(seconds: float) -> Callable[[Any], object]:
     return step
 
 
-def _leaves(batch: Any) -> Iterator[Any]:
+def leaves(batch: Any) -> Iterator[Any]:
     """The arrays, tensors, texts and numbers of a batch."""
     if isinstance(batch, Mapping):
         parts: Iterable[Any] = batch.values()
@@ -178,17 +179,17 @@ def _leaves(batch: Any) -> Iterator[Any]:
         yield batch
         return
     for part in parts:
-        yield from _leaves(part)
+        yield from leaves(part)
 
 
-def _size_of(batch: Any) -> tuple[int, int]:
+def size_of(batch: Any) -> tuple[int, int]:
     """Samples and bytes of a batch.
 
-    >>> _size_of({"x": np.zeros((3, 2), np.float32), "y": np.zeros(3, np.int64), "names": ["a", "bc", "d"]})
+    >>> size_of({"x": np.zeros((3, 2), np.float32), "y": np.zeros(3, np.int64), "names": ["a", "bc", "d"]})
     (3, 52)
     """
     num_samples, num_bytes = 0, 0
-    for leaf in _leaves(batch):
+    for leaf in leaves(batch):
         shape: Sequence[int] = getattr(leaf, "shape", ())
         num_samples = num_samples or (int(shape[0]) if len(shape) else 0)
         if isinstance(leaf, str | bytes):
@@ -200,7 +201,7 @@ def _size_of(batch: Any) -> tuple[int, int]:
 
 def _read(batch: Any) -> None:
     """Read every byte of a batch that lies in host memory."""
-    for leaf in _leaves(batch):
+    for leaf in leaves(batch):
         array = _as_array(leaf)
         if array is not None and array.size:
             np.maximum.reduce(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
@@ -218,16 +219,25 @@ def _as_array(leaf: Any) -> np.ndarray[Any, Any] | None:
     return found
 
 
-def _files_of(loader: Any) -> list[Path]:
-    """The arrays of the panel that a loader, or its data set, reads."""
-    for holder in (loader, getattr(loader, "dataset", None)):
-        panel = holder if isinstance(holder, Panel) else getattr(holder, "panel", None)
-        if isinstance(panel, Panel):
-            return sorted(panel.path.glob("*.npy"))
-    return []
+def files_of(loader: Any) -> list[Path]:
+    """The files of the panels and packed objects that a loader reads."""
+    folders = [path for path in mapped_in(loader) if isinstance(path, Path)]
+    return sorted(file for folder in folders for kind in ("*.npy", "*.bin") for file in folder.glob(kind))
 
 
-def _close(loader: Any) -> None:
+def mapped_in(data: Any) -> dict[Any, int]:
+    """Folder and bytes of each panel and packed objects that a loader holds, to a depth of a few attributes."""
+    found: dict[Any, int] = {}
+    todo = [(data, 0)]
+    for one, depth in todo:
+        if isinstance(one, Panel | PackedDataset):
+            found[one.path] = int(one.nbytes)
+        elif depth < 4:
+            todo += [(value, depth + 1) for value in getattr(one, "__dict__", {}).values()]
+    return found
+
+
+def close_loader(loader: Any) -> None:
     """End a loader's workers; a PyTorch loader's end with its iterator."""
     if (close := getattr(loader, "close", None)) is not None:
         close()

@@ -1,4 +1,4 @@
-"""Three ways to run a loader, tried under a budget: here, here with the data read into memory before, with workers."""
+"""Compare three ways to run a loader over a whole training, and choose the simplest one that is good enough."""
 
 from __future__ import annotations
 
@@ -9,50 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from memfit.data._loader_footprint import mapped_in
-from memfit.data._measure import _close, _files_of, measure_loader
+from memfit.data._measure import close_loader, files_of, measure_loader
 from memfit.data._pages import cached_share, drop_pages, warm_pages
-from memfit.data._verdict import _AS_GOOD, MOST_WAIT_SHARE, LoaderReport, choose_num_workers
+from memfit.data._verdict import Choice, LoaderReport, ModeReport, choose_num_workers, simplest, too_large
 from memfit.errors import DoesNotFitError, UsageError
-from memfit.units import format_bytes
-
-Name = Literal["safe", "preload", "workers"]
-
-
-@dataclass(frozen=True)
-class ModeReport:
-    """One way to run a loader, over a training of some epochs.
-
-    Attributes:
-        name: ``safe``: batches are made in the training's process. ``preload``: so too, and all data are read into the
-            page cache before the first, once for all processes. ``workers``: by processes that live on.
-        num_workers: How many; 0 for the others.
-        start_seconds: To the first batch, the reading of the data included.
-        samples_per_second: Over the whole training.
-        wait_share: The share of it that the trainer waits for data, 0 to 1; 1 where no trainer was measured.
-        private_bytes: What the workers hold for themselves.
-        data_bytes: What has to stay in the page cache.
-        refused: Why it cannot be chosen, with the arithmetic; empty if it can.
-    """
-
-    name: Name
-    num_workers: int
-    start_seconds: float
-    samples_per_second: float
-    wait_share: float
-    private_bytes: int
-    data_bytes: int
-    refused: str = ""
-
-
-@dataclass(frozen=True)
-class ModeChoice:
-    """The mode to take, what was measured of all, and the table with the reasons."""
-
-    name: Name
-    num_workers: int
-    modes: tuple[ModeReport, ...]
-    text: str
 
 
 @dataclass(frozen=True)
@@ -75,7 +35,7 @@ def choose_mode(
     num_epochs: int = 10,
     files: Sequence[Path] | None = None,
     budget_bytes: int | None = None,
-) -> ModeChoice:
+) -> Choice:
     """Measure a loader in each mode beside its trainer, and choose the simplest one that keeps it from waiting.
 
     Each is judged over a whole training: its start, a first epoch with the data out of the page cache, later ones from
@@ -115,7 +75,7 @@ def choose_mode(
     loader: Any = make_loader(0)
     data = files_of(loader) if files is None else list(files)
     number = len(loader) if hasattr(loader, "__len__") else 1
-    _close(loader)
+    close_loader(loader)
     del loader  # what is mapped cannot be dropped from the page cache
     limit = math.inf if budget_bytes is None else budget_bytes
     nbytes = sum(file.stat().st_size for file in data)
@@ -129,14 +89,9 @@ def choose_mode(
         except DoesNotFitError:
             fewest = reports[1].num_workers
         modes.append(_judged("workers", next(one for one in reports if one.num_workers == fewest), training))
-    return _choice(modes, has_trainer=consume is not None, limit=limit)
-
-
-def files_of(loader: Any) -> list[Path]:
-    """The files of the panel or packed objects that a loader reads."""
-    folders = [path for path in mapped_in(loader) if isinstance(path, Path)]
-    packed = [file for folder in folders for file in folder.glob("*.bin")]
-    return sorted({*_files_of(loader), *packed, *(file for folder in folders for file in folder.glob("*.npy"))})
+    labels = [f"workers ({mode.num_workers})" if mode.name == "workers" else mode.name for mode in modes]
+    chosen, text = simplest(modes, labels)
+    return Choice(chosen.num_workers, text, chosen.name, tuple(modes))
 
 
 def _read_seconds(files: Sequence[Path], most_seconds: float) -> float:
@@ -149,7 +104,7 @@ def _read_seconds(files: Sequence[Path], most_seconds: float) -> float:
     return took / gained * (1 - before) if gained > 0 else took
 
 
-def _judged(name: Name, report: LoaderReport, training: _Training) -> ModeReport:
+def _judged(name: Literal["safe", "preload", "workers"], report: LoaderReport, training: _Training) -> ModeReport:
     """A mode over a whole training, from its measured paces."""
     pace = report.trained or report.warm
     warm, computed = pace.wait_seconds / pace.num_batches, pace.compute_seconds / pace.num_batches
@@ -157,62 +112,24 @@ def _judged(name: Name, report: LoaderReport, training: _Training) -> ModeReport
     if report.cold is not None:
         every = report.cold.wait_seconds / report.cold.num_batches  # workers make it while the trainer computes
         cold = max(warm, every - computed if report.num_workers else every)
-    is_read = name == "preload"
-    need = report.worker_private_bytes + training.data_bytes
-    fits = need <= training.budget_bytes
+    is_read, limit = name == "preload", training.budget_bytes
+    fits = report.worker_private_bytes + training.data_bytes <= limit
     first, later = warm if is_read else cold, warm if is_read or fits else cold
     start = report.start_seconds + (training.read_seconds if is_read else 0.0)
     waited = start + training.num_batches * (first + (training.num_epochs - 1) * later)
     all_batches = training.num_batches * training.num_epochs
     total = waited + all_batches * computed
-    refused = ""
-    if is_read and not training.data_bytes:
-        refused = "no files are known to read in"
-    elif is_read and not fits:
-        refused = f"{format_bytes(training.data_bytes)} of data, more than the {_size(training.budget_bytes)}"
-    elif report.worker_private_bytes > training.budget_bytes:
-        refused = (
-            f"{format_bytes(report.worker_private_bytes)} of workers, more than the {_size(training.budget_bytes)}"
-        )
+    refused = too_large(report.worker_private_bytes, "workers", limit)
+    if is_read:
+        is_known = training.data_bytes > 0
+        refused = too_large(training.data_bytes, "data", limit) if is_known else "no files are known to read in"
     return ModeReport(
         name=name,
         num_workers=report.num_workers,
         start_seconds=start,
         samples_per_second=all_batches * pace.num_samples / pace.num_batches / total,
-        wait_share=waited / total,
+        wait_share=None if report.trained is None else waited / total,
         private_bytes=report.worker_private_bytes,
         data_bytes=training.data_bytes if is_read else 0,
         refused=refused,
     )
-
-
-def _size(nbytes: float) -> str:
-    return f"{format_bytes(int(nbytes))} that are left"
-
-
-def _choice(modes: Sequence[ModeReport], *, has_trainer: bool, limit: float) -> ModeChoice:
-    fitting = [mode for mode in modes if not mode.refused]
-    best = max(mode.samples_per_second for mode in fitting)
-    if has_trainer:
-        enough = [mode for mode in fitting if mode.wait_share <= MOST_WAIT_SHARE]
-        most = f"{MOST_WAIT_SHARE * 100:g} %"
-        why = f"the simplest with which the trainer waits at most {most}"
-        if not enough:
-            enough = [min(fitting, key=lambda mode: mode.wait_share)]
-            why = f"with which it waits least; none that fits keeps it below {most}"
-    else:
-        enough = [mode for mode in fitting if mode.samples_per_second >= _AS_GOOD * best]
-        why = f"the simplest that reaches {_AS_GOOD:.0%} of the best rate (no trainer was measured)"
-    chosen = enough[0]
-    lines = [f"{_label(chosen)}, {why}"]
-    for mode in modes:
-        told = f"{mode.samples_per_second:,.0f} samples/s"
-        told += f", waits {mode.wait_share * 100:.1f} %" if has_trainer else ""
-        told += f", starts in {mode.start_seconds:.2f} s, {format_bytes(mode.private_bytes)} private"
-        told += f", {format_bytes(mode.data_bytes)} of data in memory" if mode.data_bytes else ""
-        lines.append(f"  {_label(mode)}: {told}{f'; refused: {mode.refused}' if mode.refused else ''}")
-    return ModeChoice(chosen.name, chosen.num_workers, tuple(modes), "\n".join(lines))
-
-
-def _label(mode: ModeReport) -> str:
-    return f"workers ({mode.num_workers})" if mode.name == "workers" else mode.name

@@ -1,16 +1,17 @@
-"""What a loader was measured to deliver, whether it holds the trainer up, and how many workers are enough."""
+"""What was measured of a loader, whether it holds the trainer up, and which way to run it is the simplest good one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from memfit.errors import DoesNotFitError, UsageError
 from memfit.units import format_bytes
 
 #: The largest share of its time that a trainer may wait before its loader is called a bottleneck.
 MOST_WAIT_SHARE = 0.02
-#: Without a trainer: a count of workers is as good as the best if it reaches this share of its rate.
+#: Without a trainer: a way to run a loader is as good as the best if it reaches this share of its rate.
 _AS_GOOD = 0.95
 
 
@@ -56,7 +57,7 @@ class LoaderReport:
             drop, or a single batch is all there is.
         trained: The same beside the consumer, the data in the page cache; None without a consumer.
         worker_private_bytes: Non-reclaimable bytes (anonymous and shared memory, swap) of all processes that the loader
-            started, a page that several map split between them; 0 without workers.
+            started, a page that several map split between them; 0 without any.
         worker_pss_bytes: Their proportional set size: pages of the data are counted once for all who map them.
     """
 
@@ -75,6 +76,32 @@ class LoaderReport:
 
 
 @dataclass(frozen=True)
+class ModeReport:
+    """One way to run a loader, over a training of some epochs.
+
+    Attributes:
+        name: ``safe``: batches are made when they are asked for. ``preload``: so too, and all data are read into the
+            page cache before the first, once for all processes. ``workers``: they are made ahead.
+        num_workers: By how many; 0 for the others.
+        start_seconds: To the first batch, the reading of the data included.
+        samples_per_second: Over the whole training.
+        wait_share: The share of it that the trainer waits for data, 0 to 1; None where no trainer was measured.
+        private_bytes: What worker processes hold for themselves.
+        data_bytes: What has to stay in the page cache.
+        refused: Why it cannot be chosen, with the arithmetic; empty if it can.
+    """
+
+    name: Literal["safe", "preload", "workers"]
+    num_workers: int
+    start_seconds: float
+    samples_per_second: float
+    wait_share: float | None
+    private_bytes: int
+    data_bytes: int = 0
+    refused: str = ""
+
+
+@dataclass(frozen=True)
 class Verdict:
     """Whether the loader holds the trainer up (None: no trainer was measured), and the sentence that says so."""
 
@@ -84,10 +111,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Choice:
-    """A number of workers, and the arithmetic that led to it."""
+    """The way to run a loader, and the arithmetic that led to it: the rule, then a line for each way that was measured.
+
+    Attributes:
+        num_workers: Workers to take.
+        text: The arithmetic.
+        name: The mode, of `choose_mode`.
+        modes: All that it compared.
+    """
 
     num_workers: int
     text: str
+    name: str = ""
+    modes: tuple[ModeReport, ...] = ()
 
 
 def verdict(report: LoaderReport, most_wait_share: float = MOST_WAIT_SHARE) -> Verdict:
@@ -139,11 +175,11 @@ def choose_num_workers(
         >>> choose_num_workers(reports).num_workers, choose_num_workers(reports, budget_bytes=1 << 28).num_workers
         (2, 1)
         >>> print(choose_num_workers(reports).text)
-        2 workers, the fewest with which the trainer waits at most 2 %
-          0 workers: 100.0 batches/s, waits 30.0 %, 0 B
-          1 worker: 100.0 batches/s, waits 10.0 %, 256.0 MiB
-          2 workers: 100.0 batches/s, waits 1.0 %, 512.0 MiB
-          4 workers: 100.0 batches/s, waits 0.0 %, 1.00 GiB
+        2 workers, the simplest with which the trainer waits at most 2 %
+          0 workers: 3,200 samples/s, waits 30.0 %, starts in 0.10 s, 0 B private
+          1 worker: 3,200 samples/s, waits 10.0 %, starts in 0.10 s, 256.0 MiB private
+          2 workers: 3,200 samples/s, waits 1.0 %, starts in 0.10 s, 512.0 MiB private
+          4 workers: 3,200 samples/s, waits 0.0 %, starts in 0.10 s, 1.00 GiB private
     """
     if not reports:
         raise UsageError(
@@ -151,39 +187,60 @@ def choose_num_workers(
             rule="a number of workers is chosen among those that were measured.",
             remedy="measure at least one: measure_loader(make_loader, num_workers=[0])",
         )
-    ordered = sorted(reports, key=lambda one: one.num_workers)
-    fitting = [one for one in ordered if budget_bytes is None or one.worker_private_bytes <= budget_bytes]
-    if not fitting:
-        least = min(ordered, key=lambda one: one.worker_private_bytes)
+    ways = [
+        ModeReport(
+            name="workers",
+            num_workers=one.num_workers,
+            start_seconds=one.start_seconds,
+            samples_per_second=one.warm.per_second(one.warm.num_samples),
+            wait_share=one.wait_share,
+            private_bytes=one.worker_private_bytes,
+            refused=too_large(one.worker_private_bytes, "workers", budget_bytes),
+        )
+        for one in sorted(reports, key=lambda one: one.num_workers)
+    ]
+    if all(way.refused for way in ways):
+        least = min(ways, key=lambda way: way.private_bytes)
         raise DoesNotFitError(
-            f"{_workers(least.num_workers)} take {format_bytes(least.worker_private_bytes)}, the least measured.",
+            f"{_workers(least.num_workers)} take {format_bytes(least.private_bytes)}, the least measured.",
             rule=f"the workers may take {format_bytes(budget_bytes or 0)}.",
             remedy="measure 0 workers too, which take nothing beside the trainer",
         )
-    chosen, why = _best_of(fitting, most_wait_share)
-    lines = [f"{_workers(chosen.num_workers)}, {why}"]
-    for one in ordered:
-        told = f"{one.warm.per_second(one.warm.num_batches):.1f} batches/s"
-        told += "" if one.wait_share is None else f", waits {one.wait_share * 100:.1f} %"
-        over = "" if one in fitting else f", more than the {format_bytes(budget_bytes or 0)} that are left"
-        lines.append(f"  {_workers(one.num_workers)}: {told}, {format_bytes(one.worker_private_bytes)}{over}")
-    return Choice(chosen.num_workers, "\n".join(lines))
+    chosen, text = simplest(ways, [_workers(way.num_workers) for way in ways], most_wait_share)
+    return Choice(chosen.num_workers, text)
 
 
-def _best_of(fitting: Sequence[LoaderReport], most_wait_share: float) -> tuple[LoaderReport, str]:
-    """The choice among reports in order of their workers, and why."""
-    shares = {one.num_workers: one.wait_share for one in fitting if one.wait_share is not None}
+def too_large(nbytes: int, what: str, budget_bytes: float | None) -> str:
+    """Why something does not fit into a budget; empty if it does."""
+    if budget_bytes is None or nbytes <= budget_bytes:
+        return ""
+    return f"{format_bytes(nbytes)} of {what}, more than the {format_bytes(int(budget_bytes))} that are left"
+
+
+def simplest(
+    ways: Sequence[ModeReport], labels: Sequence[str], most_wait_share: float = MOST_WAIT_SHARE
+) -> tuple[ModeReport, str]:
+    """The first way with which the trainer hardly waits, else the one with which it waits least; and the arithmetic."""
+    fitting = [way for way in ways if not way.refused]
+    shares = [way.wait_share for way in fitting if way.wait_share is not None]
     if len(shares) < len(fitting):
-        best = max(one.warm.per_second(one.warm.num_batches) for one in fitting)
-        enough = [one for one in fitting if one.warm.per_second(one.warm.num_batches) >= _AS_GOOD * best]
-        return enough[0], f"the fewest that reach {_AS_GOOD:.0%} of the best rate (no trainer was measured)"
-    enough = [one for one in fitting if shares[one.num_workers] <= most_wait_share]
-    most = f"{most_wait_share * 100:g} %"
-    if enough:
-        return enough[0], f"the fewest with which the trainer waits at most {most}"
-    return min(
-        fitting, key=lambda one: shares[one.num_workers]
-    ), f"with which it waits least; none keeps it below {most}"
+        best = max(way.samples_per_second for way in fitting)
+        chosen = next(way for way in fitting if way.samples_per_second >= _AS_GOOD * best)
+        why = f"the simplest that reaches {_AS_GOOD:.0%} of the best rate (no trainer was measured)"
+    else:
+        place = next((at for at, share in enumerate(shares) if share <= most_wait_share), shares.index(min(shares)))
+        chosen, most = fitting[place], f"{most_wait_share * 100:g} %"
+        why = f"the simplest with which the trainer waits at most {most}"
+        if shares[place] > most_wait_share:
+            why = f"with which it waits least; none that fits keeps it below {most}"
+    lines = [f"{labels[list(ways).index(chosen)]}, {why}"]
+    for way, label in zip(ways, labels, strict=True):
+        line = f"{way.samples_per_second:,.0f} samples/s"
+        line += "" if way.wait_share is None else f", waits {way.wait_share * 100:.1f} %"
+        line += f", starts in {way.start_seconds:.2f} s, {format_bytes(way.private_bytes)} private"
+        line += f", {format_bytes(way.data_bytes)} of data in memory" if way.data_bytes else ""
+        lines.append(f"  {label}: {line}{f'; refused: {way.refused}' if way.refused else ''}")
+    return chosen, "\n".join(lines)
 
 
 def _workers(number: int) -> str:
