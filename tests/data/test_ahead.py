@@ -90,7 +90,12 @@ def test_a_transform_that_draws_from_what_all_code_shares_is_warned_of(panel: Pa
 
 def test_no_more_is_made_ahead_than_the_bound_and_all_of_it(panel: Panel) -> None:
     made: list[int] = []
-    loader = make(panel, 3, batch=6, transform=lambda windows, targets, generator: made.append(1))
+
+    def slow(windows: Any, targets: Any, generator: np.random.Generator) -> None:
+        time.sleep(0.003)  # what is made in no time is not made ahead
+        made.append(1)
+
+    loader = make(panel, 3, batch=6, transform=slow)
     assert len(loader) > 20
     for delivered, _ in enumerate(loader, start=1):
         expected = min(delivered + 3, len(loader))
@@ -98,6 +103,13 @@ def test_no_more_is_made_ahead_than_the_bound_and_all_of_it(panel: Panel) -> Non
         time.sleep(0.005)
         assert len(made) == expected
     assert no_threads_left()
+
+
+def test_what_is_made_in_no_time_is_made_when_it_is_asked_for(panel: Panel) -> None:
+    here: list[str] = []
+    loader = make(panel, 2, batch=2, transform=lambda *_: here.append(threading.current_thread().name))
+    assert windows(loader) == windows(make(panel, 0, batch=2, transform=lambda *_: None))
+    assert len(here) > 60 and here.count("MainThread") > 30 and here[0].startswith("memfit-loader")
 
 
 def test_an_error_in_a_thread_is_raised_at_its_batch_with_its_traceback_and_the_rest_can_be_had(panel: Panel) -> None:
