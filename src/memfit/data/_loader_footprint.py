@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 import mmap
+import multiprocessing
 import os
+import random
 import subprocess
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,27 +33,13 @@ _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), range)
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Bytes of one rank's loader.
+@dataclass
+class _Loader:
+    """Bytes of one rank's loader by part, the files that it maps, and whether its workers live on between epochs."""
 
-    Attributes:
-        workers: The interpreters of its worker processes, with what they import.
-        copies: What the workers copy of the data set.
-        batches: Batches ahead, in the making, and the one in use.
-        pinned: Those of them that are page-locked.
-        data: The data set in the rank's own process, but for what is mapped.
-        mapped: Files that are mapped, by what they belong to; once for all ranks.
-        stay: Whether the workers live on between epochs.
-    """
-
-    workers: int = 0
-    copies: int = 0
-    batches: int = 0
-    pinned: int = 0
-    data: int = 0
-    mapped: Mapping[Any, int] = field(default_factory=dict)
-    stay: bool = False
+    parts: dict[str, int]
+    mapped: dict[Any, int]
+    stays: bool = False
 
 
 def loader_footprint(
@@ -96,43 +83,47 @@ def loader_footprint(
             rule="there is a rank at least, and one at least validates.",
             remedy="leave num_ranks and num_validating out for 1",
         )
-    one = _parts_of(train)
-    two = None if valid is None else _parts_of(valid)
-    sets = {id(getattr(loader, name, None)): part for loader, part in ((train, one), (valid, two)) if part
-            for name in ("dataset", "examples", "panel") if hasattr(loader, name)}  # fmt: skip
-    data = num_ranks * sum(part.data for part in sets.values())
-    phases = {"train": _added((num_ranks, one), data=data)}
-    if two is not None:
-        living = _Parts(workers=one.workers, copies=one.copies) if one.stay and not release else _Parts()
-        phases["validate"] = _added((num_ranks, living), (validating, two), data=data)
-    mapped = {**one.mapped, **(two.mapped if two else {})}
-    largest = max(phases.values(), key=lambda parts: sum(parts.values()))
+    loaders = [_look_at(one) for one in (train, valid) if one is not None]
+    data = sum(
+        {
+            id(_data_of(one)): found.parts.pop("data", 0) for one, found in zip((train, valid), loaders, strict=False)
+        }.values()
+    )
+    phases = {"train": [(num_ranks, loaders[0].parts)]}
+    if valid is not None:
+        lives_on = loaders[0].stays and not release
+        living = {name: loaders[0].parts[name] for name in ("workers", "dataset copies") if lives_on}
+        phases["validate"] = [(num_ranks, living), (validating, loaders[1].parts)]
+    added = {
+        phase: {name: sum(number * parts.get(name, 0) for number, parts in terms) for name in _NAMES[:-1]}
+        | {"data": num_ranks * data}
+        for phase, terms in phases.items()
+    }
+    mapped = sum({key: size for found in loaders for key, size in found.mapped.items()}.values())
+    largest = max(added.values(), key=lambda parts: sum(parts.values()))
     return Footprint(
         private_bytes=sum(largest.values()),
-        shared_bytes=sum(mapped.values()),
+        shared_bytes=mapped,
         parts=largest,
-        phases={name: PhasePeak(sum(parts.values()), sum(mapped.values())) for name, parts in phases.items()},
+        phases={name: PhasePeak(sum(parts.values()), mapped) for name, parts in added.items()},
         method="declared",
     )
 
 
-def _added(*terms: tuple[int, _Parts], data: int) -> dict[str, int]:
-    found = dict.fromkeys(_NAMES, 0) | {"data": data}
-    for number, part in terms:
-        for name, size in zip(_NAMES, (part.workers, part.copies, part.batches, part.pinned), strict=False):
-            found[name] += number * size
-    return found
+def _data_of(loader: Any) -> Any:
+    return next(
+        found for name in ("dataset", "examples", "panel") if (found := getattr(loader, name, None)) is not None
+    )
 
 
-def _parts_of(loader: Any) -> _Parts:
+def _look_at(loader: Any) -> _Loader:
     if isinstance(loader, Loader):
-        size = loader._buffers.most * loader._buffers.nbytes
-        pinned = size if loader._buffers.pinned else 0
-        return _Parts(batches=size - pinned, pinned=pinned, mapped=mapped_in(loader.panel))
+        kind = "pinned" if loader._buffers.pinned else "batches"
+        return _Loader({kind: loader._buffers.most * loader._buffers.nbytes}, mapped_in(loader.panel))
     if isinstance(loader, SequenceLoader):
         # The threads' batches, the one in use, and the one that takes its place.
         size = (loader.num_workers + 2) * size_of(loader.longest())[1]
-        return _Parts(batches=size, data=data_size(loader.examples).private_bytes, mapped=mapped_in(loader.examples))
+        return _Loader({"batches": size, "data": _held(data_size(loader.examples))}, mapped_in(loader.examples))
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(loader, torch.utils.data.DataLoader):
         raise UsageError(
@@ -146,28 +137,29 @@ def _parts_of(loader: Any) -> _Parts:
             rule="a batch is made of some items to see its size, and an iterable data set would lose them.",
             remedy="measure it: memfit.data.measure_loader",
         )
-    return _parts_of_torch(loader)
+    return _look_at_torch(loader)
 
 
-def _parts_of_torch(loader: Any) -> _Parts:
+def _look_at_torch(loader: Any) -> _Loader:
     size, workers = data_size(loader.dataset), int(loader.num_workers)
     made, locked = _batch_of(loader)
-    mapped = {**mapped_in(loader.dataset), id(loader.dataset): size.mapped_bytes}
+    mapped = {**mapped_in(loader.dataset), id(loader.dataset): size["mapped"]}
     if workers == 0:
-        return _Parts(data=size.private_bytes, batches=made, pinned=locked, mapped=mapped)
-    ahead, method = workers * int(loader.prefetch_factor), start_method_of(loader)
+        return _Loader({"batches": made, "pinned": locked, "data": _held(size)}, mapped)
+    ahead = workers * int(loader.prefetch_factor)
+    method = str((loader.multiprocessing_context or multiprocessing).get_start_method())
     own = 1 if (loader.collate_fn.__module__ or "").startswith("torch.") else 2  # torch's collates into shared memory
     in_order = method == "fork" and type(loader.sampler).__name__ == "SequentialSampler"
-    copied = size.object_bytes if method == "fork" else size.object_bytes + size.array_bytes + size.mapped_bytes
-    return _Parts(
-        workers=workers * idle_torch_worker(method, _imports_of(loader)),
-        copies=copied if in_order else workers * copied,  # in order, each reads its own part
-        batches=(workers * own + (workers if locked else ahead + 1)) * made,
-        pinned=(ahead + 1) * locked,
-        data=size.private_bytes,
-        mapped=mapped,
-        stay=bool(loader.persistent_workers),
-    )
+    # A forked worker copies the objects that it reads, since reading counts a reference; another gets arrays too.
+    copied = size["object"] + (size["array"] + size["mapped"] if method != "fork" else 0)
+    parts = {
+        "workers": workers * idle_torch_worker(method, _imports_of(loader)),
+        "dataset copies": copied if in_order else workers * copied,  # in order, each reads its own part
+        "batches": (workers * own + (workers if locked else ahead + 1)) * made,
+        "pinned": (ahead + 1) * locked,
+        "data": _held(size),
+    }
+    return _Loader(parts, mapped, stays=bool(loader.persistent_workers))
 
 
 def _batch_of(loader: Any) -> tuple[int, int]:
@@ -178,36 +170,18 @@ def _batch_of(loader: Any) -> tuple[int, int]:
     if number is None and loader.batch_sampler is not None:
         number = getattr(loader.batch_sampler, "batch_size", 1)
     places = np.linspace(0, len(loader.dataset) - 1, number or 1).astype(np.int64).tolist()
-    with _generators_kept():
-        items = [loader.dataset[place] for place in places]
-        batch = loader.collate_fn(items if number is not None else items[0])
-    pins = loader.pin_memory and torch.cuda.is_available()
-    sizes = [int(leaf.nbytes) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-    # torch's allocator of pinned memory rounds up to powers of two
-    return size_of(batch)[1], sum(1 << max(size - 1, 1).bit_length() for size in sizes) if pins else 0
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    import random
-
-    import torch
-
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        yield
+        items = [loader.dataset[place] for place in places]
+        batch = loader.collate_fn(items if number is not None else items[0])
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-
-
-def start_method_of(loader: Any) -> str:
-    """How a ``DataLoader`` starts its workers."""
-    import multiprocessing
-
-    context = loader.multiprocessing_context or multiprocessing
-    return str(context.get_start_method())
+    pins = loader.pin_memory and torch.cuda.is_available()
+    sizes = [int(leaf.nbytes) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+    # torch's allocator of pinned memory rounds up to powers of two
+    return size_of(batch)[1], sum(1 << max(size - 1, 1).bit_length() for size in sizes) if pins else 0
 
 
 def _imports_of(loader: Any) -> tuple[str, ...]:
@@ -240,37 +214,15 @@ def idle_torch_worker(method: str, modules: Sequence[str]) -> int:
     return int(done.stdout.split()[-1])
 
 
-@dataclass(frozen=True)
-class DataSize:
-    """A data set's bytes by what becomes of them in worker processes.
+def data_size(data: Any) -> dict[str, int]:
+    """The bytes of a data set, by what becomes of them in workers: ``object``, ``array``, ``mapped`` and ``tensor``.
 
-    Attributes:
-        object_bytes: Python objects. A forked worker copies those that it reads: reading counts a reference.
-        array_bytes: Numbers in arrays of this process: a forked worker shares them, another gets a copy.
-        mapped_bytes: Numbers in mapped arrays: a forked worker shares them, another gets a copy.
-        tensor_bytes: Numbers in torch tensors: every worker shares them.
-    """
-
-    object_bytes: int
-    array_bytes: int
-    mapped_bytes: int
-    tensor_bytes: int
-
-    @property
-    def private_bytes(self) -> int:
-        """What the process of the data set itself holds."""
-        return self.object_bytes + self.array_bytes + self.tensor_bytes
-
-
-def data_size(data: Any) -> DataSize:
-    """The bytes of a data set; of large containers some elements are looked at, and stand for the others.
-
-    Nothing is read or changed. Panels and packed objects are left out, and so is what other libraries hold outside of
-    arrays.
+    Of large containers some elements are looked at, and stand for the others. Panels and packed objects are left out,
+    and so is what other libraries hold outside of arrays.
 
     Example:
         >>> size = data_size([{"id": number, "text": f"number {number}"} for number in range(10_000)])
-        >>> size.object_bytes > 1_000_000, size.array_bytes, data_size(np.zeros(1000)).array_bytes
+        >>> size["object"] > 1_000_000, size["array"], data_size(np.zeros(1000))["array"]
         (True, 0, 8000)
     """
     sizes = dict.fromkeys(("object", "array", "mapped", "tensor"), 0.0)
@@ -291,7 +243,12 @@ def data_size(data: Any) -> DataSize:
         sizes["object"] += weight * (256 if kind else -(-sys.getsizeof(one, 64) // 16) * 16)
         if kind:
             sizes[kind] += weight * nbytes
-    return DataSize(**{f"{name}_bytes": round(size) for name, size in sizes.items()})
+    return {name: round(size) for name, size in sizes.items()}
+
+
+def _held(size: Mapping[str, int]) -> int:
+    """What the process of a data set itself holds."""
+    return size["object"] + size["array"] + size["tensor"]
 
 
 def _sampled(one: Any, most: int) -> tuple[list[Any], float]:
