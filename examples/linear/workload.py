@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from memfit import config
 from memfit.data import DateBatches, Panel
-from memfit.evaluation import rank_ic_by_date, summarize_ic
+from memfit.evaluation import rank_ic_by_date, summarize
 from memfit.pipeline import Context, Stage, Workload
 from memfit.rundir import mark_phase
 from memfit.splits import PurgedKFold
@@ -76,7 +76,7 @@ def train_fold(context: Context, params: Params) -> dict[str, float]:
         scores = [model(torch.from_numpy(batch.windows)[:, :, 0]).squeeze(-1).numpy() for batch in test]
     scored = np.concatenate([np.full(len(batch.targets), batch.date_index) for batch in test])
     _, ic = rank_ic_by_date(scored, np.concatenate(scores), np.concatenate([batch.targets for batch in test]))
-    return {"rank_ic": summarize_ic(ic).mean}
+    return {"rank_ic": summarize(ic).mean}
 
 
 LINEAR = Workload(

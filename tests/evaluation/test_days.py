@@ -16,7 +16,6 @@ from memfit.evaluation import (
     Scores,
     evaluate_days,
     evaluate_folds,
-    lift_at_k,
     ndcg_at_k,
     positive_rate,
     precision_at_k,
@@ -54,7 +53,7 @@ def test_each_column_is_its_metric() -> None:
             "rank_ic": rank_ic(*pair),
             "p_at_k_pos": precision_at_k(*pair, k=3),
             "random_p_at_k_pos": positive_rate(*pair),
-            "delta_p_at_k_pos": lift_at_k(*pair, k=3),
+            "delta_p_at_k_pos": precision_at_k(*pair, k=3) - positive_rate(*pair),
             "ndcg_at_k": ndcg_at_k(*pair, k=3),
             "spread": quantile_spread(*pair, num_quantiles=4),
         }.items():

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-import memfit.evaluation._matrix as module
+import memfit.evaluation._metrics as module
 from memfit.errors import DataError
-from memfit.evaluation import rank_ic, rank_ic_by_date, summarize_ic
+from memfit.evaluation import rank_ic, rank_ic_by_date, summarize
 
 
 def spearman_by_date(scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -96,7 +96,7 @@ def test_no_dates_give_no_figures() -> None:
     assert np.isnan(rank_ic(np.empty((3, 0)), np.empty((3, 0)))).tolist() == [True] * 3
     dates, ic = rank_ic_by_date([], [], [])
     assert len(dates) == len(ic) == 0
-    summary = summarize_ic(ic)
+    summary = summarize(ic)
     assert summary.num_dates == summary.num_undefined == 0
     assert math.isnan(summary.mean)
 
@@ -112,7 +112,7 @@ def test_shapes_that_do_not_match_are_refused() -> None:
 
 def test_the_summary_counts_the_dates_that_are_undefined_and_leaves_them_out() -> None:
     ic = [0.5, math.nan, -0.1, 0.2, math.nan]
-    summary = summarize_ic(ic)
+    summary = summarize(ic)
     defined = [0.5, -0.1, 0.2]
     assert (summary.num_dates, summary.num_undefined) == (3, 2)
     assert summary.mean == pytest.approx(0.2)
@@ -122,13 +122,13 @@ def test_the_summary_counts_the_dates_that_are_undefined_and_leaves_them_out() -
 
 def test_a_standard_error_is_given_only_for_labels_of_one_date() -> None:
     ic = [0.5, -0.1, 0.2]
-    assert summarize_ic(ic, horizon=1).standard_error == pytest.approx(scipy.stats.sem(ic))
-    assert math.isnan(summarize_ic(ic, horizon=5).standard_error)
-    assert math.isnan(summarize_ic(ic).standard_error)
+    assert summarize(ic, horizon=1).standard_error == pytest.approx(scipy.stats.sem(ic))
+    assert math.isnan(summarize(ic, horizon=5).standard_error)
+    assert math.isnan(summarize(ic).standard_error)
 
 
 def test_a_summary_of_one_date_or_of_equal_dates_has_no_icir() -> None:
-    assert math.isnan(summarize_ic([0.3]).sd)
-    assert math.isnan(summarize_ic([0.3]).icir)
-    assert math.isnan(summarize_ic([0.1, 0.1, 0.1]).icir)
-    assert summarize_ic([0.1, 0.1, 0.1]).sd == 0
+    assert math.isnan(summarize([0.3]).sd)
+    assert math.isnan(summarize([0.3]).icir)
+    assert math.isnan(summarize([0.1, 0.1, 0.1]).icir)
+    assert summarize([0.1, 0.1, 0.1]).sd == 0

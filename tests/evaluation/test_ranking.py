@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from memfit.errors import DataError, UsageError
-from memfit.evaluation import hit_rate, lift_at_k, ndcg_at_k, positive_rate, precision_at_k, quantile_spread
+from memfit.evaluation import hit_rate, ndcg_at_k, positive_rate, precision_at_k, quantile_spread
 
 NAN = math.nan
 
@@ -114,7 +114,6 @@ def test_random_scores_have_no_lift_no_spread_and_hit_half() -> None:
     targets = rng.standard_normal((4000, 30)) + rng.standard_normal((4000, 1))  # whole days go up or down
     scores = rng.standard_normal(targets.shape)
     for figure, expected in (
-        (lift_at_k(scores, targets, k=5), 0.0),
         (quantile_spread(scores, targets), 0.0),
         (hit_rate(scores, targets), 0.5),
     ):
@@ -152,7 +151,6 @@ def test_what_cannot_be_selected_is_undefined() -> None:
     scores, targets = [[2, 1, NAN], [NAN] * 3], [[0.1, -0.1, 0.2], [0.1] * 3]
     np.testing.assert_allclose(precision_at_k(scores, targets, k=2), [0.5, NAN])
     assert np.isnan(precision_at_k(scores, targets, k=3)).all()
-    assert np.isnan(lift_at_k(scores, targets, k=3)).all()
     assert np.isnan(quantile_spread(scores, targets, num_quantiles=3)).all()
     np.testing.assert_allclose(positive_rate(scores, targets), [0.5, NAN])
     for metric in (positive_rate, hit_rate, quantile_spread):
@@ -167,7 +165,7 @@ def test_a_return_of_zero_is_not_positive() -> None:
 
 @pytest.mark.parametrize("size", [{}, {"k": 1, "k_ratio": 0.5}, {"k": 0}, {"k_ratio": 0.0}, {"k_ratio": 1.5}])
 def test_a_size_that_says_nothing_or_too_much_is_refused(size) -> None:
-    for metric in (precision_at_k, ndcg_at_k, lift_at_k):
+    for metric in (precision_at_k, ndcg_at_k):
         with pytest.raises(UsageError, match="exactly one"):
             metric([[1.0]], [[1.0]], **size)
 

@@ -12,7 +12,7 @@ import scipy.stats
 
 from memfit.errors import MissingExtraError, UsageError
 from memfit.evaluation import slow_variation, summarize
-from memfit.evaluation._variance import standard_error
+from memfit.evaluation._inference import standard_error
 
 linear_model = pytest.importorskip("statsmodels.regression.linear_model")
 

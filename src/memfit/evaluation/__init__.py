@@ -5,40 +5,50 @@ two such tables a decision (`decide`, `decide_on_record`). The metrics and the t
 
 Example:
     >>> import numpy as np
-    >>> from memfit.evaluation import rank_ic, summarize_ic
+    >>> from memfit.evaluation import rank_ic, summarize
     >>> scores = np.array([[0.1, 0.4, 0.3], [0.2, 0.1, 0.9], [0.7, np.nan, 0.1]])  # 3 dates, 3 assets
     >>> returns = np.array([[0.00, 0.02, 0.01], [0.03, 0.01, 0.02], [0.01, 0.02, 0.03]])
     >>> rank_ic(scores, returns)
     array([ 1. ,  0.5, -1. ])
-    >>> summary = summarize_ic(rank_ic(scores, returns), horizon=1)
+    >>> summary = summarize(rank_ic(scores, returns), horizon=1)
     >>> f"rank IC {summary.mean:.3f} ± {summary.standard_error:.3f}, n {summary.num_dates}, ICIR {summary.icir:.2f}"
     'rank IC 0.167 ± 0.601, n 3, ICIR 0.16'
 """
 
-from memfit.evaluation._bootstrap import Interval, bootstrap_interval
+from typing import Any
+
 from memfit.evaluation._days import common_days, evaluate_days, evaluate_folds, read_days, summarize_days
-from memfit.evaluation._decision import Decision, FoldEffect, decide
-from memfit.evaluation._forecasts import (
+from memfit.evaluation._decision import Decision, FoldEffect, decide, decide_on_record, read_record
+from memfit.evaluation._inference import (
     DieboldMariano,
+    Interval,
+    SlowVariation,
+    Summary,
     adjust_p_value,
+    bootstrap_interval,
     diebold_mariano,
     minimal_detectable_effect,
     minimum_dates,
     power,
+    slow_variation,
+    summarize,
 )
-from memfit.evaluation._gap import Gap, generalization_gap
-from memfit.evaluation._rank_ic import ICSummary, rank_ic, rank_ic_by_date, summarize_ic
-from memfit.evaluation._ranking import hit_rate, lift_at_k, ndcg_at_k, positive_rate, precision_at_k, quantile_spread
-from memfit.evaluation._record import decide_on_record, read_record
+from memfit.evaluation._metrics import (
+    hit_rate,
+    ndcg_at_k,
+    positive_rate,
+    precision_at_k,
+    quantile_spread,
+    rank_ic,
+    rank_ic_by_date,
+)
 from memfit.evaluation._scores import Scores, read_scores
-from memfit.evaluation._variance import SlowVariation, Summary, slow_variation, summarize
+from memfit.successors import missing_name
 
 __all__ = [
     "Decision",
     "DieboldMariano",
     "FoldEffect",
-    "Gap",
-    "ICSummary",
     "Interval",
     "Scores",
     "SlowVariation",
@@ -51,9 +61,7 @@ __all__ = [
     "diebold_mariano",
     "evaluate_days",
     "evaluate_folds",
-    "generalization_gap",
     "hit_rate",
-    "lift_at_k",
     "minimal_detectable_effect",
     "minimum_dates",
     "ndcg_at_k",
@@ -69,5 +77,8 @@ __all__ = [
     "slow_variation",
     "summarize",
     "summarize_days",
-    "summarize_ic",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name)

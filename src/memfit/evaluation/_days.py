@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from memfit.errors import DataError, UsageError
-from memfit.evaluation._rank_ic import rank_ic
-from memfit.evaluation._ranking import hit_rate, ndcg_at_k, positive_rate, precision_at_k, quantile_spread
-from memfit.evaluation._scores import Scores, in_common, read_scores
-from memfit.evaluation._series import KEYS, by_date
-from memfit.evaluation._variance import Summary, summarize
+from memfit.errors import DataError, UsageError, nearest
+from memfit.evaluation._inference import Summary, summarize
+from memfit.evaluation._metrics import (
+    divide,
+    hit_rate,
+    ndcg_at_k,
+    positive_rate,
+    precision_at_k,
+    quantile_spread,
+    rank_ic,
+)
+from memfit.evaluation._scores import Scores, as_days, in_common, numbers, read_scores
 
+#: The columns of a day table that are no metrics.
+_KEYS = ("fold", "date", "num_assets")
 _METADATA = b"memfit_days"
 _IN_FOLDER = ("days.feather", "checkpoints/stage_backtest/days.feather")
 #: What the days of a backtest have and a day table has not.
@@ -94,7 +103,7 @@ def evaluate_folds(
 
     Raises:
         DataError: If a table is not one of scores, or a horizon has no score or no target.
-        UsageError: If there is no fold or no horizon, or not exactly one of k and k_ratio is given.
+        UsageError: As `evaluate_days`, or if there is no fold.
     """
     if not folds or not horizons:
         raise UsageError(
@@ -269,7 +278,7 @@ def summarize_days(days: pa.Table) -> dict[str, Summary]:
     """
     found = {}
     for name in days.column_names:
-        if name not in KEYS:
+        if name not in _KEYS:
             horizon = re.match(r"h([1-9]\d*)_", name)
             found[name] = summarize(by_date(days, name, "the table").values, int(horizon[1]) if horizon else None)
     return found
@@ -301,3 +310,34 @@ def description(days: pa.Table) -> dict[str, Any]:
 
 def _digest(codes: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(codes)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric by date, ascending; D dates. ``num_assets`` is NaN where the table does not say."""
+
+    dates: NDArray[np.datetime64]
+    values: NDArray[np.float64]
+    num_assets: NDArray[np.float64]
+
+
+def by_date(days: pa.Table, metric: str, which: str) -> Series:
+    """A metric by distinct date: the mean of the date's folds, NaN where none of them defines it."""
+    for name in ("date", metric):
+        if name not in days.column_names:
+            known = [column for column in days.column_names if column not in _KEYS]
+            raise DataError(
+                f"{which} has no column {name}.",
+                rule="a day table has the column date and one column for each metric, as evaluate_days writes it.",
+                remedy=nearest(name, known or days.column_names),
+            )
+    dates, row = np.unique(as_days(days.column("date")), return_inverse=True)
+    sizes = numbers(days, "num_assets") if "num_assets" in days.column_names else np.full(len(row), np.nan)
+    return Series(dates, _means(row, numbers(days, metric), len(dates)), _means(row, sizes, len(dates)))
+
+
+def _means(row: NDArray[np.int64], values: NDArray[np.float64], num: int) -> NDArray[np.float64]:
+    defined = ~np.isnan(values)
+    counts = np.bincount(row[defined], minlength=num)
+    sums = np.bincount(row[defined], weights=values[defined], minlength=num)
+    return divide(sums, counts, counts > 0)

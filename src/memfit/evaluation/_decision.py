@@ -1,25 +1,34 @@
-"""Whether A is better than B: a test, an interval and what they could have shown, on the dates that both have."""
+"""Whether A is better than B on the dates that both have, corrected for all comparisons that were tried."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
+import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+from filelock import FileLock
 from numpy.typing import NDArray
 
 from memfit.errors import DataError, UsageError
-from memfit.evaluation._bootstrap import bootstrap_interval
-from memfit.evaluation._days import description
-from memfit.evaluation._forecasts import adjust_p_value, diebold_mariano, minimal_detectable_effect, minimum_dates
-from memfit.evaluation._scores import as_days
-from memfit.evaluation._series import Series, by_date, column
-from memfit.evaluation._variance import slow_variation
+from memfit.evaluation._days import Series, by_date, description
+from memfit.evaluation._inference import (
+    adjust_p_value,
+    bootstrap_interval,
+    diebold_mariano,
+    minimal_detectable_effect,
+    minimum_dates,
+    slow_variation,
+)
+from memfit.evaluation._scores import as_days, numbers
 
 Verdict = Literal["A better", "B better", "no difference shown"]
 
@@ -248,15 +257,6 @@ def decide(
     )
 
 
-def digest(days: pa.Table | Literal["random"], metric: str) -> str:
-    """A digest of a metric's values by date: the same for tables that no comparison of the metric can tell apart."""
-    if isinstance(days, str):
-        return days
-    series = by_date(days, metric, "the table")
-    content = series.dates.astype(np.int64).tobytes() + series.values.tobytes()
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
 @dataclass(frozen=True)
 class _Pairs:
     dates: NDArray[np.datetime64]
@@ -310,8 +310,10 @@ def _pair(a: Series, b: Series, horizon: int) -> _Pairs:
 
 def _fold_effects(days_a: pa.Table, metric: str, pairs: _Pairs) -> tuple[FoldEffect, ...]:
     days_a = days_a.sort_by("date")  # sums of floats depend on the order of rows
-    values, dates = column(days_a, metric), as_days(days_a.column("date"))
-    folds = column(days_a, "fold").astype(np.int64) if "fold" in days_a.column_names else np.zeros(len(dates), np.int64)
+    values, dates = numbers(days_a, metric), as_days(days_a.column("date"))
+    folds = (
+        numbers(days_a, "fold").astype(np.int64) if "fold" in days_a.column_names else np.zeros(len(dates), np.int64)
+    )
     place = np.minimum(np.searchsorted(pairs.dates, dates), len(pairs.dates) - 1)
     paired = (pairs.dates[place] == dates) & ~np.isnan(values)
     differences = values - pairs.b[place]
@@ -332,3 +334,94 @@ def _refuse_unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
                 rule="two day tables compare when they were evaluated with the same k, quantiles and assets.",
                 remedy=remedy if name == "universe" else f"evaluate the scores of both with the same {name}",
             )
+
+
+def decide_on_record(
+    days_a: pa.Table,
+    days_b: pa.Table | Literal["random"],
+    metric: str,
+    horizon: int,
+    *,
+    record: Path,
+    level: float = 0.95,
+    names: tuple[str, str] = ("A", "B"),
+) -> Decision:
+    """`decide`, corrected for all comparisons in a record, to which this one is appended.
+
+    A comparison that was tried before, of the same values of the same metric, in whatever order and from whatever
+    files, counts once. Use one record for all variants that compete for one decision. A verdict holds for the record
+    as it was then: comparisons that are tried later make it weaker, and asking again gives the verdict of now.
+
+    Args:
+        days_a: As in `decide`, like the next four.
+        days_b: A day table, or ``random``.
+        metric: The column to compare.
+        horizon: Dates that the metric's labels span.
+        record: A file of one JSON object a line; made if absent, with its folder.
+        level: At least 0.5, below 1.
+        names: What to call the two in the record, for example their files.
+
+    Raises:
+        DataError: As `decide`; or if A and B are the same, or a line of the record cannot be read.
+        UsageError: As `decide`.
+        MissingExtraError: As `decide`.
+        OSError: If the record cannot be written.
+    """
+    ours, theirs = _digest(days_a, metric), _digest(days_b, metric)
+    if ours == theirs:
+        raise DataError(
+            f"A and B have the same {metric} on the same dates.",
+            rule="a table compared with itself shows nothing, and would count among the comparisons tried.",
+            remedy="name another run or baseline",
+        )
+    key = hashlib.sha256("\n".join((*sorted((ours, theirs)), metric)).encode()).hexdigest()[:16]
+    record.parent.mkdir(parents=True, exist_ok=True)
+    # Opened before it is locked: where no file can be made, waiting for the lock would never end.
+    with open(record, "ab") as file, FileLock(record.with_name(f".{record.name}.lock")):
+        others = [p_value for other, p_value in read_record(record).items() if other != key]
+        decision = decide(days_a, days_b, metric, horizon, level=level, other_p_values=others)
+        entry = {"key": key, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+        line = json.dumps(entry | {"a": names[0], "b": names[1]} | decision.to_dict()) + "\n"
+        file.truncate(record.read_bytes().rfind(b"\n") + 1)  # a last line that a kill cut short goes
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    return decision
+
+
+def read_record(path: Path) -> dict[str, float]:
+    """The p-value of each distinct comparison of a record, by its key; none where there is no record.
+
+    A last line that a kill cut short is left out.
+
+    Raises:
+        DataError: If another line cannot be read: then it is not known how many comparisons were tried.
+
+    Example:
+        >>> read_record(Path("absent.jsonl"))
+        {}
+    """
+    if not path.exists():
+        return {}
+    found: dict[str, float] = {}
+    content = path.read_bytes()
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            entry: dict[str, Any] = json.loads(line)
+            found[str(entry["key"])] = float(entry["p_value"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{path}, line {number}: not a comparison ({error}).",
+                rule="a record of comparisons has on each line an object with key and p_value, and counts them all.",
+                remedy="mend or remove that line, or name another record with --record",
+            ) from error
+    return found
+
+
+def _digest(days: pa.Table | Literal["random"], metric: str) -> str:
+    """A digest of a metric's values by date: the same for tables that no comparison of the metric can tell apart."""
+    if isinstance(days, str):
+        return days
+    series = by_date(days, metric, "the table")
+    content = series.dates.astype(np.int64).tobytes() + series.values.tobytes()
+    return hashlib.sha256(content).hexdigest()[:16]

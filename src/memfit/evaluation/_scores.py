@@ -129,7 +129,7 @@ def read_scores(table: pa.Table) -> Scores:
     _refuse_duplicates(dates, distinct, row, column)
     values = {}
     for name in names:
-        cells = _floats(table, name)
+        cells = _finite(table, name)
         values[name] = np.full((len(dates), len(distinct)), np.nan)
         values[name][row, column] = cells
     return Scores(dates, tuple(distinct.to_pylist()), values)
@@ -152,15 +152,24 @@ def as_days(column: pa.ChunkedArray) -> NDArray[np.datetime64]:
         ) from error
 
 
-def _floats(table: pa.Table, name: str) -> NDArray[np.float64]:
+def numbers(table: pa.Table, name: str) -> NDArray[np.float64]:
+    """A column of numbers; nulls are NaN; shape (n,).
+
+    >>> numbers(pa.table({"n": [1, None]}), "n")
+    array([ 1., nan])
+    """
     try:
-        cells = np.asarray(pc.cast(table.column(name), pa.float64()).to_numpy(), np.float64)
+        return np.asarray(pc.cast(table.column(name), pa.float64()).to_numpy(), np.float64)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
-            f"{name} is of type {table.schema.field(name).type}.",
-            rule="scores and targets are numbers.",
-            remedy="convert the column to float32",
+            f"the column {name} is of type {table.schema.field(name).type}.",
+            rule="scores, targets and metrics are numbers, or absent.",
+            remedy="convert the column to float32, or name another one",
         ) from error
+
+
+def _finite(table: pa.Table, name: str) -> NDArray[np.float64]:
+    cells = numbers(table, name)
     infinite = np.flatnonzero(np.isinf(cells))
     if len(infinite):
         where = f"{table.column('date')[infinite[0]]}, {table.column('code')[infinite[0]]}"

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from memfit import config
 from memfit.data import Panel
 from memfit.errors import DataError, UsageError
-from memfit.evaluation import rank_ic, read_days, read_scores, summarize_ic
+from memfit.evaluation import rank_ic, read_days, read_scores, summarize
 from memfit.pipeline import Context, Output, Stage, Stop
 from memfit.rundir import mark_phase
 from memfit_workloads.finance._blend import Score, blend, check_related, check_scores, join_scores
@@ -123,7 +123,7 @@ def _blend(score: Score, context: Context, params: Any) -> dict[str, Any]:
 def _rank_ics(table: pa.Table, prefix: str) -> dict[str, float | None]:
     scores, found = read_scores(table), {}
     for horizon in scores.horizons:
-        mean = summarize_ic(rank_ic(scores.of(f"score_h{horizon}"), scores.of(f"target_h{horizon}"))).mean
+        mean = summarize(rank_ic(scores.of(f"score_h{horizon}"), scores.of(f"target_h{horizon}"))).mean
         found[f"{prefix}h{horizon}_rank_ic"] = None if np.isnan(mean) else mean
     return found
 

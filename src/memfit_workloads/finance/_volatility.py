@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.errors import DataError
-from memfit.evaluation import rank_ic, summarize_ic
+from memfit.evaluation import rank_ic, summarize
 
 #: Dates before a score whose returns make its asset's volatility; half of them must be known.
 PAST_DATES = 60
@@ -65,7 +65,7 @@ def volatility_correlation(scores: _Floats, returns_1: _Floats) -> VolatilityCor
             rule="volatility_correlation takes two arrays of one shape (num_dates, num_assets).",
             remedy="fill absent assets with NaN",
         )
-    correlation = summarize_ic(rank_ic(scores, _realised(returns_1)))
+    correlation = summarize(rank_ic(scores, _realised(returns_1)))
     return VolatilityCorrelation(
         mean=correlation.mean,
         num_dates=correlation.num_dates,

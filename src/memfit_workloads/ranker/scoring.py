@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from memfit.data import Loader, Panel
-from memfit.evaluation import evaluate_days, read_scores, summarize_ic
+from memfit.evaluation import evaluate_days, read_scores, summarize
 from memfit_workloads.ranker.params import RankerParams
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def validation_metrics(scores: pa.Table, params: RankerParams) -> dict[str, floa
 def fold_metrics(scores: pa.Table, params: RankerParams) -> dict[str, float]:
     """The figures of a fold: the rank IC of the main horizon, then rank IC and lift by horizon."""
     days = _days(scores, params)
-    main = summarize_ic(days.column(f"h{params.data.main_horizon}_rank_ic").to_numpy())
+    main = summarize(days.column(f"h{params.data.main_horizon}_rank_ic").to_numpy())
     found = {"rank_ic": main.mean, "rank_ic_sd": main.sd, "icir": main.icir, "num_dates": main.num_dates}
     for horizon in params.data.horizons:
         for name in ("rank_ic", "delta_p_at_k_pos"):

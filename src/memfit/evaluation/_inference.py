@@ -1,0 +1,470 @@
+"""The mean of a daily series: its standard error where labels overlap, a test, an interval, and what it could show."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from memfit.errors import DataError, MissingExtraError, UsageError
+
+Kernel = Literal["rectangular", "bartlett", "none"]
+#: Dates beyond the overlap of labels on which a slow variation is looked for: two months of trading.
+SLOW_DATES = 40
+# One-sided, 5 %: so many steady series are called slow by chance.
+_SLOW_FROM = 1.645
+# A long-run variance below this share of the plain one is rounding, not an estimate.
+_SMALLEST_SHARE = 1e-9
+
+
+def _extra(module: str, purpose: str) -> Any:
+    """Import a module of the extra ``evaluation``."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError.of(module.partition(".")[0], "evaluation", purpose) from error
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A metric over dates. A figure that is undefined is NaN.
+
+    Attributes:
+        mean: Mean over the dates on which the metric is defined.
+        sd: Standard deviation over those dates, with divisor ``num_dates - 1``.
+        num_dates: Number of dates on which the metric is defined.
+        standard_error: Standard error of the mean, of `standard_error`; NaN where the horizon is not known.
+        num_undefined: Number of dates that were left out.
+    """
+
+    mean: float
+    sd: float
+    num_dates: int
+    standard_error: float
+    num_undefined: int
+
+    @property
+    def icir(self) -> float:
+        """``mean / sd``, of a rank IC: per date, not annualised. No factor makes it annual when labels overlap."""
+        return self.mean / self.sd if self.sd > 0 else math.nan
+
+
+def summarize(series: ArrayLike, horizon: int | None = None) -> Summary:
+    """Return mean, spread and standard error of a metric over dates.
+
+    Args:
+        series: The metric of each date in ascending order, shape (D,); NaN where it is undefined.
+        horizon: Number of dates that a label spans. Without it no standard error is given: taking overlapping labels
+            as independent would make it too small, by about the square root of the horizon.
+
+    Raises:
+        UsageError: If the horizon is less than 1.
+        MissingExtraError: If the horizon is more than 1 and statsmodels is not installed.
+
+    Example:
+        >>> summarize([0.25, 0.75, math.nan, 0.5], horizon=1)
+        Summary(mean=0.5, sd=0.25, num_dates=3, standard_error=0.144..., num_undefined=1)
+    """
+    values = np.asarray(series, np.float64).ravel()
+    defined = values[~np.isnan(values)]
+    num = len(defined)
+    sd = float(defined.std(ddof=1)) if num > 1 else math.nan
+    if num > 1 and defined.min() == defined.max():
+        sd = 0.0  # rounding of the mean would leave 1e-17, and a ratio of 1e16
+    return Summary(
+        mean=float(defined.mean()) if num else math.nan,
+        sd=sd,
+        num_dates=num,
+        standard_error=math.nan if horizon is None else standard_error(defined, horizon)[0],
+        num_undefined=len(values) - num,
+    )
+
+
+def standard_error(values: NDArray[Any], horizon: int) -> tuple[float, Kernel]:
+    """Return the standard error of the mean of a daily series whose labels span ``horizon`` dates, and the kernel.
+
+    Labels of dates less than ``horizon`` apart share returns, so the variance of the mean adds the autocovariances of
+    the first ``horizon - 1`` lags, each in full (the rectangular kernel), and is enlarged by the small-sample factor
+    of Harvey, Leybourne and Newbold. With a horizon of 1 that is exactly sd / sqrt(n). The rectangular kernel does not
+    promise a positive variance; where it gives none, the Bartlett kernel with ``2 * horizon - 1`` lags is taken, which
+    is positive unless all values are equal. Equal values have the standard error 0, without a kernel.
+
+    Lags count rows. Dates that are absent, and the borders of folds, bring rows together that lie further apart, never
+    the reverse: every pair whose labels overlap is counted, and a pair over a gap adds a covariance of about 0.
+
+    Args:
+        values: Shape (n,), finite, in ascending order of dates.
+        horizon: Dates that a label spans, at least 1.
+
+    Returns:
+        NaN where there are fewer than ``max(2, 2 * horizon)`` values.
+
+    Raises:
+        UsageError: If the horizon is less than 1.
+        MissingExtraError: If the horizon is more than 1 and statsmodels is not installed.
+
+    Source:
+        D. Harvey, S. Leybourne, P. Newbold, Testing the equality of prediction mean squared errors (1997), equation 9;
+        D. Harvey, S. Leybourne, E. Whitehouse, Forecast evaluation tests and negative long-run variance estimates in
+        small samples (2017), for the Bartlett kernel in place of a variance that is not positive.
+
+    Example:
+        >>> standard_error(np.array([1.0, 2.0, 3.0, 4.0]), 1)
+        (0.645..., 'rectangular')
+        >>> standard_error(np.array([1.0, 1.0, 2.0, 2.0, 1.0, 1.0, 2.0, 2.0]), 2)
+        (0.243..., 'rectangular')
+    """
+    if horizon < 1:
+        raise UsageError(
+            f"the horizon is {horizon}.",
+            rule="a label spans at least one date.",
+            remedy="name the number of dates that a label looks ahead",
+        )
+    num = len(values)
+    if num < max(2, 2 * horizon):
+        return math.nan, "none"
+    deviations = values - values.mean()
+    if values.min() == values.max():
+        return 0.0, "none"
+    squares = float(deviations @ deviations)
+    if horizon == 1:
+        return float(np.sqrt(squares / (num - 1) / num)), "rectangular"
+    hac = _extra("statsmodels.stats.sandwich_covariance", "a standard error of labels that span several dates")
+    kernel: Kernel = "rectangular"
+    variance = float(hac.S_hac_simple(deviations, horizon - 1, hac.weights_uniform)[0, 0])
+    if variance <= _SMALLEST_SHARE * squares:
+        kernel = "bartlett"
+        variance = float(hac.S_hac_simple(deviations, 2 * horizon - 1, hac.weights_bartlett)[0, 0])
+    factor = (num + 1 - 2 * horizon + horizon * (horizon - 1) / num) / num
+    return float(np.sqrt(variance / num**2 / factor)), kernel
+
+
+@dataclass(frozen=True)
+class SlowVariation:
+    """Whether a series stays above or below its mean for longer than its labels overlap.
+
+    Attributes:
+        statistic: Sum of the autocorrelations beyond the overlap, in its standard errors under none; NaN where unknown.
+        error_factor: How many times as large the standard error of the mean is with them; NaN where unknown.
+        is_shown: The statistic is above 1.645. By chance that is so in 5 % of series without slow variation.
+    """
+
+    statistic: float
+    error_factor: float
+    is_shown: bool
+
+
+def slow_variation(values: NDArray[Any], horizon: int) -> SlowVariation:
+    """Test a daily series for dependence beyond the overlap of its labels.
+
+    Overlapping labels explain the autocorrelations of the first ``horizon - 1`` lags, and `standard_error` counts only
+    these. Skill that comes and goes over weeks adds positive ones after them. The next `SLOW_DATES` lags, at most an
+    eighth of the dates, are added up, each corrected for the mean that was taken off.
+
+    Args:
+        values: Shape (n,), finite, in ascending order of dates.
+        horizon: Dates that a label spans, at least 1.
+
+    Source:
+        M. Bartlett, On the theoretical specification and sampling properties of autocorrelated time-series (1946), for
+        the variance of the sum.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> noise, skill = rng.normal(size=1000), np.repeat(rng.normal(size=20), 50)
+        >>> slow_variation(noise, 1).is_shown, slow_variation(noise + skill, 1).is_shown
+        (False, True)
+    """
+    num, num_lags = len(values), min(SLOW_DATES, len(values) // 8)
+    error = standard_error(values, horizon)[0]
+    if not error > 0 or num_lags < 1:
+        return SlowVariation(math.nan, math.nan, is_shown=False)
+    deviations = values - values.mean()
+    lags = np.arange(horizon + num_lags)
+    products = [deviations[: num - lag] @ deviations[lag:] / (num - lag) for lag in lags]
+    correlations = np.array(products) / products[0]
+    # The mean that was taken off makes each covariance smaller, by the mean's variance.
+    total = correlations[horizon:].sum() + num_lags * error**2 / products[0]
+    near = np.concatenate([correlations[1:horizon][::-1], correlations[:horizon]])
+    of_lag = np.convolve(near, near)
+    distance = np.abs(np.arange(len(of_lag)) - len(of_lag) // 2)
+    spread = np.sqrt((np.maximum(num_lags - distance, 0) * of_lag).sum() / num)
+    statistic = float(total / spread)
+    factor = float(np.sqrt(max(0.0, 1 + 2 * total * products[0] / (num * error**2))))
+    return SlowVariation(statistic, factor, is_shown=statistic > _SLOW_FROM)
+
+
+@dataclass(frozen=True)
+class DieboldMariano:
+    """A test of whether the mean of daily differences is 0.
+
+    Attributes:
+        mean: The mean difference, in the unit of the differences.
+        standard_error: Of the mean, for labels that overlap; 0 where all differences are equal.
+        statistic: ``mean / standard_error``; NaN where all differences are equal.
+        p_value: Two-sided, by Student's t with ``num_dates - 1`` degrees of freedom; 1 where there is no statistic.
+        num_dates: Number of differences.
+        kernel: How the variance was estimated: ``rectangular``; ``bartlett`` where that gave no positive variance;
+            ``none`` where all differences are equal.
+    """
+
+    mean: float
+    standard_error: float
+    statistic: float
+    p_value: float
+    num_dates: int
+    kernel: Kernel
+
+
+def minimum_dates(horizon: int) -> int:
+    """The fewest dates that a comparison is made on: 12 labels that do not overlap, and 30 dates.
+
+    With fewer, the test and the interval promise more than they hold; ``benchmarks/decision.py`` shows by how much.
+
+    >>> minimum_dates(1), minimum_dates(5)
+    (30, 60)
+    """
+    return max(30, 12 * horizon)
+
+
+def diebold_mariano(differences: ArrayLike, horizon: int) -> DieboldMariano:
+    """Test whether the mean of paired daily differences is 0, with labels that span several dates.
+
+    The variance is that of `standard_error`: the first ``horizon - 1`` autocovariances in full, since optimal
+    forecasts of overlapping labels have errors that are correlated so far and no further; the small-sample factor; and
+    the Bartlett kernel where the estimate is not positive. Student's t is the reference. What the test does not see:
+    how far another training of the same model would differ, and dependence over more than ``horizon - 1`` dates.
+    `bootstrap_interval` sees some of the latter.
+
+    Args:
+        differences: One per date in ascending order of dates, shape (D,); NaN, where undefined, are left out. Dates of
+            several folds are put together into one series: `standard_error` says why their borders do no harm.
+        horizon: Dates that a label spans.
+
+    Raises:
+        DataError: If fewer than `minimum_dates` are defined, or one is infinite.
+        UsageError: If the horizon is less than 1.
+        MissingExtraError: If scipy or statsmodels is not installed.
+
+    Source:
+        F. Diebold, R. Mariano, Comparing predictive accuracy (1995); D. Harvey, S. Leybourne, P. Newbold, Testing the
+        equality of prediction mean squared errors (1997). ``statsmodels.tsa.stattools.diebold_mariano_test`` has the
+        Bartlett kernel alone, which rejects too often when labels overlap.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> overlapping = np.convolve(rng.normal(size=244), np.ones(5), "valid")
+        >>> test = diebold_mariano(overlapping, horizon=5)
+        >>> f"t {test.statistic:.2f}, p {test.p_value:.2f}, n {test.num_dates}"
+        't ..., n 240'
+    """
+    student = _extra("scipy.stats", "a comparison of forecasts").t
+    values = _check_differences(differences, horizon)
+    mean, num = float(values.mean()), len(values)
+    error_of_mean, kernel = standard_error(values, horizon)
+    if error_of_mean == 0:
+        return DieboldMariano(mean, 0.0, math.nan, 1.0, num, "none")
+    statistic = mean / error_of_mean
+    return DieboldMariano(mean, error_of_mean, statistic, float(2 * student.sf(abs(statistic), num - 1)), num, kernel)
+
+
+def _check_differences(differences: ArrayLike, horizon: int) -> NDArray[np.float64]:
+    """The defined differences, shape (n,), enough of them for a horizon."""
+    values = np.asarray(differences, np.float64).ravel()
+    values = values[~np.isnan(values)]
+    if len(values) < minimum_dates(horizon) or np.isinf(values).any():
+        raise DataError(
+            f"{len(values)} dates are there to compare on, {int(np.isinf(values).sum())} of them infinite.",
+            rule=f"labels over {horizon} dates are compared on at least {minimum_dates(horizon)} finite differences: "
+            f"30, and 12 labels that do not overlap.",
+            remedy="evaluate more dates or folds, or a shorter horizon",
+        )
+    return values
+
+
+def power(effect: float, standard_error: float, num_dates: int, *, alpha: float = 0.05) -> float:
+    """Return the probability that the two-sided test shows a true effect of this size.
+
+    Args:
+        effect: The true mean difference, in the unit of the differences.
+        standard_error: Of the mean difference, above 0.
+        num_dates: Number of differences.
+        alpha: The p-value below which the test rejects.
+
+    Raises:
+        UsageError: If an argument is out of range.
+        MissingExtraError: If scipy is not installed.
+
+    Example:
+        >>> round(power(0.02, 0.007, 240), 2)
+        0.81
+    """
+    if not (standard_error > 0 and num_dates >= 2 and 0 < alpha < 1):
+        raise UsageError(
+            f"standard error {standard_error}, {num_dates} dates, alpha {alpha}.",
+            rule="a test has a positive standard error, at least 2 dates, and 0 < alpha < power < 1.",
+            remedy="take them from diebold_mariano; alpha=0.05 and a power of 0.8 are usual",
+        )
+    stats = _extra("scipy.stats", "a comparison of forecasts")
+    size, freedom = abs(effect) / standard_error, num_dates - 1
+    critical = stats.t.isf(alpha / 2, freedom)
+    # The lower tail of the noncentral t by symmetry: nct.cdf at -critical is NaN for some large effects.
+    return float(stats.nct.sf(critical, freedom, size) + stats.nct.sf(critical, freedom, -size))
+
+
+def minimal_detectable_effect(
+    standard_error: float, num_dates: int, *, alpha: float = 0.05, wanted_power: float = 0.8
+) -> float:
+    """The smallest true effect that the two-sided test shows with the wanted power; 0 for a standard error of 0.
+
+    Where a test showed no difference, this is what the data could have shown: a smaller effect may well be there.
+
+    Args:
+        standard_error: Of the mean difference.
+        num_dates: Number of differences.
+        alpha: The p-value below which the test rejects.
+        wanted_power: Above alpha, below 1.
+
+    Raises:
+        UsageError: If an argument is out of range.
+        MissingExtraError: If scipy is not installed.
+
+    Example:
+        >>> round(minimal_detectable_effect(0.007, 240), 4)
+        0.0197
+    """
+    if standard_error == 0:
+        return 0.0
+    if not (standard_error > 0 and alpha < wanted_power < 1):
+        raise UsageError(
+            f"standard error {standard_error}, alpha {alpha}, power {wanted_power}.",
+            rule="the standard error is not negative, and the wanted power lies above alpha and below 1.",
+            remedy="alpha=0.05 and a power of 0.8 are usual",
+        )
+    brentq = _extra("scipy.optimize", "a comparison of forecasts").brentq
+    # In standard errors, so that the result is in proportion to them to the last bit.
+    most = 1.0
+    while power(most, 1.0, num_dates, alpha=alpha) < wanted_power:
+        most *= 2
+    found = brentq(lambda size: power(size, 1.0, num_dates, alpha=alpha) - wanted_power, 0.0, most)
+    return standard_error * float(found)
+
+
+def adjust_p_value(p_value: float, others: Sequence[float] = (), *, num_comparisons: int = 1) -> float:
+    """A p-value after Holm's correction for every comparison that was tried.
+
+    Args:
+        p_value: Of the comparison in question.
+        others: p-values of the other comparisons, as far as they are known.
+        num_comparisons: Of all comparisons, this one among them. Those whose p-value is not known count as if they had
+            this one's, which is the worst for it; with none known that is Bonferroni's correction.
+
+    Raises:
+        UsageError: If a p-value is not from 0 to 1.
+
+    Source:
+        S. Holm, A simple sequentially rejective multiple test procedure (1979).
+
+    Example:
+        >>> adjust_p_value(0.02, num_comparisons=4), adjust_p_value(0.02, [0.001, 0.4, 0.9])
+        (0.08, 0.06)
+    """
+    values = [p_value, *others]
+    if not all(0 <= value <= 1 for value in values):
+        raise UsageError(
+            f"the p-values are {', '.join(map(str, values))}.",
+            rule="a p-value is from 0 to 1.",
+            remedy="pass the p-values of tests",
+        )
+    smaller = sorted(value for value in others if value < p_value)
+    num = max(num_comparisons, len(values))
+    return min(1.0, max((num - rank) * value for rank, value in enumerate([*smaller, p_value])))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An interval for a mean.
+
+    Attributes:
+        lower: Lower end, in the unit of the differences; -inf where the blocks do not tell.
+        upper: Upper end.
+        level: The share of such intervals that hold the true mean, for example 0.95.
+        block_length: Dates in a block.
+        num_resamples: Number of resampled series.
+    """
+
+    lower: float
+    upper: float
+    level: float
+    block_length: int
+    num_resamples: int
+
+
+def bootstrap_interval(
+    differences: ArrayLike, horizon: int, level: float = 0.95, *, seed: int = 0, num_resamples: int = 1000
+) -> Interval:
+    """An interval for the mean of paired daily differences, by a studentised circular block bootstrap.
+
+    Blocks are as long as the data ask for (Politis and White's rule), at least ``horizon`` and at most an eighth of
+    the dates. In each resample the mean's deviation is divided by the standard error that its own blocks give; the
+    interval is the mean plus and minus the quantile of the absolute ratios, times `standard_error`. The plain (basic
+    or percentile) interval covers too little: 90 % in place of 95 at 240 dates and labels over 5, since resampled
+    means vary less than means do. ``benchmarks/decision.py`` measures both.
+
+    Dates of several folds are one series; a block over the border of two folds joins dates that are not neighbours,
+    which concerns at most one block length of dates a border. Where all differences are equal the interval is that
+    value.
+
+    Args:
+        differences: One per date in ascending order of dates, shape (D,); NaN are left out.
+        horizon: Dates that a label spans.
+        level: Above 0, below 1.
+        seed: Of the resampling; the same seed gives the same interval.
+        num_resamples: Number of resampled series.
+
+    Raises:
+        DataError: If fewer than `minimum_dates` are defined, or one is infinite.
+        UsageError: If the level, the horizon or num_resamples is out of range.
+        MissingExtraError: If arch or statsmodels is not installed.
+
+    Source:
+        F. Gotze, H. Kunsch, Second-order correctness of the blockwise bootstrap for stationary observations (1996);
+        D. Politis, H. White, Automatic block-length selection for the dependent bootstrap (2004), corrected in 2009;
+        P. Hall, On symmetric bootstrap confidence intervals (1988).
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> found = bootstrap_interval(np.convolve(rng.normal(size=244), np.ones(5), "valid"), 5, num_resamples=200)
+        >>> found.lower < 0 < found.upper, found.block_length >= 5
+        (True, True)
+    """
+    if not 0 < level < 1 or num_resamples < 100:
+        raise UsageError(
+            f"the level is {level} and num_resamples {num_resamples}.",
+            rule="a level lies between 0 and 1, and its quantile needs 100 resamples at least.",
+            remedy="level=0.95 with 1000 resamples is usual",
+        )
+    arch = _extra("arch.bootstrap", "a bootstrap interval")
+    values = _check_differences(differences, horizon)
+    mean, (scale, _) = float(values.mean()), standard_error(values, horizon)
+    if scale == 0:
+        return Interval(mean, mean, level, horizon, num_resamples)
+    found = float(arch.optimal_block_length(values)["circular"].iloc[0])
+    length = min(max(horizon, math.ceil(found)), len(values) // 8)
+    num_blocks = len(values) // length
+
+    def ratio(resample: NDArray[Any]) -> NDArray[np.float64]:
+        blocks = resample[: num_blocks * length].reshape(num_blocks, length).sum(axis=1) / length
+        deviations = blocks - blocks.sum() / num_blocks
+        error_of_mean = math.sqrt(deviations @ deviations / (num_blocks - 1) / num_blocks)
+        deviation = abs(resample.mean() - mean)
+        return np.array([deviation / error_of_mean if error_of_mean > 0 else (math.inf if deviation else 0.0)])
+
+    ratios = arch.CircularBlockBootstrap(length, values, seed=seed).apply(ratio, num_resamples)
+    reach = float(np.quantile(ratios, level, method="higher")) * scale
+    return Interval(mean - reach, mean + reach, level, length, num_resamples)

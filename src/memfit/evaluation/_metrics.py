@@ -1,0 +1,328 @@
+"""How good a ranking of assets was on each date: functions of two arrays of D dates x A assets, and what they share.
+
+An asset is *eligible* on a date when it has both a score and a target there; NaN means that it is absent. Where scores
+are equal, each figure is the mean over all orders in which chance could break the tie: a model that scores all assets
+alike gets what random scores get, whatever the order of the assets in the table.
+
+Each metric gives one figure for each date, NaN where it is undefined, and raises DataError if the two arrays are not of
+one 2-D shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from memfit.errors import DataError, UsageError
+
+# Dates are ranked in blocks of about this many cells, so that memory stays at some tens of MiB for a panel of any size.
+_BLOCK_CELLS = 1 << 18
+
+_Block = Callable[[NDArray[Any], NDArray[Any], NDArray[np.bool_]], NDArray[np.float64]]
+
+
+def rank_ic(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
+    """Return the rank IC of each date: Spearman's correlation over the assets that have both a score and a target.
+
+    Equal values share the average of their ranks; infinities rank as the largest and smallest values. A date is NaN
+    with fewer than 2 assets in common, or where all their scores or all their targets are equal. With 2 assets it can
+    only be -1 or 1: ask for more where that matters.
+
+    Args:
+        scores: What the model ranks by, shape (D, A).
+        targets: What was to be ranked, shape (D, A), for example forward returns. Only their order within a date
+            counts: taking the date's mean off, or scaling by a positive factor, changes nothing.
+
+    Returns:
+        Shape (D,), float64, from -1 to 1; equal to ``scipy.stats.spearmanr`` date by date.
+
+    Example:
+        >>> rank_ic([[1, 2, 3, 4], [1, 1, 1, 1]], [[10, 20, 40, 30], [1, 2, 3, 4]])
+        array([0.8, nan])
+    """
+
+    def block(score: NDArray[Any], target: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
+        # Pearson's correlation of ranks. Average ranks of n values have the mean (n + 1) / 2 whatever the ties.
+        middle = (common.sum(axis=1, keepdims=True) + 1) / 2
+        score = np.where(common, _average_ranks(score, common) - middle, 0.0)
+        target = np.where(common, _average_ranks(target, common) - middle, 0.0)
+        scale = np.sqrt((score**2).sum(axis=1) * (target**2).sum(axis=1))
+        # A constant row has deviations of exactly 0, since ranks are multiples of a half.
+        ic = divide((score * target).sum(axis=1), scale, scale > 0)
+        return np.clip(ic, -1.0, 1.0, out=ic)
+
+    return _by_date("rank_ic", scores, targets, block)
+
+
+def rank_ic_by_date(
+    dates: ArrayLike, scores: ArrayLike, targets: ArrayLike
+) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """Return the distinct dates, ascending, and the rank IC of each, from a long table of one row per date and asset.
+
+    Args:
+        dates: The date of each row, in any order, shape (n,).
+        scores: Shape (n,); NaN where there is none.
+        targets: Shape (n,); NaN where there is none.
+
+    Raises:
+        DataError: If the three are not of one 1-D shape.
+
+    Example:
+        >>> rank_ic_by_date([7, 8, 7, 8, 7], [0.1, 0.5, 0.2, 0.4, 0.3], [1, 2, 2, 1, 0])
+        (array([7, 8]), array([-0.5,  1. ]))
+    """
+    date, score, target = np.asarray(dates), np.asarray(scores), np.asarray(targets)
+    if date.ndim != 1 or not date.shape == score.shape == target.shape:
+        raise DataError(
+            f"dates have the shape {date.shape}, scores {score.shape} and targets {target.shape}.",
+            rule="rank_ic_by_date takes three columns of one length.",
+            remedy="pass one value per row, or use rank_ic for arrays of shape (num_dates, num_assets)",
+        )
+    distinct, number, counts = np.unique(date, return_inverse=True, return_counts=True)
+    order = np.argsort(number, kind="stable")
+    position = np.empty(len(date), np.int64)
+    position[order] = np.arange(len(date)) - np.repeat(np.cumsum(counts) - counts, counts)
+    shape = (len(distinct), int(counts.max(initial=0)))
+    score_da, target_da = np.full(shape, np.nan), np.full(shape, np.nan)
+    score_da[number, position], target_da[number, position] = score, target
+    return distinct, rank_ic(score_da, target_da)
+
+
+def precision_at_k(
+    scores: ArrayLike, targets: ArrayLike, *, k: int | None = None, k_ratio: float | None = None
+) -> NDArray[np.float64]:
+    """Return the share of each date's k best-scored assets whose target is above 0, and not exactly 0.
+
+    Args:
+        scores: Higher is better, shape (D, A).
+        targets: Forward returns, shape (D, A).
+        k: Number of assets to select.
+        k_ratio: In place of k, the share of the eligible assets to select: ``floor(k_ratio * n + 0.5)``, at least 1.
+
+    Returns:
+        Shape (D,), from 0 to 1; NaN where fewer than k assets are eligible.
+
+    Raises:
+        UsageError: If not exactly one of k and k_ratio is given, or it is out of range.
+
+    Example:
+        >>> precision_at_k([[4, 3, 2, 1], [1, 1, 1, 1]], [[0.1, -0.1, 0.2, -0.2], [0.1, 0.1, 0.1, -0.1]], k=2)
+        array([0.5 , 0.75])
+    """
+    sizes_of = _sizes(k, k_ratio)
+
+    def block(score: NDArray[Any], target: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
+        num = common.sum(axis=1)
+        sizes = sizes_of(num)
+        selected = _by_rank(score, common, np.arange(score.shape[1]) < sizes[:, None])
+        hits = (selected * (common & (target > 0))).sum(axis=1)
+        return divide(hits, sizes, num >= sizes)
+
+    return _by_date("precision_at_k", scores, targets, block)
+
+
+def positive_rate(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
+    """Return the share of each date's eligible assets whose target is above 0: `precision_at_k` of random scores.
+
+    Example:
+        >>> positive_rate([[4, 3, 2, float("nan")]], [[0.1, -0.1, 0.2, 0.3]])
+        array([0.666...])
+    """
+
+    def block(score: NDArray[Any], target: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
+        num = common.sum(axis=1)
+        return divide((common & (target > 0)).sum(axis=1), num, num > 0)
+
+    return _by_date("positive_rate", scores, targets, block)
+
+
+def ndcg_at_k(
+    scores: ArrayLike, targets: ArrayLike, *, k: int | None = None, k_ratio: float | None = None
+) -> NDArray[np.float64]:
+    """Return the normalised discounted cumulative gain of each date's k best-scored assets.
+
+    The gain of an asset is its target's average rank within the date, scaled from 0 (the lowest) to 1 (the highest):
+    so one extreme return cannot carry a date, and losses have no negative gain. The discount of place i, from 1, is
+    ``1 / log2(i + 1)``, and 0 beyond k. The sum is divided by that of the best order. It is not 0 for random scores:
+    compare two models by it, or a model with its own shuffled scores.
+
+    Args and Raises are those of `precision_at_k`.
+
+    Returns:
+        Shape (D,), from 0 to 1; NaN where fewer than max(k, 2) assets are eligible.
+
+    Source:
+        K. Jarvelin, J. Kekalainen, Cumulated gain-based evaluation of IR techniques (2002); F. McSherry, M. Najork,
+        Computing information retrieval performance measures efficiently in the presence of tied scores (2008). Equal
+        to ``sklearn.metrics.ndcg_score`` of these gains.
+
+    Example:
+        >>> ndcg_at_k([[3, 2, 1], [1, 2, 3]], [[0.3, 0.2, 0.1], [0.3, 0.2, 0.1]], k=2).round(3)
+        array([1.  , 0.24])
+    """
+    sizes_of = _sizes(k, k_ratio)
+
+    def block(score: NDArray[Any], target: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
+        num = common.sum(axis=1)
+        sizes = sizes_of(num)
+        place = np.arange(score.shape[1])
+        discount = np.where(place < sizes[:, None], 1 / np.log2(place + 2), 0.0)
+        gain = (_average_ranks(target, common) - 1) / np.maximum(num - 1, 1)[:, None]
+        gain = np.where(common, gain, 0.0)
+        found = (_by_rank(score, common, discount) * gain).sum(axis=1)
+        best = (_by_rank(target, common, discount) * gain).sum(axis=1)
+        return divide(found, best, num >= np.maximum(sizes, 2))
+
+    return _by_date("ndcg_at_k", scores, targets, block)
+
+
+def quantile_spread(scores: ArrayLike, targets: ArrayLike, *, num_quantiles: int = 5) -> NDArray[np.float64]:
+    """Return the mean target of each date's top quantile by score, less that of its bottom quantile.
+
+    Both groups hold ``floor(n / num_quantiles)`` of the n eligible assets; what does not divide goes to the groups
+    between them. Equal scores at a group's border belong to it in equal parts. It is the whole difference: libraries
+    that give the return of a portfolio half long and half short give half of it.
+
+    Args:
+        scores: Higher is better, shape (D, A).
+        targets: Forward returns, finite, shape (D, A).
+        num_quantiles: Number of groups, at least 2.
+
+    Returns:
+        Shape (D,), in the unit of the targets; NaN where fewer than num_quantiles assets are eligible.
+
+    Raises:
+        DataError: If a target is infinite.
+        UsageError: If num_quantiles is less than 2.
+
+    Example:
+        >>> quantile_spread([[5, 4, 3, 2, 1]], [[0.04, 0.02, 0.0, 0.01, -0.01]], num_quantiles=2).round(3)
+        array([0.03])
+    """
+    if num_quantiles < 2:
+        raise UsageError(
+            f"num_quantiles is {num_quantiles}.",
+            rule="a spread lies between two groups at least.",
+            remedy="num_quantiles=5 compares the best fifth with the worst",
+        )
+
+    def block(score: NDArray[Any], target: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
+        if np.isinf(target[common]).any():
+            raise DataError(
+                f"{np.isinf(target[common]).sum()} targets are infinite.",
+                rule="a mean return is taken over finite returns.",
+                remedy="check the prices behind them (a price of 0 gives an infinite return), and set them to NaN",
+            )
+        num = common.sum(axis=1)[:, None]
+        size = num // num_quantiles
+        place = np.arange(score.shape[1])
+        sides = (place < size).astype(np.float64) - ((place >= num - size) & (place < num))
+        total = (_by_rank(score, common, sides) * np.where(common, target, 0.0)).sum(axis=1)
+        return divide(total, size[:, 0], size[:, 0] > 0)
+
+    return _by_date("quantile_spread", scores, targets, block)
+
+
+def hit_rate(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
+    """Return the share of each date's eligible assets whose score and target are on the same side of their medians.
+
+    The medians are those of the date, so that neither the market's move nor an offset of the scores counts. An asset
+    at either median counts one half. Random scores have the expectation 0.5.
+
+    Returns:
+        Shape (D,), from 0 to 1; NaN where fewer than 2 assets are eligible.
+
+    Example:
+        >>> hit_rate([[4, 3, 2, 1]], [[0.4, -0.1, 0.1, -0.3]])
+        array([0.5])
+    """
+
+    def block(score: NDArray[Any], target: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
+        num = common.sum(axis=1)
+        agreement = (_side(score, common) * _side(target, common)).sum(axis=1)
+        return divide(num + agreement, 2 * num, num >= 2)
+
+    return _by_date("hit_rate", scores, targets, block)
+
+
+def _side(values: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return 1 above the median of the row's common cells, -1 below it, 0 elsewhere; (D, A) in and out."""
+    median = np.full(len(values), np.nan)
+    rows = common.any(axis=1)
+    with np.errstate(invalid="ignore"):  # between -inf and inf lies no median, and no cell is on a side of it
+        median[rows] = np.nanmedian(np.where(common, values, np.nan)[rows], axis=1)
+    side: NDArray[np.int64] = np.zeros(values.shape, np.int64)
+    side[common & (values > median[:, None])] = 1
+    side[common & (values < median[:, None])] = -1
+    return side
+
+
+def _by_rank(scores: NDArray[Any], common: NDArray[np.bool_], weights: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the weight of each cell's place from the best score down; 0 where it is not common; all (D, A)."""
+    return np.where(common, _share_ties(np.where(common, -scores, np.nan), weights), 0.0)
+
+
+def _sizes(k: int | None, k_ratio: float | None) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+    """Return what gives the number of assets to select on dates with so many eligible ones; both of shape (D,)."""
+    if k is not None and k_ratio is None and k >= 1:
+        return lambda num: np.full(len(num), k, np.int64)
+    if k is None and k_ratio is not None and 0 < k_ratio <= 1:
+        return lambda num: np.maximum(1, np.floor(k_ratio * num + 0.5)).astype(np.int64)
+    raise UsageError(
+        f"k is {k} and k_ratio {k_ratio}.",
+        rule="exactly one of them says how many assets are selected: k from 1, or k_ratio above 0 and at most 1.",
+        remedy="give k=50 for fifty assets, or k_ratio=0.1 for a tenth of those that are eligible",
+    )
+
+
+def _by_date(name: str, scores: ArrayLike, targets: ArrayLike, metric: _Block) -> NDArray[np.float64]:
+    """Return a metric of each date, shape (D,); it gets blocks of dates: scores, targets, and where both are there."""
+    score_da, target_da = np.asarray(scores), np.asarray(targets)
+    if score_da.ndim != 2 or score_da.shape != target_da.shape:
+        raise DataError(
+            f"scores have the shape {score_da.shape} and targets {target_da.shape}.",
+            rule=f"{name} takes two arrays of one shape (num_dates, num_assets).",
+            remedy="fill absent assets with NaN; read_scores makes such arrays of a long table",
+        )
+    num_dates, num_assets = score_da.shape
+    step = max(1, _BLOCK_CELLS // max(num_assets, 1))
+    result = np.empty(num_dates)
+    for first in range(0, num_dates, step):
+        score, target = score_da[first : first + step], target_da[first : first + step]
+        result[first : first + step] = metric(score, target, ~(np.isnan(score) | np.isnan(target)))
+    return result
+
+
+def _share_ties(values: NDArray[Any], weights: NDArray[Any]) -> NDArray[np.float64]:
+    """Return what each cell gets when a row's weights are dealt out in ascending order of its values, shape (D, A).
+
+    Equal values get the mean of their weights, which is what each would get on average if chance broke the tie. NaN
+    come last.
+    """
+    if not values.size:
+        return np.empty(values.shape)
+    order = np.argsort(values, axis=1, kind="stable")
+    ordered = np.take_along_axis(values, order, axis=1)
+    starts_run = np.ones(values.shape, bool)
+    starts_run[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    starts = np.flatnonzero(starts_run)
+    lengths = np.diff(starts, append=values.size)
+    means = np.add.reduceat(np.broadcast_to(weights, values.shape).ravel(), starts) / lengths
+    shared = np.empty(values.shape)
+    np.put_along_axis(shared, order, np.repeat(means, lengths).reshape(values.shape), axis=1)
+    return shared
+
+
+def _average_ranks(values: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return ranks from 1 within each row among the cells that are common; equal values share their average rank."""
+    return _share_ties(np.where(common, values, np.nan), np.arange(1, values.shape[1] + 1))
+
+
+def divide(numerator: NDArray[Any], denominator: NDArray[Any], defined: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return the quotient where it is defined, NaN elsewhere; all of shape (D,)."""
+    result = np.full(len(numerator), np.nan)
+    np.divide(numerator, denominator, out=result, where=defined)
+    return result
