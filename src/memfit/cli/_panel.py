@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -152,16 +153,12 @@ def prune_(
     found = prune(directory, keep=keep, dry_run=dry_run)
     freed, gone = sum(one.freed_bytes for one in found), "would be removed" if dry_run else "removed"
     number = sum(one.removed for one in found)
-    rows = [
-        {"path": str(one.path), "removed": one.removed, "reason": one.reason, "freed_bytes": one.freed_bytes}
-        for one in found
-    ]
     lines = [
         f"{one.path}: {f'{gone}, {format_bytes(one.freed_bytes)}' if one.removed else f'stays: {one.reason}'}"
         for one in found
     ]
     lines.append(f"{number} of {len(found)} panels {gone}; {format_bytes(freed)} {'would be ' if dry_run else ''}freed")
-    _answer({"dry_run": dry_run, "freed_bytes": freed, "versions": rows}, lines, as_json=as_json)
+    _answer({"dry_run": dry_run, "freed_bytes": freed, "versions": [*map(asdict, found)]}, lines, as_json=as_json)
 
 
 @panel.command(short_help="Write a panel as one table for pandas, polars or R.")
@@ -191,11 +188,10 @@ def export(
 
 def _answer(facts: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        typer.echo(json.dumps(facts, indent=2, default=str))
         return
-    log = console()
     for line in lines:
-        log.say(line)
+        console().say(line)
 
 
 def _open(path: Path) -> Panel:
@@ -227,24 +223,17 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
 
 def _facts(found: Panel) -> dict[str, Any]:
-    num_dates, num_assets, _ = found.shape
-    return {
-        "path": str(found.path),
-        "fingerprint": found.fingerprint,
-        "parent": found.parent,
-        "num_dates": num_dates,
-        "first_date": str(found.dates[0]),
-        "last_date": str(found.dates[-1]),
-        "num_assets": num_assets,
+    same = ("path", "fingerprint", "parent", "num_rows", "dtype", "shared_bytes", "parameters")
+    return {name: getattr(found, name) for name in same} | {
+        "num_dates": found.shape[0],
+        "first_date": found.dates[0],
+        "last_date": found.dates[-1],
+        "num_assets": found.shape[1],
         "num_listed_later": int((found.first_dates > found.dates[0]).sum()),
         "num_delisted": int((found.last_dates < found.dates[-1]).sum()),
-        "num_rows": found.num_rows,
-        "features": list(found.feature_names),
-        "targets": list(found.target_names),
-        "dtype": found.dtype,
+        "features": found.feature_names,
+        "targets": found.target_names,
         "bytes": found.nbytes,
-        "shared_bytes": found.shared_bytes,
-        "parameters": dict(found.parameters),
     }
 
 

@@ -11,79 +11,51 @@ from typing import TYPE_CHECKING, Any
 from memfit.successors import missing_name
 
 if TYPE_CHECKING:
-    from memfit.data._batches import DateBatch, DateBatches, WindowBatch, windows
-    from memfit.data._loader import Loader
-    from memfit.data._loader_footprint import loader_footprint
-    from memfit.data._measure import measure_loader
-    from memfit.data._modes import choose_mode
-    from memfit.data._packed import PackedDataset, pack
-    from memfit.data._padding import Padding, Tokenized
-    from memfit.data._panel import Panel
-    from memfit.data._sequences import SequenceLoader
-    from memfit.data._sizes import ColumnSize, column_sizes
-    from memfit.data._source import Columns, match_columns
-    from memfit.data._verdict import Choice, LoaderReport, ModeReport, Pace, Verdict, choose_num_workers, verdict
-    from memfit.data._versions import Version, prune
+    from memfit.data._batches import DateBatch as DateBatch
+    from memfit.data._batches import DateBatches as DateBatches
+    from memfit.data._batches import WindowBatch as WindowBatch
+    from memfit.data._batches import windows as windows
+    from memfit.data._loader import Loader as Loader
+    from memfit.data._loader_footprint import loader_footprint as loader_footprint
+    from memfit.data._measure import measure_loader as measure_loader
+    from memfit.data._modes import choose_mode as choose_mode
+    from memfit.data._packed import PackedDataset as PackedDataset
+    from memfit.data._packed import pack as pack
+    from memfit.data._padding import Padding as Padding
+    from memfit.data._padding import Tokenized as Tokenized
+    from memfit.data._panel import Panel as Panel
+    from memfit.data._sequences import SequenceLoader as SequenceLoader
+    from memfit.data._sizes import ColumnSize as ColumnSize
+    from memfit.data._sizes import column_sizes as column_sizes
+    from memfit.data._source import Columns as Columns
+    from memfit.data._source import match_columns as match_columns
+    from memfit.data._verdict import Choice as Choice
+    from memfit.data._verdict import LoaderReport as LoaderReport
+    from memfit.data._verdict import ModeReport as ModeReport
+    from memfit.data._verdict import Pace as Pace
+    from memfit.data._verdict import Verdict as Verdict
+    from memfit.data._verdict import choose_num_workers as choose_num_workers
+    from memfit.data._verdict import verdict as verdict
+    from memfit.data._versions import Version as Version
+    from memfit.data._versions import prune as prune
 
-_HOMES = {
-    "Choice": "_verdict",
-    "ColumnSize": "_sizes",
-    "Columns": "_source",
-    "DateBatch": "_batches",
-    "DateBatches": "_batches",
-    "Loader": "_loader",
-    "LoaderReport": "_verdict",
-    "ModeReport": "_verdict",
-    "Pace": "_verdict",
-    "PackedDataset": "_packed",
-    "Padding": "_padding",
-    "Panel": "_panel",
-    "SequenceLoader": "_sequences",
-    "Tokenized": "_padding",
-    "Verdict": "_verdict",
-    "Version": "_versions",
-    "WindowBatch": "_batches",
-    "choose_mode": "_modes",
-    "choose_num_workers": "_verdict",
-    "column_sizes": "_sizes",
-    "loader_footprint": "_loader_footprint",
-    "match_columns": "_source",
-    "measure_loader": "_measure",
-    "pack": "_packed",
-    "prune": "_versions",
-    "verdict": "_verdict",
-    "windows": "_batches",
+_NAMES = {
+    "_batches": "DateBatch DateBatches WindowBatch windows",
+    "_loader": "Loader",
+    "_loader_footprint": "loader_footprint",
+    "_measure": "measure_loader",
+    "_modes": "choose_mode",
+    "_packed": "PackedDataset pack",
+    "_padding": "Padding Tokenized",
+    "_panel": "Panel",
+    "_sequences": "SequenceLoader",
+    "_sizes": "ColumnSize column_sizes",
+    "_source": "Columns match_columns",
+    "_verdict": "Choice LoaderReport ModeReport Pace Verdict choose_num_workers verdict",
+    "_versions": "Version prune",
 }
-
-__all__ = [
-    "Choice",
-    "ColumnSize",
-    "Columns",
-    "DateBatch",
-    "DateBatches",
-    "Loader",
-    "LoaderReport",
-    "ModeReport",
-    "Pace",
-    "PackedDataset",
-    "Padding",
-    "Panel",
-    "SequenceLoader",
-    "Tokenized",
-    "Verdict",
-    "Version",
-    "WindowBatch",
-    "choose_mode",
-    "choose_num_workers",
-    "column_sizes",
-    "loader_footprint",
-    "match_columns",
-    "measure_loader",
-    "pack",
-    "prune",
-    "verdict",
-    "windows",
-]
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

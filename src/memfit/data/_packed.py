@@ -38,8 +38,8 @@ _ALIGNMENT = 16
 def pack(objects: Iterable[Any], path: Path | str | None = None) -> PackedDataset:
     """The objects, written once into a folder, as a data set that every process maps and none copies.
 
-    A list of Python objects in a data set is copied by each worker that reads it: reading an object changes its count
-    of references, and with it the page it lies on (PyTorch issue 13246). These are bytes in a file instead.
+    Each worker that reads a list of Python objects copies it: reading an object changes its count of references, and
+    with it the page it lies on (PyTorch issue 13246). These are bytes in a file instead.
 
     What can be packed: str, bytes, int, float, bool, None, NumPy arrays and scalars, tensors (which come back as
     arrays), and lists, tuples, sets and dicts of all these; of each the type itself, no class derived from it. The

@@ -68,11 +68,8 @@ def column_sizes(source: SourceLike) -> list[ColumnSize]:
     """
     found = Source.of(source)
     sizes: dict[str, ColumnSize] = {}
-    if found.table is not None:
-        table = found.table
-        parts = [
-            ColumnSize(n, str(c.type), None, c.nbytes) for n, c in zip(table.column_names, table.columns, strict=True)
-        ]
+    if (table := found.table) is not None:
+        parts = [ColumnSize(name, str(table[name].type), None, table[name].nbytes) for name in table.column_names]
     else:
         parts = [size for path in found.paths for size in _file_sizes(path)]
     for part in parts:

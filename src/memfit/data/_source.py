@@ -221,7 +221,7 @@ def match_columns(source: SourceLike, patterns: Sequence[str], *, taken: Sequenc
             names[pattern] = None
             continue
         found = [field for field in schema if fnmatchcase(field.name, pattern)]
-        numbers = [field.name for field in found if field.name not in taken and _is_number(_value_type(field.type))]
+        numbers = [field.name for field in found if field.name not in taken and _is_number(field.type)]
         if not numbers:
             known = ", ".join(schema.names[:_NUM_NAMED]) + (", ..." if len(schema.names) > _NUM_NAMED else "")
             raise DataError(
@@ -261,7 +261,7 @@ def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[st
 
 
 def _check_type(part: str, name: str, kind: pa.DataType, fits: Callable[[pa.DataType], bool], rule: str) -> None:
-    if not fits(_value_type(kind)):
+    if not fits(kind):
         raise DataError(
             f"column '{name}' of {part} has type {kind}.",
             rule=rule,
@@ -269,27 +269,26 @@ def _check_type(part: str, name: str, kind: pa.DataType, fits: Callable[[pa.Data
         )
 
 
-def _value_type(kind: pa.DataType) -> pa.DataType:
-    """The type of a column's values, also where they are dictionary or run-end encoded."""
-    return kind.value_type if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind) else kind
+def _is(kind: pa.DataType, *names: str) -> bool:
+    """Whether a column's values, decoded if they are encoded, are of one of pyarrow.types' kinds."""
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        kind = kind.value_type
+    return any(getattr(pa.types, f"is_{name}")(kind) for name in names)
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+_TEXT = ("string", "large_string", "string_view")
 
 
 def _is_date(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_date(kind) or pa.types.is_timestamp(kind) or _is_text(kind))
+    return _is(kind, "date", "timestamp", *_TEXT)
 
 
 def _is_code(kind: pa.DataType) -> bool:
-    return bool(_is_text(kind) or pa.types.is_integer(kind))
+    return _is(kind, "integer", *_TEXT)
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    """Whether a feature or target may have a type."""
-    types = pa.types
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind))
+    return _is(kind, "integer", "floating", "boolean", "decimal")
 
 
 def _plain(column: pa.Array) -> pa.Array:
@@ -315,7 +314,7 @@ def decode_dates(column: pa.Array, name: str) -> npt.NDArray[np.datetime64]:
     """
     column = _plain(column)
     _refuse_nulls(column, name)
-    if _is_text(column.type):
+    if _is(column.type, *_TEXT):
         try:
             column = column.cast(pa.string()).cast(pa.timestamp("us"))
         except pa.ArrowInvalid as error:

@@ -19,10 +19,9 @@ from memfit.splits._purged import Indices, PurgedKFold, check_size
 class CombinatorialPurged:
     """Folds that each test another choice of ``n_test_blocks`` of ``n_blocks`` blocks of dates, and train on the rest.
 
-    Around every test block the dates are purged and embargoed as by `PurgedKFold` with a fixed reach. Each date is
-    tested in ``C(n_blocks - 1, n_test_blocks - 1)`` folds, once in each *path* (`test_paths`): a series of out-of-fold
-    scores over all dates. The spread of the paths shows how much a result owes to the choice of training dates. Paths
-    share dates and models, so they are no independent samples.
+    Dates are purged and embargoed around every test block as by `PurgedKFold`. Each date is tested once in each *path*
+    (`test_paths`): a series of out-of-fold scores over all dates. The spread of the paths shows how much a result owes
+    to the choice of training dates. Paths share dates and models, so they are no independent samples.
 
     Args:
         n_blocks: Blocks of contiguous dates; the last one also has the remainder.
@@ -72,10 +71,8 @@ class CombinatorialPurged:
             MissingExtraError: If skfolio is not installed.
         """
         date, folds, _ = self._date_folds(X, groups)
-        return (
-            (np.flatnonzero(np.isin(date, train)), np.flatnonzero(np.isin(date, np.concatenate(tests))))
-            for train, tests in folds
-        )
+        dates = ((train, np.concatenate(tests)) for train, tests in folds)
+        return ((np.flatnonzero(np.isin(date, a)), np.flatnonzero(np.isin(date, b))) for a, b in dates)
 
     def test_paths(self, X: Any, y: Any = None, groups: ArrayLike | None = None) -> NDArray[np.int64]:
         """Return the path of each row in each fold, shape (n_splits, num_rows), or -1 where a fold does not test it.

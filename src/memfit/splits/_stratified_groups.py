@@ -102,7 +102,6 @@ class StratifiedGroups:
                 )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of few rows in a class: its groups count, checked above
-            for rest, part in StratifiedGroupKFold(num_parts, shuffle=True, random_state=self.seed).split(
-                label, label, group
-            ):
+            dealer = StratifiedGroupKFold(num_parts, shuffle=True, random_state=self.seed)
+            for rest, part in dealer.split(label, label, group):
                 yield np.sort(rest), np.sort(part)
