@@ -213,8 +213,8 @@ def decide(
     else:
         _refuse_unlike(description(days_a), description(days_b))
         b = by_date(days_b, metric, "B")
-    pairs = _pair(a, b, horizon)
-    differences = pairs.a - pairs.b
+    dates, values_a, values_b, counts = _pair(a, b, horizon)
+    differences = values_a - values_b
     test = diebold_mariano(differences, horizon)
     interval = bootstrap_interval(differences, horizon, level)
     num_comparisons = max(num_comparisons, 1 + len(other_p_values))
@@ -222,7 +222,7 @@ def decide(
     alpha = 1 - level
     sign = (interval.lower > 0) - (interval.upper < 0) if adjusted < alpha else 0
     verdicts: dict[int, Verdict] = {1: "A better", -1: "B better", 0: "no difference shown"}
-    folds = _fold_effects(days_a, metric, pairs)
+    folds = _fold_effects(days_a, metric, dates, values_b)
     slow = slow_variation(differences, horizon)
     return Decision(
         verdict=verdicts[sign if sign * test.mean > 0 else 0],
@@ -242,30 +242,16 @@ def decide(
         minimal_detectable_effect=minimal_detectable_effect(
             test.standard_error, test.num_dates, alpha=alpha / num_comparisons
         ),
-        mean_a=float(pairs.a.mean()),
-        mean_b=float(pairs.b.mean()),
+        mean_a=float(values_a.mean()),
+        mean_b=float(values_b.mean()),
         kernel=test.kernel,
         block_length=interval.block_length,
-        num_only_a=pairs.num_only_a,
-        num_only_b=pairs.num_only_b,
-        num_undefined=pairs.num_undefined,
-        num_other_assets=pairs.num_other_assets,
+        **counts,
         is_slow=slow.is_shown,
         slow_statistic=slow.statistic,
         slow_error_factor=slow.error_factor,
         folds=folds,
     )
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    dates: NDArray[np.datetime64]
-    a: NDArray[np.float64]
-    b: NDArray[np.float64]
-    num_only_a: int
-    num_only_b: int
-    num_undefined: int
-    num_other_assets: int
 
 
 def _check(metric: str, level: float, *, is_random: bool) -> None:
@@ -283,7 +269,10 @@ def _check(metric: str, level: float, *, is_random: bool) -> None:
         )
 
 
-def _pair(a: Series, b: Series, horizon: int) -> _Pairs:
+def _pair(
+    a: Series, b: Series, horizon: int
+) -> tuple[NDArray[np.datetime64], NDArray[np.float64], NDArray[np.float64], dict[str, int]]:
+    """Return the dates on which both are defined, the values of each, and what was dropped, as `Decision` counts it."""
     dates, of_a, of_b = np.intersect1d(a.dates, b.dates, assume_unique=True, return_indices=True)
     both = ~(np.isnan(a.values[of_a]) | np.isnan(b.values[of_b]))
     of_a, of_b, num_common = of_a[both], of_b[both], len(dates)
@@ -297,26 +286,20 @@ def _pair(a: Series, b: Series, horizon: int) -> _Pairs:
         )
     sizes = np.column_stack([a.num_assets[of_a], b.num_assets[of_b]])
     differ = (sizes[:, 0] != sizes[:, 1]) & ~np.isnan(sizes).any(axis=1)
-    return _Pairs(
-        dates=dates[both],
-        a=a.values[of_a],
-        b=b.values[of_b],
-        num_only_a=len(a.dates) - num_common,
-        num_only_b=len(b.dates) - num_common,
-        num_undefined=num_common - len(of_a),
-        num_other_assets=int(differ.sum()),
-    )
+    counts = {"num_only_a": len(a.dates) - num_common, "num_only_b": len(b.dates) - num_common}
+    counts |= {"num_undefined": num_common - len(of_a), "num_other_assets": int(differ.sum())}
+    return dates[both], a.values[of_a], b.values[of_b], counts
 
 
-def _fold_effects(days_a: pa.Table, metric: str, pairs: _Pairs) -> tuple[FoldEffect, ...]:
+def _fold_effects(
+    days_a: pa.Table, metric: str, paired_dates: NDArray[np.datetime64], values_b: NDArray[np.float64]
+) -> tuple[FoldEffect, ...]:
     days_a = days_a.sort_by("date")  # sums of floats depend on the order of rows
     values, dates = numbers(days_a, metric), as_days(days_a.column("date"))
-    folds = (
-        numbers(days_a, "fold").astype(np.int64) if "fold" in days_a.column_names else np.zeros(len(dates), np.int64)
-    )
-    place = np.minimum(np.searchsorted(pairs.dates, dates), len(pairs.dates) - 1)
-    paired = (pairs.dates[place] == dates) & ~np.isnan(values)
-    differences = values - pairs.b[place]
+    folds = numbers(days_a, "fold").astype(np.int64) if "fold" in days_a.column_names else np.zeros(len(dates), int)
+    place = np.minimum(np.searchsorted(paired_dates, dates), len(paired_dates) - 1)
+    paired = (paired_dates[place] == dates) & ~np.isnan(values)
+    differences = values - values_b[place]
     found = []
     for fold in np.unique(folds[paired]):
         of_fold = differences[paired & (folds == fold)]
