@@ -182,10 +182,8 @@ def test_lengths_that_are_known_are_not_read_and_none_are_read_that_are_not_need
 
 def test_a_trainer_resumes_by_its_state_and_tries_its_longest_batch_before():
     pytest.importorskip("torch")
-    from memfit.training._loader import TrainingData
-    from memfit.training._preflight import find_longest
+    from memfit.training import find_longest
 
     loader = SequenceLoader(rows(lengths_of(64)), PADDING, batch=8, shuffle=1)
-    assert TrainingData(loader, seed=0).kind == "stateful"
     found = find_longest(loader)
     assert found.how == "known" and found.batch["input_ids"].shape == (8, 60) and loader.state_dict()["position"] == 0

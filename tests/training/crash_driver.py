@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from memfit.training import Ema, KeyedDataset, KeyedSampler, Trainer, _checkpoint, load_checkpoint, seed_everything
 
-NUM_EPOCHS, NUM_SAMPLES, BATCH_SIZE = 2, 18, 6
+NUM_EPOCHS, NUM_SAMPLES, BATCH_SIZE = 2, 12, 6
 WATCHED = {"open", "os.rename", "os.link", "os.remove"}
 
 
@@ -211,9 +211,9 @@ def main() -> None:
     _checkpoint._HashingFile.write = write
     answer = {
         "indexed": sweep(root, "indexed", "indexed"),
-        "workers": sweep(root, "plain-fork-2", "plain-fork-2"),
+        "workers": sweep(root, "plain-fork-1", "plain-fork-1"),
         "keyed": sweep(root, "keyed-fork-2", "keyed-fork-0"),
-        "spawned": killed_once(root, "plain-spawn-2", 7, "plain-forkserver-2"),
+        "spawned": killed_once(root, "plain-spawn-1", 5, "plain-forkserver-1"),
     }
     chain, draws = 0, random.Random(1)
     while chain < 300 and in_child(root / "chain", draws.randrange(5, 30))[0] == signal.SIGKILL:

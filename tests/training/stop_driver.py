@@ -158,6 +158,7 @@ class Kind:
         has_positions: Whether a fit can go on also with the loaders that another one left anywhere.
         settings: More for the ``Trainer``.
         fit: More for its ``fit``.
+        every: Which moments are tried: each, each second one.
     """
 
     loaders: Callable
@@ -165,14 +166,15 @@ class Kind:
     has_positions: bool = True
     settings: dict = field(default_factory=dict)
     fit: dict = field(default_factory=dict)
+    every: int = 1
 
 
 EARLY = {"patience": 1, "direction": "maximize", "evaluate": on_first_batch}
 KINDS = {
-    "Loader": Kind(panel_loaders, 3),
-    "Loader without preflight": Kind(panel_loaders, 2, fit={"preflight": False}),
+    "Loader": Kind(panel_loaders, 2),
+    "Loader without preflight": Kind(panel_loaders, 2, fit={"preflight": False}, every=2),
     "SequenceLoader, early stop": Kind(sequence_loaders, 4, settings={"checkpoint_seconds": 0.0}, fit=EARLY),
-    "DataLoader, two workers": Kind(functools.partial(torch_loaders, 2), 2, has_positions=False),
+    "DataLoader, two workers": Kind(functools.partial(torch_loaders, 2), 2, has_positions=False, every=5),
     "DataLoader": Kind(functools.partial(torch_loaders, 0), 2, has_positions=False),
 }
 
@@ -213,10 +215,12 @@ def sweep(root: Path, kind: Kind, act: Callable[[], None]) -> tuple[list[str], l
         expected = fit(root / "whole", kind, loaders)
     different = []
     for number, name in enumerate(whole.names, 1):
+        if number % kind.every:
+            continue
         folder, loaders = root / str(number), kind.loaders()
         with watched(number, act) as before, contextlib.suppress(StoppedError, Torn):
             fit(folder, kind, loaders)
-        if not kind.has_positions or number % 2:
+        if not kind.has_positions or number // kind.every % 2:
             loaders = kind.loaders()
         with watched() as after:
             try:

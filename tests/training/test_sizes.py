@@ -1,25 +1,33 @@
 """Microbatch sizes: halving, trials upward, what is remembered."""
 
+import itertools
 import json
 import random
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import UsageError
-from memfit.training import MicrobatchSizes, find_longest
+from memfit.training import MicrobatchSizes
+
+
+def cost(start, stop):
+    return 10 * (stop - start)
+
+
+def size_for(sizes, count):
+    return max(stop - start for start, stop in sizes.cut(count, cost))
 
 
 def drive(sizes, fits, count, num_steps):
     """Steps as a safe step makes them; returns the size of each step and how many failed."""
     used, failures = [], 0
     for _ in range(num_steps):
-        while (size := sizes.size_for("k", count)) > fits:
-            sizes.shrink("k", size)
+        while (size := size_for(sizes, count)) > fits:
+            sizes.shrink(10 * size)
             failures += 1
-        sizes.succeeded("k", size)
+        sizes.succeeded(10 * size)
         used.append(size)
     return used, failures
 
@@ -30,7 +38,7 @@ def test_the_first_step_halves_at_most_log2_times_and_never_below_one(count, fit
     used, failures = drive(MicrobatchSizes(), fits, count, 1)
     assert 1 <= used[0] <= min(fits, count)
     assert failures <= (count - 1).bit_length()
-    assert used[0] == count or 2 * used[0] >= min(count, fits + 1)
+    assert used[0] == count or 2 * used[0] + 1 >= min(count, fits + 1)
 
 
 def test_it_converges_to_the_largest_size_that_fits_and_then_fails_ever_more_rarely():
@@ -50,56 +58,38 @@ def test_it_grows_back_when_memory_is_there_again():
 
 def test_it_never_passes_the_largest_size_given():
     sizes = MicrobatchSizes(largest=8)
-    assert (sizes.size_for("k", 100), sizes.size_for("k", 5)) == (8, 5)
-    sizes.shrink("k", 8)
+    assert (size_for(sizes, 100), size_for(sizes, 5)) == (8, 5)
+    sizes.shrink(80)
     assert max(drive(sizes, 100, 100, 500)[0]) == 8
 
 
 def test_a_size_of_one_stays():
     sizes = MicrobatchSizes()
-    sizes.shrink("k", 1)
-    assert sizes.size_for("k", 5) == 1
+    sizes.shrink(10)
+    assert sizes.cut(3, cost) == [(0, 1), (1, 2), (2, 3)]
 
 
-def test_shapes_are_told_apart_up_to_a_power_of_two_and_by_type_but_not_by_their_number_of_samples():
-    key = MicrobatchSizes().bucket
-    assert key(torch.zeros(3, 100)) == key(torch.zeros(7, 65)) == key({"x": torch.zeros(1, 128)})
-    assert len({key(torch.zeros(3, 100)), key(torch.zeros(3, 64)), key(torch.zeros(3, 100).half())}) == 3
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 200))
+@settings(max_examples=60, deadline=None)
+def test_units_of_unequal_cost_are_cut_by_what_they_cost_and_a_large_one_stands_alone(costs, limit):
+    def cost_of(start, stop):
+        return sum(costs[start:stop])
+
     sizes = MicrobatchSizes()
-    sizes.shrink(key(torch.zeros(8, 100)), 8)
-    assert (sizes.size_for(key(torch.zeros(8, 128)), 8), sizes.size_for(key(torch.zeros(8, 64)), 8)) == (4, 8)
-
-
-class Graphs:
-    """A batch that is no container, as those of torch-geometric."""
-
-    def __init__(self, nodes):
-        self.store = {"x": torch.zeros(nodes, 4)}
-
-
-def test_objects_are_told_apart_by_their_type_and_bytes():
-    key = MicrobatchSizes().bucket
-    assert key(Graphs(10)) == key(Graphs(15)) != key(Graphs(1000))
-    assert key([Graphs(10)] * 2) == key([Graphs(10)] * 7) != key([Graphs(1000)] * 2)
-    assert key({"graphs": Graphs(10), "x": torch.zeros(3, 4)}) == "Graphs[256] float32[:,4]"
-    assert find_longest([Graphs(10), Graphs(1000), Graphs(20)]).batch.store["x"].shape == (1000, 4)
-
-
-def test_what_has_no_size_counts_nothing():
-    key, batch = MicrobatchSizes().bucket, Graphs(10)
-    known = key(batch)
-    batch.edges, batch.kind = torch.eye(4).to_sparse(), torch.Tensor
-    assert key(batch) == known
-    assert find_longest([torch.eye(4).to_sparse(), torch.eye(4)]).batch.layout == torch.strided
+    sizes.shrink(2 * limit)
+    parts = sizes.cut(len(costs), cost_of)
+    assert [unit for start, stop in parts for unit in range(start, stop)] == list(range(len(costs)))
+    assert all(cost_of(*part) <= limit or part[1] - part[0] == 1 for part in parts)
+    assert all(cost_of(start, next_start + 1) > limit for (start, _), (next_start, _) in itertools.pairwise(parts))
 
 
 def test_allocator_retries_in_two_steps_in_a_row_shrink_before_anything_fails():
     sizes = MicrobatchSizes()
     for retries in (1, 0, 2):
-        sizes.note_alloc_retries("k", 16, retries)
-        assert sizes.size_for("k", 16) == 16
-    sizes.note_alloc_retries("k", 16, 1)
-    assert sizes.size_for("k", 16) == 8
+        assert not sizes.note_alloc_retries(160, retries)
+        assert size_for(sizes, 16) == 16
+    assert sizes.note_alloc_retries(160, 1)
+    assert size_for(sizes, 16) == 8
 
 
 @pytest.mark.parametrize("cut", [1, 40, 65, 200])
@@ -118,7 +108,13 @@ def test_a_resume_decides_as_the_uninterrupted_run_does(cut):
     assert head + run(second, range(cut, 400)) == whole
 
 
-@pytest.mark.parametrize("state", [{}, {"buckets": {"k": {"sise": 3}}}, {"buckets": 4}])
+def test_sizes_by_shape_of_an_earlier_memfit_are_found_anew():
+    sizes = MicrobatchSizes()
+    sizes.load_state_dict({"buckets": {"float32[:,4]": {"size": 3}}})
+    assert sizes.limit is None
+
+
+@pytest.mark.parametrize("state", [{"limits": 3}, {"buckets": 4, "limit": 3}])
 def test_a_state_of_another_form_is_refused(state):
     with pytest.raises(UsageError, match="no microbatch sizes"):
         MicrobatchSizes().load_state_dict(state)

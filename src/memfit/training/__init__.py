@@ -8,13 +8,12 @@
     autocast, find_device, to_device   what the trainer does for precision= and device=, for code of your own
     SkipPolicy, OomEvent     which batches may be left out; what was survived
     BySample, ByGroup, WHOLE how a batch may be cut; Split is what they are
-    MicrobatchSizes          which size fits, by shape of batch
+    MicrobatchSizes          which cost of a microbatch fits
     KeyedDataset, KeyedSampler   data whose order and random draws allow a resume at once, with any num_workers
     preflight, find_longest  tries the longest batch, validation and a checkpoint first; gives a report
     checkpoint_activations   trades a third more time for the memory of a model's blocks
-    CleanupPolicy            collections as switches that say what they cost; all are off
+    clean_up, Cleanup        collects garbage and empties caches, and says what that freed
     LeakDetector, Leak       names what grows from epoch to epoch
-    freeze_startup_heap      takes what lives at the start out of every later collection; gives a FrozenHeap
     classify_oom, OomKind    whether an exception is a failed allocation, and of which memory
     load_checkpoint          a checkpoint's content, after its checksum was checked
     save_checkpoint          writes one, whole or not at all, from any loop
@@ -25,7 +24,10 @@
 This is the only package of memfit that imports torch.
 """
 
+from typing import Any
+
 from memfit.errors import MissingExtraError
+from memfit.successors import missing_name
 
 try:
     import torch as _torch  # noqa: F401
@@ -37,8 +39,8 @@ from memfit.training._average import average_checkpoints
 from memfit.training._checkpoint import CheckpointWarning, load_checkpoint, save_checkpoint
 from memfit.training._compute import autocast, find_device, to_device
 from memfit.training._ema import Ema
-from memfit.training._hygiene import CleanupPolicy, FrozenHeap, Leak, LeakDetector, freeze_startup_heap
-from memfit.training._loader import KeyedDataset, KeyedSampler
+from memfit.training._keyed import KeyedDataset, KeyedSampler
+from memfit.training._leaks import Cleanup, Leak, LeakDetector, clean_up
 from memfit.training._oom import OomKind, classify_oom
 from memfit.training._outcome import OomEvent, SkipPolicy, StepOutcome
 from memfit.training._preflight import Longest, PhaseMemory, PreflightReport, find_longest, preflight
@@ -55,11 +57,10 @@ __all__ = [
     "BySample",
     "CheckpointWarning",
     "CheckpointedBlocks",
-    "CleanupPolicy",
+    "Cleanup",
     "Ema",
     "EpochRecord",
     "FitResult",
-    "FrozenHeap",
     "KeyedDataset",
     "KeyedSampler",
     "Leak",
@@ -79,9 +80,9 @@ __all__ = [
     "average_checkpoints",
     "checkpoint_activations",
     "classify_oom",
+    "clean_up",
     "find_device",
     "find_longest",
-    "freeze_startup_heap",
     "load_checkpoint",
     "preflight",
     "rng_state",
@@ -90,3 +91,7 @@ __all__ = [
     "set_rng_state",
     "to_device",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name)

@@ -13,7 +13,7 @@ A folder holds one file per kept epoch, and two more names for them::
     best_model.pt                      the best by the metric of validation
 
 The two names are hard links where the file system has them, so an epoch costs its bytes once. Nothing is deleted before
-the newest file was read back from the disk and found whole.
+the newest file was read back and found whole.
 """
 
 from __future__ import annotations
@@ -229,9 +229,6 @@ class CheckpointFolder:
         path: The folder; it is made if need be.
         keep_epochs: How many of the newest epochs stay, beside the best.
         milestones: Epochs that stay as well.
-
-    Raises:
-        UsageError: If nothing can be written there.
     """
 
     def __init__(self, path: Path, keep_epochs: int, milestones: Collection[int] = ()) -> None:
@@ -239,30 +236,53 @@ class CheckpointFolder:
         self.keep_epochs = keep_epochs
         self.milestones = frozenset(milestones)
         self._proven = False
-        probe = path / f".{LATEST}.{os.getpid()}.tmp"
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise UsageError(
-                f"No checkpoint can be written to {path}: {error.strerror}.",
-                rule="checkpoint_dir is a folder, made if need be, in which files are made and removed.",
-                remedy="pass another checkpoint_dir, or make this one writable",
-            ) from error
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Be the only process that writes here; half-written files of a killed writer are removed first.
 
+        A POSIX lock: the kernel frees it with its process, and loader workers that outlive a killed one hold no part of
+        it.
+
         Raises:
-            UsageError: If another live process writes here.
+            UsageError: If another live process writes here, or nothing can be written.
         """
-        with _locked(self.path / _LOCK):
+        path = self.path / _LOCK
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(path, "a+")  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise UsageError(
+                f"No checkpoint can be written to {self.path}: {error.strerror}.",
+                rule="checkpoint_dir is a folder, made if need be, in which files are made and removed.",
+                remedy="pass another checkpoint_dir, or make this one writable",
+            ) from error
+        with lock:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_taken = not os.path.samestat(path.stat(), os.fstat(lock.fileno()))  # removed in that moment
+            except (BlockingIOError, PermissionError, FileNotFoundError):
+                is_taken = True
+            except OSError:  # a file system without locks
+                is_taken = False
+            if is_taken:
+                lock.seek(0)
+                raise UsageError(
+                    f"Process {lock.read().strip() or 'unknown'} trains into {self.path} now.",
+                    rule="one fit at a time writes to a checkpoint_dir: two would remove each other's files.",
+                    remedy="wait for its end, or pass another checkpoint_dir",
+                )
+            with suppress(OSError):
+                lock.truncate(0)
+                lock.write(str(os.getpid()))
+                lock.flush()
             for entry in self.path.iterdir():
                 if _ASIDE_FILE.fullmatch(entry.name):
                     entry.unlink(missing_ok=True)
-            yield
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -302,8 +322,7 @@ class CheckpointFolder:
     def check_room(self, one_bytes: int, num_epochs: int) -> None:
         """Refuse a fit whose checkpoints the disk cannot hold.
 
-        While a checkpoint is being saved one more is there than stay; without hard links the latest and the best are
-        copies.
+        While a checkpoint is being saved one more is there than stay.
 
         Args:
             one_bytes: The tensors of one checkpoint.
@@ -314,7 +333,7 @@ class CheckpointFolder:
         """
         one = one_bytes + _PLAIN_VALUES_BYTES
         milestones = sum(1 for epoch in self.milestones if epoch <= num_epochs)
-        number = min(self.keep_epochs, num_epochs) + milestones + _KEPT_STEPS + 1 + (1 if self._has_links() else 3)
+        number = min(self.keep_epochs, num_epochs) + milestones + _KEPT_STEPS + 2
         own = {(stat.st_dev, stat.st_ino): stat.st_size for stat in map(Path.stat, self.path.iterdir())}
         free = shutil.disk_usage(self.path).free + sum(own.values())
         if number * one > free:
@@ -325,18 +344,6 @@ class CheckpointFolder:
                 "epoch, and the one being written.",
                 remedy="free some space, pass fewer milestones or keep_epochs=1, or another checkpoint_dir",
             )
-
-    def _has_links(self) -> bool:
-        probe = self.path / f".{LATEST}.{os.getpid()}.tmp"
-        try:
-            probe.touch()
-            os.link(probe, linked := probe.with_name(f".{BEST}.{os.getpid()}.tmp"))
-            linked.unlink()
-        except OSError:
-            return False
-        finally:
-            probe.unlink(missing_ok=True)
-        return True
 
     def save(self, position: Position, state: dict[str, Any]) -> Path:
         """Write a checkpoint and make it the latest."""
@@ -364,8 +371,6 @@ class CheckpointFolder:
             return
         try:
             with open(files[position], "rb") as file:
-                if hasattr(os, "posix_fadvise"):  # from the disk, not from what the page cache remembers of the save
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 _verify(file, files[position])
         except DamagedError as error:
             _report_damage(error, "The older ones stay.")
@@ -431,46 +436,6 @@ class CheckpointFolder:
         sync_folder(self.path)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock file, which is there only meanwhile.
-
-    A POSIX lock: the kernel frees it with its process, and loader workers that outlive a killed one hold no part of it.
-    """
-    with open(path, "a+") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            file.seek(0)
-            raise UsageError(
-                f"Process {file.read().strip() or 'unknown'} trains into {path.parent} now.",
-                rule="one fit at a time writes to a checkpoint_dir: two would remove each other's files.",
-                remedy="wait for its end, or pass another checkpoint_dir",
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        if _is_at(path, file.fileno()):
-            with suppress(OSError):
-                file.truncate(0)
-                file.write(str(os.getpid()))
-                file.flush()
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
-    with _locked(path):  # its holder removed it in that moment
-        yield
-
-
-def _is_at(path: Path, handle: int) -> bool:
-    """Whether an open file is still what lies at its path."""
-    try:
-        return path.stat().st_ino == os.fstat(handle).st_ino
-    except FileNotFoundError:
-        return False
-
-
 def position_of(state: Mapping[str, Any]) -> Position:
     """Where a loaded checkpoint stands."""
     return state["epoch"], state.get("step", 0)
@@ -483,21 +448,9 @@ def tensor_bytes(state: Any) -> int:
     >>> tensor_bytes({"a": weights, "b": [weights[:500], 3]})
     4000
     """
-    storages: dict[int, int] = {}
-
-    def visit(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                visit(item)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                visit(item)
-
-    visit(state)
-    return sum(storages.values())
+    leaves = torch.utils._pytree.tree_leaves(state)
+    storages = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _report_damage(error: DamagedError, instead: str) -> None:

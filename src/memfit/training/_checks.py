@@ -7,52 +7,54 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from memfit.errors import UsageError, nearest
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+#: How records of settings are checked: no value is converted.
+STRICT = ConfigDict(arbitrary_types_allowed=True, strict=True)
+
 #: Compared by name: importing torch.distributed.fsdp only to compare takes seconds.
 _RANK_CLASSES = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule"})
 
 
-def whole_number(name: str, value: Any, *, least: int, why: str, most: int | None = None) -> None:
-    """Refuse what is no whole number from ``least`` to ``most``.
+def checked(call: Callable[P, T], *args: P.args, **settings: P.kwargs) -> T:
+    """Make a pydantic record; a setting that it refuses is named with what it is.
 
-    >>> whole_number("seed", "3", least=0, why="it seeds the generators")
-    Traceback (most recent call last):
-    memfit.errors.UsageError: seed is '3'.
-      rule: it seeds the generators: a whole number of at least 0.
-      do:   pass for example seed=0
+    Raises:
+        UsageError: For the first such setting.
     """
-    is_whole = isinstance(value, int | np.integer) and value is not True and value is not False
-    if is_whole and least <= value <= (value if most is None else most):
-        return
-    bound = f"at least {least}" if most is None else f"{least} to {most}"
-    raise UsageError(
-        f"{name} is {value!r}.",
-        rule=f"{why}: a whole number {f'from {bound}' if most else f'of {bound}'}.",
-        remedy=f"pass for example {name}={least}",
-    )
+    try:
+        return call(*args, **settings)
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+    raise bad_setting(str(details["loc"][0]), details["input"], details["msg"].replace("Input should be", "it is"))
 
 
-def number(name: str, value: Any, *, why: str, example: str, zero: bool = False) -> None:
-    """Refuse what is no number above 0, or from 0 up if ``zero`` is allowed."""
-    is_number = isinstance(value, int | float | np.number) and value is not True and value is not False
-    if is_number and (value > 0 or (zero and value == 0)):
-        return
-    bound = "a number from 0 up" if zero else "a number above 0"
-    raise UsageError(f"{name} is {value!r}.", rule=f"{why}: {bound}.", remedy=f"pass for example {example}")
+def check_setting(name: str, value: Any, kind: Any) -> None:
+    """Refuse a value that is none of an annotated type.
+
+    >>> check_setting("seed", "3", int)
+    Traceback (most recent call last):
+    memfit.errors.UsageError: seed is '3' (str).
+      rule: it is a valid integer.
+      do:   set seed to another value
+    """
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        text = " or ".join(dict.fromkeys(one["msg"] for one in error.errors(include_url=False)))
+        raise bad_setting(name, value, text.replace("Input should be", "it is")) from None
 
 
-def of_type(name: str, value: Any, kind: type | tuple[type, ...], *, rule: str, example: str) -> None:
-    """Refuse another kind of object."""
-    if not isinstance(value, kind):
-        text = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.80} ({type(value).__name__})"
-        raise UsageError(f"{name} is {text}.", rule=rule, remedy=f"pass for example {example}")
+def bad_setting(name: str, value: Any, rule: str, remedy: str = "") -> UsageError:
+    """Return the error for a setting, with its value and type."""
+    text = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.80} ({type(value).__name__})"
+    return UsageError(f"{name} is {text}.", rule=f"{rule}.", remedy=remedy or f"set {name} to another value")
 
 
 def known_arguments(call: Callable[P, T]) -> Callable[P, T]:
@@ -67,7 +69,7 @@ def known_arguments(call: Callable[P, T]) -> Callable[P, T]:
     known = [name for name in inspect.signature(call).parameters if name != "self"]
 
     @functools.wraps(call)
-    def checked(*args: P.args, **settings: P.kwargs) -> T:
+    def wrapped(*args: P.args, **settings: P.kwargs) -> T:
         for name in settings:
             if name not in known:
                 raise UsageError(
@@ -77,31 +79,25 @@ def known_arguments(call: Callable[P, T]) -> Callable[P, T]:
                 )
         return call(*args, **settings)
 
-    return checked
+    return wrapped
 
 
 def check_parts(model: Any, optimizer: Any, loss: Any, split: Any) -> None:
     """Refuse a model, optimizer, loss or split that is something else, arguments in another order above all."""
-    of_type("the model", model, torch.nn.Module, rule="it is a torch.nn.Module.", example="torch.nn.Linear(8, 1)")
-    of_type(
-        "the optimizer",
-        optimizer,
-        torch.optim.Optimizer,
-        rule="it is one that was made over the model's parameters.",
-        example="torch.optim.AdamW(model.parameters())",
-    )
+    if not isinstance(model, torch.nn.Module):
+        raise bad_setting("the model", model, "it is a torch.nn.Module", "pass for example torch.nn.Linear(8, 1)")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        remedy = "pass for example torch.optim.AdamW(model.parameters())"
+        raise bad_setting("the optimizer", optimizer, "it is made over the model's parameters", remedy)
     _refuse_ranks(model)
     of_torch = getattr(loss, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional")
     if not callable(loss) or isinstance(loss, type) or of_torch:
-        example = "loss=squared, with: def squared(model, batch): x, y = batch; "
-        example += "return torch.nn.functional.mse_loss(model(x), y, reduction='sum'), len(x)"
-        of_type("the loss", loss, (), rule="loss(model, batch) returns a sum and its weight.", example=example)
-    if split is not None and not (hasattr(split, "count") and hasattr(split, "take") and not isinstance(split, type)):
-        of_type(
-            "split", split, (), rule="it has count(batch) and take(batch, start, stop).", example="split=BySample()"
-        )
-    if isinstance(split, str):  # a text has a count of its own
-        of_type("split", split, (), rule="it is an object and no name.", example="split=memfit.training.WHOLE")
+        remedy = "pass loss=squared, with: def squared(model, batch): x, y = batch; "
+        remedy += "return torch.nn.functional.mse_loss(model(x), y, reduction='sum'), len(x)"
+        raise bad_setting("the loss", loss, "loss(model, batch) returns a sum and its weight", remedy)
+    is_split = hasattr(split, "count") and hasattr(split, "take") and not isinstance(split, type)
+    if split is not None and not is_split:
+        raise bad_setting("split", split, "it has count(batch) and take(batch, start, stop)", "pass split=BySample()")
 
 
 def _refuse_ranks(model: torch.nn.Module) -> None:

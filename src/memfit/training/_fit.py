@@ -16,71 +16,73 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from memfit.errors import DataError, HalfUpdatedError, MemfitError, StoppedError, UsageError
 from memfit.memory import Budget
 from memfit.rundir import mark_phase, record
 from memfit.training._checkpoint import CheckpointFolder, position_of, tensor_bytes
+from memfit.training._checks import STRICT
 from memfit.training._compute import Precision, autocast
 from memfit.training._ema import Ema
-from memfit.training._exactness import Exactness, Loss
-from memfit.training._hygiene import CleanupPolicy, LeakDetector, Moment
-from memfit.training._loader import Batches, TrainingData, preserved_generators
+from memfit.training._exactness import Exactness
+from memfit.training._keyed import TrainingData, preserved_generators, refuse_own_generators
+from memfit.training._leaks import LeakDetector
 from memfit.training._oom import classify_oom, release
+from memfit.training._outcome import StepOutcome
 from memfit.training._preflight import find_longest, preflight
 from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
-from memfit.training._result import Direction, FitResult, best_epoch
-from memfit.training._split import Split
+from memfit.training._result import Direction, EpochRecord, FitResult, best_epoch
 from memfit.training._state import Progress, capture, optimizer_identity, restore
 from memfit.training._step import SafeStep
-from memfit.training._validation import Evaluate, MeanLoss, OneBatch, Recovery, evaluated, kept_weights
-from memfit.training._worker_watch import warn_of_forks
+from memfit.training._validation import MeanLoss, Recovery, evaluated
 
 _STEP_EVENT_SECONDS = 0.5
 _MAX_ROLLBACKS = 3
 _RESERVED_NAMES = frozenset({"epoch", "num_epochs", "train_loss", "time", "job", "kind"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Setup:
     """What a ``Trainer`` was made with."""
 
     model: torch.nn.Module
-    loss: Loss
+    loss: Callable[..., Any]
     precision: Precision
     optimizer: torch.optim.Optimizer
     step: SafeStep
-    split: Split
     folder: CheckpointFolder | None
-    seed: int
-    global_batch_size: int | None
+    seed: Annotated[int, Field(ge=0, lt=1 << 32)]
+    global_batch_size: Annotated[int, Field(ge=1)] | None
     schedule: torch.optim.lr_scheduler.LRScheduler | None
     ema: Ema | None
-    cleanup: CleanupPolicy | None
-    checkpoint_seconds: float
-    first_batch_seconds: float
+    on_step: Callable[[StepOutcome], object] | None
+    on_epoch: Callable[[EpochRecord], bool | None] | None
+    checkpoint_seconds: Annotated[float, Field(ge=0)]
+    first_batch_seconds: Annotated[float, Field(gt=0)]
     allow_inexact: bool
     provenance: Mapping[str, Any]
     identity: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Plan:
     """What ``Trainer.fit`` was called with."""
 
-    train: Batches
+    train: Any
     valid: Any
-    num_epochs: int
-    evaluate: Evaluate | None
+    num_epochs: Annotated[int, Field(ge=1)]
+    evaluate: Callable[..., Any] | None
     best_metric: str
     direction: Direction
-    patience: int | None
+    patience: Annotated[int, Field(ge=1)] | None
     preflight: bool
 
 
@@ -92,17 +94,16 @@ class Fit:
         self.plan = plan
         self.stop = stop
         self.data = TrainingData(plan.train, setup.seed, setup.first_batch_seconds)
-        for batches in (plan.train, plan.valid):
-            warn_of_forks(batches)
         if setup.folder is not None and not setup.allow_inexact:
             self.data.check_replayable()
+            refuse_own_generators(plan.valid)
         self.batches_per_step = _batches_per_step(self.data, setup)
         self.num_steps = math.ceil(len(plan.train) / self.batches_per_step)
         self.progress = Progress()
         self.recovery = Recovery(setup.model, setup.optimizer, self._where)
-        exactness = Exactness(setup.model, setup.loss, setup.split, setup.allow_inexact)
+        exactness = Exactness(setup.model, setup.loss, setup.step.split, setup.allow_inexact)
         self.mean_loss = MeanLoss(
-            setup.loss, setup.split, exactness, self.recovery, self._leave_validation, setup.first_batch_seconds
+            setup.loss, setup.step.split, exactness, self.recovery, self._leave_validation, setup.first_batch_seconds
         )
         self.evaluate = plan.evaluate or self.mean_loss
         self.identity = self._identity()
@@ -110,7 +111,6 @@ class Fit:
         self._rollbacks: Counter[tuple[int, int]] = Counter()
         self._data_state: Mapping[str, Any] | None = None
         self._is_open = self._has_room = False
-        self._phase = ""
         self._next_step_event = self._next_save = 0.0
 
     def run(self) -> FitResult:
@@ -130,18 +130,15 @@ class Fit:
                     half = error
                 self._go_back(half)
         except RuntimeError as error:  # wherever it struck: torch raises a worker's death from a signal handler
-            if (death := self.data.explain(error)) is None:
+            if (death := self.data.workers.explain(error)) is None:
                 raise
             raise death from error
         finally:
             self.data.close(persistent_too=True)
-            self._clean("fold")
-            if self.setup.cleanup is not None and (line := self.setup.cleanup.finish()):
-                print(f"memfit: {line}", file=sys.stderr)
         self.setup.model.eval()
         history = tuple(self.progress.history)
         epochs_run = len(history) - (resumed_from or 0)
-        return FitResult(history, self._best_epoch(), epochs_run, resumed_from, self._is_early())
+        return FitResult(history, self._best_epoch(), epochs_run, resumed_from, len(history) < self.plan.num_epochs)
 
     # --- the way to the first step, and back to a checkpoint
 
@@ -187,41 +184,30 @@ class Fit:
             return
         self.data.set_epoch(epoch)
         longest = find_longest(plan.train, setup.first_batch_seconds)
-        view = self._longest_validation()
-        validate = None if view is None else lambda: self._try_evaluation(view)
+        longest_valid = self._longest_validation()
+        validate = None if longest_valid is None else lambda: self._try_validation(longest_valid)
         if self.progress.position[1] or not self.progress.history:  # else a validation is still to be done before
             self._open_epoch()
         preflight(setup.step, longest=longest, validate=validate, save=save, num_batches=self.batches_per_step)
 
-    def _longest_validation(self) -> OneBatch | None:
+    def _longest_validation(self) -> Any:
         """The largest batch of validation; None without one, or where validation takes something else than batches."""
         valid = self.plan.valid
         if valid is None or isinstance(valid, Mapping) or hasattr(valid, "__array__"):
             return None
-        if isinstance(valid, tuple) and self.plan.evaluate is not None:
-            return None
         try:
-            return OneBatch(valid, find_longest(valid, self.setup.first_batch_seconds).batch)
+            return find_longest(valid, self.setup.first_batch_seconds).batch
         except (TypeError, UsageError):
             return None
 
-    def _try_evaluation(self, view: OneBatch) -> None:
-        """Validate one batch, and leave the evaluation when it asks for more: it reports nothing of a part.
-
-        An ``evaluate`` that fails before it asks for a batch may take something else than batches: it is left out.
-        """
-        is_own = self.plan.evaluate is not None
+    def _try_validation(self, batch: Any) -> None:
+        """The loss of the largest validation batch; an ``evaluate`` of the user's sees whole validations only."""
         try:
-            with kept_weights(self.setup.model) if is_own else nullcontext():
-                self._metrics(view)
-        except Exception as error:
-            if view.is_used:
-                return
-            if view.is_begun or not is_own or isinstance(error, MemfitError) or classify_oom(error) is not None:
+            evaluated(self.mean_loss, self.setup.model, [batch])
+        except Exception as error:  # batches that only evaluate understands
+            if self.plan.evaluate is None or isinstance(error, MemfitError) or classify_oom(error) is not None:
                 raise
-            text = f"{type(error).__name__}: {error}".partition("\n")[0]
-            record("preflight_evaluation", reason=text)
-            say(f"the preflight leaves evaluate out: it failed before it asked for a batch ({text:.100})")
+            record("preflight_validation", reason=f"{type(error).__name__}: {error}".partition("\n")[0])
 
     def _go_back(self, error: HalfUpdatedError) -> None:
         """To the newest checkpoint, after an optimizer step that an out-of-memory left half-way."""
@@ -263,13 +249,14 @@ class Fit:
 
     def _advance(self) -> None:
         progress = self.progress
+        is_done = False
         if progress.history and not progress.step:
-            self._finish_epoch()  # of a resumed fit: its validation is still to be done
-        while len(self.progress.history) < self.plan.num_epochs and not self._is_early():
+            is_done = self._finish_epoch()  # of a resumed fit: its validation is still to be done
+        while len(progress.history) < self.plan.num_epochs and not is_done:
             self._train_epoch()
             self._save()
-            self._finish_epoch()
-        if self._is_early():
+            is_done = self._finish_epoch()
+        if len(progress.history) < self.plan.num_epochs:
             self._tell_early()
 
     def _open_epoch(self) -> None:
@@ -283,7 +270,7 @@ class Fit:
 
     def _train_epoch(self) -> None:
         progress = self.progress
-        self._enter("train")
+        mark_phase("train")
         self.setup.model.train()
         self._open_epoch()
         while self._step():
@@ -294,7 +281,7 @@ class Fit:
                 raise self._stopped()
             if time.monotonic() >= self._next_save and self.setup.folder is not None:
                 self._save()
-                self._enter("train")
+                mark_phase("train")
         self.data.close()
         self._is_open = False
         if progress.step == 0:
@@ -304,7 +291,6 @@ class Fit:
                 remedy="pass a list, a DataLoader or another object whose iteration starts anew each time",
             )
         progress.end_epoch()
-        self._clean("epoch")
 
     def _step(self) -> bool:
         """The next optimizer step; False at the epoch's end."""
@@ -319,7 +305,6 @@ class Fit:
                 setup.schedule.step()
             if setup.ema is not None:
                 setup.ema.update(setup.model)
-        self._clean("step")
         progress.step += 1
         progress.num_batches += len(batches)
         progress.num_skipped += outcome.skipped
@@ -331,18 +316,9 @@ class Fit:
             self._next_step_event = now + _STEP_EVENT_SECONDS
             fields = {**setup.step.where, "num_epochs": self.plan.num_epochs}
             record("step", **fields, loss=outcome.loss if outcome.weight else None)
+        if setup.on_step is not None:
+            setup.on_step(outcome)
         return True
-
-    def _enter(self, phase: str) -> None:
-        """Begin a phase, which is a stage of the fit."""
-        if self._phase not in ("", phase):
-            self._clean("stage")
-        self._phase = phase
-        mark_phase(phase)
-
-    def _clean(self, moment: Moment) -> None:
-        if self.setup.cleanup is not None:
-            self.setup.cleanup.at(moment)
 
     def _where(self) -> dict[str, Any]:
         return {"epoch": self.progress.epoch, "step": self.progress.step}
@@ -353,7 +329,7 @@ class Fit:
         folder, progress = self.setup.folder, self.progress
         if folder is None:
             return Path()
-        self._enter("checkpoint")
+        mark_phase("checkpoint")
 
         def save() -> Path:
             state = capture(self._parts(), progress, self.identity)
@@ -375,8 +351,8 @@ class Fit:
                 folder.prune(progress.position, self._best_epoch())
         return path
 
-    def _finish_epoch(self) -> None:
-        """Validate the newest epoch if that is still to be done, and mark and keep the best."""
+    def _finish_epoch(self) -> bool:
+        """Validate the newest epoch if that is still to be done, keep the best; returns whether the fit ends here."""
         setup, history = self.setup, self.progress.history
         newest, folder = history[-1], setup.folder
         if setup.ema is not None and folder is not None:
@@ -398,11 +374,13 @@ class Fit:
         say(f"epoch {newest.epoch}/{self.plan.num_epochs}  {told}")
         if leak := self._leaks.end_epoch():
             print(f"memfit: {leak}", file=sys.stderr)
+        is_done = setup.on_epoch is not None and setup.on_epoch(newest) is True
         if self.stop.noted:
             raise self._stopped()
+        return is_done or self._is_early()
 
     def _validate(self) -> dict[str, float]:
-        self._enter("validate")
+        mark_phase("validate")
         if not self._has_room_for_both():
             self.data.close(persistent_too=True)
         remedy = "make the validation batches smaller, or keep less of each in evaluate"
@@ -457,7 +435,8 @@ class Fit:
     def _tell_early(self) -> None:
         done, best, metric = len(self.progress.history), self._best_epoch(), self.plan.best_metric
         record("early_stop", epoch=done, num_epochs=self.plan.num_epochs, best_epoch=best, metric=metric)
-        say(f"stops early after epoch {done} of {self.plan.num_epochs}: {metric} was best in epoch {best}")
+        why = f"{metric} was best in epoch {best}" if self._is_early() else "on_epoch said so"
+        say(f"stops early after epoch {done} of {self.plan.num_epochs}: {why}")
         setup = self.setup
         if setup.ema is not None and setup.folder is not None:
             setup.ema.report_missing(setup.folder.path, done=done, num_epochs=done)
@@ -491,7 +470,7 @@ def _batches_per_step(data: TrainingData, setup: Setup) -> int:
     if size is None and data.kind == "indexed":
         data.set_epoch(1)
         with preserved_rng(), preserved_generators(data.batches):
-            size = setup.split.count(data.batches[0])  # type: ignore[index]
+            size = setup.step.split.count(data.batches[0])  # type: ignore[index]
     if size is None or wanted < size or wanted % size:
         raise UsageError(
             f"global_batch_size is {wanted}, and a batch of the training data has "

@@ -16,14 +16,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from memfit.errors import DoesNotFitError, MemfitError, UsageError
 from memfit.memory import Meter, measure
 from memfit.rundir import mark_phase, record
-from memfit.training._loader import preserved_generators
+from memfit.training._keyed import preserved_generators
 from memfit.training._oom import classify_oom, device_bytes, release
 from memfit.training._process import preserved_rng
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import held_bytes
 from memfit.training._step import SafeStep, _memory_now
-from memfit.training._worker_watch import FIRST_BATCH_SECONDS
-from memfit.training._workers import watched
+from memfit.training._workers import FIRST_BATCH_SECONDS, watched
 
 T = TypeVar("T")
 
@@ -204,7 +203,7 @@ def _sizes_learned_at_most(step: SafeStep) -> Iterator[Callable[[], int]]:
     try:
         yield lambda: step.num_ooms - int(before["num_ooms"])
     finally:
-        learned = {} if before["sizes"]["buckets"] else {"sizes": step.state_dict()["sizes"]}
+        learned = {} if before["sizes"]["limit"] is not None else {"sizes": step.state_dict()["sizes"]}
         step.load_state_dict({**before, **learned})
 
 
@@ -297,10 +296,12 @@ def _longest_of_loader(loader: DataLoader[Any], seconds: float) -> Longest:
     lengths = getattr(loader.dataset, "lengths", None)
     if isinstance(loader.dataset, IterableDataset):
         probe = _probe(loader, batch_size=loader.batch_size, drop_last=loader.drop_last)
-        return _largest(itertools.islice(watched(probe, seconds, "the preflight"), _NUM_SAMPLED), "sampled")
+        with watched(probe, seconds, "the preflight") as each:
+            return _largest(itertools.islice(each, _NUM_SAMPLED), "sampled")
     indices = _indices(loader, _NUM_SAMPLED) if lengths is None else [_longest_indices(loader, lengths)]
     probe = _probe_indices(loader, indices)
-    return _largest(watched(probe, seconds, "the preflight"), "sampled" if lengths is None else "lengths")
+    with watched(probe, seconds, "the preflight") as each:
+        return _largest(each, "sampled" if lengths is None else "lengths")
 
 
 def _indices(loader: DataLoader[Any], count: int | None = None) -> list[Any]:

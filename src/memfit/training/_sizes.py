@@ -1,17 +1,12 @@
-"""Which microbatch size fits, remembered for each shape of batch."""
+"""How much of a batch fits at once, learned as a cost: bytes, tokens, nodes, frames."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-import torch
-
 from memfit.errors import UsageError
-from memfit.training._split import held_bytes, is_opaque, leaves
 
 _FIRST_WAIT_STEPS = 64
 _MOST_WAIT_STEPS = 1 << 20
@@ -19,18 +14,18 @@ _RETRIES_IN_A_ROW = 2
 
 
 @dataclass
-class _Bucket:
-    """What is known about one shape.
+class _Known:
+    """What is known so far.
 
     Attributes:
-        size: The size in use; None is whatever the batch has.
-        failed: The smallest size above ``size`` that failed; None if none is remembered.
-        quiet: Steps since the last change or probe.
-        wait: How many quiet steps go before a larger size is tried.
+        limit: The largest cost in use; None is whatever the batch has.
+        failed: The smallest cost above ``limit`` that failed; None if none is remembered.
+        quiet: Steps since the last change or trial.
+        wait: How many quiet steps go before a larger cost is tried.
         retries: Steps in a row in which the device's allocator had to empty its cache and try again.
     """
 
-    size: int | None = None
+    limit: int | None = None
     failed: int | None = None
     quiet: int = 0
     wait: int = _FIRST_WAIT_STEPS
@@ -38,127 +33,116 @@ class _Bucket:
 
 
 class MicrobatchSizes:
-    """The largest size that fits, found by halving on failure and by bounded trials upward, for each shape of batch.
+    """The largest cost of a microbatch that fits, found by halving on failure and by bounded trials upward.
 
-    A failure halves the size at once. After ``wait`` quiet steps a larger size is tried once: twice as much, or half
-    way to the smallest that failed. A trial that fails doubles the wait, so failures become rare at any length of run.
-    Everything is counted in steps and nothing in seconds: a resumed run decides as the uninterrupted one did.
+    A failure halves the cost at once. After ``wait`` quiet steps a larger one is tried once: twice as much, or half
+    way to the smallest that failed, then that one. A trial that fails doubles the wait, so failures become rare at any
+    length of run. Everything is counted in steps and nothing in seconds: a resumed run decides as the uninterrupted one
+    did.
 
     Args:
-        largest: The size to begin with and never to pass; None is the whole batch.
+        largest: The most units (samples, groups) of a microbatch; None is the whole batch.
 
     Example:
         >>> sizes = MicrobatchSizes()
-        >>> key = sizes.bucket(torch.zeros(64, 100))
-        >>> key, sizes.size_for(key, 64)
-        ('float32[:,128]', 64)
-        >>> sizes.shrink(key, 64)
-        >>> sizes.size_for(key, 64)
-        32
+        >>> def cost(start, stop):
+        ...     return 10 * (stop - start)
+        >>> sizes.cut(6, cost)
+        [(0, 6)]
+        >>> sizes.shrink(60)
+        >>> sizes.cut(6, cost)
+        [(0, 3), (3, 6)]
     """
 
     def __init__(self, largest: int | None = None) -> None:
         self.largest = largest
-        self._buckets: dict[str, _Bucket] = {}
+        self._known = _Known()
 
-    def bucket(self, batch: Any) -> str:
-        """The shape of a batch: of each tensor and array its type and dimensions, all but the first rounded up.
+    @property
+    def limit(self) -> int | None:
+        """The largest cost in use; None as long as nothing failed."""
+        return self._known.limit
 
-        They are rounded up to powers of two, so that a length that differs in every batch makes few buckets. Of other
-        objects, and of one in a list of them, it is the type and the number of bytes.
+    def cut(self, count: int, cost: Callable[[int, int], int]) -> list[tuple[int, int]]:
+        """Return the microbatches of a batch as ranges of units, each as long as its cost allows, one unit at least.
+
+        Args:
+            count: Units of the batch.
+            cost: The cost of the units from ``start`` up to ``stop``; more units never cost less.
         """
-        return self.bucket_of(leaf for _, leaf in leaves(batch))
+        limit, most = self._limit_now(), self.largest or count
+        ranges, start = [], 0
+        while start < count:
+            stop = min(start + most, count)
+            if limit is not None and cost(start, stop) > limit:
+                fits, too_far = start + 1, stop
+                while too_far - fits > 1:
+                    middle = (fits + too_far) // 2
+                    fits, too_far = (middle, too_far) if cost(start, middle) <= limit else (fits, middle)
+                stop = fits
+            ranges.append((start, stop))
+            start = stop
+        return ranges
 
-    def bucket_of(self, found: Iterable[Any]) -> str:
-        """The same of what the structure of a batch holds."""
-        shapes = []
-        for leaf in found:
-            if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim:
-                shapes.append(_shape_text(leaf.dtype, tuple(leaf.shape[1:])))
-            elif is_opaque(leaf):
-                shapes.append(f"{type(leaf).__name__}[{_power(held_bytes(leaf))}]")
-            elif isinstance(leaf, list) and leaf and is_opaque(leaf[0]):
-                shapes.append(f"{type(leaf[0]).__name__}[:,{_power(held_bytes(leaf) // len(leaf))}]")
-        return " ".join(shapes)
+    def _limit_now(self) -> int | None:
+        known = self._known
+        if known.limit is None or known.quiet < known.wait:
+            return known.limit
+        if known.failed is None or 2 * known.limit < known.failed:
+            return max(1, 2 * known.limit)
+        if known.quiet == known.wait:
+            return (known.limit + known.failed) // 2
+        return known.failed  # half way to it was no unit more
 
-    def size_for(self, key: str, count: int) -> int:
-        """The size to take for a batch of ``count`` units; at least 1, at most ``count``."""
-        most = count if self.largest is None else min(count, self.largest)
-        bucket = self._buckets.get(key)
-        if bucket is None or bucket.size is None:
-            return most
-        size = bucket.size
-        if bucket.quiet >= bucket.wait and size < most:
-            size = self._trial(bucket)
-        return max(1, min(size, most))
+    def shrink(self, failed_cost: int, half_cost: int | None = None) -> None:
+        """``failed_cost`` did not fit: the cost of half as many units is next, or the limit before it if on trial."""
+        known = self._known
+        if known.limit is None or failed_cost <= known.limit:
+            known.limit = failed_cost // 2 if half_cost is None else min(half_cost, failed_cost - 1)
+        if known.quiet:  # not on the way down to the first size that fits
+            known.wait = min(2 * known.wait, _MOST_WAIT_STEPS)
+        known.failed, known.quiet, known.retries = failed_cost, 0, 0
 
-    def shrink(self, key: str, failed_size: int) -> None:
-        """``failed_size`` did not fit: half of it is next, or the size before it if it was a trial."""
-        bucket = self._buckets.setdefault(key, _Bucket())
-        if bucket.size is None or failed_size <= bucket.size:
-            bucket.size = max(1, (failed_size + 1) // 2)
-        if bucket.quiet:  # not on the way down to the first size that fits
-            bucket.wait = min(2 * bucket.wait, _MOST_WAIT_STEPS)
-        bucket.failed, bucket.quiet, bucket.retries = failed_size, 0, 0
+    def succeeded(self, cost: int) -> bool:
+        """A step whose largest microbatch had this cost went through; returns whether the limit rose."""
+        known = self._known
+        if known.limit is None:
+            return False
+        known.quiet += 1
+        if cost <= known.limit:
+            return False
+        known.limit, known.quiet = cost, 0
+        if known.failed is not None and known.failed <= cost:
+            known.failed = None
+        return True
 
-    def succeeded(self, key: str, size: int) -> None:
-        """A step with microbatches of ``size`` went through."""
-        bucket = self._buckets.get(key)
-        if bucket is None or bucket.size is None:
-            return
-        bucket.quiet += 1
-        if size > bucket.size:
-            bucket.size, bucket.quiet = size, 0
-            if bucket.failed is not None and bucket.failed <= size:
-                bucket.failed = None
-
-    def note_alloc_retries(self, key: str, size: int, num_retries: int) -> None:
+    def note_alloc_retries(self, cost: int, num_retries: int) -> bool:
         """How often the device's allocator had to empty its cache in a step that went through.
 
         Two such steps in a row count as a failure: the next allocation that finds nothing to give back is one, and
-        until then every step pays for freeing and allocating anew.
+        until then every step pays for freeing and allocating anew. Returns whether the limit fell.
         """
-        bucket = self._buckets.get(key)
-        if num_retries == 0:
-            if bucket is not None:
-                bucket.retries = 0
-            return
-        bucket = self._buckets.setdefault(key, _Bucket())
-        bucket.retries += 1
-        if bucket.retries >= _RETRIES_IN_A_ROW and size > 1:
-            self.shrink(key, size)
+        self._known.retries = self._known.retries + 1 if num_retries else 0
+        is_failure = self._known.retries >= _RETRIES_IN_A_ROW
+        if is_failure:
+            self.shrink(cost)
+        return is_failure
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold."""
-        return {"buckets": {key: asdict(bucket) for key, bucket in self._buckets.items()}}
+        return asdict(self._known)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave.
+        """Go on from what ``state_dict`` gave; sizes by shape, of memfit 0.1, are found anew by a few failures.
 
         Raises:
             UsageError: If it is not of that form.
         """
         try:
-            self._buckets = {str(key): _Bucket(**fields) for key, fields in state["buckets"].items()}
-        except (KeyError, TypeError, AttributeError) as error:
+            self._known = _Known(**({} if list(state) == ["buckets"] else state))
+        except TypeError as error:
             raise UsageError(
                 f"These are no microbatch sizes: {error!r}.",
-                rule="the state is what MicrobatchSizes.state_dict() of this version of memfit gave.",
+                rule="the state is what MicrobatchSizes.state_dict() gave.",
                 remedy="leave it out: sizes are found anew by a few failures",
             ) from error
-
-    def _trial(self, bucket: _Bucket) -> int:
-        size, failed = bucket.size or 1, bucket.failed
-        if failed is None or 2 * size < failed:
-            return 2 * size
-        return max((size + failed) // 2, size + 1)
-
-
-def _power(dim: int) -> int:
-    return 1 << max(0, dim - 1).bit_length()
-
-
-@functools.lru_cache(maxsize=1024)
-def _shape_text(dtype: Any, shape: tuple[int, ...]) -> str:
-    dims = ",".join([":", *(str(_power(dim)) for dim in shape)])
-    return f"{str(dtype).removeprefix('torch.')}[{dims}]"

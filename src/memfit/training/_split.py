@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -203,27 +203,24 @@ def rebuild(batch: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], b
 
     ``is_leaf`` says which containers are leaves too.
     """
-    if is_leaf is not None and is_leaf(batch):
+    parts = None if is_leaf is not None and is_leaf(batch) else _parts(batch)
+    if parts is None:
         return change(batch)
+    changed = [rebuild(part, change, is_leaf) for _, part in parts]
+    if isinstance(batch, list):
+        return changed
+    if type(batch) is dict:
+        return dict(zip(batch, changed, strict=True))
+    if isinstance(batch, tuple):
+        return type(batch)(*changed) if hasattr(batch, "_fields") else type(batch)(changed)
+    other: Any = copy.copy(batch)  # keeps what a subclass of dict holds beside its items
     if isinstance(batch, Mapping):
-        changed = {name: rebuild(part, change, is_leaf) for name, part in batch.items()}
-        if type(batch) is dict:
-            return changed
-        other = cast(dict[Any, Any], copy.copy(batch))  # keeps what a subclass holds beside its items
-        for name, part in changed.items():
+        for name, part in zip(batch, changed, strict=True):
             other[name] = part
         return other
-    if isinstance(batch, tuple) and not (_is_texts(batch) or _is_plain(batch)):
-        parts = [rebuild(part, change, is_leaf) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if isinstance(batch, list) and _holds_arrays(batch):
-        return [rebuild(part, change, is_leaf) for part in batch]
-    if _is_record(batch):
-        other = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            object.__setattr__(other, field.name, rebuild(getattr(batch, field.name), change, is_leaf))
-        return other
-    return change(batch)
+    for field, part in zip(dataclasses.fields(batch), changed, strict=True):
+        object.__setattr__(other, field.name, part)
+    return other
 
 
 def _parts(batch: Any) -> list[tuple[str, Any]] | None:

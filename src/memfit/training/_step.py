@@ -9,26 +9,28 @@ microbatch. Dropout draws otherwise after a split: **equal in distribution**.
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 
 from memfit.errors import DoesNotFitError, JobFailedError, MemfitError, SampleTooLargeError, UsageError
 from memfit.memory import Budget
 from memfit.rundir import record
-from memfit.training._checks import check_parts, known_arguments, number
+from memfit.training._checks import check_parts, check_setting, known_arguments
 from memfit.training._exactness import Exactness, Loss, place
 from memfit.training._flight import write_flight_record
+from memfit.training._guard import OptimizerGuard
 from memfit.training._oom import OomKind, classify_oom, clear_caches, device_bytes, release
 from memfit.training._outcome import OomEvent, SkipPolicy, StepOutcome
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._snapshot import Snapshot
-from memfit.training._split import BySample, Split, is_opaque, leaves, rebuild
-from memfit.training._undo import OptimizerGuard
+from memfit.training._split import BySample, Split, held_bytes, is_opaque, leaves, rebuild
 from memfit.units import format_bytes
 
 _MOST_UPDATES = 3
@@ -41,14 +43,19 @@ class _Batch:
 
     content: Any
     count: int
-    key: str
     versions: list[tuple[str, torch.Tensor, int]]
-    size: int = 0
-    tries_of_one: int = 0
+    cost: Callable[[int, int], int]
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    tried: set[tuple[int, int]] = field(default_factory=set)
 
     @property
-    def num_parts(self) -> int:
-        return -(-self.count // self.size)
+    def size(self) -> int:
+        """Units of the largest microbatch."""
+        return max(stop - start for start, stop in self.parts)
+
+    @property
+    def largest_cost(self) -> int:
+        return max(self.cost(*part) for part in self.parts)
 
 
 @dataclass
@@ -78,10 +85,13 @@ class SafeStep:
         microbatch_size: ``"auto"`` begins with whole batches and finds what fits; a number is the largest to try; None
             never splits.
         split: How a batch is cut.
+        cost: ``cost(batch) -> int``: what memory grows with, such as tokens, nodes or frames; more units never cost
+            less. What fits is learned as a cost. By default the bytes of the batch's tensors.
         weight: ``weight(batch)``: the same weight as the loss returns, known before; without it, gradients of a split
             step are made with the number of units and multiplied at its end.
         max_grad_norm: Longer gradients are cut to this 2-norm; None leaves them.
         scaler: The gradient scaler of mixed precision with float16.
+        backward: ``backward(loss)`` in place of ``loss.backward()``, for example ``accelerator.backward``.
         allow_inexact: Split also what couples samples (batch statistics, losses over the whole batch), where the result
             differs from the unsplit batch's; recorded as an ``inexact`` event.
         skip: Which batches may be left out; None: none.
@@ -89,7 +99,7 @@ class SafeStep:
 
     Attributes:
         where: Plain values that say where the training is, such as epoch and step, for errors, events and records.
-        sizes: The microbatch sizes by shape of batch.
+        sizes: The largest cost of a microbatch that fits.
         num_ooms: How often memory ran out so far.
         num_skipped: How many batches the policy skipped so far.
 
@@ -117,36 +127,32 @@ class SafeStep:
         *,
         microbatch_size: int | Literal["auto"] | None = "auto",
         split: Split | None = None,
+        cost: Callable[[Any], int] | None = None,
         weight: Callable[[Any], float] | None = None,
         max_grad_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
         allow_inexact: bool = False,
         skip: SkipPolicy | None = None,
         on_oom: Callable[[OomEvent], None] | None = None,
     ) -> None:
-        largest = None if microbatch_size in ("auto", None) else microbatch_size
-        if largest is not None and not (type(largest) is int and largest >= 1):
-            raise UsageError(
-                f"microbatch_size is {microbatch_size!r}.",
-                rule="it is 'auto', a number of at least 1, or None for never splitting.",
-                remedy="pass microbatch_size='auto'",
-            )
-        if max_grad_norm is not None:
-            number("max_grad_norm", max_grad_norm, why="gradients are cut to this 2-norm", example="max_grad_norm=1.0")
+        check_setting("microbatch_size", microbatch_size, Annotated[int, Field(ge=1)] | Literal["auto"] | None)
+        check_setting("max_grad_norm", max_grad_norm, Annotated[float, Field(gt=0)] | None)
         check_parts(model, optimizer, loss, split)
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.split = BySample() if split is None else split
-        self.weight, self.max_grad_norm = weight, max_grad_norm
+        self.cost = held_bytes if cost is None else cost
+        self.weight, self.max_grad_norm, self.backward = weight, max_grad_norm, backward
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.skip, self.on_oom = skip, on_oom
-        self.sizes = MicrobatchSizes(largest)
+        self.sizes = MicrobatchSizes(None if isinstance(microbatch_size, str) else microbatch_size)
         self.where: dict[str, Any] = {}
         self.num_ooms = self.num_skipped = self._num_batches = 0
         self._never_splits = microbatch_size is None
         self._guard = OptimizerGuard(optimizer)
         self._before = Snapshot(model, optimizer, self.scaler)
         self._exactness = Exactness(model, loss, self.split, allow_inexact)
-        self._at: tuple[_Batch | None, str] = (None, "")
+        self._at: tuple[_Batch | None, tuple[int, int], str] = (None, (0, 0), "")
 
     def __call__(self, *batches: Any) -> StepOutcome:
         """One optimizer step over the loader batches given; several are accumulated.
@@ -209,34 +215,39 @@ class SafeStep:
             retries = _num_alloc_retries(self._guard.parameters())
             done = self._try(todo, update=update)
             if isinstance(done, _Failure):
-                updates_left -= self._at[1] == "update"
+                updates_left -= self._at[2] == "update"
                 self._recover(done, todo, updates_left)
                 continue
             if done.bad:
                 self._drop_bad(done, todo)
                 continue
-            self._remember(todo, _num_alloc_retries(self._guard.parameters()) - retries)
-            if not update:
-                self._before.reset_scaler()
-            return StepOutcome(
+            outcome = StepOutcome(
                 done.loss_sum,
                 done.weight,
                 done.norm,
-                sum(batch.num_parts for batch in todo),
+                sum(len(batch.parts) for batch in todo),
                 max(batch.size for batch in todo),
                 self.num_ooms - ooms_before,
                 done.skipped_by_scaler,
             )
+            self._remember(todo, _num_alloc_retries(self._guard.parameters()) - retries)
+            if not update:
+                self._before.reset_scaler()
+            return outcome
         self._guard.zero_grad()
         return StepOutcome(0.0, 0.0, None, 0, 0, self.num_ooms - ooms_before, skipped=True)
 
     def _batch(self, content: Any) -> _Batch:
         found = list(leaves(content))
         versions = [(place, leaf, _version(leaf)) for place, leaf in found if isinstance(leaf, torch.Tensor)]
-        key = self.sizes.bucket_of(leaf for _, leaf in found)
         # looked through once: in a step of 20 ms each look takes as long as a small layer
         count = self.split.count_of(found) if type(self.split) is BySample else self.split.count(content)
-        return _Batch(content, max(1, count), key, versions)
+
+        @functools.cache
+        def cost(start: int, stop: int) -> int:
+            return max(1, int(self.cost(self.split.take(content, start, stop) if stop - start < count else content)))
+
+        return _Batch(content, max(1, count), versions, cost)
 
     def _take_snapshot(self) -> None:
         """Note how things are; when the copies have no room, once more with empty caches."""
@@ -267,8 +278,8 @@ class SafeStep:
 
     def _plan(self, todo: list[_Batch]) -> None:
         for batch in todo:
-            batch.size = batch.count if self._never_splits else self.sizes.size_for(batch.key, batch.count)
-            if batch.size < batch.count:
+            batch.parts = [(0, batch.count)] if self._never_splits else self.sizes.cut(batch.count, batch.cost)
+            if len(batch.parts) > 1:
                 self._exactness.allow_split(batch.content, batch.count, self._before, self.where)
 
     def _try(self, todo: list[_Batch], *, update: bool) -> _Gradients | _Failure:
@@ -285,24 +296,24 @@ class SafeStep:
 
     def _backward(self, todo: list[_Batch]) -> _Gradients:
         """Gradients of the mean loss over all batches, cut to the longest allowed."""
-        self._at = (todo[0], "forward")
+        self._at = (todo[0], todo[0].parts[0], "forward")
         self._guard.zero_grad()
-        is_one = sum(batch.num_parts for batch in todo) == 1
+        is_one = sum(len(batch.parts) for batch in todo) == 1
         divisor: Any = None if self.weight is None else sum(float(self.weight(batch.content)) for batch in todo)
         sums: list[tuple[_Batch, torch.Tensor, Any]] = []
         for batch in todo:
-            for start in range(0, batch.count, batch.size):
-                self._at = (batch, "forward")
-                loss_sum, weight = self._loss_of(self._part(batch, start))
-                if batch.size < batch.count:
+            for start, stop in batch.parts:
+                self._at = (batch, (start, stop), "forward")
+                loss_sum, weight = self._loss_of(self._part(batch, start, stop))
+                if len(batch.parts) > 1:
                     self._exactness.allow_buffers(self._before, self.where)
                 if divisor is None:
-                    divisor = _provisional(weight, min(batch.size, batch.count), sum(one.count for one in todo))
+                    divisor = _provisional(weight, stop - start, sum(one.count for one in todo))
                 loss = loss_sum / (weight if is_one else divisor)
                 sums.append((batch, loss_sum.detach(), weight))
                 del loss_sum
-                self._at = (batch, "backward")
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                self._at = (batch, (start, stop), "backward")
+                self.backward(loss if self.scaler is None else self.scaler.scale(loss))
                 del loss
         divisor, *values = _read([divisor, *(loss_sum for _, loss_sum, _ in sums), *(weight for *_, weight in sums)])
         values, weights = values[: len(sums)], values[len(sums) :]
@@ -314,18 +325,16 @@ class SafeStep:
             self._refuse_bad(f"the loss is {done.loss_sum} over a weight of {done.weight}.")
             return done
         done.bad = []
-        self._at = (None, "update")
+        self._at = (None, (0, 0), "update")
         self._finish_gradients(done, 1.0 if is_one else divisor / done.weight)
         if not math.isfinite(done.norm) and self.scaler is None:
             done.bad = list(todo)
             self._refuse_bad(f"the gradient's norm is {done.norm}; the loss is {done.loss_sum / done.weight}.")
         return done
 
-    def _part(self, batch: _Batch, start: int) -> Any:
+    def _part(self, batch: _Batch, start: int, stop: int) -> Any:
         """The units of a microbatch, in containers of their own: the loss may take fields out of these."""
-        content = batch.content
-        if batch.size < batch.count:
-            content = self.split.take(content, start, min(start + batch.size, batch.count))
+        content = batch.content if len(batch.parts) == 1 else self.split.take(batch.content, start, stop)
         return rebuild(content, lambda leaf: leaf)
 
     def _loss_of(self, part: Any) -> tuple[torch.Tensor, Any]:
@@ -400,23 +409,31 @@ class SafeStep:
             raise _not_finite(f"In {place(self.where)} {what}")
 
     def _remember(self, todo: list[_Batch], num_retries: int) -> None:
-        for batch in todo:
-            before = self.sizes.size_for(batch.key, batch.count)
-            self.sizes.succeeded(batch.key, batch.size)
-            self.sizes.note_alloc_retries(batch.key, batch.size, num_retries)
-            self._say_size(batch, before)
+        if self._never_splits or (self.sizes.limit is None and num_retries == 0):
+            self.sizes.note_alloc_retries(1, 0)
+            return
+        largest = max(todo, key=lambda batch: batch.largest_cost)
+        has_changed = self.sizes.succeeded(largest.largest_cost)
+        if largest.size > 1 or not num_retries:
+            has_changed |= self.sizes.note_alloc_retries(largest.largest_cost, num_retries)
+        if has_changed:
+            self._cut_anew(largest)
 
-    def _say_size(self, batch: _Batch, before: int) -> None:
-        now = self.sizes.size_for(batch.key, batch.count)
-        if now != before:
-            record("microbatch", bucket=batch.key, size=now, previous_size=before, count=batch.count, **self.where)
+    def _cut_anew(self, batch: _Batch) -> int:
+        """Cut a batch after what fits has changed; returns the units of its largest microbatch."""
+        before = batch.size
+        batch.parts = self.sizes.cut(batch.count, batch.cost)
+        fields = {"size": batch.size, "previous_size": before, "count": batch.count, "cost": self.sizes.limit}
+        record("microbatch", **fields, **self.where)
+        return batch.size
 
     def _recover(self, failure: _Failure, todo: list[_Batch], updates_left: int) -> None:
         """Let go of what failed, put everything back, and choose what is tried next."""
-        batch, phase = self._at
-        self._at = (None, "")
+        batch, part, phase = self._at
+        self._at = (None, (0, 0), "")
+        size = None if batch is None else part[1] - part[0]
         kind, text = failure.kind, str(failure.error) or type(failure.error).__name__
-        facts = {**self.where, "phase": phase, "microbatch_size": batch and batch.size}
+        facts = {**self.where, "phase": phase, "microbatch_size": size}
         path = write_flight_record(text, kind, model=self.model, optimizer=self.optimizer, where=facts)
         release(failure.error)
         del failure.error
@@ -438,20 +455,19 @@ class SafeStep:
                 )
             next_size = None
         else:
-            next_size = self._next_size(batch, todo, first_line, kind)
+            next_size = self._next_size(batch, part, todo, first_line, kind)
         if self.on_oom is not None:
-            size = None if batch is None else batch.size
             self.on_oom(OomEvent(kind, text, phase, size, next_size, path))
 
-    def _next_size(self, batch: _Batch, todo: list[_Batch], text: str, kind: OomKind) -> int | None:
-        if batch.size > 1 and not self._never_splits:
-            before = self.sizes.size_for(batch.key, batch.count)
-            self.sizes.shrink(batch.key, batch.size)
-            self._say_size(batch, before)
-            return self.sizes.size_for(batch.key, batch.count)
-        batch.tries_of_one += 1
-        if batch.tries_of_one == 1:
-            return batch.size  # once more, now that garbage and caches are gone
+    def _next_size(
+        self, batch: _Batch, part: tuple[int, int], todo: list[_Batch], text: str, kind: OomKind
+    ) -> int | None:
+        if part[1] - part[0] > 1 and not self._never_splits:
+            self.sizes.shrink(batch.cost(*part), batch.cost(part[0], sum(part) + 1 >> 1))
+            return self._cut_anew(batch)
+        if part not in batch.tried:
+            batch.tried.add(part)
+            return part[1] - part[0]  # once more, now that garbage and caches are gone
         error = self._too_large(batch, text, kind)
         if self.skip is None:
             raise error
@@ -473,7 +489,7 @@ class SafeStep:
             remedy = f"pass split= an object with count(batch) and take(batch, start, stop) ({unit}), or: {remedy}"
         return SampleTooLargeError(
             f"{'The batch, which is not split,' if is_whole else 'A single unit of the batch'} does not fit, in "
-            f"{place(self.where)}, tried twice ({'; '.join(shapes[:6]) or batch.key}): {text}",
+            f"{place(self.where)}, tried twice ({'; '.join(shapes[:6]) or type(batch.content).__name__}): {text}",
             rule=_memory_now(kind),
             remedy=remedy,
         )

@@ -5,27 +5,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sized
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import torch
+from pydantic import Field
 
 from memfit.errors import UsageError, nearest
 from memfit.rundir import record
 from memfit.training._checkpoint import CheckpointFolder
-from memfit.training._checks import check_parts, known_arguments, number, of_type, whole_number
+from memfit.training._checks import check_parts, check_setting, checked, known_arguments
 from memfit.training._compute import Precision, place
 from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
 from memfit.training._fit import Fit, Plan, Setup
-from memfit.training._hygiene import CleanupPolicy
-from memfit.training._loader import Batches
-from memfit.training._outcome import OomEvent, SkipPolicy
+from memfit.training._keyed import Batches
+from memfit.training._outcome import OomEvent, SkipPolicy, StepOutcome
 from memfit.training._process import StopSignals, say
-from memfit.training._result import Direction, FitResult
-from memfit.training._split import BySample, Split
+from memfit.training._result import Direction, EpochRecord, FitResult
+from memfit.training._split import Split
 from memfit.training._step import SafeStep
 from memfit.training._validation import Evaluate
-from memfit.training._worker_watch import FIRST_BATCH_SECONDS
+from memfit.training._workers import FIRST_BATCH_SECONDS
 
 
 class StepSettings(TypedDict, total=False):
@@ -33,9 +33,11 @@ class StepSettings(TypedDict, total=False):
 
     microbatch_size: int | Literal["auto"] | None
     split: Split
+    cost: Callable[[Any], int] | None
     weight: Callable[[Any], float] | None
     max_grad_norm: float | None
     scaler: torch.amp.GradScaler | None
+    backward: Callable[[torch.Tensor], object]
     allow_inexact: bool
     skip: SkipPolicy | None
 
@@ -66,11 +68,13 @@ class Trainer:
         milestones: Epochs whose checkpoints stay as well.
         first_batch_seconds: How long the workers of a ``DataLoader`` may do nothing before an epoch's first batch; then
             they are ended, and the fit fails with their stacks.
-        cleanup: When to collect garbage and empty caches beyond what Python and torch do by themselves; None: never.
+        on_step: ``on_step(outcome)``, called with the ``StepOutcome`` after each optimizer step.
+        on_epoch: ``on_epoch(record)``, called with the ``EpochRecord`` after each epoch's checkpoint and validation;
+            True ends the fit there. After a resume it is called again for the last whole epoch.
         provenance: Plain values that say where this training belongs, such as its run, fold and training dates. Every
             checkpoint and snapshot holds them as ``provenance``; a resume does not compare them.
-        **step: Settings of the ``SafeStep``: ``microbatch_size``, ``split``, ``weight``, ``max_grad_norm``, ``scaler``,
-            ``allow_inexact``, ``skip``. A ``scaler`` replaces the one that fp16-mixed makes.
+        **step: Settings of the ``SafeStep``: ``microbatch_size``, ``split``, ``cost``, ``weight``, ``max_grad_norm``,
+            ``scaler``, ``backward``, ``allow_inexact``, ``skip``. A ``scaler`` replaces the one that fp16-mixed makes.
 
     Example:
         >>> import torch
@@ -104,55 +108,41 @@ class Trainer:
         keep_epochs: int = 2,
         milestones: Collection[int] = (),
         first_batch_seconds: float = FIRST_BATCH_SECONDS,
-        cleanup: CleanupPolicy | None = None,
+        on_step: Callable[[StepOutcome], object] | None = None,
+        on_epoch: Callable[[EpochRecord], bool | None] | None = None,
         provenance: Mapping[str, Any] | None = None,
         **step: Unpack[StepSettings],
     ) -> None:
-        whole_number("keep_epochs", keep_epochs, least=1, why="a resume has a checkpoint to go on from")
-        whole_number("seed", seed, least=0, most=(1 << 32) - 1, why="NumPy's largest seed is 2**32 - 1")
-        if global_batch_size is not None:
-            whole_number("global_batch_size", global_batch_size, least=1, why="the samples of one optimizer step")
-        number(
-            "checkpoint_seconds",
-            checkpoint_seconds,
-            zero=True,
-            why="seconds between two",
-            example="checkpoint_seconds=60",
-        )
-        number(
-            "first_batch_seconds",
-            first_batch_seconds,
-            why="so long workers may do nothing before an epoch's first batch",
-            example="first_batch_seconds=120, or float('inf') to wait for ever",
-        )
-        if ema is not None:
-            of_type("ema", ema, Ema, rule="it is an average with its decay and epochs.", example="ema=Ema(0.999)")
+        check_setting("keep_epochs", keep_epochs, Annotated[int, Field(ge=1)])
         _check_schedule(schedule)
         _refuse_unknown(step)
-        of_type("the model", model, torch.nn.Module, rule="it is a torch.nn.Module.", example="torch.nn.Linear(8, 1)")
-        optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
+        given: Any = model
+        if optimizer is None and isinstance(given, torch.nn.Module):
+            optimizer = torch.optim.AdamW(model.parameters())
         check_parts(model, optimizer, loss, step.get("split"))
+        assert optimizer is not None
         loss, precision = place(model, optimizer, loss, device, precision)
         if precision == "fp16-mixed" and step.get("scaler") is None:
             step["scaler"] = torch.amp.GradScaler(next(model.parameters()).device.type)
         scaler = step.get("scaler")
-        safe_step = SafeStep(model, optimizer, loss, on_oom=_on_oom(cleanup), **step)
+        safe_step = SafeStep(model, optimizer, loss, on_oom=_tell_oom, **step)
         self.model = model
         self.optimizer = optimizer
         self.step = safe_step
-        self._setup = Setup(
+        self._setup = checked(
+            Setup,
             model=model,
             loss=loss,
             precision=precision,
             optimizer=optimizer,
             step=safe_step,
-            split=step.get("split") or BySample(),
             folder=None if checkpoint_dir is None else CheckpointFolder(Path(checkpoint_dir), keep_epochs, milestones),
             seed=seed,
             global_batch_size=global_batch_size,
             schedule=schedule,
             ema=ema,
-            cleanup=cleanup,
+            on_step=on_step,
+            on_epoch=on_epoch,
             checkpoint_seconds=checkpoint_seconds,
             first_batch_seconds=first_batch_seconds,
             allow_inexact=step.get("allow_inexact", False),
@@ -195,8 +185,7 @@ class Trainer:
                 ``set_epoch(0)`` where they have it, and leaves their random generators as they were.
             num_epochs: The epochs to reach, those before a resume included.
             evaluate: ``evaluate(model, valid) -> {name: value}``, called in evaluation mode without gradients; by
-                default the mean loss as ``valid_loss``. The preflight calls it too: it gives it the largest batch, and
-                leaves it when it asks for the next one. An error before that ends the fit.
+                default the mean loss as ``valid_loss``.
             best_metric: Which of these names decides what is best.
             direction: Whether less or more of it is better.
             patience: Stop early when so many epochs in a row brought no better ``best_metric``; None never does.
@@ -214,7 +203,17 @@ class Trainer:
             UsageError: If the checkpoint was made with another model, optimizer, seed or amount of data, or validation
                 does not give ``best_metric``.
         """
-        plan = Plan(train, valid, num_epochs, evaluate, best_metric, direction, patience, preflight)
+        plan = checked(
+            Plan,
+            train=train,
+            valid=valid,
+            num_epochs=num_epochs,
+            evaluate=evaluate,
+            best_metric=best_metric,
+            direction=direction,
+            patience=patience,
+            preflight=preflight,
+        )
         _check(plan)
         record(
             "trainer",
@@ -250,8 +249,8 @@ def _refuse_unknown(step: Mapping[str, Any]) -> None:
 
 #: What other trainers take, and what to write here.
 _ELSEWHERE = {
-    "callbacks": "act in evaluate=, which fit calls after each epoch; or write a loop around memfit's SafeStep",
-    "logger": "log in evaluate=, which fit calls after each epoch; or read fit's result: result.history",
+    "callbacks": "pass on_step= and on_epoch=, which are called after each step and epoch",
+    "logger": "log in on_step= and on_epoch=, or read fit's result: result.history",
     "scheduler": "pass schedule=, which is stepped after each optimizer step",
     "num_epochs": "pass it to fit: trainer.fit(train, num_epochs=3)",
 }
@@ -281,14 +280,9 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, int | float | str)
 
 
-def _on_oom(cleanup: CleanupPolicy | None) -> Callable[[OomEvent], None]:
-    def tell(event: OomEvent) -> None:
-        if cleanup is not None:
-            cleanup.at("oom")
-        how = f" with {event.microbatch_size} at once; goes on with {event.next_size}" if event.next_size else ""
-        say(f"out of {event.kind} memory in {event.phase}{how}: {event.error.splitlines()[0]}")
-
-    return tell
+def _tell_oom(event: OomEvent) -> None:
+    how = f" with {event.microbatch_size} at once; goes on with {event.next_size}" if event.next_size else ""
+    say(f"out of {event.kind} memory in {event.phase}{how}: {event.error.splitlines()[0]}")
 
 
 def _check(plan: Plan) -> None:
@@ -324,18 +318,9 @@ def _check(plan: Plan) -> None:
             rule="there is at least one batch to an epoch.",
             remedy="check how the training data were filtered",
         )
-    if plan.patience is not None:
-        whole_number("patience", plan.patience, least=1, why="epochs in a row without a better metric")
-        if plan.valid is None:
-            raise UsageError(
-                "patience was given without validation batches.",
-                rule="an early stop compares what validation gave after each epoch.",
-                remedy="pass valid=..., or leave patience out",
-            )
-    whole_number("num_epochs", plan.num_epochs, least=1, why="the epochs in all, those of a resume included")
-    if plan.direction not in ("minimize", "maximize"):
+    if plan.patience is not None and plan.valid is None:
         raise UsageError(
-            f"direction is {plan.direction!r}.",
-            rule="it says which best_metric is better.",
-            remedy="pass direction='minimize' or direction='maximize'",
+            "patience was given without validation batches.",
+            rule="an early stop compares what validation gave after each epoch.",
+            remedy="pass valid=..., or leave patience out",
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,8 +17,7 @@ from memfit.training._oom import classify_oom, clear_caches, release
 from memfit.training._process import preserved_rng, rng_state, set_rng_state
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import Split
-from memfit.training._worker_watch import FIRST_BATCH_SECONDS
-from memfit.training._workers import watched
+from memfit.training._workers import FIRST_BATCH_SECONDS, watched
 
 Evaluate = Callable[[Any, Any], Mapping[str, float]]
 
@@ -121,11 +119,12 @@ class MeanLoss:
 
     def __call__(self, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         total = weight_total = 0.0
-        for batch in watched(batches, self.first_batch_seconds, "validation"):
-            self.stopped()
-            loss_sum, weight = self._sum(model, batch)
-            total += loss_sum
-            weight_total += weight
+        with watched(batches, self.first_batch_seconds, "validation") as each:
+            for batch in each:
+                self.stopped()
+                loss_sum, weight = self._sum(model, batch)
+                total += loss_sum
+                weight_total += weight
         return {"valid_loss": total / weight_total if weight_total else math.nan}
 
     def _sum(self, model: torch.nn.Module, batch: Any) -> tuple[float, float]:
@@ -163,62 +162,6 @@ class MeanLoss:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.size = state["size"]
-
-
-class OneBatch:
-    """Batches that end with an error after one batch, and are otherwise what they are: what a preflight validates.
-
-    Attributes:
-        is_begun: Whether the one batch was asked for.
-        is_used: Whether more than the one batch was asked for.
-    """
-
-    def __init__(self, batches: Any, batch: Any) -> None:
-        self._batches = batches
-        self._batch = batch
-        self.is_begun = self.is_used = False
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.is_begun = True
-        yield self._batch
-        self.is_used = True
-        raise _EnoughError
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._batches[index]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
-
-
-class _EnoughError(Exception):
-    """The preflight has seen enough of an evaluation."""
-
-
-@contextmanager
-def kept_weights(model: torch.nn.Module) -> Iterator[None]:
-    """Put the weights back behind the block, from a copy in host memory.
-
-    A weight that got other storage gets new storage: an average may hold the one that it had.
-    """
-    held = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
-    places = [(one, one.data_ptr(), one.device, one.requires_grad) for one in model.parameters()]
-    copies = [one.detach().to("cpu", copy=True) for one, *_ in places]
-    try:
-        yield
-    finally:
-        for module, parameters in held:
-            if not isinstance(module, torch.jit.ScriptModule):  # what it shows are not its own dicts
-                module._parameters.update(parameters)
-        for (one, address, device, requires_grad), copy in zip(places, copies, strict=True):
-            one.requires_grad_(requires_grad)
-            if one.data_ptr() != address:
-                one.data = copy.to(device, copy=True)
-            elif not torch.equal(one.detach().cpu(), copy):
-                one.data.copy_(copy)
 
 
 def evaluated(evaluate: Evaluate, model: torch.nn.Module, batches: Any) -> dict[str, float]:

@@ -1,25 +1,204 @@
-"""How a DataLoader's workers begin: they end with the process that started them, whose signals are not theirs."""
+"""The worker processes of a ``DataLoader``: they end with the trainer, and one that hangs or dies is explained.
+
+``DataLoader(timeout=0)``, the default, waits for ever for workers that hang. A usual cause is a fork while a thread of
+a library (Polars, gRPC, OpenMP) held a lock: the worker gets the lock without the thread that would free it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import itertools
+import faulthandler
+import math
 import os
+import re
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+import tempfile
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import active_children, resource_tracker
+from multiprocessing import active_children, get_start_method, resource_tracker
+from pathlib import Path
 from typing import Any
 
+import psutil
 from torch.utils.data import DataLoader
 
+from memfit.errors import JobFailedError
+from memfit.memory import memory_group, oom_kills_above
+from memfit.rundir import record
 from memfit.training._process import STOP_SIGNALS
-from memfit.training._worker_death import workers_in
-from memfit.training._worker_watch import WorkerWatch, register_worker, start_method
+from memfit.units import format_bytes
+from memfit.watchdog import likely_cause, register_stack_dump, stacks_of
 
+#: How long a first batch is waited for while its workers do nothing.
+FIRST_BATCH_SECONDS = 120.0
+
+_POLL_SECONDS = 5.0
+_IDLE_CPU_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SHM_FULL = re.compile(r"</?torch_\w+>.*: No space left on device \(28\)")
+# Sources: torch/csrc/DataLoader.cpp and torch/utils/data/dataloader.py (PyTorch 2.6 to 2.13)
+_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: |exited unexpectedly)")
+_CODE = re.compile(r"exited unexpectedly with exit code (-?\d+)")
+_FEWER = "lower num_workers or prefetch_factor"
+_MORE_SHM = "give /dev/shm more room (docker run --shm-size=..., mount -o remount,size=... /dev/shm)"
+
+
+class Workers:
+    """Starts a loader's workers, watches them until a first batch is there, and ends them.
+
+    Args:
+        loader: Any batches; nothing is done for those that have no workers.
+        seconds: How long a first batch may take while no worker computes or reads.
+    """
+
+    def __init__(self, loader: Any, seconds: float = FIRST_BATCH_SECONDS) -> None:
+        self.loader = loader
+        self.seconds = seconds
+        self._stacks = ""
+        self._kills = _count_oom_kills()
+
+    def start(self) -> Iterator[Any]:
+        """Return an iterator over the loader, with workers that end when this process ends.
+
+        Workers ignore what asks a fit to stop: a job's processes all get its signals, and a worker that ended by one
+        would take the batches of the step under way with it.
+        """
+        loader = self.loader
+        if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+            return iter(loader)
+        if not self._stacks:
+            self._stacks = tempfile.mkdtemp(prefix="memfit-stacks-")
+            weakref.finalize(self, _remove, self._stacks, os.getpid())
+        context, then = loader.multiprocessing_context, loader.worker_init_fn
+        method = get_start_method() if context is None else context.get_start_method()
+        resource_tracker.ensure_running()  # it unblocks SIGTERM when it is started
+        others = set(active_children())
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGINT])
+        loader.worker_init_fn = _WorkerInit(then, 0 if method == "forkserver" else os.getpid(), self._stacks)
+        try:
+            return iter(loader)
+        except BaseException:  # one has died at once: nobody has a hold on the others, and SIGTERM does not end them
+            for child in set(active_children()) - others:
+                child.kill()
+            raise
+        finally:
+            loader.worker_init_fn = then
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def first(self, iterator: Iterator[Any], phase: str) -> Any:
+        """Return the first batch of a phase, such as ``epoch 3``; workers that compute or read are waited for.
+
+        Raises:
+            JobFailedError: If they did nothing for so long; they have been ended.
+        """
+        workers: Any = workers_in(iterator)
+        if not workers or getattr(iterator, "_timeout", True):  # a timeout of the user's own
+            return next(iterator)
+        iterator._timeout = min(_POLL_SECONDS, self.seconds / 4)  # type: ignore[attr-defined]
+        seen, since = _activity(workers), time.monotonic()
+        try:
+            while True:
+                try:
+                    return next(iterator)
+                except RuntimeError as error:
+                    if not str(error).startswith("DataLoader timed out"):
+                        raise
+                now = _activity(workers)
+                if now[0] > seen[0] + _IDLE_CPU_SECONDS or now[1:] != seen[1:]:
+                    seen, since = now, time.monotonic()
+                elif time.monotonic() - since >= self.seconds:
+                    raise self._stuck(phase, workers)
+        finally:
+            iterator._timeout = 0  # type: ignore[attr-defined]
+
+    def _stuck(self, phase: str, workers: Sequence[Any]) -> JobFailedError:
+        """End the workers; their stacks go to standard error."""
+        stacks = stacks_of([worker.pid for worker in workers], self._stacks)
+        _end(workers)
+        remedy = "run with num_workers=0 to see it in this process"
+        if any(stack.start == "fork" for stack in stacks.values()):
+            remedy = "pass multiprocessing_context='forkserver' (or 'spawn') to the DataLoader, or num_workers=0"
+        for pid, stack in stacks.items():
+            print(f"worker {pid}, state {stack.state} {stack.wchan}\n{stack.text}", file=sys.stderr, flush=True)
+        error = JobFailedError(
+            f"No first batch of {phase} came within {self.seconds:g} s, and the workers do nothing: "
+            f"{likely_cause(stacks)} All stacks are on standard error.",
+            rule=f"workers that neither compute nor read for {self.seconds:g} s (first_batch_seconds) are ended.",
+            remedy=f"{remedy}; if they only wait for something slow, pass Trainer(first_batch_seconds=...)",
+        )
+        record("loader_stuck", phase=phase, seconds=self.seconds, cause=error.what)
+        return error
+
+    def explain(self, error: RuntimeError) -> JobFailedError | None:
+        """The error for a worker, of whatever ``DataLoader``, that died or found ``/dev/shm`` full; None for others."""
+        if _SHM_FULL.search(str(error)):
+            record("shm_full", room=_shm_room())
+            return JobFailedError(
+                f"A batch found no room in shared memory: {_shm_room()} now.",
+                rule="workers hand batches over in /dev/shm: up to num_workers x prefetch_factor of them at once.",
+                remedy=f"{_FEWER}; {_MORE_SHM}",
+            )
+        match = _DIED.search(str(error))
+        if match is None:
+            return None
+        pids = [int(pid) for pid in match[1].split(",")]
+        code = _exit_code(error, match, pids)
+        what, remedy = self._cause_of(code)
+        record("loader_worker_died", pids=pids, exit_code=code, cause=what)
+        return JobFailedError(
+            f"DataLoader worker {', '.join(map(str, pids))} {what}.",
+            rule="a batch that a worker was to make is lost with it, so the epoch cannot go on.",
+            remedy=remedy,
+        )
+
+    def _cause_of(self, code: int | None) -> tuple[str, str]:
+        """What happened, and what to do."""
+        if code == -signal.SIGKILL:
+            before, now = self._kills, _count_oom_kills()
+            rose = [
+                f"{place} ({before[place]} -> {now[place]})"
+                for place in now
+                if now[place] > before.get(place, math.inf)
+            ]
+            what = "was killed (SIGKILL): out of memory is to be suspected, though the kernel counts no such kill here"
+            if rose:
+                what = f"was killed by the kernel for memory: its count of such kills rose in {', '.join(rose)}"
+            return what, f"{_FEWER}, give more memory, or pack lists of objects: memfit.data.pack(objects)"
+        if code == -signal.SIGBUS:
+            return (
+                f"ended with a bus error (SIGBUS): it touched memory of a file that is not there. {_shm_room()}",
+                f"{_FEWER}; {_MORE_SHM}; a mapped file must not be cut short while it is read",
+            )
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+            return (
+                f"was ended by {name}; where it was stands on standard error",
+                "run with num_workers=0 to see it here",
+            )
+        ended = "ended" if code is None else f"ended by itself with exit code {code}"
+        return f"{ended} without an exception", "look for exit() or os._exit() in the data set; try num_workers=0"
+
+    def close(self, iterator: Any) -> None:
+        """End an iterator's workers, by SIGKILL where they do not end."""
+        workers = workers_in(iterator)
+        for name in ("_shutdown_workers", "close"):
+            if (end := getattr(iterator, name, None)) is not None:
+                end()
+                break
+        for worker in workers:
+            if worker.is_alive():  # busy in the user's code: what torch sends it then is blocked
+                worker.kill()
+                worker.join()
+        if self._stacks:
+            _remove(self._stacks, os.getpid())
+            self._stacks = ""
 
 
 @dataclass(frozen=True)
@@ -29,87 +208,104 @@ class _WorkerInit:
     Attributes:
         then: The loader's own ``worker_init_fn``.
         parent: The pid of the process that starts the worker; 0 if it is the fork server.
-        stacks: The folder where it writes its stacks when it is asked for them; empty if it will not be asked.
+        stacks: The folder where it writes its stacks when it is asked for them.
     """
 
     then: Callable[[int], None] | None
     parent: int
-    stacks: str = ""
+    stacks: str
 
     def __call__(self, number: int) -> None:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if self.parent and os.getppid() != self.parent:  # it died before it was asked to be followed
                 os._exit(1)
-        if self.stacks:
-            register_worker(self.stacks)
+        with contextlib.suppress(OSError):
+            register_stack_dump(self.stacks)
+        faulthandler.disable()  # as inherited by a fork: torch has put handlers of its own over its
+        faulthandler.enable()
         if self.then is not None:
             self.then(number)
 
 
 @contextmanager
-def _begun_well(loader: Any, stacks: str) -> Iterator[None]:
-    """Workers that are started inside end with this process, however that ends, and show their stacks when asked."""
-    then = getattr(loader, "worker_init_fn", None)
-    loader.worker_init_fn = _WorkerInit(then, 0 if start_method(loader) == "forkserver" else os.getpid(), stacks)
+def watched(batches: Iterable[Any], seconds: float, phase: str) -> Iterator[Iterator[Any]]:
+    """Iterate over the batches inside; workers are watched until the first one is there, and ended behind the block."""
+    workers = Workers(batches, seconds)
+    iterator = workers.start()
+
+    def each() -> Iterator[Any]:
+        with contextlib.suppress(StopIteration):
+            yield workers.first(iterator, phase)
+            yield from iterator
+
     try:
-        yield
+        yield each()
     finally:
-        loader.worker_init_fn = then
+        if not getattr(batches, "persistent_workers", False):
+            workers.close(iterator)
 
 
-@contextmanager
-def workers_of(loader: Any, stacks: str) -> Iterator[None]:
-    """Workers that are started inside end with this process, however that ends, and not by what asks a fit to stop.
-
-    They never receive its signals, as when all processes of a job are told: those that are forked would call the fit's
-    own handler, others would die of it, and the step's batches with them.
-
-    Args:
-        loader: Any batches.
-        stacks: The folder where a worker writes its stacks when it is asked for them; empty if it will not be asked.
-    """
-    if getattr(loader, "num_workers", 0) == 0 or not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    resource_tracker.ensure_running()  # it unblocks SIGTERM when it is started
-    others = set(active_children())
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGINT])
-    try:
-        with _begun_well(loader, stacks):
-            yield
-    except (
-        BaseException
-    ):  # one of them has died at once: nobody has a hold on the others, and SIGTERM does not end them
-        for child in set(active_children()) - others:
-            child.kill()
-        raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _remove(folder: str, pid: int) -> None:
+    if os.getpid() == pid:  # a forked worker holds a copy of what removes it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def watched(batches: Iterable[Any], seconds: float, phase: str) -> Iterator[Any]:
-    """The batches; of a ``DataLoader`` with workers the first one is watched for.
+def _end(workers: Sequence[Any]) -> None:
+    for _ in range(2):
+        with contextlib.suppress(RuntimeError):  # torch raises their end from a signal handler: anywhere, once
+            for worker in workers:
+                worker.kill()
+            for worker in workers:
+                worker.join()
 
-    Args:
-        batches: Any.
-        seconds: How long it may take while no worker does anything.
-        phase: What it is the first batch of.
 
-    Raises:
-        JobFailedError: If the workers were stuck.
-    """
-    if not isinstance(batches, DataLoader) or batches.num_workers == 0:
-        yield from batches
-        return
-    watch = WorkerWatch(batches, seconds)
-    try:
-        stacks, living = watch.prepare(), workers_in(getattr(batches, "_iterator", None))
-        with _begun_well(batches, stacks), watch.waiting(phase, living) if living else nullcontext():
-            iterator = iter(batches)
-        with watch.waiting(phase, workers_in(iterator)):
-            first = list(itertools.islice(iterator, 1))
-        yield from first
-        yield from iterator
-    finally:
-        watch.close()
+def workers_in(iterator: Any) -> list[Any]:
+    """The worker processes of a ``DataLoader``'s iterator; none of anything else."""
+    workers = getattr(iterator, "_workers", None)
+    return workers if isinstance(workers, list) else []
+
+
+def _activity(workers: Sequence[Any]) -> tuple[float, int, int]:
+    """What workers and the processes that they started have done: CPU seconds, bytes read; and how many they are."""
+    cpu, read, number = 0.0, 0, 0
+    for worker in workers:
+        with contextlib.suppress(psutil.Error):
+            for process in (own := psutil.Process(worker.pid), *own.children(recursive=True)):
+                times = process.cpu_times()
+                cpu, number = cpu + times.user + times.system, number + 1
+                read += getattr(process.io_counters(), "read_chars", 0) if hasattr(process, "io_counters") else 0
+    return cpu, read, number
+
+
+def _exit_code(error: RuntimeError, match: re.Match[str], pids: Sequence[int]) -> int | None:
+    """A worker's exit code, negative for a signal, as the error's text or its process says; None if neither does."""
+    text = str(error)
+    if number := _CODE.search(text):
+        return int(number[1])
+    for one in signal.valid_signals():
+        if (name := signal.strsignal(one)) and text[match.end() :].startswith(name):
+            return -one
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for worker in workers_in(frame.f_locals.get("self")):  # the loader's iterator, which nothing else holds
+            if worker.pid in pids:
+                worker.join(1.0)
+                if worker.exitcode is not None:
+                    return int(worker.exitcode)
+    return None
+
+
+def _count_oom_kills() -> dict[str, int]:
+    """The kernel's counts of processes that it killed for memory, by place."""
+    group = memory_group()
+    kills = {str(place): number for place, number in oom_kills_above(group).items()} if group is not None else {}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        kills["the machine"] = int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split()[0])
+    return kills
+
+
+def _shm_room() -> str:
+    with contextlib.suppress(OSError):
+        usage = shutil.disk_usage("/dev/shm")
+        return f"/dev/shm has {format_bytes(usage.free)} ({usage.free} bytes) free of {format_bytes(usage.total)}"
+    return "/dev/shm is not there"

@@ -1,13 +1,13 @@
-"""Where an epoch of training data stands, and how a resumed one gets there again.
+"""Training data with a position: a resumed epoch goes on at its next batch.
 
 While a loader makes a batch in this process, the global generators draw from a stream of (seed, epoch, number), apart
-from the one that dropout draws from; *indexed* data alone draw from that one. Generators that the data hold themselves
-(see ``generators_of``) go on from where they were. How a resume in mid-epoch reaches its batch depends on the data:
+from the one that dropout draws from; *indexed* data alone draw from that one. The ``generator=`` of a loader or sampler
+is part of each checkpoint. How a resume in mid-epoch reaches its batch depends on the data:
 
 - *indexed*: lists, and objects with ``__getitem__`` and ``set_epoch`` such as ``memfit.data.DateBatches``, by number;
 - *stateful*: loaders with ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``), by their state;
 - *keyed*: a ``DataLoader`` over ``KeyedDataset`` and ``KeyedSampler``, in the sampler, whatever its ``num_workers``;
-  its ``collate_fn`` is torch's own, or was said to draw nothing, and its data set holds no generator;
+  its ``collate_fn`` is torch's own, or was said to draw nothing;
 - *replayed*: anything else is run forward, without training, over what is behind. Its workers' streams depend on their
   number, so that must not change.
 """
@@ -18,7 +18,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,11 +26,9 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate, default_convert
 
-from memfit.errors import DataError, JobFailedError, UsageError
+from memfit.errors import DataError, UsageError
 from memfit.rundir import record
-from memfit.training._worker_death import workers_in
-from memfit.training._worker_watch import FIRST_BATCH_SECONDS, WorkerWatch
-from memfit.training._workers import workers_of
+from memfit.training._workers import FIRST_BATCH_SECONDS, Workers, workers_in
 
 
 class Batches(Protocol):
@@ -69,7 +67,7 @@ class KeyedDataset(Dataset[Any]):
     """A map-style data set whose random draws depend on (seed, epoch, index) alone, in whatever process they happen.
 
     With a ``KeyedSampler`` in a ``DataLoader``, a fit resumes in mid-epoch at once, and ``num_workers`` may change.
-    A data set with a generator of its own, which lives on from item to item, is run forward instead.
+    A data set with a generator of its own, which lives on from item to item, is refused.
 
     Args:
         dataset: Its ``__getitem__`` may draw from the global generators of Python, NumPy and torch (on the CPU). Its
@@ -174,12 +172,12 @@ class TrainingData:
         self.batches = batches
         self.seed = seed
         self.kind = _kind_of(batches)
-        self._generators = generators_of(batches)
-        self._at_start: list[Any] = []
+        self.workers = Workers(batches, first_batch_seconds)
+        self._generators = _generators(batches)
+        self._at_start: list[torch.Tensor] = []
         self._iterator: Iterator[Any] | None = None
         self._key = (0, 0)
-        self._watch = WorkerWatch(batches, first_batch_seconds)
-        self._awaits_first = False
+        self._is_first = False
 
     def identity(self) -> dict[str, Any]:
         """What must not change between a checkpoint and its resume."""
@@ -194,8 +192,10 @@ class TrainingData:
         """Refuse a loader whose batches cannot be had a second time.
 
         Raises:
-            UsageError: If its workers live on from epoch to epoch or hand batches over in no fixed order.
+            UsageError: If its workers live on from epoch to epoch or hand batches over in no fixed order, or its data
+                set holds a random generator.
         """
+        refuse_own_generators(self.batches)
         loader = self.batches
         if not isinstance(loader, DataLoader) or loader.num_workers == 0:
             return
@@ -223,38 +223,31 @@ class TrainingData:
         Returns:
             False if ``stopped`` said so before the batch was reached.
         """
+        loader: Any = self.batches
         if state is not None:
             self._set_generators(state["generators"])
-        self._at_start = [_state_of(generator) for generator in self._generators]
-        loader = self.batches
+        self._at_start = [generator.get_state() for generator in self._generators]
         self.set_epoch(epoch)
         if self.kind == "indexed":
-            self._iterator = (loader[number] for number in range(skip, len(loader)))  # type: ignore[index]
+            self._iterator = (loader[number] for number in range(skip, len(loader)))
             return True
         self._key = (epoch, skip)
         if self.kind == "keyed" and skip:
-            loader.sampler.skip(skip * (loader.batch_size or 1))  # type: ignore[attr-defined]
+            loader.sampler.skip(skip * (loader.batch_size or 1))
         elif self.kind == "stateful" and state is not None:
-            loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            loader.load_state_dict(state["loader"])
             if not skip:  # saved between two epochs, so it stands at the end of the one before
                 self.set_epoch(epoch)
         else:
             self._key = (epoch, 0)
-        has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
-        stacks = self._watch.prepare() if has_workers else ""
-        living = self._workers()
-        waiting = (
-            self._watch.waiting(f"epoch {epoch}", living) if living else nullcontext()
-        )  # a thread before a fork is a risk
-        with keyed_rng(self.seed, epoch, 0), workers_of(loader, stacks), waiting:
-            self._iterator = iter(loader)
-        self._awaits_first = has_workers
+        with keyed_rng(self.seed, epoch, 0):
+            self._iterator = self.workers.start()
+        self._is_first = True
         return self._key[1] == skip or self._run_forward(skip, stopped)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch to the batches and whatever they are made of that wants to know it."""
-        parts = (getattr(self.batches, name, None) for name in ("dataset", "sampler", "batch_sampler"))
-        for part in (self.batches, *parts):
+        for part in _parts(self.batches):
             if (set_epoch := getattr(part, "set_epoch", None)) is not None:
                 set_epoch(epoch)
 
@@ -282,41 +275,32 @@ class TrainingData:
         epoch, number = self._key
         self._key = (epoch, number + 1)
         with keyed_rng(self.seed, *self._key):
-            if not self._awaits_first:
-                return next(self._iterator)
-            self._awaits_first = False
-            with self._watch.waiting(f"epoch {epoch}", self._workers()):
-                return next(self._iterator)
-
-    def explain(self, error: RuntimeError) -> JobFailedError | None:
-        """What ended a worker, if that is what a ``DataLoader`` raised this for."""
-        return self._watch.explain_death(error)
+            if self._is_first:
+                self._is_first = False
+                return self.workers.first(self._iterator, f"epoch {epoch}")
+            return next(self._iterator)
 
     def state_dict(self) -> dict[str, Any]:
         """What ``open`` needs to come back here, beside epoch and number of batches."""
         loader: Any = self.batches
-        replayed = self._iterator is not None and self.kind != "indexed"
-        states = self._at_start if replayed else [_state_of(generator) for generator in self._generators]
+        is_replayed = self._iterator is not None and self.kind != "indexed"
+        states = self._at_start if is_replayed else [generator.get_state() for generator in self._generators]
         return {"generators": states, "loader": loader.state_dict() if self.kind == "stateful" else None}
 
-    def _set_generators(self, states: Sequence[Any]) -> None:
+    def _set_generators(self, states: Sequence[torch.Tensor]) -> None:
         if len(states) != len(self._generators):
             raise UsageError(
                 f"The training data hold {len(self._generators)} random generators, and {len(states)} are saved.",
-                rule="a resume puts the generators of loader, samplers and data set back to where they were.",
+                rule="a resume puts the generator= of loader and samplers back to where it was.",
                 remedy="build the data as they were, or pass another checkpoint_dir",
             )
         for generator, state in zip(self._generators, states, strict=True):
-            _set_state(generator, state)
+            generator.set_state(state)
 
     def worker_pids(self) -> list[int]:
         """The worker processes that live on between epochs."""
         iterator = getattr(self.batches, "_iterator", None)
         return [worker.pid for worker in workers_in(iterator) if worker.is_alive()]
-
-    def _workers(self) -> list[Any]:
-        """The worker processes of this epoch, or those that live on from the last one."""
-        return workers_in(self._iterator or getattr(self.batches, "_iterator", None))
 
     def close(self, *, persistent_too: bool = False) -> None:
         """End the epoch's worker processes, by SIGKILL where they do not end; persistent ones only if told so."""
@@ -326,16 +310,7 @@ class TrainingData:
             if not persistent_too:
                 return
             iterator, loader._iterator = loader._iterator, None
-        workers = workers_in(iterator)
-        for name in ("_shutdown_workers", "close"):
-            if (end := getattr(iterator, name, None)) is not None:
-                end()
-                break
-        for worker in workers:
-            if worker.is_alive():  # busy in the user's code: what torch sends it then is blocked
-                worker.kill()
-                worker.join()
-        self._watch.close()
+        self.workers.close(iterator)
 
 
 def _kind_of(batches: Any) -> str:
@@ -349,81 +324,49 @@ def _kind_of(batches: Any) -> str:
         and isinstance(batches.sampler, KeyedSampler)
         and (batches.batch_sampler is None or type(batches.batch_sampler) is BatchSampler)
         and (batches.collate_fn in (default_collate, default_convert) or batches.sampler.deterministic_collate)
-        and not generators_of(batches.dataset)
     ):
         return "keyed"
     return "replayed"
 
 
-_PARTS = ("sampler", "batch_sampler", "dataset")
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_SHARED = (torch.default_generator, np.random.mtrand._rand, random._inst)
+def _parts(batches: Any) -> list[Any]:
+    """The batches and what a ``DataLoader`` is made of."""
+    return [batches, *(getattr(batches, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
 
 
-def generators_of(batches: Any) -> list[Any]:
-    """The generators that batches, their samplers and data sets hold, each once; they live on from epoch to epoch.
+def _generators(batches: Any) -> list[torch.Generator]:
+    """The ``generator=`` of a loader and its samplers, each once."""
+    held = [getattr(part, "generator", None) for part in _parts(batches)]
+    return list({id(one): one for one in held if isinstance(one, torch.Generator)}.values())
 
-    Those of Python, NumPy and torch are found that are attributes of these objects, or of a data set within a data set.
-    Workers draw from copies, made when they start, of what this process holds: these are brought back with it. What
-    cannot be seen: a generator in a list or another object, of another library, or of a worker that lives on.
+
+def refuse_own_generators(batches: Any) -> None:
+    """Refuse a data set that draws from a random generator of its own: a checkpoint does not hold that one's state.
+
+    Raises:
+        UsageError: It names the attribute.
     """
-    found: dict[int, Any] = {}
-    todo = [batches]
-    for holder in todo:
-        attributes = getattr(holder, "__dict__", {})
-        for value in attributes.values():
-            if isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom):
-                found[id(value)] = value
-        parts = (attributes.get(name) for name in _PARTS)
-        todo += [part for part in parts if part is not None and not any(part is other for other in todo)]
-    return [one for one in found.values() if not any(one is shared for shared in _SHARED)]
+    kinds = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+    holder = getattr(batches, "dataset", batches)
+    while holder is not None and not hasattr(holder, "load_state_dict"):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if isinstance(value, kinds) and name != "generator":
+                raise UsageError(
+                    f"{type(holder).__name__}.{name} is a random generator of its own ({type(value).__name__}).",
+                    rule="a resume is bit-exact: it puts back the global generators and the generator= of loaders and "
+                    "samplers, and no other.",
+                    remedy="draw from the global generators (numpy.random, torch.rand) in a KeyedDataset, or pass "
+                    "allow_inexact=True to the Trainer",
+                )
+        holder = getattr(holder, "dataset", None)
 
 
 @contextmanager
 def preserved_generators(batches: Any) -> Iterator[None]:
-    """Whatever the batches' own generators draw inside, they go on afterwards as if nothing had."""
-    states = [(generator, _state_of(generator)) for generator in generators_of(batches)]
+    """Whatever the generators of loader and samplers draw inside, they go on afterwards as if nothing had."""
+    states = [(generator, generator.get_state()) for generator in _generators(batches)]
     try:
         yield
     finally:
         for generator, state in states:
-            _set_state(generator, state)
-
-
-def _state_of(generator: Any) -> Any:
-    """A generator's state as a tensor or plain values, which a safe load accepts."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return _plain(_numpy_state(generator))
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _like(_numpy_state(generator), state)
-    else:
-        generator.set_state(_like(_numpy_state(generator), state))
-
-
-def _numpy_state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=False)
-
-
-def _plain(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {name: _plain(value) for name, value in state.items()}
-    return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
-
-
-def _like(now: Any, plain: Any) -> Any:
-    """A plain state with arrays where the generator's present one has them."""
-    if isinstance(now, dict):
-        return {name: _like(now[name], value) for name, value in plain.items()}
-    return np.array(plain, now.dtype) if isinstance(now, np.ndarray) else plain
+            generator.set_state(state)

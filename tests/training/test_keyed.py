@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 from memfit.errors import DataError, UsageError
 from memfit.training import KeyedDataset, KeyedSampler, seed_everything
-from memfit.training._loader import TrainingData, generators_of, keyed_rng
+from memfit.training._keyed import TrainingData, keyed_rng
 from memfit.training._process import rng_state
 
 
@@ -94,25 +94,8 @@ def with_generator():
 
 
 class Own(Augmented):
-    """Draws from generators of its own."""
-
-    def __init__(self):
-        self.python, self.numpy = random.Random(3), np.random.default_rng(3)
-        self.legacy, self.philox = np.random.RandomState(3), np.random.Generator(np.random.Philox(3))
-        self.torch = torch.Generator().manual_seed(3)
-
-    def __getitem__(self, index):
-        numbers = [self.python.random(), self.numpy.normal(), self.legacy.normal(), self.philox.random()]
-        return torch.tensor([index, *numbers, torch.rand((), generator=self.torch).item()])
-
-
-class OwnNumbered(Numbered):
-    def __init__(self):
-        super().__init__()
-        self.draws = np.random.default_rng(5)
-
-    def __getitem__(self, number):
-        return torch.tensor([number, self.draws.random()])
+    def __init__(self, generator):
+        self.draws = generator
 
 
 def with_noise(rows):
@@ -127,10 +110,6 @@ def keyed_over(dataset, num_workers=0, collate_fn=None, **settings):
 
 
 KINDS = {
-    "own generators": ("replayed", lambda: DataLoader(Own(), 2, shuffle=True)),
-    "own generators in workers": ("replayed", lambda: DataLoader(Own(), 2, num_workers=2)),
-    "own generators, keyed": ("replayed", lambda: keyed_over(Own())),
-    "own generators, numbered": ("indexed", OwnNumbered),
     "collates at random": ("replayed", lambda: keyed_over(Augmented(), 2, with_noise)),
     "collates": ("keyed", lambda: keyed_over(Augmented(), 2, torch.stack, deterministic_collate=True)),
     "list": ("indexed", lambda: [torch.tensor([n]) for n in range(5)]),
@@ -191,7 +170,7 @@ def test_a_resume_in_mid_epoch_gets_the_batches_that_were_left(name):
     assert equal(rest, again)
 
 
-@pytest.mark.parametrize("name", ["generator", "sampler's generator", "plain", "workers", "own generators"])
+@pytest.mark.parametrize("name", ["generator", "sampler's generator", "plain", "workers"])
 def test_a_resume_at_an_epochs_end_gets_the_next_epochs_order(name):
     first, second = (TrainingData(KINDS[name][1](), seed=3) for _ in range(2))
     first.open(1)
@@ -287,7 +266,7 @@ def test_the_number_of_workers_is_part_of_what_must_not_change_except_for_keyed_
     assert "num_workers" not in TrainingData([1], 0).identity()
 
 
-def test_loaders_whose_batches_cannot_be_had_again_are_refused():
+def test_keyeds_whose_batches_cannot_be_had_again_are_refused():
     persistent = TrainingData(DataLoader(Augmented(), 2, num_workers=1, persistent_workers=True), 0)
     with pytest.raises(UsageError, match="has persistent_workers=True"):
         persistent.check_replayable()
@@ -330,18 +309,25 @@ def test_workers_are_gone_once_an_epoch_is_closed():
     assert not any(worker.is_alive() for worker in workers)
 
 
+OWN = {
+    "python": lambda: random.Random(3),
+    "numpy": lambda: np.random.default_rng(3),
+    "legacy": lambda: np.random.RandomState(3),
+    "torch": lambda: torch.Generator(),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("wrap", [DataLoader, keyed_over, lambda data: DataLoader(KeyedDataset(KeyedDataset(data)))])
+def test_a_data_set_with_a_generator_of_its_own_is_refused_where_a_resume_would_need_it(name, wrap):
+    with pytest.raises(UsageError, match=r"Own\.draws is a random generator of its own"):
+        TrainingData(wrap(Own(OWN[name]())), 0).check_replayable()
+
+
 def test_another_number_of_generators_is_refused():
-    state = TrainingData(DataLoader(Own(), 2), 0).state_dict()
-    with pytest.raises(UsageError, match="hold 0 random generators, and 5 are saved"):
+    state = TrainingData(with_generator(), 0).state_dict()
+    with pytest.raises(UsageError, match="hold 0 random generators, and 1 are saved"):
         TrainingData(DataLoader(Augmented(), 2), 0).open(1, 0, state)
-
-
-def test_generators_of_the_process_are_not_the_datas_own():
-    data = Augmented()
-    data.shared = [np.random.mtrand._rand, random._inst, torch.default_generator]
-    data.one, data.two, data.three = data.shared
-    data.secure = random.SystemRandom()
-    assert generators_of(DataLoader(data)) == []
 
 
 def test_a_keyed_data_set_tells_the_epoch_on_also_to_workers_that_live_on():
@@ -408,10 +394,10 @@ def test_workers_die_with_a_killed_trainer(method, tmp_path):
         f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-import test_loader
+import test_keyed
 if __name__ == "__main__":
-    loader = test_loader.DataLoader(test_loader.Stuck(), 2, num_workers=1, multiprocessing_context={method!r})
-    data = test_loader.TrainingData(loader, 0)
+    loader = test_keyed.DataLoader(test_keyed.Stuck(), 2, num_workers=1, multiprocessing_context={method!r})
+    data = test_keyed.TrainingData(loader, 0)
     data.open(1)
     list(data)
 """

@@ -1,0 +1,258 @@
+"""Find what grows from epoch to epoch, and one clean-up call that says what it freed.
+
+Nothing is collected on a schedule. Python frees what is no longer referred to at once, and torch reuses its cache; a
+full collection walks every living container, and an emptied cache is asked of the driver again. See
+``benchmarks/folklore.py`` and ``docs/decisions/0009-no-periodic-collection.md``.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations, pairwise
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from memfit.rundir import read_heap, record
+from memfit.training._oom import clear_caches, device_bytes
+from memfit.units import MIB, format_bytes
+
+_OBJECTS = "Python objects"
+_MIN_POINTS = 4
+_WINDOW = 20
+_RISING_SHARE = 0.8
+_MAX_HOLDERS = 5
+_CONTAINERS = (list, dict, set, deque)
+_LONG = 16
+_UNTRACKED = (np.ndarray, bytes, bytearray, str)  # Python's collector does not know them
+_LARGE_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Cleanup:
+    """What one clean-up freed and cost.
+
+    Attributes:
+        num_objects: Unreachable objects that were found.
+        host_bytes: By how much the heap's live bytes fell (see ``read_heap``).
+        reserved_bytes: How much of torch's cache went back to the driver, over all devices.
+        seconds: What it took.
+    """
+
+    num_objects: int
+    host_bytes: int
+    reserved_bytes: int
+    seconds: float
+
+
+def clean_up() -> Cleanup:
+    """Collect garbage, empty the devices' cache, and return what that freed and cost; record it as ``cleanup``.
+
+    memfit calls it nowhere by itself. For a model that leaves cycles behind, call it in the trainer's ``on_step`` or
+    ``on_epoch``, or after a fit.
+
+    Example:
+        >>> clean_up().seconds > 0
+        True
+    """
+    begin, heap, reserved = time.perf_counter(), read_heap().get("live_bytes", 0), _reserved_bytes()
+    num_objects = clear_caches()
+    host = heap - read_heap().get("live_bytes", 0)
+    done = Cleanup(num_objects, max(0, host), reserved - _reserved_bytes(), time.perf_counter() - begin)
+    record("cleanup", **asdict(done))
+    return done
+
+
+def _reserved_bytes() -> int:
+    return sum(sizes["reserved_bytes"] for sizes in device_bytes().values())
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Something that grows from epoch to epoch.
+
+    Attributes:
+        series: What grows: ``host heap``, ``Python objects`` or a device such as ``cuda:0``.
+        slope: Its growth per epoch (Theil-Sen): bytes, or the number of Python's small objects.
+        num_epochs: Over how many epochs.
+        holders: What grew meanwhile, the largest first.
+    """
+
+    series: str
+    slope: float
+    num_epochs: int
+    holders: tuple[str, ...]
+
+    def __str__(self) -> str:
+        amount = f"{self.slope:,.0f} objects" if self.series == _OBJECTS else format_bytes(int(self.slope))
+        grew = "; ".join(self.holders) or "nothing that Python knows: look at extensions and at autograd graphs kept"
+        return f"{self.series}: {amount} more per epoch, over {self.num_epochs} epochs. What grew meanwhile: {grew}"
+
+
+class LeakDetector:
+    """Watches what lives at the end of each epoch, and names what grows.
+
+    Each epoch costs three readings of counters. Only where one rises twice in a row is garbage collected, so that what
+    a collection would free is no leak, and are objects counted, to say two epochs later which there are more of. The
+    first epoch is left out: optimizer state and caches come with it.
+
+    Args:
+        floor_bytes: A smaller growth per epoch is none.
+        floor_objects: The same for Python's small objects, whose bytes no counter tells.
+
+    Example:
+        >>> detector, kept = LeakDetector(), []
+        >>> for epoch in range(1, 7):
+        ...     kept.extend(bytearray(1 << 16) for _ in range(64))
+        ...     leak = detector.end_epoch()
+        ...     if leak:
+        ...         print(epoch, leak.series, leak.holders[0])
+        5 host heap bytearray: 128 more, 8.0 MiB
+    """
+
+    def __init__(self, *, floor_bytes: int = MIB, floor_objects: int = 10_000) -> None:
+        self._floor_bytes, self._floor_objects = floor_bytes, floor_objects
+        self._series: dict[str, deque[int]] = {}
+        self._earlier: _Census | None = None
+        self._num_epochs = self._silent_until = 0
+
+    def end_epoch(self) -> Leak | None:
+        """Take this epoch's readings; returns what grows, when that has become sure and was not just said."""
+        self._num_epochs += 1
+        if self._num_epochs == 1 or self._num_epochs < self._silent_until:
+            return None
+        for name, value in _living().items():
+            self._series.setdefault(name, deque(maxlen=_WINDOW)).append(value)
+        if self._rising():
+            gc.collect()
+            for name, value in _living().items():
+                self._series[name][-1] = value
+        rising = self._rising()
+        if not rising:
+            self._earlier = None
+            return None
+        self._earlier = self._earlier or _Census()
+        sure = next((name for name in rising if len(self._series[name]) >= _MIN_POINTS), None)
+        if sure is None:
+            return None
+        values = self._series[sure]
+        leak = Leak(sure, _theil_sen_slope(values), len(values), tuple(_Census().growth_since(self._earlier)))
+        self._silent_until = 2 * self._num_epochs
+        self._series.clear()
+        self._earlier = None
+        record("leak", **asdict(leak))
+        return leak
+
+    def _rising(self) -> list[str]:
+        """The series that rise, consistently and by more than the floor: devices and bytes before objects."""
+        found = []
+        for name, values in self._series.items():
+            steps = [after > before for before, after in pairwise(values)]
+            floor = self._floor_objects if name == _OBJECTS else self._floor_bytes
+            if steps and sum(steps) >= _RISING_SHARE * len(steps) and _theil_sen_slope(values) > floor:
+                found.append(name)
+        return found
+
+
+def _theil_sen_slope(values: Sequence[float]) -> float:
+    """The median of the slopes between all pairs of equally spaced values: a few outliers do not move it.
+
+    Source: Sen, Estimates of the regression coefficient based on Kendall's tau, JASA 63 (1968).
+
+    >>> _theil_sen_slope([1, 3, 5, 700, 9])
+    2.0
+    """
+    pairs = combinations(enumerate(values), 2)
+    return float(statistics.median((late - early) / (j - i) for (i, early), (j, late) in pairs))
+
+
+def _living() -> dict[str, int]:
+    """What lives now: allocated bytes by device, the C heap's live bytes, the number of Python's small objects.
+
+    Python takes the memory of its small objects from the kernel itself, so that the heap's counters miss them.
+    """
+    devices = {name: sizes["allocated_bytes"] for name, sizes in device_bytes().items()}
+    heap = read_heap()  # empty where the C library does not tell
+    return devices | ({"host heap": heap["live_bytes"]} if heap else {}) | {_OBJECTS: sys.getallocatedblocks()}
+
+
+class _Census:
+    """How many objects of which kind there are, how many bytes they hold, and how long the long containers are."""
+
+    def __init__(self) -> None:
+        objects = gc.get_objects()
+        inner = (one for start in range(0, len(objects), 10_000) for one in gc.get_referents(*objects[start:][:10_000]))
+        large = {id(one): one for one in inner if type(one) in _UNTRACKED and sys.getsizeof(one) >= _LARGE_BYTES}
+        kinds: dict[Any, tuple[int, int]] = {}
+        for one in (*objects, *large.values()):
+            kind, num_bytes = _describe(one)
+            count, total = kinds.get(kind, (0, 0))
+            kinds[kind] = count + 1, total + num_bytes
+        self.kinds = {kind if isinstance(kind, str) else kind.__qualname__: held for kind, held in kinds.items()}
+        self.lengths = {id(one): len(one) for one in objects if type(one) in _CONTAINERS and len(one) >= _LONG}
+
+    def growth_since(self, earlier: _Census) -> list[str]:
+        """What there is more of than in ``earlier``: kinds by bytes, then the containers that became longer."""
+        more = [
+            (num_bytes - before[1], f"{kind}: {count - before[0]} more, {format_bytes(num_bytes - before[1])}")
+            for kind, (count, num_bytes) in self.kinds.items()
+            if num_bytes > (before := earlier.kinds.get(kind, (0, 0)))[1] and count > before[0]
+        ]
+        more.sort(reverse=True)
+        least = more[0][0] / 100 if more else 0
+        longer = [
+            (length - earlier.lengths.get(address, length), address)
+            for address, length in self.lengths.items()
+            if length > earlier.lengths.get(address, length) and address != id(earlier.lengths)
+        ]
+        longest = {address: grown for grown, address in sorted(longer, reverse=True)[:_MAX_HOLDERS]}
+        return [text for size, text in more[:_MAX_HOLDERS] if size >= least] + [
+            f"{type(one).__name__} {_name_of(one)}: {longest[id(one)]} elements more"
+            for one in gc.get_objects()
+            if id(one) in longest and type(one) in _CONTAINERS
+        ]
+
+
+def _describe(one: Any) -> tuple[type | str, int]:
+    """An object's kind, in words where its shape says more, and the bytes that are its own."""
+    kind = type(one)  # isinstance() would ask foreign objects for their __class__
+    try:
+        if issubclass(kind, torch.Tensor):
+            return f"Tensor {list(one.shape)} {one.dtype} on {one.device}", one.numel() * one.element_size()
+        if kind is np.ndarray:
+            return f"ndarray {list(one.shape)} {one.dtype}", one.nbytes if one.base is None else 0
+        return kind, sys.getsizeof(one)
+    except Exception:  # a tensor without one shape or storage, an object's own __sizeof__
+        return kind, 0
+
+
+def _name_of(one: Any) -> str:
+    """Where an object hangs: ``module.name`` or ``Class.attribute`` where one refers to it, else in words."""
+    modules = {id(vars(module)): name for name, module in sys.modules.items() if type(module) is ModuleType}
+    for holder in gc.get_referrers(one):
+        space = holder if type(holder) is dict else _attributes(holder)
+        name = next((name for name, value in (space or {}).items() if value is one), None)
+        if name is None:
+            continue
+        if id(holder) in modules:
+            return f"{modules[id(holder)]}.{name}"
+        owners = [other for other in gc.get_referrers(holder) if _attributes(other) is holder]
+        owner = next(iter(owners), None) if type(holder) is dict else holder
+        if owner is not None:
+            return f"{type(owner).__qualname__}.{name}"
+    return "of a local variable"
+
+
+def _attributes(one: Any) -> Any:
+    try:
+        return object.__getattribute__(one, "__dict__")
+    except AttributeError:
+        return None
