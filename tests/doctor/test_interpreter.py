@@ -20,7 +20,6 @@ def test_an_interpreter_says_what_it_sees_and_imports_only_what_it_is_asked_to()
     assert asked.start_method in ("fork", "forkserver")
     assert (asked.missing, asked.imports) == (["no_such"], {})
     assert asked.packages["torch"] and asked.packages["numpy"]
-    assert asked.limits["NOFILE"][0] > 0
 
 
 def test_a_module_is_used_once_and_its_threads_are_counted():

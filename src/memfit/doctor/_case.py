@@ -66,7 +66,7 @@ class Case:
     @cached_property
     def env(self) -> dict[str, str]:
         """The environment that the command's interpreter gets."""
-        return {**self.given, **self.added, **(self.command.env or {})}
+        return {**self.given, **self.added, **self.command.env}
 
     @property
     def num_cpus(self) -> int:
@@ -86,27 +86,27 @@ class Case:
 
     def workers_of(self, loader: LoaderCall) -> int | None:
         """How many workers a loader has: by its call, else by what the user says; None when neither tells."""
-        return self.setup.num_workers if loader.num_workers.value is None else loader.num_workers.value
+        return self.setup.num_workers if loader.num_workers is None else loader.num_workers
 
     @property
     def num_workers(self) -> int:
         """The most loader workers at once that are known of; 0 when none is."""
         if self.setup.num_workers is not None:
             return self.setup.num_workers
-        return max((one.num_workers.value or 0 for one in self.loaders), default=0)
+        return max((one.num_workers or 0 for one in self.loaders), default=0)
 
     @property
     def workers_source(self) -> str:
         """Who says so."""
         if self.setup.num_workers is not None:
             return "--workers"
-        named = [one.site for one in self.loaders if one.num_workers.value == self.num_workers]
+        named = [one.site for one in self.loaders if one.num_workers == self.num_workers]
         return named[0] if named else "no loader with workers was found"
 
     @property
     def prefetch(self) -> int:
         """Batches that each worker has ready."""
-        return max((one.prefetch_factor.value or PREFETCH for one in self.loaders), default=PREFETCH)
+        return max((one.prefetch_factor or PREFETCH for one in self.loaders), default=PREFETCH)
 
     @property
     def start_method(self) -> tuple[str, str]:

@@ -37,15 +37,15 @@ def check_script(case: Case) -> Iterator[Check]:
     """Whether the script can be read, and what was read."""
     command, script = case.command, case.script
     for error in script.errors:
-        if not error.is_syntax:
+        if error.more != "syntax":
             remedy = "make it readable for this user, and of a size and depth that Python itself compiles"
-            yield Check("script", "warning", f"not read: {error.site}: {error.why}", _REASON, remedy, error.site)
+            yield Check("script", "warning", f"not read: {error.site}: {error.name}", _REASON, remedy, error.site)
             continue
         newer = case.interpreter is not None and case.interpreter.version[:2] > sys.version_info[:2]
         yield Check(
             "script",
             "warning" if newer else "problem",
-            f"{error.site} is no Python: {error.why}",
+            f"{error.site} is no Python: {error.name}",
             "it was read by another Python than the command's" if newer else "Python ends with a SyntaxError",
             f"correct {error.site}",
             error.site,
@@ -65,20 +65,6 @@ def check_script(case: Case) -> Iterator[Check]:
         more = f" and {len(script.files) - 1} modules beside it" if len(script.files) > 1 else ""
         counts = f"{len(script.imports)} imports, {len(script.loaders)} loaders"
         yield Check("script", "ok", f"{script.files[0]}{more}{found_in} read: {counts}", _REASON, "", script.files[0])
-
-
-def check_words(case: Case) -> Iterator[Check]:
-    """Whether argparse takes the values of the command's options."""
-    for one in case.script.refused:
-        is_own = one.site.rpartition(":")[0] == case.script.files[0]
-        yield Check(
-            "arguments",
-            "problem" if is_own else "warning",
-            f"argparse will refuse {one.name}: {one.site} takes {one.more}",
-            "argparse ends the script with exit code 2 before any work",
-            f"give a value of type {one.more}",
-            one.site,
-        )
 
 
 def _missing(case: Case) -> str:

@@ -143,7 +143,7 @@ def _pids_max(case: Case) -> Iterator[tuple[str, str]]:
 
 
 def check_maps(case: Case) -> Iterator[Check]:
-    """How many mappings and open files the kernel allows."""
+    """How many mappings of a process the kernel allows."""
     most = case.place.number("proc/sys/vm/max_map_count")
     if most is not None:
         reason = (
@@ -153,42 +153,31 @@ def check_maps(case: Case) -> Iterator[Check]:
         remedy = f"sysctl vm.max_map_count={4 * _DEFAULT_MAPS} (root)" if few else ""
         finding = f"vm.max_map_count={most} mappings a process"
         yield Check("maps", "warning" if few else "ok", finding, reason, remedy, "/proc/sys/vm/max_map_count")
-    fields = (case.place.text("proc/sys/fs/file-nr") or "").split()
-    if len(fields) == 3 and all(map(str.isdigit, fields)):
-        used, free, most = map(int, fields)
-        full = used - free > most * 9 // 10
-        finding = f"{used - free} files are open on this host, {most} allowed"
-        reason = "beyond fs.file-max every process gets ENFILE"
-        remedy = f"sysctl fs.file-max={2 * most} (root)" if full else ""
-        yield Check("host files", "problem" if full else "ok", finding, reason, remedy, "/proc/sys/fs/file-nr")
 
 
 def check_address_space(case: Case) -> Iterator[Check]:
     """ulimits on address space, data and locked memory."""
-    limits = case.place.limits
-    for row, name in (("address space", "RLIMIT_AS (ulimit -v)"), ("data size", "RLIMIT_DATA (ulimit -d)")):
-        soft, hard = limits.get(row, (None, None))
-        if soft is not None:
-            reason = "it counts what may be touched, not what is: CUDA maps more than the device and the host hold"
-            with_gpu = row == "address space" and bool(case.place.budget.devices)
-            verdict: Verdict = "problem" if with_gpu or soft < GIB else "warning"
-            flag = name.split("-")[1][0]
-            remedy = f"ulimit -{flag} {'unlimited' if hard is None else hard // 1024}"
-            yield Check(
-                "address space", verdict, f"{name} is {format_bytes(soft)}", reason, remedy, "/proc/self/limits"
-            )
-    if not any(limits.get(row, (None, None))[0] for row in ("address space", "data size")) and limits:
-        reason = "a limit on it fails allocations that would never have been touched"
-        yield Check("address space", "ok", "no limit on address space or data", reason, source="/proc/self/limits")
+    limits, source = case.place.limits, "/proc/self/limits"
+    if not limits:
+        return
+    reason = "it counts what may be touched, not what is: CUDA maps more than the device and the host hold"
+    rows = {"address space": "RLIMIT_AS (ulimit -v)", "data size": "RLIMIT_DATA (ulimit -d)"}
+    tight = [(row, *limits[row]) for row in rows if limits.get(row, (None, None))[0] is not None]
+    for row, soft, hard in tight:
+        is_problem = (row == "address space" and bool(case.place.budget.devices)) or (soft or 0) < GIB
+        remedy = f"ulimit -{rows[row][-2]} {'unlimited' if hard is None else hard // 1024}"
+        finding = f"{rows[row]} is {format_bytes(soft or 0)}"
+        yield Check("address space", "problem" if is_problem else "warning", finding, reason, remedy, source)
+    if not tight:
+        yield Check("address space", "ok", "no limit on address space or data", reason, source=source)
     soft = limits.get("locked memory", (None, None))[0]
-    if limits:
-        rdma = (case.place.root / "sys/class/infiniband").is_dir()
-        tight = rdma and soft is not None
-        room = "unlimited" if soft is None else format_bytes(soft)
-        finding = f"ulimit -l is {room}; {'RDMA devices are here' if rdma else 'no RDMA device'}"
-        reason = "RDMA (NCCL over InfiniBand) locks its buffers and fails beyond it"
-        remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1" if tight else ""
-        yield Check("locked memory", "warning" if tight else "ok", finding, reason, remedy, "/proc/self/limits")
+    rdma = (case.place.root / "sys/class/infiniband").is_dir()
+    short = rdma and soft is not None
+    room = "unlimited" if soft is None else format_bytes(soft)
+    finding = f"ulimit -l is {room}; {'RDMA devices are here' if rdma else 'no RDMA device'}"
+    reason = "RDMA (NCCL over InfiniBand) locks its buffers and fails beyond it"
+    remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1" if short else ""
+    yield Check("locked memory", "warning" if short else "ok", finding, reason, remedy, source)
 
 
 def check_folders(case: Case) -> Iterator[Check]:

@@ -83,9 +83,6 @@ def check_malloc(case: Case) -> Iterator[Check]:
         why = "GLIBC_TUNABLES wins over the MALLOC_ variables that memfit sets (measured with glibc 2.36)"
         told = f"GLIBC_TUNABLES sets {', '.join(tunables)}"
         yield Check("malloc", "warning", told, why, "unset GLIBC_TUNABLES", "GLIBC_TUNABLES")
-    elif case.interpreter is not None and case.interpreter.libc and case.interpreter.libc[0] != "glibc":
-        told = f"the C library is {case.interpreter.libc[0] or 'not glibc'}: the MALLOC_ variables do nothing"
-        yield Check("malloc", "ok", told, reason, source=case.interpreter.executable)
     else:
         told = ", ".join(f"{name}={value}" for name, value in tight.items()) or "glibc's defaults"
         yield Check("malloc", "ok", told, reason, source="memfit run" if case.setup.tight_malloc else "the environment")

@@ -28,67 +28,66 @@ _THREAD_VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
     *("POLARS_MAX_THREADS", "RAYON_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
 )
-_MAY_FORK = ("fork", "")
 #: Threads that libraries start beside their pools: polars for files and streams, torch for autograd.
 _OTHER_THREADS = 16
-#: A verdict, what was found, why it matters, and who says so, the start method's source first.
-_Unsafe = tuple[Verdict, str, str, str]
 _GUARD = 'if __name__ == "__main__":'
 _BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+_LOCKS = (
+    "fork copies one thread and every lock: a lock that another thread held is never released, and the new process "
+    "waits for ever"
+)
+_Start = LoaderCall | Site
+#: A verdict, what was found, why it matters and who says so.
+_Unsafe = tuple[Verdict, str, str, str]
 
 
 def check_fork(case: Case) -> Iterator[Check]:
     """Whether processes are forked after threads were started."""
     default, says = case.start_method
-    why = (
-        "fork copies one thread and every lock: a lock that another thread held is never released, and the new process "
-        "waits for ever"
-    )
-    chosen = [one for one in case.loaders if one.start_method is not None]
-    forking = [one for one in case.loaders if _method(one, default) in _MAY_FORK]
-    calls = [one for one in case.script.forks if _method(one, default) in _MAY_FORK]
-    if not forking and not calls:
-        how = f"{len(chosen)} of {len(case.loaders)} loaders name their own" if case.loaders else "nothing forks here"
-        yield Check("fork", "ok", f"start method {default}; {how}", why, source=says)
+    loaders = [one for one in case.loaders if _method(one, default) in ("fork", "")]
+    calls = [one for one in case.script.forks if _method(one, default) in ("fork", "")]
+    if not loaders and not calls:
+        yield Check("fork", "ok", f"start method {default}; nothing forks here", _LOCKS, source=says)
         return
-    found = [*_unsafe_loaders(case, forking), *_unsafe_calls(case, calls)]
-    sites = [*(one.site for one in forking), *(one.site for one in calls)]
-    if not found:
-        finding = f"processes are forked at {_list(sites)}, after no library that is known not to survive it"
-        yield Check("fork", "ok", finding, why, source=_says(case, [*forking, *calls]))
     guard = "" if case.script.has_guard else f", with the script's work below {_GUARD}"
-    for verdict, finding, reason, source in found:
-        remedy = 'multiprocessing.get_context("spawn"), or "forkserver"' + guard
-        if finding.startswith("DataLoader"):
-            remedy = (
-                f'DataLoader(..., multiprocessing_context="spawn"), or "forkserver"{guard}; memfit.data.Loader never '
-                "forks the trainer. num_workers=0 is a fallback: safe, and the trainer waits for its data"
-            )
-        yield Check("fork", verdict, finding, f"{reason}; {why}", remedy, source)
+    remedy = f'multiprocessing.get_context("spawn"), or "forkserver"{guard}'
+    of_loader = (
+        f'DataLoader(..., multiprocessing_context="spawn"), or "forkserver"{guard}; memfit.data.Loader never forks the '
+        "trainer. num_workers=0 is a fallback: safe, and the trainer waits for its data"
+    )
+    found = [(of_loader, one) for one in _unsafe_loaders(case, loaders)]
+    found += [(remedy, one) for one in _unsafe_calls(case, calls)]
+    for todo, (verdict, finding, reason, source) in found:
+        yield Check("fork", verdict, finding, f"{reason}; {_LOCKS}", todo, source)
+    if not found:
+        sites = _list([*(one.site for one in loaders), *(one.site for one in calls)])
+        finding = f"processes are forked at {sites}, after no library that is known not to survive it"
+        yield Check("fork", "ok", finding, _LOCKS, source=_says(case, [*loaders, *calls]))
 
 
-def _method(one: LoaderCall | Site, default: str) -> str:
-    """The start method of a call; empty when nothing tells."""
-    if isinstance(one, Site) and one.name.endswith("fork"):
-        return "fork"
-    named = one.more if isinstance(one, Site) else one.start_method
+def _named(one: _Start) -> str | None:
+    """The start method that a call names; None if it names none."""
+    if isinstance(one, Site):
+        return "fork" if one.name.endswith("fork") else one.more
+    return one.start_method
+
+
+def _method(one: _Start, default: str) -> str:
+    """The start method of a call; empty if nothing tells."""
+    named = _named(one)
     return default if named is None else named
 
 
-def _says(case: Case, ones: Sequence[LoaderCall | Site]) -> str:
+def _says(case: Case, ones: Sequence[_Start]) -> str:
     """Who says how these start their processes: each call that names a start method itself, else the default."""
-    default, says = case.start_method
-    own = [one.site for one in ones if isinstance(one, Site) and one.name.endswith("fork")]
-    named = [one for one in ones if (one.more if isinstance(one, Site) else one.start_method) is not None]
-    own += [f"{_method(one, default) or 'a start method'} is named at {one.site}" for one in named]
-    return "; ".join([*own, *([says] if len(own) < len(ones) else [])])
+    own = [f"{named or 'a start method'} is named at {one.site}" for one in ones if (named := _named(one)) is not None]
+    return "; ".join([*own, *([case.start_method[1]] if len(own) < len(ones) else [])])
 
 
 def check_guard(case: Case) -> Iterator[Check]:
     """Whether a script whose processes are spawned can be imported by them."""
-    default = case.start_method[0]
-    starts: list[LoaderCall | Site] = [*case.loaders, *case.script.forks]
-    spawning = [one.site for one in starts if _method(one, default) in ("spawn", "forkserver")]
+    starts: list[_Start] = [*case.loaders, *case.script.forks]
+    spawning = [one.site for one in starts if _method(one, case.start_method[0]) in ("spawn", "forkserver")]
     if spawning and not case.script.has_guard:
         yield Check(
             "main guard",
@@ -104,63 +103,50 @@ def _unsafe_loaders(case: Case, forking: list[LoaderCall]) -> Iterator[_Unsafe]:
     """What is unsafe in loaders that fork: one finding for all libraries."""
     if not forking:
         return
-    default = case.start_method[0]
-    certain = [one for one in forking if case.workers_of(one) and _method(one, default) == "fork"]
+    certain = [one for one in forking if case.workers_of(one) and _method(one, case.start_method[0]) == "fork"]
     named = certain or forking
-    number, says = named[0].num_workers, _says(case, named)
-    unknown = f"{number.refused}, which argparse refuses" if number.refused else "not known here: --workers tells"
-    count = str(case.workers_of(named[0]) or f"{number.text}, {unknown}")
-    verb = "forks" if _method(named[0], default) == "fork" else "forks, for all that can be told of its start method,"
+    says, first = _says(case, named), named[0]
+    count = str(case.workers_of(first) or f"{first.text}, not known here: --workers tells")
+    is_fork = _method(first, case.start_method[0]) == "fork"
+    verb = "forks" if is_fork else "forks, for all that can be told of its start method,"
     what = f"DataLoader(num_workers={count}) at {_list([one.site for one in named])} {verb}"
     yield from _after_libraries(case, what, says, certain=bool(certain))
     if case.script.cuda is not None:
         reason = "CUDA cannot be used in a process that was forked from one that uses it"
-        yield (
-            "warning",
-            f"{what}, and the GPU is used at {case.script.cuda}",
-            reason,
-            f"{says}; torch, notes on multiprocessing",
-        )
+        source = f"{says}; torch, notes on multiprocessing"
+        yield "warning", f"{what}, and the GPU is used at {case.script.cuda}", reason, source
     started = [one for one in case.script.threads if not one.name.startswith("torch.")]
     if started:
-        yield (
-            "warning",
-            f"{what}, and threads are started at {started[0].site}",
-            "Python warns since 3.12",
-            f"{says}; os.fork",
-        )
+        finding = f"{what}, and threads are started at {started[0].site}"
+        yield "warning", finding, "Python warns since 3.12", f"{says}; os.fork"
 
 
 def _unsafe_calls(case: Case, calls: list[Site]) -> Iterator[_Unsafe]:
     """What is unsafe in other calls that fork."""
     if not calls:
         return
-    what = f"{calls[0].name} at {_list([one.site for one in calls])} forks"
+    what, says = f"{calls[0].name} at {_list([one.site for one in calls])} forks", _says(case, calls)
     certain = any(_method(one, case.start_method[0]) == "fork" for one in calls)
-    says = _says(case, calls)
     yield from _after_libraries(case, what, says, certain=certain)
     if "torch" in case.script.imports and case.threads > 1:
         finding = f"{what} after import torch ({case.script.imports['torch']}) with {case.threads} OpenMP threads"
         reason = "once torch has computed with several threads, the first such computation in a forked process hangs"
-        source = "GCC libgomp; a DataLoader's workers set one thread and are spared"
-        yield "warning", finding, reason, f"{says}; {source}"
+        yield "warning", finding, reason, f"{says}; GCC libgomp; a DataLoader's workers set one thread and are spared"
 
 
 def _after_libraries(case: Case, what: str, says: str, *, certain: bool) -> Iterator[_Unsafe]:
     """One finding for the libraries that are there, and one for those that are not installed."""
     missing = case.interpreter.missing if case.interpreter is not None else ()
-    imported = [name for name in _FORK_UNSAFE if name in case.script.imports]
     for is_missing in (False, True):
-        found = [(name, *_FORK_UNSAFE[name]) for name in imported if (name in missing) == is_missing]
+        found = [name for name in _FORK_UNSAFE if name in case.script.imports and (name in missing) == is_missing]
         if not found:
             continue
-        names = ", ".join(f"{name} ({case.script.imports[name]})" for name, *_ in found)
-        reasons = "; ".join(f"{name}: {reason}" for name, _, reason, _ in found)
-        sources = "; ".join([says, *(source for *_, source in found)])
-        is_problem = certain and not is_missing and any(verdict == "problem" for _, verdict, _, _ in found)
+        names = ", ".join(f"{name} ({case.script.imports[name]})" for name in found)
+        reasons = "; ".join(f"{name}: {_FORK_UNSAFE[name][1]}" for name in found)
+        is_problem = certain and not is_missing and any(_FORK_UNSAFE[name][0] == "problem" for name in found)
         if is_missing:
             names += ", not installed for this interpreter: the import fails first"
-            reasons = f"once it is installed: {reasons}"
+        sources = "; ".join([says, *(_FORK_UNSAFE[name][2] for name in found)])
         yield "problem" if is_problem else "warning", f"{what} after import of {names}", reasons, sources
 
 
@@ -203,36 +189,23 @@ def check_threads(case: Case) -> Iterator[Check]:
 
 def _overridden(case: Case) -> Iterator[Check]:
     """Variables of the user's that memfit replaces."""
-    lost = {
-        name: (case.given[name], case.added[name])
-        for name in case.added
-        if name in case.given and case.given[name] != case.added[name]
-    }
+    lost = {name: case.given[name] for name, new in case.added.items() if case.given.get(name, new) != new}
     if lost:
-        told = ", ".join(f"{name}={old} becomes {new}" for name, (old, new) in lost.items())
-        numbers = [old for name, (old, _) in lost.items() if name in _THREAD_VARIABLES and old.isdigit()]
-        yield Check(
-            "overridden",
-            "warning",
-            told,
-            "memfit run fixes these for each job, whatever the shell exports",
-            f"memfit run --threads {numbers[0]} -- ..." if numbers else "memfit run --no-tight-malloc -- ...",
-            "the environment",
-        )
+        told = ", ".join(f"{name}={old} becomes {case.added[name]}" for name, old in lost.items())
+        numbers = [old for name, old in lost.items() if name in _THREAD_VARIABLES and old.isdigit()]
+        remedy = f"memfit run --threads {numbers[0]} -- ..." if numbers else "memfit run --no-tight-malloc -- ..."
+        reason = "memfit run fixes these for each job, whatever the shell exports"
+        yield Check("overridden", "warning", told, reason, remedy, "the environment")
 
 
 def _late(case: Case) -> Iterator[Check]:
     """Thread variables that the script sets when their readers are loaded already."""
     for one in case.script.variables:
         if one.name in _THREAD_VARIABLES and one.more is not None:
-            yield Check(
-                "threads",
-                "warning",
-                f"{one.name} is set at {one.site}, after import {one.more}",
-                "a library reads its number of threads once, when it is loaded: this changes nothing",
-                "leave it out (memfit run sets it before Python starts), or move it above the first import",
-                one.site,
-            )
+            late = f"{one.name} is set at {one.site}, after import {one.more}"
+            reason = "a library reads its number of threads once, when it is loaded: this changes nothing"
+            remedy = "leave it out (memfit run sets it before Python starts), or move it above the first import"
+            yield Check("threads", "warning", late, reason, remedy, one.site)
 
 
 def check_environment(case: Case) -> Iterator[Check]:

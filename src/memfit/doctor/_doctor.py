@@ -17,7 +17,7 @@ from memfit.doctor._case import Case, Setup
 from memfit.doctor._command import Command
 from memfit.doctor._interpreter import Interpreter, ask_interpreter
 from memfit.doctor._place import REAL_ROOT, Place
-from memfit.doctor._script import Script, read_script
+from memfit.doctor._script import Outside, Script, read_script
 from memfit.doctor._shell import commands_of
 from memfit.jobs import Job, child_env
 from memfit.memory import Budget
@@ -26,7 +26,6 @@ from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
 _CHECKS: tuple[Callable[[Case], Iterator[Check]], ...] = (
     commands.check_command,
     commands.check_script,
-    commands.check_words,
     workers.check_fork,
     workers.check_guard,
     workers.check_threads,
@@ -99,15 +98,9 @@ def _case(
 ) -> Case:
     """One command with what it is given, what its script says and what its interpreter says."""
     added = _added(setup, place)
-    inside = {**given, **added, **(parsed.env or {})}
-    script = read_script(
-        parsed.script,
-        text=parsed.code,
-        arguments=parsed.arguments,
-        env=inside,
-        cwd=folder,
-        num_cpus=place.num_host_cpus,
-    )
+    inside = {**given, **added, **parsed.env}
+    outside = Outside(parsed.arguments, inside, place.num_host_cpus)
+    script = read_script(parsed.script, outside, text=parsed.code, cwd=folder)
     if interpreter is None and place.is_real:
         interpreter = _ask(parsed, script, setup, _with_whole_paths(inside, folder), list(added))
     return Case(place, setup, parsed, script, interpreter, given, added, folder)

@@ -29,15 +29,8 @@ found = {
     "version": list(sys.version_info[:3]), "executable": sys.executable, "env": {n: os.environ.get(n) for n in names},
     "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
 }
-import multiprocessing, platform
+import multiprocessing
 found["start_method"] = multiprocessing.get_start_method()
-found["libc"] = list(platform.libc_ver())
-try:
-    import resource
-    found["limits"] = {n: list(resource.getrlimit(getattr(resource, "RLIMIT_" + n)))
-                       for n in ("NOFILE", "NPROC", "AS", "DATA", "MEMLOCK") if hasattr(resource, "RLIMIT_" + n)}
-except ImportError:
-    found["limits"] = {}
 found["packages"] = {name: version(name) for name in packages}
 import importlib.util
 def missing(name):
@@ -78,9 +71,7 @@ class Interpreter:
         start_method: The default of ``multiprocessing``.
         num_cpus: The CPUs that it may run on.
         env: The variables that were asked for, as it sees them.
-        limits: Soft and hard resource limits by name; -1 for none.
         packages: The installed version of each package that was asked for, or None.
-        libc: The C library and its version.
         threads: The process's threads at the start (``""``) and after each import; by use, not by import alone.
         imports: For each imported module the error, or empty when it could be imported.
         missing: The modules that were looked for and are not there; no one of them was imported for it.
@@ -93,9 +84,7 @@ class Interpreter:
     start_method: str = ""
     num_cpus: int = 0
     env: Mapping[str, str | None] = field(default_factory=dict)
-    limits: Mapping[str, Sequence[int]] = field(default_factory=dict)
     packages: Mapping[str, str | None] = field(default_factory=dict)
-    libc: Sequence[str] = ()
     threads: Mapping[str, int] = field(default_factory=dict)
     imports: Mapping[str, str] = field(default_factory=dict)
     missing: Sequence[str] = ()

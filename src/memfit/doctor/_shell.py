@@ -10,17 +10,16 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from memfit.doctor._command import PYTHON, Command, parse_command, which
-from memfit.doctor._syntax import EXPANDED
+from memfit.doctor._command import ASSIGNMENT, PYTHON, Command, parse_command, which
 
 _SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh"})
 _LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed"})
 #: Words of the shell's own that may stand before a command.
 _BEFORE = frozenset({"if", "then", "else", "elif", "while", "until", "do", "!", "{", "time", "exec", "command"})
 _TAKE_A_WORD = frozenset({"-o", "+o", "-O", "+O", "--rcfile", "--init-file"})
-_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.S)
 _HERE = re.compile(r"<<-?\s*[\'\"]?([A-Za-z_]\w*)")
-#: What a shell makes other names of, in a path.
+#: What a shell expands: a word that holds it is not known here; in a path also a pattern.
+EXPANDED = frozenset("$`")
 _PATTERNS = frozenset("*?[{~")
 _MOST_COMMANDS = 3
 #: What a shell runs: its name, its text (None when its file is not there) and the words behind it.
@@ -43,13 +42,13 @@ def commands_of(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> l
     ('import torch', {'A': '1'}, 'bash -c line 1')
     """
     command = parse_command(words, cwd=cwd, env=env)
-    shell = _shell_text(command, cwd, {**env, **(command.env or {})})
+    shell = _shell_text(command, cwd, {**env, **(command.env)})
     if shell is None:
         return [command]
     label, text, arguments = shell
     if text is None:
         return [replace(command, missing=f"there is no file '{label}' in {cwd}")]
-    given = dict(command.env or {})
+    given = dict(command.env)
     state = _Shell(cwd, {**env, **given}, given)
     found = list(islice(_started(text, arguments, label, state), _MOST_COMMANDS))
     return found or [replace(command, looked_at=label)]
@@ -116,7 +115,7 @@ def _started(text: str, arguments: list[str], label: str, state: _Shell) -> Iter
     for line, words in _simple_commands(text):
         while words and words[0] in _BEFORE:
             words = words[1:]
-        name = next((at for at, word in enumerate(words) if not _ASSIGNMENT.fullmatch(word)), len(words))
+        name = next((at for at, word in enumerate(words) if not ASSIGNMENT.fullmatch(word)), len(words))
         assigned, words = words[:name], words[name:]
         if words[:1] == ["exec"]:
             words = words[1:]
@@ -147,7 +146,7 @@ def _python(words: list[str], assigned: list[str], cwd: Path, state: _Shell) -> 
     special = EXPANDED if command.code is not None else EXPANDED | _PATTERNS
     if not what or special & set(what) or not (PYTHON.fullmatch(program) or program in _LAUNCHERS):
         return None
-    given = {**state.given, **own, **(command.env or {})}
+    given = {**state.given, **own, **(command.env)}
     return replace(command, env=given, interpreter=command.interpreter if state.knows_python else None)
 
 
