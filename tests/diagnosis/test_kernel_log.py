@@ -1,12 +1,13 @@
 """The out-of-memory killer's blocks, of old kernels and new ones; the last test makes real kills and reads them back."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
-from memfit.diagnosis._kernel_log import find_kills, kernel_signs, owner_of, read_kernel_lines
+from memfit.diagnosis._kernel_log import find_kills, owner_of, read_kernel_lines
 
 MIB = 1 << 20
 GROUP = "/slurm/uid_0/job_2/step_1"
@@ -100,9 +101,11 @@ def only(text):
 def test_a_block_is_read_in_whatever_form_loggers_give_it(form):
     text = form(block())
     kill = only(text)
-    assert (kill.pid, kill.name) == (29215, "python3")
-    assert (kill.scope, kill.limit_group, kill.victim_group) == ("ancestor", GROUP, f"{GROUP}/task_1")
-    assert (kill.usage_bytes, kill.limit_bytes) == (300 * MIB, 300 * MIB)
+    values = {**kill.values, "owner": kill.values["owner"]["task"]}
+    assert values == {
+        "who": "the kernel", "pid": 29215, "task": "python3", "scope": "ancestor", "owner": "1",
+        "used_bytes": 300 * MIB, "limit_bytes": 300 * MIB,
+    }  # fmt: skip
     assert "Killed process 29215" in text.splitlines()[kill.lines[0].number - 1]
 
 
@@ -120,15 +123,14 @@ def test_a_block_is_read_in_whatever_form_loggers_give_it(form):
 )
 def test_whose_memory_ran_out_is_told_by_the_constraint_and_else_by_the_words(lines, scope, kind):
     kill = only(as_dmesg(lines))
-    assert kill.scope == scope
-    assert [sign.name for sign in kernel_signs([kill])] == [kind]
+    assert (kill.values["scope"], kill.name) == (scope, kind)
 
 
 def test_a_victim_that_lives_in_a_group_is_still_killed_for_the_machine():
     """task_memcg says where it lived, and nothing of whose limit was met."""
     kill = only(as_dmesg(block(limit="", constraint="CONSTRAINT_NONE")))
-    assert (kill.scope, kill.victim_group) == ("global", f"{GROUP}/task_1")
-    assert "limit_bytes" not in kernel_signs([kill])[0].values
+    assert (kill.values["scope"], kill.values["owner"]["job"]) == ("global", "2")
+    assert "limit_bytes" not in kill.values and kill.values["used_bytes"] == (153848 + 5848) << 10
 
 
 def test_two_lines_of_an_old_kernel_are_one_kill_with_its_own_victim():
@@ -148,8 +150,8 @@ def test_two_lines_of_an_old_kernel_are_one_kill_with_its_own_victim():
         ]
     )
     kill = only(text)
-    assert (kill.pid, kill.scope, kill.limit_bytes) == (28573, "own_group", 1 << 30)
-    assert kill.owner == {"who": "docker", "container": "ab" * 32}
+    assert [kill.values[name] for name in ("pid", "scope", "limit_bytes")] == [28573, "own_group", 1 << 30]
+    assert kill.values["owner"] == {"who": "docker", "container": "ab" * 32}
 
 
 def test_a_whole_group_that_goes_shares_its_cause_and_the_next_block_does_not():
@@ -158,10 +160,10 @@ def test_a_whole_group_that_goes_shares_its_cause_and_the_next_block_does_not():
     first += ["Memory cgroup out of memory: Killed process 29214 (pt_data worker) total-vm:8kB, anon-rss:4kB"]
     first.insert(-3, first.pop(-2))  # the kernel announces it before the first victim
     kills = find_kills(read_kernel_lines(as_dmesg([*first, *block(limit="", constraint="CONSTRAINT_NONE")])))
-    assert [(kill.pid, kill.scope, kill.whole_group) for kill in kills] == [
-        (29215, "ancestor", True),
-        (29214, "ancestor", True),
-        (29215, "global", False),
+    assert [(kill.values["pid"], kill.values["scope"]) for kill in kills] == [
+        (29215, "ancestor"),
+        (29214, "ancestor"),
+        (29215, "global"),
     ]
 
 
@@ -205,10 +207,10 @@ def test_a_real_kill_is_read_back_from_the_kernels_own_log(memory_group):
     kills = [
         kill
         for kill in find_kills(read_kernel_lines(shown.stdout))
-        if kill.pid == done.pid and kill.victim_group.endswith(inner.name)
+        if kill.values["pid"] == done.pid and f"{inner.name},task=" in kill.text
     ]
     if not kills:
         pytest.skip("the kernel's log is not readable, or numbers processes of another namespace")
-    assert kills[-1].scope == "ancestor"
-    assert kills[-1].limit_group.endswith(group.name)
-    assert (kills[-1].limit_bytes, kills[-1].usage_bytes) == (64 * MIB, 64 * MIB)
+    assert kills[-1].values["scope"] == "ancestor"
+    assert re.search(rf"oom_memcg=\S*{group.name},", kills[-1].text)
+    assert (kills[-1].values["limit_bytes"], kills[-1].values["used_bytes"]) == (64 * MIB, 64 * MIB)

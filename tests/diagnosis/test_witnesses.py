@@ -3,7 +3,7 @@
 import json
 
 from memfit.diagnosis._text import Line
-from memfit.diagnosis._witnesses import find_names, hear, hear_run
+from memfit.diagnosis._witnesses import hear, hear_run
 from memfit.rundir import RunDir
 
 LOG = """\
@@ -32,11 +32,6 @@ def lines_of(text, file="-"):
 
 def log(name="train.err"):
     return lines_of(LOG, name)
-
-
-def test_a_log_names_its_job_and_its_processes():
-    named = find_names(log("slurm-273202.out"))
-    assert (named.jobs, named.pids) == ({"273202"}, {4260})
 
 
 def test_the_accounting_speaks_of_this_job_alone_and_its_arithmetic_is_told():

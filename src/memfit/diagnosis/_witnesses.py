@@ -1,8 +1,7 @@
-"""What others than the job's own log say of its death: accounting, kernel, memfit's own run directory.
+"""What the accounting, the kernel log and memfit's run directory say of a job's death.
 
-Their signs get a stream of their own from `Heard.placed`, in which no line around them tells a phase. A sign of a
-kernel's log or of an accounting has ``linked`` among its values: True where a number in the job's own log names it,
-None where nothing could tell, False where the log names others.
+Their signs get a stream of their own from `Heard.placed`. A sign of a kernel log or of an accounting has ``linked``
+among its values: True if a number in the job's own log names it, None if nothing tells, False if the log names others.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memfit.diagnosis._kernel_log import KernelKill, find_kills, kernel_signs, read_kernel_lines
+from memfit.diagnosis._kernel_log import find_kills, read_kernel_lines
 from memfit.diagnosis._runs import find_run, run_signs
 from memfit.diagnosis._signatures import Sign
 from memfit.diagnosis._slurm_account import NodeAccount, account_nodes
@@ -29,7 +28,7 @@ _PIDS = re.compile(r"\bpid\(?s?\)?\W{1,3}(\d{2,8})\b|: line \d+: +(\d{2,8}) Kill
 
 @dataclass(frozen=True)
 class Heard:
-    """What was heard.
+    """What the witnesses say.
 
     Attributes:
         signs: Good ends, then the kernel's and the accounting's; of a run directory, in time.
@@ -64,32 +63,18 @@ class Heard:
         return Stream(lines), signs
 
 
-@dataclass(frozen=True)
-class Named:
-    """Numbers by which a job's own log names it: of jobs and of processes."""
-
-    jobs: frozenset[str] = frozenset()
-    pids: frozenset[int] = frozenset()
-
-
-def find_names(lines: Iterable[Line]) -> Named:
-    """The numbers of jobs and processes in a log and its file's name.
-
-    >>> find_names([Line("slurm-7.out", 1, "slurm_script: line 3:  4260 Killed   python train.py")])
-    Named(jobs=frozenset({'7'}), pids=frozenset({4260}))
-    """
+def _names(lines: Iterable[Line]) -> tuple[set[str], set[int]]:
+    """The numbers of jobs and of processes by which a log, and its file's name, name them."""
     jobs: set[str] = set()
     pids: set[int] = set()
-    files: set[str] = set()
+    for file in {line.file for line in lines}:
+        jobs.update(_JOB_IDS.findall(Path(file).name))
     for line in lines:
-        if line.file not in files:
-            files.add(line.file)
-            jobs.update(_JOB_IDS.findall(Path(line.file).name))
         if "ob" in line.text or "tep" in line.text or "JOB" in line.text:
             jobs.update(_JOB_IDS.findall(line.text))
         if "pid" in line.text or "PID" in line.text or "Killed" in line.text:
             pids.update(int(next(filter(None, found))) for found in _PIDS.findall(line.text))
-    return Named(frozenset(jobs), frozenset(pids))
+    return jobs, pids
 
 
 def hear(
@@ -107,15 +92,16 @@ def hear(
         kernel_log: The text of the kernel's log.
         files: The names of those two files.
     """
-    named = find_names(lines)
+    jobs, pids = _names(lines)
     told = [Line(files[0], number, text) for number, text in enumerate((sacct or "").split("\n"), 1)]
     told = list(lines) if sacct is None else told
     texts = [line.text for line in told]
-    rows, linked = _ours(parse_sacct(texts), named)
-    kills = (
-        [*find_kills(read_kernel_lines(kernel_log, files[1])), *find_kills(lines)] if kernel_log else find_kills(lines)
-    )
-    signs = _linked([(sign, kill) for kill in kills for sign in kernel_signs([kill])], named)
+    rows, linked = _ours(parse_sacct(texts), jobs)
+    kills = [*(find_kills(read_kernel_lines(kernel_log, files[1])) if kernel_log else ()), *find_kills(lines)]
+    links = [_link(sign, jobs, pids) for sign in kills]
+    if True in links:  # beside a kill that is surely the job's, the others are others'
+        links = [link or False for link in links]
+    signs = [replace(sign, values={**sign.values, "linked": link}) for sign, link in zip(kills, links, strict=True)]
     signs += [replace(sign, values={**sign.values, "linked": linked}) for sign in sacct_signs(rows, told)]
     signs.sort(key=lambda sign: sign.name != "success")  # another job's good end makes nothing good
     shapes = [shape for shape in parse_shapes(texts) if not rows or shape.job == rows[0].raw_job]
@@ -172,13 +158,13 @@ def hear_run(path: Path) -> Heard:
     return Heard(tuple(run_signs(run, only)))
 
 
-def _ours(rows: list[Row], named: Named) -> tuple[list[Row], bool | None]:
-    """The rows of the job that the log names; all of them when it names none."""
-    found = [row for row in rows if {row.job, row.raw_job} & named.jobs]
-    found = found or [row for row in rows if row.job.partition("_")[0] in named.jobs]
+def _ours(rows: list[Row], jobs: set[str]) -> tuple[list[Row], bool | None]:
+    """The rows of the job that the log names; all of them if it names none."""
+    found = [row for row in rows if {row.job, row.raw_job} & jobs]
+    found = found or [row for row in rows if row.job.partition("_")[0] in jobs]
     if found:
         return found, True
-    return rows, None if not named.jobs or len({row.job for row in rows}) == 1 else False
+    return rows, None if not jobs or len({row.job for row in rows}) == 1 else False
 
 
 def _identity(sign: Sign) -> tuple[str, str]:
@@ -187,16 +173,10 @@ def _identity(sign: Sign) -> tuple[str, str]:
     return sign.file, step or str(sign.values.get("pid", ""))
 
 
-def _linked(found: Sequence[tuple[Sign, KernelKill]], named: Named) -> list[Sign]:
-    """Signs with what links them to the job; beside one that is surely the job's, the others are others'."""
-    links = [_link(kill, named) for _, kill in found]
-    if True in links:
-        links = [link or False for link in links]
-    return [replace(sign, values={**sign.values, "linked": link}) for (sign, _), link in zip(found, links, strict=True)]
-
-
-def _link(kill: KernelKill, named: Named) -> bool | None:
-    job = kill.owner.get("job") if kill.owner.get("who") == "slurm" else None
-    if kill.pid in named.pids or (job is not None and job in named.jobs):
+def _link(kill: Sign, jobs: set[str], pids: set[int]) -> bool | None:
+    """Whether a kernel's kill is the job's: by the process, or by the job that its cgroup names."""
+    owner = kill.values.get("owner", {})
+    job = owner.get("job") if owner.get("who") == "slurm" else None
+    if kill.values["pid"] in pids or (job is not None and job in jobs):
         return True
-    return False if job is not None and named.jobs else None
+    return False if job is not None and jobs else None
