@@ -8,8 +8,8 @@ import pytest
 
 CODE = """
 import os, subprocess, sys
-from memfit.jobs._cleanup import end_children
-from memfit.jobs._spawn import become_subreaper
+from memfit.jobs._processes import end_children
+from memfit.jobs._processes import become_subreaper
 become_subreaper()
 child = subprocess.Popen(["sleep", sys.argv[1]])
 print(len(end_children()))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.jobs._phases import phase_of_line, phase_of_log
+from memfit.jobs._monitor import phase_of_log
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from memfit.jobs._phases import phase_of_line, phase_of_log
     ],
 )
 def test_a_line_of_a_log_tells_the_phase_or_nothing(line, phase):
-    assert phase_of_line(line) == phase
+    assert phase_of_log(line) == phase
 
 
 def test_the_last_telling_line_counts():

@@ -12,8 +12,8 @@ import pytest
 
 from memfit.errors import UsageError
 from memfit.jobs import Grant, Job, LocalBackend, read_status
-from memfit.jobs._cleanup import remove_segments
-from memfit.jobs._unsupervised import Unsupervised
+from memfit.jobs._processes import remove_segments
+from memfit.jobs._shim import Unsupervised
 from memfit.memory import GroupState, JobGroup, Walls, is_locked
 from memfit.rundir import RunDir
 from memfit.testing import python, submit, wait_for_end, wait_until

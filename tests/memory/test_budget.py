@@ -98,17 +98,6 @@ def test_the_page_rounded_forms_of_unlimited_are_no_limit(sentinel, tmp_path):
     assert [one.name for one in Budget.read(root=tree, env={}).limits] == ["MemAvailable"]
 
 
-def test_a_parent_without_hierarchy_does_not_bind_its_children(tmp_path):
-    tree = shutil.copytree(RECORDED / "hybrid_v1_nested", tmp_path / "tree")
-    group = tree / "sys/fs/cgroup/memory/memfit-recorded"
-    (group / "memory.use_hierarchy").write_text("0\n")
-    for path in group.rglob("memory.stat"):
-        path.write_text(
-            path.read_text().replace("hierarchical_memory_limit 1073741824", "hierarchical_memory_limit 3221225472")
-        )
-    assert Budget.read(root=tree, env={}).limit_bytes == 3 * GIB
-
-
 def test_memory_and_swap_together_bind_once_swap_is_used(tmp_path):
     tree = shutil.copytree(RECORDED / "docker_v1", tmp_path / "tree")
     stat = tree / "sys/fs/cgroup/memory/memory.stat"

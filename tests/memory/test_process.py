@@ -11,7 +11,6 @@ import pytest
 
 from memfit.memory._process import (
     ProcReader,
-    PsutilReader,
     Sharing,
     Tree,
     parse_counters,
@@ -164,22 +163,6 @@ def test_without_any_proc_there_is_no_tree(tmp_path):
     tree = Tree(10, ProcReader(tmp_path))
     assert tree.refresh(scan=True) == {}
     assert ProcReader(tmp_path).pids() == []
-
-
-def test_psutil_tells_the_tree_and_its_private_bytes():
-    code = "import sys; b = bytearray(64 << 20); print('ready', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        reader = PsutilReader()
-        assert child.pid in Tree(os.getpid(), reader).refresh(scan=True)
-        status = reader.status(child.pid)
-        child.communicate()
-    assert status is not None
-    assert 64 * MIB <= status.private < 128 * MIB
-    assert status.rss <= status.high_water
-    assert reader.stat(child.pid) is None
-    assert reader.status(child.pid) is None
 
 
 def test_what_two_share_counts_once_and_what_one_writes_counts_again_at_the_next_sweep():

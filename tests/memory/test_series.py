@@ -14,7 +14,7 @@ from memfit.memory import Sample, SeriesWriter, _series, read_series
 
 def sample(index: int, phase: str = "train") -> Sample:
     device = {"GPU-a": 9 * index, "GPU-b": 1}
-    return Sample(1e9 + index / 10, index, 2 + index, 3 + index, 2**60 + index, 5 + index, phase, device, 6 + index)
+    return Sample(1e9 + index, index, 2 + index, 3 + index, 2**60 + index, 5 + index, phase, device, 6 + index)
 
 
 def write(path, samples):
@@ -38,6 +38,20 @@ def test_a_sample_is_in_the_file_before_the_writer_is_closed(tmp_path):
     series.append(sample(1))
     assert read_series(tmp_path / "memory.jsonl") == [sample(1)]
     series.close()
+
+
+def test_between_two_lines_lies_a_second_or_a_change_of_the_phase_and_the_next_line_holds_the_peak(tmp_path):
+    path = tmp_path / "memory.jsonl"
+    told = [
+        (0.0, "load", 1),
+        (0.1, "load", 9),
+        (0.2, "load", 2),
+        (0.3, "train", 3),
+        (0.4, "train", 4),
+        (1.3, "train", 5),
+    ]
+    write(path, [Sample(time, 1, 0, 0, 0, 0, phase, peak_bytes=peak) for time, phase, peak in told])
+    assert [(one.time, one.peak_bytes) for one in read_series(path)] == [(0.0, 1), (0.3, 9), (1.3, 5)]
 
 
 def test_a_file_cut_at_any_byte_is_read_up_to_its_last_whole_line_and_continued(tmp_path):

@@ -256,36 +256,30 @@ class LocalAdmission:
             return False
         return budget.can_others_help or bool(num and budget.devices_of_others)
 
-    def refusal(self, entry: Reservation) -> DoesNotFitError:
-        """Return the error for a job that does not fit although no other runs."""
-        job, rooms, expected = entry.job, self.rooms(), self.forecast.predict(entry.job)
-        needed_bytes, devices = self.needed(entry, alone=True) or 1, self.devices_for(entry, rooms)
-        method = expected.method if expected else ""
-        source = {"measured": "measured on a job like it", "declared": "as declared"}.get(method, "to start at all")
-        if needed_bytes <= rooms[HOST].bytes:
-            if isinstance(devices, Wait):
-                what = "; ".join(filter(None, (f"{job.id}: {devices.reason}", devices.detail)))
-            else:
-                lacking = min(devices, key=lambda place: rooms[place].bytes)
-                if not (expected and method == "measured" and expected.bytes_per_device):
-                    source = "as declared" if job.device_bytes else "to start at all"
-                what = f"{job.id} needs {format_bytes(devices[lacking])} on {count_gpus(job.num_devices)} ({source})"
-                what += f"; {rooms[lacking].explain()}"
+    def refusal(self, entry: Reservation, wait: Wait) -> DoesNotFitError:
+        """Return the error for a job that waits although no other runs."""
+        job, expected, binding = entry.job, self.forecast.predict(entry.job), self.read_budget().binding
+        measured = expected if expected is not None and expected.method == "measured" else None
+        if wait.on == "memory":
+            source = "measured on a job like it" if measured else "as declared" if expected else "to start at all"
             return DoesNotFitError(
-                f"{what}.",
-                rule="a job gets as many GPUs as it asks for, each with room for what it takes there.",
-                remedy="free a GPU, make the job smaller, or ask for less with --gpu-memory or --num-gpus",
+                f"{job.id} needs {format_bytes(wait.lacks)} of host memory ({source}); {wait.detail}.",
+                rule=f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}).",
+                remedy="free memory or raise that limit, make the job smaller, or run it all the same with --force",
             )
-        binding = self.read_budget().binding
+        what = f"{job.id}: {wait.reason}"
+        if wait.lacks:
+            source = "as declared" if job.device_bytes else "to start at all"
+            source = "measured on a job like it" if measured and measured.bytes_per_device else source
+            what = f"{job.id} needs {format_bytes(wait.lacks)} on {count_gpus(job.num_devices)} ({source})"
         return DoesNotFitError(
-            f"{job.id} needs {format_bytes(needed_bytes)} of host memory ({source}); {rooms[HOST].explain()}.",
-            rule=f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}).",
-            remedy="free memory or raise that limit, make the job smaller, or run it all the same with --force",
+            f"{'; '.join(filter(None, (what, wait.detail)))}.",
+            rule="a job gets as many GPUs as it asks for, each with room for what it takes there.",
+            remedy="free a GPU, make the job smaller, or ask for less with --gpu-memory or --num-gpus",
         )
 
 
 def _lack(entry: Reservation, place: str, needed_bytes: int, room: Lendable) -> Wait:
-    if place == HOST:
-        return Wait("memory", f"it needs {format_bytes(needed_bytes)}", room.explain())
-    where = f"on {count_gpus(entry.job.num_devices)}"
-    return Wait("device", f"it needs {format_bytes(needed_bytes)} {where}", room.explain())
+    where = "" if place == HOST else f" on {count_gpus(entry.job.num_devices)}"
+    on = "memory" if place == HOST else "device"
+    return Wait(on, f"it needs {format_bytes(needed_bytes)}{where}", room.explain(), needed_bytes)

@@ -134,12 +134,12 @@ def _is_memory_error(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or bool(names & {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"})
 
 
-def _die_with(parent: int) -> None:
-    """End this process when its parent ends, however that ends: nobody would read its result (Linux only)."""
+def die_with(parent: int) -> None:
+    """End this process when its parent ends, however that ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != parent:  # it ended before that held
-            os._exit(1)
+            os._exit(127)
 
 
 def main(folder: Path) -> int:
@@ -149,7 +149,7 @@ def main(folder: Path) -> int:
         print(f"{folder / REQUEST} is missing", file=sys.stderr)
         return 1
     if "parent" in request:
-        _die_with(request["parent"])
+        die_with(request["parent"])  # nobody would read its result
     try:
         function = load_target(request["target"])
         try:

@@ -6,7 +6,6 @@ import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ class Counters:
         """The counts for a job in this group, or in the group of this process."""
         if group is not None and (own := oom_kills_above(group.path).get(group.path)) is not None:
             return cls({group.path.name: own}, is_own=True)
-        directory = _group_of_this_process(root)
+        directory = memory_group(root=root)
         above = {str(path): count for path, count in oom_kills_above(directory).items()} if directory else {}
         try:
             lines = (root / "proc/vmstat").read_text().splitlines()
@@ -66,12 +65,6 @@ class Counters:
             if count > before.groups.get(name, count):
                 return f"the oom_kill counter of {name} rose from {before.groups[name]} to {count}"
         return ""
-
-
-@cache
-def _group_of_this_process(root: Path) -> Path | None:
-    """Its memory group's directory; a watcher stays where it began."""
-    return memory_group(root=root)
 
 
 @dataclass(frozen=True)

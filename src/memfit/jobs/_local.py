@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.errors import DamagedError, UsageError
-from memfit.jobs._cleanup import end_group, end_session
 from memfit.jobs._folder import (
     JOB,
     LOCK,
@@ -25,6 +25,7 @@ from memfit.jobs._folder import (
     take_lock,
 )
 from memfit.jobs._job import Grant, Job, JobStatus, Request, Submission, Traits, Verdict
+from memfit.jobs._processes import end_group
 from memfit.jobs._threads import thread_env
 from memfit.memory import JobGroup, Walls
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, write_atomic, write_masked
@@ -165,8 +166,7 @@ class LocalBackend:
             os.close(lock)
         self._ended.pop(job.id, None)
         self._adopted.discard(job.id)
-        status = JobStatus(job.id, "pending", attempt=attempt)
-        self._live[job.id] = _Followed(folder, status, group, shim_pid)
+        self._live[job.id] = _Followed(folder, JobStatus(job.id, "pending", attempt=attempt), group, shim_pid)
 
     def _start_shim(self, job_id: str, folder: Path, lock: int) -> int | None:
         """Start the shim of a job in a session of its own; None when no process can be had.
@@ -225,7 +225,8 @@ class LocalBackend:
         status = read_record(job_id, followed.folder / OUTCOME)
         if status is None:
             if followed.status.pid is not None:
-                end_session(followed.status.pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(followed.status.pid, signal.SIGKILL)
             status = _settle(followed.folder)
         if followed.verdict is not None and status.ended_by == "user":
             status = replace(status, state=followed.verdict.state, cause=followed.verdict.cause)
@@ -251,21 +252,17 @@ class LocalBackend:
             followed.verdict = verdict or followed.verdict
             write_atomic(followed.folder / STOP_REQUESTED, "now\n" if now else "stop\n", durable=False)
         elif verdict is not None:
-            self._record(job_id, verdict)
+            folder = self.run.job_dir(job_id)
+            folder.mkdir(parents=True, exist_ok=True)
+            known = read_record(job_id, folder / OUTCOME) or JobStatus(job_id, "pending", attempt=0, ended=time.time())
+            self._ended[job_id] = replace(known, state=verdict.state, cause=verdict.cause)
+            _write_outcome(folder, self._ended[job_id])
         elif job_id not in self._ended:
             raise UsageError(
                 f"there is no job {job_id} here.",
                 rule="only a job that was submitted can be cancelled.",
                 remedy=f"name one of: {', '.join([*self._live, *self._ended]) or 'none was submitted'}",
             )
-
-    def _record(self, job_id: str, verdict: Verdict) -> None:
-        """Write a verdict over the outcome of a job that does not run; one that never started has none yet."""
-        folder = self.run.job_dir(job_id)
-        folder.mkdir(parents=True, exist_ok=True)
-        known = read_record(job_id, folder / OUTCOME) or JobStatus(job_id, "pending", attempt=0, ended=time.time())
-        self._ended[job_id] = replace(known, state=verdict.state, cause=verdict.cause)
-        _write_outcome(folder, self._ended[job_id])
 
     def close(self) -> None:
         """Do nothing: jobs that run go on, and nothing is held for them here."""
@@ -288,8 +285,7 @@ def _read_running(followed: _Followed) -> None:
             told = read_record(known.job_id, path) or known
             known = replace(told, wants_more=told.wants_more or known.wants_more)  # its shim may not have seen that
             followed.changed = changed
-    state = followed.group.state() if followed.group is not None else None
-    if state is not None:
+    if followed.group is not None and (state := followed.group.state()) is not None:
         known = replace(
             known,
             used_bytes=state.used_bytes,
@@ -302,14 +298,12 @@ def _read_running(followed: _Followed) -> None:
 
 def _settle(folder: Path) -> JobStatus:
     """Give a job whose shim died without an outcome one: end what its group still holds, and write that down."""
-    order, job_id = read_order(folder), folder.name
+    order = read_order(folder)
     if order.get("group"):
         end_group(JobGroup.at(Path(order["group"])), keep=bool(order.get("keeps_group")))
-    try:
-        last = read_record(job_id, folder / STATUS)
-    except DamagedError:
-        last = None
-    last = last or JobStatus(job_id, "pending", attempt=order.get("attempt", 1))
+    last = JobStatus(folder.name, "pending", attempt=order.get("attempt", 1))
+    with contextlib.suppress(DamagedError):
+        last = read_record(folder.name, folder / STATUS) or last
     cause = f"its watcher died without a word (see {folder / 'shim.log'}); its processes were ended"
     status = last.ended_as("node_fail", cause, "platform")
     _write_outcome(folder, status)
@@ -328,13 +322,10 @@ def _next_attempt(folder: Path) -> int:
         if known is not None and known.attempt == 0:  # recorded without a start
             (folder / OUTCOME).unlink()
     # What was ordered last counts: it stays whole when a supervisor is killed between the steps below.
-    last = int(read_order(folder).get("attempt", 0)) or _num_kept(folder)
+    num_kept = len([*folder.glob("outcome_*.json"), *folder.glob(OUTCOME)])
+    last = int(read_order(folder).get("attempt", 0)) or num_kept
     if (folder / OUTCOME).exists():
         os.replace(folder / OUTCOME, folder / f"outcome_{last}.json")
     for name in (STATUS, STOP_REQUESTED):
         (folder / name).unlink(missing_ok=True)
     return last + 1
-
-
-def _num_kept(folder: Path) -> int:
-    return len([*folder.glob("outcome_*.json"), *folder.glob(OUTCOME)])

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from memfit.errors import DamagedError
 from memfit.jobs._cpu import CpuMeter
 from memfit.jobs._job import JobStatus
-from memfit.jobs._phases import phase_of_log
 from memfit.memory import HOST, Footprint, GroupState, JobGroup, Sample, SeriesWriter, Sizes, TreeMeter, device_reader
 from memfit.rundir import EventTail, EventWriter, RunDir, fits
 
 STATUS_SECONDS = 0.5
-SERIES_SECONDS = 1.0
 _SETTLED_SECONDS, _GROWN = 3.0, 1.02
 _MOST_LOG_BYTES = 1 << 16
 #: A refusal counts from this part of the wall on; below it the kernel reclaimed page cache.
 _AT_WALL = 0.9
+# In one line the first that matches counts: a line "saved model after epoch 3" tells of a checkpoint.
+_PATTERNS = tuple(
+    (phase, re.compile(pattern, re.IGNORECASE))
+    for phase, pattern in (
+        ("checkpoint", r"\b(?:saving|saved|writing|wrote)\b.*\b(?:checkpoint|model|weights|state)\b"),
+        (
+            "validate",
+            r"\b(?:validat(?:ing|ion)|evaluat(?:ing|ion)|testing)\b|\b(?:val|valid|test|eval)[_ ](?:loss|acc)",
+        ),
+        ("train", r"\btraining\b|\b(?:epoch|step|iter|iteration)s?\b\s*[:=\[#(]?\s*\d|\btrain[_ ]loss\b"),
+        ("build", r"\b(?:building|compiling|creating|constructing|preprocessing|tokenizing)\b"),
+        ("load", r"\b(?:loading|reading|downloading|importing)\b"),
+    )
+)
 
 
 @dataclass
@@ -67,16 +79,14 @@ class Monitor:
     last_peak_bytes: int = 0
     cpu: CpuMeter = field(default_factory=CpuMeter)
     _tails: dict[Path, EventTail] = field(default_factory=dict)
+    _log_sizes: dict[Path, int] = field(default_factory=dict)
     #: What torch in each process said that it holds, now and at its peak, by event file and device.
     _reports: dict[tuple[Path, str], tuple[int, int]] = field(default_factory=dict)
     _looked: float = 0.0
-    _unwritten_peak: int = 0
-    _written: float = 0.0
     _settled: Sizes = field(default_factory=Counter)
     _grown_at: float = 0.0
     _num_met: int = 0
     _wall_bytes: int = sys.maxsize
-    _log_offsets: dict[Path, int] = field(default_factory=dict)
     _stopped_pid: int | None = None
     _told_stopped: bool = False
 
@@ -88,7 +98,7 @@ class Monitor:
         self.meter = TreeMeter(self.pid, group=self.group, devices=reader)
         self.meter.counts_from_birth = True
         if self.attempt > 1:
-            self._log_offsets = {path: path.stat().st_size for path in self._logs() if path.exists()}
+            self._read_logs()
 
     @property
     def pids(self) -> set[int]:
@@ -108,11 +118,10 @@ class Monitor:
         sample = self.meter.sample()
         if sample is None:
             return
-        changed = self.sample is None or self.sample.phase != sample.phase
         self.sample = sample
-        self._unwritten_peak = max(self._unwritten_peak, sample.peak_bytes)
-        if changed or time.monotonic() - self._written >= SERIES_SECONDS:
-            self.write_series()
+        if self.series is not None:
+            with suppress(OSError):  # a full disk costs the samples, not the job
+                self.series.append(sample)
         sizes = Counter({HOST: sample.peak_bytes, **self.device_used_bytes()})
         if any(size > _GROWN * self._settled[place] for place, size in sizes.items()):
             self._settled, self._grown_at = self._settled | sizes, time.monotonic()
@@ -153,17 +162,6 @@ class Monitor:
         except (OSError, DamagedError) as error:
             print(f"no {path.name}: {error}", file=sys.stderr)
 
-    def write_series(self) -> None:
-        """Append the last sample to the series, with the peak since the one before it there."""
-        if self.series is not None and self.sample is not None:
-            with suppress(OSError):  # a full disk costs the samples, not the job
-                self.series.append(replace(self.sample, peak_bytes=self._unwritten_peak))
-        self._unwritten_peak, self._written = 0, time.monotonic()
-
-    def measure_cpu(self) -> None:
-        """Measure how many cores its processes want."""
-        self.cpu.look(self.meter.pids)
-
     def guess_phase(self) -> None:
         """Guess the phase of a job that marks none."""
         if self.phase_source == "marks":
@@ -171,27 +169,24 @@ class Monitor:
         if (told := phase_of_log(self._read_logs())) is not None:
             self.phase, self.phase_source = told, "log"
 
-    def _logs(self) -> list[Path]:
-        folder = self.run.job_dir(self.job_id)
-        return [folder / "out.log", folder / "err.log"]
-
     def _read_logs(self) -> str:
         """What the logs gained since the last call, of each the last 64 KiB."""
         chunks = []
-        for path in self._logs():
-            offset = self._log_offsets.get(path, 0)
+        for path in (self.run.job_dir(self.job_id) / name for name in ("out.log", "err.log")):
             with suppress(OSError), open(path, "rb") as log:
-                size = os.fstat(log.fileno()).st_size
-                if size > offset:
-                    log.seek(max(offset, size - _MOST_LOG_BYTES))
-                    chunks.append(log.read(_MOST_LOG_BYTES).decode(errors="replace"))
-                self._log_offsets[path] = size
+                size, seen = os.fstat(log.fileno()).st_size, self._log_sizes.get(path, 0)
+                log.seek(max(min(seen, size), size - _MOST_LOG_BYTES))
+                chunks.append(log.read(_MOST_LOG_BYTES).decode(errors="replace"))
+                self._log_sizes[path] = size
         return "\n".join(chunks)
 
     def _follow_events(self) -> None:
         if not self._tails or time.monotonic() - self._looked >= STATUS_SECONDS:
-            self._looked = time.monotonic()
-            self._find_event_files()
+            self._looked, pids = time.monotonic(), {str(pid) for pid in self.meter.pids}
+            for path in self.run.events_dir.glob("*.jsonl"):
+                # A file that was there before the job belongs to a process id used before.
+                if path not in self._tails and path not in self.older and _pid_of(path) in pids:
+                    self._tails[path] = EventTail(path)
         for path, tail in self._tails.items():
             for record in tail.read():
                 if record.get("job") != self.job_id:
@@ -202,14 +197,8 @@ class Monitor:
                 if record.get("kind") == "phase":
                     self._enter(str(record.get("phase")))
                 elif record.get("kind") == "checkpoint":
-                    self._note_checkpoint(record)
-
-    def _find_event_files(self) -> None:
-        pids = {str(pid) for pid in self.meter.pids}
-        for path in self.run.events_dir.glob("*.jsonl"):
-            # A file that was there before the job belongs to a process id used before.
-            if path not in self._tails and path not in self.older and pids.intersection(path.stem.split("-")[-2:-1]):
-                self._tails[path] = EventTail(path)
+                    self.checkpointed = float(record.get("time", time.time()))
+                    self.checkpoint_bytes = max(self.checkpoint_bytes, int(record.get("bytes") or 0))
 
     def _enter(self, phase: str) -> None:
         marked = self.phase if self.phase_source == "marks" else None
@@ -218,17 +207,13 @@ class Monitor:
         self.phase, self.phase_source = phase, "marks"
         self.meter.enter_phase(phase)
 
-    def _note_checkpoint(self, record: dict[str, Any]) -> None:
-        self.checkpointed = float(record.get("time", time.time()))
-        self.checkpoint_bytes = max(self.checkpoint_bytes, int(record.get("bytes") or 0))
-
     def device_used_bytes(self) -> dict[str, int]:
         """What it holds on each device now: as NVML counts it, or as torch does where NVML cannot see its processes."""
         alive = {str(pid) for pid in self.meter.pids}
         seen = self.sample.device_bytes if self.sample else {}
         told = Counter(dict.fromkeys(self.devices, 0))
         for (path, uuid), (held, _) in self._reports.items():
-            told[uuid] += held if path.stem.split("-")[-2] in alive else 0
+            told[uuid] += held if _pid_of(path) in alive else 0
         return {uuid: max(told[uuid], seen.get(uuid, 0)) for uuid in {**told, **seen}}
 
     @property
@@ -238,7 +223,8 @@ class Monitor:
             return all(phase in self.passed for phase in self.phases)
         if {"train", "validate"} <= {*self.passed}:  # a training by memfit's own marks: it was in each phase once
             return True
-        return time.monotonic() - self._grown_at >= max(_SETTLED_SECONDS, (time.monotonic() - self.born) / 2)
+        now = time.monotonic()
+        return self.sample is not None and now - self._grown_at >= max(_SETTLED_SECONDS, (now - self.born) / 2)
 
     def note_last_peak(self, resident_bytes: int, most_bytes: int | None) -> None:
         """Take in the resident peak that the kernel told at the end; mapped files in it do not count.
@@ -264,6 +250,7 @@ class Monitor:
     def status(self) -> JobStatus:
         """What is known of the job while it runs."""
         footprint = self.footprint()
+        is_measured = self.sample is not None or self.last_peak_bytes > 0  # without /proc by its end alone
         return JobStatus(
             self.job_id,
             "running",
@@ -274,7 +261,7 @@ class Monitor:
             peak_bytes=footprint.private_bytes,
             pss_bytes=self.sample.pss_bytes if self.sample else 0,
             device_used_bytes=self.device_used_bytes(),
-            footprint=footprint,
+            footprint=footprint if is_measured else None,
             started=self.started,
             attempt=self.attempt,
             pid=self.pid,
@@ -289,10 +276,26 @@ class Monitor:
         )
 
 
+def _pid_of(event_file: Path) -> str:
+    """The number of the process that writes an event file."""
+    return "".join(event_file.stem.split("-")[-2:-1])
+
+
 def _is_stopped(pid: int) -> bool:
     """Return whether a signal such as SIGSTOP stopped a process. Source: proc_pid_stat(5), state ``T``."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split(maxsplit=1)[:1] == ["T"]
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split(maxsplit=1)[:1] == ["T"]
+    return False
+
+
+def phase_of_log(text: str) -> str | None:
+    """The phase that the last telling line of a log speaks of; None when none does.
+
+    >>> [phase_of_log(line) for line in ("Loading dataset ...", "Epoch 3/10: loss 0.1", "val_loss=0.3", "hello")]
+    ['load', 'train', 'validate', None]
+    >>> phase_of_log("Saved checkpoint after epoch 3"), phase_of_log("Building panel\\nok\\n")
+    ('checkpoint', 'build')
+    """
+    # A progress bar writes its lines over one another.
+    lines = reversed(text.replace("\r", "\n").splitlines())
+    return next((phase for line in lines for phase, pattern in _PATTERNS if pattern.search(line)), None)

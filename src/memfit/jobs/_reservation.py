@@ -24,11 +24,13 @@ class Wait(NamedTuple):
             (on this host) or ``other``.
         reason: The same in words.
         detail: The arithmetic behind it.
+        lacks: The bytes that it needs there and does not get; 0 when it waits for something else.
     """
 
     on: str
     reason: str
     detail: str = ""
+    lacks: int = 0
 
 
 @dataclass

@@ -188,16 +188,11 @@ class Scheduler:
 
     def _end(self, entry: Reservation, why_final: str) -> None:
         """Take a job's end as its last, and draw the consequences for the others."""
-        if (
-            entry.status.state == "out_of_memory"
-            and entry.verdict is None
-            and entry.status.evidence.get("place") != "device"
-        ):
+        is_short = entry.status.state == "out_of_memory" and entry.status.evidence.get("place") != "device"
+        if is_short and entry.verdict is None:
             self._record(entry, Verdict("out_of_memory", f"{entry.status.cause}; {why_final}"))
         status, stage = entry.status, entry.job.stage
-        ended = {"state": status.state, "cause": status.cause, "exit_code": status.exit_code, "why_final": why_final}
-        self.say("end", job=entry.job.id, **ended, **self.admission.memory())
-        self.source.ended(status)
+        self._say_end(entry, why_final=why_final)
         if status.state not in ("completed", "preempted", "cancelled") and self.policy.on_failure == "stop":
             self._obey(1)
         is_own_fault = status.state == "failed" and status.exit_code != -signal.SIGKILL
@@ -225,12 +220,11 @@ class Scheduler:
     def _clear_waiting(self, reason: str, stage: str | None = None) -> bool:
         """Give up the jobs that wait, all or those of one stage; whether there were any."""
         given_up = [entry for entry in self._waiting if stage in (None, entry.job.stage)]
-        self._waiting = [entry for entry in self._waiting if stage not in (None, entry.job.stage)]
+        self._waiting = [entry for entry in self._waiting if entry not in given_up]
         for entry in given_up:
-            attempt = entry.status.attempt if entry.job.id in self.statuses else 0
-            status = JobStatus(entry.job.id, "pending", cause=reason, attempt=attempt)
+            status = JobStatus(entry.job.id, "pending", cause=reason, attempt=0)
             if entry.job.id in self.statuses:  # it was to be started again
-                self.statuses[entry.job.id] = status
+                status = self.statuses[entry.job.id] = replace(status, attempt=entry.status.attempt)
             self.source.ended(status)
         return bool(given_up)
 
@@ -257,7 +251,7 @@ class Scheduler:
                 waits.append(found)
             else:
                 if self.admission.is_alone:
-                    self._refuse(head)
+                    self._refuse(head, waits[0])
                 else:
                     self._wait(head, waits[0])
                 return
@@ -288,7 +282,7 @@ class Scheduler:
             text = f"{entry.job.id} waits: {'; '.join(filter(None, (wait.reason, wait.detail)))}"
             self.say("wait", job=entry.job.id, num_running=running, **told, text=text)
 
-    def _refuse(self, entry: Reservation) -> None:
+    def _refuse(self, entry: Reservation, wait: Wait) -> None:
         """Drop a job that does not fit although no other runs, when that has lasted; the others may fit."""
         if self.admission.waits_for_others(entry):
             self._wait(entry, Wait("other_run", HELD_BY_OTHERS))
@@ -298,7 +292,7 @@ class Scheduler:
         # One that has given way before came in when there was room, so there will be some again.
         if now - self._lacking_since < _LACK_SECONDS * (1 + 20 * entry.num_asides):
             return
-        error = self.admission.refusal(entry)
+        error = self.admission.refusal(entry, wait)
         self._refused.setdefault(entry.job.stage, error)
         self._drop(entry, "failed", error.what)
         if self.policy.on_failure == "stop":
@@ -321,5 +315,9 @@ class Scheduler:
         if entry.job.id not in self.statuses:
             entry.status = replace(entry.status, attempt=0)
         self._record(entry, Verdict(state, cause))
-        self.say("end", job=entry.job.id, state=state, cause=cause, exit_code=None, **self.admission.memory())
+        self._say_end(entry, exit_code=None)
+
+    def _say_end(self, entry: Reservation, **fields: object) -> None:
+        ended = {name: getattr(entry.status, name) for name in ("state", "cause", "exit_code")} | fields
+        self.say("end", job=entry.job.id, **ended, **self.admission.memory())
         self.source.ended(entry.status)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -27,21 +28,61 @@ from typing import Any
 
 from memfit.errors import DamagedError, StoppedError, UsageError
 from memfit.jobs._child import ERROR, ERROR_SHAPE, RESULT
-from memfit.jobs._cleanup import end_children, end_group, remove_segments, stop_targets, wait_for
 from memfit.jobs._death import Counters, Death, explain, place_of
 from memfit.jobs._folder import JOB, OUTCOME, STATUS, STOP_REQUESTED, read_record, take_lock
 from memfit.jobs._job import EndedBy, JobStatus, State
 from memfit.jobs._monitor import STATUS_SECONDS, Monitor
-from memfit.jobs._spawn import become_subreaper, spawn
-from memfit.jobs._unsupervised import Unsupervised
+from memfit.jobs._processes import (
+    become_subreaper,
+    end_children,
+    end_group,
+    remove_segments,
+    spawn,
+    stop_targets,
+    wait_for,
+)
 from memfit.masking import mask
-from memfit.memory import JobGroup
+from memfit.memory import GroupState, JobGroup, is_locked
 from memfit.rundir import RunDir, read_json, read_whole, write_atomic
 from memfit.units import MIB, format_bytes
 
 _SAMPLE_SECONDS = 0.1
+#: Source: getrusage(2): ru_maxrss is in KiB on Linux, in bytes on macOS.
+_MAXRSS_UNIT = 1024 if sys.platform == "linux" else 1
 #: Less shared memory than that may be the kernel's lag in counting.
 _LEFT_BYTES = MIB
+#: After so many seconds without a supervisor the job may take what the run has; later it is ended. The jobs of one run
+#: end at different times, so that the others can have what the first gives back.
+ALONE_SECONDS, STARVED_SECONDS = 5.0, 60.0
+
+
+class Unsupervised:
+    """Follows one job that may wait at its wall while no supervisor holds the run's ``supervisor.lock``."""
+
+    def __init__(self, run_path: Path, group: JobGroup) -> None:
+        self._lock, self._group = run_path / "supervisor.lock", group
+        self._ends_after = STARVED_SECONDS * random.uniform(1, 2)
+        self._look_at = 0.0
+        self._since: float | None = None
+
+    def look(self, state: GroupState | None, now: float) -> str:
+        """Raise a stalled job's wall to that of the whole run; the reason to end the job when that did not help."""
+        if state is not None and state.stalled and now < self._look_at:
+            return ""
+        self._look_at = now + 1.0
+        if state is None or not state.stalled or is_locked(self._lock):
+            self._since = None
+            return ""
+        self._since = self._since or now
+        waited = now - self._since
+        if waited >= self._ends_after:
+            return (
+                f"it waited {waited:.0f} s at its wall with {format_bytes(state.used_bytes)} in use, no supervisor was "
+                "there, and none of its run's memory was free: ended by its watcher"
+            )
+        if waited >= ALONE_SECONDS and (run := JobGroup(self._group.path.parent, self._group.version).state()):
+            self._group.set_wall(run.wall_bytes)
+        return ""
 
 
 class _Stop:
@@ -177,7 +218,10 @@ class _Shim:
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + STATUS_SECONDS
-                self._tick(monitor)
+                monitor.guess_phase()
+                monitor.cpu.look(monitor.meter.pids)
+                monitor.look_for_stopped()
+                self._write(monitor.status())
             if is_first and now - monitor.born > STATUS_SECONDS:  # by then its program runs
                 is_first = False
                 self._check_env(monitor.pid)
@@ -185,13 +229,6 @@ class _Shim:
             stopped_by = self._pass_on_stop(monitor, stopped_by)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_SAMPLE_SECONDS), stopped_by
-
-    def _tick(self, monitor: Monitor) -> None:
-        """Do what is due twice a second."""
-        monitor.guess_phase()
-        monitor.measure_cpu()
-        monitor.look_for_stopped()
-        self._write(monitor.status())
 
     def _pass_on_stop(self, monitor: Monitor, sent: str | None) -> str | None:
         """Pass a request to stop on; the strongest signal that was sent so far."""
@@ -210,14 +247,6 @@ class _Shim:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGTERM)
         return "SIGTERM"
-
-    def _wait_for_told(self, monitor: Monitor, returncode: int, stopped_by: str | None) -> int:
-        """Let those whom a shell ran, and who were asked to stop too, use what is left of the grace."""
-        left = self.told - {monitor.pid}
-        if stopped_by != "SIGTERM" or not left:
-            return returncode
-        codes = wait_for(left, lambda: self.stop.is_over(self.grace_seconds))
-        return StoppedError.exit_code if StoppedError.exit_code in codes else returncode
 
     def _end_starved(self, monitor: Monitor, now: float) -> None:
         """End a job that no supervisor helped for too long."""
@@ -246,15 +275,16 @@ class _Shim:
     def _close(self, monitor: Monitor, before: Counters, returncode: int, stopped_by: str | None) -> JobStatus:
         """End what is left, gather the evidence, and say why the job ended."""
         self._write(replace(monitor.status(), pid=None))  # its number may be another's soon
-        resident_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        returncode = self._wait_for_told(monitor, returncode, stopped_by)
+        resident_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * _MAXRSS_UNIT
+        if stopped_by == "SIGTERM":  # those whom a shell ran, and who were asked too, use what is left of the grace
+            codes = wait_for(self.told - {monitor.pid}, lambda: self.stop.is_over(self.grace_seconds))
+            returncode = StoppedError.exit_code if StoppedError.exit_code in codes else returncode
         monitor.observe()
         left = end_children()
         if self.group is not None and self.group.pids():
             self.group.kill()
         remove_segments(monitor.pids | left, since=monitor.started)
         if monitor.series is not None:
-            monitor.write_series()
             with contextlib.suppress(OSError):
                 monitor.series.close()
         evidence, left_bytes = self._group_evidence(monitor, resident_bytes)
@@ -288,7 +318,7 @@ class _Shim:
             evidence["data_limit_bytes"] = self.job["data_limit_bytes"]
         state = self.group.state() if self.group is not None else None
         # What a process inherited by fork counts as its peak too, so that a lower one than this one's tells nothing.
-        if resident_bytes <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024:
+        if resident_bytes <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT:
             resident_bytes = 0
         if self.group is None or state is None:
             monitor.note_last_peak(resident_bytes, None)

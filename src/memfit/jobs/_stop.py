@@ -50,15 +50,14 @@ def stop(
         UsageError: If the run belongs to another user, or its supervisor is on another host.
     """
     check_owner(run.path)
-    asked = [one for one in running_jobs(run) if job_id in (None, one)]
-    waits = job_id is not None and not asked and read_status(run, job_id).state == "pending"
-    supervisor = find_supervisor(run) if job_id is None or waits else None
-    if job_id is not None and waits and supervisor is not None:
-        run.job_dir(job_id).mkdir(parents=True, exist_ok=True)
-        asked, supervisor = [job_id], None
-    if supervisor is not None:
+    asked, supervisor = [one for one in running_jobs(run) if job_id in (None, one)], None
+    if job_id is None and (supervisor := find_supervisor(run)) is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor, NOW_SIGNAL if now else ASK_SIGNAL)
+    waits = job_id is not None and not asked and read_status(run, job_id).state == "pending"
+    if job_id is not None and waits and find_supervisor(run) is not None:
+        run.job_dir(job_id).mkdir(parents=True, exist_ok=True)
+        asked = [job_id]
     for one in asked:
         write_atomic(run.job_dir(one) / STOP_REQUESTED, "now\n" if now else "stop\n", durable=False)
     if job_id is not None and waits and asked and not is_held(run.job_dir(job_id)):

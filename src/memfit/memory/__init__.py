@@ -17,7 +17,7 @@ from memfit.memory._footprint import HOST, Footprint, PhasePeak, Sizes
 from memfit.memory._host import Limit, SharedMemory, Swap
 from memfit.memory._host_runs import Claims, Entry, Others, list_entries, live_jobs, sweep_entries
 from memfit.memory._jobgroup import GroupState, JobGroup, sweep_groups
-from memfit.memory._locks import is_at, is_locked, lock_file, open_regular
+from memfit.memory._locks import is_locked, lock_file
 from memfit.memory._meter import Meter, Sample, TreeMeter, measure
 from memfit.memory._process import ProcReader
 from memfit.memory._series import SeriesWriter, read_series
@@ -51,7 +51,6 @@ __all__ = [
     "Walls",
     "count_fitting",
     "device_reader",
-    "is_at",
     "is_locked",
     "lendable_on_devices",
     "list_entries",
@@ -60,7 +59,6 @@ __all__ = [
     "measure",
     "memory_group",
     "oom_kills_above",
-    "open_regular",
     "read_series",
     "reservation_bytes",
     "rooms_of",

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from memfit.errors import UsageError
 from memfit.memory import _cgroup
-from memfit.memory._cgroup_parent import find_base
 from memfit.memory._devices import Device, read_devices, real_nvml
 from memfit.memory._host import (
     REAL_ROOT,
@@ -27,6 +26,7 @@ from memfit.memory._host import (
     read_text,
 )
 from memfit.memory._slurm import cpus_on_node, read_slurm
+from memfit.memory._walls import find_base
 from memfit.units import GIB, MIB, format_bytes
 
 Permission = Literal["cgroup v1", "cgroup v2", "none"]

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 from memfit.memory._host import (
@@ -236,46 +235,33 @@ def _limits_v2(placement: Placement) -> Iterator[Limit]:
                 yield limit(name, _source(placement, group), value, group_used(placement, group), "group", note=note)
 
 
-def _chained_v1(placement: Placement) -> tuple[Group, ...]:
-    """The groups that a charge of this process reaches: up to the first ancestor without hierarchy (old kernels)."""
-
-    def charged(group: Group) -> bool:
-        return (read_text(group.directory / "memory.use_hierarchy") or "1").strip() != "0"
-
-    return (placement.groups[0], *takewhile(charged, placement.groups[1:]))
-
-
 def _limits_v1(placement: Placement) -> Iterator[Limit]:
-    groups = _chained_v1(placement)
-    visible: dict[str, int] = {}
-    for group in groups:
-        used = group_used(placement, group)
-        swapped = parse_pairs(read_text(group.directory / "memory.stat")).get("total_swap", 0)
-        for name, taken in (("memory.limit_in_bytes", used), ("memory.memsw.limit_in_bytes", used + swapped)):
+    groups = placement.groups
+    stats = [parse_pairs(read_text(group.directory / "memory.stat")) for group in groups]
+    kinds = (
+        ("memory.limit_in_bytes", "hierarchical_memory_limit", ""),
+        ("memory.memsw.limit_in_bytes", "hierarchical_memsw_limit", "memory and swap together"),
+    )
+    for name, hierarchical, note in kinds:
+        swapped = [stat.get("total_swap", 0) if note else 0 for stat in stats]
+        used = [group_used(placement, group) + more for group, more in zip(groups, swapped, strict=True)]
+        visible = _UNLIMITED
+        for group, taken in zip(groups, used, strict=True):
             value = parse_limit(read_text(group.directory / name))
-            if value is None:
-                continue
-            visible[name] = min(value, visible.get(name, value))
-            note = "memory and swap together" if "memsw" in name else ""
-            yield limit(name, _source(placement, group), value, taken, "group", note=note)
-    # What the kernel enforces on this group from wherever in the tree: smaller than all that is seen means that a
-    # namespace or a bind mount hides the group that says so.
-    stat = parse_pairs(read_text(groups[0].directory / "memory.stat"))
-    for name, seen in (
-        ("hierarchical_memory_limit", "memory.limit_in_bytes"),
-        ("hierarchical_memsw_limit", "memory.memsw.limit_in_bytes"),
-    ):
-        value = stat.get(name, _UNLIMITED)
-        if value < min(visible.get(seen, _UNLIMITED), _UNLIMITED):
-            used = group_used(placement, groups[-1]) + (stat.get("total_swap", 0) if "memsw" in name else 0)
-            note = "set above the groups that are visible here; what others below it use is not known"
+            if value is not None:
+                visible = min(value, visible)
+                yield limit(name, _source(placement, group), value, taken, "group", note=note)
+        # What the kernel enforces on this group from wherever in the tree: smaller than all that is seen means that a
+        # namespace or a bind mount hides the group that says so.
+        if (value := stats[0].get(hierarchical, _UNLIMITED)) < visible:
+            hidden = "set above the groups that are visible here; what others below it use is not known"
             source = f"cgroup v1, a group hidden above {groups[-1].path}"
-            yield limit(name, source, value, used, "group", note=note)
+            yield limit(hierarchical, source, value, used[-1] - swapped[-1] + swapped[0], "group", note=hidden)
 
 
 def swap_rooms(placement: Placement) -> Iterator[tuple[int, str]]:
     """What of swap each group with a swap limit may use still, and who says so."""
-    for group in placement.groups if placement.version == 2 else _chained_v1(placement):
+    for group in placement.groups:
         source = _source(placement, group)
         if placement.version == 2:
             allowed = parse_limit(read_text(group.directory / "memory.swap.max"))

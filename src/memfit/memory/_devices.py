@@ -59,9 +59,9 @@ class Device:
 
 
 class _Handle(NamedTuple):
-    """A device that CUDA could see."""
+    """A device that CUDA could see: its GPU's index, its UUID and what NVML knows it by."""
 
-    index: int
+    gpu: int
     uuid: str
     handle: Any
 
@@ -101,7 +101,7 @@ def read_devices(nvml: Any, *, root: Path, env: Mapping[str, str]) -> tuple[tupl
     visible = env.get("CUDA_VISIBLE_DEVICES")
     try:
         handles = _handles(nvml)
-        chosen = select_visible([(one.index, one.uuid) for one in handles], visible)
+        chosen = select_visible([(one.gpu, one.uuid) for one in handles], visible)
         names = {_text(nvml.nvmlDeviceGetName(one.handle)) for one in handles}
         devices = tuple(_device(nvml, handles[number], root) for number in chosen)
     except nvml.NVMLError as error:
@@ -191,7 +191,7 @@ def _device(nvml: Any, device: _Handle, root: Path) -> Device:
     own_bytes = sum(held[pid] or 0 for pid in own)
     foreign = (DeviceProcess(pid, *_name_and_user(root, pid, held[pid])) for pid in sorted(held.keys() - own))
     return Device(
-        index=device.index,
+        index=device.gpu,
         uuid=device.uuid,
         name=_text(nvml.nvmlDeviceGetName(device.handle)),
         total_bytes=int(memory.total),

@@ -12,13 +12,14 @@ from itertools import takewhile
 from pathlib import Path
 
 from memfit.memory._cgroup import non_reclaimable_v1, non_reclaimable_v2, parse_limit
-from memfit.memory._cgroup_parent import OUTSIDE, pids_in
 from memfit.memory._host import parse_pairs, read_text
 
 MIB = 1 << 20
 #: Stands for a wall that was never set.
 NO_WALL_BYTES = 1 << 62
 _PATIENCE_SECONDS = 2.0
+#: The name of the leaf that a supervisor is moved to, beside the group of its jobs, ends so (v2).
+OUTSIDE = ".outside"
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,11 @@ class JobGroup:
                 break
             time.sleep(0.005)
         return not self.path.exists()
+
+
+def pids_in(directory: Path | str) -> tuple[int, ...]:
+    """The processes of one group, without the groups below it."""
+    return tuple(int(pid) for pid in (read_text(f"{directory}/cgroup.procs") or "").split())
 
 
 def backstop_bytes(wall_bytes: int) -> int:

@@ -1,10 +1,9 @@
-"""Measuring a process tree by cheap counters often and by proportional sizes seldom; only stdlib imports on Linux."""
+"""Measuring a process tree by cheap counters often and by proportional sizes seldom; only stdlib imports."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from memfit.errors import UsageError
 from memfit.memory._devices import DeviceReader, device_reader
 from memfit.memory._footprint import Footprint, PhasePeak
 from memfit.memory._jobgroup import JobGroup
-from memfit.memory._process import ProcReader, PsutilReader, Reader, Rollup, Sharing, Stat, Status, Tree
+from memfit.memory._process import ProcReader, Rollup, Sharing, Stat, Status, Tree
 
 #: At most these shares of one core go into sweeps (of PSS; of devices), and into looking through all processes.
 SWEEP_SHARE, SCAN_SHARE = 0.01, 0.0025
@@ -90,7 +89,7 @@ class TreeMeter:
         clock: Seconds for pacing and phases.
         group: The job's own control group; its peak is reported as the part ``charged_peak``.
         devices: Gives device bytes; see ``device_reader``.
-        reader: Where figures of processes come from; by default ``/proc``, or psutil where there is none.
+        reader: Where figures of processes come from; ``/proc`` below ``root`` when None.
         cpu: CPU seconds of the calling thread; they bound the cost of sweeps to 1 % of one core.
 
     Attributes:
@@ -114,11 +113,10 @@ class TreeMeter:
         clock: Callable[[], float] = time.monotonic,
         group: JobGroup | None = None,
         devices: DeviceReader | None = None,
-        reader: Reader | None = None,
+        reader: ProcReader | None = None,
         cpu: Callable[[], float] = time.thread_time,
     ) -> None:
-        has_proc = sys.platform.startswith("linux") or root != Path("/")
-        self._reader = reader or (ProcReader(root) if has_proc else PsutilReader())
+        self._reader = reader or ProcReader(root)
         self._tree = Tree(pid, self._reader)
         self._root, self._clock, self._devices, self._group = pid, clock, devices, group
         self._unix_offset = time.time() - clock()
@@ -349,7 +347,7 @@ def measure(pid: int | None = None, *, interval_seconds: float = 0.1) -> Iterato
     if not meter._sample():
         raise UsageError(
             f"there is no process {pid} to measure.",
-            rule="a tree is measured from a living process that this user may read.",
+            rule="a tree is measured from a living process that this user may read, by Linux's /proc.",
             remedy="start it first, or leave pid out for this process",
         )
     stop = threading.Event()

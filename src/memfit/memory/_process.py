@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from memfit.memory._host import read_text
 from memfit.units import KIB
@@ -92,7 +91,8 @@ def parse_stat(text: str) -> Stat | None:
         if state in "ZXx":
             return None
         pid, fields = int(head.split(" ", 1)[0]), [int(word) for word in words]
-        return Stat(pid, *fields[:3], start=float(fields[18]), image=fields[24], faults=fields[6] + fields[8])
+        parent, group, session = fields[:3]
+        return Stat(pid, parent, group, session, float(fields[18]), fields[24], faults=fields[6] + fields[8])
     except (ValueError, IndexError):
         return None
 
@@ -137,21 +137,8 @@ def _bytes_by_name(lines: re.Pattern[str], text: str) -> dict[str, int]:
     return {name: int(kib) * KIB for name, kib in lines.findall(text)}
 
 
-class Reader(Protocol):
-    """Where figures of processes come from. Every answer may be None: processes vanish while they are read."""
-
-    def stat(self, pid: int) -> Stat | None: ...
-    def status(self, pid: int) -> Status | None: ...
-    def rollup(self, pid: int) -> Rollup | None: ...
-    def children(self, pid: int) -> list[int]:
-        """The children that can be told at little cost; the others are found by ``pids``."""
-
-    def pids(self) -> list[int]:
-        """All processes of the machine."""
-
-
 class ProcReader:
-    """Reads Linux's ``/proc`` below ``root``."""
+    """Reads Linux's ``/proc`` below ``root``. Every answer may be None: processes vanish while they are read."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._proc = f"{root}/proc" if str(root) != "/" else "/proc"
@@ -179,43 +166,6 @@ class ProcReader:
         return read_text(f"{self._proc}/{name}") or ""
 
 
-class PsutilReader:
-    """Reads what psutil can tell where there is no ``/proc`` (macOS): USS as anonymous bytes, the rest of RSS as file.
-
-    There are no high-water marks, no PSS, no page tables, and no adoption by session.
-    """
-
-    def __init__(self) -> None:
-        import psutil
-
-        self._psutil = psutil
-
-    def stat(self, pid: int) -> Stat | None:
-        try:
-            process = self._psutil.Process(pid)
-            if process.status() == self._psutil.STATUS_ZOMBIE:
-                return None
-            return Stat(pid, process.ppid(), group=0, session=0, start=process.create_time())
-        except self._psutil.Error:
-            return None
-
-    def status(self, pid: int) -> Status | None:
-        try:
-            memory: Any = self._psutil.Process(pid).memory_full_info()
-        except self._psutil.Error:
-            return None
-        return Status(memory.uss, 0, 0, 0, file=max(0, memory.rss - memory.uss), high_water=memory.rss)
-
-    def rollup(self, pid: int) -> Rollup | None:
-        return None
-
-    def children(self, pid: int) -> list[int]:
-        return []
-
-    def pids(self) -> list[int]:
-        return list(self._psutil.pids())
-
-
 class Tree:
     """A process and all that descends from it, also after the parents in between died.
 
@@ -223,7 +173,7 @@ class Tree:
     adopted when its session or process group is led by a process of the tree; so start a job in a session of its own.
     """
 
-    def __init__(self, pid: int, reader: Reader) -> None:
+    def __init__(self, pid: int, reader: ProcReader) -> None:
         self._reader = reader
         root = reader.stat(pid)
         self.seen = {pid}

@@ -16,10 +16,11 @@ MAX_LINES = 8192
 
 
 class SeriesWriter:
-    """Appends samples to a file, each at once, so that a kill loses none.
+    """Appends samples to a file: one at each change of the phase, and one in each second.
 
-    A file of ``MAX_LINES`` lines keeps every second one, and from then on the writer takes half as many samples. A line
-    holds the highest ``peak_bytes`` of all samples since the line before, so thinning loses no peak.
+    Each line is written at once, so that a kill loses none, and holds the highest ``peak_bytes`` of all samples since
+    the line before. A file of ``MAX_LINES`` lines keeps every second one, and from then on the time between two lines
+    is twice as long. So no peak is lost.
 
     Args:
         path: The file, for example ``jobs/fold_1/memory.jsonl``; its folder must exist. One that is there is continued.
@@ -35,22 +36,23 @@ class SeriesWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._every, self._num_waiting, self._peak = path, 1, 0, 0
+        self._path, self._seconds, self._next, self._peak = path, 1.0, 0.0, 0
         self._waiting: Sample | None = None
+        self._phase: str | None = None
         self._num_lines = len(read_series(path)) if path.exists() else 0
         self._descriptor = _open(path)
         if os.fstat(self._descriptor).st_size:
             os.write(self._descriptor, b"\n")  # ends a line that a kill cut
 
     def append(self, sample: Sample) -> None:
-        """Write a sample, or keep it for the next line where the series is thinned.
+        """Write a sample, or keep it for the next line.
 
         Raises:
             OSError: For example on a full disk.
         """
         self._peak = max(self._peak, sample.peak_bytes)
-        self._waiting, self._num_waiting = replace(sample, peak_bytes=self._peak), self._num_waiting + 1
-        if self._num_waiting >= self._every:
+        self._waiting = replace(sample, peak_bytes=self._peak)
+        if sample.phase != self._phase or sample.time >= self._next:
             self._write()
         if self._num_lines >= MAX_LINES:
             self._thin()
@@ -64,8 +66,9 @@ class SeriesWriter:
 
     def _write(self) -> None:
         if self._waiting is not None:
+            self._phase, self._next = self._waiting.phase, self._waiting.time + self._seconds
             os.write(self._descriptor, _line(self._waiting))
-            self._waiting, self._num_waiting, self._peak = None, 0, 0
+            self._waiting, self._peak = None, 0
             self._num_lines += 1
 
     def _thin(self) -> None:
@@ -76,7 +79,7 @@ class SeriesWriter:
         thinned.write_bytes(b"".join(map(_line, kept)))
         thinned.replace(self._path)
         os.close(self._descriptor)
-        self._descriptor, self._num_lines, self._every = _open(self._path), len(kept), 2 * self._every
+        self._descriptor, self._num_lines, self._seconds = _open(self._path), len(kept), 2 * self._seconds
 
 
 def read_series(path: Path) -> list[Sample]:
