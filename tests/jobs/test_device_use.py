@@ -7,7 +7,8 @@ from memfit.rundir import EventWriter, RunDir
 
 
 def test_where_the_driver_shows_no_processes_a_job_counts_with_what_its_torch_holds(tmp_path):
-    watch = Monitor(RunDir(tmp_path), "fold_1", (), os.getpid(), None, 1, 0.0, devices=("GPU-a", "GPU-b"))
+    job = {"attempt": 1, "phases": [], "num_devices": 2, "env": {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}}
+    watch = Monitor(RunDir(tmp_path), "fold_1", job, os.getpid())
     watch.observe()
     writer = EventWriter(tmp_path / "events", "fold_1")
     for held in (50, 30):

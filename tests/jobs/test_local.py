@@ -698,21 +698,24 @@ def test_a_file_in_shared_memory_that_the_wall_above_all_jobs_refuses_is_a_lack_
     assert "has met its wall" in status.cause
 
 
+ORDER = {"attempt": 1, "phases": [], "num_devices": 0, "env": {}}
+
+
 def test_a_wall_that_was_met_and_raised_before_the_first_look_was_met(tmp_path, monkeypatch):
     first = GroupState(0, 0, 0, 100 * MIB, False, 0, 0)
     raised = GroupState(150 * MIB, 150 * MIB, 0, 400 * MIB, False, 1, 0)
     monkeypatch.setattr(JobGroup, "state", lambda self: raised)
     group = JobGroup(tmp_path, 1)
-    monitor = Monitor(RunDir(tmp_path), "grower", (), os.getpid(), group, 1, 0.0, first=first)
+    monitor = Monitor(RunDir(tmp_path), "grower", ORDER, os.getpid(), group, first=first)
     monitor.look_at_group()
     assert monitor.wants_more
-    never_met = Monitor(RunDir(tmp_path), "grower", (), os.getpid(), group, 1, 0.0, first=replace(first, met_wall=1))
+    never_met = Monitor(RunDir(tmp_path), "grower", ORDER, os.getpid(), group, first=replace(first, met_wall=1))
     never_met.look_at_group()
     assert not never_met.wants_more
 
 
 def test_a_training_that_was_in_each_phase_by_its_marks_is_settled_at_once(tmp_path):
-    watch = Monitor(RunDir(tmp_path), "cmd_0001", (), os.getpid(), None, 1, 0.0)
+    watch = Monitor(RunDir(tmp_path), "cmd_0001", ORDER, os.getpid())
     for phase in ("train", "validate"):
         watch._enter(phase)
         assert not watch.settled

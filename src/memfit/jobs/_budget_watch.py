@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from memfit.memory import DEVICE_RESERVE_BYTES, HOST, Budget, Claim, Lendable, Others, Sizes, lendable_on_devices
+from memfit.memory import HOST, Budget, Claim, Lendable, Others, Sizes, lendable_on_devices, rooms_of
 
 #: The budget as it is now, given the private bytes that running jobs use now (a cap of the user's counts those).
 ReadBudget = Callable[[int], Budget]
@@ -95,12 +95,9 @@ class BudgetWatch:
 
     def most_device_bytes(self, num_devices: int) -> int:
         """What one job could take on each of so many devices if no other ran, of this run or of another."""
-        ours = self._in_use_then + self._others_then.used
-        # What a job told last may be free already.
-        sizes = [min(one.total_bytes, one.free_bytes + ours[one.uuid]) for one in self.now.devices]
-        if not 0 < num_devices <= len(sizes):
-            return 0
-        return max(0, sorted(sizes, reverse=True)[num_devices - 1] - DEVICE_RESERVE_BYTES)
+        rooms = rooms_of(self.now, self._in_use_then + self._others_then.used)
+        sizes = sorted((room.bytes for place, room in rooms.items() if place != HOST), reverse=True)
+        return max(0, sizes[num_devices - 1]) if 0 < num_devices <= len(sizes) else 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -134,10 +131,8 @@ class BudgetWatch:
 
     def _rooms(self) -> list[tuple[bool, int]]:
         """For each limit, whether other runs share it, and what is free under it beside them."""
-        limits, taken = (
-            [limit for limit in self.now.limits if limit.binds] or [self.now.binding],
-            self._lent_by_others[HOST],
-        )
+        limits = [limit for limit in self.now.limits if limit.binds] or [self.now.binding]
+        taken = self._lent_by_others[HOST]
         return [(is_shared := limit.scope in _SHARED, limit.headroom_bytes - taken * is_shared) for limit in limits]
 
     def _measure_outsiders(self) -> int:

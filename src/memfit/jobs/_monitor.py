@@ -7,9 +7,11 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from memfit.errors import DamagedError
 from memfit.jobs._cpu import CpuMeter
@@ -43,9 +45,9 @@ class Monitor:
     """A running job under observation.
 
     Attributes:
+        job: What was ordered (``job.json``).
         pid: Its first process.
         group: Its control group, or None.
-        attempt: Which start of the job this is.
         started, born: When it began, in Unix seconds and by the monotonic clock.
         first: What the kernel said of its group before it began; the wall may be moved before the first look.
         older: Event files that were there before it.
@@ -55,14 +57,13 @@ class Monitor:
 
     run: RunDir
     job_id: str
-    phases: tuple[str, ...]
+    job: Mapping[str, Any]
     pid: int
-    group: JobGroup | None
-    attempt: int
-    started: float
+    group: JobGroup | None = None
+    started: float = 0.0
     first: GroupState | None = None
     older: frozenset[Path] = frozenset()
-    devices: tuple[str, ...] = ()
+    devices: tuple[str, ...] = field(init=False)
     born: float = field(default_factory=time.monotonic)
     meter: TreeMeter = field(init=False)
     series: SeriesWriter | None = None
@@ -91,13 +92,15 @@ class Monitor:
     _told_stopped: bool = False
 
     def __post_init__(self) -> None:
-        self._grown_at = self.born
+        self._grown_at, self._attempt = self.born, int(self.job["attempt"])
+        visible = self.job["env"].get("CUDA_VISIBLE_DEVICES", "") if self.job["num_devices"] else ""
+        self.devices = tuple(filter(None, visible.split(",")))
         if self.first is not None:
             self._num_met, self._wall_bytes = self.first.met_wall, self.first.wall_bytes
         reader = device_reader(has_devices=bool(self.devices))
         self.meter = TreeMeter(self.pid, group=self.group, devices=reader)
         self.meter.counts_from_birth = True
-        if self.attempt > 1:
+        if self._attempt > 1:
             self._read_logs()
 
     @property
@@ -155,8 +158,10 @@ class Monitor:
             writer.write("stopped", pid=self._stopped_pid)
             writer.close()
 
-    def open_series(self, path: Path) -> None:
+    def open_series(self) -> None:
         """Begin to write the memory's course; when it cannot be written, the job runs all the same."""
+        suffix = "" if self._attempt == 1 else f"_{self._attempt}"
+        path = self.run.job_dir(self.job_id) / f"memory{suffix}.jsonl"
         try:
             self.series = SeriesWriter(path)
         except (OSError, DamagedError) as error:
@@ -219,8 +224,8 @@ class Monitor:
     @property
     def settled(self) -> bool:
         """Whether its footprint speaks for its like."""
-        if self.phases:
-            return all(phase in self.passed for phase in self.phases)
+        if self.job["phases"]:
+            return all(phase in self.passed for phase in self.job["phases"])
         if {"train", "validate"} <= {*self.passed}:  # a training by memfit's own marks: it was in each phase once
             return True
         now = time.monotonic()
@@ -263,7 +268,7 @@ class Monitor:
             device_used_bytes=self.device_used_bytes(),
             footprint=footprint if is_measured else None,
             started=self.started,
-            attempt=self.attempt,
+            attempt=self._attempt,
             pid=self.pid,
             watcher_pid=os.getpid(),
             stalled=self.state.stalled if self.state else False,

@@ -183,19 +183,8 @@ class _Shim:
         except OSError as error:
             cause = f"could not be started: {error.strerror or error} ({error.filename})"
             return replace(self._not_started("failed", cause, "job"), started=started)
-        monitor = Monitor(
-            run=self.run_dir,
-            job_id=self.job_dir.name,
-            phases=tuple(self.job["phases"]),
-            pid=process.pid,
-            group=self.group,
-            attempt=self.attempt,
-            started=started,
-            first=first,
-            older=older,
-            devices=_devices_of(self.job),
-        )
-        monitor.open_series(self.job_dir / f"memory{'' if self.attempt == 1 else f'_{self.attempt}'}.jsonl")
+        monitor = Monitor(self.run_dir, self.job_dir.name, self.job, process.pid, self.group, started, first, older)
+        monitor.open_series()
         returncode, stopped_by = self._follow(process, monitor)
         return self._close(monitor, before, returncode, stopped_by)
 
@@ -371,9 +360,3 @@ def _read_end(path: Path) -> str:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
         return file.read().decode(errors="replace")
     return ""
-
-
-def _devices_of(job: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the devices that a job was given, by UUID."""
-    visible = job["env"].get("CUDA_VISIBLE_DEVICES", "") if job["num_devices"] else ""
-    return tuple(filter(None, visible.split(",")))
