@@ -182,13 +182,13 @@ class LocalAdmission:
             devices = choose(rooms, entry.job.num_devices, 1, held=())
             reserved = Counter[str]() if isinstance(devices, Wait) else devices
             return Admitted(reserved, "forced: not checked against the budget")
-        needed, room = self.needed(entry, alone=alone), rooms[HOST]
+        needed, room, is_inferred = self.needed(entry, alone=alone), rooms[HOST], self.forecast.is_inferred(entry.job)
         if needed is None and not alone:
             return Wait("measuring", "its size is unknown, so it runs alone first")
         if entry.num_asides >= _MOST_ASIDES and not alone:
             return Wait("memory", f"it stepped aside {entry.num_asides} times, so it runs alone next")
         why = room.explain()
-        if (needed or 1) > room.bytes and alone and self.forecast.is_inferred(entry.job) and entry.needed_bytes is None:
+        if (needed or 1) > room.bytes and alone and is_inferred and entry.needed_bytes is None:
             why = f"others like it took {format_bytes(needed or 1)}; it has all there is and its wall"
             needed = None
         elif alone and needed is not None:
@@ -196,7 +196,7 @@ class LocalAdmission:
                 needed = min(needed, room.bytes)
             # The slack is for those beside whom it will run.
             needed = max(1, needed, min(self.needed(entry, alone=False) or 0, room.bytes))
-        devices = self.devices_for(entry, rooms)
+        devices = self._devices_for(entry, rooms)
         if isinstance(devices, Wait):
             return devices
         reserved = Counter({HOST: max(1, needed)} if needed is not None else {}) + devices
@@ -205,7 +205,7 @@ class LocalAdmission:
                 return _lack(entry, place, size, rooms[place])
         return Admitted(reserved, "; ".join([why, *(rooms[place].explain() for place in devices)]))
 
-    def devices_for(self, entry: Reservation, rooms: Mapping[str, Lendable]) -> Sizes | Wait:
+    def _devices_for(self, entry: Reservation, rooms: Mapping[str, Lendable]) -> Sizes | Wait:
         """What a job would reserve on each of its devices, whether or not there is room; or why there are none."""
         num = entry.job.num_devices
         held = self.budget.devices_of_others.keys() | {
