@@ -2,13 +2,14 @@
 
 import os
 
+from memfit.jobs import JobStatus
 from memfit.jobs._monitor import Monitor
 from memfit.rundir import EventWriter, RunDir
 
 
 def test_where_the_driver_shows_no_processes_a_job_counts_with_what_its_torch_holds(tmp_path):
-    job = {"attempt": 1, "phases": [], "num_devices": 2, "env": {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}}
-    watch = Monitor(RunDir(tmp_path), "fold_1", job, os.getpid())
+    job = {"phases": [], "num_devices": 2, "env": {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}}
+    watch = Monitor(RunDir(tmp_path), job, JobStatus("fold_1", "running", pid=os.getpid()))
     watch.observe()
     writer = EventWriter(tmp_path / "events", "fold_1")
     for held in (50, 30):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import UsageError
-from memfit.jobs import Grant, Job, LocalBackend, Verdict, read_status
+from memfit.jobs import Grant, Job, JobStatus, LocalBackend, Verdict, read_status
 from memfit.jobs._folder import is_held
 from memfit.jobs._monitor import Monitor
 from memfit.memory import GroupState, JobGroup, Walls, read_series
@@ -698,7 +698,12 @@ def test_a_file_in_shared_memory_that_the_wall_above_all_jobs_refuses_is_a_lack_
     assert "has met its wall" in status.cause
 
 
-ORDER = {"attempt": 1, "phases": [], "num_devices": 0, "env": {}}
+ORDER = {"phases": [], "num_devices": 0, "env": {}}
+
+
+def here(job_id):
+    """A job whose process is this one."""
+    return JobStatus(job_id, "running", pid=os.getpid())
 
 
 def test_a_wall_that_was_met_and_raised_before_the_first_look_was_met(tmp_path, monkeypatch):
@@ -706,16 +711,16 @@ def test_a_wall_that_was_met_and_raised_before_the_first_look_was_met(tmp_path, 
     raised = GroupState(150 * MIB, 150 * MIB, 0, 400 * MIB, False, 1, 0)
     monkeypatch.setattr(JobGroup, "state", lambda self: raised)
     group = JobGroup(tmp_path, 1)
-    monitor = Monitor(RunDir(tmp_path), "grower", ORDER, os.getpid(), group, first=first)
+    monitor = Monitor(RunDir(tmp_path), ORDER, here("grower"), group, first=first)
     monitor.look_at_group()
-    assert monitor.wants_more
-    never_met = Monitor(RunDir(tmp_path), "grower", ORDER, os.getpid(), group, first=replace(first, met_wall=1))
+    assert monitor.known.wants_more
+    never_met = Monitor(RunDir(tmp_path), ORDER, here("grower"), group, first=replace(first, met_wall=1))
     never_met.look_at_group()
-    assert not never_met.wants_more
+    assert not never_met.known.wants_more
 
 
 def test_a_training_that_was_in_each_phase_by_its_marks_is_settled_at_once(tmp_path):
-    watch = Monitor(RunDir(tmp_path), "cmd_0001", ORDER, os.getpid())
+    watch = Monitor(RunDir(tmp_path), ORDER, here("cmd_0001"))
     for phase in ("train", "validate"):
         watch._enter(phase)
         assert not watch.settled

@@ -46,21 +46,18 @@ class Monitor:
 
     Attributes:
         job: What was ordered (``job.json``).
-        pid: Its first process.
+        known: What is known of it, but for its memory: that comes with ``status``.
         group: Its control group, or None.
-        started, born: When it began, in Unix seconds and by the monotonic clock.
         first: What the kernel said of its group before it began; the wall may be moved before the first look.
         older: Event files that were there before it.
         devices: The devices that it was given, by UUID, in the order in which it numbers them.
-        wants_more: An allocation met the wall.
+        born: When it began, by the monotonic clock.
     """
 
     run: RunDir
-    job_id: str
     job: Mapping[str, Any]
-    pid: int
+    known: JobStatus
     group: JobGroup | None = None
-    started: float = 0.0
     first: GroupState | None = None
     older: frozenset[Path] = frozenset()
     devices: tuple[str, ...] = field(init=False)
@@ -69,13 +66,7 @@ class Monitor:
     series: SeriesWriter | None = None
     sample: Sample | None = None
     state: GroupState | None = None
-    wants_more: bool = False
-    phase: str | None = None
-    phase_source: str = ""
     passed: list[str] = field(default_factory=list)
-    checkpointed: float | None = None
-    checkpoint_bytes: int = 0
-    asked: bool = False
     #: The private peak that the kernel told at the end: what the job took after the last sample shows there alone.
     last_peak_bytes: int = 0
     cpu: CpuMeter = field(default_factory=CpuMeter)
@@ -88,25 +79,23 @@ class Monitor:
     _grown_at: float = 0.0
     _num_met: int = 0
     _wall_bytes: int = sys.maxsize
-    _stopped_pid: int | None = None
     _told_stopped: bool = False
 
     def __post_init__(self) -> None:
-        self._grown_at, self._attempt = self.born, int(self.job["attempt"])
+        self._grown_at = self.born
         visible = self.job["env"].get("CUDA_VISIBLE_DEVICES", "") if self.job["num_devices"] else ""
         self.devices = tuple(filter(None, visible.split(",")))
         if self.first is not None:
             self._num_met, self._wall_bytes = self.first.met_wall, self.first.wall_bytes
         reader = device_reader(has_devices=bool(self.devices))
-        self.meter = TreeMeter(self.pid, group=self.group, devices=reader)
+        self.meter = TreeMeter(self.known.pid or 0, group=self.group, devices=reader)
         self.meter.counts_from_birth = True
-        if self._attempt > 1:
+        if self.known.attempt > 1:
             self._read_logs()
 
-    @property
-    def pids(self) -> set[int]:
-        """All processes of the job that were ever seen."""
-        return {self.pid} | self.meter.pids_seen
+    def note(self, **fields: Any) -> None:
+        """Take in what became known of the job."""
+        self.known = replace(self.known, **fields)
 
     @property
     def peak_bytes(self) -> int:
@@ -142,26 +131,26 @@ class Monitor:
         # The wall may have been raised since it was met.
         wall_bytes = min(state.wall_bytes, self._wall_bytes)
         refused = state.met_wall > self._num_met and used_bytes >= _AT_WALL * wall_bytes
-        self.wants_more = self.wants_more or state.stalled or refused
+        self.note(wants_more=self.known.wants_more or state.stalled or refused, stalled=state.stalled)
         self._num_met, self._wall_bytes = state.met_wall, state.wall_bytes
 
     def look_for_stopped(self) -> None:
         """Note a process of the job that a signal stopped, and record that it stays stopped or goes on."""
-        before = self._stopped_pid
-        self._stopped_pid = min(filter(_is_stopped, self.meter.pids), default=None)
-        is_stopped = self._stopped_pid is not None
+        before, pid = self.known.stopped_pid, min(filter(_is_stopped, self.meter.pids), default=None)
+        self.note(stopped_pid=pid)
+        is_stopped = pid is not None
         if is_stopped == self._told_stopped or (is_stopped and before is None):  # it may be for a moment
             return
         self._told_stopped = is_stopped
         with suppress(OSError):
-            writer = EventWriter(self.run.events_dir, self.job_id)
-            writer.write("stopped", pid=self._stopped_pid)
+            writer = EventWriter(self.run.events_dir, self.known.job_id)
+            writer.write("stopped", pid=pid)
             writer.close()
 
     def open_series(self) -> None:
         """Begin to write the memory's course; when it cannot be written, the job runs all the same."""
-        suffix = "" if self._attempt == 1 else f"_{self._attempt}"
-        path = self.run.job_dir(self.job_id) / f"memory{suffix}.jsonl"
+        suffix = "" if self.known.attempt == 1 else f"_{self.known.attempt}"
+        path = self.run.job_dir(self.known.job_id) / f"memory{suffix}.jsonl"
         try:
             self.series = SeriesWriter(path)
         except (OSError, DamagedError) as error:
@@ -169,15 +158,13 @@ class Monitor:
 
     def guess_phase(self) -> None:
         """Guess the phase of a job that marks none."""
-        if self.phase_source == "marks":
-            return
-        if (told := phase_of_log(self._read_logs())) is not None:
-            self.phase, self.phase_source = told, "log"
+        if self.known.phase_source != "marks" and (told := phase_of_log(self._read_logs())) is not None:
+            self.note(phase=told, phase_source="log")
 
     def _read_logs(self) -> str:
         """What the logs gained since the last call, of each the last 64 KiB."""
         chunks = []
-        for path in (self.run.job_dir(self.job_id) / name for name in ("out.log", "err.log")):
+        for path in (self.run.job_dir(self.known.job_id) / name for name in ("out.log", "err.log")):
             with suppress(OSError), open(path, "rb") as log:
                 size, seen = os.fstat(log.fileno()).st_size, self._log_sizes.get(path, 0)
                 log.seek(max(min(seen, size), size - _MOST_LOG_BYTES))
@@ -194,7 +181,7 @@ class Monitor:
                     self._tails[path] = EventTail(path)
         for path, tail in self._tails.items():
             for record in tail.read():
-                if record.get("job") != self.job_id:
+                if record.get("job") != self.known.job_id:
                     continue
                 if fits(told := record.get("devices"), [{"bytes": int, "peak_bytes": int}]):
                     for uuid, held in zip(self.devices, told or (), strict=False):
@@ -202,14 +189,14 @@ class Monitor:
                 if record.get("kind") == "phase":
                     self._enter(str(record.get("phase")))
                 elif record.get("kind") == "checkpoint":
-                    self.checkpointed = float(record.get("time", time.time()))
-                    self.checkpoint_bytes = max(self.checkpoint_bytes, int(record.get("bytes") or 0))
+                    size = max(self.known.checkpoint_bytes, int(record.get("bytes") or 0))
+                    self.note(checkpointed=float(record.get("time", time.time())), checkpoint_bytes=size)
 
     def _enter(self, phase: str) -> None:
-        marked = self.phase if self.phase_source == "marks" else None
+        marked = self.known.phase if self.known.phase_source == "marks" else None
         if marked is not None and marked != phase and marked not in self.passed:
             self.passed.append(marked)
-        self.phase, self.phase_source = phase, "marks"
+        self.note(phase=phase, phase_source="marks")
         self.meter.enter_phase(phase)
 
     def device_used_bytes(self) -> dict[str, int]:
@@ -256,28 +243,15 @@ class Monitor:
         """What is known of the job while it runs."""
         footprint = self.footprint()
         is_measured = self.sample is not None or self.last_peak_bytes > 0  # without /proc by its end alone
-        return JobStatus(
-            self.job_id,
-            "running",
-            phase=self.phase,
-            phase_source=self.phase_source,
+        return replace(
+            self.known,
             settled=self.settled,
             used_bytes=self.sample.private_bytes if self.sample else 0,
             peak_bytes=footprint.private_bytes,
             pss_bytes=self.sample.pss_bytes if self.sample else 0,
             device_used_bytes=self.device_used_bytes(),
             footprint=footprint if is_measured else None,
-            started=self.started,
-            attempt=self._attempt,
-            pid=self.pid,
-            watcher_pid=os.getpid(),
-            stalled=self.state.stalled if self.state else False,
-            stopped_pid=self._stopped_pid,
-            wants_more=self.wants_more,
             wanted_cpus=round(self.cpu.wanted, 2),
-            checkpointed=self.checkpointed,
-            checkpoint_bytes=self.checkpoint_bytes,
-            asked=self.asked,
         )
 
 

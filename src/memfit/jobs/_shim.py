@@ -183,7 +183,9 @@ class _Shim:
         except OSError as error:
             cause = f"could not be started: {error.strerror or error} ({error.filename})"
             return replace(self._not_started("failed", cause, "job"), started=started)
-        monitor = Monitor(self.run_dir, self.job_dir.name, self.job, process.pid, self.group, started, first, older)
+        known = JobStatus(self.job_dir.name, "running", attempt=self.attempt, started=started)
+        known = replace(known, pid=process.pid, watcher_pid=os.getpid())
+        monitor = Monitor(self.run_dir, self.job, known, self.group, first, older)
         monitor.open_series()
         returncode, stopped_by = self._follow(process, monitor)
         return self._close(monitor, before, returncode, stopped_by)
@@ -213,28 +215,28 @@ class _Shim:
                 self._write(monitor.status())
             if is_first and now - monitor.born > STATUS_SECONDS:  # by then its program runs
                 is_first = False
-                self._check_env(monitor.pid)
+                self._check_env(process.pid)
             self._end_starved(monitor, now)
-            stopped_by = self._pass_on_stop(monitor, stopped_by)
+            stopped_by = self._pass_on_stop(process.pid, stopped_by)
+            monitor.note(asked=self.stop.is_asked)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_SAMPLE_SECONDS), stopped_by
 
-    def _pass_on_stop(self, monitor: Monitor, sent: str | None) -> str | None:
+    def _pass_on_stop(self, pid: int, sent: str | None) -> str | None:
         """Pass a request to stop on; the strongest signal that was sent so far."""
         stop = self.stop
         if stop.since is None:
             return None
-        monitor.asked = stop.is_asked
         # It is reaped by this process alone, so that its number is still its own.
         if stop.is_over(self.grace_seconds):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(monitor.pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
             return "SIGKILL"
         if sent is None:
-            self.told = stop_targets(monitor.pid)
-            for pid in self.told:
+            self.told = stop_targets(pid)
+            for one in self.told:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGTERM)
+                    os.kill(one, signal.SIGTERM)
         return "SIGTERM"
 
     def _end_starved(self, monitor: Monitor, now: float) -> None:
@@ -266,13 +268,13 @@ class _Shim:
         self._write(replace(monitor.status(), pid=None))  # its number may be another's soon
         resident_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * _MAXRSS_UNIT
         if stopped_by == "SIGTERM":  # those whom a shell ran, and who were asked too, use what is left of the grace
-            codes = wait_for(self.told - {monitor.pid}, lambda: self.stop.is_over(self.grace_seconds))
+            codes = wait_for(self.told - {monitor.known.pid or 0}, lambda: self.stop.is_over(self.grace_seconds))
             returncode = StoppedError.exit_code if StoppedError.exit_code in codes else returncode
         monitor.observe()
         left = end_children()
         if self.group is not None and self.group.pids():
             self.group.kill()
-        remove_segments(monitor.pids | left, since=monitor.started)
+        remove_segments(monitor.meter.pids_seen | left, since=monitor.known.started or 0.0)
         if monitor.series is not None:
             with contextlib.suppress(OSError):
                 monitor.series.close()
@@ -327,7 +329,7 @@ class _Shim:
         return evidence, state.shared_memory_bytes
 
     def _death(self, monitor: Monitor, before: Counters, returncode: int, stopped_by: str | None) -> Death:
-        refused = "its wall" if monitor.wants_more else ""
+        refused = "its wall" if monitor.known.wants_more else ""
         if self.job["data_limit_bytes"] is not None:
             refused = f"its limit of {format_bytes(self.job['data_limit_bytes'])} of data"
         return Death(
@@ -338,7 +340,7 @@ class _Shim:
             error=_read_error(self.job_dir / ERROR),
             has_result=self.job["target"] is None or (self.job_dir / RESULT).exists(),
             peak_bytes=monitor.peak_bytes,
-            phase=monitor.phase,
+            phase=monitor.known.phase,
             refused=refused,
             met_above=self.group.first_met() if returncode and self.group is not None else "",
             last_words=_read_end(self.job_dir / "err.log") if returncode else "",
