@@ -18,7 +18,7 @@ LINES = """\
 2026-11-21 09:16:40  fold_1 epoch 1/2  train_loss 2.9307  num_steps 12
 2026-11-21 09:16:42  2 of 3 at once (no more fit)
 2026-11-21 09:16:43  fold_2 starts with 300.0 MiB reserved (2 running); 1.00 GiB of 8.00 GiB used, 512.0 MiB of it by the jobs (PSS)
-2026-11-21 09:16:44  fold_3 waits: it needs 300.0 MiB; 1.0 MiB may be lent
+2026-11-21 09:16:44  fold_3 waits: it needs 300.0 MiB
 2026-11-21 09:58:42  fold_1 completed (58m 32s), peak 270.0 MiB; 600.0 MiB of 8.00 GiB used, 270.0 MiB of it by the jobs (PSS)
 2026-11-21 09:58:43  fold_3 starts with 300.0 MiB reserved (2 running)
 2026-11-21 10:06:40  fold_2 out_of_memory (49m 57s), peak 270.0 MiB of 300.0 MiB reserved: killed by the kernel for memory in phase train
@@ -198,16 +198,6 @@ def test_a_stage_that_runs_once_is_a_line_of_the_table(made):
     ]
 
 
-def test_a_stop_says_what_happens_and_a_finished_run_that_nothing_is_left(made):
-    view = RunView(made.run)
-    asked, now = ({"time": 0.0, "kind": "stop", "level": level, "num_running": n} for level, n in ((1, 2), (2, 1)))
-    assert (
-        describe(asked, view)
-        == "asking 2 running jobs to stop at a checkpoint; a second Ctrl-C, or memfit stop --now, ends them now"
-    )
-    assert describe(now, view) == "ending 1 running job now"
-
-
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -295,28 +285,24 @@ def test_a_watcher_from_elsewhere_goes_by_what_the_run_said(made):
     assert read_room(view, here=False).used_bytes == 3 * GIB
 
 
-def test_what_happens_to_reservations_is_told_in_lines(commands):
-    tell = {
-        "grow": {"job": "cmd_0003", "from_bytes": GIB, "to_bytes": 2 * GIB, "why": "1.00 GiB is left to lend"},
-        "short": {"job": None, "reason": "cmd_0003 outgrows its 2.00 GiB and nothing is free"},
-        "aside": {"job": "cmd_0003", "reason": "cmd_0001 waits at its wall and nothing is free", "now": False},
-        "retry": {
-            "job": "cmd_0003",
-            "attempt": 2,
-            "reservation_bytes": 3 * GIB,
-            "reason": "it stepped aside for others",
-        },
-    }
-    view = RunView(commands(3).run)
-    told = [describe({"time": 0.0, "kind": kind, **fields}, view) for kind, fields in tell.items()]
-    assert told == [
-        "cmd_0003 grows: its reservation rises from 1.00 GiB to 2.00 GiB; 1.00 GiB is left to lend",
-        "memory is short: cmd_0003 outgrows its 2.00 GiB and nothing is free; no job starts until there is more",
-        "memfit asks cmd_0003 to checkpoint and make room: cmd_0001 waits at its wall and nothing is free",
-        "cmd_0003 will start again as attempt 2 with 3.00 GiB reserved: it stepped aside for others",
-    ]
-    now = {"time": 0.0, "kind": "aside", "job": "cmd_0001", "reason": "x", "now": True}
-    assert describe(now, view) == "memfit ends cmd_0001 now and starts it again later: x"
+def test_an_event_is_shown_by_its_own_text_and_one_of_an_older_memfit_by_its_reason(commands):
+    view = view_of(commands(3))
+    event = {"time": 0.0, "kind": "aside", "job": "cmd_0003", "reason": "cmd_0001 waits", "now": False}
+    assert (
+        describe(event | {"text": "memfit asks cmd_0003 to checkpoint"}, view) == "memfit asks cmd_0003 to checkpoint"
+    )
+    assert describe(event, view) == "cmd_0003 makes room: cmd_0001 waits"
+    assert describe(event | {"kind": "retry", "attempt": 2}, view) == (
+        "cmd_0003 will start again as attempt 2: cmd_0001 waits"
+    )
+
+
+@pytest.mark.parametrize("kind", ["grow", "grow_device"])
+def test_a_reservation_that_grows_by_little_has_no_line(made, kind):
+    made.event(0, "budget", binding={"limit_bytes": 100 * GIB}, limits=[])
+    grown = {"time": 0.0, "kind": kind, "job": "fold_1", "from_bytes": GIB, "why": "", "text": "fold_1 grows"}
+    assert describe(grown | {"to_bytes": 4 * GIB}, view_of(made)) == "fold_1 grows"
+    assert describe(grown | {"to_bytes": 2 * GIB}, view_of(made)) == ""
 
 
 def test_what_a_training_survived_is_told_in_lines(commands):

@@ -150,11 +150,15 @@ def describe(event: Event, view: RunView) -> str:
     kind = str(event["kind"])
     if view.kind == "commands" and len(view.params) == 1 and kind in _OF_MANY:
         return f"the command completed: {event['cause']}" if _left_something(event) else ""
+    if kind in ("grow", "grow_device"):
+        limit = ((view.last("budget") or {}).get("binding") or {}).get("limit_bytes", 0)
+        if event["to_bytes"] - event["from_bytes"] < limit * _WORTH_A_LINE:
+            return ""
+    if isinstance(event.get("text"), str):
+        return str(event["text"])
     line = _LINES.get(kind, "")
-    if isinstance(event.get("text"), str) or not line:
-        return str(event.get("text", "") if line else "")
     try:
-        return line(event, view) if callable(line) else line.format_map(_fields(event, view))
+        return line(event, view) if callable(line) else line.format_map(_fields(event))
     except (KeyError, TypeError, ValueError):  # a job may record what it likes under any name
         return ""
 
@@ -211,72 +215,37 @@ def _epoch(event: Event, view: RunView) -> str:
     return f"{event['job']} epoch {event['epoch']}/{event['num_epochs']}  {'  '.join(numbers)}".rstrip()
 
 
-def _grow(event: Event, view: RunView) -> str:
-    limit = ((view.last("budget") or {}).get("binding") or {}).get("limit_bytes", 0)
-    if event["to_bytes"] - event["from_bytes"] < limit * _WORTH_A_LINE:
-        return ""
-    sizes = f"from {format_bytes(event['from_bytes'])} to {format_bytes(event['to_bytes'])}"
-    return f"{event['job']} grows: its reservation rises {sizes}; {event['why']}"
-
-
-def _stop(event: Event, view: RunView) -> str:
-    if not event["level"]:
-        return f"no more is started: {event.get('reason')}; --on-failure continue starts the others all the same"
-    jobs = f"{event['num_running']} running job{'' if event['num_running'] == 1 else 's'}"
-    if event["level"] > 1:
-        return f"ending {jobs} now"
-    if not event["num_running"]:
-        return "nothing more is started"
-    return f"asking {jobs} to stop at a checkpoint; a second Ctrl-C, or memfit stop --now, ends them now"
-
-
-def _cpu(event: Event, view: RunView) -> str:
-    num, wanted, cores = int(event["num_running"]), float(event["wanted_cpus"]), int(event["num_cpus"])
-    fewer = max(1, round(num * cores / wanted))
-    return (
-        f"the {num} running jobs want {wanted:.1f} cores and there are {cores}, so each of them takes longer; "
-        f"--max-parallel {fewer} runs fewer at once"
-    )
-
-
-#: The line of an event that carries no ``text`` of its own, by its kind: a function or a template for ``_fields``.
+#: The line of an event that carries no ``text``, by its kind: a function, or a template for ``_fields``.
 _LINES: Mapping[str, str | Callable[[Event, RunView], str]] = {
     "admit": _admit,
-    "aside": "memfit {aside}: {reason}",
-    "cpu": _cpu,
+    "aside": "{job} makes room: {reason}",
     "end": _end,
     "epoch": _epoch,
-    "grow": _grow,
-    "grow_device": _grow,
+    "grow": "{job} grows: {why}",
     "inexact": "{job} trains inexactly, as allowed: {reason}",
     "microbatch": "{job} changes its microbatch size{place}: {previous_size} -> {size} (batch of {count})",
     "oom": "{job} is out of {memory} memory{place}{microbatch}: {error}",
     "plan": "{why}",
     "resume": "{job} goes on after epoch {epoch}{steps}",
-    "retry": "{job} will start again as attempt {attempt}{reserved}: {reason}",
-    "short": "memory is short: {reason}; no job starts until there is more",
+    "retry": "{job} will start again as attempt {attempt}: {reason}",
+    "short": "memory is short: {reason}",
     "skip": "{job} skips a batch, number {num_skipped} of {num_batches}{place}: {reason}",
     "stage": _stage,
-    "stop": _stop,
+    "stop": "the run stops ({num_running} running)",
     "stopped": "{job} {stopped}",
-    "wait": "{job} waits: {reason}{sum}",
+    "wait": "{job} waits: {reason}",
 }
 
 
-def _fields(event: Event, view: RunView) -> dict[str, Any]:
+def _fields(event: Event) -> dict[str, Any]:
     """Return an event's fields, and parts of lines that are empty where it does not have what they say."""
-    job, pid, size = event.get("job"), event.get("pid"), event.get("reservation_bytes")
+    pid = event.get("pid")
     is_stopped = f"is stopped: process {pid} got SIGSTOP. To let it go on: kill -CONT {pid}"
     parts = {
-        "aside": f"ends {job} now and starts it again later"
-        if event.get("now")
-        else f"asks {job} to checkpoint and make room",
         "microbatch": f", microbatch size {event['microbatch_size']}" if event.get("microbatch_size") else "",
         "place": _place(event),
-        "reserved": f" with {format_bytes(size)} reserved" if size else "",
         "steps": f" and {event['step']} steps" if event.get("step") else "",
         "stopped": "goes on: no process of it is stopped any more" if pid is None else is_stopped,
-        "sum": f"; {event['arithmetic']}" if event.get("arithmetic") else "",
     }
     return {**event, **parts}
 

@@ -25,6 +25,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "budget": {"binding": dict, "limits": list, "job": type(None)},
     "admit": {"job": str, "num_running": int, "why": str, "reservation_bytes": (int, type(None))},
     "grow": {"job": str, "from_bytes": int, "to_bytes": int, "why": str},
+    "grow_device": {"job": str, "from_bytes": int, "to_bytes": int, "why": str},
     "retry": {"job": str, "reservation_bytes": (int, type(None))},
     "end": {"job": str, "state": str, "cause": str},
     "epoch": {"job": str, "epoch": int, "num_epochs": int},
