@@ -94,11 +94,9 @@ def test_asking_twice_ends_no_job_sooner_when_the_supervisor_cannot_write_that_i
         assert (first.wait(60), process.wait(60)) == (0, 75)
 
 
-@pytest.mark.parametrize("how", ["RUN/JOB", "id", "folder"])
-def test_a_job_that_waits_is_stopped_and_never_starts_until_the_run_is_resumed(memfit, tmp_path, how):
+def test_a_job_that_waits_is_stopped_and_never_starts_until_the_run_is_resumed(memfit, tmp_path):
     with running(tmp_path, folds="1..3", at_once=1, seconds=300) as (process, run):
-        name = {"RUN/JOB": f"{run.path.name}/cmd_0002", "id": "cmd_0002", "folder": run.path / "cmd_0002"}[how]
-        done = memfit("stop", name)
+        done = memfit("stop", "cmd_0002")
         assert done.exit_code == 0
         assert "cmd_0002 cancelled: stopped by memfit stop while it waited" in done.out
         memfit("stop", "cmd_0001")
@@ -117,11 +115,9 @@ def test_a_job_that_waits_is_stopped_and_never_starts_until_the_run_is_resumed(m
         resumed.wait(60)
 
 
-@pytest.mark.parametrize("how", ["RUN/JOB", "id", "folder"])
-def test_one_job_is_stopped_and_the_others_go_on(memfit, tmp_path, how):
+def test_one_job_is_stopped_and_the_others_go_on(memfit, tmp_path):
     with running(tmp_path) as (process, run):
-        name = {"RUN/JOB": f"{run.path.name}/cmd_0002", "id": "cmd_0002", "folder": run.job_dir("cmd_0002")}[how]
-        done = memfit("stop", name)
+        done = memfit("stop", run.job_dir("cmd_0002"))
         assert done.exit_code == 0
         assert [line.split(":")[0] for line in done.out.splitlines()] == ["cmd_0002 preempted", "to go on"]
         # It was asked for, so it does not come again: the job that waited takes its place.

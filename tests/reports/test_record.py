@@ -6,7 +6,7 @@ from pathlib import Path
 
 from memfit.jobs import JobStatus
 from memfit.reports import JobRow
-from memfit.reports._record import count_kills, explain, forecast_error
+from memfit.reports._summary import count_kills, explain_record, forecast_error
 from memfit.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,13 +24,13 @@ def test_kills_are_counted_over_the_experiments_runs_that_ended(tmp_path):
     (runs[2].path / "outcome.json").write_text("torn")
     found = count_kills(runs[3])
     assert (found["num_killed"], found["num_jobs"], found["num_runs"]) == (1, 5, 2)
-    assert explain(runs[3], []) == [("record", "1 of 5 jobs in 2 runs of this experiment ended out of memory")]
+    assert explain_record(runs[3], []) == [("record", "1 of 5 jobs in 2 runs of this experiment ended out of memory")]
 
 
 def test_a_record_without_a_kill_is_in_the_json_form_alone(tmp_path):
     run = RunDir.create(tmp_path, "demo", "0" * 64)
     (run.path / "outcome.json").write_text('{"state": "completed", "jobs": {"fold_1": {"state": "completed"}}}')
-    assert count_kills(run)["num_jobs"] == 1 and explain(run, []) == []
+    assert count_kills(run)["num_jobs"] == 1 and explain_record(run, []) == []
 
 
 def test_the_forecasts_error_is_told_over_jobs_that_had_a_reservation_and_completed(tmp_path):
@@ -39,7 +39,7 @@ def test_the_forecasts_error_is_told_over_jobs_that_had_a_reservation_and_comple
     assert (found["num"], found["num_under"], round(found["median"], 6)) == (3, 1, 0.1)
     assert forecast_error([row(100, None)]) is None
     told = [("forecast", "reservations were 10 % above the peaks (median of 3 jobs); too small: 1")]
-    assert explain(RunDir.create(tmp_path, "demo", "0" * 64), rows) == told
+    assert explain_record(RunDir.create(tmp_path, "demo", "0" * 64), rows) == told
 
 
 def test_no_text_of_memfits_speaks_of_a_risk_in_percent():

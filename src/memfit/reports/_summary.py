@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from memfit.errors import MemfitError
 from memfit.memory import Footprint
-from memfit.reports import _record
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import format_column, format_number
 from memfit.reports._run_view import JobRow, RunView, StageView, finite, is_number, summarize_metrics
@@ -23,6 +25,8 @@ from memfit.units import format_bytes, format_duration
 
 #: A run of more commands than this shows only those that failed or needed several attempts.
 _MOST_LINES = 60
+#: The newest runs of an experiment, whose kills are counted.
+_MOST_RUNS = 50
 _BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
 #: Causes in a log that say less than the exit code and the kernel's counters, which memfit has.
 _TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
@@ -81,8 +85,8 @@ def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
         "waited_seconds": dict(view.waits),
         "host_cpu": dict(view.cpu),
         "jobs": [_job(view, row) for row in rows],
-        "kills": _record.count_kills(run),
-        "forecast_error": _record.forecast_error(rows),
+        "kills": count_kills(run),
+        "forecast_error": forecast_error(rows),
     }
 
 
@@ -271,7 +275,7 @@ def _totals(view: RunView, rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:
     yield "Total:", f"{format_duration(wall)} wall clock{last}, {view.most_at_once} at once{busy}"
     if wall and is_whole and len(rows) > 1:
         yield from _bounds(view, sum(row.seconds or 0.0 for row in rows if row.status.ended) / wall, wall)
-    yield from _record.explain(view.run, rows)
+    yield from explain_record(view.run, rows)
 
 
 def _bounds(view: RunView, at_once: float, wall: float) -> Iterator[tuple[str, str]]:
@@ -288,6 +292,49 @@ def _bounds(view: RunView, at_once: float, wall: float) -> Iterator[tuple[str, s
         words.append(f"{100 * view.cpu['disk']:.0f} % idle for a disk")
     if words:
         yield "bound by", ", ".join([f"{at_once:.1f} at once on average", *words])
+
+
+def count_kills(run: RunDir) -> dict[str, Any]:
+    """How many jobs of this run's experiment ended out of memory; runs that have not ended are left out."""
+    ended: list[list[str]] = []
+    for other in RunDir.all(run.path.parents[1], run.path.parent.name)[:_MOST_RUNS]:
+        with suppress(MemfitError):
+            jobs = (read_json(other.path / "outcome.json", {"jobs": {str: {"state": str}}}) or {}).get("jobs", {})
+            ended.append([job["state"] for job in jobs.values() if job["state"] not in ("pending", "running")])
+    states = [state for run_states in ended for state in run_states]
+    return {"num_killed": states.count("out_of_memory"), "num_jobs": len(states), "num_runs": sum(map(bool, ended))}
+
+
+def forecast_error(rows: Sequence[JobRow]) -> dict[str, Any] | None:
+    """By how much the reservations of completed jobs missed their peaks, as shares of the peaks; None without any.
+
+    Above 0 a reservation was too large, below 0 too small.
+    """
+    errors = [
+        row.reserved_bytes / row.status.peak_bytes - 1
+        for row in rows
+        if row.reserved_bytes and row.status.peak_bytes and row.status.state == "completed"
+    ]
+    if not errors:
+        return None
+    num_under = sum(error < 0 for error in errors)
+    spread = {"low": min(errors), "median": statistics.median(errors), "high": max(errors)}
+    return {"num": len(errors), "num_under": num_under, **spread}
+
+
+def explain_record(run: RunDir, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
+    """Both in words, with the sample that each rests on; kills only if there were any."""
+    lines, error, kills = [], forecast_error(rows), count_kills(run)
+    if error is not None:
+        side = "above" if error["median"] >= 0 else "below"
+        jobs = f"{error['num']} job{'s' if error['num'] > 1 else ''}"
+        text = f"reservations were {abs(100 * error['median']):.0f} % {side} the peaks (median of {jobs})"
+        lines.append(("forecast", f"{text}; too small: {error['num_under']}"))
+    if kills["num_killed"]:
+        runs = "1 run" if kills["num_runs"] == 1 else f"{kills['num_runs']} runs"
+        text = f"{kills['num_killed']} of {kills['num_jobs']} jobs in {runs} of this experiment ended out of memory"
+        lines.append(("record", text))
+    return lines
 
 
 def _places(view: RunView, is_one: bool) -> Iterator[tuple[str, str]]:
