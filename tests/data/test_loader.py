@@ -20,6 +20,12 @@ from memfit.data import DateBatches, Loader, Panel, WindowBatch
 from memfit.errors import DataError, UsageError
 
 
+@pytest.fixture(autouse=True)
+def always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads make even what is made in no time."""
+    monkeypatch.setattr("memfit.data._position._LEAST_SECONDS", 0.0)
+
+
 @pytest.fixture(scope="module")
 def panel(tmp_path_factory: pytest.TempPathFactory) -> Panel:
     from data.conftest import generate_table

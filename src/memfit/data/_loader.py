@@ -111,7 +111,7 @@ class Loader(PositionedLoader[Batch]):
             windows["drop_last"] = bool(drop_last)
             self._batches = WindowBatches(panel, date_indices, batch, shuffle_seed=shuffle, **windows)
         super().__init__(_fingerprint_of(panel, {**self._arguments, "min_assets": min_assets}), num_workers)
-        self._transform, self._seed = transform, shuffle or 0
+        self._transform, self._seed, self._is_checked = transform, shuffle or 0, False
         is_pinned = pin_memory and can_pin()
         # The threads' batches, the one in use, and the one that takes its place; a device may still read some more.
         most = self.num_workers + 2 + 4 * is_pinned
@@ -142,7 +142,9 @@ class Loader(PositionedLoader[Batch]):
         if self._transform is not None:
             generator = np.random.default_rng((self._seed, *key))
             generator.integers(1 << 62), generator.integers(1 << 32)  # memfit 0.1 drew these: later draws stay the same
-            before = self.num_workers == 0 and _global_states()
+            # The first batch is made in the calling thread, before there are others.
+            before = None if self._is_checked else _global_states()
+            self._is_checked = True
             result: object = self._transform(windows, targets, generator)
             if result is not None:
                 raise UsageError(

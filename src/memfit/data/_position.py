@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -150,8 +149,9 @@ def made_ahead(
 ) -> Generator[BatchT, None, None]:
     """Yield the results of numbered tasks in order; each thread makes one ahead of what is asked for.
 
-    What takes less than `_LEAST_SECONDS` is made when it is asked for. An error of a task is raised where its result
-    would come. No thread is waited for when the generator is closed: each ends with the task that it has begun.
+    The calling thread makes the first one, and all while one of the last few took less than `_LEAST_SECONDS`. An error
+    of a task is raised where its result would come. No thread is waited for when the generator is closed: each ends
+    with the task that it has begun.
 
     >>> list(made_ahead(lambda number: lambda: 10 * number, 1, 4, num_threads=2))
     [10, 20, 30]
@@ -159,7 +159,7 @@ def made_ahead(
     if num_threads == 0:
         yield from (task_of(number)() for number in range(start, stop))
         return
-    recent = deque([math.inf], maxlen=_NUM_RECENT)
+    recent = deque[float](maxlen=_NUM_RECENT)
 
     def timed(task: Callable[[], BatchT]) -> BatchT:
         began = time.perf_counter()
@@ -167,17 +167,18 @@ def made_ahead(
         recent.append(time.perf_counter() - began)
         return result
 
-    pool, ahead = ThreadPoolExecutor(num_threads, "memfit-loader"), deque[Future[BatchT]]()
+    pool, ahead, ready = ThreadPoolExecutor(num_threads, "memfit-loader"), deque[Future[BatchT]](), deque[BatchT]()
     try:
         while start < stop or ahead:
-            while start < stop and len(ahead) <= num_threads and min(recent) >= _LEAST_SECONDS:
+            if ahead:
+                ready.append(ahead.popleft().result())
+            else:
+                ready.append(timed(task_of(start)))
+                start += 1
+            while start < stop and len(ahead) < num_threads and min(recent) >= _LEAST_SECONDS:
                 ahead.append(pool.submit(timed, task_of(start)))
                 start += 1
-            if ahead:
-                yield ahead.popleft().result()
-            else:
-                start += 1
-                yield timed(task_of(start - 1))
+            yield ready.pop()  # nothing here holds it then
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
