@@ -309,11 +309,11 @@ def loss(model, x):
     if model.training:
         steps.append(len(x))
     else:
-        kept = [torch.ones(64 << 18) for _ in range(16)]  # 1 GiB
+        kept = [torch.ones(16 << 18) for _ in range(16)]  # 256 MiB
     return model(x).square().sum(), len(x)
 
 held = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_DATA, (held + (512 << 20),) * 2)
+resource.setrlimit(resource.RLIMIT_DATA, (held + (160 << 20),) * 2)
 model = torch.nn.Linear(4, 1)
 trainer = Trainer(model, loss=loss, checkpoint_dir=sys.argv[1])
 try:

@@ -431,7 +431,13 @@ def test_an_unknown_setting_is_refused_with_the_nearest_known_name() -> None:
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("callbacks", "on_epoch="), ("logger", "result.history"), ("scheduler", "schedule="), ("num_epochs", "fit")],
+    [
+        ("callbacks", "on_epoch="),
+        ("cleanup", "clean_up()"),
+        ("logger", "result.history"),
+        ("scheduler", "schedule="),
+        ("num_epochs", "fit"),
+    ],
 )
 def test_a_setting_of_other_trainers_is_refused_with_what_to_write(name: str, remedy: str) -> None:
     with pytest.raises(UsageError, match=f"no setting '{name}'") as caught:

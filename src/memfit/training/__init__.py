@@ -42,10 +42,9 @@ from memfit.training._ema import Ema
 from memfit.training._keyed import KeyedDataset, KeyedSampler
 from memfit.training._leaks import Cleanup, Leak, LeakDetector, clean_up
 from memfit.training._oom import OomKind, classify_oom
-from memfit.training._outcome import OomEvent, SkipPolicy, StepOutcome
 from memfit.training._preflight import Longest, PhaseMemory, PreflightReport, find_longest, preflight
 from memfit.training._process import rng_state, seed_everything, set_rng_state
-from memfit.training._result import EpochRecord, FitResult
+from memfit.training._records import EpochRecord, FitResult, OomEvent, SkipPolicy, StepOutcome
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._split import WHOLE, ByGroup, BySample, Split
 from memfit.training._step import SafeStep

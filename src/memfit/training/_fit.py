@@ -36,10 +36,9 @@ from memfit.training._exactness import Exactness
 from memfit.training._keyed import TrainingData, preserved_generators, refuse_own_generators
 from memfit.training._leaks import LeakDetector
 from memfit.training._oom import classify_oom, release
-from memfit.training._outcome import StepOutcome
 from memfit.training._preflight import find_longest, preflight
 from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
-from memfit.training._result import Direction, EpochRecord, FitResult, best_epoch
+from memfit.training._records import Direction, EpochRecord, FitResult, StepOutcome, best_epoch
 from memfit.training._state import Progress, capture, optimizer_identity, restore
 from memfit.training._step import SafeStep
 from memfit.training._validation import MeanLoss, Recovery, evaluated

@@ -140,7 +140,8 @@ def preflight(
         ('all', 2, 5, ['train'])
     """
     mark_phase("preflight")
-    model, peaks = step.model, _Peaks()
+    model = step.model
+    devices: dict[str, dict[str, dict[str, int]]] = {}
     path: Path | None = None
 
     def train() -> int:
@@ -161,14 +162,14 @@ def preflight(
             stack.callback(owner.zero_grad, set_to_none=True)
         with measure(interval_seconds=_INTERVAL_SECONDS) as meter:
             with _untouched(step), _sizes_learned_at_most(step) as count_ooms:
-                microbatch_size = peaks.take("train", train, meter)
+                microbatch_size = _take("train", train, meter, devices)
                 num_ooms = count_ooms()
                 if validate is not None:
-                    peaks.take("validate", evaluate, meter)
+                    _take("validate", evaluate, meter, devices)
             if save is not None:
-                path = peaks.take("checkpoint", save, meter)
+                path = _take("checkpoint", save, meter, devices)
     report = PreflightReport(
-        phases=peaks.joined(meter),
+        phases={phase: _peaks_of(meter.footprint.phases[phase], sizes) for phase, sizes in devices.items()},
         longest=longest.how,
         num_seen=longest.num_seen,
         microbatch_size=microbatch_size,
@@ -207,47 +208,38 @@ def _sizes_learned_at_most(step: SafeStep) -> Iterator[Callable[[], int]]:
         step.load_state_dict({**before, **learned})
 
 
-class _Peaks:
-    """The peaks on torch's devices by phase; those of the host come from the meter."""
+def _take(phase: str, action: Callable[[], T], meter: Meter, devices: dict[str, Any]) -> T:
+    """Run one phase and note the peaks on devices; a failed allocation becomes an error with the arithmetic."""
+    meter.phase(phase)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
+    failed: Exception | None = None
+    try:
+        return action()
+    except Exception as error:
+        kind = classify_oom(error)
+        if kind is None or isinstance(error, MemfitError):
+            raise
+        failed = error
+    finally:
+        devices[phase] = device_bytes()
+    text = str(failed).partition("\n")[0] or type(failed).__name__
+    release(failed)
+    raise DoesNotFitError(
+        f"The preflight ran out of {kind} memory in its phase '{phase}': {text}",
+        rule=_memory_now(kind),
+        remedy=_REMEDIES[phase],
+    )
 
-    def __init__(self) -> None:
-        self._devices: dict[str, dict[str, dict[str, int]]] = {}
 
-    def take(self, phase: str, action: Callable[[], T], meter: Meter) -> T:
-        """Run one phase; a failed allocation in it becomes an error with the arithmetic."""
-        meter.phase(phase)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            for index in range(torch.cuda.device_count()):
-                torch.cuda.reset_peak_memory_stats(index)
-        failed: Exception | None = None
-        try:
-            return action()
-        except Exception as error:
-            kind = classify_oom(error)
-            if kind is None or isinstance(error, MemfitError):
-                raise
-            failed = error
-        finally:
-            self._devices[phase] = device_bytes()
-        text = str(failed).partition("\n")[0] or type(failed).__name__
-        release(failed)
-        raise DoesNotFitError(
-            f"The preflight ran out of {kind} memory in its phase '{phase}': {text}",
-            rule=_memory_now(kind),
-            remedy=_REMEDIES[phase],
-        )
-
-    def joined(self, meter: Meter) -> dict[str, PhaseMemory]:
-        host = meter.footprint.phases
-        return {
-            phase: PhaseMemory(
-                host_bytes=host[phase].private_bytes,
-                allocated_bytes={name: sizes["allocated_peak_bytes"] for name, sizes in devices.items()},
-                reserved_bytes={name: sizes["reserved_peak_bytes"] for name, sizes in devices.items()},
-                seconds=host[phase].seconds,
-            )
-            for phase, devices in self._devices.items()
-        }
+def _peaks_of(host: Any, devices: Mapping[str, Mapping[str, int]]) -> PhaseMemory:
+    return PhaseMemory(
+        host_bytes=host.private_bytes,
+        allocated_bytes={name: sizes["allocated_peak_bytes"] for name, sizes in devices.items()},
+        reserved_bytes={name: sizes["reserved_peak_bytes"] for name, sizes in devices.items()},
+        seconds=host.seconds,
+    )
 
 
 def find_longest(batches: Iterable[Any], first_batch_seconds: float = FIRST_BATCH_SECONDS) -> Longest:

@@ -15,7 +15,7 @@ import torch
 from memfit.errors import UsageError
 from memfit.training._checkpoint import CheckpointWarning, Position
 from memfit.training._process import rng_state, set_rng_state
-from memfit.training._result import EpochRecord
+from memfit.training._records import EpochRecord
 
 
 @dataclass

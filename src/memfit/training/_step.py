@@ -27,7 +27,7 @@ from memfit.training._exactness import Exactness, Loss, place
 from memfit.training._flight import write_flight_record
 from memfit.training._guard import OptimizerGuard
 from memfit.training._oom import OomKind, classify_oom, clear_caches, device_bytes, release
-from memfit.training._outcome import OomEvent, SkipPolicy, StepOutcome
+from memfit.training._records import OomEvent, SkipPolicy, StepOutcome
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import BySample, Split, held_bytes, is_opaque, leaves, rebuild
@@ -219,7 +219,9 @@ class SafeStep:
                 self._recover(done, todo, updates_left)
                 continue
             if done.bad:
-                self._drop_bad(done, todo)
+                self._before.restore()
+                what = f"In {place(self.where)} a loss or gradient is not finite."
+                self._skip(done.bad, todo, _not_finite(what))
                 continue
             outcome = StepOutcome(
                 done.loss_sum,
@@ -250,31 +252,31 @@ class SafeStep:
         return _Batch(content, max(1, count), versions, cost)
 
     def _take_snapshot(self) -> None:
-        """Note how things are; when the copies have no room, once more with empty caches."""
-        failure = None
-        try:
-            self._before.take()
-        except Exception as error:
-            failure = error
-        if failure is None:
-            return
-        kind, text = classify_oom(failure), str(failure) or type(failure).__name__
-        if kind is None:
-            raise failure
-        release(failure)
-        clear_caches()
-        self.num_ooms += 1
-        record("oom", memory=str(kind), error=text.splitlines()[0], **self.where, phase="snapshot")
-        try:
-            self._before.take()
-        except Exception as error:
-            if classify_oom(error) is None:
-                raise
-            raise DoesNotFitError(
-                f"In {place(self.where)} the copies of the model's buffers have no room: {text.splitlines()[0]}",
-                rule=_memory_now(kind),
-                remedy="give more memory, or make buffers that never change plain attributes",
-            ) from None
+        """Note how things are; when the copies have no room, once more with empty caches.
+
+        Raises:
+            DoesNotFitError: If they have none then either.
+        """
+        for is_last in (False, True):
+            try:
+                self._before.take()
+                return
+            except Exception as error:
+                kind = classify_oom(error)
+                if kind is None:
+                    raise
+                failure = error
+            text = (str(failure) or type(failure).__name__).splitlines()[0]
+            release(failure)
+            clear_caches()
+            if is_last:
+                raise DoesNotFitError(
+                    f"In {place(self.where)} the copies of the model's buffers have no room: {text}",
+                    rule=_memory_now(kind),
+                    remedy="give more memory, or make buffers that never change plain attributes",
+                )
+            self.num_ooms += 1
+            record("oom", memory=str(kind), error=text, **self.where, phase="snapshot")
 
     def _plan(self, todo: list[_Batch]) -> None:
         for batch in todo:
@@ -493,11 +495,6 @@ class SafeStep:
             rule=_memory_now(kind),
             remedy=remedy,
         )
-
-    def _drop_bad(self, done: _Gradients, todo: list[_Batch]) -> None:
-        self._before.restore()
-        what = f"In {place(self.where)} a loss or gradient is not finite."
-        self._skip(done.bad, todo, _not_finite(what))
 
     def _skip(self, dropped: list[_Batch], todo: list[_Batch], error: MemfitError) -> None:
         assert self.skip is not None

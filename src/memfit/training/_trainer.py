@@ -19,9 +19,8 @@ from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
 from memfit.training._fit import Fit, Plan, Setup
 from memfit.training._keyed import Batches
-from memfit.training._outcome import OomEvent, SkipPolicy, StepOutcome
 from memfit.training._process import StopSignals, say
-from memfit.training._result import Direction, EpochRecord, FitResult
+from memfit.training._records import Direction, EpochRecord, FitResult, OomEvent, SkipPolicy, StepOutcome
 from memfit.training._split import Split
 from memfit.training._step import SafeStep
 from memfit.training._validation import Evaluate
@@ -251,6 +250,7 @@ def _refuse_unknown(step: Mapping[str, Any]) -> None:
 _ELSEWHERE = {
     "callbacks": "pass on_step= and on_epoch=, which are called after each step and epoch",
     "logger": "log in on_step= and on_epoch=, or read fit's result: result.history",
+    "cleanup": "call memfit.training.clean_up() in on_step= or on_epoch=",
     "scheduler": "pass schedule=, which is stepped after each optimizer step",
     "num_epochs": "pass it to fit: trainer.fit(train, num_epochs=3)",
 }
