@@ -99,10 +99,7 @@ def find_specs() -> dict[str, Any]:
 
 def estimate_one(name: str, *, with_peers: bool) -> dict[str, Any]:
     """The figures of one row, in this process."""
-    from memfit.estimation._allocator_settings import AllocatorSettings
-    from memfit.estimation._estimator import estimate_program
-    from memfit.estimation._gpus import find_gpu
-    from memfit.estimation._interval import Interval
+    from memfit.estimation import AllocatorSettings, Interval, estimate_step, find_gpu
 
     spec = find_specs()[name]
     gpu = find_gpu(spec.gpu) if spec.gpu else None
@@ -112,11 +109,12 @@ def estimate_one(name: str, *, with_peers: bool) -> dict[str, Any]:
         gpu = replace(gpu, context_bytes=Interval(int(spec.context_gib * GIB), int(spec.context_gib * GIB)))
     if gpu is not None and spec.cudnn_gib is not None:
         gpu = replace(gpu, cudnn_bytes=Interval(int(spec.cudnn_gib * GIB), gpu.cudnn_bytes.upper))
-    estimate = estimate_program(
+    estimate = estimate_step(
         spec.make,
         gpu=gpu,
         world_size=spec.world_size,
         allocator=AllocatorSettings(expandable_segments=True) if spec.expandable_segments else None,
+        real_data=False,
     )
     figures: dict[str, Interval] = {str(name): interval for name, interval in estimate.device.items()}
     found = figures[f"{spec.metric}_bytes"]

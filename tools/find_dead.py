@@ -25,7 +25,6 @@ EXCEPTIONS = {
     "EnforcerContract": "the same, for one with walls",
     "FakeBackend": "whoever tests a scheduler of their own uses it",
     "ListSource": "likewise",
-    "shard_flat": "benchmarks/ground_truth.py rebuilds FSDP1's published peaks with it",
 }
 KINDS = ("function", "method", "property", "class")
 #: Decorators that register what they decorate.

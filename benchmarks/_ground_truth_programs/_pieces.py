@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from memfit.estimation._compile import compile_blocks
-from memfit.estimation._fully_sharded import shard_flat
 from memfit.estimation._optimizers import InBackward, WeightByWeight, build_optimizer
-from memfit.estimation._parallel import shard
+from memfit.estimation._parallel import shard, shard_fully
 from memfit.estimation._program import Program
 from memfit.estimation._setup import Dtype, Setup
 
@@ -92,15 +91,15 @@ def fully_shard(program: Program, world_size: int) -> Program:
     return shard(program, Setup(dtype="bf16-amp", strategy="fsdp", world_size=world_size))
 
 
-def fully_shard_flat(program: Program, world_size: int, units: Sequence[nn.Module] | None = None) -> Program:
-    """The program of one rank of FSDP1 over bf16 weights.
+def fully_shard_in_bf16(program: Program, world_size: int, units: Sequence[nn.Module] | None = None) -> Program:
+    """The program of one rank of FSDP2 over bf16 weights, in place of the FSDP1 that was measured.
 
     Args:
         program: Of one device.
         world_size: Devices.
         units: What is wrapped, inner ones first; None for the blocks.
     """
-    return shard_flat(program, Setup(dtype="bf16", strategy="fsdp", world_size=world_size), units)
+    return shard_fully(program, Setup(dtype="bf16", strategy="fsdp", world_size=world_size), units)
 
 
 def distribute(program: Program, world_size: int, *, dtype: Dtype = "bf16") -> Program:

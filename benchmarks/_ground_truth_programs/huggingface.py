@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from _ground_truth_programs._layers import NF4Linear, RMSNorm, default_dtype, freeze, make_linear
-from _ground_truth_programs._pieces import fully_shard_flat, make_optimizer
+from _ground_truth_programs._pieces import fully_shard_in_bf16, make_optimizer
 from _ground_truth_programs._spec import Spec
 from _ground_truth_programs.torchtune import LLAMA_2_7B, Shape
 from memfit.estimation._program import Program
@@ -166,14 +166,16 @@ def make(run: Run) -> Program:
         model = Llama(run)
     freeze(model, except_for="lora")
     batch = {name: torch.zeros(run.batch, run.seq_len, dtype=torch.long) for name in ("tokens", "labels")}
-    program = Program(model, batch, _take_loss, make_optimizer("adamw", model), after_step=model.drop)
+    optimizer = make_optimizer("adamw", model)
+    optimizer.register_step_post_hook(lambda *_: model.drop())
+    program = Program(model, batch, _take_loss, optimizer)
     if not run.sharded:
         return program
     units: list[nn.Module] = []
     for layer in model.layers:
         units += [part for name, part in layer.named_modules() if name.endswith(("lora_a", "lora_b"))]
         units.append(layer)
-    return fully_shard_flat(program, 2, units)
+    return fully_shard_in_bf16(program, 2, units)
 
 
 def _spec(gpu: str = "RTX3090", assumed: str = "", **options: Any) -> Spec:

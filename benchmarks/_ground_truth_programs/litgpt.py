@@ -18,7 +18,7 @@ import torch.nn.functional as functional
 from torch import nn
 
 from _ground_truth_programs._layers import RMSNorm, default_dtype, freeze, make_linear
-from _ground_truth_programs._pieces import distribute, fully_shard_flat, make_optimizer
+from _ground_truth_programs._pieces import distribute, fully_shard_in_bf16, make_optimizer
 from _ground_truth_programs._spec import Spec
 from memfit.estimation._program import Program
 
@@ -283,7 +283,7 @@ def make(config: Config) -> Program:
     if config.strategy == "ddp":
         return distribute(program, 8)
     if config.strategy == "fsdp":
-        return fully_shard_flat(program, 8)
+        return fully_shard_in_bf16(program, 8)
     return program
 
 

@@ -293,12 +293,12 @@ def make(recipe: Recipe) -> Program:
         model = Decoder(recipe)
     if recipe.lora_rank:
         freeze(model, except_for="lora")
-    optimizer, before = make_optimizer(recipe.optimizer, model, in_backward=recipe.step_in_backward), None
+    optimizer = make_optimizer(recipe.optimizer, model, in_backward=recipe.step_in_backward)
     if not recipe.step_in_backward:
-        before = partial(_scale_gradients, model)
-    program = Program(model, _make_batch(recipe), take_loss, optimizer, before_step=before)
-    if model.offload is not None:
-        program.after_step = model.offload.forget
+        optimizer.register_step_pre_hook(lambda *_: _scale_gradients(model))
+    program = Program(model, _make_batch(recipe), take_loss, optimizer)
+    if (offload := model.offload) is not None:
+        optimizer.register_step_post_hook(lambda *_: offload.forget())
     if recipe.compiled:
         pieces: list[nn.Module] = []
         for layer in model.layers:
@@ -335,7 +335,7 @@ SPECS: dict[str, Spec] = {
     "TT-08": _spec(_8_BIT, **_ALL, step_in_backward=True, offload=True, optimizer="torchao_adamw8bit"),
     "TT-09": _spec("", **_ALL, offload=True, lora_rank=64),
     "TT-10": _spec("", **_ALL, offload=True, lora_rank=64, nf4=True),
-    "TT-11": _spec("default options", "RTX4090", **_8B, step_in_backward=True, optimizer="paged_adamw8bit"),
+    "TT-11": _spec("default options", "RTX4090", **_8B, step_in_backward=True, optimizer="paged"),
     "TT-13": _spec("default options", "RTX4090", **_8B, lora_rank=8),
     "TT-14": _spec("default options", "RTX4090", **_8B, lora_rank=8, nf4=True),
     "TT-15": _spec(

@@ -226,7 +226,6 @@ _SMALL, _BASE = partial(VisionTransformer, 384, 12, 6), partial(VisionTransforme
 _LARGE = partial(VisionTransformer, 1024, 24, 16)
 SPECS: dict[str, Spec] = {
     "AO-04": Spec(partial(_make_low_bit, "adamw8bit"), "allocated", _ADA, assumed="fp8 states take what int8 ones do"),
-    "AO-05": Spec(partial(_make_low_bit, "adamw4bit"), "allocated", _ADA),
     "AO-06": Spec(_make_giant, "allocated", _ADA, assumed="224 x 224 pixels"),
     "TM-19": by_timm(make_convnext, 8),
     "TM-20": by_timm(make_convnext, 32),

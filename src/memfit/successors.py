@@ -53,6 +53,8 @@ GONE = (
     Gone("name", "memfit.data.ModeChoice", "memfit.data.Choice"),
     Gone("argument", "memfit.data.Loader(pool=)", "num_workers=2"),
     Gone("argument", "memfit.data.SequenceLoader(pool=)", "num_workers=2"),
+    Gone("name", "memfit.estimation.estimate_program", "memfit.estimation.estimate_step"),
+    Gone("name", "memfit.estimation.simulate_batches", "memfit.estimation.describe_batches"),
 )
 
 

@@ -135,7 +135,7 @@ EACH_OPTION = [
     (["--master-weights"], "optimizer", 2.9, 3.1),
     (["--state-dtype", "fp32"], "optimizer", 1.9, 2.1),
     (["--optimizer", "adamw8bit"], "optimizer", 0.45, 0.6),
-    (["--optimizer", "lion"], "optimizer", 0.5, 0.5),
+    (["--optimizer", "momentum"], "optimizer", 0.5, 0.5),
     (["--optimizer", "sgd"], "optimizer", 0, 0),
     (["--lora", "8"], "optimizer", 0, 0.3),
     (["--lora", "8", "--quant", "nf4"], "weights", 0.2, 0.8),

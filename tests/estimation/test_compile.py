@@ -107,7 +107,7 @@ def test_a_chain_of_pointwise_operations_keeps_and_makes_nothing_but_its_result(
     _, eager = watch(Chain(), x)
     assert eager.peak == 3 * BYTES
     _, backward = watch(torch.autograd.grad, y.sum(), x)
-    assert backward.peak <= BYTES + 8
+    assert backward.peak <= 2 * BYTES + 8  # the gradient that comes in, made contiguous, and the one that goes out
 
 
 def test_matrix_products_are_made_and_what_is_between_them_is_not() -> None:

@@ -86,7 +86,6 @@ SMALL = {
         ({**LLAMA_8B, "num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}, 6_738_415_616),
         ({**LLAMA_8B, "model_type": "mistral", "vocab_size": 32000}, 7_241_732_096),
         (QWEN_7B, 7_615_616_512),
-        (FALCON_7B, 6_921_720_704),
         (T5_XL, 2_849_757_184),
         (BERT, 109_482_240),
         (GPT2, 124_439_808),
@@ -97,7 +96,6 @@ SMALL = {
         "llama-2-7b",
         "mistral-7b",
         "qwen2.5-7b",
-        "falcon-7b",
         "t5-xl",
         "bert",
         "gpt2",
@@ -119,38 +117,26 @@ _DECODER = {
 }
 _GROUPED = {**_DECODER, "num_key_value_heads": 2}
 _ENCODER = {name: _DECODER[name] for name in list(_DECODER)[:5]}
-_RELATIVE = {**_ENCODER, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
 _T5 = {"d_model": 256, "d_kv": 32, "d_ff": 320, "num_layers": 2, "num_heads": 8, "vocab_size": 1000}
 _GPT2 = {"n_embd": 256, "n_layer": 2, "n_head": 8, "vocab_size": 1000, "bos_token_id": 1, "eos_token_id": 2}
 _MAMBA = {"hidden_size": 256, "num_hidden_layers": 2, "vocab_size": 1000}
-_BERTS = ("bert", "roberta", "electra", "deberta", "deberta-v2")
 
 
 @pytest.mark.parametrize(
     ("kind", "values", "task"),
     [
         *((kind, _GROUPED, "CausalLM") for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3")),
-        *((kind, _GROUPED, "CausalLM") for kind in ("gemma3_text", "stablelm", "mixtral")),
+        *((kind, _GROUPED, "CausalLM") for kind in ("gemma3_text", "mixtral")),
         *((kind, {**_GROUPED, "num_experts": 4}, "CausalLM") for kind in ("qwen2_moe", "qwen3_moe")),
         ("llama", {**_GROUPED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, "CausalLM"),
-        *((kind, _DECODER, "CausalLM") for kind in ("gpt_neox", "phi", "falcon")),
-        ("falcon", {**_DECODER, "new_decoder_architecture": True, "num_kv_heads": 2}, "CausalLM"),
-        ("falcon", {**_DECODER, "multi_query": False, "parallel_attn": False, "bias": True}, "CausalLM"),
+        ("gpt_neox", _DECODER, "CausalLM"),
         ("gpt2", _GPT2, "CausalLM"),
         *(("mamba", {**_MAMBA, **more}, "CausalLM") for more in ({}, {"use_bias": True, "use_conv_bias": False})),
-        ("opt", {**_DECODER, "ffn_dim": 320, "word_embed_proj_dim": 128}, "CausalLM"),
-        ("bloom", {"hidden_size": 256, "n_layer": 2, "n_head": 8, "vocab_size": 1000}, "CausalLM"),
         ("t5", _T5, "Seq2SeqLM"),
         ("mt5", {**_T5, "num_decoder_layers": 3, "tie_word_embeddings": False}, "Seq2SeqLM"),
-        *((kind, _ENCODER, "MaskedLM") for kind in _BERTS),
-        *((kind, _ENCODER, "SequenceClassification") for kind in _BERTS[:3]),
+        *((kind, _ENCODER, task) for kind in ("bert", "roberta") for task in ("MaskedLM", "SequenceClassification")),
         ("bert", _ENCODER, ""),
         ("roberta", _ENCODER, "TokenClassification"),
-        ("deberta", _RELATIVE, "MaskedLM"),
-        ("deberta-v2", {**_RELATIVE, "position_buckets": 64, "share_att_key": True, "conv_kernel_size": 3}, ""),
-        ("deberta-v2", {**_RELATIVE, "norm_rel_ebd": "layer_norm"}, "TokenClassification"),
-        ("distilbert", {"dim": 256, "n_layers": 2, "n_heads": 8, "hidden_dim": 320, "vocab_size": 1000}, "MaskedLM"),
-        ("electra", {**_ENCODER, "embedding_size": 64}, ""),
         *(("vit", _ENCODER, task) for task in ("", "ImageClassification")),
     ],
 )
@@ -259,7 +245,7 @@ def test_adapters_of_a_4_bit_model_leave_little_but_activations() -> None:
 
 @pytest.mark.parametrize(
     ("name", "bytes_each"),
-    [("adamw", 4), ("lion", 2), ("momentum", 2), ("sgd", 0), ("adamw8bit", 2 + 8 / 256), ("adamw4bit", 1 + 8 / 128)],
+    [("adamw", 4), ("momentum", 2), ("sgd", 0), ("adamw8bit", 2 + 8 / 256)],
 )
 def test_states_of_an_optimizer_take_their_bytes(name: str, bytes_each: float) -> None:
     found = estimate_by_formula(SMALL, Setup(batch=1, seq_len=8, optimizer=name))  # type: ignore[arg-type]
@@ -267,11 +253,9 @@ def test_states_of_an_optimizer_take_their_bytes(name: str, bytes_each: float) -
     assert states.value == pytest.approx(bytes_each * found.num_parameters, abs=1)
 
 
-def test_adafactor_and_paged_states_take_next_to_nothing() -> None:
-    small = Setup(batch=1, seq_len=8)
-    for name in ("adafactor", "paged_adamw8bit"):
-        found = estimate_by_formula(LLAMA_3B, dataclasses.replace(small, optimizer=name))  # type: ignore[arg-type]
-        assert found.parts.get("optimizer", Interval()).value < found.parts["weights"].value / 100
+def test_states_of_adafactor_take_next_to_nothing() -> None:
+    found = estimate_by_formula(LLAMA_3B, Setup(batch=1, seq_len=8, optimizer="adafactor"))
+    assert found.parts.get("optimizer", Interval()).value < found.parts["weights"].value / 100
 
 
 def test_an_update_within_the_backward_pass_holds_one_gradient() -> None:
@@ -332,6 +316,21 @@ def test_bounds_are_never_below_values_and_wider_for_an_unknown_family() -> None
     assert known.peak.value == unknown.peak.value
     assert known.peak.value < known.peak.upper < 1.3 * known.peak.value < unknown.peak.upper
     assert "unknown" in unknown.notes[0] and not known.notes
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "like", "count"),
+    [
+        ("falcon", FALCON_7B, "gpt_neox", 6_921_720_704),
+        ("deberta-v2", BERT, "bert", 0),
+        ("whatever", LLAMA_8B, "llama", 8_030_261_248),
+    ],
+)
+def test_other_families_are_counted_like_the_nearest_with_a_bound_that_holds(kind, config, like, count) -> None:  # type: ignore[no-untyped-def]
+    found = estimate_by_formula({**config, "model_type": kind}, Setup())
+    assert not found.is_exact_family and f"counted like {like}" in found.notes[0]
+    assert 0.9 * 2 * count <= found.parts["weights"].upper / 2 * 1.001
+    assert found.parts["weights"].upper >= 2 * count
 
 
 def test_of_an_unknown_family_weights_gradients_and_states_are_bounded_too() -> None:
@@ -427,11 +426,6 @@ def test_bart_is_read_by_the_names_of_its_own_widths() -> None:
         ({"num_key_value_heads": 0}, "num_key_value_heads = 0"),
         ({"vision_config": {"hidden_size": "x"}}, "hidden_size = 'x'"),
         ({**BERT, "architectures": ["BertForSequenceClassification"], "num_labels": "x"}, "num_labels = 'x'"),
-        (
-            {**BERT, "model_type": "deberta", "relative_attention": True, "max_relative_positions": "x"},
-            "max_relative_positions = 'x'",
-        ),
-        ({**BERT, "model_type": "deberta", "pos_att_type": 5}, "TypeError"),
     ],
 )
 def test_an_entry_of_another_kind_is_refused_in_three_parts(wrong: dict[str, object], said: str) -> None:

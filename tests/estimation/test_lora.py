@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from memfit.errors import ConfigError
-from memfit.estimation._lora import LoraLinear, add_lora, find_default_targets
+from memfit.estimation._lora import LoraLinear, add_lora
 from memfit.estimation._quantization import QuantizedLinear
 
 
@@ -16,7 +16,7 @@ def make(dtype=torch.bfloat16):
 
 def test_only_adapters_and_classifiers_are_trained():
     model = make()
-    assert add_lora(model, 4, ("q_proj", "v_proj"), dtype=torch.float32) == 2
+    assert add_lora(model, 4, ("q_proj", "v_proj")) == 2
     trained = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {
         "block.q_proj.lora_A.weight": 64,
@@ -30,13 +30,13 @@ def test_only_adapters_and_classifiers_are_trained():
 
 def test_all_linear_leaves_out_the_head():
     model = make()
-    assert add_lora(model, 4, ("all-linear",), dtype=torch.float32, head=model["lm_head"]) == 4
+    assert add_lora(model, 4, ("all-linear",), head=model["lm_head"]) == 4
     assert type(model["lm_head"]) is nn.Linear
 
 
 def test_fp32_adapters_keep_an_fp32_copy_of_a_16_bit_input():
     kept = []
-    layer = LoraLinear(nn.Linear(16, 16, dtype=torch.bfloat16).requires_grad_(False), 4, torch.float32)
+    layer = LoraLinear(nn.Linear(16, 16, dtype=torch.bfloat16).requires_grad_(False), 4)
     x = torch.randn(5, 16, dtype=torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         result = layer(x)
@@ -46,14 +46,9 @@ def test_fp32_adapters_keep_an_fp32_copy_of_a_16_bit_input():
 
 def test_adapters_go_beside_quantised_layers():
     base = QuantizedLinear(16, 24, None, "nf4", compute_dtype=torch.bfloat16)
-    assert LoraLinear(base, 4, torch.float32)(torch.randn(5, 16, dtype=torch.bfloat16)).shape == (5, 24)
+    assert LoraLinear(base, 4)(torch.randn(5, 16, dtype=torch.bfloat16)).shape == (5, 24)
 
 
 def test_a_name_that_no_layer_has_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'q_proj'"):
-        add_lora(make(), 4, ("q_prj",), dtype=torch.float32)
-
-
-def test_default_targets_are_those_of_the_models_family():
-    assert find_default_targets("gpt2") == ("c_attn",)
-    assert find_default_targets("some_new_llama") == ("q_proj", "v_proj")
+        add_lora(make(), 4, ("q_prj",))

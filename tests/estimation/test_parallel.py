@@ -23,15 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from memfit.errors import ConfigError
-from memfit.estimation._data_parallel import plan_buckets, shard_zero
 from memfit.estimation._events import Peak, Trace, find_peaks
-from memfit.estimation._fully_sharded import shard_flat
 from memfit.estimation._parallel import shard
 from memfit.estimation._program import Program
 from memfit.estimation._setup import Setup
 from memfit.estimation._trace import trace
-from memfit.estimation._zero3 import Zero3Settings, shard_zero3
 
 WIDTH, HIDDEN, VOCABULARY, BATCH, LENGTH = 64, 256, 251, 4, 32  # 251 and the heads of 3 ranks do not divide
 
@@ -104,7 +100,6 @@ def make_program(model: nn.Module, setup: Setup) -> Program:
 
 def trace_rank(
     setup: Setup,
-    share: Callable[[Program, Setup], Program] = shard,
     change: Callable[[nn.Module], None] = lambda model: None,
     **options: bool,
 ) -> Trace:
@@ -113,7 +108,7 @@ def trace_rank(
         model = Model(**options)
         torch.set_default_dtype(torch.float32)
         change(model)
-        return share(make_program(model, setup), setup)
+        return shard(make_program(model, setup), setup)
 
     return trace(make, cuda=False)
 
@@ -128,18 +123,6 @@ def count_bytes(change: Callable[[nn.Module], None] = lambda model: None) -> int
     model = Model()
     change(model)
     return sum(4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
-def find_most(trace: Trace, *phases: str) -> int:
-    """The most bytes for communication at one time, in some phases or in all."""
-    sizes: dict[int, int] = {}
-    alive = most = 0
-    for block, num_bytes, phase in trace.events:
-        if trace.parts[block] == "communication":
-            alive += num_bytes or -sizes[block]
-            sizes[block] = num_bytes
-            most = max(most, alive) if not phases or phase in phases else most
-    return most
 
 
 class Meter(TorchDispatchMode):
@@ -253,97 +236,9 @@ def test_ddp_buckets_only_what_is_trained() -> None:
     assert ddp["step"].parts["communication"] == count_bytes(freeze_most)
 
 
-def test_the_first_bucket_is_small_and_a_gradient_that_crosses_the_limit_closes_its_bucket() -> None:
-    assert plan_buckets([3, 3, 3, 30, 1, 1], [5, 25]) == [6, 33, 2]
-
-
-@pytest.mark.parametrize("stage", ["zero1", "zero2"])
-def test_zero_shares_out_optimizer_states_and_a_copy_of_the_weights(stage: Any) -> None:
-    setup = Setup(dtype="fp32", world_size=4, strategy=stage)
-    peaks = find_rank_peaks(setup, share=lambda program, setup: shard_zero(program, setup, bucket_size=1000))
-    assert peaks["step"].parts["weights"] == count_bytes()
-    assert peaks["step"].parts["optimizer"] == pytest.approx(3 * count_bytes() / 4, rel=0.01)
-
-
-def test_zero2_never_holds_all_gradients_and_zero1_does() -> None:
-    peaks = {
-        stage: find_rank_peaks(
-            Setup(dtype="fp32", world_size=4, strategy=stage),
-            share=lambda program, setup: shard_zero(program, setup, bucket_size=30_000),
-        )["step"].parts["gradients"]
-        for stage in ("zero1", "zero2")
-    }
-    assert peaks["zero1"] >= count_bytes()
-    assert peaks["zero2"] == pytest.approx(count_bytes() / 4, rel=0.01)
-
-
-def test_mixed_precision_under_zero_holds_weights_in_16_bit() -> None:
-    peaks = find_rank_peaks(
-        Setup(dtype="bf16-amp", world_size=4, strategy="zero2"),
-        share=lambda program, setup: shard_zero(program, setup, bucket_size=1000),
-    )
-    assert peaks["step"].parts["weights"] == count_bytes() // 2
-
-
-def test_zero3_releases_what_is_not_needed_soon() -> None:
-    setup = Setup(dtype="fp32", world_size=4, strategy="zero3")
-
-    def gathered(**settings: int) -> int:
-        all_settings = Zero3Settings(reduce_bucket_size=1000, persistence_threshold=0, **settings)
-        return find_most(trace_rank(setup, lambda program, setup: shard_zero3(program, setup, all_settings)))
-
-    everything = gathered()
-    little = gathered(max_reuse_distance=0, prefetch_bucket_size=0)
-    ahead = gathered(max_reuse_distance=0, max_live_parameters=2 * WIDTH * HIDDEN)
-    assert everything >= count_bytes()
-    assert little < ahead < everything / 2
-
-
-def test_zero3_keeps_a_share_of_everything() -> None:
-    settings = Zero3Settings(reduce_bucket_size=1000, persistence_threshold=0)
-    setup = Setup(dtype="bf16-amp", world_size=4, strategy="zero3")
-    parts = find_rank_peaks(setup, share=lambda p, s: shard_zero3(p, s, settings))["step"].parts
-    assert parts["weights"] == pytest.approx(count_bytes() / 8, rel=0.01)
-    assert parts["optimizer"] == pytest.approx(3 * count_bytes() / 4, rel=0.01)
-
-
-def test_fsdp1_gathers_in_place_and_copies_gradients_together() -> None:
-    setup = Setup(dtype="fp32", world_size=4, strategy="fsdp")
-    flat, split = trace_rank(setup, shard_flat), trace_rank(setup)
-    block = sum(4 * parameter.numel() for parameter in Block(checkpointed=False).parameters())
-    saved = find_most(split, "forward") - find_most(flat, "forward")
-    assert saved == pytest.approx(block, rel=0.02)  # no buffer beside the weights
-    assert find_peaks(flat)["step"].parts["weights"] == find_peaks(split)["step"].parts["weights"]
-
-
-def test_tensor_parallel_ranks_hold_a_part_of_each_layer_and_of_the_vocabulary() -> None:
-    alone = find_rank_peaks(Setup(dtype="fp32"))
-    peaks = find_rank_peaks(Setup(dtype="fp32", world_size=4, strategy="tp"))
-    norms = 2 * 4 * 3 * WIDTH  # the two of a norm and the bias of the row-split layer
-    assert peaks["step"].parts["weights"] == pytest.approx((count_bytes() - norms) / 4 + norms, rel=0.01)
-    assert peaks["forward"].parts["activations"] < 0.6 * alone["forward"].parts["activations"]
-
-
-def test_tensor_parallelism_refuses_a_model_whose_layers_it_does_not_know() -> None:
-    def make() -> Program:
-        setup = Setup(world_size=2, strategy="tp")
-        return shard(make_program(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), setup), setup)
-
-    with FakeTensorMode(), pytest.raises(ConfigError, match="No layer"):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "habit"), [("fsdp", "master_weights"), ("fsdp", "optimizer_in_backward"), ("zero3", "master_weights")]
-)
-def test_optimizers_that_hold_copies_or_run_in_the_backward_pass_are_made_anew(strategy: Any, habit: str) -> None:
-    setup = Setup(dtype="bf16", world_size=4, strategy=strategy, **{habit: True})
-
-    def share(program: Program, setup: Setup) -> Program:
-        if strategy == "fsdp":
-            return shard(program, setup)
-        return shard_zero3(program, setup, Zero3Settings(reduce_bucket_size=1000))
-
+@pytest.mark.parametrize("habit", ["master_weights", "optimizer_in_backward"])
+def test_optimizers_that_hold_copies_or_run_in_the_backward_pass_are_made_anew(habit: Any) -> None:
+    setup = Setup(dtype="bf16", world_size=4, strategy="fsdp", **{habit: True})
     share_bytes = count_bytes() / 4
     expected = 3 * share_bytes if habit == "master_weights" else 2 * share_bytes / 2  # in fp32, or in bf16
-    assert find_rank_peaks(setup, share=share)["step"].parts["optimizer"] == pytest.approx(expected, rel=0.01)
+    assert find_rank_peaks(setup)["step"].parts["optimizer"] == pytest.approx(expected, rel=0.01)

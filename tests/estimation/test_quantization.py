@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.estimation._quantization import QuantizedLinear, cast_rest_to_fp32, quantize_linears
+from memfit.estimation._quantization import QuantizedLinear, quantize_linears
 
 
 @pytest.fixture(autouse=True)
@@ -19,14 +19,13 @@ def held(layer):
     return sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())
 
 
-def make(kind, *, double=False):
-    return QuantizedLinear(256, 512, None, kind, compute_dtype=torch.bfloat16, double=double)
+def make(kind):
+    return QuantizedLinear(256, 512, None, kind, compute_dtype=torch.bfloat16)
 
 
-def test_nf4_takes_four_and_a_half_bits_a_weight_and_doubly_quantised_four_and_an_eighth():
+def test_nf4_takes_four_and_a_half_bits_a_weight_and_int8_eight():
     size = 256 * 512
     assert held(make("nf4")) == size // 2 + 4 * size // 64 + 4 * 16
-    assert held(make("nf4", double=True)) == size // 2 + size // 64 + 4 * size // 64 // 256 + 4 * (16 + 256 + 1)
     assert held(make("int8")) == size + 4 * 512
 
 
@@ -52,14 +51,6 @@ def test_linear_layers_are_replaced_but_for_those_that_are_skipped():
     assert isinstance(model["body"][0], QuantizedLinear)
     assert type(model["head"]) is nn.Linear
     assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_what_is_not_quantised_can_be_cast_to_fp32():
-    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16), nn.LayerNorm(8, dtype=torch.bfloat16))
-    quantize_linears(model, "nf4", compute_dtype=torch.bfloat16)
-    cast_rest_to_fp32(model)
-    assert model[1].weight.dtype is torch.float32
-    assert model[0].weight.dtype is torch.uint8
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

@@ -5,6 +5,7 @@ from dataclasses import asdict, fields
 
 import pytest
 
+from memfit.errors import ConfigError
 from memfit.estimation import Setup
 
 
@@ -18,6 +19,21 @@ def test_a_setup_is_a_key_and_cannot_be_changed():
     assert len({Setup(), Setup(), Setup(batch=2)}) == 2
     with pytest.raises(AttributeError):
         Setup().batch = 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optimizer_in_backward": True, "num_microbatches": 2}, "--optimizer-in-backward with --microbatches 2"),
+        ({"strategy": "fsdp"}, "--strategy fsdp on one device"),
+        ({"master_weights": True, "dtype": "bf16-amp"}, "--master-weights with --dtype bf16-amp"),
+        ({"quantization": "nf4"}, "--quant nf4 without --lora"),
+        ({"quantization": "nf4", "lora_rank": 8, "strategy": "tp", "world_size": 2}, "--quant nf4 with --strategy tp"),
+    ],
+)
+def test_a_setup_that_contradicts_itself_is_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        Setup(**given)
 
 
 def test_every_field_is_described():

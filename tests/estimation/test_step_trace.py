@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,13 +13,13 @@ from torch.profiler import ProfilerActivity, profile
 from memfit.errors import UntraceableError
 from memfit.estimation import estimate_step
 from memfit.estimation._events import Trace, find_peaks
-from memfit.estimation._step_trace import trace_step
-from memfit.estimation._trace import part
+from memfit.estimation._trace import part, trace
 
 WIDTH = 64
 LENGTHS = np.array([5, 90, 40])
 VALUES = np.ones((LENGTHS.sum(), WIDTH), np.float32)
 
+trace_step = partial(trace, real_data=True)
 Make = Callable[[], Callable[[], object]]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from memfit.errors import ConfigError, UsageError
 from memfit.estimation._events import find_peaks
-from memfit.estimation._step_trace import trace_step
+from memfit.estimation._trace import trace
 from memfit.pipeline import estimate_workload
 from memfit.training import find_longest
 from memfit_workloads.ranker.params import RankerParams
@@ -61,7 +61,7 @@ def test_the_traced_step_of_the_ranker_follows_its_batch(tmp_path):
             step = probe.step(context, params)
             return lambda: step(batch)
 
-        return max(one.num_bytes for one in find_peaks(trace_step(make, cuda=False)).values())
+        return max(one.num_bytes for one in find_peaks(trace(make, cuda=False, real_data=True)).values())
 
     longest = find_longest(loader)
     others = [peak_of(batch) for batch in itertools.islice(loader, 4)]

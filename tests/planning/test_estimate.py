@@ -103,7 +103,6 @@ def traced(monkeypatch):
         return Estimate(dict.fromkeys(METRICS, need), {}, {"step": need}, "traced", gpu, verdict)
 
     monkeypatch.setattr(planning, "estimate_config", trace)
-    monkeypatch.setattr(planning, "_why_not_traced", lambda _: "")
     monkeypatch.setattr(planning, "call_in_child", lambda _, question: planning.answer_in_child(**question))
 
 
@@ -155,14 +154,6 @@ def test_a_config_whose_classes_are_no_names_is_refused_before_a_child_starts(wr
     monkeypatch.setattr(planning, "call_in_child", lambda *_: pytest.fail("a child was started"))
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         ask(Question({**LLAMA, **wrong}, Setup()))
-
-
-def test_of_an_unknown_type_the_nearest_is_named_and_not_all():
-    pytest.importorskip("transformers")
-    assert "did you mean 'llama'" in planning._why_not_traced({"model_type": "lama"})
-    far = planning._why_not_traced({"model_type": "zzzzzzzz"})
-    assert "'zzzzzzzz'" in far
-    assert len(far) < 100
 
 
 def test_a_child_that_was_killed_is_said_to_have_been_short_of_memory(monkeypatch):

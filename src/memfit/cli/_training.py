@@ -93,10 +93,10 @@ class Training:
             "num_microbatches": self.microbatches or 1,
         }
         _check_names(given)
+        _check(self)
         setup = Setup(**given)
         if self.global_batch is not None and not self.is_auto:
             setup = self._with_microbatches(setup, self.global_batch)
-        _check(self, setup)
         return setup
 
     def _with_microbatches(self, setup: Setup, global_batch: int) -> Setup:
@@ -162,11 +162,10 @@ def _choices(hint: Any) -> tuple[str, ...]:
     return found if get_origin(hint) is Literal else tuple(word for one in found for word in _choices(one))
 
 
-def _check(flags: Training, setup: Setup) -> None:
-    """Refuse flags that contradict each other."""
+def _check(flags: Training) -> None:
+    """Refuse flags that contradict each other; what a setup contradicts in itself it refuses when it is made."""
     auto = flags.is_auto and flags.global_batch is not None
     with_auto = f"with --batch auto and --global-batch {flags.global_batch}."
-    no_sum = "a gradient is dropped as soon as it is there, so none is summed up over microbatches."
     faults = (
         (
             flags.gradient_checkpointing and flags.selective_checkpointing,
@@ -183,32 +182,8 @@ def _check(flags: Training, setup: Setup) -> None:
         (
             auto and flags.optimizer_in_backward,
             f"--optimizer-in-backward {with_auto}",
-            no_sum,
+            "a gradient is dropped as soon as it is there, so none is summed up over microbatches.",
             "leave one of them out",
-        ),
-        (
-            setup.optimizer_in_backward and setup.num_microbatches > 1,
-            f"--optimizer-in-backward with --microbatches {setup.num_microbatches}.",
-            no_sum,
-            "leave one of them out",
-        ),
-        (
-            setup.strategy != "none" and setup.world_size == 1,
-            f"--strategy {setup.strategy} on one device.",
-            "a strategy shares out among devices.",
-            "--world-size 8, or leave --strategy out",
-        ),
-        (
-            setup.master_weights and setup.dtype not in ("bf16", "fp16"),
-            f"--master-weights with --dtype {setup.dtype}.",
-            "an fp32 copy is held of 16-bit weights; with -amp the weights are in fp32 already.",
-            "--dtype bf16, or leave --master-weights out",
-        ),
-        (
-            setup.quantization != "none" and not setup.lora_rank and setup.optimizer != "none",
-            f"--quant {setup.quantization} without --lora.",
-            "quantised weights are frozen: what is trained are adapters beside them.",
-            "--lora 16, or --optimizer none for inference",
         ),
     )
     for is_wrong, what, rule, remedy in faults:

@@ -210,7 +210,8 @@ def half_batch(job: Job) -> str:
 
 
 _LENGTHS = ("max_seq_length", "max_seq_len", "seq_len", "max_length", "model_max_length", "cutoff_len", "block_size")
-_OPTIMIZERS = {"8bit": "adamw8bit", "adafactor": "adafactor", "lion": "lion", "sgd": "sgd"}
+#: By a part of the name; Lion has one moment, as momentum has.
+_OPTIMIZERS = {"8bit": "adamw8bit", "adafactor": "adafactor", "lion": "momentum", "sgd": "sgd"}
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
 
 
@@ -228,15 +229,15 @@ def _setup(job: Job, config: Mapping[str, Any]) -> Setup:
 
     mixed = "bf16-amp" if is_on("bf16") else "fp16-amp" if is_on("fp16") else "fp32"
     optimizer = next((known for word, known in _OPTIMIZERS.items() if word in given.get("optim", "")), "adamw")
-    world = job.devices or 1
+    rank, quantised, world = number(("lora_r", "lora_rank"), 0), is_on("load_in_4bit"), job.devices or 1
     return Setup(
         batch=job.batch or 1,
         seq_len=number(_LENGTHS, Setup.seq_len),
         dtype=_DTYPES.get(given.get("torch_dtype", given.get("dtype", "")), mixed),  # type: ignore[arg-type]
         optimizer=optimizer,  # type: ignore[arg-type]
         gradient_checkpointing="full" if is_on("gradient_checkpointing") else "none",
-        lora_rank=number(("lora_r", "lora_rank"), 0),
-        quantization="nf4" if is_on("load_in_4bit") else "none",
+        lora_rank=rank or (16 if quantised else 0),  # 4-bit weights are frozen, so adapters are trained
+        quantization="nf4" if quantised else "none",
         world_size=world,
         strategy="ddp" if world > 1 else "none",
         num_microbatches=job.accumulate or 1,

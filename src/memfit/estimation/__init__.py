@@ -5,16 +5,19 @@ Only what traces a step loads torch; `estimate_formula`, `find_gpu` and the reco
 
 from typing import TYPE_CHECKING, Any
 
-from memfit.estimation._allocator_faults import AllocatorFault, allocator_faults, check_allocator
 from memfit.estimation._allocator_settings import VARIABLES as ALLOCATOR_VARIABLES
-from memfit.estimation._allocator_settings import AllocatorSettings
+from memfit.estimation._allocator_settings import (
+    AllocatorFault,
+    AllocatorSettings,
+    allocator_faults,
+    check_allocator,
+)
 from memfit.estimation._changes import Change, find_batch, find_change, list_changes
 from memfit.estimation._estimate import METRICS, Estimate, Metric, judge
 from memfit.estimation._estimator import (
     estimate,
     estimate_config,
     estimate_formula,
-    estimate_program,
     estimate_step,
 )
 from memfit.estimation._gpus import GPUS, Gpu, find_gpu
@@ -33,16 +36,12 @@ from memfit.estimation._setup import (
     split_batch,
 )
 from memfit.estimation._time_limit import TIME_LIMIT, limit_time
+from memfit.successors import missing_name
 
 if TYPE_CHECKING:
-    from memfit.estimation._lengths import (
-        LengthStatistics,
-        describe_batches,
-        read_lengths,
-        simulate_batches,
-    )
+    from memfit.estimation._lengths import LengthStatistics, describe_batches, read_lengths
 
-_OF_LENGTHS = ("LengthStatistics", "describe_batches", "read_lengths", "simulate_batches")
+_OF_LENGTHS = ("LengthStatistics", "describe_batches", "read_lengths")
 
 __all__ = [
     "ALLOCATOR_VARIABLES",
@@ -72,7 +71,6 @@ __all__ = [
     "estimate",
     "estimate_config",
     "estimate_formula",
-    "estimate_program",
     "estimate_step",
     "find_batch",
     "find_change",
@@ -82,7 +80,6 @@ __all__ = [
     "list_changes",
     "describe_batches",
     "read_lengths",
-    "simulate_batches",
     "split_batch",
 ]
 
@@ -93,4 +90,4 @@ def __getattr__(name: str) -> Any:
         from memfit.estimation import _lengths
 
         return getattr(_lengths, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise missing_name(__name__, name)

@@ -1,38 +1,304 @@
-"""What a trace makes torch's caching allocator take from the device, and where it runs out of memory."""
+"""Torch's caching allocator for CUDA, block for block: what a trace makes it take from the device."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from sys import maxsize
 
 from memfit.estimation._allocator_settings import AllocatorSettings
-from memfit.estimation._caching import Allocator, Usage
 from memfit.estimation._events import Phase, Trace
+from memfit.units import MIB
+
+# c10/core/AllocatorConfig.h (torch 2.13)
+MIN_BLOCK = 512  # every size is a multiple of it
+SMALL_SIZE = MIB  # the largest request that goes to the small pool
+SMALL_SEGMENT = 2 * MIB
+MIN_LARGE = 10 * MIB  # requests from here on get a segment of their own size
+ROUND_LARGE = 2 * MIB  # what that size is a multiple of
+_ENDLESS = 1 << 44  # addresses of an expandable segment
 
 
-@dataclass(frozen=True)
-class OutOfMemory:
-    """Where the allocator gives up, with the figures of torch's message.
+class _Block:
+    """A stretch of addresses of a segment: given out, free, or (in expandable segments) without memory behind it."""
 
-    Attributes:
-        event: The index of the birth that fails.
-        block: The number of the block that is born.
-        phase: When.
-        requested_bytes: What the program asked for.
-        tried_bytes: What the allocator asked the device for: "Tried to allocate".
-        free_bytes: What the device had left: "is free".
-        allocated_bytes: "is allocated by PyTorch".
-        unallocated_bytes: "is reserved by PyTorch but unallocated".
+    __slots__ = ("address", "allocated", "base", "mapped", "next", "pool", "previous", "size", "stream")
+
+    def __init__(self, pool: _Pool, stream: int, address: int, size: int, base: int = -1) -> None:
+        self.pool, self.stream, self.address, self.size = pool, stream, address, size
+        self.base = base  # where its expandable segment starts; -1 in any other
+        self.allocated, self.mapped = False, True
+        self.previous: _Block | None = None
+        self.next: _Block | None = None
+
+    @property
+    def is_split(self) -> bool:
+        return self.previous is not None or self.next is not None
+
+
+class _Pool:
+    """Blocks of small requests, or of large ones, of every stream."""
+
+    def __init__(self, *, is_small: bool) -> None:
+        self.is_small = is_small
+        self.free: list[tuple[int, int, int, _Block]] = []  # by stream, size and address
+        self.unmapped: list[tuple[int, int, _Block]] = []  # by stream and address
+
+    def add(self, block: _Block) -> None:
+        if block.mapped:
+            insort(self.free, (block.stream, block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.stream, block.address, block))
+
+    def remove(self, block: _Block) -> None:
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.stream, block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.stream, block.address))]
+
+
+class Allocator:
+    """The allocator of one device.
+
+    Args:
+        settings: What it is told.
+        capacity_bytes: What the device can give it; None for no end.
+
+    Addresses are made up: each new segment lies above the others. Not modelled: private pools (CUDA graphs,
+    ``MemPool``), and what only gives memory back earlier (``garbage_collection_threshold``, blocks above
+    ``max_split_size_mb`` before all others).
+
+    Source: c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (torch 2.13).
+
+    >>> allocator = Allocator(AllocatorSettings())
+    >>> allocator.allocate(1, 3 << 20), allocator.allocated_bytes, allocator.reserved_bytes
+    (True, 3145728, 20971520)
     """
 
-    event: int
-    block: int
-    phase: Phase
-    requested_bytes: int
-    tried_bytes: int
-    free_bytes: int
-    allocated_bytes: int
-    unallocated_bytes: int
+    def __init__(self, settings: AllocatorSettings, capacity_bytes: int | None = None) -> None:
+        self.settings = settings
+        self.capacity_bytes = capacity_bytes
+        self.allocated_bytes = self.reserved_bytes = self.num_retries = 0
+        self._small, self._large = _Pool(is_small=True), _Pool(is_small=False)
+        self._blocks: dict[int, _Block] = {}
+        self._next_address = 0
+
+    def allocate(self, number: int, num_bytes: int, stream: int = 0) -> bool:
+        """Whether there was room for a block of this number and size on this stream: then it is given out."""
+        size = self.round(num_bytes)
+        pool = self._small if size <= SMALL_SIZE else self._large
+        block = self._find_free(pool, size, stream)
+        if block is None:
+            block = self._take_segment(pool, size, stream)
+            if block is None:
+                self.release()
+                self.num_retries += 1
+                block = self._take_segment(pool, size, stream)
+            if block is None:
+                return False
+        self._split(block, size)
+        block.allocated = True
+        self._blocks[number] = block
+        self.allocated_bytes += block.size
+        return True
+
+    def free(self, number: int) -> None:
+        """Put the block of this number back; free neighbours become one block with it."""
+        block = self._blocks.pop(number)
+        block.allocated = False
+        self.allocated_bytes -= block.size
+        _merge(block, block.previous)
+        _merge(block, block.next)
+        block.pool.add(block)
+
+    def release(self) -> None:
+        """Give every free segment, and every free page of an expandable one, back: ``torch.cuda.empty_cache``."""
+        for pool in (self._large, self._small):
+            pages = []
+            for *_, block in list(pool.free):
+                if block.base >= 0:
+                    pages.append(block)
+                elif not block.is_split:
+                    self._release(block)
+            for block in pages:
+                self._unmap(block)
+                if not block.is_split and not block.mapped:
+                    pool.remove(block)
+
+    def round(self, num_bytes: int) -> int:
+        """The size of the block that a request gets, before what is left over in a block is counted.
+
+        >>> Allocator(AllocatorSettings.parse("roundup_power2_divisions:4")).round(1200 << 10) >> 10
+        1280
+        """
+        table = self.settings.roundup_power2_divisions
+        if table and num_bytes >= MIN_BLOCK:
+            divisions = table[min(max(num_bytes.bit_length() - 21, 0), len(table) - 1)]
+            if divisions > 1 and num_bytes > MIN_BLOCK * divisions:
+                floor = 1 << (num_bytes.bit_length() - 1)
+                step = floor >> (divisions.bit_length() - 1)
+                return -(-num_bytes // step) * step
+        return max(-(-num_bytes // MIN_BLOCK), 1) * MIN_BLOCK
+
+    def segment_size(self, size: int) -> int:
+        """The bytes of a segment that is taken for a block of this size."""
+        if size <= SMALL_SIZE:
+            return SMALL_SEGMENT
+        return self.settings.large_segment_size if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self.capacity_bytes is None or self.reserved_bytes + num_bytes <= self.capacity_bytes
+
+    def _find_free(self, pool: _Pool, size: int, stream: int) -> _Block | None:
+        """The smallest free block of the stream that is large enough; it leaves the pool."""
+        settings, free = self.settings, pool.free
+        at = bisect_left(free, (stream, size))
+        if at == len(free) or free[at][0] != stream:
+            return None
+        if free[at][3].base >= 0:  # what it can grow to counts as its size
+            while at + 1 < len(free) and free[at + 1][0] == stream and free[at][3].base >= 0:
+                if _room(free[at + 1][3]) >= _room(free[at][3]):
+                    break
+                at += 1
+        most = settings.max_split_size
+        if most is not None and (
+            free[at][1] >= most if size < most else free[at][1] >= size + settings.max_non_split_rounding
+        ):
+            return None
+        return free.pop(at)[3]
+
+    def _split(self, block: _Block, size: int) -> None:
+        """Cut what a block of this size does not need off its end, if that is worth a block."""
+        rest = block.size - size
+        if block.pool.is_small or self.settings.expandable_segments:
+            split = rest >= MIN_BLOCK
+        else:
+            split = rest > SMALL_SIZE and size < (self.settings.max_split_size or maxsize)
+        if split:
+            self._cut(block, size, mapped=True)
+
+    def _cut(self, block: _Block, size: int, *, mapped: bool) -> None:
+        """Make a free block of what lies behind the first bytes of a block."""
+        rest = _Block(block.pool, block.stream, block.address + size, block.size - size, block.base)
+        rest.previous, rest.next, rest.mapped = block, block.next, mapped
+        if block.next is not None:
+            block.next.previous = rest
+        block.next, block.size = rest, size
+        rest.pool.add(rest)
+
+    def _take_segment(self, pool: _Pool, size: int, stream: int) -> _Block | None:
+        num_bytes = self.segment_size(size)
+        if self.settings.expandable_segments:
+            return self._grow(pool, size, stream)
+        if not self._has_room(num_bytes):
+            return None
+        self.reserved_bytes += num_bytes
+        block = _Block(pool, stream, self._next_address, num_bytes)
+        self._next_address += num_bytes
+        return block
+
+    def _release(self, block: _Block) -> None:
+        self.reserved_bytes -= block.size
+        block.pool.remove(block)
+
+    def _page(self, pool: _Pool) -> int:
+        return SMALL_SEGMENT if pool.is_small else self.settings.large_segment_size
+
+    def _grow(self, pool: _Pool, size: int, stream: int) -> _Block | None:
+        """A block at the lowest address of an expandable segment where pages can be put behind it."""
+        block = self._find_growing(pool, size, stream)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            after = block.next
+            assert after is not None
+            if not self._map(after, min(size - block.size, after.size)):
+                return None
+            block = after
+        pool.remove(block)
+        return block
+
+    def _find_growing(self, pool: _Pool, size: int, stream: int) -> _Block:
+        for at in range(bisect_left(pool.unmapped, (stream,)), len(pool.unmapped)):
+            if pool.unmapped[at][0] != stream:
+                break
+            first = pool.unmapped[at][2]
+            if first.previous is not None and not first.previous.allocated:
+                first = first.previous
+            found, one = 0, first
+            while found < size and not one.allocated:
+                found += one.size
+                if one.next is None:
+                    break
+                one = one.next
+            if found >= size:
+                return first
+        block = _Block(pool, stream, self._next_address, _ENDLESS, self._next_address)
+        self._next_address += _ENDLESS
+        block.mapped = False
+        pool.add(block)
+        return block
+
+    def _map(self, block: _Block, size: int) -> bool:
+        """Whether there was memory for the pages at the start of a block without any."""
+        page = self._page(block.pool)
+        num_bytes = -(-size // page) * page
+        if not self._has_room(num_bytes):
+            return False
+        block.pool.remove(block)
+        if num_bytes < block.size:
+            self._cut(block, num_bytes, mapped=False)
+        block.mapped = True
+        _merge(block, block.previous)
+        _merge(block, block.next)
+        block.pool.add(block)
+        self.reserved_bytes += num_bytes
+        return True
+
+    def _unmap(self, block: _Block) -> None:
+        """Take the memory away from every page that lies wholly within a free block."""
+        page, end = self._page(block.pool), block.address + block.size
+        first = block.base + -(-(block.address - block.base) // page) * page
+        last = block.base + (end - block.base) // page * page
+        if first >= last:
+            return
+        block.pool.remove(block)
+        if last < end:
+            self._cut(block, last - block.address, mapped=True)
+        if block.address < first:
+            before = _Block(block.pool, block.stream, block.address, first - block.address, block.base)
+            before.previous, before.next = block.previous, block
+            if block.previous is not None:
+                block.previous.next = before
+            block.previous, block.address, block.size = before, first, last - first
+            before.pool.add(before)
+        block.mapped = False
+        self.reserved_bytes -= last - first
+        _merge(block, block.previous)
+        _merge(block, block.next)
+        block.pool.add(block)
+
+
+def _room(block: _Block) -> int:
+    """The size of a block, and of what it can grow into."""
+    return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
+
+
+def _merge(block: _Block, other: _Block | None) -> None:
+    """Make a neighbour part of a block, if it is free and both have memory, or neither."""
+    if other is None or other.allocated or block.mapped != other.mapped:
+        return
+    other.pool.remove(other)
+    block.size += other.size
+    if block.previous is other:
+        block.address, block.previous = other.address, other.previous
+        if block.previous is not None:
+            block.previous.next = block
+    else:
+        block.next = other.next
+        if block.next is not None:
+            block.next.previous = block
 
 
 @dataclass(frozen=True)
@@ -40,79 +306,45 @@ class Replay:
     """The peaks of a trace in the allocator.
 
     Attributes:
-        allocated_bytes: As ``torch.cuda.max_memory_allocated`` says.
-        active_bytes: The peak of ``active_bytes.all`` in ``torch.cuda.memory_stats``.
+        allocated_bytes: The peak of each phase, what was there at its start included, as
+            ``torch.cuda.max_memory_allocated`` says. A trace does not say when a block that is used on a second stream
+            (``record_stream``) may be given out again: the active bytes are taken to be the same.
         reserved_bytes: As ``torch.cuda.max_memory_reserved`` says.
-        phases: The same peaks for each phase, what was there at its start included.
-        end: What is there at the end.
         num_retries: How often everything cached was given back to the device to find room: each costs time.
-        out_of_memory_at: Where it ends, if it does not fit.
+        fits: Whether there was room for everything; the replay stops where there is none.
     """
 
-    allocated_bytes: int
-    active_bytes: int
+    allocated_bytes: Mapping[Phase, int]
     reserved_bytes: int
-    phases: Mapping[Phase, Usage] = field(default_factory=dict)
-    end: Usage = field(default_factory=lambda: Usage(0, 0, 0))
     num_retries: int = 0
-    out_of_memory_at: OutOfMemory | None = None
+    fits: bool = True
 
 
-def replay(
-    trace: Trace,
-    settings: AllocatorSettings | None = None,
-    *,
-    capacity_bytes: int | None = None,
-    total_bytes: int | None = None,
-) -> Replay:
+def replay(trace: Trace, settings: AllocatorSettings | None = None, *, capacity_bytes: int | None = None) -> Replay:
     """What the events of a trace make torch's allocator take from the device.
 
     Args:
         trace: Births and deaths, in order.
         settings: The allocator's; torch's defaults if None.
         capacity_bytes: What the device can give the allocator: its memory less the context and other processes; None
-            for no end. Where it is not enough, the replay stops.
-        total_bytes: The device's memory, for ``per_process_memory_fraction``; the capacity if None.
+            for no end.
 
     >>> from memfit.estimation._events import Event
     >>> trace = Trace([Event(1, 30 << 20, "forward"), Event(1, 0, "forward"), Event(2, 4, "step")], {})
-    >>> peaks = replay(trace)
-    >>> peaks.allocated_bytes >> 20, peaks.reserved_bytes >> 20
-    (30, 32)
+    >>> replay(trace)
+    Replay(allocated_bytes={'forward': 31457280, 'step': 512}, reserved_bytes=33554432, num_retries=0, fits=True)
     """
-    allocator = Allocator(settings or AllocatorSettings(), capacity_bytes, total_bytes)
-    phases: dict[Phase, tuple[int, int]] = {}
-    current: Phase | None = None
-    allocated = reserved = 0
-    failed = None
-    for index, (block, num_bytes, phase) in enumerate(trace.events):
+    allocator = Allocator(settings or AllocatorSettings(), capacity_bytes)
+    peaks: dict[Phase, int] = {}
+    current, reserved = None, 0
+    for block, num_bytes, phase in trace.events:
         if phase != current:
-            if current is not None:
-                phases[current] = (allocated, reserved)
-            before, current = phases.get(phase, (0, 0)), phase
-            allocated = max(before[0], allocator.allocated_bytes)
-            reserved = max(before[1], allocator.reserved_bytes)
+            current, peaks[phase] = phase, max(peaks.get(phase, 0), allocator.allocated_bytes)
         if not num_bytes:
             allocator.free(block)
         elif allocator.allocate(block, num_bytes, trace.streams.get(block, 0)):
-            if allocator.allocated_bytes > allocated:
-                allocated = allocator.allocated_bytes
-            if allocator.reserved_bytes > reserved:
-                reserved = allocator.reserved_bytes
+            peaks[phase] = max(peaks[phase], allocator.allocated_bytes)
+            reserved = max(reserved, allocator.reserved_bytes)
         else:
-            failed = _describe(allocator, index, block, num_bytes, phase)
-            break
-    if current is not None:
-        phases[current] = (allocated, reserved)
-    peaks = {phase: Usage(one, one, other) for phase, (one, other) in phases.items()}
-    peak = max((usage.allocated_bytes for usage in peaks.values()), default=0)
-    most = max((usage.reserved_bytes for usage in peaks.values()), default=0)
-    return Replay(peak, peak, most, peaks, allocator.usage, allocator.num_retries, failed)
-
-
-def _describe(allocator: Allocator, index: int, block: int, num_bytes: int, phase: Phase) -> OutOfMemory:
-    allocated, reserved = allocator.allocated_bytes, allocator.reserved_bytes
-    tried = allocator.segment_size(allocator.round(num_bytes))
-    total = allocator.capacity_bytes if allocator.capacity_bytes is not None else allocator.total_bytes
-    free = (total or 0) - reserved
-    return OutOfMemory(index, block, phase, num_bytes, tried, free, allocated, reserved - allocated)
+            return Replay(peaks, reserved, allocator.num_retries, fits=False)
+    return Replay(peaks, reserved, allocator.num_retries)

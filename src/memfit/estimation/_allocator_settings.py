@@ -1,28 +1,35 @@
-"""The settings of torch's caching allocator: how their text is read, what a value may be, and what they decide."""
+"""The settings of torch's caching allocator: what torch takes, what contradicts itself, and what they decide."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from memfit.errors import ConfigError, nearest
 from memfit.units import MIB
 
 #: The variables that torch reads, the first that is set: c10/cuda/CUDAAllocatorConfig.h (torch 2.13).
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_SOURCE = "c10/core/AllocatorConfig.cpp (torch 2.13)"
+_PARSER = "c10/core/AllocatorConfig.cpp (torch 2.13)"
+_CUDA_PARSER = "c10/cuda/CUDAAllocatorConfig.h (torch 2.13)"
+_ALLOCATOR = "c10/cuda/CUDACachingAllocator.cpp (torch 2.13)"
+_REFUSES = "torch refuses it when it is imported, also in a build for the CPU"
+_ALONE = "expandable_segments:True alone: it is what prevents fragmentation; the others are for drivers without it"
 _NUM_INTERVALS = 16  # of sizes, from 1 MiB to 64 GiB: c10/core/AllocatorConfig.cpp (torch 2.13)
 
+#: What is wrong with a value; empty when nothing is.
+_Rule = Callable[[str], str]
 
-def _at_least(least: int) -> Callable[[str], str]:
+
+def _at_least(least: int) -> _Rule:
     rule = f"must be a whole number of at least {least}"
     return lambda value: "" if value.isdigit() and int(value) >= least else rule
 
 
-def _boolean(value: str) -> str:
-    return "" if value in ("True", "False") else "must be True or False"
+def _one_of(*known: str) -> _Rule:
+    return lambda value: "" if value in known else f"must be {' or '.join(known)}"
 
 
 def _between(value: str, *, to_one: bool) -> str:
@@ -32,10 +39,6 @@ def _between(value: str, *, to_one: bool) -> str:
         return "must be a number"
     good = 0.0 < number < 1.0 or (to_one and number in (0.0, 1.0))
     return "" if good else f"must lie {'from 0 to 1' if to_one else 'between 0 and 1, and be neither'}"
-
-
-def _is_power(text: str) -> bool:
-    return text.isdigit() and int(text).bit_count() == 1
 
 
 def _divisions(value: str) -> str:
@@ -54,45 +57,100 @@ def _divisions(value: str) -> str:
     return ""
 
 
-def _backend(value: str) -> str:
-    return "" if value in ("native", "cudaMallocAsync", "hipMallocAsync") else "must be native or cudaMallocAsync"
+def _is_power(text: str) -> bool:
+    return text.isdigit() and int(text).bit_count() == 1
 
 
-def _anything(value: str) -> str:
-    return ""
-
-
-#: Each key of torch 2.6 to 2.13, with what is wrong with a value of it; empty when nothing is.
-KEYS: Mapping[str, Callable[[str], str]] = {
-    "max_split_size_mb": _at_least(20),  # where large_segment_size_mb is set, at least that
-    "max_non_split_rounding_mb": _at_least(20),
-    "large_segment_size_mb": _at_least(11),
-    "garbage_collection_threshold": lambda value: _between(value, to_one=False),
-    "roundup_power2_divisions": _divisions,
-    "expandable_segments": _boolean,
-    "pinned_use_background_threads": _boolean,
-    "pinned_max_round_threshold_mb": _at_least(0),
-    "pinned_max_cached_size_mb": _at_least(0),
-    "backend": _backend,
-    "release_lock_on_cudamalloc": _boolean,
-    "release_lock_on_hipmalloc": _boolean,
-    "pinned_use_cuda_host_register": _boolean,
-    "pinned_use_hip_host_register": _boolean,
-    "pinned_num_register_threads": _at_least(1),
-    "pinned_reserve_segment_size_mb": _at_least(0),
-    "graph_capture_record_stream_reuse": _boolean,
-    "per_process_memory_fraction": lambda value: _between(value, to_one=True),
-    "pinned_free_catch_all": _boolean,
-    "throw_on_cudamalloc_oom": _boolean,
-    "expandable_segments_reserve": _anything,
-    "expandable_segments_reserve_by_class": _anything,
+_BOOLEAN = (_one_of("True", "False"), "True")
+_COUNT = (_at_least(0), "128")
+#: Each key of torch 2.6 to 2.13, with what is wrong with a value of it, and a good value.
+KEYS: Mapping[str, tuple[_Rule, str]] = {
+    "max_split_size_mb": (_at_least(20), "128"),  # where large_segment_size_mb is set, at least that
+    "max_non_split_rounding_mb": (_at_least(20), "128"),
+    "large_segment_size_mb": (_at_least(11), "128"),
+    "garbage_collection_threshold": (lambda value: _between(value, to_one=False), "0.8"),
+    "roundup_power2_divisions": (_divisions, "4"),
+    "expandable_segments": _BOOLEAN,
+    "pinned_use_background_threads": _BOOLEAN,
+    "pinned_max_round_threshold_mb": _COUNT,
+    "pinned_max_cached_size_mb": _COUNT,
+    "backend": (_one_of("native", "cudaMallocAsync", "hipMallocAsync"), "native"),
+    "release_lock_on_cudamalloc": _BOOLEAN,
+    "release_lock_on_hipmalloc": _BOOLEAN,
+    "pinned_use_cuda_host_register": _BOOLEAN,
+    "pinned_use_hip_host_register": _BOOLEAN,
+    "pinned_num_register_threads": (_at_least(1), "8"),
+    "pinned_reserve_segment_size_mb": _COUNT,
+    "graph_capture_record_stream_reuse": _BOOLEAN,
+    "per_process_memory_fraction": (lambda value: _between(value, to_one=True), "0.9"),
+    "pinned_free_catch_all": _BOOLEAN,
+    "throw_on_cudamalloc_oom": _BOOLEAN,
+    "expandable_segments_reserve": (lambda _: "", "128"),
+    "expandable_segments_reserve_by_class": (lambda _: "", "128"),
 }
 
 
-def split_settings(text: str) -> list[tuple[str, str | None]]:
+@dataclass(frozen=True)
+class AllocatorFault:
+    """One thing that is wrong with the settings.
+
+    Attributes:
+        verdict: ``problem`` for what torch refuses or what breaks; ``warning`` for what has no effect or costs.
+        finding: What is wrong.
+        reason: Why.
+        remedy: What to write instead.
+        source: Who says so.
+    """
+
+    verdict: Literal["problem", "warning"]
+    finding: str
+    reason: str
+    remedy: str
+    source: str
+
+
+def allocator_faults(text: str) -> list[AllocatorFault]:
+    """What is wrong with a value of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF; empty when nothing is.
+
+    Args:
+        text: The variable's value.
+
+    >>> [fault.finding for fault in allocator_faults("expandable_segments:True,max_split_size_mb:128")]
+    ['expandable_segments:True together with max_split_size_mb:128']
+    >>> allocator_faults("expandable_segments:True")
+    []
+    """
+    pairs = _split(text)
+    given = {key: value for key, value in pairs if value is not None}
+    return [*_refused(pairs), *_repeated(pairs), *_contradictions(given), *_without_effect(given)]
+
+
+def check_allocator(text: str, *, name: str = "the allocator's settings") -> list[str]:
+    """What of the settings has no effect or costs, each in a sentence.
+
+    Args:
+        text: As in ``PYTORCH_CUDA_ALLOC_CONF``.
+        name: Where the text was given, for the error.
+
+    Raises:
+        ConfigError: If torch refuses them, or they break one another.
+
+    >>> check_allocator("garbage_collection_threshold:0.8")[0].partition(":")[0]
+    'garbage_collection_threshold'
+    """
+    faults = allocator_faults(text)
+    for fault in faults:
+        if fault.verdict == "problem":
+            raise ConfigError(
+                f"{name}: {fault.finding}.", rule=f"{fault.reason} ({fault.source}).", remedy=fault.remedy
+            )
+    return [f"{fault.finding}: {fault.reason} ({fault.source}); {fault.remedy}" for fault in faults]
+
+
+def _split(text: str) -> list[tuple[str, str | None]]:
     """Keys and values, in order; None where there is no value. A list in brackets is one value.
 
-    >>> split_settings("max_split_size_mb:128, roundup_power2_divisions:[256:1,>:4],x")
+    >>> _split("max_split_size_mb:128, roundup_power2_divisions:[256:1,>:4],x")
     [('max_split_size_mb', '128'), ('roundup_power2_divisions', '[256:1,>:4]'), ('x', None)]
     """
     found = []
@@ -102,24 +160,90 @@ def split_settings(text: str) -> list[tuple[str, str | None]]:
     return found
 
 
-def refused_settings(pairs: Sequence[tuple[str, str | None]]) -> Iterator[tuple[str, str | None, str]]:
-    """What torch refuses: the key, its value, and what is wrong with it.
-
-    >>> list(refused_settings([("max_split_size_mb", "19"), ("expandable_segments", "True")]))
-    [('max_split_size_mb', '19', 'must be a whole number of at least 20')]
-    """
+def _refused(pairs: Sequence[tuple[str, str | None]]) -> Iterator[AllocatorFault]:
+    """Keys and values that torch does not take."""
     sizes = [value for key, value in pairs if key == "large_segment_size_mb" and value and value.isdigit()]
-    large = max(int(sizes[-1]), 11) if sizes else 20
+    large = _at_least(max(int(sizes[-1]), 11) if sizes else 20)
     for key, value in pairs:
-        rule = KEYS.get(key)
+        name = key.partition("=")[0]
+        rule, example = KEYS.get(name, (None, "128"))
         if key in ("max_split_size_mb", "max_non_split_rounding_mb"):
-            rule = _at_least(large)
-        if rule is None:
-            yield key, value, "is no setting of torch 2.6 to 2.13"
-        elif value is None:
-            yield key, value, "has no value"
+            rule = large
+        write = f"write {name}:{key.partition('=')[2] or example}"
+        if value is None:
+            reason = f"a setting is written key:value, with a colon; {_REFUSES}"
+            yield AllocatorFault("problem", f"'{key}' has no value", reason, write, _PARSER)
+        elif rule is None:
+            near = nearest(key, KEYS)
+            remedy = near if near.startswith("did") else "leave it out, or see the docs of your torch"
+            reason = "a build for a GPU ends with 'Unrecognized key'; one for the CPU says nothing"
+            finding = f"'{key}' is no setting of torch 2.6 to 2.13"
+            yield AllocatorFault("problem", finding, reason, remedy, _CUDA_PARSER)
         elif wrong := rule(value):
-            yield key, value, wrong
+            yield AllocatorFault("problem", f"{key}:{value} {wrong}", _REFUSES, write, _PARSER)
+
+
+def _repeated(pairs: Sequence[tuple[str, str | None]]) -> Iterator[AllocatorFault]:
+    seen: dict[str, str | None] = {}
+    for key, value in pairs:
+        if key in seen and seen[key] != value:
+            finding = f"{key} is given twice: {seen[key]} and {value}"
+            yield AllocatorFault("warning", finding, "the last one counts", "leave one out", _PARSER)
+        seen[key] = value
+
+
+def _contradictions(given: Mapping[str, str]) -> Iterator[AllocatorFault]:
+    """Settings that torch takes and that do not go together."""
+    if given.get("expandable_segments") != "True":
+        return
+    for key in ("max_split_size_mb", "garbage_collection_threshold"):
+        if key in given:
+            yield AllocatorFault(
+                "problem",
+                f"expandable_segments:True together with {key}:{given[key]}",
+                "before torch 2.5 it hits an assertion near an out-of-memory; since then blocks of expandable "
+                "segments are skipped, so that the other option frees nothing of them",
+                _ALONE,
+                "pytorch pull requests 120022 and 134338, issue 119452",
+            )
+    if "roundup_power2_divisions" in given:
+        reason = "rounding wastes memory so that blocks can be used again, which expandable segments need not"
+        finding = f"expandable_segments:True together with roundup_power2_divisions:{given['roundup_power2_divisions']}"
+        yield AllocatorFault("warning", finding, reason, _ALONE, "pytorch issue 119452")
+
+
+def _without_effect(given: Mapping[str, str]) -> Iterator[AllocatorFault]:
+    """Settings that nothing looks at without another one."""
+    native = [key for key in given if key != "backend" and not key.startswith("pinned_")]
+    if given.get("backend") == "cudaMallocAsync" and native:
+        yield AllocatorFault(
+            "warning",
+            f"backend:cudaMallocAsync together with {', '.join(native)}",
+            "the driver's allocator is used, and these are settings of torch's own: they have no effect",
+            "leave one of them out",
+            "torch notes, CUDA semantics, memory management",
+        )
+        return
+    fraction, threshold = given.get("per_process_memory_fraction"), given.get("garbage_collection_threshold")
+    has_share = fraction is not None and not _between(fraction, to_one=False)
+    if threshold is not None and given.get("expandable_segments") != "True" and not has_share:
+        told = "without per_process_memory_fraction" if fraction is None else f"with a whole device ({fraction})"
+        yield AllocatorFault(
+            "warning",
+            f"garbage_collection_threshold:{threshold} {told}",
+            "the share is taken of what the process is allowed, and torch looks at it only where that is less than the "
+            "device: nothing is given back",
+            "add per_process_memory_fraction:0.9, or torch.cuda.set_per_process_memory_fraction(0.9) to the script",
+            _ALLOCATOR,
+        )
+    if "throw_on_cudamalloc_oom" in given and fraction is None:
+        yield AllocatorFault(
+            "warning",
+            "throw_on_cudamalloc_oom without per_process_memory_fraction",
+            "it refuses what would pass the process's fraction, and without one there is nothing to pass",
+            "add per_process_memory_fraction:0.9",
+            _CUDA_PARSER,
+        )
 
 
 @dataclass(frozen=True)
@@ -133,12 +257,10 @@ class AllocatorSettings:
         large_segment_size: Bytes of the segment that is taken for a request between 1 and 10 MiB.
         roundup_power2_divisions: Into how many steps the sizes between two powers of 2 are divided, for each of the
             sixteen intervals from 1 MiB to 64 GiB; 0 or 1 for none; empty for none at all.
-        garbage_collection_threshold: From which share of what is allowed free blocks are given back; 0 for never. It
-            does nothing unless ``per_process_memory_fraction`` is below 1.
         per_process_memory_fraction: The share of the device's memory that is allowed.
 
-    >>> AllocatorSettings.parse("expandable_segments:True,max_split_size_mb:128").max_split_size
-    134217728
+    >>> AllocatorSettings.parse("expandable_segments:True,large_segment_size_mb:32").large_segment_size
+    33554432
     """
 
     expandable_segments: bool = False
@@ -146,25 +268,25 @@ class AllocatorSettings:
     max_non_split_rounding: int = 20 * MIB
     large_segment_size: int = 20 * MIB
     roundup_power2_divisions: tuple[int, ...] = ()
-    garbage_collection_threshold: float = 0.0
     per_process_memory_fraction: float = 1.0
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """The settings that a value of ``PYTORCH_ALLOC_CONF`` or ``PYTORCH_CUDA_ALLOC_CONF`` stands for.
 
-        Keys that concern other memory than the device's are read and change nothing.
+        Keys that concern other memory than the device's are read and change nothing; nor does
+        ``garbage_collection_threshold``, which only makes torch reserve less.
 
         Raises:
             ConfigError: If torch would refuse the text, or another allocator than torch's own is asked for.
 
         Source: c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.h (torch 2.13).
         """
-        pairs = split_settings(text)
-        for key, value, wrong in refused_settings(pairs):
-            what = f"the allocator setting {key}{'' if value is None else ':' + value} {wrong}."
-            remedy = f"write {key}:VALUE, or leave it out" if key in KEYS else nearest(key, KEYS)
-            raise ConfigError(what, rule=f"torch refuses it: {_SOURCE}", remedy=remedy)
+        pairs = _split(text)
+        for fault in _refused(pairs):
+            raise ConfigError(
+                f"the allocator setting {fault.finding}.", rule=f"torch refuses it: {fault.source}", remedy=fault.remedy
+            )
         given = {key: value for key, value in pairs if value is not None}
         if given.get("backend", "native") != "native":
             what = f"the allocator '{given['backend']}' is the driver's, and how much it reserves is not known."
@@ -176,7 +298,6 @@ class AllocatorSettings:
             int(given.get("max_non_split_rounding_mb", 20)) * MIB,
             int(given.get("large_segment_size_mb", 20)) * MIB,
             _intervals(given.get("roundup_power2_divisions", "")),
-            float(given.get("garbage_collection_threshold", 0.0)),
             float(given.get("per_process_memory_fraction", 1.0)),
         )
 

@@ -58,7 +58,7 @@ def bound_device(
     by_phase = {}
     for phase, found in parts.items():
         total = Interval.total(found.values())
-        value = max(total.value, replay.phases[phase].allocated_bytes)
+        value = max(total.value, replay.allocated_bytes[phase])
         slack = trace.slack_bytes if phase in ("backward", "step") else 0
         slack += trace.convolution_slack.get(phase, 0) + trace.cast_slack
         by_phase[phase] = Interval(value, max(total.upper, value) + slack + _AT_LEAST)
@@ -68,7 +68,8 @@ def bound_device(
         count for part, count in peaks[top].parts.items() if part not in ("weights", "buffers", "optimizer", "inputs")
     )
     above = allocated.upper - allocated.value
-    active = Interval(replay.active_bytes, max(replay.active_bytes + above, allocated.upper))
+    counted = max(replay.allocated_bytes.values(), default=0)
+    active = Interval(counted, max(counted + above, allocated.upper))
     reserved = Interval(
         replay.reserved_bytes, max(replay.reserved_bytes, allocated.value) + above + int(churn * _FRAGMENTS) + _AT_LEAST
     )

@@ -1,8 +1,8 @@
 """The memory of ``torch.compile``: what it keeps for the backward pass, and what it never makes at all.
 
 A block runs through AOTAutograd with inductor's decompositions, its passes over the joint graph and its partitioner, on
-fake tensors; so what is kept is what inductor keeps. The two graphs are then not compiled but planned: a buffer is
-allocated only where inductor would leave one between its kernels (``_fusion``).
+fake tensors; so what is kept is what inductor keeps. The two graphs are then not compiled: a buffer is made only where
+a value is needed whole. The bound of an estimate is that of the step without ``torch.compile``.
 
 Source: PyTorch 2.13, torch/_functorch/aot_autograd.py (``aot_function``), torch/_inductor/compile_fx.py
 (``partition_fn``).
@@ -10,6 +10,7 @@ Source: PyTorch 2.13, torch/_functorch/aot_autograd.py (``aot_function``), torch
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,14 +18,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._guards import detect_fake_mode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from memfit.estimation._attention import Call, attend
-from memfit.estimation._fusion import plan
 from memfit.estimation._program import Program, find_blocks
 
 #: Attributes in which blocks that are equal otherwise differ: their place in the model.
@@ -195,10 +195,11 @@ def _trace_and_plan(body: _Body, call: tuple[Any, ...], mode: Any, context: Any)
             exchanged = dict(zip(names, tensors[: len(names)], strict=True))
             return torch.func.functional_call(body, exchanged, args, kwargs, tie_weights=False)
 
+    compiler: Any = _Runner
     compiled: Callable[..., Any] = aot_function(
         flat,
-        fw_compiler=plan,
-        bw_compiler=plan,
+        fw_compiler=compiler,
+        bw_compiler=compiler,
         partition_fn=partition_fn,
         decompositions=select_decomp_table(),
         keep_inference_input_mutations=True,
@@ -214,3 +215,131 @@ def _twin(tensor: torch.Tensor, twins: dict[int, torch.Tensor]) -> torch.Tensor:
         twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         twins[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
     return twins[id(tensor)]
+
+
+#: Loops that always end in a buffer; then those that PyTorch does not tag as pointwise.
+_ALWAYS_MADE = {
+    *("sum", "mean", "amax", "amin", "var", "var_mean", "std", "std_mean", "prod", "any", "all", "argmax", "argmin"),
+    *("max", "min", "logsumexp", "linalg_vector_norm", "index_put", "_unsafe_index_put", "scatter", "scatter_add"),
+    *("scatter_reduce", "index_add"),
+}
+_LOOPS = {
+    *("_to_copy", "clone", "copy", "convert_element_type", "device_put", "full", "full_like", "zeros", "ones"),
+    *("zeros_like", "ones_like", "new_full", "new_zeros", "new_ones", "arange", "iota", "scalar_tensor", "one_hot"),
+    *("inductor_random", "inductor_lookup_seed", "embedding", "gather", "index", "_unsafe_index", "index_select"),
+    *("cat", "stack", "constant_pad_nd", "slice_scatter", "select_scatter", "flip", "roll", "repeat", "where", "tril"),
+    *("triu", "avg_pool2d", "_adaptive_avg_pool2d", "_low_memory_max_pool_with_offsets"),
+    "_low_memory_max_pool_offsets_to_indices",
+}
+#: torch/_inductor/config.py, ``realize_reads_threshold``, and ``realize_opcount_threshold`` for values that are reused.
+_MOST_READS, _MOST_READS_OF_REUSED = 8, 4
+
+
+def _kind(node: fx.Node) -> str:
+    """``input``, ``view``, ``loop``, ``made`` (a loop that ends in a buffer), ``into`` (an input) or ``call``."""
+    if node.op in ("placeholder", "get_attr"):
+        return "input"
+    if node.target is operator.getitem:
+        return "view"
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return "call"
+    name = node.target._schema.name.partition("::")[2]
+    if name == "copy_":
+        return "into"
+    if name in _ALWAYS_MADE:
+        return "made"
+    if name == "_unsafe_view" or any(
+        one.alias_info and not one.alias_info.is_write for one in node.target._schema.returns
+    ):
+        return "view"
+    return "loop" if torch.Tag.pointwise in node.target.tags or name in _LOOPS else "call"
+
+
+def _is_needed_whole(node: fx.Node) -> bool:
+    """Whether something other than a loop reads a value."""
+    return any(
+        _is_needed_whole(user) if (kind := _kind(user)) == "view" else user.op == "output" or kind == "call"
+        for user in node.users
+    )
+
+
+class _Runner:
+    """Runs in a graph's place: it makes and drops the buffers that the compiled graph would.
+
+    Inductor computes a pointwise value where it is used, unless something needs it whole, and lets a loop write into a
+    buffer that ends with it. Source: PyTorch 2.13, torch/_inductor/ir.py (``StorageBox``), scheduler.py (in-place
+    reuse). Which loops become one kernel is not modelled.
+    """
+
+    _boxed_call = True
+
+    def __init__(self, gm: fx.GraphModule, _: Sequence[Any]) -> None:
+        self.gm = gm
+        self.nodes = list(gm.graph.nodes)
+        self.inputs = [node for node in self.nodes if node.op == "placeholder"]
+        self.computed: set[fx.Node] = set()  # where they are used: they have no buffer
+        self.last: dict[fx.Node, int] = {}
+        reads: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.nodes:
+            kind, sources = _kind(node), node.all_input_nodes
+            if kind == "view":
+                reads[node] = reads.get(sources[0], set())
+                if sources[0] in self.computed:
+                    self.computed.add(node)
+            elif kind == "loop":
+                found = {source for one in sources for source in (reads[one] if one in self.computed else {one})}
+                reads[node] = found
+                most = _MOST_READS_OF_REUSED if len(node.users) > 1 else _MOST_READS
+                if len(found) <= most and not _is_needed_whole(node):
+                    self.computed.add(node)
+        for place, node in reversed(list(enumerate(self.nodes))):
+            at = self.last.get(node, place) if node in self.computed else place
+            for source in node.all_input_nodes:
+                self.last[source] = max(self.last.get(source, 0), at)
+        self.deaths: dict[int, list[fx.Node]] = {}
+        for node, place in self.last.items():
+            self.deaths.setdefault(place, []).append(node)
+        # torch/_functorch/config.py, donated_buffer: what the forward graph made only for the backward one
+        kept = ("primals", "tangents", "arg")
+        self.foreign = {node for node in self.inputs if node.name.startswith(kept)}
+
+    def __call__(self, args: list[Any]) -> Any:
+        held: dict[fx.Node, Any] = {node: one for node, one in zip(self.inputs, args, strict=True) if node in self.last}
+        args.clear()
+        result: Any = None
+        for place, node in enumerate(self.nodes):
+            if node.op == "output":
+                result = fx.node.map_arg(node.args[0], held.get)
+            elif node.op != "placeholder" and node not in self.computed:
+                made = self._run(node, place, held)
+                if node in self.last:
+                    held[node] = made
+                del made
+            for dead in self.deaths.get(place, ()):
+                held.pop(dead, None)
+        return list(result)
+
+    def _run(self, node: fx.Node, place: int, held: dict[fx.Node, Any]) -> Any:
+        kind = _kind(node)
+        if kind == "input":
+            return getattr(self.gm, str(node.target))
+        if kind == "into":
+            return held.get(node.all_input_nodes[0])
+        if kind in ("view", "call"):
+            target: Any = node.target
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), held.get)
+            with torch.autocast("cpu", enabled=False):  # casts are operations of the graph
+                return target(*args, **kwargs)
+        example = node.meta["val"]
+        if kind == "loop":
+            for dead in self.deaths.get(place, ()):  # its buffer is written over
+                one = held.get(dead)
+                same = isinstance(one, torch.Tensor) and (one.dtype, one.numel()) == (example.dtype, example.numel())
+                if same and dead not in self.foreign:
+                    del held[dead], one
+                    break
+        return tree_map_only(torch.Tensor, _empty_like, example)
+
+
+def _empty_like(example: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)

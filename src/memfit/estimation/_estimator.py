@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import UntraceableError
+from memfit.errors import ConfigError, MissingExtraError, UntraceableError
 from memfit.estimation._allocator import replay
 from memfit.estimation._allocator_settings import AllocatorSettings
 from memfit.estimation._bounds import bound_device, bound_load
 from memfit.estimation._estimate import VERDICTS, Estimate, Metric, Verdict, judge
-from memfit.estimation._events import Trace, find_peaks
+from memfit.estimation._events import find_peaks
 from memfit.estimation._formula import RULES_OF, estimate_by_formula
 from memfit.estimation._gpus import Gpu, find_gpu
 from memfit.estimation._interval import Interval
-from memfit.estimation._setup import Setup, list_assumptions
+from memfit.estimation._setup import COMPUTED, Setup, list_assumptions
 
 if TYPE_CHECKING:
     import torch
@@ -41,66 +42,47 @@ def _architecture(gpu: Gpu) -> str:
     return next(name for least, name in _ARCHITECTURES if capability >= least)
 
 
-def estimate_program(
-    make: Callable[[], Program],
+def estimate_step(
+    make: Callable[[], Program | Callable[[], object]],
     *,
     gpu: Gpu | None = None,
     world_size: int = 1,
     allocator: AllocatorSettings | None = None,
+    real_data: bool = True,
 ) -> Estimate:
-    """What a program's training step takes of a device, by tracing two iterations of it.
-
-    Args:
-        make: Makes the program; called within a fake tensor mode.
-        gpu: The device; None for any.
-        world_size: Devices that exchange data.
-        allocator: The settings of torch's allocator; its defaults if None.
-
-    Raises:
-        UntraceableError: The program does what fake tensors cannot follow.
-    """
-    from memfit.estimation._trace import trace
-
-    found = trace(make, architecture=_architecture(gpu or find_gpu(_ANY)))
-    return _estimate_trace(found, gpu, world_size=world_size, allocator=allocator)
-
-
-def estimate_step(
-    make: Callable[[], Callable[[], object]], *, gpu: Gpu | None = None, allocator: AllocatorSettings | None = None
-) -> Estimate:
-    """What a training step of any kind takes of a device, by tracing two runs of it.
+    """What a training step takes of a device, by tracing two runs of it.
 
     Args:
         make: Makes the step, with its model and optimizer; called within a fake tensor mode. What it gives runs the
-            step once.
+            step once, or is a program of one.
         gpu: The device; None for any.
+        world_size: Devices that exchange data.
         allocator: The settings of torch's allocator; its defaults if None.
+        real_data: Whether the step's data come as real tensors.
 
     Raises:
         UntraceableError: The step does what fake tensors cannot follow.
     """
-    from memfit.estimation._step_trace import trace_step
+    from memfit.estimation._trace import trace
 
-    found = trace_step(make, architecture=_architecture(gpu or find_gpu(_ANY)))
-    return _estimate_trace(found, gpu, world_size=1, allocator=allocator)
-
-
-def _estimate_trace(found: Trace, gpu: Gpu | None, *, world_size: int, allocator: AllocatorSettings | None) -> Estimate:
     device = gpu or find_gpu(_ANY)
+    found = trace(make, architecture=_architecture(device), real_data=real_data)
     peaks = find_peaks(found)
     at_will = replay(found, allocator)
     figures, by_phase, parts = bound_device(peaks, at_will, device, found, world_size=world_size)
     beside = device.context_bytes + device.nccl_bytes(world_size)
     verdict = None if gpu is None else judge(figures["device_bytes"], gpu.total_bytes)
     notes = found.notes
-    if gpu is not None and figures["device_bytes"].upper > gpu.total_bytes:  # the allocator gives back what it cached
+    allowed = int(device.total_bytes * (allocator.per_process_memory_fraction if allocator else 1.0))
+    is_above = figures["device_bytes"].upper > device.total_bytes or figures["reserved_bytes"].upper > allowed
+    if gpu is not None and is_above:  # the allocator gives back what it cached
         above = figures["allocated_bytes"].upper - figures["allocated_bytes"].value
-        tight = replay(found, allocator, capacity_bytes=max(0, gpu.total_bytes - beside.value))
-        tightest = replay(found, allocator, capacity_bytes=max(0, gpu.total_bytes - beside.upper - above))
-        if tight.out_of_memory_at is not None:
+        capacities = (min(allowed, gpu.total_bytes - rest) for rest in (beside.value, beside.upper + above))
+        tight, tightest = (replay(found, allocator, capacity_bytes=max(0, one)) for one in capacities)
+        if not tight.fits:
             verdict = "does not fit"
         else:
-            verdict = "may fit" if tightest.out_of_memory_at is not None else "fits with a thin margin"
+            verdict = "fits with a thin margin" if tightest.fits else "may fit"
             figures, by_phase, parts = bound_device(peaks, tight, device, found, world_size=world_size)
             if tight.num_retries:
                 notes = (*notes, _RETRIES.format(tight.num_retries))
@@ -143,13 +125,15 @@ def estimate_config(
 
     Raises:
         ConfigError: The config or the setup makes no model.
-        MissingExtraError: Neither torch and transformers are there, nor does the formula know the config.
     """
+    if setup.strategy in COMPUTED:
+        reason = f"what {setup.strategy} shares out follows from counts and the defaults of its library"
+        return estimate_formula(config, setup, gpu=gpu, reason=reason)
     try:
         return _estimate_setup(lambda one: _program_of(config, one), setup, gpu, allocator)
     except ImportError as error:
         reason = f"{error.name or error} is not installed"
-    except UntraceableError as error:
+    except (MissingExtraError, UntraceableError) as error:
         reason = error.what
     return estimate_formula(config, setup, gpu=gpu, reason=reason)
 
@@ -160,7 +144,9 @@ def _estimate_setup(
     """Estimate a setup. A compiled one has the bound of no fusion: each version of torch fuses otherwise."""
 
     def trace(one: Setup) -> Estimate:
-        return estimate_program(lambda: make(one), gpu=gpu, world_size=one.world_size, allocator=allocator)
+        return estimate_step(
+            partial(make, one), gpu=gpu, world_size=one.world_size, allocator=allocator, real_data=False
+        )
 
     found = trace(setup)
     found = replace(found, notes=(*found.notes, *list_assumptions(setup)))
@@ -199,7 +185,7 @@ def transform(program: Program, setup: Setup) -> Program:
     if setup.compiled:
         program = compile_blocks(program, blocks)
     checkpoint_blocks(blocks, setup.gradient_checkpointing)
-    return shard(program, setup) if setup.world_size > 1 and setup.strategy != "none" else program
+    return shard(program, setup)
 
 
 def _find_load(program: Program, setup: Setup, blocks: Sequence[torch.nn.Module]) -> tuple[Interval | None, int]:
@@ -266,7 +252,7 @@ def estimate(
 
     Raises:
         UntraceableError: The step does what fake tensors cannot follow.
-        UsageError: There is no such GPU, or no such setting of the allocator.
+        ConfigError: There is no such GPU or setting of the allocator, or the strategy is computed from a config alone.
 
     Example:
         >>> import torch
@@ -275,6 +261,12 @@ def estimate(
         (4198400, 'traced')
     """
     setup = setup or Setup(dtype="fp32")
+    if setup.strategy in COMPUTED:
+        raise ConfigError(
+            f"strategy {setup.strategy} with a model of your own.",
+            rule="ddp and fsdp are traced; zero1, zero2, zero3 and tp are computed from a config.json.",
+            remedy="strategy='fsdp', or memfit estimate --hf-config config.json --strategy " + setup.strategy,
+        )
     return _estimate_setup(
         lambda one: _program_from(build_model, example_batch, loss, one),
         setup,
@@ -293,8 +285,7 @@ def _program_from(
 
     from memfit.estimation._lora import add_lora
     from memfit.estimation._optimizers import build_optimizer
-    from memfit.estimation._program import Program
-    from memfit.estimation._trace import map_tensors
+    from memfit.estimation._program import Program, map_tensors
 
     amp = setup.dtype.endswith("-amp")
     dtype = getattr(torch, _DTYPES["fp32" if amp else setup.dtype])
@@ -311,7 +302,7 @@ def _program_from(
 
     batch = map_tensors(fake, example_batch)
     if setup.lora_rank:
-        add_lora(model, setup.lora_rank, setup.lora_targets or ("all-linear",), dtype=torch.float32)
+        add_lora(model, setup.lora_rank, setup.lora_targets or ("all-linear",))
     optimizer, notes = build_optimizer(model, setup)
     program = Program(
         model=model,
@@ -330,7 +321,7 @@ def _own_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     """The model's own loss, or the sum of what it gives."""
     import torch
 
-    from memfit.estimation._trace import find_tensors
+    from memfit.estimation._program import find_tensors
 
     output = (
         model(**batch)

@@ -48,7 +48,6 @@ class Trace:
         events: In order; a block that has no death lives on.
         parts: What each block is for, by its number.
         notes: What was replaced or assumed on the way, in words.
-        modules: The path of the module that a block was born in, by its number; blocks born in none are left out.
         streams: The stream that a block was born on, by its number; 0, which computes, is left out.
         slack_bytes: What an update may take beyond what was traced, as implementations of the same optimizer differ.
         convolution_slack: What another algorithm of cuDNN may take beyond what was counted, by phase; empty without
@@ -59,7 +58,6 @@ class Trace:
     events: Sequence[Event]
     parts: Mapping[int, Part]
     notes: tuple[str, ...] = ()
-    modules: Mapping[int, str] = field(default_factory=dict)
     streams: Mapping[int, int] = field(default_factory=dict)
     slack_bytes: int = 0
     convolution_slack: Mapping[Phase, int] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """What a model is made of, read from its ``config.json``: modules, widths and what autograd keeps. Loads no torch.
 
-The counts of parameters follow ``modeling_*.py`` of transformers 5 and are exact for the families named in `FAMILIES`;
-any other model is taken for a decoder like Llama, and its anatomy says that it is not exact.
+The counts of parameters follow ``modeling_*.py`` of transformers 5 and are exact for the families named in `FAMILIES`.
+Any other model is counted like one of them, Llama if nothing nearer is known; its anatomy says that it is not exact.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class Attention(NamedTuple):
         is_biased: Whether a bias of positions is added to the scores, in a copy of each block's own
             (create_position_bias_mask in integrations/sdpa_attention.py).
         is_capped: Whether the scores go through a hyperbolic tangent, which no fused kernel does.
-        is_disentangled: Whether scores of positions are made beside those of tokens (DeBERTa).
     """
 
     heads: int
@@ -87,7 +86,6 @@ class Attention(NamedTuple):
     is_fused_rotary: bool = False
     is_biased: bool = False
     is_capped: bool = False
-    is_disentangled: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class Anatomy:
     """What a model is made of.
 
     Attributes:
-        family: The name in `FAMILIES`, or ``generic``.
+        family: The name in `FAMILIES` of the family that it is counted like.
         stacks: Its blocks.
         tables: Of each embedding the rows and the width.
         head: What makes the logits from the last hidden states; None for none.
@@ -266,17 +264,16 @@ _APART = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
-    """Llama, Mistral, Qwen, Gemma, Phi-3, Mixtral, StableLM and their like."""
+    """Llama, Mistral, Qwen, Gemma, Phi-3, Mixtral and their like."""
     width, heads, dim = config.hidden, config.heads, config.head_dim
     if family in ("gemma", "gemma2", "gemma3") or family == "qwen3":
         dim = config.size("head_dim", default=128 if family == "qwen3" else 256)
     kv_heads = config.size("num_key_value_heads", default=heads, least=1)
-    is_layer_norm = family == "stablelm"
     flavour = "gemma" if family.startswith("gemma") else "llama"
     has_qk_norm = family in ("qwen3", "qwen3_moe", "gemma3")
     num_norms = 4 if family in ("gemma2", "gemma3") else 2
     bias = bool(config.get("attention_bias", "use_qkv_bias", default=False))
-    biases = {"qwen2": (True, False), "qwen2_moe": (True, False), "stablelm": (bias, False)}.get(family, (bias, bias))
+    biases = (True, False) if family in ("qwen2", "qwen2_moe") else (bias, bias)
     is_fused = family == "phi3"
     caps = family == "gemma2" and "attn_logit_softcapping" in config.entries
     is_capped = bool(config.get("attn_logit_softcapping", default=0.0 if caps else 50.0)) and family == "gemma2"
@@ -285,31 +282,26 @@ def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
         heads, kv_heads, dim, drops, is_eager=is_capped, is_capped=is_capped, is_fused_rotary=is_fused
     )
     attend = _attention(width, attention, ("qkv_proj", "o_proj") if is_fused else _APART, bias=biases)
-    norms = tuple(
-        k for _ in range(num_norms) for k in (_layer_norm(width) if is_layer_norm else _rms_norm(width, flavour))
-    )
+    norms = _rms_norm(width, flavour) * num_norms
     if has_qk_norm:
         norms += _rms_norm(heads * dim, flavour) + _rms_norm(kv_heads * dim, flavour)
-    num_norm = (2 if is_layer_norm else 1) * width
     mlp = _gated_experts(config, family, width)
     if is_fused:
         joined = Linear("gate_up_proj", width, 2 * config.inner)
         first = Kept("input of the MLP", width, "compute", ("gate_up_proj",))
         mlp = replace(mlp, linears=(joined, mlp.linears[2]), kept=(first, *mlp.kept[1:]))
     masks = 2 if config.drops("resid_pdrop", "hidden_dropout") else 0
-    block = _join((attend, mlp), norms, num_norms * num_norm + 2 * dim * has_qk_norm, masks)
+    block = _join((attend, mlp), norms, num_norms * width + 2 * dim * has_qk_norm, masks)
     tied = bool(config.get("tie_word_embeddings", default=family.startswith("gemma")))
     vocabulary = config.size("vocab_size")
     head = Linear("lm_head", width, vocabulary)
     stacks: tuple[Stack, ...] = (Stack(block, config.layers),)
-    decoders = config.size("decoder_layers", default=0) if family == "generic" else 0
+    decoders = config.size("decoder_layers", default=0)
     if decoders:  # BART, Whisper and their like
         cross = _attention(width, attention._replace(is_crossed=True), _APART, bias=biases)
-        stacks += (Stack(_join((attend, cross, mlp), norms, 3 * num_norm, masks), decoders, is_target=True),)
+        stacks += (Stack(_join((attend, cross, mlp), norms, 3 * width, masks), decoders, is_target=True),)
     caps_logits = bool(config.get("final_logit_softcapping", default=30.0 if family == "gemma2" else 0.0))
-    exact = family in FAMILIES
-    tables = ((vocabulary, width),)
-    return Anatomy(family, stacks, tables, head, tied, num_norm, caps_logits=caps_logits, is_exact=exact)
+    return Anatomy(family, stacks, ((vocabulary, width),), head, tied, width, caps_logits=caps_logits)
 
 
 def _state_space(config: ModelConfig, family: str) -> Anatomy:
@@ -346,77 +338,37 @@ def _gated_experts(config: ModelConfig, family: str, width: int) -> Block:
     experts = _gated_mlp(width, inner, act, experts=(count, used))
     router = Block(width, (Linear("gate", width, count),), (), (Kept("scores of experts", count, "fp32"),), 0, 0)
     if family != "qwen2_moe":
-        number = config.size("n_shared_experts", default=0) if family == "generic" else 0
+        number = config.size("n_shared_experts", default=0)
         both = (experts, router) if not number else (experts, router, _gated_mlp(width, number * inner, act))
         return _join(both, (), 0)
     shared = _gated_mlp(width, config.size("shared_expert_intermediate_size", default=inner), act)
     return _join((experts, router, shared), (), width)  # the shared expert's gate has one output
 
 
-class _Plain(NamedTuple):
-    """How a decoder with LayerNorm and an MLP without a gate differs from GPT-2."""
-
-    names: tuple[str, ...]
-    mlp: tuple[str, str]
-    act: str
-    bias: bool = True
-    num_norms: int = 2
-    is_tied: bool = True
-    is_rotary: bool = True
-    has_head_bias: bool = False
-
-
-_PLAIN = {
-    "gpt2": _Plain(("c_attn", "c_proj"), ("c_fc", "mlp.c_proj"), "gelu_new", is_rotary=False),
-    "gpt_neox": _Plain(("query_key_value", "dense"), ("dense_h_to_4h", "dense_4h_to_h"), "gelu", is_tied=False),
-    "falcon": _Plain(("query_key_value", "dense"), ("dense_h_to_4h", "dense_4h_to_h"), "gelu", bias=False),
-    "phi": _Plain((*_APART[:3], "dense"), ("fc1", "fc2"), "gelu_new", num_norms=1, is_tied=False, has_head_bias=True),
-    "opt": _Plain((*_APART[:3], "out_proj"), ("fc1", "fc2"), "relu", is_rotary=False),
-    "bloom": _Plain(("query_key_value", "dense"), ("dense_h_to_4h", "dense_4h_to_h"), "gelu", is_rotary=False),
-}
-
-
 def _plain_decoder(config: ModelConfig, family: str) -> Anatomy:
-    """GPT-2, GPT-NeoX, Falcon, Phi, OPT and BLOOM."""
-    plain, width, heads = _PLAIN[family], config.hidden, config.heads
-    bias = bool(config.get("attention_bias", "bias", "enable_bias", default=plain.bias))
-    kv_heads = config.size("num_key_value_heads", default=heads, least=1) if family == "phi" else heads
-    num_norms = plain.num_norms
-    if family == "falcon":
-        is_new = bool(config.get("new_decoder_architecture", default=False))
-        one = 1 if config.get("multi_query", default=True) else heads
-        kv_heads = config.size("num_kv_heads", default=heads) if is_new else one
-        both = config.size("num_ln_in_parallel_attn", default=2) if is_new else 1
-        num_norms = both if is_new or config.get("parallel_attn", default=True) else 2
-    drops = config.drops("attention_dropout", "attn_pdrop", default=0.1 if family == "gpt2" else 0.0)
-    is_fused = plain.is_rotary and len(plain.names) == 2
-    attention = Attention(
-        heads, kv_heads, config.split_width, drops, upcasts=family == "bloom", is_fused_rotary=is_fused
+    """GPT-2 and GPT-NeoX: LayerNorms and an MLP without a gate."""
+    width, heads, is_neox = config.hidden, config.heads, family == "gpt_neox"
+    names, mlp_names, act = (
+        (("query_key_value", "dense"), ("dense_h_to_4h", "dense_4h_to_h"), "gelu")
+        if is_neox
+        else (("c_attn", "c_proj"), ("c_fc", "mlp.c_proj"), "gelu_new")
     )
-    attend = _attention(width, attention, plain.names, bias=(bias, bias))
-    act = config.text("activation_function", "hidden_act", "activation", default=plain.act)
-    mlp_bias = bias if family in ("falcon", "opt") else True
-    inner = config.inner
-    if family in ("bloom", "falcon"):
-        inner = 4 * width if family == "bloom" else config.size("ffn_hidden_size", default=4 * width)
-    mlp = _plain_mlp(width, inner, act, plain.mlp, bias=mlp_bias)
-    default = 0.1 if family in ("gpt2", "opt") else 0.0
+    default = 0.0 if is_neox else 0.1
+    drops = config.drops("attention_dropout", "attn_pdrop", default=default)
+    attention = Attention(heads, heads, config.split_width, drops, upcasts=False, is_fused_rotary=is_neox)
+    bias = bool(config.get("attention_bias", default=True))
+    attend = _attention(width, attention, names, bias=(bias, bias))
+    act = config.text("activation_function", "hidden_act", "activation", default=act)
+    mlp = _plain_mlp(width, config.inner, act, mlp_names)
     drops_stream = config.drops("resid_pdrop", "hidden_dropout", "dropout", default=default)
-    norms = tuple(kept for _ in range(num_norms) for kept in _layer_norm(width))
-    block = _join((attend, mlp), norms, num_norms * 2 * width, 2 * drops_stream)
+    block = _join((attend, mlp), _layer_norm(width) * 2, 4 * width, 2 * drops_stream)
     vocabulary = config.size("vocab_size")
-    narrow = config.size("word_embed_proj_dim", default=width) if family == "opt" else width
-    tables = [(vocabulary, narrow)]
-    if family in ("gpt2", "opt"):
-        offset = 2 if family == "opt" else 0
-        tables.append((config.size("max_position_embeddings", "n_positions", default=1024) + offset, width))
-    others = 2 * width * (2 if family == "bloom" else 1)
-    if family == "opt":
-        has_norm = config.get("do_layer_norm_before", default=True) and not config.get("_remove_final_layer_norm")
-        others = 2 * width * bool(has_norm) + (2 * width * narrow if narrow != width else 0)
-    head = Linear("lm_head", narrow, vocabulary, plain.has_head_bias)
-    tied = bool(config.get("tie_word_embeddings", default=plain.is_tied))
-    return Anatomy(family, (Stack(block, config.layers),), tuple(tables), head, tied, others)
+    tables = [(vocabulary, width)]
+    if not is_neox:
+        tables.append((config.size("max_position_embeddings", "n_positions", default=1024), width))
+    tied = bool(config.get("tie_word_embeddings", default=not is_neox))
+    head = Linear("lm_head", width, vocabulary)
+    return Anatomy(family, (Stack(block, config.layers),), tuple(tables), head, tied, 2 * width)
 
 
 def _t5(config: ModelConfig, family: str) -> Anatomy:
@@ -462,77 +414,38 @@ def _refed(kept: Kept) -> Kept:
     return kept._replace(feeds=tuple(_T5_NAMES[name] for name in kept.feeds))
 
 
-_ENCODER_NAMES = {
-    "bert": ("query", "key", "value", "attention.output.dense"),
-    "deberta": ("in_proj", "attention.output.dense"),
-    "deberta-v2": ("query_proj", "key_proj", "value_proj", "attention.output.dense"),
-    "distilbert": ("q_lin", "k_lin", "v_lin", "out_lin"),
-}
-
-
-def _encoder_block(config: ModelConfig, family: str, act: str) -> Block:
+def _encoder_block(config: ModelConfig, family: str) -> Block:
     width, heads = config.hidden, config.heads
-    drops = config.drops("attention_probs_dropout_prob", "attention_dropout", default=0.1 if family != "vit" else 0.0)
-    is_disentangled = family.startswith("deberta")
-    attention = Attention(
-        heads,
-        heads,
-        config.split_width,
-        drops,
-        is_eager=is_disentangled,
-        is_disentangled=is_disentangled,
-        upcasts=family == "vit",
-    )
-    bias = bool(config.get("qkv_bias", default=True))
-    attend = _attention(width, attention, _ENCODER_NAMES.get(family, _ENCODER_NAMES["bert"]), bias=(bias, True))
-    num_other = 0
-    kinds = config.get("pos_att_type", default=())
-    if family == "deberta":  # one product without biases, biases of queries and values, and of positions
-        num_other = 2 * width - 3 * width
-        num_other += width * width * ("c2p" in kinds) + (width * width + width) * ("p2c" in kinds)
-    elif family == "deberta-v2" and not config.get("share_att_key", default=False):
-        num_other = (width * width + width) * (("c2p" in kinds) + ("p2c" in kinds))
-    mlp = _plain_mlp(
-        width, config.inner, act, ("lin1", "lin2") if family == "distilbert" else ("intermediate.dense", "output.dense")
-    )
-    drops_stream = config.drops("hidden_dropout_prob", "dropout", default=0.1 if family != "vit" else 0.0)
-    return _join((attend, mlp), _layer_norm(width) * 2, 4 * width + num_other, 2 * drops_stream)
+    default = 0.1 if family != "vit" else 0.0
+    drops = config.drops("attention_probs_dropout_prob", "attention_dropout", default=default)
+    attention = Attention(heads, heads, config.split_width, drops, upcasts=family == "vit")
+    names = ("query", "key", "value", "attention.output.dense")
+    attend = _attention(width, attention, names, bias=(bool(config.get("qkv_bias", default=True)), True))
+    act = config.text("hidden_act", "activation", default="gelu")
+    mlp = _plain_mlp(width, config.inner, act, ("intermediate.dense", "output.dense"))
+    drops_stream = config.drops("hidden_dropout_prob", "dropout", default=default)
+    return _join((attend, mlp), _layer_norm(width) * 2, 4 * width, 2 * drops_stream)
 
 
 def _encoder(config: ModelConfig, family: str) -> Anatomy:
-    """BERT, RoBERTa, DistilBERT, ELECTRA and DeBERTa, bare or with the head that ``architectures`` names."""
+    """BERT and RoBERTa, bare or with the head that ``architectures`` names."""
     width, vocabulary = config.hidden, config.size("vocab_size")
-    block = _encoder_block(config, family, config.text("hidden_act", "activation", default="gelu"))
-    narrow = config.size("embedding_size", default=width) if family in ("electra", "deberta-v2") else width
-    tables = [(vocabulary, narrow)]
-    if config.get("position_biased_input", default=True):
-        tables.append((config.size("max_position_embeddings", default=512), narrow))
-    types = config.size("type_vocab_size", default=0 if family[:7] in ("distilb", "deberta") else 2)
-    tables += [(types, narrow)] if types and family != "distilbert" else []
-    others = 2 * narrow + (narrow * width + (0 if family == "deberta-v2" else width)) * (narrow != width)
-    if family.startswith("deberta") and config.get("relative_attention", default=False):
-        reach = config.size("max_relative_positions", default=-1, least=-1)
-        reach = reach if reach >= 1 else config.size("max_position_embeddings", default=512)
-        buckets = config.size("position_buckets", default=-1, least=-1)
-        tables.append((2 * (buckets if family == "deberta-v2" and buckets > 0 else reach), width))
-        others += 2 * width * ("layer_norm" in str(config.get("norm_rel_ebd", default="none")))
-        kernel = config.size("conv_kernel_size", default=0) if family == "deberta-v2" else 0
-        others += (width * width * kernel + 3 * width) if kernel > 0 else 0
-    dense, labels = width * width + width, _num_labels(config)
+    positions, types = config.size("max_position_embeddings", default=512), config.size("type_vocab_size", default=2)
+    tables = ((vocabulary, width), (positions, width), *(((types, width),) if types else ()))
+    dense, labels, others = width * width + width, _num_labels(config), 2 * width
     wanted = str((config.get("architectures") or ["Model"])[0])
-    stacks = (Stack(block, config.layers),)
+    stacks = (Stack(_encoder_block(config, family), config.layers),)
     if wanted.endswith(("ForMaskedLM", "ForPreTraining")):
-        head = Linear("decoder", narrow, vocabulary, has_bias=True)
-        others += narrow * width + narrow + 2 * narrow
-        if wanted.endswith("ForPreTraining"):
-            others += dense + 2 * width + 2 if family == "bert" else 0
-        return Anatomy(family, stacks, tuple(tables), head, True, others, upcasts_logits=False)
+        head = Linear("decoder", width, vocabulary, has_bias=True)
+        others += dense + 2 * width
+        if wanted.endswith("ForPreTraining") and family == "bert":
+            others += dense + 2 * width + 2
+        return Anatomy(family, stacks, tables, head, True, others, upcasts_logits=False)
     if wanted.endswith(("ForSequenceClassification", "ForTokenClassification")):
         others += 0 if wanted.endswith("ForTokenClassification") else dense
         head = Linear("classifier", width, labels, has_bias=True)
-        return Anatomy(family, stacks, tuple(tables), head, False, others, has_token_logits=False)
-    others += dense if family in ("bert", "roberta") else 0  # the pooler
-    return Anatomy(family, stacks, tuple(tables), None, False, others, has_token_logits=False)
+        return Anatomy(family, stacks, tables, head, False, others, has_token_logits=False)
+    return Anatomy(family, stacks, tables, None, False, others + dense, has_token_logits=False)  # with the pooler
 
 
 def _num_labels(config: ModelConfig) -> int:
@@ -545,7 +458,7 @@ def _vit(config: ModelConfig, family: str) -> Anatomy:
     width = config.hidden
     image, patch = config.size("image_size", default=224), config.size("patch_size", default=16, least=1)
     tokens = (image // patch) ** 2 + 1
-    block = _encoder_block(config, family, config.text("hidden_act", default="gelu"))
+    block = _encoder_block(config, family)
     others = width + tokens * width  # the class token and the positions
     others += config.size("num_channels", default=3) * patch * patch * width + width + 2 * width
     wanted = str((config.get("architectures") or ["Model"])[0])
@@ -559,14 +472,19 @@ def _vit(config: ModelConfig, family: str) -> Anatomy:
 #: The families whose parameters are counted exactly, by ``model_type``.
 FAMILIES: Mapping[str, Callable[[ModelConfig, str], Anatomy]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"), _gated_decoder),
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "stablelm"), _gated_decoder),
-    **dict.fromkeys(_PLAIN, _plain_decoder),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), _gated_decoder),
+    **dict.fromkeys(("gpt2", "gpt_neox"), _plain_decoder),
     **dict.fromkeys(("t5", "mt5"), _t5),
-    **dict.fromkeys(("bert", "roberta", "distilbert", "electra", "deberta", "deberta-v2"), _encoder),
+    **dict.fromkeys(("bert", "roberta"), _encoder),
     "vit": _vit,
     "mamba": _state_space,
 }
-_ALIASES = {"gemma3_text": "gemma3", "xlm-roberta": "roberta", "camembert": "roberta", "umt5": "generic"}
+_ALIASES = {"gemma3_text": "gemma3", "xlm-roberta": "roberta", "camembert": "roberta"}
+#: What others are counted like, with the wide bound; the rest like Llama.
+_LIKE = {
+    **dict.fromkeys(("falcon", "phi", "opt", "bloom"), "gpt_neox"),
+    **dict.fromkeys(("deberta", "deberta-v2", "electra", "distilbert"), "bert"),
+}
 
 
 def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
@@ -584,9 +502,10 @@ def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
     """
     read = ModelConfig(config)
     kind = read.text("model_type", default="")
-    family = _ALIASES.get(kind, kind)
+    kind = _ALIASES.get(kind, kind)
+    family = kind if kind in FAMILIES else _LIKE.get(kind, "llama")
     try:
-        found = FAMILIES.get(family, _gated_decoder)(read, family if family in FAMILIES else "generic")
+        found = FAMILIES[family](read, family)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ConfigError(
             f"the model's config has a value that is none of its entry's: {type(error).__name__}: {error}.",
@@ -594,6 +513,6 @@ def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
             remedy="give the config.json of the model's own page, or one saved by config.save_pretrained",
         ) from error
     towers = sum(count_tower(config[name]) for name in TOWERS if config.get(name))
-    if not towers:
-        return found
-    return replace(found, num_other_parameters=found.num_other_parameters + towers, is_exact=False, has_towers=True)
+    others = found.num_other_parameters + towers
+    is_exact = family == kind and not towers
+    return replace(found, num_other_parameters=others, is_exact=is_exact, has_towers=bool(towers))

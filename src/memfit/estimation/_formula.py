@@ -17,7 +17,7 @@ from memfit.estimation._events import Part, Phase
 from memfit.estimation._families import Anatomy, Attention, Block, Kept, Linear, Stack, find_anatomy
 from memfit.estimation._interval import Interval
 from memfit.estimation._model_config import check_names
-from memfit.estimation._setup import Setup
+from memfit.estimation._setup import Setup, find_lora_targets
 
 #: The versions whose memory the formula counts.
 RULES_OF = {"torch": "2.13", "transformers": "5"}
@@ -26,11 +26,11 @@ _SIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: Bytes of a number in 4 bits: blocks of 64 with a scale in fp32 each (bitsandbytes functional.py; scales that are
 #: quantised once more take 0.05 less). In 8 bits: a row of a thousand or more shares one scale.
 _QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1 + 4 / 1024}
-#: Bytes of both moments with a scale in fp32 for each block: of 256 numbers in 8 bits (bitsandbytes optim/optimizer.py,
-#: torchao optim/subclass_8bit.py), of 128 in 4 bits (torchao optim/subclass_4bit.py).
-_QUANTISED_STATES = {"adamw8bit": 2 + 2 * 4 / 256, "adamw4bit": 1 + 2 * 4 / 128}
+#: Bytes of both moments in 8 bits, with a scale in fp32 for each block of 256 numbers (bitsandbytes optim/optimizer.py,
+#: torchao optim/subclass_8bit.py).
+_STATES_IN_8_BITS = 2 + 2 * 4 / 256
 #: Moments of a size with the weights, by optimizer.
-_MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "momentum": 1, "sgd": 0, "none": 0, "paged_adamw8bit": 0}
+_MOMENTS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0, "none": 0}
 #: DeepSpeed's reduce_bucket_size and allgather_bucket_size, in numbers (runtime/zero/config.py).
 _BUCKET = 500_000_000
 #: cuBLAS's workspace for each thread that multiplies: 4096 KiB x 2 + 16 KiB x 8, 32 MiB on Hopper
@@ -43,19 +43,6 @@ _BUFFERS = 1 << 20
 _ABOVE_COUNT = (1.0, 2.0)  # of parameters
 _ABOVE_KEPT = (1.2, 2.0)
 _ABOVE_TEMPORARY = (2.0, 4.0)
-
-#: The modules that get adapters where none are named, by family (PEFT, utils/constants.py).
-_LORA_TARGETS = {
-    **dict.fromkeys(("gpt2",), ("c_attn",)),
-    **dict.fromkeys(("gpt_neox", "falcon", "bloom"), ("query_key_value",)),
-    **dict.fromkeys(("t5", "mt5"), ("q", "v")),
-    **dict.fromkeys(("bert", "roberta", "electra", "vit"), ("query", "value")),
-    "phi3": ("qkv_proj",),
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "distilbert": ("q_lin", "v_lin"),
-    "deberta": ("in_proj",),
-    "deberta-v2": ("query_proj", "value_proj"),
-}
 
 
 @dataclass(frozen=True)
@@ -192,7 +179,7 @@ class _Case:
         if not self.setup.lora_rank:
             return ()
         names = sorted({linear.name for _, block in self.blocks for linear in block.linears})
-        wanted = self.setup.lora_targets or _LORA_TARGETS.get(self.anatomy.family, ("q_proj", "v_proj"))
+        wanted = self.setup.lora_targets or find_lora_targets(self.anatomy.family)
         if "all-linear" in wanted:
             return tuple(names)
         found = {want: [name for name in names if name == want or name.endswith("." + want)] for want in wanted}
@@ -279,8 +266,8 @@ class _Case:
             lines = [(one.inputs + one.outputs) * stack.num_blocks for stack, b in self.blocks for one in b.linears]
             lines += [rows + width for rows, width in self.anatomy.tables]
             moments = Interval(sum(lines) * self.state, 2 * sum(lines) * max(self.state, 4))
-        elif name in _QUANTISED_STATES:
-            moments = Interval(_most(count * _QUANTISED_STATES[name])).times(1, 1.02)  # small weights have fp32 states
+        elif name == "adamw8bit":
+            moments = Interval(_most(count * _STATES_IN_8_BITS)).times(1, 1.02)  # small weights have fp32 states
         else:
             moments = Interval(_most(count * _MOMENTS[name] * self.state))
         if self.has_masters:
@@ -298,12 +285,12 @@ class _Case:
             size = self.trained
             found = Interval(every * size, 3 * every * size) if self.setup.foreach else Interval(0, 8 * one * size)
             return self._wide(found)
-        if name in ("adamw", "adam", "lion"):
+        if name in ("adamw", "adam"):
             size = self.state
-            copies = 2 if name in ("adamw", "adam") and size != self.trained and not self.has_masters else 1
+            copies = 2 if size != self.trained and not self.has_masters else 1
             found = Interval(every * size * copies) if self.setup.foreach else Interval(0, 2 * one * size)
-        elif name in _QUANTISED_STATES:  # kernels of their own, or fp32 copies of one weight after another
-            found = Interval(8 * one * (name == "adamw4bit"), 8 * one)
+        elif name == "adamw8bit":  # a kernel of its own, or fp32 copies of one weight after another
+            found = Interval(0, 8 * one)
         else:
             found = Interval()
         return self._wide(found + Interval(4 * every * self.has_masters))  # fp32 copies of gradients
@@ -348,7 +335,7 @@ class _Case:
         if self._keeps_scores(one):
             scores = 4 if one.upcasts or self.is_amp else size
             scores += (size if one.has_dropout or scores != size else 0) + one.has_dropout + size * one.is_capped
-            return Interval(value + repeated + batch * pairs * scores).times(1, 3.0 if one.is_disentangled else 1.0)
+            return Interval(value + repeated + batch * pairs * scores)
         value += batch * queries * one.heads * 4
         bias = pairs * size if one.is_biased else 0
         return Interval(value + bias, value + bias * batch + repeated)
@@ -543,12 +530,9 @@ class _Case:
             found.append(
                 "what sees or hears beside the language model is counted roughly: its parameters and not what it keeps"
             )
-        if self.anatomy.family == "generic":
-            found.append(
-                "this model's family is unknown: it is taken for a decoder like Llama, and bounds are twice as wide"
-            )
-        if self.setup.optimizer == "paged_adamw8bit":
-            found.append("paged optimizer states are in managed memory, beside torch's allocator: not counted")
+        elif not self.anatomy.is_exact:
+            like = self.anatomy.family
+            found.append(f"this model's family is unknown: it is counted like {like}, and bounds are twice as wide")
         if self.setup.lora_rank:
             found.append("adapters are held in fp32; their inputs are bounded with dropout")
         if self.setup.compiled:

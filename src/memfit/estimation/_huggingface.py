@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +13,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.errors import ConfigError, MissingExtraError, nearest
+from memfit.errors import ConfigError, MissingExtraError, UntraceableError, nearest
 from memfit.estimation._blocks import ChunkedHead, checkpoint_blocks, offload_activations
-from memfit.estimation._lora import add_lora, find_default_targets
+from memfit.estimation._lora import add_lora
 from memfit.estimation._optimizers import build_optimizer
 from memfit.estimation._program import Program, find_blocks
-from memfit.estimation._quantization import cast_rest_to_fp32, quantize_linears
-from memfit.estimation._setup import Setup
+from memfit.estimation._quantization import quantize_linears
+from memfit.estimation._setup import Setup, find_lora_targets
 
 _WEIGHT_DTYPES = {
     "fp32": torch.float32,
@@ -46,63 +45,39 @@ _DEFAULT_IMAGE_SIZE = 224
 _NO_LABELS = 2
 
 
-@dataclass(frozen=True)
-class Habits:
-    """What training frameworks do differently and a setup does not say; the defaults are transformers' and PEFT's.
-
-    Attributes:
-        adapter_dtype: The dtype of adapters; None for fp32, to which PEFT casts them on 16-bit models.
-        double_quantization: Whether nf4 quantises its maxima too.
-        rest_in_fp32: Whether what is not quantised is cast to fp32 (``prepare_model_for_kbit_training``).
-        embeddings_in_32_bit: Whether 8-bit optimizers keep fp32 moments of embeddings (transformers' trainer).
-        padded: Whether batches come with a padding mask, which attention then takes.
-    """
-
-    adapter_dtype: torch.dtype | None = None
-    double_quantization: bool = False
-    rest_in_fp32: bool = False
-    embeddings_in_32_bit: bool = False
-    padded: bool = False
-
-
-def build_program(config: Mapping[str, Any], setup: Setup, habits: Habits | None = None) -> Program:
+def build_program(config: Mapping[str, Any], setup: Setup) -> Program:
     """The training step of a model that transformers can build; called within a fake tensor mode.
 
     Args:
         config: The content of a ``config.json``; needs ``model_type`` or ``architectures``. What it lacks has
             transformers' default, with a note.
         setup: How the model is trained. ``strategy``, ``world_size`` and ``compiled`` are not looked at.
-        habits: What frameworks do differently.
 
     Raises:
         MissingExtraError: transformers is not installed.
+        UntraceableError: transformers does not know the model's type.
         ConfigError: The config or the setup makes no model.
     """
-    habits = habits or Habits()
     notes: dict[str, None] = {}
     parsed, kind = _parse(config, notes)
     model = _build_model(parsed, kind, setup, notes)
     head = model.get_output_embeddings()
     if setup.quantization != "none":  # before any weight has bytes: they are quantised as they are loaded
-        _quantize(model, setup, habits, head, notes)
+        _quantize(model, setup, head, notes)
     _materialize(model, _fp32_names(model, _WEIGHT_DTYPES[setup.dtype], notes))
-    batch = _make_batch(model, setup, habits, notes)
+    batch = _make_batch(model, setup, notes)
     if setup.optimizer == "none":
         model.eval().requires_grad_(False)
     else:
         model.train()
-    if setup.quantization != "none" and habits.rest_in_fp32:
-        cast_rest_to_fp32(model)
     if setup.lora_rank:
-        targets = setup.lora_targets or find_default_targets(model.config.model_type)
-        dtype = habits.adapter_dtype or torch.float32
-        count = add_lora(model, setup.lora_rank, targets, dtype=dtype, head=head)
-        name = str(dtype).removeprefix("torch.")
-        notes[f"{count} adapters in {name} beside {', '.join(targets)}, without dropout, as PEFT runs them"] = None
+        targets = setup.lora_targets or find_lora_targets(model.config.model_type)
+        count = add_lora(model, setup.lora_rank, targets, head=head)
+        notes[f"{count} adapters in float32 beside {', '.join(targets)}, without dropout, as PEFT runs them"] = None
     if setup.loss_chunks > 1:
         head = _chunk_loss(model, setup, head, notes)
     checkpoint_blocks(find_blocks(model), setup.gradient_checkpointing)
-    optimizer, assumed = build_optimizer(model, setup, embeddings_in_32_bit=habits.embeddings_in_32_bit)
+    optimizer, assumed = build_optimizer(model, setup)
     notes.update(dict.fromkeys(assumed))
     clip = setup.clip_grad_norm and optimizer is not None
     if clip and setup.optimizer_in_backward:
@@ -174,9 +149,11 @@ def _parse(config: Mapping[str, Any], notes: dict[str, None]) -> tuple[Any, type
     kind: Any = next((found for found in named if found is not None), None)
     model_type = config.get("model_type") or getattr(getattr(kind, "config_class", None), "model_type", None)
     if model_type is None or model_type not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"The model type is {model_type!r}, and transformers {transformers.__version__} has no such model.",
-            rule=f"A config.json names a known model_type: {nearest(str(model_type), CONFIG_MAPPING.keys())}.",
+        hint = nearest(str(model_type), CONFIG_MAPPING.keys())  # hundreds of names where none is near
+        hint = f"; {hint}" if hint.startswith("did you mean") else ""
+        raise UntraceableError(
+            f"transformers {transformers.__version__} has no model type {model_type!r}{hint}",
+            rule="a config.json names a model type that transformers knows.",
             remedy="correct model_type, or estimate a torch module: memfit.estimate(build_model, ...)",
         )
     values = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL and name != "model_type"}
@@ -347,7 +324,7 @@ def _materialize(model: nn.Module, fp32_names: set[str]) -> None:
                 holder[name] = convert(tensor, tensor.dtype)
 
 
-def _make_batch(model: Any, setup: Setup, habits: Habits, notes: dict[str, None]) -> dict[str, torch.Tensor]:
+def _make_batch(model: Any, setup: Setup, notes: dict[str, None]) -> dict[str, torch.Tensor]:
     config = model.config
     name = getattr(model, "main_input_name", "input_ids")
     if name == "pixel_values":
@@ -358,11 +335,7 @@ def _make_batch(model: Any, setup: Setup, habits: Habits, notes: dict[str, None]
         return {name: features, "labels": _tokens(setup.batch, setup.target_len or setup.seq_len)}
     _check_length(config, setup)
     batch = {"input_ids": _tokens(setup.batch, setup.seq_len)}
-    if habits.padded:
-        batch["attention_mask"] = torch.ones(setup.batch, setup.seq_len, dtype=torch.int64)
-        notes["batches come with a padding mask"] = None
-    else:
-        notes["batches come without a padding mask: attention takes its causal or full path"] = None
+    notes["batches come without a padding mask: attention takes its causal or full path"] = None
     if config.is_encoder_decoder:
         target = setup.target_len or setup.seq_len
         batch["labels"] = _tokens(setup.batch, target)
@@ -409,17 +382,11 @@ def _check_length(config: Any, setup: Setup) -> None:
         )
 
 
-def _quantize(model: Any, setup: Setup, habits: Habits, head: Any, notes: dict[str, None]) -> None:
-    if setup.lora_rank == 0 and setup.optimizer != "none":
-        raise ConfigError(
-            f"Weights in {setup.quantization} are to be trained, without adapters.",
-            rule="Quantised weights have no gradients: only adapters beside them are trained.",
-            remedy="add --lora 16, or leave out --quant",
-        )
+def _quantize(model: Any, setup: Setup, head: Any, notes: dict[str, None]) -> None:
     kind: Any = setup.quantization
     skip = [module for module in (head, *_heads(model)) if module is not None]
     compute = _AUTOCAST_DTYPES.get(setup.dtype, _WEIGHT_DTYPES[setup.dtype])
-    count = quantize_linears(model, kind, compute_dtype=compute, double=habits.double_quantization, skip=skip)
+    count = quantize_linears(model, kind, compute_dtype=compute, skip=skip)
     notes[f"{count} linear layers are held in {kind}, as bitsandbytes does; the output layer is not"] = None
 
 

@@ -10,20 +10,6 @@ from torch import nn
 from memfit.errors import ConfigError, nearest
 from memfit.estimation._quantization import QuantizedLinear, find_features, is_linear
 
-#: What PEFT 0.17 adapts when it is told nothing (utils/constants.py), by model type.
-_QUERY_VALUE = ("q_proj", "v_proj")
-_DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("t5", "mt5"), ("q", "v")),
-    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
-    **dict.fromkeys(("bloom", "gpt_neox", "falcon", "chatglm"), ("query_key_value",)),
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "layoutlm", "vit"), ("query", "value")),
-    "deberta-v2": ("query_proj", "value_proj"),
-    "deberta": ("in_proj",),
-    "mpt": ("Wqkv",),
-    "codegen": ("qkv_proj",),
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "phi3": ("qkv_proj",),
-}
 #: Layers that classify: PEFT trains them in full (tuners/lora, task type SEQ_CLS).
 _TRAINED_HEADS = ("classifier", "score")
 
@@ -31,21 +17,20 @@ _TRAINED_HEADS = ("classifier", "score")
 class LoraLinear(nn.Module):
     """A frozen linear layer and two narrow trained ones beside it, as PEFT's ``tuners/lora/layer.py`` runs them.
 
-    The input is cast to the adapters' dtype, and kept in it for the backward pass: fp32 adapters on a 16-bit model keep
-    an fp32 copy of the input. Without dropout; scaled by a number.
+    The adapters are in fp32, to which PEFT casts them on 16-bit models (``autocast_adapter_dtype``). So is the copy of
+    the input that is kept for the backward pass. Without dropout; scaled by a number.
 
     Args:
         base: Frozen.
         rank: Of the product of both narrow layers.
-        dtype: Of the narrow layers.
     """
 
-    def __init__(self, base: nn.Module, rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
         features_in, features_out = find_features(base)
         self.base_layer = base
-        self.lora_A = nn.Linear(features_in, rank, bias=False, dtype=dtype)
-        self.lora_B = nn.Linear(rank, features_out, bias=False, dtype=dtype)
+        self.lora_A = nn.Linear(features_in, rank, bias=False, dtype=torch.float32)
+        self.lora_B = nn.Linear(rank, features_out, bias=False, dtype=torch.float32)
         self.scaling = 2.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,25 +44,13 @@ class LoraLinear(nn.Module):
         return total.to(dtype)
 
 
-def find_default_targets(model_type: str) -> tuple[str, ...]:
-    """The names of the layers that PEFT adapts in models of a type when it is told nothing.
-
-    >>> find_default_targets("t5"), find_default_targets("qwen2")
-    (('q', 'v'), ('q_proj', 'v_proj'))
-    """
-    return _DEFAULT_TARGETS.get(model_type, _QUERY_VALUE)
-
-
-def add_lora(
-    model: nn.Module, rank: int, targets: Sequence[str], *, dtype: torch.dtype, head: nn.Module | None = None
-) -> int:
+def add_lora(model: nn.Module, rank: int, targets: Sequence[str], *, head: nn.Module | None = None) -> int:
     """Freezes a model and puts adapters beside some of its linear layers.
 
     Args:
         model: Changed in place. Layers named ``classifier`` or ``score`` stay trained.
         rank: Of the adapters.
         targets: Last parts of the layers' names; ``all-linear`` for all but the head.
-        dtype: Of the adapters.
         head: The output layer, which ``all-linear`` leaves out.
 
     Returns:
@@ -98,7 +71,7 @@ def add_lora(
         )
     for name, module in chosen:
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, LoraLinear(module, rank, dtype))
+        setattr(model.get_submodule(parent), last, LoraLinear(module, rank))
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] in _TRAINED_HEADS and not isinstance(module, LoraLinear):
             for parameter in module.parameters():

@@ -13,24 +13,17 @@ from torch import nn
 
 from memfit.errors import ConfigError
 from memfit.estimation._setup import Setup
-from memfit.units import format_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: bitsandbytes 0.45, optim/optimizer.py, Optimizer2State: smaller tensors keep fp32 moments; one fp32 maximum is kept
 #: for every 256 moments (2048 before 0.44: fewer bytes). torchao 0.7, optim/adam.py, draws the same line at 4096.
 _MIN_QUANTIZED_SIZE = 4096
 _BLOCK_SIZE_8_BIT = 256
-#: torchao 0.7, optim/adam.py: the default of AdamW4bit.
-_BLOCK_SIZE_4_BIT = 128
-#: bitsandbytes 0.45, optim/optimizer.py, get_state_buffer: smaller moments are ordinary tensors.
-_MIN_PAGED_SIZE = 100_000
 
 _Factory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
-def build_optimizer(
-    model: nn.Module, setup: Setup, *, embeddings_in_32_bit: bool = False
-) -> tuple[torch.optim.Optimizer | None, tuple[str, ...]]:
+def build_optimizer(model: nn.Module, setup: Setup) -> tuple[torch.optim.Optimizer | None, tuple[str, ...]]:
     """The optimizer of a setup over the weights of a model that are trained, and what was assumed.
 
     With ``optimizer_in_backward`` each weight's optimizer runs as soon as its gradient is complete, and the optimizer
@@ -39,8 +32,6 @@ def build_optimizer(
     Args:
         model: On fake tensors, in the dtype of its weights.
         setup: Names the optimizer, the dtype of its states and when it runs.
-        embeddings_in_32_bit: Whether 8-bit optimizers keep fp32 moments of embeddings, as transformers' trainer asks of
-            bitsandbytes.
 
     Raises:
         ConfigError: The setup contradicts itself.
@@ -54,38 +45,20 @@ def build_optimizer(
             rule="An optimizer needs at least one weight.",
             remedy="use --optimizer none, or --lora with a rank above 0",
         )
-    exempt = _embedding_weights(model) if embeddings_in_32_bit else set()
-    factory = _wrap_in_masters(_choose(setup, exempt), setup)
-    notes = _describe(setup, parameters, exempt)
-    if not setup.optimizer_in_backward:
-        return factory(list(parameters)), notes
-    if setup.num_microbatches > 1:
-        raise ConfigError(
-            f"Weights are updated within the backward pass, and {setup.num_microbatches} of them make one update.",
-            rule="A gradient that is dropped after its backward pass cannot be added to.",
-            remedy="use one microbatch, or leave out --optimizer-in-backward",
-        )
-    return InBackward(parameters, factory), notes
+    factory = _wrap_in_masters(_choose(setup), setup)
+    notes = _describe(setup)
+    return (InBackward(parameters, factory) if setup.optimizer_in_backward else factory(list(parameters))), notes
 
 
-def _embedding_weights(model: nn.Module) -> set[int]:
-    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-
-
-def _choose(setup: Setup, exempt: set[int]) -> _Factory:
+def _choose(setup: Setup) -> _Factory:
     name, foreach = setup.optimizer, setup.foreach
     fast: dict[str, Any] = {"foreach": True} if foreach else {"fused": True}
-    if name in ("adamw8bit", "paged_adamw8bit"):
-        paged = name.startswith("paged")
+    if name == "adamw8bit":
         maps: dict[str, torch.Tensor] = {}
-        make_state = partial(_state_8_bit, maps=maps, exempt=exempt, paged=paged)
+        make_state = partial(_state_8_bit, maps=maps)
         return lambda parameters: WeightByWeight(parameters, make_state)
-    if name == "adamw4bit":
-        return lambda parameters: WeightByWeight(parameters, _state_4_bit, _temporaries_4_bit)
     if name == "adafactor":
         return _make_adafactor
-    if name == "lion":
-        return lambda parameters: _Lion(parameters, foreach, _DTYPES.get(setup.state_dtype or ""))
     if name == "sgd" or name == "momentum":
         momentum = 0.9 if name == "momentum" else 0.0
         # One weight after the other it takes what the fused kernel does, of which fake tensors know no shapes.
@@ -112,63 +85,32 @@ def _make_adafactor(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     return made
 
 
-def _describe(setup: Setup, parameters: Sequence[torch.Tensor], exempt: set[int]) -> tuple[str, ...]:
+def _describe(setup: Setup) -> tuple[str, ...]:
     notes = []
-    if setup.optimizer == "paged_adamw8bit":
-        paged = sum(
-            weight.numel() * (8 if id(weight) in exempt else 2)
-            for weight in parameters
-            if weight.numel() >= _MIN_PAGED_SIZE
-        )
+    if setup.optimizer == "adamw8bit":
         notes.append(
-            f"{format_bytes(paged)} of optimizer states are paged by CUDA, outside of torch's allocator: they take "
-            "what the device has left and wait in host memory otherwise"
+            "8-bit moments are laid out as in bitsandbytes; transformers' trainer keeps fp32 ones of embeddings"
         )
-    if setup.optimizer in ("adamw8bit", "paged_adamw8bit"):
-        kept = "fp32, as transformers' trainer asks for" if exempt else "8 bits, as bitsandbytes does by itself"
-        notes.append(f"8-bit moments are laid out as in bitsandbytes; those of embeddings in {kept}")
-    if setup.optimizer == "adamw4bit":
-        notes.append("4-bit moments are laid out as in torchao; its compiled step holds two fp32 copies of one weight")
     if setup.master_weights:
         notes.append("the step makes fp32 gradients of all weights that have a master copy")
-    fixed = ("adamw8bit", "paged_adamw8bit", "adamw4bit", "adafactor", "sgd", "momentum")
+    fixed = ("adamw8bit", "adafactor", "sgd", "momentum")
     if setup.state_dtype is not None and (setup.optimizer in fixed or setup.master_weights):
         notes.append(f"state_dtype has no effect on {setup.optimizer}{' with fp32 masters' * setup.master_weights}")
     return tuple(notes)
 
 
-def _state_8_bit(weight: torch.Tensor, maps: dict[str, torch.Tensor], exempt: set[int], *, paged: bool) -> Any:
+def _state_8_bit(weight: torch.Tensor, maps: dict[str, torch.Tensor]) -> Any:
     size = weight.numel()
-    outside = paged and size >= _MIN_PAGED_SIZE
-    if size < _MIN_QUANTIZED_SIZE or id(weight) in exempt:
-        if outside:
-            return {}
+    if size < _MIN_QUANTIZED_SIZE:
         return {name: torch.zeros_like(weight, dtype=torch.float32) for name in ("state1", "state2")}
     state: dict[str, torch.Tensor] = {}
     for index in ("1", "2"):
         if f"qmap{index}" not in maps:
             maps[f"qmap{index}"] = torch.zeros(256)
-        if not outside:
-            state[f"state{index}"] = torch.zeros_like(weight, dtype=torch.uint8)
+        state[f"state{index}"] = torch.zeros_like(weight, dtype=torch.uint8)
         state[f"qmap{index}"] = maps[f"qmap{index}"]
         state[f"absmax{index}"] = torch.zeros(math.ceil(size / _BLOCK_SIZE_8_BIT), dtype=torch.float32)
     return state
-
-
-def _state_4_bit(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    size = weight.numel()
-    if size < _MIN_QUANTIZED_SIZE or size % _BLOCK_SIZE_4_BIT:
-        return {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-    state = {}
-    for name in ("exp_avg", "exp_avg_sq"):
-        state[f"{name}_codes"] = torch.zeros(size // 2, dtype=torch.uint8)
-        state[f"{name}_scale"] = torch.zeros(size // _BLOCK_SIZE_4_BIT, dtype=torch.float32)
-        state[f"{name}_qmap"] = torch.zeros(16, dtype=torch.float32)
-    return state
-
-
-def _temporaries_4_bit(weight: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.empty_like(weight, dtype=torch.float32) for _ in range(2)]
 
 
 class WeightByWeight(torch.optim.Optimizer):
@@ -216,26 +158,6 @@ class _MixedAdam(torch.optim.Optimizer):
             gradients = [weight.grad.to(self._dtype) for weight in weights if weight.grad is not None]
             denominators = torch._foreach_sqrt([self.state[weight]["exp_avg_sq"] for weight in weights])
             del gradients, denominators
-
-
-class _Lion(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023): one moment; the update is a sign, made in a temporary of the weight's size."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor], foreach: bool, dtype: torch.dtype | None) -> None:
-        super().__init__(parameters, {})
-        self._foreach = foreach
-        self._dtype = dtype
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Updates all weights at once or one after the other."""
-        weights = _weights_with_gradients(self)
-        for weight in weights:
-            if not self.state[weight]:
-                self.state[weight] = {"exp_avg": torch.zeros_like(weight, dtype=self._dtype)}
-        for group in [weights] if self._foreach else [[weight] for weight in weights]:
-            updates = torch._foreach_mul([self.state[weight]["exp_avg"] for weight in group], 0.9)
-            del updates
 
 
 class _MasterWeights(torch.optim.Optimizer):

@@ -1,40 +1,348 @@
-"""A training step as one of several ranks runs it: rank 0, whose share is the largest.
+"""A training step as rank 0 of several runs it, whose share is the largest: DDP and FSDP2.
 
-Everything is emulated by hooks on fake tensors. What the libraries below torch take beside its allocator (NCCL's
-buffers) is not here.
+Both are emulated by hooks on fake tensors, without a process group: what is gathered, reduced and kept is made at the
+moments at which torch makes it. What the libraries below torch take beside its allocator (NCCL's buffers) is not here.
+DeepSpeed's ZeRO and tensor parallelism are computed by the formula.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from memfit.estimation._data_parallel import shard_ddp, shard_zero
-from memfit.estimation._fully_sharded import shard_fully
-from memfit.estimation._program import Program
-from memfit.estimation._setup import Setup, Strategy
-from memfit.estimation._tensor_parallel import shard_tensors
-from memfit.estimation._zero3 import shard_zero3
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
-_SHARDERS: dict[Strategy, Callable[[Program, Setup], Program]] = {
-    "ddp": shard_ddp,
-    "zero1": shard_zero,
-    "zero2": shard_zero,
-    "zero3": shard_zero3,
-    "fsdp": shard_fully,
-    "tp": shard_tensors,
-}
+from memfit.estimation._optimizers import build_optimizer
+from memfit.estimation._program import Program, find_blocks
+from memfit.estimation._setup import Setup
+from memfit.estimation._trace import part
+
+#: The streams that gather weights and reduce gradients; each has segments of its own.
+_GATHERING, _REDUCING = 1, 2
 
 
 def shard(program: Program, setup: Setup) -> Program:
-    """The program that one rank of ``setup.world_size`` runs; within a fake tensor mode.
+    """The program that one rank of ``setup.world_size`` runs, under ``ddp`` or ``fsdp``; in a fake tensor mode.
 
     The model and the optimizer are changed in place. Full weights that the program was built with die in its build
     phase: real programs build on the host or shard by shard.
-
-    Args:
-        program: Of one device.
-        setup: Its ``strategy`` and ``world_size``; its ``dtype`` decides on mixed precision.
     """
     if setup.world_size == 1 or setup.strategy == "none":
         return program
-    return _SHARDERS[setup.strategy](program, setup)
+    return _shard_ddp(program) if setup.strategy == "ddp" else shard_fully(program, setup)
+
+
+def _is_in_backward() -> bool:
+    """Whether autograd is running: a forward pass seen then makes a checkpointed block again."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _swap_optimized(program: Program, shards: Mapping[int, nn.Parameter], setup: Setup) -> None:
+    """Makes a program's optimizer, which has not stepped yet, update shards in place of parameters.
+
+    Args:
+        program: An optimizer that holds copies of weights, or updates within the backward pass, is made anew.
+        shards: By the ``id`` of the parameter.
+        setup: What the optimizer was made from.
+    """
+    if program.optimizer is None:
+        return
+    if setup.master_weights or setup.optimizer_in_backward:
+        trained = dict.fromkeys(shard for shard in shards.values() if shard.requires_grad)
+        program.optimizer, _ = build_optimizer(nn.ParameterList(trained), setup)
+        return
+    for group in program.optimizer.param_groups:
+        group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+def _shard_ddp(program: Program) -> Program:
+    """The program as ``DistributedDataParallel`` runs it, with its defaults.
+
+    The reducer holds a copy of all gradients (``gradient_as_bucket_view=False``), in buckets of one dtype. Their sizes
+    are not modelled, nor are the broadcasts of weights before and of buffers in each step. Source: torch 2.13
+    torch/csrc/distributed/c10d/reducer.cpp, ``initialize_buckets``.
+    """
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in program.model.parameters():
+        if parameter.requires_grad:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    with part("communication"):
+        buckets = [torch.empty(size, dtype=dtype) for dtype, size in sizes.items()]
+    program.model.__dict__["_buckets_of_ddp"] = buckets  # they live as long as the model
+    return dataclasses.replace(
+        program, notes=(*program.notes, "DDP: gradients are held twice, the second time in buckets")
+    )
+
+
+def _make_ghost(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter of the same shape that takes one byte, and none when it is used.
+
+    The recorder of a trace meets the storage at one byte and does not see it grow.
+    """
+    with part("weights"):
+        tensor = torch.empty(1, dtype=torch.uint8)
+    storage = tensor.untyped_storage()
+    with _disable_current_modes():
+        storage.resize_(parameter.numel() * dtype.itemsize)
+        empty = FakeTensor(tensor.fake_mode, torch.empty(0, dtype=dtype, device="meta"), torch.device("cpu"))  # type: ignore[attr-defined]
+        strides = torch.empty(parameter.shape, device="meta").stride()
+        full = empty.set_(storage, 0, parameter.shape, strides)
+        return nn.Parameter(full, requires_grad=parameter.requires_grad)
+
+
+@dataclass(eq=False)
+class _Weight:
+    """A parameter: its ghost in the modules, and rank 0's share, which is padded on the first dimension.
+
+    Source: torch 2.13 torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``_init_sharded_param``.
+    """
+
+    ghost: nn.Parameter
+    shard: nn.Parameter
+    is_cast: bool
+
+    @classmethod
+    def split(cls, parameter: nn.Parameter, dtype: torch.dtype | None, world_size: int) -> _Weight:
+        is_cast = dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype
+        rows = parameter.shape[0] if parameter.ndim else 1
+        with part("weights"):
+            local = torch.empty((-(-rows // world_size), *parameter.shape[1:]), dtype=parameter.dtype)
+        ghost = _make_ghost(parameter, dtype if is_cast and dtype is not None else parameter.dtype)
+        return cls(ghost, nn.Parameter(local, requires_grad=parameter.requires_grad), is_cast)
+
+
+@dataclass(eq=False)
+class _Communication:
+    """What all groups share. Source: torch 2.13 _fsdp_param_group.py, ``FSDPCommContext``.
+
+    Attributes:
+        world_size: Ranks.
+        dtype: What weights are gathered, and gradients made, in; None for the weights' own. They are reduced in fp32
+            then.
+    """
+
+    world_size: int
+    dtype: torch.dtype | None
+    groups: list[_Group] = field(default_factory=list)
+    order: list[_Group] = field(default_factory=list)
+    last_gathered: torch.Tensor | None = None
+    reduce_input: torch.Tensor | None = None
+    is_callback_queued: bool = False
+
+    def queue_callback(self) -> None:
+        if not self.is_callback_queued:
+            self.is_callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _finish_backward(self) -> None:
+        """Source: torch 2.13 _fsdp_state.py, ``_root_post_backward_final_callback``."""
+        for group in self.groups:
+            if group.state != "post-backward":
+                group.after_backward()
+            group.state = "idle"
+            group.pending = None
+            group.positions.clear()
+        self.order.clear()
+        self.reduce_input = None
+        self.is_callback_queued = False
+
+
+class _Group:
+    """Parameters that are gathered and reduced at once: a block's, or what is left to the root.
+
+    Source: torch 2.13 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py.
+    """
+
+    def __init__(self, weights: Sequence[_Weight], shared: _Communication, *, is_root: bool) -> None:
+        self.weights = weights
+        self.shared = shared
+        self.is_root = is_root
+        self.state = "idle"
+        self.pending: torch.Tensor | None = None  # gathered, not yet copied out
+        self.unsharded: list[torch.Tensor] | None = None
+        self.positions: list[int] = []
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        is_again = _is_in_backward()  # a checkpointed block is made again
+        if not is_again:
+            self.state = "forward"
+        self._start_gathering()
+        self._finish_gathering()
+        return (args, kwargs) if is_again or not torch.is_grad_enabled() else self._mark_inputs(args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if _is_in_backward():
+            return
+        self.state = "idle"
+        if not self.is_root:
+            self.unsharded = None
+        if torch.is_grad_enabled():
+            self.positions.append(len(self.shared.order))
+            self.shared.order.append(self)
+            for tensor in _pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+        if self.is_root:
+            self.shared.last_gathered = None
+
+    def _before_backward(self, grad: torch.Tensor) -> None:
+        self.shared.queue_callback()
+        if self.state == "pre-backward":
+            return
+        self.state = "pre-backward"
+        self._start_gathering()
+        self._finish_gathering()
+        if self.positions and (position := self.positions.pop()) > 0:
+            self.shared.order[position - 1]._start_gathering()  # the implicit prefetch of the next one
+
+    def after_backward(self) -> None:
+        self.state = "post-backward"
+        trained = [weight for weight in self.weights if weight.ghost.grad is not None]
+        grads = [weight.ghost.grad for weight in trained]
+        for weight in trained:
+            weight.ghost.grad = None
+        self.unsharded = None
+        self.shared.reduce_input = None  # the one of the group before
+        if trained:
+            self._reduce(trained, grads)  # type: ignore[arg-type]
+
+    def _start_gathering(self) -> None:
+        """Source: ``foreach_all_gather``: weights are cast into a flat copy, then gathered into a buffer."""
+        if self.unsharded is not None or self.pending is not None or not self.weights:
+            return
+        cast = sum(weight.shard.numel() for weight in self.weights if weight.is_cast)
+        dtypes = {weight.ghost.dtype for weight in self.weights}
+        num_bytes = sum(weight.shard.numel() * weight.ghost.element_size() for weight in self.weights)
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        with part("communication", stream=_GATHERING):
+            flat = torch.empty(cast, dtype=self.shared.dtype)
+            self.pending = torch.empty(num_bytes // dtype.itemsize * self.shared.world_size, dtype=dtype)
+        del flat
+
+    def _finish_gathering(self) -> None:
+        """Source: ``wait_for_unshard``, ``foreach_all_gather_copy_out``: in the forward pass the buffer lives on until
+        the next group has gathered."""
+        if self.pending is None:
+            return
+        if self.state == "forward":
+            self.shared.last_gathered = None
+        with part("communication"):
+            self.unsharded = [
+                torch.empty(weight.shard.numel() * self.shared.world_size, dtype=weight.ghost.dtype)
+                for weight in self.weights
+            ]
+        if self.state == "forward":
+            self.shared.last_gathered = self.pending
+        self.pending = None
+
+    def _reduce(self, trained: Sequence[_Weight], grads: list[torch.Tensor]) -> None:
+        """Source: ``foreach_reduce``."""
+        numel = sum(weight.shard.numel() for weight in trained)
+        dtype = grads[0].dtype if self.shared.dtype is None else torch.float32
+        with part("communication"):
+            self.shared.reduce_input = torch.empty(numel * self.shared.world_size, dtype=dtype)
+        grads.clear()
+        with part("gradients", stream=_REDUCING):
+            output = torch.empty(numel, dtype=dtype).to(trained[0].shard.dtype)
+        offset = 0
+        for weight in trained:
+            shard = weight.shard
+            grad = output[offset : offset + shard.numel()].view(shard.shape)
+            offset += shard.numel()
+            if shard.grad is None:
+                shard.grad = grad
+            else:
+                shard.grad += grad
+            for hook in (shard._post_accumulate_grad_hooks or {}).values():
+                hook(shard)
+
+    def _mark_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Inputs through a function whose backward pass runs when their gradients are ready."""
+        leaves, spec = _pytree.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not places or not self.weights:
+            return args, kwargs
+        marked = _AfterBackward.apply(self, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]
+        for i, tensor in zip(places, marked, strict=True):
+            leaves[i] = tensor
+        new_args, new_kwargs = _pytree.tree_unflatten(leaves, spec)
+        return new_args, new_kwargs
+
+
+class _AfterBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: _Group, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.group.after_backward()
+        return (None, *grads)
+
+
+def shard_fully(program: Program, setup: Setup, units: Sequence[nn.Module] | None = None) -> Program:
+    """The program as FSDP2 runs it: ``fully_shard`` of each unit and of the whole model.
+
+    With ``-amp`` the mixed precision policy computes in 16 bit and reduces in fp32; the shards are in fp32.
+
+    Args:
+        program: The program of one device; changed in place.
+        setup: What the optimizer was made from, and the number of ranks.
+        units: Modules that are gathered one by one, those within another before it; None for the blocks.
+    """
+    units = find_blocks(program.model) if units is None else units
+    dtype = {"bf16-amp": torch.bfloat16, "fp16-amp": torch.float16}.get(setup.dtype)
+    shared = _Communication(setup.world_size, dtype)
+    split: dict[nn.Parameter, _Weight] = {}
+    for module in (*units, program.model):
+        weights = _replace_parameters(module, split, shared)
+        group = _Group(weights, shared, is_root=module is program.model)
+        shared.groups.append(group)
+        if dtype is not None:
+            module.register_forward_pre_hook(_make_cast_hook(dtype), with_kwargs=True)
+        module.register_forward_pre_hook(group.before_forward, with_kwargs=True)
+        module.register_forward_hook(group.after_forward)
+    shared.groups.insert(0, shared.groups.pop())  # the root is first, as in named_modules()
+    _swap_optimized(program, {id(key): weight.shard for key, weight in split.items()}, setup)
+    note = f"FSDP2: {len(units)} units and the root over {setup.world_size} ranks; rank 0 is shown"
+    autocast = None if dtype is not None else program.autocast_dtype
+    return dataclasses.replace(program, autocast_dtype=autocast, notes=(*program.notes, note))
+
+
+def _make_cast_hook(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:
+    """A forward pre-hook that casts floating point inputs, as FSDP does."""
+
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def one(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        cast_args, cast_kwargs = _pytree.tree_map_only(torch.Tensor, one, (args, kwargs))
+        return cast_args, cast_kwargs
+
+    return cast
+
+
+def _replace_parameters(module: nn.Module, split: dict[nn.Parameter, _Weight], shared: _Communication) -> list[_Weight]:
+    """Puts ghosts in the place of a module's parameters that belong to no group yet; tied ones share a ghost."""
+    ghosts = {id(weight.ghost) for weight in split.values()}
+    found: list[_Weight] = []
+    for owner in module.modules():
+        owned = {name: parameter for name, parameter in owner._parameters.items() if parameter is not None}
+        is_quantized = any(not parameter.is_floating_point() for parameter in owned.values())
+        for name, parameter in owned.items():
+            if id(parameter) in ghosts or (is_quantized and parameter.is_floating_point()):
+                continue  # bitsandbytes holds the scales of a quantised weight whole on every rank
+            weight = split.get(parameter)
+            if weight is None:
+                weight = split[parameter] = _Weight.split(parameter, shared.dtype, shared.world_size)
+                found.append(weight)
+                ghosts.add(id(weight.ghost))
+            owner._parameters[name] = weight.ghost
+    return found

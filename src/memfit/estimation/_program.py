@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_map
 
 from memfit.estimation._interval import Interval
+
+#: The second finds the gradients of the first; further ones find the same.
+_MOST_MICROBATCHES = 2
 
 
 @dataclass
@@ -24,8 +31,6 @@ class Program:
         autocast_dtype: The dtype of ``torch.autocast("cuda")`` around forward and loss; None without.
         num_microbatches: Forward and backward passes before each update.
         clip_grad_norm: Whether gradients are clipped by their norm before each update.
-        before_step: Called between the last backward pass and the update: collectives, unscaling.
-        after_step: Called after the update, before gradients are dropped.
         notes: What was replaced or assumed, in words.
         load: What loading the weights takes; None where that is no more than what stays.
         cast_slack: What stays beyond the count if libraries widen weights after loading them.
@@ -38,11 +43,31 @@ class Program:
     autocast_dtype: torch.dtype | None = None
     num_microbatches: int = 1
     clip_grad_norm: bool = False
-    before_step: Callable[[], None] | None = None
-    after_step: Callable[[], None] | None = None
     notes: tuple[str, ...] = ()
     load: Interval | None = None
     cast_slack: int = 0
+
+    def step(self) -> None:
+        """Run one update, as a plain training loop does it."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            with torch.no_grad():
+                self._forward()
+            return
+        for _ in range(min(self.num_microbatches, _MOST_MICROBATCHES)):
+            self._forward().backward()  # type: ignore[no-untyped-call]
+        if self.clip_grad_norm:
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            # over all at once where torch has such kernels, which it does not see of fake tensors
+            foreach = "cpu" in _foreach_utils._get_foreach_kernels_supported_devices() or None
+            nn.utils.clip_grad_norm_(list(dict.fromkeys([*self.model.parameters(), *held])), 1.0, foreach=foreach)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
+
+    def _forward(self) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
+            return self.loss(self.model, self.batch)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -68,3 +93,40 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return blocks
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """A tree with the tensors in it replaced: in lists, tuples, mappings of any kind and dataclasses.
+
+    Dataclasses, and mappings that derive from ``dict`` or ``UserDict``, keep their class; others become a ``dict``.
+    """
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        if isinstance(leaf, Mapping):
+            content = {key: map_tensors(function, one) for key, one in leaf.items()}
+            if not isinstance(leaf, dict | UserDict):
+                return content
+            made: Any = copy.copy(leaf)
+            made.update(content)
+            return made
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            made = copy.copy(leaf)
+            for field in fields(leaf):
+                object.__setattr__(made, field.name, map_tensors(function, getattr(leaf, field.name)))
+            return made
+        return leaf
+
+    return tree_map(visit, tree)
+
+
+def find_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree, in order.
+
+    >>> len(find_tensors({"x": torch.zeros(2), "more": [UserDict(y=torch.zeros(3)), None]}))
+    2
+    """
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, tree)
+    return found

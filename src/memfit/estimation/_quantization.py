@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-#: bitsandbytes 0.45, functional.py, quantize_4bit and quantize_blockwise: one fp32 maximum for 64 weights; doubly
-#: quantised, that is one byte for 64 weights, one fp32 maximum for 256 of these bytes, and their mean and code.
+#: bitsandbytes 0.45, functional.py, quantize_4bit: one fp32 maximum for 64 weights; double quantisation takes less.
 _BLOCK_SIZE = 64
-_BLOCK_SIZE_OF_MAXIMA = 256
 
 
 class QuantizedLinear(nn.Module):
@@ -28,7 +26,6 @@ class QuantizedLinear(nn.Module):
         bias: Whose shape and dtype the layer's frozen bias has; it may be on the meta device. Or None.
         kind: ``nf4`` or ``int8``.
         compute_dtype: Of the product and of the weight that is made for it.
-        double: Whether the maxima of 4-bit blocks are quantised too.
     """
 
     def __init__(
@@ -39,7 +36,6 @@ class QuantizedLinear(nn.Module):
         kind: Literal["nf4", "int8"],
         *,
         compute_dtype: torch.dtype,
-        double: bool = False,
     ) -> None:
         super().__init__()
         self.in_features = in_features
@@ -47,22 +43,13 @@ class QuantizedLinear(nn.Module):
         self.kind = kind
         self.compute_dtype = compute_dtype
         size = in_features * out_features
-        self._num_maxima = math.ceil(size / _BLOCK_SIZE)
         if kind == "int8":
             self.weight = _freeze(torch.empty(out_features, in_features, dtype=torch.int8))
             self.scales = _freeze(torch.empty(out_features, dtype=torch.float32))
         else:
             self.weight = _freeze(torch.empty(math.ceil(size / 2), 1, dtype=torch.uint8))
             self.code = _freeze(torch.empty(16, dtype=torch.float32))
-            if double:
-                self.maxima = _freeze(torch.empty(self._num_maxima, dtype=torch.uint8))
-                num_outer = math.ceil(self._num_maxima / _BLOCK_SIZE_OF_MAXIMA)
-                self.outer_maxima = _freeze(torch.empty(num_outer, dtype=torch.float32))
-                self.outer_code = _freeze(torch.empty(256, dtype=torch.float32))
-                self.mean = _freeze(torch.empty(1, dtype=torch.float32))
-            else:
-                self.maxima = _freeze(torch.empty(self._num_maxima, dtype=torch.float32))
-        self.is_double = double
+            self.maxima = _freeze(torch.empty(math.ceil(size / _BLOCK_SIZE), dtype=torch.float32))
         self.bias = None if bias is None else _freeze(torch.empty(bias.shape, dtype=bias.dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,11 +60,6 @@ class QuantizedLinear(nn.Module):
 
     def make_weight(self) -> torch.Tensor:
         """New bytes for the weight in ``compute_dtype``."""
-        if self.is_double:
-            maxima = torch.empty(self._num_maxima, dtype=torch.float32)
-            weight = torch.empty(self.out_features, self.in_features, dtype=self.compute_dtype)
-            del maxima
-            return weight
         return torch.empty(self.out_features, self.in_features, dtype=self.compute_dtype)
 
 
@@ -109,7 +91,6 @@ def quantize_linears(
     kind: Literal["nf4", "int8"],
     *,
     compute_dtype: torch.dtype,
-    double: bool = False,
     skip: Collection[nn.Module] = (),
 ) -> int:
     """Replaces the linear layers of a model, and GPT-2's transposed ones, by quantised ones and freezes the model.
@@ -118,7 +99,6 @@ def quantize_linears(
         model: Changed in place.
         kind: How weights are held.
         compute_dtype: Of products.
-        double: Whether the maxima of 4-bit blocks are quantised too.
         skip: Layers that stay: the output layer above all.
 
     Returns:
@@ -133,26 +113,10 @@ def quantize_linears(
                 continue
             features_in, features_out = find_features(child)
             bias: torch.Tensor | None = child.bias  # type: ignore[assignment]
-            layer = QuantizedLinear(
-                features_in, features_out, bias, kind, compute_dtype=compute_dtype, double=double and kind == "nf4"
-            )
+            layer = QuantizedLinear(features_in, features_out, bias, kind, compute_dtype=compute_dtype)
             setattr(parent, name, layer)
             num_replaced += 1
     return num_replaced
-
-
-def cast_rest_to_fp32(model: nn.Module) -> None:
-    """Casts what is not quantised to fp32, as PEFT's ``prepare_model_for_kbit_training`` does."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear):
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dtype in (torch.float16, torch.bfloat16):
-                if id(parameter) not in made:
-                    copy = torch.empty_like(parameter, dtype=torch.float32)
-                    made[id(parameter)] = nn.Parameter(copy, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
 
 
 def is_linear(module: nn.Module) -> bool:

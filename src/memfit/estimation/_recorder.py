@@ -45,25 +45,31 @@ class Block:
 
     Attributes:
         phase: When it was born.
-        iteration: Of which training step; 0 before the first.
         num_bytes: Bytes asked for.
         forced: What it is for, said by ``part`` at its birth.
         claimed: What it is for, said afterwards by what holds it.
-        cast: Whether it is a weight in the dtype of autocast.
+        cast: Whether it is a weight in a narrower dtype, such as autocast's.
         outlived_birth_phase: Whether it was alive when the phase of its birth ended.
-        module: The path of the module that ran at its birth.
         stream: The stream that it was born on.
     """
 
     phase: Phase
-    iteration: int
     num_bytes: int
     forced: Part | None = None
     claimed: Part | None = None
     cast: bool = False
     outlived_birth_phase: bool = False
-    module: str = ""
     stream: int = 0
+
+    @property
+    def part(self) -> Part:
+        """What it is for: what was said of it, or else what its life shows."""
+        if self.forced or self.claimed:
+            return self.forced or self.claimed  # type: ignore[return-value]
+        if self.cast:
+            return "cast_weights"
+        outliving: dict[Phase, Part] = {"build": "buffers", "forward": "activations", "step": "optimizer"}
+        return outliving.get(self.phase, "temporaries") if self.outlived_birth_phase else "temporaries"
 
 
 @dataclass
@@ -74,16 +80,11 @@ class Log:
     blocks: list[Block] = field(default_factory=list)
     alive: dict[int, tuple[int, weakref.ref[Any]]] = field(default_factory=dict)
     phase: Phase = "build"
-    iteration: int = 0
-    in_autocast: bool = False
-    has_foreach: bool = False
-    module_path: list[str] = field(default_factory=list)
 
     def bear(self, num_bytes: int) -> int:
         number = len(self.blocks)
         forced, stream = _forced_parts[-1] if _forced_parts else (None, 0)
-        module = self.module_path[-1] if self.module_path else ""
-        self.blocks.append(Block(self.phase, self.iteration, num_bytes, forced, module=module, stream=stream))
+        self.blocks.append(Block(self.phase, num_bytes, forced, stream=stream))
         self.events.append(Event(number, num_bytes, self.phase))
         return number
 
@@ -210,9 +211,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _bear(self, func: Any, args: tuple[Any, ...], tensor: torch.Tensor) -> None:
         log = self.log
         number = log.watch(tensor, on_host=func is _aten.lift_fresh.default and not tensor.dim())
-        if number is not None and log.in_autocast and func is _aten._to_copy.default:
-            source = log.find(args[0])
-            log.blocks[number].cast = source is not None and log.blocks[source].claimed == "weights"
+        if number is not None and log.phase == "forward" and func is _aten._to_copy.default:
+            source, is_narrower = log.find(args[0]), tensor.itemsize < args[0].itemsize
+            log.blocks[number].cast = is_narrower and source is not None and log.blocks[source].claimed == "weights"
 
     def _count_inside(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Counts what a kernel of CUDA allocates beside its results."""

@@ -5,17 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.errors import UsageError
+from memfit.errors import ConfigError, UsageError
 
 Dtype = Literal["fp32", "bf16", "fp16", "bf16-amp", "fp16-amp"]
-Optimizer = Literal[
-    "adamw", "adam", "adamw8bit", "paged_adamw8bit", "adamw4bit", "adafactor", "lion", "sgd", "momentum", "none"
-]
+Optimizer = Literal["adamw", "adam", "adamw8bit", "adafactor", "sgd", "momentum", "none"]
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp", "tp"]
 Quantization = Literal["none", "nf4", "int8"]
 Loading = Literal["any", "shards", "whole"]
+
+
+#: The strategies that the formula computes; the others are traced.
+COMPUTED: tuple[Strategy, ...] = ("zero1", "zero2", "zero3", "tp")
+#: What PEFT 0.17 adapts when it is told nothing (utils/constants.py), by model type; others have q_proj and v_proj.
+_LORA_TARGETS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("t5", "mt5"), ("q", "v")),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
+    **dict.fromkeys(("bloom", "gpt_neox", "falcon", "chatglm"), ("query_key_value",)),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "layoutlm", "vit"), ("query", "value")),
+    "deberta-v2": ("query_proj", "value_proj"),
+    "deberta": ("in_proj",),
+    "mpt": ("Wqkv",),
+    "codegen": ("qkv_proj",),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "phi3": ("qkv_proj",),
+}
 
 
 @dataclass(frozen=True)
@@ -74,10 +89,61 @@ class Setup:
     num_microbatches: int = 1
     clip_grad_norm: bool = True
 
+    def __post_init__(self) -> None:
+        """Refuse a setup that contradicts itself.
+
+        Raises:
+            ConfigError: It does. The text names the options of ``memfit estimate``.
+        """
+        faults = (
+            (
+                self.optimizer_in_backward and self.num_microbatches > 1,
+                f"--optimizer-in-backward with --microbatches {self.num_microbatches}.",
+                "a gradient is dropped as soon as it is there, so none is summed up over microbatches.",
+                "leave one of them out",
+            ),
+            (
+                self.strategy != "none" and self.world_size == 1,
+                f"--strategy {self.strategy} on one device.",
+                "a strategy shares out among devices.",
+                "--world-size 8, or leave --strategy out",
+            ),
+            (
+                self.master_weights and self.dtype not in ("bf16", "fp16"),
+                f"--master-weights with --dtype {self.dtype}.",
+                "an fp32 copy is held of 16-bit weights; with -amp the weights are in fp32 already.",
+                "--dtype bf16, or leave --master-weights out",
+            ),
+            (
+                self.quantization != "none" and not self.lora_rank and self.optimizer != "none",
+                f"--quant {self.quantization} without --lora.",
+                "quantised weights are frozen: what is trained are adapters beside them.",
+                "--lora 16, or --optimizer none for inference",
+            ),
+            (
+                self.quantization != "none" and self.strategy == "tp",
+                f"--quant {self.quantization} with --strategy tp.",
+                "the blocks of a quantised weight do not split by rows and columns.",
+                "--strategy fsdp, or leave --quant out",
+            ),
+        )
+        for is_wrong, what, rule, remedy in faults:
+            if is_wrong:
+                raise ConfigError(what, rule=rule, remedy=remedy)
+
     @property
     def is_sharded(self) -> bool:
         """Whether each device holds a part of the weights and gathers them block by block."""
         return self.world_size > 1 and self.strategy in ("fsdp", "zero3")
+
+
+def find_lora_targets(model_type: str) -> tuple[str, ...]:
+    """Return the names of the layers that PEFT adapts in models of a type when it is told nothing.
+
+    >>> find_lora_targets("t5"), find_lora_targets("qwen2")
+    (('q', 'v'), ('q_proj', 'v_proj'))
+    """
+    return _LORA_TARGETS.get(model_type, ("q_proj", "v_proj"))
 
 
 def list_assumptions(setup: Setup) -> tuple[str, ...]:

@@ -1,83 +1,120 @@
-"""Runs a training step on fake tensors and writes down each birth and death of device memory."""
+"""Runs a training step on fake tensors and writes down each birth and death of device memory.
+
+The backward pass begins where autograd's engine is started, the update where an optimizer's hooks say so, and what the
+blocks are for follows from the modules that run and the optimizers that step.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import UserDict
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memfit.errors import MemfitError, UntraceableError
 from memfit.estimation._cuda_ops import CudaOps
-from memfit.estimation._events import Event, Part, Phase, Trace
-from memfit.estimation._program import Program
-from memfit.estimation._recorder import Block, Log, Recorder, part
+from memfit.estimation._events import Event, Trace
+from memfit.estimation._program import Program, find_tensors
+from memfit.estimation._recorder import Log, Recorder, part
 
-__all__ = ["converting_fakes", "find_tensors", "map_tensors", "part", "trace"]
+__all__ = ["part", "trace"]
 
-#: The second finds the gradients of the first; further ones find the same.
-_MOST_MICROBATCHES = 2
+_aten = torch.ops.aten
+#: Whole numbers that are made out of nothing are made for real up to so many.
+_MOST_NUMBERS = 1 << 24
+#: An engine's start, by which ``backward`` and ``grad`` both go (torch/autograd/__init__.py, torch 2.13).
+_ENGINE = "_engine_run_backward"
 
 
 def trace(
-    make: Callable[[], Program], *, num_iterations: int = 2, architecture: str = "ampere", cuda: bool = True
+    make: Callable[[], Program | Callable[[], object]],
+    *,
+    num_iterations: int = 2,
+    architecture: str = "ampere",
+    cuda: bool = True,
+    real_data: bool = False,
 ) -> Trace:
-    """What a program's training iterations do with device memory, run on fake CPU tensors.
+    """What training iterations do with device memory, run on fake CPU tensors.
 
     Args:
-        make: Makes the program; called within the fake tensor mode.
+        make: Makes the program, or a function that runs a whole step of its own with its model and optimizer, on the
+            same batch each time; called within the fake tensor mode.
         num_iterations: Optimizer states appear in the first and count in full in the second.
         architecture: The device's, for kernels and workspaces: ``volta``, ``turing``, ``ampere``, ``ada``, ``hopper``,
             ``blackwell``.
         cuda: Whether operations are replaced by what CUDA would run.
+        real_data: Whether the step's data come as real tensors. Floating-point ones become fake when an operation meets
+            them; whole numbers and masks are computed for real, so that lengths, counts and places that depend on the
+            data are those of this batch.
 
     Raises:
-        UntraceableError: The program does what fake tensors cannot follow.
+        UntraceableError: The step does what fake tensors cannot follow.
+
+    Example:
+        >>> def make():
+        ...     model = nn.Linear(256, 256, bias=False)
+        ...     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        ...     batch = torch.zeros(8, 256)
+        ...     def step():
+        ...         optimizer.zero_grad()
+        ...         model(batch).sum().backward()
+        ...         optimizer.step()
+        ...     return step
+        >>> from memfit.estimation._events import find_peaks
+        >>> find_peaks(trace(make))["step"].parts["weights"]
+        262144
     """
-    log = Log()
-    notes: dict[str, None] = {}
-    models: list[nn.Module] = []
+    log, notes = Log(), dict[str, None]()
     ops = CudaOps(architecture) if cuda else None
+    fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+    watch, program = _Watch(log, cuda=cuda), None
     try:
-        fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-        with fake_mode, converting_fakes(), contextlib.ExitStack() as stack:
+        with fake_mode, _converting_fakes(), contextlib.ExitStack() as stack:
             if ops is not None:
                 stack.enter_context(ops)
             recorder = stack.enter_context(Recorder(log, ops, notes))
-            program = make()
-            recorder.longest = max((size for one in find_tensors(program.batch) for size in one.shape), default=1)
-            models.append(program.model)
-            stack.enter_context(_follow_modules(program.model, log))
-            if cuda:
-                stack.enter_context(_foreach_by_default(program.optimizer, log))
-            _claim_all(program, log)
-            _watch_gradients(program, log)
-            for iteration in range(num_iterations):
-                log.iteration = iteration + 1
-                _iterate(program, log)
-            notes |= dict.fromkeys(program.notes) | (ops.notes if ops is not None else {})
-            events = _without_building(log.events)
-            parts = {number: _part_of(block) for number, block in enumerate(log.blocks)}
-            streams = {number: block.stream for number, block in enumerate(log.blocks) if block.stream}
-            convolution_slack = ops.convolution_slack if ops is not None else {}
-            slack_bytes = int(getattr(program.optimizer, "slack_bytes", 0))
-            modules = {number: block.module for number, block in enumerate(log.blocks) if block.module}
-    except MemfitError:
-        raise
-    except (MemoryError, KeyboardInterrupt):
+            reals = _RealTensors(fake_mode, log)
+            if real_data:
+                stack.enter_context(reals)
+            step = make()
+            reals.held.clear()
+            if isinstance(step, Program):
+                program, step = step, step.step
+                recorder.longest = max((size for one in find_tensors(program.batch) for size in one.shape), default=1)
+                watch.follow(program)
+            stack.enter_context(watch.watching())
+            for _ in range(num_iterations):
+                log.enter("forward")
+                step()
+                watch.claim_all()
+                recorder.longest = max(recorder.longest, reals.longest)
+                reals.held.clear()
+            notes |= dict.fromkeys(program.notes if program else ()) | (ops.notes if ops else {})
+            found = Trace(
+                _without_building(log.events),
+                {number: block.part for number, block in enumerate(log.blocks)},
+                tuple(notes),
+                {number: block.stream for number, block in enumerate(log.blocks) if block.stream},
+                max((int(getattr(one, "slack_bytes", 0)) for one in watch.optimizers.values()), default=0),
+                ops.convolution_slack if ops else {},
+                program.load if program else None,
+                program.cast_slack if program else 0,
+            )
+    except (MemfitError, MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise UntraceableError.at(_find_module(error, models), f"{type(error).__name__}: {error}") from error
-    more = (program.load, program.cast_slack)
-    return Trace(events, parts, tuple(notes), modules, streams, slack_bytes, convolution_slack, *more)
+        raise UntraceableError.at(watch.find_module(error), f"{type(error).__name__}: {error}") from error
+    return found
 
 
 def _without_building(events: Sequence[Event]) -> list[Event]:
@@ -86,39 +123,8 @@ def _without_building(events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event.block not in dead]
 
 
-def _iterate(program: Program, log: Log) -> None:
-    """One update, as a plain training loop does it."""
-    optimizer = program.optimizer
-    if optimizer is None:
-        log.enter("forward")
-        with torch.no_grad(), _autocast(program, log):
-            program.loss(program.model, program.batch)
-        return
-    loss: torch.Tensor | None = None
-    for _ in range(min(program.num_microbatches, _MOST_MICROBATCHES)):
-        log.enter("forward")
-        with _autocast(program, log):
-            loss = program.loss(program.model, program.batch)
-        log.enter("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
-        _claim_all(program, log)
-    log.enter("step")
-    if program.before_step is not None:
-        program.before_step()
-    if program.clip_grad_norm:
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        clipped = list(dict.fromkeys([*program.model.parameters(), *held]))
-        torch.nn.utils.clip_grad_norm_(clipped, 1.0, foreach=log.has_foreach or None)
-    optimizer.step()
-    if program.after_step is not None:
-        program.after_step()
-    _claim_all(program, log)
-    optimizer.zero_grad(set_to_none=True)
-    program.model.zero_grad(set_to_none=True)
-
-
 @contextlib.contextmanager
-def converting_fakes() -> Iterator[None]:
+def _converting_fakes() -> Iterator[None]:
     """Lets a model on fake tensors change its dtype and be copied, until the end of the block.
 
     ``Module.to`` exchanges fake weights with ``swap_tensors``, which refuses those that anything else refers to, and a
@@ -162,141 +168,226 @@ def converting_fakes() -> Iterator[None]:
         nn.Module._apply, torch.Tensor.__deepcopy__ = convert, copy_any  # type: ignore[method-assign]
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """A tree with the tensors in it replaced: in lists, tuples, mappings of any kind and dataclasses.
-
-    Dataclasses, and mappings that derive from ``dict`` or ``UserDict``, keep their class; others become a ``dict``.
-    """
-
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return function(leaf)
-        if isinstance(leaf, Mapping):
-            content = {key: map_tensors(function, one) for key, one in leaf.items()}
-            if not isinstance(leaf, dict | UserDict):
-                return content
-            made: Any = copy.copy(leaf)
-            made.update(content)
-            return made
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            made = copy.copy(leaf)
-            for field in fields(leaf):
-                object.__setattr__(made, field.name, map_tensors(function, getattr(leaf, field.name)))
-            return made
-        return leaf
-
-    return tree_map(visit, tree)
-
-
-def find_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a tree, in order.
-
-    >>> len(find_tensors({"x": torch.zeros(2), "more": [UserDict(y=torch.zeros(3)), None]}))
-    2
-    """
-    found: list[torch.Tensor] = []
-    map_tensors(found.append, tree)
-    return found
-
-
 @contextlib.contextmanager
-def _autocast(program: Program, log: Log) -> Iterator[None]:
-    if program.autocast_dtype is None:
-        yield
-        return
-    log.in_autocast = True
-    with torch.autocast("cpu", dtype=program.autocast_dtype):
-        yield
-    log.in_autocast = False
-
-
-@contextlib.contextmanager
-def _foreach_by_default(optimizer: torch.optim.Optimizer | None, log: Log) -> Iterator[None]:
+def _foreach_as_on_cuda() -> Iterator[None]:
     """Lets updates and clipping run over all tensors at once, as they do by default on CUDA, but not on a CPU.
 
     Source: torch/optim/optimizer.py, ``_default_to_fused_or_foreach``; torch/utils/_foreach_utils.py.
     """
-    for group in [] if optimizer is None else optimizer.param_groups:
-        if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
-            group["foreach"] = not isinstance(optimizer, torch.optim.Adafactor)
     name = "_get_foreach_kernels_supported_devices"
     original = getattr(_foreach_utils, name)
     setattr(_foreach_utils, name, lambda: [*original(), "cpu"])
-    log.has_foreach = True
     try:
         yield
     finally:
         setattr(_foreach_utils, name, original)
-        log.has_foreach = False
 
 
-def _watch_gradients(program: Program, log: Log) -> None:
-    """Names a gradient when it is complete, before a hook that updates its weight within the backward pass drops it."""
-    for parameter in program.model.parameters():
-        if not (parameter.requires_grad and parameter.is_leaf):
-            continue
-        handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            lambda one: log.claim([one.grad], "gradients")
+class _RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """On top of the recorder: what becomes of real tensors, and what they count for.
+
+    Attributes:
+        held: What the running step was given: a batch stays on the device until its step ends.
+        longest: The longest dimension of any of them.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, log: Log) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held: list[torch.Tensor] = []
+        self.longest = 1
+        self._fake_mode = fake_mode
+        self._log = log
+        self._fakes: Any = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        reals = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
+        if (tensors and len(reals) == len(tensors) and all(map(_is_whole, reals))) or (
+            not tensors and _makes_few_numbers(func, args, kwargs)
+        ):
+            return self._compute(func, args, kwargs, reals)
+        if not reals:
+            return func(*args, **kwargs)
+        if func is _aten.lift_fresh.default:  # ``torch.tensor`` and ``torch.from_numpy``
+            return self._hold(func(*args, **kwargs))
+        if func is _aten.index.Tensor:
+            args = (args[0], self._places(args[1]))
+        args, kwargs = tree_map(self._to_fake, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], reals: Sequence[Any]) -> Any:
+        """An operation on whole numbers alone, for real; its results count as the device's."""
+        for tensor in reals:
+            self._meet(tensor)
+        with _disable_current_modes():
+            result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._log.watch(leaf, on_host=not leaf.dim() and func is _aten.lift_fresh.default)
+        return result
+
+    def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Indices in which a real mask is the places that it picks."""
+        found: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or isinstance(index, FakeTensor) or index.dtype is not torch.bool:
+                found.append(index)
+                continue
+            with _disable_current_modes():
+                places = index.nonzero()
+                self._log.watch(places)
+                found += places.unbind(1)
+        return found
+
+    def _to_fake(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        self._meet(leaf)
+        fake = self._fakes.get(leaf)
+        if fake is None:
+            fake = self._fakes[leaf] = self._fake_mode.from_tensor(leaf, static_shapes=True)
+        return fake
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        """Counts a real tensor that comes from outside: it is held until the step ends."""
+        if self._log.alive.get(tensor.untyped_storage()._cdata) is None:
+            self._log.watch(tensor)
+            self._hold(tensor)
+
+    def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim():
+            self.held.append(tensor)
+            self.longest = max(self.longest, *tensor.shape)
+            self._log.claim([tensor], "inputs")
+        return tensor
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _makes_few_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation without tensors makes some whole numbers, such as ``arange(10)``."""
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        is_whole = func.overloadpacket in (_aten.arange, _aten.randint, _aten.randperm) and not any(
+            isinstance(one, float) for one in args
         )
-        hooks: Any = parameter._post_accumulate_grad_hooks
-        others = {number: hook for number, hook in hooks.items() if number != handle.id}
-        ours = hooks[handle.id]
-        hooks.clear()  # autograd calls them in the order of insertion
-        hooks.update({handle.id: ours, **others})
+    else:
+        is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    sizes = [math.prod(one) if isinstance(one, list | tuple) else one for one in args]
+    return is_whole and all(abs(size) <= _MOST_NUMBERS for size in sizes if isinstance(size, int))
 
 
-def _claim_all(program: Program, log: Log) -> None:
-    """Names the blocks of what lives between phases."""
-    log.claim(program.model.parameters(), "weights")
-    log.claim((parameter.grad for parameter in program.model.parameters()), "gradients")
-    log.claim(program.model.buffers(), "buffers")
-    log.claim(find_tensors(program.batch), "inputs")
-    if program.optimizer is not None:
-        owned = [parameter for group in program.optimizer.param_groups for parameter in group["params"]]
-        log.claim((parameter.grad for parameter in owned), "gradients")
-        log.claim(owned, "optimizer")
-        for state in program.optimizer.state.values():
-            log.claim(tree_leaves(state), "optimizer")
+@dataclass
+class _Watch:
+    """Follows a step through its phases, and says what the blocks are for.
 
+    Attributes:
+        log: What is written down.
+        cuda: Whether updates run as on CUDA.
+        modules: The path of every module that has run, by its identity, and the module, which stays alive with it.
+        optimizers: Those that have stepped.
+        depth: Modules that are running, one within another.
+        is_backward: Autograd's engine is running.
+    """
 
-def _part_of(block: Block) -> Part:
-    if block.forced or block.claimed:
-        return block.forced or block.claimed  # type: ignore[return-value]
-    if block.cast:
-        return "cast_weights"
-    if not block.outlived_birth_phase:
-        return "temporaries"
-    outliving: dict[Phase, Part] = {"build": "buffers", "forward": "activations", "step": "optimizer"}
-    return outliving.get(block.phase, "temporaries")
+    log: Log
+    cuda: bool
+    modules: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
+    optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)
+    depth: int = 0
+    is_backward: bool = False
 
+    def follow(self, program: Program) -> None:
+        """Names what a program is made of, before it runs."""
+        self._learn(program.model)
+        self.log.claim(find_tensors(program.batch), "inputs")
+        if program.optimizer is not None:
+            self.optimizers[id(program.optimizer)] = program.optimizer
+        self.claim_all()
 
-@contextlib.contextmanager
-def _follow_modules(model: nn.Module, log: Log) -> Iterator[None]:
-    """Keeps the path of the module that is running."""
-    names = {id(module): name for name, module in model.named_modules()}
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Puts hooks into torch until the end of the block."""
+        engine = getattr(torch.autograd, _ENGINE)
 
-    def enter(module: nn.Module, _: Any) -> None:
-        log.module_path.append(names.get(id(module), ""))
+        def run_engine(*args: Any, **kwargs: Any) -> Any:
+            if self.is_backward:  # within a backward pass, as reentrant checkpointing does
+                return engine(*args, **kwargs)
+            self.is_backward = True
+            self.log.enter("backward")
+            try:
+                return engine(*args, **kwargs)
+            finally:
+                self.is_backward = False
+                self.claim_all()
+                self.log.enter("step")  # what clips or unscales gradients belongs to it
 
-    def leave(module: nn.Module, _: Any, __: Any) -> None:
-        log.module_path.pop()
+        handles = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter_module),
+            nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin_update(optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._claim(optimizer)),
+        ]
+        setattr(torch.autograd, _ENGINE, run_engine)
+        try:
+            with _foreach_as_on_cuda() if self.cuda else contextlib.nullcontext():
+                yield
+        finally:
+            setattr(torch.autograd, _ENGINE, engine)
+            for handle in handles:
+                handle.remove()
 
-    before = nn.modules.module.register_module_forward_pre_hook(enter)
-    after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
-    try:
-        yield
-    finally:
-        before.remove()
-        after.remove()
+    def _learn(self, model: nn.Module) -> None:
+        for name, child in model.named_modules():
+            self.modules.setdefault(id(child), (name or type(model).__name__, child))
+        self.log.claim(model.parameters(), "weights")
+        self.log.claim(model.buffers(), "buffers")
 
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        if id(module) not in self.modules:
+            self._learn(module)
+        if self.log.phase == "step" and not self.is_backward and not self.depth:
+            self.log.enter("forward")  # of the next microbatch
+        self.depth += 1
 
-def _find_module(error: BaseException, models: list[nn.Module]) -> str:
-    """The path of the innermost module in an error's traceback."""
-    names = {id(module): name for model in models for name, module in model.named_modules()}
-    found = ""
-    names |= {id(model): type(model).__name__ for model in models}
-    frame = error.__traceback__
-    while frame is not None:
-        found = names.get(id(frame.tb_frame.f_locals.get("self")), "") or found
-        frame = frame.tb_next
-    return found
+    def _leave_module(self, *_: Any) -> None:
+        self.depth -= 1
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The update begins; as on CUDA it runs over all weights at once unless its options say otherwise."""
+        if not self.is_backward and self.log.phase != "step":
+            self.log.enter("step")
+        if id(optimizer) not in self.optimizers:
+            self.optimizers[id(optimizer)] = optimizer
+        for group in optimizer.param_groups if self.cuda else ():
+            if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = not isinstance(optimizer, torch.optim.Adafactor)
+        self._claim(optimizer)
+
+    def _claim(self, optimizer: torch.optim.Optimizer) -> None:
+        owned = [one for group in optimizer.param_groups for one in group["params"]]
+        self.log.claim((one for one in owned if isinstance(one, nn.Parameter)), "weights")
+        self.log.claim((one.grad for one in owned), "gradients")
+        self.log.claim(owned, "optimizer")
+        for state in optimizer.state.values():
+            self.log.claim(tree_leaves(state), "optimizer")
+
+    def claim_all(self) -> None:
+        """Names the blocks of what lives between phases."""
+        owned = (one for _, module in self.modules.values() for one in module.parameters(recurse=False))
+        self.log.claim((one.grad for one in owned), "gradients")
+        for optimizer in self.optimizers.values():
+            self._claim(optimizer)
+
+    def find_module(self, error: BaseException) -> str:
+        """The path of the innermost module in an error's traceback."""
+        found, frame = "", error.__traceback__
+        while frame is not None:
+            found = self.modules.get(id(frame.tb_frame.f_locals.get("self")), (found, None))[0]
+            frame = frame.tb_next
+        return found

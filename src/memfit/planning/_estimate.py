@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from memfit.errors import ConfigError, MissingExtraError, UsageError, nearest
+from memfit.errors import ConfigError, MissingExtraError, UsageError
 from memfit.estimation import (
     TIME_LIMIT,
     AllocatorSettings,
@@ -218,30 +218,13 @@ def _estimator(question: Question, device: Gpu | None) -> Callable[[Setup], Esti
     """What estimates the question's model in one setup."""
     settings = None if question.allocator is None else AllocatorSettings.parse(question.allocator)
 
-    reason = "" if question.formula else _why_not_traced(question.config)
-
     def make(setup: Setup) -> Estimate:
-        if question.formula or reason:
-            return estimate_formula(question.config, setup, gpu=device, reason=reason)
+        if question.formula:
+            return estimate_formula(question.config, setup, gpu=device)
         few = replace(setup, num_microbatches=min(setup.num_microbatches, 2))  # those after the second take no more
         return estimate_config(question.config, few, gpu=device, allocator=settings)
 
     return make
-
-
-def _why_not_traced(config: Mapping[str, Any]) -> str:
-    """Why transformers has no model for a config; empty where it has one, and then what it says against it holds."""
-    try:
-        import transformers
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    except ImportError as error:
-        return f"{error.name or 'transformers'} is not installed"
-    name = config.get("model_type")
-    if name in CONFIG_MAPPING or any(hasattr(transformers, one) for one in config.get("architectures") or ()):
-        return ""
-    hint = nearest(str(name), CONFIG_MAPPING)  # hundreds of names where none is near
-    hint = f"; {hint}" if hint.startswith("did you mean") else ""
-    return f"transformers {transformers.__version__} has no model type {name!r}{hint}"
 
 
 def _smaller_model(config: Mapping[str, Any], setup: Setup, device: Gpu, scale: float) -> dict[str, Any] | None:
@@ -268,8 +251,7 @@ def _smaller_model(config: Mapping[str, Any], setup: Setup, device: Gpu, scale: 
     if not fits:
         return None
     smaller, sizes = shrink(fits), sizes_of(fits)
-    alone = replace(setup, strategy="none", world_size=1, lora_rank=0, quantization="none", dtype="fp32")
-    alone = replace(alone, master_weights=False)
+    alone = Setup(dtype="fp32", optimizer="none")
     return {
         "num_blocks": {name: smaller[name] for name in numbers},
         "num_parameters": estimate_formula(smaller, alone).parts["weights"].value // 4,
