@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_map
 
 from memfit.estimation._interval import Interval
@@ -31,6 +30,7 @@ class Program:
         autocast_dtype: The dtype of ``torch.autocast("cuda")`` around forward and loss; None without.
         num_microbatches: Forward and backward passes before each update.
         clip_grad_norm: Whether gradients are clipped by their norm before each update.
+        clips_at_once: Whether the norm is taken of all gradients at once, as on CUDA; set by the trace.
         notes: What was replaced or assumed, in words.
         load: What loading the weights takes; None where that is no more than what stays.
         cast_slack: What stays beyond the count if libraries widen weights after loading them.
@@ -43,6 +43,7 @@ class Program:
     autocast_dtype: torch.dtype | None = None
     num_microbatches: int = 1
     clip_grad_norm: bool = False
+    clips_at_once: bool = False
     notes: tuple[str, ...] = ()
     load: Interval | None = None
     cast_slack: int = 0
@@ -58,9 +59,8 @@ class Program:
             self._forward().backward()  # type: ignore[no-untyped-call]
         if self.clip_grad_norm:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            # over all at once where torch has such kernels, which it does not see of fake tensors
-            foreach = "cpu" in _foreach_utils._get_foreach_kernels_supported_devices() or None
-            nn.utils.clip_grad_norm_(list(dict.fromkeys([*self.model.parameters(), *held])), 1.0, foreach=foreach)
+            clipped = list(dict.fromkeys([*self.model.parameters(), *held]))
+            nn.utils.clip_grad_norm_(clipped, 1.0, foreach=self.clips_at_once or None)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -90,6 +89,7 @@ def trace(
             reals.held.clear()
             if isinstance(step, Program):
                 program, step = step, step.step
+                program.clips_at_once = cuda
                 recorder.longest = max((size for one in find_tensors(program.batch) for size in one.shape), default=1)
                 watch.follow(program)
             stack.enter_context(watch.watching())
@@ -166,21 +166,6 @@ def _converting_fakes() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply, torch.Tensor.__deepcopy__ = convert, copy_any  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _foreach_as_on_cuda() -> Iterator[None]:
-    """Lets updates and clipping run over all tensors at once, as they do by default on CUDA, but not on a CPU.
-
-    Source: torch/optim/optimizer.py, ``_default_to_fused_or_foreach``; torch/utils/_foreach_utils.py.
-    """
-    name = "_get_foreach_kernels_supported_devices"
-    original = getattr(_foreach_utils, name)
-    setattr(_foreach_utils, name, lambda: [*original(), "cpu"])
-    try:
-        yield
-    finally:
-        setattr(_foreach_utils, name, original)
 
 
 class _RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -335,8 +320,7 @@ class _Watch:
         ]
         setattr(torch.autograd, _ENGINE, run_engine)
         try:
-            with _foreach_as_on_cuda() if self.cuda else contextlib.nullcontext():
-                yield
+            yield
         finally:
             setattr(torch.autograd, _ENGINE, engine)
             for handle in handles:
