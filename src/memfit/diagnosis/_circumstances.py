@@ -178,10 +178,8 @@ _KILLED = (
 )
 
 
-def checks(streams: Sequence[Stream], finding: Sign | None, *, completed: bool = False) -> list[str]:
-    """What a person should look at next; nothing where it completed."""
-    if finding is None and completed:
-        return []
+def checks(streams: Sequence[Stream], finding: Sign | None) -> list[str]:
+    """Return what a person should look at next."""
     if finding is None:
         return [
             "Nothing in these lines names a cause: give the scheduler's log, the kernel's log, or the error file too."

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from memfit.diagnosis._circumstances import Moment, arithmetic, checks, timeline, where
+from memfit.diagnosis._granted import find_files
 from memfit.diagnosis._phase import JobPhase, find_phase
-from memfit.diagnosis._progress import Progress, Reading, read_counters, read_progress
+from memfit.diagnosis._progress import Reading, check_rate, read_counters, read_progress
 from memfit.diagnosis._runs import find_run, logs_of
 from memfit.diagnosis._signatures import Kind, Sign, Sure, find_signs
-from memfit.diagnosis._text import Stream, read_streams
+from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.diagnosis._verdict import events, exceptions, is_unlinked, rank, settle, survived
 from memfit.diagnosis._witnesses import Heard, hear, hear_run
 from memfit.errors import UsageError
@@ -130,7 +131,9 @@ def diagnose(
     if sacct is None and kernel_log is None:  # what stands in the logs themselves their own readers know
         heard = replace(heard, signs=())
     told = [sign for one in named if str(one) != "-" for sign in hear_run(Path(one)).signs]
-    return diagnose_streams(streams, replace(heard, signs=(*heard.signs, *told)))
+    _, checkpoints = find_files([Path(one) for one in named if str(one) != "-"])
+    heard = replace(heard, signs=(*heard.signs, *told))
+    return diagnose_streams(streams, heard, torn=[name for name, size in checkpoints.items() if size == 0])
 
 
 def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
@@ -182,8 +185,8 @@ def _read(path: Path) -> list[Stream]:
         ) from None
 
 
-def diagnose_streams(streams: Sequence[Stream], heard: Heard | None = None) -> Diagnosis:
-    """The diagnosis of what some logs say, and of what was heard from others."""
+def diagnose_streams(streams: Sequence[Stream], heard: Heard | None = None, *, torn: Sequence[str] = ()) -> Diagnosis:
+    """Return the diagnosis of some logs, of what other witnesses say, and of checkpoints that are empty files."""
     streams, heard = list(streams), heard or Heard()
     num_read = len(streams)
     signs = [sign for index, stream in enumerate(streams) for sign in find_signs(stream, index)]
@@ -200,7 +203,9 @@ def diagnose_streams(streams: Sequence[Stream], heard: Heard | None = None) -> D
     best = findings[0] if findings else None
     marks = [sign for sign in signs if sign.name in ("pressure", "skipped_batches")]
     if best is None or (id(best) in lived and best.kind == "none"):
-        return _mild(streams, marks, signs, readings) if marks else _nothing(streams, signs, readings)
+        if marks:
+            return _mild(streams, marks, signs, readings)
+        return _nothing(streams, signs, readings, heard, torn)
     phase = best.values.get("phase") or _phase(streams, best, signs, num_read)
     recovered = id(best) in lived or best.cause == "limit_touched"
     if recovered and phase == "unknown":
@@ -219,7 +224,7 @@ def diagnose_streams(streams: Sequence[Stream], heard: Heard | None = None) -> D
         evidence=_evidence([best, *_beside(best, findings)]),
         where=_where(best, findings, num_read),
         timeline=tuple(timeline(streams, best, signs, readings)),
-        arithmetic=(*arithmetic(best), *(heard.arithmetic if is_host else ())),
+        arithmetic=(*arithmetic(best), *(heard.arithmetic if is_host else ()), *_rates(readings)),
         checks=tuple(checks(streams, best)),
         under_memfit=any("own_kills" in one.values for one in findings),
     )
@@ -309,45 +314,61 @@ def _mild(streams: list[Stream], marks: list[Sign], signs: Sequence[Sign], readi
     )
 
 
-def _nothing(streams: list[Stream], signs: Sequence[Sign], readings: _Readings) -> Diagnosis:
+def _nothing(
+    streams: list[Stream], signs: Sequence[Sign], readings: _Readings, heard: Heard, torn: Sequence[str]
+) -> Diagnosis:
     """No cause in these lines; the phase is that of the last progress, or of the last line."""
     phase: JobPhase = "unknown"
     for index, stream in enumerate(streams):
         if phase == "unknown" and stream.lines:
             place = readings[index][-1].place if readings[index] else len(stream.lines) - 1
             phase = _phase_at(streams, index, place)
-    finished = any(sign.name == "success" for sign in signs)
     found = Diagnosis(
         oom=False,
         recovered=False,
         kind="none",
-        cause="completed" if finished else "unknown",
+        cause="unknown",
         phase=phase,
-        confidence="likely" if finished else "not shown",
+        confidence="not shown",
         timeline=tuple(timeline(streams, None, signs, readings)),
-        checks=tuple(checks(streams, None, completed=finished)),
+        arithmetic=_rates(readings),
+        checks=tuple(checks(streams, None)),
     )
-    for stream in streams if finished else ():
-        progress = read_progress(stream)
+    ends = [sign for sign in signs if sign.name == "success"]
+    return _ended(found, streams, ends, heard, torn) if ends else found
+
+
+def _rates(readings: _Readings) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(said for one in readings if (said := check_rate(one))))
+
+
+def _ended(
+    found: Diagnosis, streams: list[Stream], ends: Sequence[Sign], heard: Heard, torn: Sequence[str]
+) -> Diagnosis:
+    """What says that it is done: it must have run its epochs, left whole checkpoints and ended with status 0."""
+    doubts: list[str] = []
+    lines: list[Line | None] = []
+    for progress in map(read_progress, streams):
         if progress.is_premature:
-            return _incomplete(found, progress)
-    return found
-
-
-def _incomplete(found: Diagnosis, progress: Progress) -> Diagnosis:
-    """A log that says it is done, and whose own bars show too few epochs."""
-    bar, claim = progress.bar, progress.claim
-    sums = [f"the log says that it is done after {progress.epochs_done} of {progress.num_epochs} epochs"]
-    if bar is not None and bar.total and bar.rate and bar.seconds:
-        sums.append(
-            f"{bar.total} steps: {bar.total / bar.rate / 60:.0f} min by the bar's rate, {bar.seconds / 60:.0f} min by"
-            f" the clock, which is {bar.total / bar.seconds:.3f} steps a second"
-        )
-    lines = [line for line in (bar.line if bar is not None else None, claim) if line is not None]
+            doubts.append(f"the log says that it is done after {progress.epochs_done} of {progress.num_epochs} epochs")
+            lines += [progress.bar.line if progress.bar else None, progress.claim]
+    if heard.status:
+        doubts.append(f"the log says that it is done, and the accounting has exit status {heard.status}")
+        lines.append(heard.row)
+    if torn:
+        doubts.append(f"empty checkpoints: {', '.join(torn[:5])}")
+    is_proved = any("attempt" in one.values for one in ends) or (
+        heard.status == 0 and any("exit_code" not in one.values for one in ends)
+    )
+    if not doubts:
+        check = "The log alone does not prove success: look at the exit status and at the newest checkpoint."
+        confidence: Sure = "proved" if is_proved else "likely"
+        return replace(found, cause="completed", confidence=confidence, checks=() if is_proved else (check,))
     return replace(
         found,
         cause="incomplete",
-        evidence=tuple(Evidence(line.file, line.number, line.text) for line in lines),
-        arithmetic=tuple(sums),
+        confidence="likely",
+        evidence=tuple(Evidence(line.file, line.number, line.text) for line in lines if line is not None),
+        arithmetic=(*doubts, *found.arithmetic),
         checks=("Look at the exit status and at the newest checkpoint before you use the result.",),
     )

@@ -103,7 +103,7 @@ def read_ran(paths: Iterable[Path], accounting: str = "") -> Ran:
     Raises:
         OSError: A log cannot be opened.
     """
-    files, checkpoints = _find(paths)
+    files, checkpoints = find_files(paths)
     lines: list[Line] = []
     shown: list[tuple[str, str, str]] = []
     for path in files:
@@ -156,8 +156,8 @@ def job_of(ran: Ran, script: Path | None = None) -> Job:
     return replace(asked, request_bytes=None, tasks_per_node=None).with_known(ran.job).with_known(asked)
 
 
-def _find(paths: Iterable[Path]) -> tuple[list[Path], dict[str, int]]:
-    """The logs and configs below some paths, and the checkpoints with their sizes."""
+def find_files(paths: Iterable[Path]) -> tuple[list[Path], dict[str, int]]:
+    """Return the logs and configs below some paths, and the sizes of checkpoints by name."""
     files: list[Path] = []
     checkpoints: dict[str, int] = {}
     for path in paths:

@@ -158,6 +158,26 @@ def went_on(readings: Sequence[Reading], place: int, least: int = 2) -> bool:
     return any(len(values) >= least for values in after.values())
 
 
+def check_rate(readings: Sequence[Reading]) -> str:
+    """Return a sentence if the last full bar of training names a rate that its clock contradicts, else nothing.
+
+    >>> from memfit.diagnosis._text import clean
+    >>> stream = Stream(list(clean("Epoch 0: 100%|##| 242/242 [22:54<00:00,  0.21it/s, loss=5.19]")))
+    >>> check_rate(list(read_counters(stream)))
+    "242 steps: 19 min by the bar's rate, 23 min by its clock (0.176 steps a second)"
+    """
+    full = [one for one in readings if one.is_training and one.value == one.total and one.rate and one.seconds]
+    if not full or not full[-1].rate or not full[-1].seconds:
+        return ""
+    steps, by_rate, by_clock = full[-1].value, full[-1].value / full[-1].rate, full[-1].seconds
+    if abs(by_rate - by_clock) <= 0.1 * by_clock:
+        return ""
+    return (
+        f"{steps:.0f} steps: {by_rate / 60:.0f} min by the bar's rate, {by_clock / 60:.0f} min by its clock "
+        f"({steps / by_clock:.3f} steps a second)"
+    )
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far a training came.

@@ -33,10 +33,14 @@ class Heard:
     Attributes:
         signs: Good ends, then the kernel's and the accounting's; of a run directory, in time.
         accounts: The memory of each step of the job on a node, the killed one first.
+        status: The job's exit status in the accounting; None if it is not there.
+        row: The accounting's row of the job.
     """
 
     signs: tuple[Sign, ...] = ()
     accounts: tuple[NodeAccount, ...] = ()
+    status: int | None = None
+    row: Line | None = None
 
     @property
     def arithmetic(self) -> tuple[str, ...]:
@@ -108,7 +112,13 @@ def hear(
     accounts: list[NodeAccount] = []
     for job in dict.fromkeys(row.job for row in rows):
         accounts += account_nodes([row for row in rows if row.job == job], shape=shapes[0] if shapes else None)
-    return Heard(tuple(signs), tuple(accounts))
+    ends = [row for row in rows if not row.step and linked is not False][-1:]
+    return Heard(
+        tuple(signs),
+        tuple(accounts),
+        ends[0].exit_code if ends else None,
+        told[ends[0].number - 1] if ends else None,
+    )
 
 
 _STATES = {
