@@ -48,6 +48,14 @@ def test_a_warning_counts_with_strict_alone(memfit, script, monkeypatch):
     assert memfit("doctor", "--strict", *words).exit_code == 2
 
 
+def test_what_is_fine_is_counted_and_listed_with_verbose(memfit, script):
+    words = script("print(1)\n")
+    short, long = memfit("doctor", *words).out, memfit("doctor", "--verbose", *words).out
+    assert not any(line.startswith("ok ") for line in short.splitlines())
+    fine = [line for line in long.splitlines() if line.startswith("ok ")]
+    assert f"ok: {len(fine)} (--verbose lists all)" in long.splitlines()[-1]
+
+
 def test_the_command_is_not_run(memfit, script, tmp_path):
     memfit("doctor", *script("open('trace', 'w')\n"))
     assert not (tmp_path / "trace").exists()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memfit.checks import Check
     from memfit.doctor import Setup
 
-_STYLES = {"problem": "bold red", "warning": "yellow"}
+_STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Flags:
         bool, Option("--deep", help="Import what the script imports, in a child, and count its threads.")
     ] = False
     strict: Annotated[bool, Option("--strict", help="Warnings count as problems.")] = False
+    verbose: Annotated[bool, Option("--verbose", help="Also the checks that are fine.")] = False
     as_json: AsJson = False
 
 
@@ -57,7 +58,7 @@ def doctor(context: typer.Context, *, flags: Flags) -> None:
     if flags.as_json:
         typer.echo(json.dumps([check.to_dict() for check in checks], indent=2))
     else:
-        _print(checks, console())
+        _print(checks, console(), verbose=flags.verbose)
     bad = {"problem", "warning"} if flags.strict else {"problem"}
     raise typer.Exit(UsageError.exit_code if any(check.verdict in bad for check in checks) else 0)
 
@@ -81,9 +82,9 @@ def _setup(flags: Flags) -> Setup:
     )
 
 
-def _print(checks: Sequence[Check], out: Console) -> None:
-    """Print what is wrong, with reason and remedy, and the counts; what is well is only counted."""
-    bad = [check for check in checks if check.verdict != "ok"]
+def _print(checks: Sequence[Check], out: Console, *, verbose: bool) -> None:
+    """Print what is wrong, with reason and remedy, and the counts; what is fine only with ``verbose``."""
+    bad = [check for check in checks if verbose or check.verdict != "ok"]
     width = max((len(check.check) for check in bad), default=0)
     for check in bad:
         style = _STYLES[check.verdict]
@@ -95,4 +96,4 @@ def _print(checks: Sequence[Check], out: Console) -> None:
                 table.add_row(f"[dim]{name}[/dim]", escape(text))
         out.print(Padding(table, (0, 0, 0, 8 + width + 1), expand=False))
     counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in ("problem", "warning", "ok")}
-    out.print(f"problems: {counts['problem']}, warnings: {counts['warning']}, ok: {counts['ok']} (--json lists them)")
+    out.print(f"problems: {counts['problem']}, warnings: {counts['warning']}, ok: {counts['ok']} (--verbose lists all)")

@@ -89,25 +89,33 @@ def _file(label: str, path: Path, arguments: list[str], *, only_shell: bool = Fa
 
 @dataclass
 class _Shell:
-    """What the lines so far have changed: the folder (None when it is not known) and the environment."""
+    """What the lines so far have changed: the folder (None if unknown), the environment and what they exported."""
 
     cwd: Path | None
     env: dict[str, str]
     given: dict[str, str]
     knows_python: bool = True
 
-    def export(self, pairs: Sequence[str]) -> None:
-        for name, equals, value in (one.partition("=") for one in pairs):
-            if equals and not EXPANDED & set(value):
-                self.env[name] = self.given[name] = value
+    def run(self, words: list[str]) -> bool:
+        """Apply a command that changes the shell; False for another one."""
+        name, rest = words[0], words[1:]
+        plain = rest[0] if len(rest) == 1 and not EXPANDED & set(rest[0]) else ""
+        if name == "cd":
+            self.cwd = self.cwd / plain if self.cwd is not None and plain else None
+        elif name == "export":
+            self._export(rest)
+        elif name in ("source", ".") and Path(plain).name == "activate" and self.cwd is not None:
+            self._export([f"PATH={(self.cwd / plain).parent}{os.pathsep}{self.env.get('PATH', os.defpath)}"])
+        elif name in ("source", ".", "conda", "mamba", "micromamba", "module", "eval"):
+            self.knows_python = False  # it may put another Python on the PATH
+        else:
+            return False
+        return True
 
-    def activate(self, path: str) -> None:
-        """What ``source`` changes: a virtual environment's PATH; of another file, nothing is known."""
-        folder = None if self.cwd is None or EXPANDED & set(path) else (self.cwd / path).parent
-        if folder is None or Path(path).name != "activate":
-            self.knows_python = False
-            return
-        self.export([f"PATH={folder}{os.pathsep}{self.env.get('PATH', os.defpath)}"])
+    def _export(self, pairs: Sequence[str]) -> None:
+        found = dict(one.split("=", 1) for one in pairs if "=" in one and not EXPANDED & set(one))
+        self.env |= found
+        self.given |= found
 
 
 def _started(text: str, arguments: list[str], label: str, state: _Shell) -> Iterator[Command]:
@@ -115,22 +123,9 @@ def _started(text: str, arguments: list[str], label: str, state: _Shell) -> Iter
     for line, words in _simple_commands(text):
         while words and words[0] in _BEFORE:
             words = words[1:]
-        name = next((at for at, word in enumerate(words) if not ASSIGNMENT.fullmatch(word)), len(words))
-        assigned, words = words[:name], words[name:]
-        if words[:1] == ["exec"]:
-            words = words[1:]
-        if not words:
-            continue
-        if words[0] == "cd":
-            is_plain = state.cwd is not None and len(words) == 2 and not EXPANDED & set(words[1])
-            state.cwd = state.cwd / words[1] if is_plain and state.cwd is not None else None
-        elif words[0] == "export":
-            state.export(words[1:])
-        elif words[0] in ("source", ".") and len(words) > 1:
-            state.activate(words[1])
-        elif words[0] in ("conda", "mamba", "micromamba", "module", "eval"):
-            state.knows_python = False
-        elif state.cwd is not None:
+        at = next((at for at, word in enumerate(words) if not ASSIGNMENT.fullmatch(word)), len(words))
+        assigned, words = words[:at], words[at + 1 :] if words[at : at + 1] == ["exec"] else words[at:]
+        if words and not state.run(words) and state.cwd is not None:
             command = _python(_expanded(words, arguments), assigned, state.cwd, state)
             if command is not None:
                 yield replace(command, site=f"{label} line {line}", cwd=state.cwd)
@@ -138,15 +133,14 @@ def _started(text: str, arguments: list[str], label: str, state: _Shell) -> Iter
 
 def _python(words: list[str], assigned: list[str], cwd: Path, state: _Shell) -> Command | None:
     """A command that plainly starts a Python script; None for another one."""
-    pairs = [one for one in assigned if not EXPANDED & set(one)]
-    own = {name: value for name, _, value in (one.partition("=") for one in pairs)}
+    own = dict(one.split("=", 1) for one in assigned if not EXPANDED & set(one))
     command = parse_command(words, cwd=cwd, env={**state.env, **own})
     program = Path(command.words[0]).name if command.words else ""
     what = str(command.script or command.missing or command.code or "")
     special = EXPANDED if command.code is not None else EXPANDED | _PATTERNS
     if not what or special & set(what) or not (PYTHON.fullmatch(program) or program in _LAUNCHERS):
         return None
-    given = {**state.given, **own, **(command.env)}
+    given = {**state.given, **own, **command.env}
     return replace(command, env=given, interpreter=command.interpreter if state.knows_python else None)
 
 
