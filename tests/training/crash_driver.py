@@ -8,6 +8,7 @@ checkpoint is written after every step.
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -191,6 +192,7 @@ def killed_once(root: Path, kind: str, deadly: int, resumed_as: str) -> list[str
 def main() -> None:
     warnings.simplefilter("error")
     root = Path(tempfile.mkdtemp(dir=sys.argv[1]))
+    multiprocessing.set_forkserver_preload(["torch", "memfit.training"])  # once for each fit, not for each worker
     fit(root / "first", "indexed")  # what torch imports late is imported once, before the forks
 
     def watch(event, arguments):
