@@ -18,7 +18,7 @@ def test_memfits_own_error_comes_back_whole():
 
 
 def test_another_error_is_quoted():
-    with pytest.raises(MemfitError, match="JSONDecodeError: Expecting"):
+    with pytest.raises(MemfitError, match=r"\.py:\d+ failed: json.decoder.JSONDecodeError: Expecting"):
         call_in_child("json:loads", {"s": "no"})
 
 

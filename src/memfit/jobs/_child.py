@@ -104,11 +104,7 @@ def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, s
 
 
 def _place(stderr: str) -> str:
-    """Where the last frame of a traceback lies, as ``file:line``; empty without one.
-
-    >>> _place('Traceback (most recent call last):\\n  File "/a/job.py", line 3, in f\\nValueError: x\\n')
-    '/a/job.py:3'
-    """
+    """Where the last frame of a traceback lies, as ``file:line``; empty without one."""
     found = re.findall(r'^  File "(.+)", line (\d+)', stderr, re.MULTILINE)
     return ":".join(found[-1]) if found else ""
 

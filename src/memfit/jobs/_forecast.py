@@ -35,14 +35,6 @@ class Forecast:
     peaks of earlier jobs follow over one number: a parameter, or the declared size. Else, it takes the most that a job
     took with the same names (parameters that are no numbers) or, if there is none, any job of its stage. A job with a
     declared size of its own uses that instead of the last two.
-
-    Example:
-        >>> forecast = Forecast()
-        >>> for size in (10, 20, 30, 40):
-        ...     job = Job("j", command=("true",), params={"model": "a", "size": str(size)})
-        ...     forecast.learn(job, Footprint(100 + size))
-        >>> forecast.predict(Job("k", command=("true",), params={"model": "a", "size": "100"})).private_bytes
-        200
     """
 
     def __init__(self) -> None:

@@ -63,11 +63,7 @@ def choose(
 
 
 def count_gpus(num: int) -> str:
-    """Return a number of GPUs in words.
-
-    >>> count_gpus(1), count_gpus(2)
-    ('1 GPU', '2 GPUs')
-    """
+    """Return a number of GPUs in words."""
     return "1 GPU" if num == 1 else f"{num} GPUs"
 
 

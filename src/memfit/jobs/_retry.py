@@ -49,11 +49,6 @@ def decide(
         had_device_bytes: What it had reserved on each of its devices.
         device_capacity_bytes: What one job can have on each of as many devices.
         was_preempted: It was ended from outside memfit before.
-
-    >>> decide(JobStatus("a", "out_of_memory", peak_bytes=100), had_bytes=90, capacity_bytes=1000).needed_bytes
-    150
-    >>> decide(JobStatus("a", "failed"), had_bytes=90, capacity_bytes=1000)
-    'its own fault is not tried again'
     """
     if status.asked:
         return "its end was asked for"

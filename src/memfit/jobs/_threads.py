@@ -22,11 +22,7 @@ _READERS = ("torch", "numpy", "polars", "numexpr")
 
 
 def thread_env(threads: int) -> dict[str, str]:
-    """The variables that give each numerical library so many threads.
-
-    >>> thread_env(2)["OMP_NUM_THREADS"]
-    '2'
-    """
+    """The variables that give each numerical library so many threads."""
     return dict.fromkeys(_VARIABLES, str(threads))
 
 

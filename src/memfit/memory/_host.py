@@ -55,11 +55,7 @@ def limit(
     note: str = "",
     metric: str = "non-reclaimable",
 ) -> Limit:
-    """A limit with its headroom worked out.
-
-    >>> limit("memory.max", "cgroup v2 /", 1000, 400, "group").headroom_bytes
-    600
-    """
+    """A limit with its headroom worked out."""
     return Limit(name, source, limit_bytes, used_bytes, limit_bytes - used_bytes, scope, note, metric)
 
 

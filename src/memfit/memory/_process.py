@@ -228,14 +228,6 @@ class Sharing:
     process and at least the sum of PSS. (PSS alone would give away what is shared with processes outside of the tree.)
     Between sweeps the excess stays, less what processes gave back since: their shared bytes are then held by fewer.
     What a write to a shared page copies shows at the next sweep.
-
-    Example:
-        >>> sharing = Sharing()
-        >>> sharing.unique({1: 100, 2: 100})  # no sweep yet: an upper bound
-        200
-        >>> sharing.sweep({1: 100, 2: 100}, {1: 50, 2: 50})
-        >>> sharing.unique({1: 100, 2: 130}), sharing.unique({1: 100})
-        (130, 100)
     """
 
     def __init__(self) -> None:
