@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit.estimation import _compile
 from memfit.estimation._compile import compile_blocks
+from memfit.estimation._cuda_ops import CudaOps
 from memfit.estimation._program import Program
 
 ROWS, WIDTH = 64, 32
@@ -47,7 +48,7 @@ class Storages(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def fake() -> Iterator[FakeTensorMode]:
-    with FakeTensorMode() as mode:
+    with FakeTensorMode() as mode, CudaOps():
         yield mode
 
 

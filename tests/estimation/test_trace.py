@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from memfit.errors import UntraceableError
+from memfit.estimation._compile import compile_blocks
 from memfit.estimation._events import Trace, find_peaks
 from memfit.estimation._optimizers import build_optimizer
 from memfit.estimation._program import Program, find_tensors, map_tensors
@@ -155,6 +156,10 @@ def test_functions_around_the_update_run_in_its_phase() -> None:
 
     assert find_peaks(traced)["step"].parts["communication"] == 4000
     assert "communication" not in find_peaks(traced)["backward"].parts
+
+
+def test_compiling_a_block_while_it_runs_leaves_the_phases_in_order() -> None:
+    assert list(find_peaks(trace(lambda: compile_blocks(make_program())))) == ["build", "forward", "backward", "step"]
 
 
 def test_weights_that_autocast_casts_are_a_part_of_their_own() -> None:

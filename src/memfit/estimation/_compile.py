@@ -14,26 +14,20 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._guards import detect_fake_mode
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from memfit.estimation._attention import Call, attend
 from memfit.estimation._program import Program, find_blocks
 
 #: Attributes in which blocks that are equal otherwise differ: their place in the model.
 _PLACES = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_id", "idx", "index", "name"}
 
 
-def compile_blocks(
-    program: Program, blocks: Sequence[nn.Module] | None = None, *, architecture: str = "ampere"
-) -> Program:
+def compile_blocks(program: Program, blocks: Sequence[nn.Module] | None = None) -> Program:
     """The program with each block run as ``torch.compile`` would run it on CUDA.
 
     Equal blocks are compiled once. A block that cannot be compiled runs as it is, with a note. Call it before blocks
@@ -43,9 +37,8 @@ def compile_blocks(
         program: Changed in place: the ``forward`` of the blocks is replaced.
         blocks: What is compiled, one by one; None for :func:`~memfit.estimation._program.find_blocks`,
             ``[program.model]`` for the whole model.
-        architecture: The device's, for the kernel of attention, as in ``trace``.
     """
-    compiler = _Compiler(program, architecture)
+    compiler = _Compiler(program)
     for block in find_blocks(program.model) if blocks is None else blocks:
         block.forward = compiler.wrap(block.forward, block, type(block).__name__)
     return program
@@ -54,9 +47,8 @@ def compile_blocks(
 class _Compiler:
     """Compiles functions, each once for all that are equal."""
 
-    def __init__(self, program: Program, architecture: str) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
-        self.architecture = architecture
         self.done: dict[Any, Callable[..., Any] | None] = {}
 
     def wrap(self, function: Callable[..., Any], owner: nn.Module, name: str) -> Callable[..., Any]:
@@ -87,7 +79,7 @@ class _Compiler:
         It is made in a thread of its own: modes, hooks on saved tensors and autocast are settings of a thread, so there
         neither a recorder nor a checkpoint sees the tracing.
         """
-        context = (*_describe_context(), self.architecture)
+        context = _describe_context()
         with ThreadPoolExecutor(1) as thread, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of torch's own code about itself, should they be errors here
             try:
@@ -146,30 +138,6 @@ def _describe_context() -> tuple[bool, bool, torch.dtype]:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
-class _CudaAttention(TorchFunctionMode):
-    """Makes attention the operation that CUDA runs and inductor leaves alone."""
-
-    def __init__(self, architecture: str) -> None:
-        super().__init__()
-        self.architecture = architecture
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **named)
-        for new, old in (("mask", "attn_mask"), ("dropout", "dropout_p")):
-            if old in named:
-                named[new] = named.pop(old)
-        call = Call(*args, **named)
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-            query, key, value = (one.to(dtype) for one in (call.query, call.key, call.value))
-            call = replace(call, query=query, key=key, value=value)
-        return attend(call, self.architecture)
-
-
 def _trace_and_plan(body: _Body, call: tuple[Any, ...], mode: Any, context: Any) -> Callable[..., Any]:
     """Compiles a call of a body; the result takes the list of its parameters, buffers and tensor arguments."""
     from torch._functorch.aot_autograd import aot_function
@@ -178,7 +146,7 @@ def _trace_and_plan(body: _Body, call: tuple[Any, ...], mode: Any, context: Any)
     from torch._inductor.virtualized import V
 
     state, leaves, spec = call
-    grad, autocast, autocast_dtype, architecture = context
+    grad, autocast, autocast_dtype = context
     twins: dict[int, torch.Tensor] = {}
     with mode:
         inputs = [_twin(one, twins) for one in (*state.values(), *leaves) if isinstance(one, torch.Tensor)]
@@ -191,7 +159,7 @@ def _trace_and_plan(body: _Body, call: tuple[Any, ...], mode: Any, context: Any)
         for place, tensor in zip(places, tensors[len(names) :], strict=True):
             filled[place] = tensor
         args, kwargs = tree_unflatten(filled, spec)
-        with _CudaAttention(architecture), torch.autocast("cpu", autocast_dtype, enabled=autocast, cache_enabled=False):
+        with torch.autocast("cpu", autocast_dtype, enabled=autocast, cache_enabled=False):
             exchanged = dict(zip(names, tensors[: len(names)], strict=True))
             return torch.func.functional_call(body, exchanged, args, kwargs, tie_weights=False)
 

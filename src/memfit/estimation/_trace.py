@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -298,10 +299,11 @@ class _Watch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Puts hooks into torch until the end of the block."""
-        engine = getattr(torch.autograd, _ENGINE)
+        engine, own = getattr(torch.autograd, _ENGINE), threading.get_ident()
 
         def run_engine(*args: Any, **kwargs: Any) -> Any:
-            if self.is_backward:  # within a backward pass, as reentrant checkpointing does
+            # within a backward pass, as reentrant checkpointing does; or where a compiler traces one
+            if self.is_backward or threading.get_ident() != own:
                 return engine(*args, **kwargs)
             self.is_backward = True
             self.log.enter("backward")
