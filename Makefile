@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vm check format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-ranker clean
+.PHONY: help install demo test test-vm check check-code check-docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-ranker clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -37,12 +37,16 @@ test: install ## run the test suite in two processes; names what was skipped and
 test-vm: install ## run the tests that need cgroup v2 in a small virtual machine (needs root and QEMU; ARGS as above)
 	$(BIN)/python tests/vm/run.py $(ARGS)
 
-check: install ## check format, lint, types, import layers and dead code, and run the commands in the docs
+check: check-code check-docs ## check format, lint, types, import layers and dead code, and run the commands in the docs
+
+check-code: install
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/find_dead.py
+
+check-docs: install
 	$(BIN)/python tools/run_docs.py README.md docs/stages.md docs/moving.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md
 
 format: install ## format the code and fix what the linter can fix
