@@ -178,3 +178,22 @@ def test_a_sacct_that_refuses_and_one_that_is_not_there_give_the_command_to_run_
     assert done.exit_code == 2 and "Connection refused" in done.err and "sacct -j JOBID -P" in done.err
     os.environ["PATH"] = str(job)
     assert "sacct is not installed here" in memfit("diagnose", "--sacct", "273202").err
+
+
+def test_a_4_bit_training_that_names_no_rank_is_estimated_with_adapters_of_rank_16(memfit, job):
+    config = {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "architectures": ["LlamaForCausalLM"],
+    }  # fmt: skip
+    (job / "config.json").write_text(json.dumps(config))
+    (job / "full.err").write_text("File \"train.py\", line 3, in training_step\n" + FULL)
+
+    def estimates(options):
+        (job / "tune.sh").write_text(f"python train.py --per_device_train_batch_size 8 --bf16 True {options}\n")
+        words = ["full.err", "--script", "tune.sh", "--hf-config", "config.json", "--json"]
+        remedies = json.loads(memfit("diagnose", *words).out)["remedies"]
+        return [one["reason"] for one in remedies if "An estimated" in one["reason"]]
+
+    unnamed = estimates("--load_in_4bit True")
+    assert unnamed and unnamed == estimates("--load_in_4bit True --lora_r 16")
+    assert unnamed != estimates("--load_in_4bit True --lora_r 64")
