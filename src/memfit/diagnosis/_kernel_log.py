@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from memfit.diagnosis._signatures import Sign
 from memfit.diagnosis._text import Line
@@ -29,9 +28,10 @@ _BEFORE = re.compile(
     r"(?:\[ *(?P<since>\d+\.\d+)\](?:\[ *[TC]\d+\])? ?|"
     r"\[(?P<date>[A-Z][a-z]{2} [A-Z][a-z]{2} +\d+ [\d:]{8} \d{4})\] ?)?"
 )
-#: The JSON keys of the message.
-_SAYS = ("MESSAGE", "msg", "textPayload", "message", "log")
-_SAID = re.compile(rf'"(?:{"|".join(_SAYS)})" ?:')
+#: A message in JSON, from ``dmesg -J``, ``journalctl -o json`` or a cloud's log.
+_MESSAGE = re.compile(
+    r'"(?:MESSAGE|msg|textPayload|message|log)"\s?:\s?("(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9A-Fa-f]{4})*")'
+)
 
 
 def read_kernel_lines(text: str, file: str = "-") -> list[Line]:
@@ -45,9 +45,11 @@ def read_kernel_lines(text: str, file: str = "-") -> list[Line]:
     >>> read_kernel_lines('{"MESSAGE":"Killed process 2 (a)","__REALTIME_TIMESTAMP":"1700000000000000"}')[0].text
     'Killed process 2 (a)'
     """
-    opening = text.lstrip("\ufeff \t\r\n")
-    found = list(_from_json(opening, file)) if opening[:1] in ("{", "[") else []
-    return found or [_strip(Line(file, number, line.rstrip("\r"))) for number, line in enumerate(text.split("\n"), 1)]
+    found: list[Line] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        said = [json.loads(one, strict=False) for one in _MESSAGE.findall(line)] if '"' in line else []
+        found += [_strip(Line(file, number, piece.rstrip("\r"))) for one in said or [line] for piece in one.split("\n")]
+    return found
 
 
 def _strip(line: Line) -> Line:
@@ -56,31 +58,6 @@ def _strip(line: Line) -> Line:
         return line
     time = found["syslog"] or found["date"] or found["since"] or found["micro"] or line.time
     return Line(line.file, line.number, line.text[found.end() :], line.rank, time, found["host"] or line.host)
-
-
-def _from_json(text: str, file: str) -> Iterator[Line]:
-    """Lines of JSON: one object a line, or one document with a list."""
-    documents: list[tuple[int, Any]] = []
-    try:
-        documents = [(1, json.loads(text))]
-    except ValueError:
-        for number, line in enumerate(text.split("\n"), 1):
-            try:
-                documents.append((number, json.loads(line)))
-            except ValueError:
-                continue
-    spread = [number for number, line in enumerate(text.split("\n"), 1) if _SAID.search(line)]
-    for number, document in documents:
-        entries = document.get("dmesg", [document]) if isinstance(document, dict) else document
-        entries = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-        for place, entry in enumerate(entries):
-            at = spread[place] if len(documents) == 1 and place < len(spread) else number
-            said = next((entry[key] for key in _SAYS if key in entry), None)
-            if isinstance(said, list):  # the journal writes what is not UTF-8 as a list of bytes
-                said = bytes(said).decode(errors="replace")
-            when = next((entry[key] for key in ("__REALTIME_TIMESTAMP", "time", "timestamp") if key in entry), "")
-            for piece in str(said or "").replace("\\r\\n", "\n").split("\n"):
-                yield _strip(Line(file, at, piece.rstrip("\r"), None, str(when)))
 
 
 _WHO = r"(?P<who>Memory cgroup out of memory|Out of memory[^:]{0,40}): "
