@@ -179,8 +179,6 @@ WORKERS = Setup(threads=8, num_workers=8)
         (limits(), WORKERS, "address space", "ok", "no limit"),
         ({"sys/class/infiniband/mlx5_0": "", **limits()}, WORKERS, "locked memory", "warning", "8.0 MiB"),
         (limits(), WORKERS, "locked memory", "ok", "8.0 MiB"),
-        ({"proc/sys/vm/max_map_count": "1000\n"}, WORKERS, "maps", "warning", "1000"),
-        ({"proc/sys/vm/max_map_count": "65530\n"}, WORKERS, "maps", "ok", "65530"),
         ({"proc/sys/vm/overcommit_memory": "0\n"}, WORKERS, "overcommit", "ok", "=0"),
         ({"proc/sys/vm/overcommit_memory": "2\n"}, WORKERS, "overcommit", "problem", "CommitLimit"),
         ({"proc/swaps": "Filename Type Size\n/dev/zram0 partition 9 0 5\n"}, WORKERS, "swap", "ok", "/dev/zram0"),

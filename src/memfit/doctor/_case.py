@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from memfit.checks import Check
 from memfit.doctor._command import Command
 from memfit.doctor._interpreter import Interpreter
 from memfit.doctor._place import Place
@@ -118,3 +119,19 @@ class Case:
         if asked is not None and asked.start_method:
             return asked.start_method, f"the default of Python {'.'.join(map(str, asked.version[:2]))}"
         return "fork", "the default on Linux below Python 3.14"
+
+
+def judge(
+    check: str,
+    finding: str,
+    reason: str,
+    remedy: str,
+    source: str,
+    *,
+    problem: bool = False,
+    warning: bool = False,
+) -> Check:
+    """Return a check with the worst verdict that holds; only a warning or a problem keeps the remedy."""
+    if problem or warning:
+        return Check(check, "problem" if problem else "warning", finding, reason, remedy, source)
+    return Check(check, "ok", finding, reason, source=source)

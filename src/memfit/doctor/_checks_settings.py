@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memfit.checks import Check
-from memfit.doctor._case import Case
+from memfit.doctor._case import Case, judge
 from memfit.estimation import allocator_faults
 
 #: As torch 2.13 reads them: the first one that is set counts. Source: c10/cuda/CUDAAllocatorConfig.h.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_TIGHT_MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX")
+_TUNABLE = re.compile(r"glibc\.malloc\.(mmap_threshold|trim_threshold|arena_max)=\w+")
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc", "hoard")
 #: Variables that make a run slow or large, with the values that do, why, and who says so.
 _DEBUGGING = {
@@ -28,24 +30,25 @@ _DEBUGGING = {
 
 def check_allocator(case: Case) -> Iterator[Check]:
     """torch's caching allocator: contradictions, and settings that come too late."""
-    given = [(name, case.env[name]) for name in ALLOCATOR_VARIABLES if case.env.get(name)]
+    given = {name: case.env[name] for name in ALLOCATOR_VARIABLES if case.env.get(name)}
     reason = "torch reads the settings once, when it is imported or first allocates"
     if not given:
         yield Check("torch allocator", "ok", "default settings", reason, source=" and ".join(ALLOCATOR_VARIABLES[::2]))
-    for name, text in given:
+    for name, text in given.items():
         faults = allocator_faults(text)
         if not faults:
             yield Check("torch allocator", "ok", text, reason, source=name)
         for fault in faults:
             source = f"{name}; {fault.source}"
             yield Check("torch allocator", fault.verdict, fault.finding, fault.reason, fault.remedy, source)
-    if len({text for _, text in given}) > 1:
+    if len(set(given.values())) > 1:
+        first, *others = given
         yield Check(
             "torch allocator",
             "problem",
-            " and ".join(f"{name}={text}" for name, text in given),
-            f"torch 2.13 takes {given[0][0]}; its other name is the newer one",
-            f"unset {' '.join(name for name, _ in given[1:])}",
+            " and ".join(f"{name}={text}" for name, text in given.items()),
+            f"torch 2.13 takes {first}; its other name is the newer one",
+            f"unset {' '.join(others)}",
             "c10/cuda/CUDAAllocatorConfig.h (torch 2.13)",
         )
     for one in case.script.variables:
@@ -57,83 +60,79 @@ def check_allocator(case: Case) -> Iterator[Check]:
 
 def check_malloc(case: Case) -> Iterator[Check]:
     """glibc's allocator, and what replaces it."""
-    env, reason = case.env, "with glibc's defaults freed memory stays with the process: resident does not follow live"
-    tight = {name: env[name] for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX")
-             if name in env}  # fmt: skip
+    env = case.env
     preloaded = [word for word in re.split(r"[:\s]+", env.get("LD_PRELOAD", "")) if word]
     missing = [word for word in preloaded if "/" in word and not (case.place.root / word.lstrip("/")).exists()]
     if missing:
         what = "the loader prints an error for every process and goes on without it"
-        yield Check("preload", "problem", f"LD_PRELOAD: {missing[0]} is not there", what, "unset LD_PRELOAD",
-                    "LD_PRELOAD")  # fmt: skip
+        finding = f"LD_PRELOAD: {missing[0]} is not there"
+        yield Check("preload", "problem", finding, what, "unset LD_PRELOAD", "LD_PRELOAD")
     other = next((name for name in _ALLOCATORS for word in preloaded if name in Path(word).name), None)
+    tunables = ", ".join(_TUNABLE.findall(env.get("GLIBC_TUNABLES", "")))
     if other is not None:
-        why = "glibc's MALLOC_ variables do nothing then; it keeps freed memory by rules of its own"
-        remedy = "unset LD_PRELOAD"
-        if other == "jemalloc":
-            remedy = "export MALLOC_CONF=dirty_decay_ms:0,muzzy_decay_ms:0, or unset LD_PRELOAD"
-        well = other == "jemalloc" and "decay_ms:0" in env.get("MALLOC_CONF", "")
-        yield Check("malloc", "ok" if well else "warning", f"{other} is preloaded", why, "" if well else remedy,
-                    "LD_PRELOAD")  # fmt: skip
-        return
-    tunables = re.findall(
-        r"glibc\.malloc\.(mmap_threshold|trim_threshold|arena_max)=\w+", env.get("GLIBC_TUNABLES", "")
-    )
-    if tunables:
+        is_jemalloc = other == "jemalloc"
+        yield judge(
+            "malloc",
+            f"{other} is preloaded",
+            "glibc's MALLOC_ variables do nothing then; it keeps freed memory by rules of its own",
+            f"{'export MALLOC_CONF=dirty_decay_ms:0,muzzy_decay_ms:0, or ' if is_jemalloc else ''}unset LD_PRELOAD",
+            "LD_PRELOAD",
+            warning=not (is_jemalloc and "decay_ms:0" in env.get("MALLOC_CONF", "")),
+        )
+    elif tunables:
         why = "GLIBC_TUNABLES wins over the MALLOC_ variables that memfit sets (measured with glibc 2.36)"
-        told = f"GLIBC_TUNABLES sets {', '.join(tunables)}"
-        yield Check("malloc", "warning", told, why, "unset GLIBC_TUNABLES", "GLIBC_TUNABLES")
+        finding = f"GLIBC_TUNABLES sets {tunables}"
+        yield Check("malloc", "warning", finding, why, "unset GLIBC_TUNABLES", "GLIBC_TUNABLES")
     else:
-        told = ", ".join(f"{name}={value}" for name, value in tight.items()) or "glibc's defaults"
-        yield Check("malloc", "ok", told, reason, source="memfit run" if case.setup.tight_malloc else "the environment")
+        told = ", ".join(f"{name}={env[name]}" for name in _TIGHT_MALLOC if name in env) or "glibc's defaults"
+        why = "with glibc's defaults freed memory stays with the process: resident does not follow live"
+        yield Check("malloc", "ok", told, why, source="memfit run" if case.setup.tight_malloc else "the environment")
 
 
 def check_debugging(case: Case) -> Iterator[Check]:
     """Variables that were left from debugging."""
-    found = False
-    for name, (pattern, reason, source) in _DEBUGGING.items():
-        value = case.env.get(name, "")
-        if re.fullmatch(pattern, value, re.I):
-            found = True
-            yield Check("debugging", "warning", f"{name}={value}", reason, f"unset {name}", source)
+    found = [name for name, (pattern, *_) in _DEBUGGING.items() if re.fullmatch(pattern, case.env.get(name, ""), re.I)]
+    for name in found:
+        _, reason, source = _DEBUGGING[name]
+        yield Check("debugging", "warning", f"{name}={case.env[name]}", reason, f"unset {name}", source)
     if not found:
-        yield Check("debugging", "ok", "no variable of a debugger is set", "they cost time or memory in every run",
-                    source="the environment")  # fmt: skip
+        why = "they cost time or memory in every run"
+        yield Check("debugging", "ok", "no variable of a debugger is set", why, source="the environment")
 
 
 def check_packages(case: Case) -> Iterator[Check]:
     """torch and its companion packages as the command's interpreter has them."""
-    asked = case.interpreter
+    asked, sites = case.interpreter, case.script.imports
     if asked is None or asked.error:
         return
     reason = "a package that does not match torch breaks when it is imported, often by something else that imports it"
+    pip = f"{asked.executable} -m pip install"
     torch, vision = asked.packages.get("torch"), asked.packages.get("torchvision")
-    wanted = "torch" in case.script.imports
     if torch is None:
-        verdict = "problem" if wanted else "ok"
-        where = f" (import at {case.script.imports['torch']})" if wanted else ""
-        remedy = f"{asked.executable} -m pip install torch" if wanted else ""
-        yield Check("packages", "problem" if verdict == "problem" else "ok", f"torch is not installed{where}", reason,
-                    remedy, asked.executable)  # fmt: skip
+        site = f" (import at {sites['torch']})" if "torch" in sites else ""
+        yield judge(
+            "packages",
+            f"torch is not installed{site}",
+            reason,
+            f"{pip} torch",
+            asked.executable,
+            problem="torch" in sites,
+        )
         return
-    if asked.imports.get("torch"):
-        yield Check("packages", "problem", f"import torch fails: {asked.imports['torch']}", reason,
-                    "install torch anew in a fresh environment", asked.executable)  # fmt: skip
-    mismatch = vision and vision_mismatch(torch, vision)
-    if mismatch:
-        yield Check("packages", "warning", f"torch {torch} with torchvision {vision}: {mismatch}", reason,
-                    "pip uninstall torchvision, or install both from one index", asked.executable)  # fmt: skip
-    absent = [name for name in asked.missing if name != "torch" and name in case.script.imports]
-    if absent:
-        sites = ", ".join(f"{name} ({case.script.imports.get(name)})" for name in absent[:5])
-        remedy = f"{asked.executable} -m pip install {' '.join(absent[:5])}"
-        why = "the import fails, unless the script catches it"
-        yield Check("packages", "warning", f"not to be found: {sites}", why, remedy, asked.executable)
-    broken = {name: error for name, error in asked.imports.items() if error and name not in ("torch", *absent)}
-    for name, error in broken.items():
-        yield Check("packages", "problem", f"import {name} fails: {error}", reason,
-                    f"{asked.executable} -m pip install --force-reinstall {name}", asked.executable)  # fmt: skip
-    if not mismatch and not broken and not absent and not asked.imports.get("torch"):
+    found: list[tuple[bool, str, str, str]] = []
+    for name, error in asked.imports.items():
+        if error and (name == "torch" or name not in asked.missing):
+            anew = "install torch anew in a fresh environment" if name == "torch" else f"{pip} --force-reinstall {name}"
+            found.append((True, f"import {name} fails: {error}", reason, anew))
+    if vision and (mismatch := vision_mismatch(torch, vision)):
+        remedy = "pip uninstall torchvision, or install both from one index"
+        found.append((False, f"torch {torch} with torchvision {vision}: {mismatch}", reason, remedy))
+    if absent := [name for name in asked.missing if name != "torch" and name in sites][:5]:
+        finding = f"not to be found: {', '.join(f'{name} ({sites[name]})' for name in absent)}"
+        found.append((False, finding, "the import fails, unless the script catches it", f"{pip} {' '.join(absent)}"))
+    for is_problem, finding, why, remedy in found:
+        yield judge("packages", finding, why, remedy, asked.executable, problem=is_problem, warning=True)
+    if not found:
         names = ", ".join(f"{name} {version}" for name, version in asked.packages.items() if version)
         yield Check("packages", "ok", names, reason, source=asked.executable)
 

@@ -11,7 +11,6 @@ from memfit.checks import Check, worst_first
 from memfit.doctor import _checks_command as commands
 from memfit.doctor import _checks_host as host
 from memfit.doctor import _checks_settings as settings
-from memfit.doctor import _checks_shm as shm
 from memfit.doctor import _checks_workers as workers
 from memfit.doctor._case import Case, Setup
 from memfit.doctor._command import Command
@@ -30,17 +29,12 @@ _CHECKS: tuple[Callable[[Case], Iterator[Check]], ...] = (
     workers.check_guard,
     workers.check_threads,
     workers.check_environment,
-    shm.check_shm,
-    shm.check_leftovers,
-    shm.check_sharing,
+    host.check_shm,
+    host.check_leftovers,
+    host.check_limits,
     host.check_budget,
     host.check_walls,
-    host.check_processes,
-    host.check_maps,
-    host.check_address_space,
-    host.check_overcommit,
-    host.check_swap,
-    host.check_huge_pages,
+    host.check_kernel,
     host.check_folders,
     settings.check_allocator,
     settings.check_malloc,
