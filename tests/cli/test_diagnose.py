@@ -186,7 +186,7 @@ def test_a_4_bit_training_that_names_no_rank_is_estimated_with_adapters_of_rank_
         "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "architectures": ["LlamaForCausalLM"],
     }  # fmt: skip
     (job / "config.json").write_text(json.dumps(config))
-    (job / "full.err").write_text("File \"train.py\", line 3, in training_step\n" + FULL)
+    (job / "full.err").write_text('File "train.py", line 3, in training_step\n' + FULL)
 
     def estimates(options):
         (job / "tune.sh").write_text(f"python train.py --per_device_train_batch_size 8 --bf16 True {options}\n")

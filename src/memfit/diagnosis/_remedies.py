@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.diagnosis._job import ACCUMULATE, BATCH, Job
-from memfit.diagnosis._remedy_table import COSTS, TABLE, UNDER_MEMFIT, Cost, Remedy
+from memfit.diagnosis._remedy_table import COSTS, TABLE, UNDER_MEMFIT, Cost, Remedy, row
 from memfit.units import GIB, MIB, format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -95,14 +95,7 @@ def _of_device(diagnosis: Diagnosis, job: Job, config: Mapping[str, Any] | None)
         yield from TABLE[phase]
     else:
         yield from _of_training(job, "--hf-config config.json" if config is None else "--script with the batch size")
-    yield Remedy(
-        f"more host memory ({'--memory' if job.under_memfit else '--mem'}, fewer loader workers)",
-        reason="The device has its own memory.",
-        place="device",
-        saves_bytes=0,
-        enough=False,
-        helps=False,
-    )
+    yield row("host_for_device", flag="--memory" if job.under_memfit else "--mem")
 
 
 def _is_enough(saves: int, short: int | None) -> bool | None:
@@ -116,17 +109,14 @@ def _others(diagnosis: Diagnosis, short: int | None) -> Iterator[Remedy]:
     if held is None or not total or held < max(NOTICEABLE * total, _CONTEXT_BYTES):
         return
     pids = ", ".join(re.findall(r"\bProcess (\d+) has", " ".join(one.text for one in diagnosis.evidence)))
-    index = diagnosis.where.get("device") or 0
-    yield Remedy(
-        "end your own processes that still hold memory of this device, or use another device",
-        f"nvidia-smi -i {index} --query-compute-apps=pid,used_memory,name --format=csv; "
-        "ps -o pid,user,etime,cmd -p PID; kill PID",
-        "none",
-        f"{f'Process {pids} holds' if pids else 'Other processes and the driver hold'} {format_bytes(held)} of its "
-        f"{format_bytes(total)}. Do not reset the device: that ends everybody's work.",
-        "device",
+    yield row(
+        "others",
         held,
-        _is_enough(held, short),
+        enough=_is_enough(held, short),
+        index=diagnosis.where.get("device") or 0,
+        who=f"Process {pids} holds" if pids else "Other processes and the driver hold",
+        held=format_bytes(held),
+        total=format_bytes(total),
     )
 
 
@@ -138,56 +128,20 @@ def _cache(figures: Mapping[str, int], job: Job, short: int | None) -> Iterator[
     share = unused / figures["device_total"] if figures.get("device_total") else 0.0
     is_on = any(_GROW in text.replace(" ", "") for name, text in job.env.items() if name.endswith("ALLOC_CONF"))
     if share >= NOTICEABLE and not is_on:
-        yield Remedy(
-            "let the allocator's segments grow",
-            f"export PYTORCH_CUDA_ALLOC_CONF={_GROW}",
-            "hardly any",
-            f"torch's allocator reserved {format_bytes(unused)} ({share:.0%} of the device) that no tensor uses. Set "
-            "it before Python starts.",
-            "device",
-            unused,
-            _is_enough(unused, short),
-        )
+        yield row("segments", unused, enough=_is_enough(unused, short), unused=format_bytes(unused), share=share)
     else:
         why = "It is on already" if is_on else f"Only {format_bytes(unused)} ({share:.1%}) of its cache is unused"
-        yield Remedy(
-            "expandable_segments, max_split_size_mb or empty_cache()",
-            f"PYTORCH_CUDA_ALLOC_CONF={_GROW}",
-            "none",
-            f"{why}: the device is full of tensors.",
-            "device",
-            0 if is_on else unused,
-            False,
-            helps=False,
-        )
+        yield row("no_segments", 0 if is_on else unused, why=why)
 
 
 def _of_training(job: Job, needed: str) -> Iterator[Remedy]:
     """A training step that needs less, without bytes."""
     hint = f" For the bytes, add {needed}."
     if job.batch != 1:
-        yield Remedy(
-            "halve the batch, double the accumulation",
-            half_batch(job),
-            "a few per cent",
-            f"Activations halve. Each update sees the same samples, so only batch norm and rounding change.{hint}",
-            "device",
-        )
-    yield Remedy(
-        "use activation checkpointing",
-        "--gradient_checkpointing True, or torch.utils.checkpoint",
-        "25 to 33 %",
-        f"The backward pass computes each block's activations again.{hint}",
-        "device",
-    )
+        yield row("half_batch", options=half_batch(job), hint=hint)
+    yield row("checkpointing", hint=hint)
     if (job.devices or 1) > 1:
-        yield Remedy(
-            "shard gradients and optimizer states",
-            "fully_shard(model), or ZeRO stage 2",
-            "not known",
-            f"Each of {job.devices} devices holds a part.",
-            "device",
-        )
+        yield row("shard", devices=job.devices)
 
 
 def half_batch(job: Job) -> str:
@@ -258,17 +212,20 @@ def _estimated(config: Mapping[str, Any], setup: Setup, short: int | None, total
         elif total is not None and then.upper <= total and enough is None:
             enough = True
         if saves > 16 * MIB:
-            yield Remedy(
-                f"train with {' '.join(change.options)}",
-                _as_written(change, setup),
-                _COST_WORDS.get(change.cost.split()[0].rstrip(":"), "not known")
-                if change.same_training
-                else "another training",
-                f"An estimated {format_bytes(now)} of the device becomes {format_bytes(then.value)}, at most "
-                f"{format_bytes(then.upper)}. Costs: {change.cost}.",
-                "device",
+            found = row(
+                "estimated",
                 saves,
-                enough,
+                enough=enough,
+                options=" ".join(change.options),
+                written=_as_written(change, setup),
+                now=format_bytes(now),
+                then=format_bytes(then.value),
+                upper=format_bytes(then.upper),
+                cost=change.cost,
+            )
+            word = change.cost.split()[0].rstrip(":")
+            yield replace(
+                found, cost=_COST_WORDS.get(word, "not known") if change.same_training else "another training"
             )
 
 
@@ -340,36 +297,28 @@ def _of_host(diagnosis: Diagnosis, job: Job) -> Iterator[Remedy]:
         yield _larger_request(job)
     in_worker = "DataLoader worker" in " ".join(one.text for one in diagnosis.evidence)
     if tasks > 1 or (workers or 0) > 1 or in_worker:
-        yield Remedy(
-            f"share the data between the {f'{tasks} tasks of a node' if tasks > 1 else 'loader workers'}",
-            "one mapped file (np.memmap, Arrow, memfit panel build) instead of lists of Python objects",
-            "none",
-            "All readers of a mapped file share its pages. Python objects are copied page by page as soon as a worker "
-            "touches their reference counts. How much of the memory is data was not measured.",
-            "host",
-        )
+        yield row("share_data", readers=f"{tasks} tasks of a node" if tasks > 1 else "loader workers")
     if workers is None or workers > 1:
-        yield Remedy(
-            "use fewer loader workers"
-            if workers is None
-            else f"use {workers // 2} loader workers instead of {workers}",
-            f"num_workers={'N' if workers is None else workers // 2}",
-            "not known",
-            "It saves only what each worker holds of its own, which was not measured. Costs speed only where the "
-            "loader cannot keep up.",
-            "host",
-        )
+        yield _workers("fewer_workers", workers)
     if is_limit:
         yield from _fewer_tasks(job)
     if diagnosis.phase == "validate":
-        yield Remedy(
-            "use few workers for validation, and start its loader once",
-            "num_workers=1 of the validation's DataLoader",
-            "hardly any",
-            "The workers of both loaders are alive at once.",
-            "host",
-        )
-    yield from _useless_on_host(job)
+        yield row("validation_workers")
+    # What the script, the config or the log mentions and people try next.
+    if job.batch or "batch" in job.mentioned:
+        yield row("host_batch", setting=f"batch_size={max(1, job.batch // 2)}" if job.batch else "batch_size")
+    if job.persistent_workers:
+        yield row("end_workers")
+    elif job.persistent_workers is False or "persistent_workers" in job.mentioned:
+        yield row("workers_end")
+
+
+def _workers(name: str, workers: int | None) -> Remedy:
+    target = workers // 2 if workers else 0
+    words = f"{target} loader workers instead of {workers}"
+    if name == "fewer_workers":
+        return row(name, workers=words if workers else "fewer loader workers", target=target if workers else "N")
+    return row(name, workers=words if target else "no loader workers", target=target)
 
 
 def _larger_request(job: Job) -> Remedy:
@@ -380,7 +329,7 @@ def _larger_request(job: Job) -> Remedy:
         why = "It hit its limit. Neither the limit nor a peak is known"
         hint = "." if job.under_memfit else ": add --sacct or --script."
         setting = ask.format("SIZE", "") if job.under_memfit else setting
-        return Remedy("request more memory", setting, "none", why + hint, "host")
+        return row("request", title="request more memory", setting=setting, why=why + hint)
     size, why = wanted
     gain = size - job.limit_bytes if job.limit_bytes else None
     is_measured = job.node_bytes is not None and job.node_bytes[0] > _CUT * (job.limit_bytes or 0)
@@ -388,9 +337,8 @@ def _larger_request(job: Job) -> Remedy:
     written = write_size(size)
     if job.under_memfit:
         written = write_size(size, ("GiB", "MiB"))
-        return Remedy(
-            f"give the job {written}", ask.format(written, f" above {written}"), "none", why, "host", gain, enough
-        )
+        setting = ask.format(written, f" above {written}")
+        return row("request", gain, enough=enough, title=f"give the job {written}", setting=setting, why=why)
     title, setting = f"request {written} per node", f"--mem={written}"
     if job.most_bytes is not None and size > job.most_bytes:
         title += " of a partition with larger nodes"
@@ -399,7 +347,7 @@ def _larger_request(job: Job) -> Remedy:
     elif job.step_bytes is not None:
         title += " for the step"
         setting += f" of srun, and #SBATCH --mem={write_size(max(size, job.request_bytes or 0))} or more"
-    return Remedy(title, setting, "none", why, "host", gain, enough)
+    return row("request", gain, enough=enough, title=title, setting=setting, why=why)
 
 
 def _fewer_tasks(job: Job) -> Iterator[Remedy]:
@@ -407,80 +355,26 @@ def _fewer_tasks(job: Job) -> Iterator[Remedy]:
     limit = job.most_bytes or job.request_bytes
     fit = int(limit // (task * (1 + RESERVE))) if task and limit else 0
     if task and limit and 1 <= fit < tasks:
-        yield Remedy(
-            f"run {fit} tasks per node instead of {tasks}",
-            f"--ntasks-per-node={fit}",
-            "fewer devices at once",
-            f"{fit} x {format_bytes(task)} + {RESERVE:.0%} fit in {format_bytes(limit)}. The same number of tasks "
-            f"needs {tasks / fit:.3g} times the nodes.",
-            "host",
+        yield row(
+            "fewer_tasks",
             (tasks - fit) * task,
-            True,
+            fit=fit,
+            tasks=tasks,
+            task=format_bytes(task),
+            reserve=RESERVE,
+            limit=format_bytes(limit),
+            times=tasks / fit,
         )
-
-
-def _useless_on_host(job: Job) -> Iterator[Remedy]:
-    """What the script, the config or the log mentions and people try next."""
-    if job.batch or "batch" in job.mentioned:
-        yield Remedy(
-            "a smaller batch, or gradient accumulation",
-            f"batch_size={max(1, job.batch // 2)}" if job.batch else "batch_size",
-            "a few per cent",
-            "Activations are in device memory. The host holds only num_workers x prefetch_factor + 1 batches per task.",
-            "host",
-            helps=False,
-        )
-    if job.persistent_workers:
-        yield Remedy(
-            "end the loader workers after each epoch",
-            "persistent_workers=False",
-            "hardly any",
-            "Training's workers are gone while validation's run. They start again in each epoch.",
-            "host",
-        )
-    elif job.persistent_workers is False or "persistent_workers" in job.mentioned:
-        reason = "No change: False is the default, or it was set before."
-        yield Remedy("persistent_workers=False", "persistent_workers=False", "none", reason, "host", 0, False, False)
 
 
 def _of_shm(job: Job) -> Iterator[Remedy]:
     size = max(_LEAST_SHM, 2 * (job.shm_bytes or 0))
-    written = f"{size // MIB}m"
-    yield Remedy(
-        "enlarge /dev/shm",
-        f"docker run --shm-size={written}, shm_size: {written} of Compose, an emptyDir of medium Memory of Kubernetes",
-        "none",
-        "Each worker keeps prefetch_factor batches there; a container has 64 MiB by default. The size of a batch was "
-        f"not measured: this is {'twice what it had' if size > _LEAST_SHM else 'a start'}. It counts as host memory of "
-        "the container.",
-        "shm",
-        size - (job.shm_bytes or 64 * MIB),
-    )
-    yield Remedy(
-        "use the host's /dev/shm",
-        "docker run --ipc=host",
-        "none",
-        "The host's is half of its memory by default.",
-        "shm",
-    )
+    rule = "twice what it had" if size > _LEAST_SHM else "a start"
+    yield row("shm", size - (job.shm_bytes or 64 * MIB), size=f"{size // MIB}m", rule=rule)
+    yield row("host_shm")
     if job.workers != 0:
-        target = job.workers // 2 if job.workers else 0
-        yield Remedy(
-            f"use {target} loader workers instead of {job.workers}" if target else "use no loader workers",
-            f"num_workers={target}",
-            "not known",
-            "Each worker has its own batches there; num_workers=0 uses no /dev/shm.",
-            "shm",
-        )
-    yield Remedy(
-        "sharing through files",
-        "torch.multiprocessing.set_sharing_strategy('file_system')",
-        "hardly any",
-        "It helps where open files ran out; the same bytes stay in /dev/shm, also after a kill.",
-        "shm",
-        0,
-        helps=False,
-    )
+        yield _workers("shm_workers", job.workers)
+    yield row("shm_files")
 
 
 # Time.
@@ -511,9 +405,5 @@ def slurm_time(seconds: int) -> str:
 
 def _more_time(job: Job) -> Iterator[Remedy]:
     wanted = wanted_time(job)
-    if wanted is not None:
-        yield Remedy(f"request {slurm_time(wanted[0])}", f"--time={slurm_time(wanted[0])}", reason=wanted[1])
-    else:
-        why = "How long an epoch takes is not in the logs."
-        yield Remedy("request the time of all epochs + 20 %", "--time", reason=why)
-    yield Remedy("resume from a checkpoint in a job of the same length", "memfit resume RUN", reason="No work is lost.")
+    yield row("no_time") if wanted is None else row("time", time=slurm_time(wanted[0]), why=wanted[1])
+    yield row("resume")

@@ -1,4 +1,4 @@
-"""The table of remedies: rows by kind of memory, by the phase in which a device was full, and by cause."""
+"""The table of remedies: rows by kind of memory, by the phase in which a device was full, by cause, and by name."""
 
 from __future__ import annotations
 
@@ -183,3 +183,81 @@ UNDER_MEMFIT: Mapping[str, tuple[Remedy, ...]] = {
     "cancelled": (Remedy("continue the run", _RESUME, reason="Ctrl-C or memfit stop ended it."),),
     "terminated": (Remedy("find who sent the signal", "journalctl --since", reason=_SIGTERM),),
 }
+
+#: Rows whose figures and names a job fills in.
+_ROWS: Mapping[str, Remedy] = {
+    "host_for_device": Remedy("more host memory ({flag}, fewer loader workers)", "", "not known",
+                              "The device has its own memory.", "device", 0, False, False),
+    "others": Remedy(
+        "end your own processes that still hold memory of this device, or use another device",
+        "nvidia-smi -i {index} --query-compute-apps=pid,used_memory,name --format=csv; "
+        "ps -o pid,user,etime,cmd -p PID; kill PID", "none",
+        "{who} {held} of its {total}. Do not reset the device: that ends everybody's work.", "device"),
+    "segments": Remedy("let the allocator's segments grow", "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                       "hardly any", "torch's allocator reserved {unused} ({share:.0%} of the device) that no tensor "
+                       "uses. Set it before Python starts.", "device"),
+    "no_segments": Remedy("expandable_segments, max_split_size_mb or empty_cache()",
+                          "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "none",
+                          "{why}: the device is full of tensors.", "device", 0, False, False),
+    "half_batch": Remedy("halve the batch, double the accumulation", "{options}", "a few per cent",
+                         "Activations halve. Each update sees the same samples, so only batch norm and rounding "
+                         "change.{hint}", "device"),
+    "checkpointing": Remedy("use activation checkpointing", "--gradient_checkpointing True, or torch.utils.checkpoint",
+                            "25 to 33 %", "The backward pass computes each block's activations again.{hint}", "device"),
+    "shard": Remedy("shard gradients and optimizer states", "fully_shard(model), or ZeRO stage 2", "not known",
+                    "Each of {devices} devices holds a part.", "device"),
+    "estimated": Remedy("train with {options}", "{written}", "not known",
+                        "An estimated {now} of the device becomes {then}, at most {upper}. Costs: {cost}.", "device"),
+    "share_data": Remedy(
+        "share the data between the {readers}",
+        "one mapped file (np.memmap, Arrow, memfit panel build) instead of lists of Python objects", "none",
+        "All readers of a mapped file share its pages. Python objects are copied page by page as soon as a worker "
+        "touches their reference counts. How much of the memory is data was not measured.", "host"),
+    "fewer_workers": Remedy("use {workers}", "num_workers={target}", "not known",
+                            "It saves only what each worker holds of its own, which was not measured. Costs speed only "
+                            "where the loader cannot keep up.", "host"),
+    "validation_workers": Remedy("use few workers for validation, and start its loader once",
+                                 "num_workers=1 of the validation's DataLoader", "hardly any",
+                                 "The workers of both loaders are alive at once.", "host"),
+    "request": Remedy("{title}", "{setting}", "none", "{why}", "host"),
+    "fewer_tasks": Remedy("run {fit} tasks per node instead of {tasks}", "--ntasks-per-node={fit}",
+                          "fewer devices at once", "{fit} x {task} + {reserve:.0%} fit in {limit}. The same number of "
+                          "tasks needs {times:.3g} times the nodes.", "host", enough=True),
+    "host_batch": Remedy("a smaller batch, or gradient accumulation", "{setting}", "a few per cent",
+                         "Activations are in device memory. The host holds only num_workers x prefetch_factor + 1 "
+                         "batches per task.", "host", helps=False),
+    "end_workers": Remedy("end the loader workers after each epoch", "persistent_workers=False", "hardly any",
+                          "Training's workers are gone while validation's run. They start again in each epoch.",
+                          "host"),
+    "workers_end": Remedy("persistent_workers=False", "persistent_workers=False", "none",
+                          "No change: False is the default, or it was set before.", "host", 0, False, False),
+    "shm": Remedy(
+        "enlarge /dev/shm",
+        "docker run --shm-size={size}, shm_size: {size} of Compose, an emptyDir of medium Memory of Kubernetes", "none",
+        "Each worker keeps prefetch_factor batches there; a container has 64 MiB by default. The size of a batch was "
+        "not measured: this is {rule}. It counts as host memory of the container.", "shm"),
+    "host_shm": Remedy("use the host's /dev/shm", "docker run --ipc=host", "none",
+                       "The host's is half of its memory by default.", "shm"),
+    "shm_workers": Remedy("use {workers}", "num_workers={target}", "not known",
+                          "Each worker has its own batches there; num_workers=0 uses no /dev/shm.", "shm"),
+    "shm_files": Remedy("sharing through files", "torch.multiprocessing.set_sharing_strategy('file_system')",
+                        "hardly any", "It helps where open files ran out; the same bytes stay in /dev/shm, also after "
+                        "a kill.", "shm", 0, helps=False),
+    "time": Remedy("request {time}", "--time={time}", reason="{why}"),
+    "no_time": Remedy("request the time of all epochs + 20 %", "--time",
+                      reason="How long an epoch takes is not in the logs."),
+    "resume": Remedy("resume from a checkpoint in a job of the same length", _RESUME, reason="No work is lost."),
+}  # fmt: skip
+
+
+def row(name: str, saves: int | None = None, *, enough: bool | None = None, **values: object) -> Remedy:
+    """Return a row by its name, with a job's figures and names in its words."""
+    one = _ROWS[name]
+    return replace(
+        one,
+        title=one.title.format(**values),
+        setting=one.setting.format(**values),
+        reason=one.reason.format(**values),
+        saves_bytes=one.saves_bytes if saves is None else saves,
+        enough=one.enough if enough is None else enough,
+    )
