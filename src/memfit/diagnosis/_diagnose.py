@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from memfit.diagnosis._circumstances import Moment, arithmetic, checks, timeline, where
 from memfit.diagnosis._granted import find_files
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._progress import Reading, check_rate, read_counters, read_progress
 from memfit.diagnosis._runs import find_run, logs_of
-from memfit.diagnosis._signatures import Kind, Sign, Sure, find_signs
+from memfit.diagnosis._signatures import FOLLOWED, Kind, Sign, Sure, find_signs
 from memfit.diagnosis._text import Line, Stream, read_streams
-from memfit.diagnosis._verdict import events, exceptions, is_unlinked, rank, settle, survived
+from memfit.diagnosis._verdict import events, exceptions, is_clone, is_unlinked, rank, settle, survived
 from memfit.diagnosis._witnesses import Heard, hear, hear_run
 from memfit.errors import UsageError
 from memfit.units import GIB
@@ -25,6 +26,61 @@ _Readings = Sequence[list[Reading]]
 _FIGURES = ("device_total", "allocated", "reserved", "tried")
 #: Files of a folder that are logs.
 _LOGS = ("*.out", "*.err", "*.log", "*.txt", "*.gz", "*.out.*", "*.err.*", "*.log.*")
+
+
+_NODE = re.compile(
+    r"error: (\w[\w.-]*): tasks? [\d,-]+:|(?:JOB|STEP) [\w.+]+ ON (\S+) CANCELLED"
+    r"|slurmstepd-([\w-]+):|Node failure on (\S+)|IP: ([\d.]+)"
+)
+_PID = re.compile(
+    r"\(pid:? (\d{1,9})\)|received by PID (\d{1,9})|Killed? process (\d{1,9})|worker \(pid\(?s?\)? (\d{1,9})",
+    re.IGNORECASE,
+)
+_LOCAL_RANK = re.compile(r"local_rank: (\d{1,6})|\[Rank (\d{1,6})\]|tasks? (\d{1,6}): ")
+_CHECKS: dict[str, tuple[str, ...]] = {
+    "gpu": ("nvidia-smi on that node: does another process hold the card?",),
+    "gpu_fragmentation": (
+        "Do sizes vary from batch to batch? Compare torch.cuda.memory_reserved with memory_allocated over time.",
+    ),
+    "host_cgroup": (
+        "sacct -j JOB -o JobID,State,ExitCode,ReqMem,MaxRSS,NTasks: MaxRSS is one task's, the limit is the node's.",
+        "Does memory rise from epoch to epoch (a leak), or stand at the limit from the beginning?",
+    ),
+    "host_kernel": (
+        "journalctl -k or dmesg on that node at that time: which process was killed, and in which group?",
+        "free -m, and who else ran on the node.",
+    ),
+    "shm": ("df -h /dev/shm in the same container; docker run --shm-size, or an emptyDir of medium Memory.",),
+    "host_alloc": ("free -m and ulimit -v on that node; the shape that was asked for.",),
+    "pinned": ("ulimit -l, free -m on that node, and how many workers pin at once.",),
+    "other_accelerator": ("The accelerator's own monitor on that node.",),
+}
+_KILLED = (
+    "A SIGKILL names nobody: look in journalctl -k or dmesg for oom-kill at that time, in sacct for OUT_OF_MEMORY, in "
+    "kubectl describe or docker inspect for OOMKilled.",
+)
+_NO_CAUSE = (
+    "Nothing in these lines names a cause: give the scheduler's log, the kernel's log, or the error file too.",
+)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Something at a time that a log gives.
+
+    Attributes:
+        what: ``start``, ``last progress``, ``failure`` or ``consequence``.
+        time: As it is written; empty where no line near it has one.
+        file: The log.
+        line: The line's number.
+        text: The line.
+    """
+
+    what: str
+    time: str
+    file: str
+    line: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -223,9 +279,9 @@ def diagnose_streams(streams: Sequence[Stream], heard: Heard | None = None, *, t
         figures={} if best.kind == "none" else _figures(best, findings),
         evidence=_evidence([best, *_beside(best, findings)]),
         where=_where(best, findings, num_read),
-        timeline=tuple(timeline(streams, best, signs, readings)),
-        arithmetic=(*arithmetic(best), *(heard.arithmetic if is_host else ()), *_rates(readings)),
-        checks=tuple(checks(streams, best)),
+        timeline=_timeline(streams, best, signs, readings),
+        arithmetic=(*_arithmetic(best), *(heard.arithmetic if is_host else ()), *_rates(readings)),
+        checks=_checks(streams, best),
         under_memfit=any("own_kills" in one.values for one in findings),
     )
 
@@ -263,13 +319,128 @@ def _evidence(signs: Sequence[Sign]) -> tuple[Evidence, ...]:
 
 def _where(best: Sign, findings: Sequence[Sign], num_read: int) -> dict[str, Any]:
     """Where it was; what a witness from outside does not know, the log's own word on that process may."""
-    found = where(best)
+    found = _place(best)
     for one in findings if best.stream >= num_read else ():
         if one.stream < num_read and one.cause in ("killed", best.cause):
-            told = where(one)
+            told = _place(one)
             if None in (found["pid"], told["pid"]) or found["pid"] == told["pid"]:
                 found = {name: told[name] if value is None else value for name, value in found.items()}
     return found
+
+
+def _place(sign: Sign) -> dict[str, Any]:
+    """Host, rank, node, device and process that a sign's lines name; None for what they do not."""
+    values, line = sign.values, sign.lines[0] if sign.lines else None
+    host, rank = (line.host or None, line.rank) if line else (None, None)
+    told = re.search(r"\d+", str(values.get("pid", "")))
+    pid = told[0] if told else _first(_PID, sign.text)
+    local = _first(_LOCAL_RANK, sign.text) if rank is None else None
+    return {
+        "host": host,
+        "rank": rank if local is None else int(local),
+        "node": values.get("node") or _first(_NODE, sign.text) or host,
+        "device": values.get("device"),
+        "pid": None if pid is None else int(pid),
+    }
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str | None:
+    match = pattern.search(text)
+    return next(group for group in match.groups() if group is not None) if match else None
+
+
+def _timeline(
+    streams: Sequence[Stream], sign: Sign | None, signs: Sequence[Sign], readings: _Readings
+) -> tuple[Moment, ...]:
+    """Start, last progress before the failure, the failure, and what followed from it."""
+
+    def moment(what: str, index: int, place: int, line: Line) -> Moment:
+        near = reversed(streams[index].lines[max(0, place - 80) : place + 1])  # its own time, or the last one before it
+        time = next((one.time for one in near if one.time), "")
+        return Moment(what, time, line.file, line.number, line.text[:200])
+
+    is_known = sign is not None and bool(sign.lines)
+    starts = (line for stream in streams for line in stream.lines if line.time)
+    found = [Moment("start", line.time, line.file, line.number, line.text[:200]) for line in islice(starts, 1)]
+    progress: tuple[int, int, Line] | None = None
+    for index, stream in enumerate(streams):
+        for one in readings[index]:
+            line = stream.lines[one.place]
+            is_before = sign is None or not is_known or line.file != sign.file or line.number <= sign.number
+            if is_before and (progress is None or line.file != progress[2].file or line.number >= progress[2].number):
+                progress = (index, one.place, line)
+    found += [moment("last progress", *progress)] if progress else []
+    if sign is not None and is_known:
+        later = [one for one in signs if one.meaning.tier == FOLLOWED and one.lines and one.file == sign.file]
+        later = sorted((one for one in later if one.number > sign.number), key=lambda one: one.number)[:3]
+        named = [("failure", sign), *(("consequence", one) for one in later)]
+        found += [moment(what, one.stream, one.place, one.lines[0]) for what, one in named]
+    return tuple(found)
+
+
+def _arithmetic(finding: Sign) -> list[str]:
+    """How a finding's figures add up, each with its scope."""
+    values = finding.values
+    found: list[str] = []
+    size = {name.removesuffix("_bytes"): count for name, count in values.items() if name.endswith("_bytes")}
+    card = f"GPU {values['device']}" if "device" in values else "the card"
+    if {"allocated", "reserved"} <= size.keys():
+        slack = size["reserved"] - size["allocated"]
+        share = f", {slack / size['total']:.0%} of {card}" if size.get("total") else ""
+        found.append(
+            f"This process's allocator holds {_gib(size['reserved'])}: {_gib(size['allocated'])} in tensors"
+            f" and {_gib(slack)} in its cache{share}."
+        )
+        if "tried" in size and finding.kind == "gpu_fragmentation":
+            full = "too little of the card to matter: it is simply full"
+            seen = "a noticeable share" if values.get("noticeable") else full
+            found.append(f"{_gib(size['tried'])} failed although {_gib(slack)} of cache is free in pieces; {seen}.")
+    if "held_by_others" in size:
+        found.append(
+            f"Memory of others on {card}: {_gib(size['total'])} total - {_gib(size['free'])} free"
+            f" - {_gib(size['reserved'])} of this process's allocator = {_gib(size['held_by_others'])}"
+            " (other processes, and this one's context and libraries)."
+        )
+    if {"used", "limit"} <= size.keys():
+        over = size["used"] - size["limit"]
+        of_kind = "node" if finding.kind == "host_kernel" else "limit"
+        scope = {"own_group": "group", "ancestor": "group above it"}.get(values.get("scope", ""), values.get("scope"))
+        found.append(
+            f"{values.get('who') or 'The limit'}: {_gib(size['used'])} used of {_gib(size['limit'])}"
+            f" (per {scope or of_kind}){f', {_gib(over)} over' if over > 0 else ''}."
+        )
+    elif "used" in size:
+        found.append(f"The killed process alone held {_gib(size['used'])} (one process, anonymous memory).")
+    return found
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def _checks(streams: Sequence[Stream], finding: Sign | None) -> tuple[str, ...]:
+    """Return what a person should look at next."""
+    if finding is None:
+        return (
+            "Nothing in these lines names a cause: give the scheduler's log, the kernel's log, or the error file too.",
+        )
+    if finding.cause in ("killed", "bus_error"):
+        return (*_KILLED, *_CHECKS.get(finding.kind, ()))
+    found = list(_CHECKS.get(finding.kind, ())) if finding.kind != "none" else []
+    if "own_kills" in finding.values:  # memfit's own record, which no scheduler keeps
+        found = [one for one in found if not one.startswith("sacct ")]
+    if is_clone(streams[finding.stream], finding):
+        found.insert(
+            0,
+            "The checkpoint written then is broken: load it, compare its tensors with an earlier one, and save again.",
+        )
+    if finding.name == "library_alloc":
+        found.append(
+            "The same words follow an index out of range: run once with CUDA_LAUNCH_BLOCKING=1 before blaming memory."
+        )
+    if finding.name == "bad_alloc":
+        found.append("A size that is wrong (negative, or from a broken file) fails the same way.")
+    return tuple(found)
 
 
 def _phase(streams: list[Stream], best: Sign, signs: Sequence[Sign], num_read: int) -> JobPhase:
@@ -310,7 +481,7 @@ def _mild(streams: list[Stream], marks: list[Sign], signs: Sequence[Sign], readi
         phase=phase if phase != "unknown" else _later_phase(streams, sign, readings),
         confidence=sign.meaning.sure,
         evidence=_evidence([sign]),
-        timeline=tuple(timeline(streams, None, signs, readings)),
+        timeline=_timeline(streams, None, signs, readings),
     )
 
 
@@ -330,9 +501,9 @@ def _nothing(
         cause="unknown",
         phase=phase,
         confidence="not shown",
-        timeline=tuple(timeline(streams, None, signs, readings)),
+        timeline=_timeline(streams, None, signs, readings),
         arithmetic=_rates(readings),
-        checks=tuple(checks(streams, None)),
+        checks=_checks(streams, None),
     )
     ends = [sign for sign in signs if sign.name == "success"]
     return _ended(found, streams, ends, heard, torn) if ends else found
