@@ -109,6 +109,10 @@ def test_a_block_is_read_in_whatever_form_loggers_give_it(form):
     assert "Killed process 29215" in text.splitlines()[kill.lines[0].number - 1]
 
 
+def test_the_date_of_dmesg_is_the_time_of_a_kill():
+    assert only(as_dated(block())).lines[0].time == "Sat Nov 21 21:21:57 2026"
+
+
 @pytest.mark.parametrize(
     ("lines", "scope", "kind"),
     [

@@ -219,6 +219,19 @@ def test_other_causes_have_a_way_on_too(cause, word):
 def test_forty_epochs_of_23_minutes_do_not_need_two_days():
     [first, *_] = list_remedies(diagnosis("none", cause="walltime"), Job(epochs=40, epoch_seconds=23 * 60))
     assert "15h 20m" in first.reason and "+ 20%" in first.reason
+    [longer, *_] = list_remedies(diagnosis("none", cause="walltime"), Job(epochs=40, epoch_seconds=75 * 60))
+    assert longer.setting == "--time=2-12:00:00"
+
+
+@pytest.mark.parametrize(
+    ("job", "setting"),
+    [
+        (Job(batch=8), "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"),
+        (Job(batch=22, options={"batch_size": "22"}), "batch_size=11 accumulate_grad_batches=2"),
+    ],
+)
+def test_half_the_batch_is_written_in_the_scripts_words(job, setting):
+    assert one(list_remedies(diagnosis("gpu", **card()), job), "halve the batch").setting == setting
 
 
 def test_the_accounting_gives_the_scope_of_each_figure():

@@ -81,4 +81,4 @@ def test_the_killed_step_comes_first_and_the_last_attempt_counts():
 
 def test_a_node_list_is_counted():
     assert count_names("gpu[001-004,7],login1") == 6
-    assert count_names("n[1-2") is None
+    assert [count_names(names) for names in ("n[1-2", "n[1-+", "None assigned")] == [None, None, None]

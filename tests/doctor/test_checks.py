@@ -93,6 +93,8 @@ def test_a_spawning_script_without_a_main_guard_is_a_problem(diagnose):
     script = "from torch.utils.data import DataLoader\nDataLoader(d, num_workers=1, multiprocessing_context='spawn')\n"
     [check] = diagnose(script)["main guard"]
     assert (check.verdict, "train.py:2" in check.finding) == ("problem", True)
+    [check] = diagnose(script + f"{script.splitlines()[1]}\n" * 3)["main guard"]
+    assert "train.py:2, train.py:3, train.py:4 and 1 more" in check.finding
 
 
 def test_threads_times_processes_are_counted_against_the_cores_of_the_quota(diagnose, tree):
@@ -206,16 +208,14 @@ def test_under_v1_the_limit_on_processes_is_found_in_its_own_hierarchy(diagnose,
 
 
 def test_a_folder_in_memory_is_a_warning_for_it_is_charged(diagnose, tree):
-    mounts = (
-        "30 1 0:9 / / rw - ext4 /dev/a rw\n31 30 0:27 / /ram rw - tmpfs tmpfs rw\n40 30 0:3 / /net rw - nfs4 a:/b rw\n"
-    )
+    mounts = "30 1 0:9 / / rw - ext4 /dev/a rw\n31 30 0:27 / /r\\040m rw - tmpfs tmpfs rw\n40 30 0:3 / /net rw - nfs4 a:/b rw\n"
     root = tree(**{"proc/self/mountinfo": mounts})
 
     def temp(folder):
         [check] = diagnose(root=root, env={"TMPDIR": folder})["temp folder"]
         return check.verdict, check.finding
 
-    assert temp("/ram/x") == ("warning", "/ram/x is on tmpfs")
+    assert temp("/r m/x") == ("warning", "/r m/x is on tmpfs")
     assert temp("/net/x") == ("warning", "/net/x is on nfs4")
     assert temp("/var/tmp") == ("ok", "/var/tmp is on ext4")
 

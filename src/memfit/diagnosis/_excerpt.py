@@ -25,12 +25,7 @@ _MAYBE = "error,kill,exception,abort,signal"
 
 
 def excerpt(first: bytes, rest: Source) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines of a log: its first and last ones, and those around telling words.
-
-    Args:
-        first: What was read of it already.
-        rest: The rest.
-    """
+    """Numbered lines of a log: its first and last ones, and those around telling words."""
     kept = _Kept()
     number, before = 1, b""
     for chunk in _chunks(first, rest):

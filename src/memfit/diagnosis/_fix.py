@@ -150,11 +150,7 @@ class Fix:
 
 
 def fixed_name(path: Path, number: int = 1) -> Path:
-    """Return where the corrected file goes.
-
-    >>> str(fixed_name(Path("a/train.slurm"))), str(fixed_name(Path("compose.yaml"), 2))
-    ('a/train.fixed.slurm', 'compose.fixed.2.yaml')
-    """
+    """Return where the corrected file goes: beside the old one, as ``train.fixed.slurm``."""
     return path.with_name(f"{path.stem}.fixed{'' if number == 1 else f'.{number}'}{path.suffix}")
 
 

@@ -85,11 +85,7 @@ class Job:
     under_memfit: bool = False
 
     def with_known(self, other: Job) -> Job:
-        """Return this job, with what it does not know taken from another account of it.
-
-        >>> Job(batch=8).with_known(Job(batch=4, workers=2)).workers
-        2
-        """
+        """Return this job, with what it does not know taken from another account of it."""
         mine = {one.name: getattr(self, one.name) for one in fields(self)}
         theirs = {name: getattr(other, name) for name, value in mine.items() if value is None or value in ("", {})}
         theirs["mentioned"] = tuple(dict.fromkeys((*self.mentioned, *other.mentioned)))

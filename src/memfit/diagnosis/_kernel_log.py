@@ -38,12 +38,7 @@ def read_kernel_lines(text: str, file: str = "-") -> list[Line]:
     """Return the kernel's lines of a log, without what a logger set before them.
 
     It reads ``dmesg`` (also ``-T``, ``-J`` and raw ``/dev/kmsg``), syslog, ``journalctl`` (short, short-iso,
-    ``-o json``) and lists of JSON objects with a ``textPayload`` or ``message``.
-
-    >>> read_kernel_lines("[Wed Feb 19 06:41:03 2025] oom_reaper: reaped")[0].time
-    'Wed Feb 19 06:41:03 2025'
-    >>> read_kernel_lines('{"MESSAGE":"Killed process 2 (a)","__REALTIME_TIMESTAMP":"1700000000000000"}')[0].text
-    'Killed process 2 (a)'
+    ``-o json``) and JSON objects with a ``textPayload`` or ``message``.
     """
     found: list[Line] = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -129,11 +124,6 @@ def find_kills(lines: Iterable[Line]) -> list[Sign]:
     The values of a sign are ``pid`` and ``task`` of the victim, ``owner``, ``used_bytes`` and ``limit_bytes`` of the
     cgroup, and ``scope``: ``own_group`` (the cgroup that the victim lived in), ``ancestor`` (one above it), ``group``
     (a limit of an unknown cgroup), ``cpuset``, ``global`` (the machine) or ``unknown``.
-
-    >>> text = "a invoked oom-killer: gfp_mask=0xcc0\\nMemory cgroup out of memory: Killed process 7 (b) total-vm:8kB"
-    >>> kill = find_kills(read_kernel_lines(text))[0]
-    >>> kill.values["task"], kill.values["scope"]
-    ('b', 'group')
     """
     found: list[Sign] = []
     lines = list(lines)
@@ -192,13 +182,7 @@ _OWNERS = {
 
 
 def owner_of(group: str) -> dict[str, str]:
-    """Return whose job a cgroup is, by its path: ``who`` and the names in it; empty if it does not tell.
-
-    >>> owner_of("/slurm/uid_0/job_2/step_0/task_1")
-    {'who': 'slurm', 'job': '2', 'step': '0', 'task': '1'}
-    >>> owner_of("/user.slice")
-    {}
-    """
+    """Return whose job a cgroup is, by its path: ``who`` and the names in it; empty if it does not tell."""
     for who, pattern in _OWNERS.items():
         if match := re.search(pattern, group):
             return {"who": who} | {name: value for name, value in match.groupdict().items() if value}

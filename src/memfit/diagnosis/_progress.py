@@ -104,13 +104,7 @@ class Reading:
 
 
 def read_counters(stream: Stream) -> Iterator[Reading]:
-    """The readings of the counters that a stream's lines show, in order.
-
-    >>> from memfit.diagnosis._text import clean
-    >>> lines = [line for text in ("step 10 loss 0.5", "Train:  10%|# | 3/30 [00:01<00:09]") for line in clean(text)]
-    >>> [(one.counter, one.value, one.seconds) for one in read_counters(Stream(lines))]
-    [('step', 10.0, None), ('bar Train/30', 3.0, 1)]
-    """
+    """The readings of the counters that a stream's lines show, in order."""
     for place, line in enumerate(stream.lines):
         text = line.text[:400]
         if not _ANY.search(text) or _FOREIGN.search(text):
@@ -141,13 +135,7 @@ def _seconds(text: str | None) -> int | None:
 
 
 def went_on(readings: Sequence[Reading], place: int, least: int = 2) -> bool:
-    """Whether a counter rose at least so often after a line: past its last value before it, or at all without one.
-
-    Args:
-        readings: Of the line's stream, in order.
-        place: The line's position.
-        least: So many different values.
-    """
+    """Whether a counter took ``least`` values after a line: past its last value before it, or at all without one."""
     before: dict[str, float] = {}
     after: dict[str, set[float]] = {}
     for one in readings:
@@ -159,13 +147,7 @@ def went_on(readings: Sequence[Reading], place: int, least: int = 2) -> bool:
 
 
 def check_rate(readings: Sequence[Reading]) -> str:
-    """Return a sentence if the last full bar of training names a rate that its clock contradicts, else nothing.
-
-    >>> from memfit.diagnosis._text import clean
-    >>> stream = Stream(list(clean("Epoch 0: 100%|##| 242/242 [22:54<00:00,  0.21it/s, loss=5.19]")))
-    >>> check_rate(list(read_counters(stream)))
-    "242 steps: 19 min by the bar's rate, 23 min by its clock (0.176 steps a second)"
-    """
+    """Return a sentence if the last full bar of training names a rate that its clock contradicts, else nothing."""
     full = [one for one in readings if one.is_training and one.value == one.total and one.rate and one.seconds]
     if not full or not full[-1].rate or not full[-1].seconds:
         return ""

@@ -71,11 +71,7 @@ def with_figures(job: Job, diagnosis: Diagnosis) -> Job:
 
 
 def foreign_bytes(figures: Mapping[str, int]) -> int | None:
-    """Return what neither torch's allocator holds nor is free: other processes and the driver; None if unknown.
-
-    >>> foreign_bytes({"device_total": 24 << 30, "free": 1 << 30, "reserved": 3 << 30}) >> 30
-    20
-    """
+    """Return what neither torch's allocator holds nor is free: other processes and the driver; None if unknown."""
     if not {"device_total", "free", "reserved"} <= figures.keys():
         return None
     return max(figures["device_total"] - figures["free"] - figures["reserved"], 0)
@@ -145,13 +141,7 @@ def _of_training(job: Job, needed: str) -> Iterator[Remedy]:
 
 
 def half_batch(job: Job) -> str:
-    """Return the options for half the batch and twice the accumulation, in the script's words.
-
-    >>> half_batch(Job(batch=8))
-    '--per_device_train_batch_size 4 --gradient_accumulation_steps 2'
-    >>> half_batch(Job(batch=22, options={"batch_size": "22"}))
-    'batch_size=11 accumulate_grad_batches=2'
-    """
+    """Return the options for half the batch and twice the accumulation, in the script's words."""
     batch = next((name for name in BATCH if name in job.options), "per_device_train_batch_size")
     is_hf = batch.startswith("per_device")
     other = "gradient_accumulation_steps" if is_hf else "accumulate_grad_batches"
@@ -254,22 +244,14 @@ def _as_written(change: Change, setup: Setup) -> str:
 
 
 def write_size(count: int, units: tuple[str, str] = ("G", "M")) -> str:
-    """Return a size in GiB or MiB as a tool takes it, rounded up; from 64 GiB on in whole GiB.
-
-    >>> write_size(334 << 30), write_size(1536 << 20), write_size((4 << 30) + 1), write_size(6 << 30, ("GiB", "MiB"))
-    ('334G', '1536M', '4097M', '6GiB')
-    """
+    """Return a size in GiB or MiB as a tool takes it, rounded up; from 64 GiB on in whole GiB."""
     if count >= GIB and (count % GIB == 0 or count >= 64 * GIB):
         return f"{-(-count // GIB)}{units[0]}"
     return f"{-(-count // MIB)}{units[1]}"
 
 
 def round_up(count: float) -> int:
-    """Return a request that people would write: whole GiB from 4 GiB on, else whole 256 MiB.
-
-    >>> round_up(333.5 * (1 << 30)) >> 30, round_up(300 << 20) >> 20
-    (334, 512)
-    """
+    """Return a request that people would write: whole GiB from 4 GiB on, else whole 256 MiB."""
     step = GIB if count >= 4 * GIB else 256 * MIB
     return -(-int(count) // step) * step
 
@@ -393,11 +375,7 @@ def wanted_time(job: Job) -> tuple[int, str] | None:
 
 
 def slurm_time(seconds: int) -> str:
-    """Return seconds as ``--time`` takes them.
-
-    >>> slurm_time(66600), slurm_time(180000)
-    ('18:30:00', '2-02:00:00')
-    """
+    """Return seconds as ``--time`` takes them."""
     days, rest = divmod(seconds, 86400)
     clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days}-{clock}" if days else clock

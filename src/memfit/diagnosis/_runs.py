@@ -63,12 +63,7 @@ def logs_of(run: RunDir, job: str) -> list[Path]:
 
 
 def run_signs(run: RunDir, only: str | None = None) -> list[Sign]:
-    """Return what a run directory says: how each attempt of each job ended, then what its training survived.
-
-    Args:
-        run: The run directory.
-        only: One job's id.
-    """
+    """Return how each attempt of each job ended, or of the one job, then what its training survived."""
     folders = [one for one in sorted((run.path / "jobs").iterdir()) if one.is_dir() and only in (None, one.name)]
     signs = [sign for folder in folders for sign in _ends_of(folder)]
     return signs + [sign for path in sorted(run.events_dir.glob("*.jsonl")) for sign in _events(path, only)]

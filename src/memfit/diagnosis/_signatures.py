@@ -770,13 +770,7 @@ def _figures(found: Mapping[str, str | None]) -> dict[str, Any]:
 
 
 def find_signs(stream: Stream, index: int = 0) -> list[Sign]:
-    """What a stream says, row by row of the table.
-
-    >>> from memfit.diagnosis._text import clean
-    >>> sign = find_signs(Stream(list(clean("slurmstepd: error: Job 7 exceeded memory limit (9 > 8), being killed"))))[0]
-    >>> sign.name, sign.values["used_bytes"], sign.values["who"]
-    ('cgroup_kill', 9216, 'Slurm')
-    """
+    """What a stream says, row by row of the table."""
     found: list[Sign] = []
     for row in TABLE:
         signs = list(_signs_of(row, stream, index))

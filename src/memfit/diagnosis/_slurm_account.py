@@ -81,12 +81,7 @@ class NodeAccount:
 
 
 def account_nodes(rows: Sequence[Row], *, shape: Shape | None = None) -> list[NodeAccount]:
-    """The account of each step that ran tasks, of the last attempt of one job; the step that was killed comes first.
-
-    Args:
-        rows: The job's rows, from ``sacct``.
-        shape: The job in ``scontrol show job``, when there is one.
-    """
+    """The account of each step that ran tasks, of the last attempt of one job; the step that was killed comes first."""
     last = max((row.attempt for row in rows), default=1)
     rows = [row for row in rows if row.attempt == last]
     job = next((row for row in rows if not row.step), None)
@@ -126,11 +121,7 @@ def _count_nodes(step: Row, job: Row | None, shape: Shape | None) -> int | None:
 
 
 def count_names(nodes: str) -> int | None:
-    """How many nodes a list names; None for none, or one that was cut.
-
-    >>> count_names("n[1-2,5]"), count_names("a1,b[01-03]"), count_names("n[1-+"), count_names("None assigned")
-    (3, 4, None, None)
-    """
+    """How many nodes a list names; None for none, or one that was cut."""
     count = 0
     for name, inside in re.findall(r"([\w.-]+)(?:\[([\d,-]+)\])?(?:,|$)", nodes.strip()):
         spans = [span.partition("-") for span in inside.split(",")] if inside else []

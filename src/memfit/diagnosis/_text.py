@@ -126,15 +126,7 @@ class Stream:
 
 
 def read_streams(path: Path | str, source: BinaryIO | None = None) -> list[Stream]:
-    """The streams of a log: one of the lines that name no rank, and one of each rank that lines name.
-
-    Args:
-        path: The log, or its name where ``source`` is given.
-        source: What to read it from instead.
-
-    Raises:
-        OSError: The log cannot be opened.
-    """
+    """The streams of a log, or of a source of that name: of the lines without a rank, and of each rank."""
     if source is not None:
         return split_ranks(_read(source, str(path)))
     with open(path, "rb") as file:
@@ -150,21 +142,7 @@ def split_ranks(lines: Iterable[Line]) -> list[Stream]:
 
 
 def clean(text: str, file: str = "-", number: int = 1, *, labelled: bool = False) -> Iterator[Line]:
-    """A raw line's pieces.
-
-    >>> [line.text for line in clean("\\x1b[31m[rank3]: boom\\x1b[0m\\r\\n")], next(clean("[rank3]: boom")).rank
-    (['boom'], 3)
-    >>> next(clean("[ 7097.004932] Memory cgroup out of memory: Killed process 1 (a)")).text
-    'Memory cgroup out of memory: Killed process 1 (a)'
-    >>> next(clean(" 3:   File 'train.py'", labelled=True))
-    Line(file='-', number=1, text="  File 'train.py'", rank=3, time='', host='')
-
-    Args:
-        text: The line with whatever its terminal, launcher and logger put into it.
-        file: Where it stands.
-        number: Its number there.
-        labelled: Whether a number and a colon at its beginning are a rank.
-    """
+    """The pieces of a raw line; ``labelled``: a number and a colon at its beginning are a rank."""
     text = _ANSI.sub("", text) if "\x1b" in text else text
     pieces = [piece for piece in text.split("\r") if piece.strip()] if "\r" in text else [text]
     for piece in pieces or [""]:

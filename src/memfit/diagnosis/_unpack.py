@@ -66,11 +66,7 @@ class _Recoded:
 
 
 def _encoding(head: bytes) -> str:
-    """The encoding by the mark at the beginning, or by every second byte being zero.
-
-    >>> _encoding("loss 0.5 at step 100".encode("utf-16-le")), _encoding(b"loss")
-    ('utf-16-le', 'utf-8')
-    """
+    """The encoding by the mark at the beginning, or by every second byte being zero."""
     if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return "utf-16"
     pairs = min(len(head), 64) // 2

@@ -80,13 +80,7 @@ _LAST, _TRACEBACK = 12, 150
 
 
 def exceptions(stream: Stream, index: int = 0) -> list[Sign]:
-    """The exceptions that end tracebacks, or a log: the first line that is not indented behind the frames.
-
-    >>> from memfit.diagnosis._text import clean
-    >>> text = ("Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "    f()", "Broken: no")
-    >>> [sign.values["name"] for sign in exceptions(Stream([line for one in text for line in clean(one)]))]
-    ['Broken']
-    """
+    """The exceptions that end tracebacks, or a log: the first line that is not indented behind the frames."""
     found, last, header, below = [], len(stream.lines) - _LAST, -1_000, False
     for place, line in enumerate(stream.lines):
         if "Traceback (most recent call last)" in line.text:

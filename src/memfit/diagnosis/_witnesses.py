@@ -50,11 +50,7 @@ class Heard:
         return over or tuple(one.text for one in sorted(told, key=lambda one: -(one.worst_bytes or 0)))[:1]
 
     def placed(self, index: int) -> tuple[Stream, list[Sign]]:
-        """The signs that may be the job's own, in a stream of their own lines that lie far apart.
-
-        Args:
-            index: The stream's number among those of the job's logs.
-        """
+        """The signs that may be the job's own, in stream ``index``, of their own lines that lie far apart."""
         lines: list[Line] = []
         signs: list[Sign] = []
         # Of several that nothing links to the job, none can be told to be its own.
@@ -91,10 +87,8 @@ def hear(
     """What the lines of a job's logs and its other witnesses say.
 
     Args:
-        lines: The lines of all logs.
         sacct: The text of what ``sacct`` printed; also ``scontrol`` in the same file.
-        kernel_log: The text of the kernel's log.
-        files: The names of those two files.
+        files: The names of the files of ``sacct`` and of ``kernel_log``.
     """
     jobs, pids = _names(lines)
     told = [Line(files[0], number, text) for number, text in enumerate((sacct or "").split("\n"), 1)]

@@ -140,14 +140,7 @@ def check_packages(case: Case) -> Iterator[Check]:
 def vision_mismatch(torch: str, vision: str) -> str:
     """Why a torchvision does not go with a torch, or empty.
 
-    torchvision 0.(n + 15) is made for torch 2.n, and both for the same device.
-
-    >>> vision_mismatch("2.13.0+cpu", "0.28.0+cpu"), vision_mismatch("2.13.0", "0.27.0")
-    ('', 'it is made for torch 2.12')
-    >>> vision_mismatch("2.13.0+cpu", "0.28.0")
-    "built for another device ('' and not 'cpu'): its operators are missing"
-
-    Source: pytorch/vision README, installation.
+    torchvision 0.(n + 15) is made for torch 2.n, and both for the same device. Source: pytorch/vision README.
     """
     numbers = re.match(r"2\.(\d+)", torch), re.match(r"0\.(\d+)", vision)
     if numbers[0] and numbers[1] and int(numbers[1].group(1)) - 15 != int(numbers[0].group(1)):

@@ -236,10 +236,6 @@ def check_environment(case: Case) -> Iterator[Check]:
 
 
 def _list(sites: list[str]) -> str:
-    """The first three places, and how many more there are.
-
-    >>> _list(["a:1", "a:2", "a:3", "a:4"])
-    'a:1, a:2, a:3 and 1 more'
-    """
+    """The first three places, and how many more there are."""
     more = f" and {len(sites) - 3} more" if len(sites) > 3 else ""
     return ", ".join(sites[:3]) + more

@@ -55,17 +55,7 @@ class Command:
 
 
 def parse_command(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Command:
-    """Return what a command is; an empty one if there are no words.
-
-    Args:
-        words: The command.
-        cwd: The folder that it starts in.
-        env: Its environment, for PATH.
-
-    >>> command = parse_command(["env", "A=1", "python", "-c", "import torch"], cwd=Path("/"), env={"PATH": ""})
-    >>> command.env, command.code
-    ({'A': '1'}, 'import torch')
-    """
+    """Return what a command is, by its words, its folder and its PATH; an empty one if there are no words."""
     rest, given = list(words), {}
     if rest[:1] == ["env"]:
         rest = rest[1:]

@@ -110,10 +110,6 @@ def ask_interpreter(
         modules: Modules to import and use once, in this order; their threads are counted.
         wanted: Modules to look for, without importing them.
         timeout_seconds: How long it may take.
-
-    >>> import os, sys
-    >>> ask_interpreter(sys.executable, env=os.environ).version[:1]
-    (3,)
     """
     request = json.dumps([list(names), list(modules), list(PACKAGES), list(wanted)])
     words = [executable, "-c", _PROGRAM, request]

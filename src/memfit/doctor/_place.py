@@ -142,15 +142,7 @@ def _used_segments(proc: Path) -> set[str]:
 
 
 def parse_rlimits(text: str | None) -> dict[str, tuple[int | None, int | None]]:
-    """Soft and hard limits of /proc/<pid>/limits; None for unlimited.
-
-    >>> parse_rlimits(
-    ...     "Limit                     Soft Limit           Hard Limit           Units     \\n"
-    ...     "Max open files            1024                 4096                 files     \\n"
-    ...     "Max address space         unlimited            unlimited            bytes     \\n"
-    ... )
-    {'open files': (1024, 4096), 'address space': (None, None)}
-    """
+    """Soft and hard limits of /proc/<pid>/limits; None for unlimited."""
     rows = re.findall(r"^Max (.+?) {2,}(\d+|unlimited) +(\d+|unlimited)", text or "", re.M)
     return {
         name: (int(soft) if soft.isdigit() else None, int(hard) if hard.isdigit() else None)
@@ -159,11 +151,7 @@ def parse_rlimits(text: str | None) -> dict[str, tuple[int | None, int | None]]:
 
 
 def parse_mounts(text: str | None) -> list[tuple[str, str]]:
-    r"""Mount points and types of /proc/self/mountinfo, in its order.
-
-    >>> parse_mounts("30 25 0:27 / /mnt/a\\040b rw,relatime - tmpfs tmpfs rw,size=65536k\n")
-    [('/mnt/a b', 'tmpfs')]
-    """
+    """Mount points and types of /proc/self/mountinfo, in its order."""
     found = []
     for line in (text or "").splitlines():
         left, _, right = line.partition(" - ")

@@ -100,17 +100,13 @@ class Outside:
 def read_script(
     path: Path | None, outside: Outside | None = None, *, text: str | None = None, cwd: Path = Path()
 ) -> Script:
-    """Return what a script does.
+    """Return what a script does, or the ``text`` of ``python -c``.
 
     Args:
         path: The script.
         outside: What it is given.
-        text: Its text instead, as of ``python -c``.
+        text: Its text instead.
         cwd: The folder that it starts in; files below it are named from there.
-
-    >>> script = read_script(None, text="from torch.utils.data import DataLoader as L\\nL(d, num_workers=2 + 1)")
-    >>> script.imports, script.loaders[0].site, script.loaders[0].num_workers
-    ({'torch': '-c:1'}, '-c:2', 3)
     """
     script, outside = Script(), outside or Outside()
     if text is not None:

@@ -30,17 +30,7 @@ _MOST_LINES = 200
 
 
 def commands_of(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> list[Command]:
-    """A command; of a shell script, or the text of ``bash -c``, the first Python commands that it starts.
-
-    Args:
-        words: The command.
-        cwd: The folder that it starts in.
-        env: Its environment.
-
-    >>> [one] = commands_of(["bash", "-c", "A=1 python -c 'import torch' && ls"], cwd=Path("/"), env={"PATH": ""})
-    >>> one.code, one.env, one.site
-    ('import torch', {'A': '1'}, 'bash -c line 1')
-    """
+    """A command; of a shell script, or the text of ``bash -c``, the first Python commands that it starts."""
     command = parse_command(words, cwd=cwd, env=env)
     shell = _shell_text(command, cwd, {**env, **(command.env)})
     if shell is None:
@@ -145,11 +135,7 @@ def _python(words: list[str], assigned: list[str], cwd: Path, state: _Shell) -> 
 
 
 def _expanded(words: list[str], arguments: list[str]) -> list[str]:
-    """The words with the shell script's own arguments in the place of ``$@`` and ``$1``.
-
-    >>> _expanded(["python", "a.py", "$1", "$@", "$2"], ["x"])
-    ['python', 'a.py', 'x', 'x', '$2']
-    """
+    """The words with the shell script's own arguments in the place of ``$@`` and ``$1``."""
     found = []
     for word in words:
         if word in ("$@", "$*", "${@}"):
@@ -183,11 +169,7 @@ def _simple_commands(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _split(line: str) -> list[list[str]] | None:
-    """The simple commands of one line; None when its quotes are open at the end.
-
-    >>> _split("cd src && python a.py --lr '1 2' > log; ls  # all")
-    [['cd', 'src'], ['python', 'a.py', '--lr', '1 2'], ['ls']]
-    """
+    """The simple commands of one line; None when its quotes are open at the end."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     found: list[list[str]] = [[]]
