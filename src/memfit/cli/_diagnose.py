@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +18,7 @@ from memfit.rundir import RunDir, write_atomic
 from memfit.slurm import read_accounting
 
 if TYPE_CHECKING:
-    from memfit.diagnosis import Diagnosis
+    pass
 
 UNKNOWN_EXIT_CODE = 5
 _LOGS = (".out", ".err", ".log", ".txt", ".gz")
@@ -130,11 +129,12 @@ def _newest_run(path: Path) -> Path:
 
 
 def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:
+    from memfit.diagnosis import diagnose as diagnose_paths
     from memfit.diagnosis import job_of, job_of_compose, list_remedies, make_fix, read_ran, write_incident
     from memfit.reports import print_diagnosis, print_fix
 
     script, report = flags.script, flags.report
-    found = _found(named, accounting, flags.kernel_log)
+    found = diagnose_paths(named, accounting=accounting, kernel_log=flags.kernel_log)
     job = job_of(read_ran(named, accounting), script)
     if script is not None and script.suffix.lower() in (".yml", ".yaml"):
         job = job_of_compose(script, found).with_known(job)
@@ -160,21 +160,6 @@ def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:
         if report is not None:
             out.print(f"\nwrote {report}", markup=False)
     raise typer.Exit(UNKNOWN_EXIT_CODE if found.cause == "unknown" else 0)
-
-
-def _found(named: list[Path], accounting: str, kernel_log: Path | None) -> Diagnosis:
-    """The diagnosis; lines of the accounting are cited as those of a file ``sacct``."""
-    from memfit.diagnosis import diagnose as diagnose_paths
-
-    if not accounting:
-        return diagnose_paths(named, kernel_log=kernel_log)
-    with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
-        file = Path(folder, "sacct.txt")
-        file.write_text(accounting, encoding="utf-8")
-        found = diagnose_paths(named, sacct=file, kernel_log=kernel_log)
-    evidence = tuple(replace(one, file="sacct") if one.file == str(file) else one for one in found.evidence)
-    moments = tuple(replace(one, file="sacct") if one.file == str(file) else one for one in found.timeline)
-    return replace(found, evidence=evidence, timeline=moments)
 
 
 def _verify(verify: Path, against: Path, named: list[Path], accounting: str, *, as_json: bool) -> None:

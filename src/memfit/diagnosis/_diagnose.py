@@ -154,6 +154,7 @@ def diagnose(
     paths: Path | str | Sequence[Path | str],
     *,
     sacct: Path | str | None = None,
+    accounting: str = "",
     kernel_log: Path | str | None = None,
 ) -> Diagnosis:
     """What killed a job, from what it left.
@@ -161,6 +162,7 @@ def diagnose(
     Args:
         paths: Logs, folders of logs, run directories of memfit's, or ``-`` for standard input.
         sacct: A file with the scheduler's account of it.
+        accounting: That account itself; its lines are cited as those of ``sacct``.
         kernel_log: A file with the kernel's log of its node.
 
     Raises:
@@ -180,11 +182,13 @@ def diagnose(
     lines = [line for stream in streams for line in stream.lines]
     heard = hear(
         lines,
-        sacct=None if sacct is None else _text(sacct),
+        sacct=accounting or None if sacct is None else _text(sacct),
         kernel_log=None if kernel_log is None else _text(kernel_log),
         files=(str(sacct or "sacct"), str(kernel_log or "kernel log")),
     )
-    if sacct is None and kernel_log is None:  # what stands in the logs themselves their own readers know
+    if (
+        sacct is None and not accounting and kernel_log is None
+    ):  # what stands in the logs themselves their own readers know
         heard = replace(heard, signs=())
     told = [sign for one in named if str(one) != "-" for sign in hear_run(Path(one)).signs]
     _, checkpoints = find_files([Path(one) for one in named if str(one) != "-"])

@@ -11,9 +11,7 @@ _CHUNK_BYTES = 4 << 20
 _HEAD_LINES, _HEAD_BYTES = 400, 1 << 16
 _TAIL_BYTES = 1 << 17
 _BEFORE, _AFTER = 60, 30
-#: A window is at most so large, and so many of each sort are kept from the beginning and from the end.
 _WINDOW_BYTES = 1 << 15
-_WINDOWS = {"sure": 50, "maybe": 20}
 
 #: Words of deaths themselves; windows around them are kept apart from those around words that only may belong to one.
 _SURE = (
@@ -26,13 +24,24 @@ _MAYBE = "error,kill,exception,abort,signal"
 
 def excerpt(first: bytes, rest: Source) -> Iterator[tuple[int, bytes]]:
     """Numbered lines of a log: its first and last ones, and those around telling words."""
-    kept = _Kept()
-    number, before = 1, b""
+    sorts = [_Windows(_SURE, 50), _Windows(_MAYBE, 20)]
+    number, before, tail = 1, b"", b""
     for chunk in _chunks(first, rest):
-        kept.look(chunk, number, before)
+        joined, start = before + chunk, number - before.count(b"\n")
+        flat = joined.replace(b"\r", b"\n").lower()
+        for one in sorts:
+            one.look(joined, flat, len(before), start)
         before = chunk[-_WINDOW_BYTES:]
         number += chunk.count(b"\n")
-    yield from kept.lines()
+        tail = (tail + chunk)[-_TAIL_BYTES:]
+    found = dict(enumerate(first[:_HEAD_BYTES].split(b"\n")[:_HEAD_LINES], 1))
+    windows = [window for one in sorts for window in (*one.first, *one.last)]
+    windows.append((number - tail.count(b"\n"), tail))
+    for begin, window in windows:
+        for place, line in enumerate(window.split(b"\n"), begin):
+            if len(line) > len(found.get(place, b"")):  # a window may begin or end within a line
+                found[place] = line
+    yield from sorted(found.items())
 
 
 def _chunks(first: bytes, rest: Source) -> Iterator[bytes]:
@@ -53,55 +62,24 @@ def _chunks(first: bytes, rest: Source) -> Iterator[bytes]:
         yield left
 
 
-class _Kept:
-    """What is kept of a large log."""
+class _Windows:
+    """What stands around one sort of words: the first windows and the last ones."""
 
-    def __init__(self) -> None:
-        self._head: list[tuple[int, bytes]] = []
-        self._tail: tuple[int, bytes] = (1, b"")
-        self._found: list[tuple[int, bytes]] = []
-        self._sure: deque[tuple[int, bytes]] = deque(maxlen=_WINDOWS["sure"])
-        self._maybe: deque[tuple[int, bytes]] = deque(maxlen=_WINDOWS["maybe"])
-        self._counts = {"sure": 0, "maybe": 0}
+    def __init__(self, words: str, most: int) -> None:
+        self._words, self._most = words, most
+        self.first: list[tuple[int, bytes]] = []
+        self.last: deque[tuple[int, bytes]] = deque(maxlen=most)
 
-    def look(self, chunk: bytes, number: int, before: bytes) -> None:
-        """Keep what matters of a piece that begins with line ``number``; ``before`` ends the piece before it."""
-        if not self._head:
-            beginning = chunk[:_HEAD_BYTES]
-            self._head = list(enumerate(beginning.split(b"\n")[:_HEAD_LINES], number))
-        joined = before + chunk
-        start = number - before.count(b"\n")
-        flat = joined.replace(b"\r", b"\n").lower()
-        self._windows(_SURE, "sure", joined, flat, len(before), start)
-        self._windows(_MAYBE, "maybe", joined, flat, len(before), start)
-        tail = (self._tail[1] + chunk)[-_TAIL_BYTES:] if len(chunk) < _TAIL_BYTES else chunk[-_TAIL_BYTES:]
-        self._tail = (number + chunk.count(b"\n") - tail.count(b"\n"), tail)
-
-    def _windows(self, words: str, name: str, joined: bytes, flat: bytes, at: int, number: int) -> None:
+    def look(self, joined: bytes, flat: bytes, at: int, number: int) -> None:
+        """Keep the windows of a text that begins with line ``number``, from an offset on."""
         counted = 0
-        store = self._sure if name == "sure" else self._maybe
-        hits = _Hits(words, flat, at)
+        hits = _Hits(self._words, flat, at)
         while (hit := hits.after(at)) >= 0:
             begin, end = _back(flat, hit, _BEFORE), _forward(flat, hit, _AFTER)
             number += joined.count(b"\n", counted, begin) if begin >= counted else -joined.count(b"\n", begin, counted)
             counted = begin
-            window = (number, joined[begin:end])
-            if self._counts[name] < _WINDOWS[name]:
-                self._found.append(window)
-            else:
-                store.append(window)
-            self._counts[name] += 1
+            (self.first if len(self.first) < self._most else self.last).append((number, joined[begin:end]))
             at = max(end, hit + 1)
-
-    def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Everything kept, in order, each line once."""
-        found = dict(self._head)
-        for number, window in (*self._found, *self._sure, *self._maybe, self._tail):
-            for place, line in enumerate(window.split(b"\n"), number):
-                if len(line) > len(found.get(place, b"")):  # a window may begin or end within a line
-                    found[place] = line
-        for place in sorted(found):
-            yield place, found[place]
 
 
 class _Hits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,13 +24,11 @@ class Segment:
     Attributes:
         name: Its name.
         size_bytes: What it takes, as blocks.
-        pid: The process that its name tells, or None.
         in_use: A process that can be seen here maps it or holds it open, or the one of its name lives.
     """
 
     name: str
     size_bytes: int
-    pid: int | None
     in_use: bool
 
 
@@ -106,23 +105,19 @@ class Place:
     @cached_property
     def segments(self) -> list[Segment]:
         """What libraries have in /dev/shm."""
-        folder = self.root / "dev/shm"
         try:
-            names = [entry for entry in os.scandir(folder) if _SEGMENT.fullmatch(entry.name)]
+            entries = [entry for entry in os.scandir(self.root / "dev/shm") if _SEGMENT.fullmatch(entry.name)]
         except OSError:
             return []
-        used = _used_segments(self.root / "proc") if names else set()
+        used = _used_segments(self.root / "proc") if entries else set()
         found = []
-        for entry in names:
+        for entry in entries:
             match = _SEGMENT.fullmatch(entry.name)
-            text = match and (match["pid"] or match["pid2"])
-            pid = int(text) if text else None
-            try:
+            pid = match and (match["pid"] or match["pid2"])
+            is_alive = bool(pid) and (self.root / f"proc/{pid}").is_dir()
+            with suppress(OSError):
                 size = entry.stat(follow_symlinks=False).st_blocks * 512
-            except OSError:
-                continue
-            alive = pid is not None and (self.root / f"proc/{pid}").is_dir()
-            found.append(Segment(entry.name, size, pid, alive or entry.name in used))
+                found.append(Segment(entry.name, size, is_alive or entry.name in used))
         return sorted(found, key=lambda one: (-one.size_bytes, one.name))
 
 
