@@ -28,15 +28,20 @@ def memfit(tmp_path, monkeypatch, capsys):
     return command
 
 
+def tiny_config(top="", **params):
+    """The text of a config of the tiny workload."""
+    lines = [f"  {name}: {value}" for name, value in {"num_epochs": 1, "n_splits": 2, **params}.items()]
+    head = f"schema_version: 1\nexperiment: tiny\ntarget: tiny:TINY\nseed: 7\n{top}\nparams:\n"
+    return head + "\n".join(lines) + "\n"
+
+
 @pytest.fixture
 def config(tmp_path):
     """Writes a config of the tiny workload."""
 
     def write(top="", **params):
-        lines = [f"  {name}: {value}" for name, value in {"num_epochs": 1, "n_splits": 2, **params}.items()]
-        head = f"schema_version: 1\nexperiment: tiny\ntarget: tiny:TINY\nseed: 7\n{top}\nparams:\n"
         path = tmp_path / "config.yaml"
-        path.write_text(head + "\n".join(lines) + "\n")
+        path.write_text(tiny_config(top, **params))
         return path
 
     return write

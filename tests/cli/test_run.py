@@ -1,13 +1,19 @@
 """``memfit run`` as a command: its flags, what it writes where, its exit codes."""
 
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from cli.conftest import TINY, tiny_config
+from cli.live_run import memfit_command
 from memfit.rundir import RunDir
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
@@ -20,27 +26,49 @@ def three_parts(text):
     return match.groupdict()
 
 
-def test_a_run_is_logged_summed_up_continued_and_started_anew(memfit, config):
-    words = ["--max-parallel", 1, "--units", "1-2", "--set", "params.hold_mib=2", "--set", "params.n_splits=3"]
-    first = memfit("run", config(), *words, "--on-failure", "stop")
-    assert (first.exit_code, first.err) == (0, "")
-    head, _, summary = first.out.partition("\n\n")
+WORDS = ["--max-parallel", 1, "--units", "1-2", "--set", "params.hold_mib=2", "--set", "params.n_splits=3"]
+
+
+def run_once(folder, *words):
+    """A run of its own process in a folder that is kept for all tests of this file."""
+    env = os.environ | {"MEMFIT_CLAIMS_DIR": str(folder.with_name(f"{folder.name}_claims"))}
+    done = subprocess.run(memfit_command(*words), cwd=folder, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return SimpleNamespace(out=done.stdout, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory):
+    """Two folds of the tiny workload, run once; a test that goes on with it copies the folder."""
+    folder = tmp_path_factory.mktemp("tiny")
+    shutil.copy(TINY, folder)
+    (folder / "config.yaml").write_text(tiny_config())
+    return run_once(folder, "run", "config.yaml", *WORDS, "--on-failure", "stop")
+
+
+def test_a_run_is_logged_and_summed_up(one_run):
+    head, _, summary = one_run.out.partition("\n\n")
     path, *lines = head.splitlines()
     assert path.startswith("Run ")
     assert all(re.match(STAMP, line) for line in lines)
     assert re.search(rf"^{STAMP}fold_2 completed \(\d+\.\ds\), peak [\d.]+ MiB", head, re.MULTILINE)
     assert re.search(r"^1 +completed +\d.*\n2 +completed", summary, re.MULTILINE)
-    assert "mean of 2" in summary and "fold_3" not in first.out
+    assert "mean of 2" in summary and "fold_3" not in one_run.out
     assert re.search(r"^fold_1 completed .*; 1 of 2 left, about \d", re.sub(STAMP, "", head), re.MULTILINE)
 
-    run = RunDir.open(next(iter(RunDir.all(config().parent / "runs", "tiny"))).path)
+    run = RunDir.open(next(iter(RunDir.all(one_run.folder / "runs", "tiny"))).path)
     effective = yaml.safe_load((run.path / "config.yaml").read_text())
     assert (effective["max_parallel"], effective["units"], effective["on_failure"]) == (1, "1-2", "stop")
     assert effective["params"]["n_splits"] == 3
     assert [e["num_running"] for e in run.events() if e["kind"] == "admit"] == [1, 1, 1]
 
-    # The same command goes on; with --json its log goes to stderr and stdout is JSON alone.
-    second = memfit("run", config(), *words, "--json")
+
+def test_the_same_command_goes_on_or_starts_anew_and_a_changed_setting_runs_what_reads_it(memfit, one_run, tmp_path):
+    shutil.copytree(one_run.folder, tmp_path, dirs_exist_ok=True)
+    [run] = RunDir.all(tmp_path / "runs", "tiny")
+
+    # With --json the log goes to stderr and stdout is JSON alone.
+    second = memfit("run", "config.yaml", *WORDS, "--json")
     found = json.loads(second.out)
     assert (second.exit_code, found["run"], found["state"]) == (0, str(run.path), "completed")
     assert [(job["state"], job["attempt"]) for job in found["jobs"]] == [("kept", 1)] * 3
@@ -49,16 +77,24 @@ def test_a_run_is_logged_summed_up_continued_and_started_anew(memfit, config):
     assert f"Run {run.path}" in second.err and "fold_1 and fold_2 are kept, which saves " in second.err
     assert "fold_1 starts" not in second.err
 
-    third = memfit("run", config(), *words, "--json", "--new")
-    again = json.loads(third.out)
-    assert again["run"] != found["run"]
-    assert [stage["metrics"] for stage in again["stages"]] == [stage["metrics"] for stage in found["stages"]]
-
-    # A changed setting runs what reads it, and says so.
-    fourth = memfit("run", config(), *words, "--set", "params.num_epochs=2")
+    fourth = memfit("run", "config.yaml", *WORDS, "--set", "params.num_epochs=2")
     assert "prepare is reused from run_" in fourth.out
     assert "fold_1 and fold_2 run again: num_epochs 1 -> 2" in fourth.out
     assert re.search(r"^fold +completed 2: num_epochs 1 -> 2$", fourth.out, re.MULTILINE)
+
+    third = memfit("run", "config.yaml", *WORDS, "--json", "--new", "--units", "1")
+    again = json.loads(third.out)
+    assert again["run"] != found["run"]
+    assert [job["state"] for job in again["jobs"]] == ["completed"] * 2
+    assert [job["result"] for job in again["jobs"]] == [job["result"] for job in found["jobs"][:2]]
+
+
+def test_from_a_stage_its_units_are_trained_again_from_the_first_epoch(memfit, one_run, tmp_path):
+    shutil.copytree(one_run.folder, tmp_path, dirs_exist_ok=True)
+    assert memfit("run", "config.yaml", *WORDS, "--units", "1", "--from", "fold").exit_code == 0
+    runs = RunDir.all(tmp_path / "runs", "tiny")  # the finished run stays as it is
+    epochs = [[event["epoch"] for event in run.events() if event["kind"] == "epoch"] for run in runs]
+    assert epochs == [[1], [1, 1]]
 
 
 def test_a_failed_fold_gives_4_and_is_named_with_its_log_and_cause(memfit, config):
@@ -71,9 +107,9 @@ def test_a_failed_fold_gives_4_and_is_named_with_its_log_and_cause(memfit, confi
 
 def test_what_does_not_fit_gives_3_with_the_arithmetic_and_runs_by_force(memfit, config):
     path = config("memory: {job: 900TiB}")
-    assert memfit("run", path, "--until", "prepare").exit_code == 0
     refused = memfit("run", path, "--json", "--units", 1)
     assert (refused.exit_code, refused.out) == (3, "")
+    assert "prepare completed" in refused.err
     error = three_parts(refused.err[refused.err.rindex("memfit: ") :])
     assert error["what"].startswith("fold_1 needs 900.00 TiB of host memory (as declared); ")
     assert " may be lent = " in error["what"] and "--force" in error["remedy"]
@@ -190,6 +226,14 @@ def gated(tmp_path):
     return ["run", "gated:WORKLOAD"]
 
 
+@pytest.fixture(scope="module")
+def gated_run(tmp_path_factory):
+    """The gated workload, run once."""
+    folder = tmp_path_factory.mktemp("gated")
+    (folder / "gated.py").write_text(GATED)
+    return run_once(folder, "run", "gated:WORKLOAD")
+
+
 def test_a_gate_that_stops_the_run_is_told_with_what_it_skipped(memfit, gated):
     done = memfit(*gated, "--set", "params.limit=0.5")
     assert done.exit_code == 11
@@ -221,12 +265,12 @@ def test_a_choice_of_stages_and_units_runs_these_alone(memfit, gated):
     }
 
 
-def test_a_plan_says_what_would_run_why_and_what_fits_and_starts_nothing(memfit, gated, tmp_path):
+def test_a_plan_says_what_would_run_why_and_what_fits_and_starts_nothing(memfit, gated, gated_run, tmp_path):
     first = memfit(*gated, "--plan")
     assert first.exit_code == 0 and not (tmp_path / "runs").exists()
     assert "prepare   would run 1: it was not made yet" in first.out
     assert "measure one: memfit run gated:WORKLOAD --until fold --units 1" in first.out
-    assert memfit(*gated).exit_code == 0
+    shutil.copytree(gated_run.folder, tmp_path, dirs_exist_ok=True)
     done = json.loads(memfit(*gated, "--plan", "--json").out)
     assert [stage["states"] for stage in done["stages"]] == [{"kept": 1}, {"kept": 3}, {"kept": 1}]
     assert all(stage["num_runs"] == 0 and stage["saved_seconds"] >= 0 for stage in done["stages"])
@@ -255,14 +299,6 @@ def test_a_plan_says_what_would_run_why_and_what_fits_and_starts_nothing(memfit,
         for job in tmp_path.glob("runs/*/*/jobs/*")
         if job.name not in ("prepare", "gate") and not job.name.startswith("fold_")
     ]
-
-
-def test_from_a_stage_its_units_are_trained_again_from_the_first_epoch(memfit, config, tmp_path):
-    assert memfit("run", config(n_splits=2), "--units", "1").exit_code == 0
-    assert memfit("run", config(n_splits=2), "--units", "1", "--from", "fold").exit_code == 0
-    runs = RunDir.all(tmp_path / "runs", "tiny")  # the finished run stays as it is
-    epochs = [[event["epoch"] for event in run.events() if event["kind"] == "epoch"] for run in runs]
-    assert epochs == [[1], [1]]
 
 
 def test_the_command_that_measures_one_job_works_when_it_is_pasted(memfit, tmp_path, monkeypatch):

@@ -21,11 +21,11 @@ _COMMAND = "[OPTIONS] [-- COMMAND...]"
 #: The verbs: where each is, what it is for, and its usage where typer does not know it.
 _VERBS = {
     "run": ("_run:run", "Run a workload, a function or a command under a budget.", _COMMAND),
-    "map": ("_map:map_", "Run a command for every combination of parameters.", "[OPTIONS] -- COMMAND..."),
-    "watch": ("_watch:watch", "Show a run that goes on, from any terminal.", None),
-    "ps": ("_ps:ps", "List your live runs on this host and their jobs.", None),
-    "stop": ("_stop:stop", "Have a run, or one job, checkpoint and end.", None),
-    "resume": ("_resume:resume", "Go on with a run that was stopped or killed.", None),
+    "map": ("_run:map_", "Run a command for every combination of parameters.", "[OPTIONS] -- COMMAND..."),
+    "watch": ("_runs:watch", "Show a run that goes on, from any terminal.", None),
+    "ps": ("_runs:ps", "List your live runs on this host and their jobs.", None),
+    "stop": ("_runs:stop", "Have a run, or one job, checkpoint and end.", None),
+    "resume": ("_runs:resume", "Go on with a run that was stopped or killed.", None),
     "budget": ("_budget:budget", "Show what memory may be used, and who says so.", None),
     "estimate": ("_estimate:estimate", "Say what device memory a training will take, and what fits.", None),
     "doctor": ("_doctor:doctor", "Examine this place, or a command in it.", _COMMAND),

@@ -12,10 +12,11 @@ import typer
 from typer import Option
 
 from memfit.cli._settings import Set, with_flags
-from memfit.cli._terminal import AsJson, console, table
+from memfit.cli._terminal import AsJson, console
 from memfit.errors import UsageError
 from memfit.memory import Budget
 from memfit.pipeline import LoaderBench, bench_loader
+from memfit.reports import plain_table
 from memfit.units import format_bytes, parse_bytes
 
 bench = typer.Typer(
@@ -105,7 +106,7 @@ def _print(found: Mapping[str, Any]) -> None:
     log, with_modes = console(), "modes" in found
     log.say(found["data"])
     columns = _OF_MODES if with_modes else _OF_COUNTS
-    shown = table(*columns, left=("mode", ""))
+    shown = plain_table(*columns, left=("mode", ""))
     for one in found["modes" if with_modes else "reports"]:
         shown.add_row(*(text(one) for text in columns.values()))
     log.print(shown)

@@ -1,4 +1,4 @@
-"""``memfit run``: run a workload's stages, a plain function or any command under one budget."""
+"""``memfit run`` and ``memfit map``: run a workload's stages, a function, or commands under one budget."""
 
 from __future__ import annotations
 
@@ -90,6 +90,34 @@ def run(
         _close_plan(plan_run(source or "", overrides=given, choice=choice, new=flags.new, start=again), flags)
     start = partial(run_config, source or "", overrides=given, choice=choice, new=flags.new, force=flags.force)
     show_run(start, quiet=flags.quiet, as_json=flags.as_json)
+
+
+@with_flags
+def map_(context: typer.Context, *, flags: Flags) -> None:
+    """Run the command behind -- for every combination of parameters, under one memory budget.
+
+    memfit map --param fold=1..5 --param lr=1e-3,1e-4 -- python train.py --fold {fold} --lr {lr}
+
+    Values are ranges (1..5, 1..9..2), lists, or both; quotes as in CSV keep a comma: name="a,b". {name} is replaced
+    wherever it stands in the command; all other braces stay. The first commands are measured; as many run at once as
+    fit. The same command goes on where the last one stood, with what is not done yet.
+
+    Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a command failed, 75 stopped and can go on.
+    """
+    command: tuple[str, ...] | None = context.obj
+    if not command:
+        raise UsageError(
+            "memfit map was given no command.",
+            rule="the command stands behind --, with a {name} for each parameter.",
+            remedy="write for example: memfit map --param fold=1..5 -- python train.py --fold {fold}",
+        )
+    if not flags.param and flags.param_file is None:
+        raise UsageError(
+            "memfit map was given no parameter.",
+            rule="it runs a command for every combination of its parameters.",
+            remedy="add for example --param fold=1..5, or run it once: memfit run -- ...",
+        )
+    start_commands(context, command, flags)
 
 
 def show_run(start: Callable[..., RunResult], *, quiet: bool, as_json: bool) -> NoReturn:

@@ -7,7 +7,6 @@ import signal
 from typing import Annotated
 
 import rich.console
-from rich.table import Table
 from typer import Option
 
 AsJson = Annotated[bool, Option("--json", help="Print it as JSON; sizes in bytes, times in seconds.")]
@@ -29,14 +28,6 @@ def console(*, stderr: bool = False) -> Console:
     made = Console(stderr=stderr, highlight=False)
     if not made.is_terminal:
         made.width = max(made.width, 120)
-    return made
-
-
-def table(*headings: str, left: tuple[str, ...] = ()) -> Table:
-    """A plain table of figures; the columns named in ``left`` hold words."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in headings:
-        made.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     return made
 
 

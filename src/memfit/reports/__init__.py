@@ -4,6 +4,7 @@ from memfit.reports._budget import print_budget
 from memfit.reports._diagnosis import explain_in_a_line, print_diagnosis, print_fix, print_verification
 from memfit.reports._estimate import print_estimate
 from memfit.reports._live import LiveRun
+from memfit.reports._numbers import plain_table
 from memfit.reports._plan import print_run_plan
 from memfit.reports._run_view import JobRow, RunView
 from memfit.reports._runs import Overview, Target, find_run, find_target, has_supervisor, is_live, list_runs
@@ -21,6 +22,7 @@ __all__ = [
     "has_supervisor",
     "is_live",
     "list_runs",
+    "plain_table",
     "print_budget",
     "print_diagnosis",
     "print_estimate",

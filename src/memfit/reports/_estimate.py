@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from memfit.reports._numbers import plain_table
 from memfit.units import format_bytes
 
 _METRICS = {
@@ -34,19 +34,13 @@ def print_estimate(answer: Mapping[str, Any], log: Console) -> None:
         _equation(answer, log)
     versions = " and ".join(f"{name} {version}" for name, version in answer["versions"].items())
     log.print(f"{_METHODS[answer['method']]} {versions}", markup=False, soft_wrap=True)
-    log.print()
-    log.print(_table(("device", "value", "at most", ""), [
-        (name.removesuffix("_bytes"), *_sizes(answer["device"][name]), text) for name, text in _METRICS.items()
-    ]))  # fmt: skip
-    log.print()
+    figures = [(name.removesuffix("_bytes"), *_sizes(answer["device"][name]), text) for name, text in _METRICS.items()]
     parts = sorted(answer["parts"].items(), key=lambda part: -part[1]["value"])
-    log.print(_table((f"at the peak ({answer['peak_phase']})", "value", "at most"), [
-        (name.replace("_", " "), *_sizes(size)) for name, size in parts if size["upper"]
-    ]))  # fmt: skip
-    log.print()
-    log.print(_table(("peak by phase", "value", "at most"), [
-        (name, *_sizes(size)) for name, size in answer["by_phase"].items()
-    ]))  # fmt: skip
+    sizes = ("value", "at most")
+    _print_table(log, ("device", *sizes, ""), figures)
+    largest = [(name.replace("_", " "), *_sizes(size)) for name, size in parts if size["upper"]]
+    _print_table(log, (f"at the peak ({answer['peak_phase']})", *sizes), largest)
+    _print_table(log, ("peak by phase", *sizes), [(name, *_sizes(size)) for name, size in answer["by_phase"].items()])
     if answer["setup"] is not None:
         _change(answer, log)
     if answer["notes"]:
@@ -115,10 +109,9 @@ def _sizes(interval: Mapping[str, int]) -> tuple[str, str]:
     return format_bytes(interval["value"]), format_bytes(interval["upper"])
 
 
-def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for place, name in enumerate(headings):
-        table.add_column(name, justify="right" if place in (1, 2) else "left", no_wrap=True)
+def _print_table(log: Console, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = plain_table(*headings, left=(headings[0], ""))
     for row in rows:
         table.add_row(*row)
-    return table
+    log.print()
+    log.print(table)

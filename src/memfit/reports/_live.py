@@ -11,11 +11,10 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from memfit.memory import Budget
-from memfit.reports._numbers import format_number
+from memfit.reports._numbers import format_number, plain_table
 from memfit.reports._run_view import NO_NEWS, Event, JobRow, RunView, StageView, is_number, name_jobs
 from memfit.reports._summary import describe_end
 from memfit.rundir import RunDir
@@ -308,9 +307,7 @@ def render(view: RunView, room: Room, width: int = _COLUMNS, pressure: float | N
     widths = [max(map(len, (name, *cells))) for name, cells in columns]
     gap = 2 if sum(widths[1:]) + _least(rows) + 2 * len(widths) <= _COLUMNS else 1
     left = max(width - sum(widths[1:]) - gap * len(widths), _least(rows))
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    for name, _ in columns:
-        table.add_column(name, no_wrap=True, justify="left" if name in ("job", "phase") else "right")
+    table = plain_table(*(name for name, _ in columns), left=("job", "phase"), gap=gap)
     for name, *cells in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(name if len(name) <= left else f"{name[: left - 1]}…", *cells)
     return Group(table, *_footer(view, rows, room, pressure))

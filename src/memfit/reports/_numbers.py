@@ -1,9 +1,11 @@
-"""Numbers of unknown meaning as text: a metric may be a count, a share or a loss."""
+"""Numbers of unknown meaning as text, for a metric may be a count, a share or a loss; and plain tables of figures."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+
+from rich.table import Table
 
 
 def format_number(value: float) -> str:
@@ -32,3 +34,11 @@ def format_column(values: Iterable[float | None], statistics: Iterable[float | N
         cells = ["-" if value is None else str(int(value)) for value in values]
         return cells + ["-" if value is None else f"{value:.1f}" for value in statistics]
     return ["-" if value is None else format_number(float(value)) for value in (*values, *statistics)]
+
+
+def plain_table(*headings: str, left: Collection[str] = (), gap: int = 2) -> Table:
+    """Return an empty table without lines; the columns named in ``left`` hold words."""
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    for name in headings:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    return table

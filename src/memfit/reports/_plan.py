@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from memfit.reports._numbers import plain_table
 from memfit.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -78,9 +79,7 @@ def _size(footprint: Footprint, stage: StagePlan) -> Iterator[str]:
 
 
 def _matrix(stage: StagePlan) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("at once", "memory", "left of the budget", "fits", "time"):
-        table.add_column(name, justify="left" if name in ("at once", "fits") else "right", no_wrap=True)
+    table = plain_table("at once", "memory", "left of the budget", "fits", "time", left=("at once", "fits"))
     for row in stage.rows:
         left = format_bytes(abs(row.margin_bytes))
         table.add_row(

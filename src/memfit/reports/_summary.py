@@ -18,7 +18,7 @@ from rich.text import Text
 from memfit.errors import MemfitError
 from memfit.memory import Footprint
 from memfit.reports._diagnosis import explain_in_a_line
-from memfit.reports._numbers import format_column, format_number
+from memfit.reports._numbers import format_column, format_number, plain_table
 from memfit.reports._run_view import JobRow, RunView, StageView, finite, is_number, summarize_metrics
 from memfit.rundir import RunDir, read_json
 from memfit.units import format_bytes, format_duration
@@ -44,7 +44,6 @@ _WAITED_FOR = {
 class _Column(NamedTuple):
     name: str
     cells: list[str]
-    justify: str = "right"
 
     @property
     def width(self) -> int:
@@ -356,33 +355,25 @@ def _tables(rows: Sequence[JobRow], view: RunView, width: int) -> Iterator[Table
     each = str(view.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
     num = max((num for _, _, num in metrics.values()), default=0)
     labels = [f"mean of {num}", f"sd of {num}"] if num > 1 else []
-    first = _Column(each, [row.name.removeprefix(f"{stage}_") for row in rows] + labels, "left")
+    first = _Column(each, [row.name.removeprefix(f"{stage}_") for row in rows] + labels)
     facts = {
         "state": [row.state for row in rows],
         "time": ["-" if row.seconds is None else format_duration(row.seconds) for row in rows],
         "peak": [format_bytes(row.status.peak_bytes) if row.status.peak_bytes else "-" for row in rows],
         "reserved": [format_bytes(row.reserved_bytes) if row.reserved_bytes else "-" for row in rows],
     }
-    rest = [
-        _Column(n, [*cells, *[""] * len(labels)], "left" if n == "state" else "right") for n, cells in facts.items()
-    ]
+    rest = [_Column(name, [*cells, *[""] * len(labels)]) for name, cells in facts.items()]
     for name, (mean, sd, _) in metrics.items():
         values = [row.metrics.get(name) for row in rows]
         rest.append(_Column(name, format_column(values, [mean, sd] if labels else [])))
     while rest:
         most = next((n for n in range(len(rest), 1, -1) if _width([first, *rest[:n]]) <= width), 1)
-        yield _table([first, *rest[:most]])
-        rest = rest[most:]
+        shown, rest = [first, *rest[:most]], rest[most:]
+        table = plain_table(*(column.name for column in shown), left=(each, "state"))
+        for cells in zip(*(column.cells for column in shown), strict=True):
+            table.add_row(*cells)
+        yield table
 
 
 def _width(columns: Sequence[_Column]) -> int:
     return sum(column.width + 2 for column in columns) - 2
-
-
-def _table(columns: Sequence[_Column]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column.name, justify="left" if column.justify == "left" else "right", no_wrap=True)
-    for cells in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*cells)
-    return table

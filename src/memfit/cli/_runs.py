@@ -1,0 +1,177 @@
+"""``memfit watch``, ``ps``, ``stop`` and ``resume``: the runs that are there, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from memfit.cli._settings import Quiet
+from memfit.cli._terminal import AsJson, Console, console
+from memfit.errors import InterruptedRunError
+from memfit.jobs import stop as stop_run
+from memfit.reports import LiveRun, Overview, find_run, find_target, has_supervisor, is_live, list_runs, plain_table
+from memfit.units import format_bytes, format_duration
+
+_STEP_SECONDS, _TELL_SECONDS = 0.2, 5.0
+
+
+def watch(
+    run: Annotated[
+        str | None,
+        typer.Argument(help="A run's folder, name or experiment; the newest run when left out.", show_default=False),
+    ] = None,
+) -> None:
+    """Show a run that goes on: its jobs, their phases, and their memory against what they have reserved.
+
+    On a terminal a table is kept up to date; elsewhere each event is a line with its time. Watching changes nothing:
+    Ctrl-C ends the watching and leaves the run as it is.
+
+    Exit codes: 0 the run has ended, 2 no such run, 130 the watching was interrupted.
+    """
+    found = find_run(run)
+    log = console()
+    if not is_live(found):
+        going_on = "" if found.state == "completed" else f"; memfit resume {found.path} goes on with it"
+        state = "interrupted" if found.state == "running" else found.state
+        log.say(f"Run {found.path} does not run any more: {state}{going_on}")
+        return
+    live, interrupted = LiveRun(log, here=False), threading.Event()
+    # Not as an exception, which would come in the middle of what is printed.
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    try:
+        tick = live.show(found)
+        if not has_supervisor(found):
+            log.say(f"no supervisor: its jobs go on; memfit resume {found.path} starts what waits")
+        while is_live(found) and not interrupted.wait(_STEP_SECONDS):
+            tick()
+    finally:
+        live.close()
+        signal.signal(signal.SIGINT, before)
+    if interrupted.is_set():
+        log.say("the run goes on")
+        raise typer.Exit(InterruptedRunError.exit_code)
+    state = "its supervisor died" if found.state == "running" else found.state
+    log.say(f"Run {found.path} has ended: {state}")
+
+
+def ps(
+    as_json: AsJson = False,
+    all_: Annotated[bool, typer.Option("--all", help="Also your runs below ./runs that do not run any more.")] = False,
+) -> None:
+    """Show your live runs on this host and their jobs: what they use, took at most and have reserved.
+
+    A run whose supervisor died is live as long as jobs of it run; memfit resume takes them over.
+
+    Exit codes: 0 done.
+    """
+    found = list_runs(root=Path("runs") if all_ else None)
+    if as_json:
+        typer.echo(json.dumps([one.to_dict() for one in found], indent=2))
+        return
+    log = console()
+    if not found:
+        log.say("no run of yours is alive on this host" + ("" if all_ else "; memfit ps --all shows those that ended"))
+    for one in found:
+        _print_run(one, log)
+
+
+def _print_run(one: Overview, log: Console) -> None:
+    counts = ", ".join(f"{name} {number}" for name, number in one.counts.items()) or "no jobs"
+    if one.problem:
+        text = one.problem
+    elif one.is_live:
+        who = "none (its jobs go on; memfit resume)" if one.supervisor is None else str(one.supervisor)
+        sizes = f"{format_bytes(one.used_bytes)} used of {format_bytes(one.reserved_bytes)} reserved"
+        text = f"supervisor {who}; {counts}; {sizes}"
+    else:
+        text = f"{'interrupted' if one.state == 'running' else one.state}; {counts}"
+    log.say(str(one.run.path), style="bold")
+    log.say(f"  {text}")
+    if not one.running:
+        return
+    shown = plain_table("  job", "pid", "phase", "used", "peak", "reserved", "time", left=("  job", "phase"))
+    for row in one.running:
+        status = row.status
+        guessed = f" ~{row.guess}" if row.guess else ""
+        phase = "stalled" if status.stalled else (status.phase or "starts") + guessed
+        phase = f"stopped (SIGSTOP {status.stopped_pid})" if status.stopped_pid is not None else phase
+        sizes = (status.used_bytes, status.peak_bytes, row.reserved_bytes)
+        shown.add_row(
+            Text(f"  {row.name}"),
+            str(status.pid or "-"),
+            phase,
+            *(format_bytes(size) if size else "-" for size in sizes),
+            format_duration(row.seconds, short=True) if row.seconds is not None else "-",
+        )
+    log.print(shown)
+
+
+def stop(
+    target: Annotated[
+        str,
+        typer.Argument(help="A run (folder, name or experiment) or a job (RUN/cmd_0003 or its id).", metavar="RUN|JOB"),
+    ],
+    now: Annotated[bool, typer.Option("--now", help="End it at once, without a checkpoint.")] = False,
+) -> None:
+    """Ask a run, or one of its jobs, to checkpoint and end, and wait until it has.
+
+    It works with and without a supervisor. A job that waits for its turn is not started any more. The run goes on with
+    memfit resume, such a job too. Asking twice is as asking once: only --now ends a job without its checkpoint.
+
+    Exit codes: 0 it has ended, or there was nothing to stop, 2 no such run, 130 the waiting was interrupted.
+    """
+    found, log = find_target(target), console()
+    name = f"{found.run.path}/{found.job_id}" if found.job_id else str(found.run.path)
+    began = told = time.monotonic()
+
+    def on_tick(left: Sequence[str]) -> None:
+        nonlocal told
+        if time.monotonic() - told < _TELL_SECONDS:
+            return
+        told = time.monotonic()
+        jobs = f"{', '.join(left[:8])}{' ...' if len(left) > 8 else ''}" if left else "its supervisor"
+        log.say(f"waiting for {jobs} ({format_duration(told - began)})")
+
+    was_live = is_live(found.run)
+    try:
+        ended = stop_run(found.run, found.job_id, now=now, on_tick=on_tick)
+    except KeyboardInterrupt:
+        log.say(f"{name} was asked to stop all the same; memfit watch {found.run.path} shows it")
+        raise typer.Exit(InterruptedRunError.exit_code) from None
+    if not ended:
+        stopped = was_live and found.job_id is None
+        log.say(
+            f"{name} has stopped: no job of it ran" if stopped else f"{name} does not run: there is nothing to stop"
+        )
+    for status in ended:
+        log.say(f"{status.job_id} {status.state}{f': {status.cause}' if status.cause else ''}")
+    if any(status.state != "completed" for status in ended):
+        log.say(f"to go on: memfit resume {found.run.path}")
+
+
+def resume(
+    run: Annotated[str, typer.Argument(help="A run's folder, name or experiment.")],
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run in the folder and with the settings that it was started with.
+
+    Jobs that are done are kept, jobs that still run are taken over, interrupted ones go on from their checkpoints. The
+    others start in the run's order, failed ones among them: with --on-failure stop the one that failed is tried again
+    before those that never started. A run in which all is done stays as it is.
+
+    Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a job failed, 75 stopped and can go on.
+    """
+    from memfit.cli._run import show_run
+    from memfit.pipeline import resume as resume_run
+
+    show_run(partial(resume_run, find_run(run).path), quiet=quiet, as_json=as_json)
