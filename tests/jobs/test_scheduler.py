@@ -273,6 +273,10 @@ def test_what_is_used_is_told_before_each_job_and_after_it(tmp_path):
     told = {kind: (f["limit_bytes"], f["pss_bytes"]) for kind, f in events if kind in ("admit", "end")}
     assert told == {"admit": (1000, 0), "end": (1000, 0)}
     assert all(f["used_bytes"] >= 0 for kind, f in events if kind in told)
+    [start] = [f["text"] for kind, f in events if kind == "admit"]
+    assert start == "a starts and its memory is measured (1 running); 0 B of 1000 B used"
+    [end] = [f["text"] for kind, f in events if kind == "end"]
+    assert end.startswith("a completed") and ", peak 100 B; " in end and end.endswith(" of 1000 B used")
 
 
 def of_kind(events, kind):

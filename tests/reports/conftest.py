@@ -56,14 +56,16 @@ def made(tmp_path, monkeypatch):
         write_json(path / "checkpoints" / f"{name}.json", {"result": result})
 
     def stage(at, name, state, *jobs, why="", seconds=0.0):
-        event(at, "stage", stage=name, state=state, why=why, jobs=jobs or [name], seconds=seconds)
+        text = f"{name} is {state}: {why}" if state == "skipped" else ""
+        event(at, "stage", stage=name, state=state, why=why, jobs=jobs or [name], seconds=seconds, text=text)
 
     def admit(at, job_id, num_running, reserved=300 * MIB, **fields):
-        why = "7.00 GiB may be lent"
-        event(at, "admit", job_id, reservation_bytes=reserved, num_running=num_running, why=why, **fields)
+        told = {"reservation_bytes": reserved, "num_running": num_running, "why": "7.00 GiB may be lent"}
+        event(at, "admit", job_id, **told, **fields, text=f"{job_id} starts ({num_running} running)")
 
     def end(at, job_id, state="completed", cause="", **fields):
-        event(at, "end", job_id, state=state, cause=cause, exit_code=0, **fields)
+        text = ": ".join(filter(None, [f"{job_id} {state}", cause]))
+        event(at, "end", job_id, state=state, cause=cause, exit_code=0, **fields, text=text)
 
     return SimpleNamespace(
         run=RunDir.open(path),
@@ -110,8 +112,8 @@ def finished(made):
     made.event(1001, "footprint", job="fold_1", reservation_bytes=300 * MIB)
     made.event(1002, "plan", why="2 of 3 at once (no more fit)", num_parallel=2)
     made.admit(1003, "fold_2", 2, limit_bytes=8 * GIB, used_bytes=GIB, pss_bytes=512 * MIB)
-    arithmetic = "1.0 MiB may be lent"
-    made.event(1004, "wait", "fold_3", num_running=2, reason="it needs 300.0 MiB", arithmetic=arithmetic, on="memory")
+    wait = {"reason": "it needs 300.0 MiB", "arithmetic": "1.0 MiB may be lent", "on": "memory"}
+    made.event(1004, "wait", "fold_3", num_running=2, **wait, text="fold_3 waits: it needs 300.0 MiB")
     made.end(3522, "fold_1", limit_bytes=8 * GIB, used_bytes=600 * MIB, pss_bytes=270 * MIB)
     made.admit(3523, "fold_3", 2)
     made.end(4000, "fold_2", "out_of_memory", "killed by the kernel for memory in phase train")

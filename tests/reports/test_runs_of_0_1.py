@@ -69,7 +69,7 @@ def test_what_is_left_of_a_run_in_the_middle_is_counted(recorded):
 
 @pytest.mark.parametrize(("kind", "line"), [
     ("folds", "fold_1 epoch 1/3  train_loss 0.0170  valid_loss 0.0130"),
-    ("commands", "cmd_0002 mib=20 seed=2 failed (1.2s), peak 26.9 MiB of 29.6 MiB reserved"),
+    ("commands", "cmd_0002 mib=20 seed=2: failed: exit code 1"),
 ])  # fmt: skip
 def test_its_events_are_told_in_lines(recorded, kind, line):
     run, shown = recorded(kind), Console(file=io.StringIO(), soft_wrap=True)

@@ -90,8 +90,8 @@ def _print_run(one: Overview, log: Console) -> None:
         text = one.problem
     elif one.is_live:
         who = "none (its jobs go on; memfit resume)" if one.supervisor is None else str(one.supervisor)
-        sizes = f"{format_bytes(one.used_bytes)} used of {format_bytes(one.reserved_bytes)} reserved"
-        text = f"supervisor {who}; {counts}; {sizes}"
+        held = f"{format_bytes(one.used_bytes)} used of {format_bytes(one.reserved_bytes)} reserved"
+        text = f"supervisor {who}; {counts}; {held}"
     else:
         text = f"{'interrupted' if one.state == 'running' else one.state}; {counts}"
     log.say(str(one.run.path), style="bold")

@@ -18,6 +18,7 @@ from memfit.jobs._job import (
     Submission,
     Traits,
     Verdict,
+    name_jobs,
 )
 from memfit.jobs._local import LocalBackend, child_env
 from memfit.jobs._policy import JobSource, OnFailure, Policy, StopRequest
@@ -54,6 +55,7 @@ __all__ = [
     "find_supervisor",
     "forget_stops",
     "limit_threads",
+    "name_jobs",
     "load_target",
     "raise_error_of",
     "read_status",

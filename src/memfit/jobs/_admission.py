@@ -32,10 +32,12 @@ class Admitted(NamedTuple):
     Attributes:
         reserved: What it reserves by place; nothing on the host when its size is unknown and it has the whole budget.
         why: Why it fits, in words.
+        is_routine: Whether that is only the sum of what may be lent, which the log need not repeat.
     """
 
     reserved: Sizes
     why: str
+    is_routine: bool = False
 
 
 class LocalAdmission:
@@ -99,11 +101,12 @@ class LocalAdmission:
     def _claims(self, claim_of: Callable[[Reservation], Claim]) -> list[Claim]:
         return [claim_of(entry) for entry in self.running.values()]
 
-    def memory(self) -> dict[str, int]:
-        """What is used under the limit that binds now, and what the running jobs map (PSS), in bytes."""
-        binding = self.read_budget().binding
-        used = {"limit_bytes": binding.limit_bytes, "used_bytes": binding.used_bytes}
-        return used | {"pss_bytes": sum(entry.status.pss_bytes for entry in self.running.values())}
+    def memory(self) -> tuple[dict[str, int], str]:
+        """What is used under the limit that binds now, and what the running jobs map (PSS): in bytes, and in words."""
+        binding, pss = self.read_budget().binding, sum(entry.status.pss_bytes for entry in self.running.values())
+        sizes = {"limit_bytes": binding.limit_bytes, "used_bytes": binding.used_bytes, "pss_bytes": pss}
+        own = f", {format_bytes(pss)} of it by the jobs (PSS)" if pss else ""
+        return sizes, f"; {format_bytes(binding.used_bytes)} of {format_bytes(binding.limit_bytes)} used{own}"
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
@@ -187,10 +190,10 @@ class LocalAdmission:
             return Wait("measuring", "its size is unknown, so it runs alone first")
         if entry.num_asides >= _MOST_ASIDES and not alone:
             return Wait("memory", f"it stepped aside {entry.num_asides} times, so it runs alone next")
-        why = room.explain()
+        why, is_routine = room.explain(), True
         if (needed or 1) > room.bytes and alone and is_inferred and entry.needed_bytes is None:
             why = f"others like it took {format_bytes(needed or 1)}; it has all there is and its wall"
-            needed = None
+            needed, is_routine = None, False
         elif alone and needed is not None:
             if entry.needed_bytes is not None and room.bytes >= _ALMOST * needed:
                 needed = min(needed, room.bytes)
@@ -203,7 +206,7 @@ class LocalAdmission:
         for place, size in {HOST: 1, **reserved}.items():
             if size > rooms[place].bytes:
                 return _lack(entry, place, size, rooms[place])
-        return Admitted(reserved, "; ".join([why, *(rooms[place].explain() for place in devices)]))
+        return Admitted(reserved, "; ".join([why, *(rooms[place].explain() for place in devices)]), is_routine)
 
     def _devices_for(self, entry: Reservation, rooms: Mapping[str, Lendable]) -> Sizes | Wait:
         """What a job would reserve on each of its devices, whether or not there is room; or why there are none."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from memfit.errors import UsageError
 from memfit.memory import Footprint
+from memfit.units import format_bytes, format_duration
 
 #: Slurm's states in lower case.
 State = Literal[
@@ -206,6 +207,14 @@ class JobStatus:
         footprint = found.get("footprint")
         return cls(job_id, footprint=Footprint.from_dict(footprint) if footprint else None, **plain)
 
+    def describe_end(self, reserved_bytes: int | None) -> str:
+        """Return the state, the time it took and the peak: ``completed (5.2s), peak 228 MiB of 251 MiB reserved``."""
+        took = "" if self.started is None or self.ended is None else f" ({format_duration(self.ended - self.started)})"
+        reserved = f" of {format_bytes(reserved_bytes)} reserved" if reserved_bytes else ""
+        return f"{self.state}{took}, peak " + (
+            f"{format_bytes(self.peak_bytes)}{reserved}" if self.peak_bytes else "not measured"
+        )
+
 
 @dataclass(frozen=True)
 class Grant:
@@ -320,3 +329,12 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Follow no job any more; those that run go on."""
+
+
+def name_jobs(jobs: Sequence[str]) -> str:
+    """Return some jobs in words.
+
+    >>> name_jobs(["prepare"]), name_jobs(["fold_1", "fold_2"]), name_jobs([f"fold_{n}" for n in range(1, 6)])
+    ('prepare', 'fold_1 and fold_2', 'fold_1 to fold_5 (5 jobs)')
+    """
+    return " and ".join(jobs) if len(jobs) < 3 else f"{jobs[0]} to {jobs[-1]} ({len(jobs)} jobs)"

@@ -259,7 +259,7 @@ class Scheduler:
     def _start(self, entry: Reservation, admitted: Admitted, *, is_adopted: bool = False) -> None:
         self._waiting.remove(entry)
         self._why_waiting, self._lacking_since = "", None
-        before, job = self.admission.memory(), entry.job
+        (before, in_words), job = self.admission.memory(), entry.job
         entry.reserve(admitted.reserved, self.admission.forecast.predict(job))
         entry.status = JobStatus(job.id, "pending")
         self._running[job.id], self.statuses[job.id] = entry, entry.status
@@ -271,9 +271,13 @@ class Scheduler:
         if not is_adopted:
             limit_bytes = entry.grant.wall_bytes if entry.grant is not None else None
             self.backend.submit([Submission(job, Request(limit_bytes))])
-        told = {"reservation_bytes": entry.reserved[HOST] or None, "num_running": len(self._running)}
-        devices = {place: entry.reserved[place] for place in entry.devices}
-        self.say("admit", job=job.id, **told, why=admitted.why, devices=devices, **before)
+        size, num = entry.reserved[HOST] or None, len(self._running)
+        told: dict[str, object] = {"reservation_bytes": size, "num_running": num, "why": admitted.why}
+        told["devices"] = {place: entry.reserved[place] for place in entry.devices}
+        reserved = f"with {format_bytes(size)} reserved" if size else "and its memory is measured"
+        why = "" if admitted.is_routine else f": {admitted.why}"
+        text = f"{job.id} starts {reserved} ({num} running){why}{in_words}"
+        self.say("admit", job=job.id, **told, **before, text=text)
 
     def _wait(self, entry: Reservation, wait: Wait) -> None:
         if wait.reason != self._why_waiting:
@@ -318,6 +322,9 @@ class Scheduler:
         self._say_end(entry, exit_code=None)
 
     def _say_end(self, entry: Reservation, **fields: object) -> None:
-        ended = {name: getattr(entry.status, name) for name in ("state", "cause", "exit_code")} | fields
-        self.say("end", job=entry.job.id, **ended, **self.admission.memory())
-        self.source.ended(entry.status)
+        status, (memory, in_words) = entry.status, self.admission.memory()
+        ended = {name: getattr(status, name) for name in ("state", "cause", "exit_code")} | fields
+        text = f"{status.job_id} {status.describe_end(entry.reserved[HOST])}{in_words}"
+        text += f": {status.cause}" if status.cause else ""
+        self.say("end", job=status.job_id, **ended, **memory, text=text)
+        self.source.ended(status)

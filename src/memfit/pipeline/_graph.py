@@ -10,13 +10,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import ConfigError, MemfitError, UsageError, nearest
-from memfit.jobs import JobStatus, read_status
+from memfit.jobs import JobStatus, name_jobs, read_status
 from memfit.pipeline._describe import units_of
-from memfit.pipeline._results import Results, Unit
+from memfit.pipeline._results import NOT_MADE, Results, Unit
 from memfit.rundir import RunDir
+from memfit.units import format_duration
 
 if TYPE_CHECKING:
     from memfit.pipeline._order import Order
@@ -408,7 +410,25 @@ class Graph:
         self._changed = []
         for (name, state, why), units in groups.items():
             told = {"stage": name, "state": state, "why": why, "jobs": [unit.job_id for unit in units]}
-            self._say("stage", **told, seconds=round(sum(unit.seconds for unit in units), 3))
+            seconds = round(sum(unit.seconds for unit in units), 3)
+            self._say("stage", **told, seconds=seconds, text=self._text(units, state, why, seconds))
+
+    def _text(self, units: Sequence[Unit], state: str, why: str, seconds: float) -> str:
+        """What became of some units of a stage, in words; empty where the events of their jobs say it."""
+        names, is_one, stage = name_jobs([unit.job_id for unit in units]), len(units) == 1, units[0].stage
+        are = f"{names} {'is' if is_one else 'are'} {state}"
+        if not stage["keyed"] and state == "kept":
+            num = len(self.units[stage["name"]])
+            text = "the command was" if num == 1 else f"{len(units)} of {num} commands were"
+            return f"{text} done already; --new starts over"
+        if state in ("kept", "reused"):
+            source = f" from {Path(why).parent.parent.name}" if state == "reused" else ""
+            return f"{are}{source}" + (f", which saves {format_duration(seconds)}" if seconds else "")
+        if state == "running" and why not in ("", NOT_MADE):
+            return f"{names} {'runs' if is_one else 'run'} again: {why}"
+        if state == "stopped":
+            return f"{names} stops the run here: {why}"
+        return f"{are}: {why}" if state in ("skipped", "passed") else ""
 
 
 def _source(stage: Mapping[str, Any]) -> list[str]:

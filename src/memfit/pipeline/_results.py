@@ -29,6 +29,8 @@ from memfit.pipeline._manifest import (
 from memfit.rundir import RunDir, read_whole
 
 _MOST_RUNS = 20
+#: Why a result is made for the first time.
+NOT_MADE = "it was not made yet"
 
 
 @dataclass
@@ -151,7 +153,7 @@ class Results:
             before = find_manifest(unit.manifest(run))
             if before is not None:
                 return _reason(before, unit)
-        return "it was not made yet" if not path.exists() else f"{path.name} is damaged, or an output is gone"
+        return NOT_MADE if not path.exists() else f"{path.name} is damaged, or an output is gone"
 
     def clear(self, unit: Unit) -> None:
         """Remove a result that is not valid, or a training would go on from its checkpoints."""

@@ -15,8 +15,7 @@ from rich.text import Text
 
 from memfit.memory import Budget
 from memfit.reports._numbers import format_number, plain_table
-from memfit.reports._run_view import NO_NEWS, Event, JobRow, RunView, StageView, is_number, name_jobs
-from memfit.reports._summary import describe_end
+from memfit.reports._run_view import Event, JobRow, RunView, StageView, is_number
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
 
@@ -140,26 +139,26 @@ class LiveRun:
 
 
 def describe(event: Event, view: RunView) -> str:
-    """One event as a line, or an empty text for one that only the table shows.
+    """Return an event as a line, or an empty text for one that only the table shows.
 
-    >>> describe({"time": 0.0, "kind": "wait", "job": "fold_2", "reason": "fold_1 is being measured", "arithmetic": ""},
-    ...     RunView(RunDir(__import__("pathlib").Path("."))))
+    >>> describe({"kind": "wait", "job": "fold_2", "text": "fold_2 waits: fold_1 is being measured"},
+    ...     RunView(RunDir(Path("."))))
     'fold_2 waits: fold_1 is being measured'
     """
-    kind = str(event["kind"])
+    kind, job, text = str(event["kind"]), event.get("job"), event.get("text")
     if view.kind == "commands" and len(view.params) == 1 and kind in _OF_MANY:
         return f"the command completed: {event['cause']}" if _left_something(event) else ""
     if kind in ("grow", "grow_device"):
         limit = ((view.last("budget") or {}).get("binding") or {}).get("limit_bytes", 0)
         if event["to_bytes"] - event["from_bytes"] < limit * _WORTH_A_LINE:
             return ""
-    if isinstance(event.get("text"), str):
-        return str(event["text"])
-    line = _LINES.get(kind, "")
-    try:
-        return line(event, view) if callable(line) else line.format_map(_fields(event))
-    except (KeyError, TypeError, ValueError):  # a job may record what it likes under any name
-        return ""
+    if not isinstance(text, str):
+        line = _LINES.get(kind, "")
+        try:
+            text = line(event) if callable(line) else line.format_map(_fields(event))
+        except (KeyError, TypeError, ValueError):  # a job may record what it likes under any name
+            return ""
+    return text.replace(job, view.name(job), 1) if job and kind in ("admit", "end") else text
 
 
 def describe_left(event: Event, view: RunView) -> str:
@@ -178,61 +177,28 @@ def _left_something(event: Event) -> bool:
     return event["kind"] == "end" and event["state"] == "completed" and bool(event["cause"])
 
 
-def _stage(event: Event, view: RunView) -> str:
-    """What became of some units of a stage, where no other event says it."""
-    state, why, jobs = event["state"], event["why"], event["jobs"]
-    names, are = name_jobs(jobs), "is" if len(jobs) == 1 else "are"
-    if view.kind == "commands":
-        of = "the command was" if len(view.params) == 1 else f"{len(jobs)} of {len(view.params)} commands were"
-        return f"{of} done already; --new starts over" if state == "kept" else ""
-    if state in ("kept", "reused"):
-        source = f" from {Path(why).parent.parent.name}" if state == "reused" else ""
-        saved = f", which saves {format_duration(event['seconds'])}" if event["seconds"] else ""
-        return f"{names} {are} {state}{source}{saved}"
-    if state == "running" and why not in NO_NEWS:
-        return f"{names} {'runs' if len(jobs) == 1 else 'run'} again: {why}"
-    if state == "stopped":
-        return f"{names} stops the run here: {why}"
-    return f"{names} {are} {state}: {why}" if state in ("skipped", "passed") else ""
-
-
-def _admit(event: Event, view: RunView) -> str:
-    size = event["reservation_bytes"]
-    reserved = f" with {format_bytes(size)} reserved" if size else " and its memory is measured"
-    why = "" if "may be lent" in event["why"] else f": {event['why']}"
-    return f"{view.name(event['job'])} starts{reserved} ({event['num_running']} running){why}{_memory(event)}"
-
-
-def _end(event: Event, view: RunView) -> str:
-    cause = f": {event['cause']}" if event["cause"] else ""
-    return describe_end(view.row(event["job"])) + _memory(event) + cause
-
-
-def _epoch(event: Event, view: RunView) -> str:
+def _epoch(event: Event) -> str:
     known = ("time", "job", "kind", "epoch", "num_epochs")
     numbers = [f"{name} {format_number(v)}" for name, v in event.items() if name not in known and is_number(v)]
     return f"{event['job']} epoch {event['epoch']}/{event['num_epochs']}  {'  '.join(numbers)}".rstrip()
 
 
+def _of_older_memfit(event: Event) -> str:
+    why = next((f": {event[name]}" for name in ("reason", "why", "cause") if event.get(name)), "")
+    return f"{event['job'] or 'the run'}: {event.get('state', event['kind'])}{why}"
+
+
 #: The line of an event that carries no ``text``, by its kind: a function, or a template for ``_fields``.
-_LINES: Mapping[str, str | Callable[[Event, RunView], str]] = {
-    "admit": _admit,
-    "aside": "{job} makes room: {reason}",
-    "end": _end,
+_LINES: Mapping[str, str | Callable[[Event], str]] = {
+    **dict.fromkeys(("admit", "aside", "end", "grow", "retry", "short", "stop", "wait"), _of_older_memfit),
     "epoch": _epoch,
-    "grow": "{job} grows: {why}",
     "inexact": "{job} trains inexactly, as allowed: {reason}",
     "microbatch": "{job} changes its microbatch size{place}: {previous_size} -> {size} (batch of {count})",
     "oom": "{job} is out of {memory} memory{place}{microbatch}: {error}",
     "plan": "{why}",
     "resume": "{job} goes on after epoch {epoch}{steps}",
-    "retry": "{job} will start again as attempt {attempt}: {reason}",
-    "short": "memory is short: {reason}",
     "skip": "{job} skips a batch, number {num_skipped} of {num_batches}{place}: {reason}",
-    "stage": _stage,
-    "stop": "the run stops ({num_running} running)",
     "stopped": "{job} {stopped}",
-    "wait": "{job} waits: {reason}",
 }
 
 
@@ -252,16 +218,6 @@ def _fields(event: Event) -> dict[str, Any]:
 def _place(event: Event) -> str:
     told = [f"{name} {event[name]}" for name in ("phase", "epoch", "step") if event.get(name) is not None]
     return f" in {', '.join(told)}" if told else ""
-
-
-def _memory(event: Event) -> str:
-    """What was used at a job's start or end, under which limit, and what of it was the run's own."""
-    sizes = [event.get(f"{name}_bytes") for name in ("used", "limit", "pss")]
-    if not all(is_number(size) for size in sizes):
-        return ""
-    used, limit, pss = (format_bytes(int(size or 0)) for size in sizes)
-    own = f", {pss} of it by the jobs (PSS)" if event["pss_bytes"] else ""
-    return f"; {used} of {limit} used{own}"
 
 
 def read_room(view: RunView, *, here: bool = True) -> Room:

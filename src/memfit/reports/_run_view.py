@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
-from memfit.jobs import ENDED, JobStatus, read_status
+from memfit.jobs import ENDED, JobStatus, name_jobs, read_status
 from memfit.rundir import EventTail, RunDir, event_time, fits, read_json
 
 Event = Mapping[str, Any]
@@ -37,7 +37,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
 #: States of a unit that will not run any more, and those in which its result is there.
 _OVER = frozenset({"kept", "reused", "completed", "passed", "skipped", "stopped", "failed"})
 _THERE = frozenset({"kept", "reused", "completed", "stopped"})
-NO_NEWS = ("", "it was not made yet")
+_NO_NEWS = ("", "it was not made yet")
 _GRAPH = {"stages": [{"name": str, "each": (str, type(None))}]}
 #: The first job of a run of memfit 0.1, which has no graph.
 _FIRST = "prepare"
@@ -65,7 +65,7 @@ class StageView:
         self.units |= dict.fromkeys(event["jobs"], event["state"])
         if event["state"] in ("kept", "reused"):
             self.saved_seconds += event["seconds"]
-        elif event["why"] not in NO_NEWS and event["state"] not in ("failed", "cancelled"):  # a job's cause says more
+        elif event["why"] not in _NO_NEWS and event["state"] not in ("failed", "cancelled"):  # a job's cause says more
             known = self.reasons.setdefault(event["why"], [])
             known += [job for job in event["jobs"] if job not in known]
 
@@ -75,15 +75,6 @@ class StageView:
         return "; ".join(
             why if len(jobs) == len(self.units) else f"{name_jobs(jobs)}: {why}" for why, jobs in self.reasons.items()
         )
-
-
-def name_jobs(jobs: Sequence[str]) -> str:
-    """Some jobs in words.
-
-    >>> name_jobs(["prepare"]), name_jobs(["fold_1", "fold_2"]), name_jobs([f"fold_{n}" for n in range(1, 6)])
-    ('prepare', 'fold_1 and fold_2', 'fold_1 to fold_5 (5 jobs)')
-    """
-    return " and ".join(jobs) if len(jobs) < 3 else f"{jobs[0]} to {jobs[-1]} ({len(jobs)} jobs)"
 
 
 @dataclass(frozen=True)

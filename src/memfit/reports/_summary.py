@@ -222,17 +222,14 @@ def _print_commands(rows: Sequence[JobRow], console: Console) -> None:
     for row in shown:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.status.ended))
         tries = f", attempt {row.status.attempt}" if row.status.attempt > 1 else ""
-        console.print(f"{stamp}  {describe_end(row)}{tries}", soft_wrap=True, markup=False, highlight=False)
+        console.print(
+            f"{stamp}  {row.name} {row.status.describe_end(row.reserved_bytes)}{tries}",
+            soft_wrap=True,
+            markup=False,
+            highlight=False,
+        )
     if len(shown) < len(ended):
         console.print(f"and {len(ended) - len(shown)} more; --json lists all", soft_wrap=True)
-
-
-def describe_end(row: JobRow) -> str:
-    """A job's end: ``fold_1 completed (5.2s), peak 228.6 MiB of 251.3 MiB reserved``."""
-    took = f" ({format_duration(row.seconds)})" if row.seconds is not None else ""
-    reserved = f" of {format_bytes(row.reserved_bytes)} reserved" if row.reserved_bytes else ""
-    peak = f"{format_bytes(row.status.peak_bytes)}{reserved}" if row.status.peak_bytes else "not measured"
-    return f"{row.name} {row.status.state}{took}, peak {peak}"
 
 
 def _decisions(view: RunView) -> Iterator[tuple[str, str]]:
