@@ -87,7 +87,7 @@ def refused(**given: Any) -> ConfigError:
         (
             "scheduler=cosin",
             "scheduler must be 'cosine', 'linear' or 'none', got \"cosin\" (--set).",
-            "did you mean 'cosine'?",
+            "give --set scheduler=...",
         ),
         (
             "scheduler=zzz",
@@ -99,7 +99,7 @@ def refused(**given: Any) -> ConfigError:
         (
             "max_parallel=atuo",
             "max_parallel must be 'auto' or must be a valid integer, got \"atuo\" (--set).",
-            "did you mean 'auto'?",
+            "give --set max_parallel=...",
         ),
         (
             "max_parallel=0",
@@ -123,7 +123,7 @@ def refused(**given: Any) -> ConfigError:
             "name: string should match pattern '[a-z]+', got \"A\" (--set).",
             "give --set name=...",
         ),
-        ("steps=[{frist: 1}]", "steps[0].frist is no setting (--set).", "did you mean 'steps[0].first'?"),
+        ("steps=[{frist: 1}]", "steps[0].frist is no setting (--set).", "did you mean 'steps.first'?"),
         ("decay={type: linear, ned: 1}", "decay.ned is no setting (--set).", "did you mean 'decay.end'?"),
         ("sede=1", "sede is no setting (--set).", "did you mean 'seed'?"),
         ("frist=1", "frist is no setting (--set).", "did you mean 'steps.first'?"),
@@ -132,7 +132,7 @@ def refused(**given: Any) -> ConfigError:
         (
             "experiment=1.10",
             "experiment must be a valid string, got 1.1 (--set).",
-            "give --set experiment=...; in quotes it is text",
+            "give --set experiment=...",
         ),
         ("seed.x=1", "seed must be a valid integer (--set).", "give --set seed=..."),
         ("seed={x: 1}", "seed must be a valid integer (--set).", "give --set seed=..."),

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from memfit.errors import ConfigError, nearest
+from memfit.errors import ConfigError
 from memfit.successors import find_gone
 
 PREFIX = "MEMFIT_"
@@ -82,9 +82,9 @@ def from_pydantic(
             remedy = f"write {path[-1]}: in the file, or give {OVERRIDE} {name}=..., or {variable(name)}=..."
             problems.append(ConfigError(f"{name} is missing.", rule=f"{model.__name__} needs it", remedy=remedy))
         elif kind == "extra_forbidden":
-            problems.append(_unknown(name, model, _origin(name, origins), prefix))
+            problems.append(_unknown(name, model, origin_of(name, origins), prefix))
         else:
-            problems.append(_bad_value(name or model.__name__, group, _origin(name or prefix, origins)))
+            problems.append(_bad_value(name or model.__name__, group, origin_of(name or prefix, origins)))
     return problems
 
 
@@ -98,7 +98,7 @@ def place(loc: Sequence[Any], tree: Any) -> tuple[str | int, ...]:
     return tuple(path)
 
 
-def _origin(name: str, origins: Mapping[str, str]) -> str:
+def origin_of(name: str, origins: Mapping[str, str]) -> str:
     """Return where a value came from; for a section, where its values came from."""
     below = [origin for key, origin in origins.items() if not name or re.match(rf"{re.escape(name)}(\.|\[|$)", key)]
     above = [origin for key, origin in origins.items() if re.match(rf"{re.escape(key)}[.\[]", name)]
@@ -110,22 +110,20 @@ def _unknown(name: str, model: type[BaseModel], origin: str, prefix: str) -> Con
     if gone := find_gone("key", name):
         rule = f"{name} is gone since memfit {gone.since}"
         return ConfigError(f"{name} is no setting ({origin}).", rule=rule, remedy=f"use '{gone.new}'")
-    parts = {known: known.rpartition(".") for known in known_names(model, prefix)}
-    above, _, last = name.rpartition(".")
-    siblings = [tail for parent, _, tail in parts.values() if parent == re.sub(r"\[\d+\]", "", above)]
-    tails = {tail: known for known, (_, _, tail) in reversed(parts.items())}
-    tails |= {tail: f"{above}.{tail}".removeprefix(".") for tail in siblings}
-    near = [*difflib.get_close_matches(last, siblings, n=1), *difflib.get_close_matches(last, tails, n=1)]
     what, rest = f"{name} is no setting ({origin}).", ""
     write: Callable[[str], str] = str
     if origin.startswith(VARIABLE):
-        what, write = f"{origin.removeprefix(VARIABLE)} in the environment names no setting.", variable
-        rest = origin.removeprefix(VARIABLE)[len(variable(name)) :]
-    remedy = "take it away: no key is known there"
+        given, write = origin.removeprefix(VARIABLE), variable
+        what, rest = f"{given} in the environment names no setting.", given[len(variable(name)) :]
+    above, _, last = re.sub(r"\[\d+\]", "", name).rpartition(".")
+    known = {one: one.rpartition(".") for one in known_names(model, prefix)}
+    beside = {tail: one for one, (parent, _, tail) in known.items() if parent == above}
+    anywhere = {tail: one for one, (_, _, tail) in reversed(known.items())} | beside
+    near = [*difflib.get_close_matches(last, beside, n=1), *difflib.get_close_matches(last, anywhere, n=1)]
     if near:
-        remedy = f"did you mean '{write(tails[near[0]])}{rest}'?"
-    elif siblings:
-        remedy = f"known: {', '.join(sorted(write(tails[tail]) for tail in siblings))}"
+        remedy = f"did you mean '{write(anywhere[near[0]])}{rest}'?"
+    else:
+        remedy = f"known: {', '.join(sorted(map(write, beside.values())))}" if beside else "take it away"
     rule = f"an unknown name is refused, so that no setting is silently off (known to {model.__name__})"
     return ConfigError(what, rule=rule, remedy=remedy)
 
@@ -138,13 +136,7 @@ def _bad_value(name: str, group: list[Any], origin: str) -> ConfigError:
     text = f" {text}" if text.startswith("must ") else f": {text[:1].lower()}{text[1:]}"
     given = group[0]["input"]
     got = "" if isinstance(given, dict) else f", got {show(given)}"
-    expected = " ".join(str(details.get("ctx", {}).get("expected", "")) for details in group)
-    choices, remedy = re.findall(r"'([^']*)'", expected), _correction(name, origin)
-    if isinstance(given, str) and choices and (hint := nearest(given, choices)).startswith("did"):
-        remedy = hint
-    elif "string_type" in [details["type"] for details in group] and isinstance(given, float | bool):
-        remedy += "; in quotes it is text"
-    return ConfigError(f"{subject}{text}{got}{source}.", rule=_STRICT, remedy=remedy)
+    return ConfigError(f"{subject}{text}{got}{source}.", rule=_STRICT, remedy=_correction(name, origin))
 
 
 def subject_of(name: str, origin: str) -> tuple[str, str]:

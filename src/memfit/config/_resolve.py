@@ -14,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 from memfit.config import _yaml
 from memfit.config._problems import (
     ARGUMENT,
-    DEFAULT,
     OVERRIDE,
     PREFIX,
     VARIABLE,
@@ -22,6 +21,7 @@ from memfit.config._problems import (
     dotted,
     from_pydantic,
     known_names,
+    origin_of,
     place,
     report,
     show,
@@ -293,7 +293,7 @@ def _checked(
         raise report(problems + from_pydantic(error, model, tree, origins, prefix)) from None
     if problems:
         raise report(problems)
-    return Resolved(checked, {name: _origin(name, origins) for name in _leaves(checked, prefix)}, prefix, given)
+    return Resolved(checked, {name: origin_of(name, origins) for name in _leaves(checked, prefix)}, prefix, given)
 
 
 def _below(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
@@ -335,10 +335,3 @@ def _leaves(value: Any, name: str) -> Iterator[str]:
         for key, item in value.items():
             is_section = isinstance(item, BaseModel) or (isinstance(item, dict) and item)
             yield from _leaves(item, f"{name}{key}.") if is_section else (f"{name}{key}",)
-
-
-def _origin(name: str, origins: Mapping[str, str]) -> str:
-    """Return the origin of a value, or of the single value that it was made from."""
-    while name and name not in origins:
-        name = name.rpartition(".")[0]
-    return origins.get(name, DEFAULT)
