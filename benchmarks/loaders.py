@@ -315,7 +315,7 @@ def ahead(folder: Path, mib: float, seconds: float) -> dict[str, Any]:
     panel, dates = open_panel(folder), np.load(folder / "dates.npy")
 
     def line() -> Iterator[npt.NDArray[np.float32]]:
-        for date in itertools.cycle(dates):
+        for date in itertools.cycle(np.random.default_rng(0).permutation(dates)):  # as in a training
             yield np.ascontiguousarray(panel.values[date + 1 - LOOKBACK : date + 1].transpose(1, 0, 2))
 
     def loader(num_workers: int) -> Iterator[Any]:

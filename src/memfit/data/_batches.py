@@ -163,7 +163,8 @@ class DateBatches:
     ) -> None:
         self.panel, self.lookback, self.target = panel, lookback, target
         self._seed = shuffle_seed
-        kept, counts, self.num_skipped = _kept_dates(panel, date_indices, lookback, target, shuffle_seed, min_assets)
+        _check(panel, date_indices, lookback, min_assets, shuffle_seed)
+        kept, counts, self.num_skipped = _kept_dates(self.reader, date_indices, target, min_assets)
         least = 2 * min_assets - 1
         rule = f"it is at least 2 * min_assets - 1 = {least}, so that every chunk has min_assets."
         _require(max_assets is None or max_assets >= least, f"max_assets is {max_assets}", rule)
@@ -217,7 +218,7 @@ class DateBatches:
         """(n,): what a batch holds, each as date * num_assets + asset."""
         place = self._order[number]
         date = int(self._dates[place])
-        assets = np.flatnonzero(_eligible(self.panel, date, self.lookback, self.target))
+        assets = self.reader.eligible(date)
         if self._num_chunks[place] > 1:
             if self._seed is not None:
                 assets = self._generator(date).permutation(assets)
@@ -253,15 +254,16 @@ class WindowBatches:
         _require(size >= 1, f"batch is {size}", 'it is "date" or a number of windows, at least 1.')
         self.panel = panel
         self._seed, self._size = shuffle_seed, size
-        kept, _, self.num_skipped = _kept_dates(panel, date_indices, lookback, target, shuffle_seed, min_assets)
-        found = [date * panel.shape[1] + np.flatnonzero(_eligible(panel, date, lookback, target)) for date in kept]
+        _check(panel, date_indices, lookback, min_assets, shuffle_seed)
+        self.reader = WindowReader(panel, lookback, target)
+        kept, _, self.num_skipped = _kept_dates(self.reader, date_indices, target, min_assets)
+        found = [date * panel.shape[1] + self.reader.eligible(date) for date in kept]
         self._cells = np.concatenate(found)
         self._num_batches = len(self._cells) // size if drop_last else -(-len(self._cells) // size)
         few = f"batch is {size} with drop_last=True, and {len(self._cells)} windows are eligible"
         _require(self._num_batches > 0, few, "an epoch has at least one batch, and drop_last leaves out smaller ones.")
         self.layout = Layout(min(size, len(self._cells)), lookback, panel.shape[2])
         self.largest_batch_bytes = self.layout.window_bytes
-        self.reader = WindowReader(panel, lookback, target)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -281,26 +283,20 @@ class WindowBatches:
         return WindowBatch(dates, assets, windows, targets)
 
 
-def _eligible(panel: Panel, date: int, lookback: int, target: str | None) -> npt.NDArray[np.bool_]:
-    """(num_assets,): a full finite window and, if asked for, a finite target."""
-    whole: npt.NDArray[np.bool_] = panel.history[date] >= lookback
-    return whole if target is None else whole & np.isfinite(panel.target(target)[date])
-
-
 def _kept_dates(
-    panel: Panel,
-    date_indices: Sequence[int] | npt.NDArray[np.integer],
-    lookback: int,
-    target: str | None,
-    seed: int | None,
-    min_assets: int,
+    reader: WindowReader, date_indices: Sequence[int] | npt.NDArray[np.integer], target: str | None, min_assets: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
     """The dates with enough eligible assets, how many each has, and the number of the other dates."""
-    _check(panel, date_indices, lookback, min_assets, seed)
     dates = np.asarray(date_indices, np.int64)
-    counts = np.array([np.count_nonzero(_eligible(panel, date, lookback, target)) for date in dates], np.int64)
+    counts = np.array([len(reader.eligible(date)) for date in dates], np.int64)
     kept = counts >= min_assets
-    _require_any(kept, counts, lookback, target, min_assets)
+    if not kept.any():
+        raise DataError(
+            f"none of {len(counts)} dates has {min_assets} eligible assets; the most is {counts.max(initial=0)}.",
+            rule=f"an asset needs {reader.lookback} dates in a row with all features finite"
+            + (f", and a finite '{target}'." if target else "."),
+            remedy="give more dates, a shorter lookback, or a smaller min_assets",
+        )
     return dates[kept], counts[kept], int(np.count_nonzero(~kept))
 
 
@@ -332,13 +328,3 @@ def check_seed(seed: Any, name: str) -> None:
 def _require(holds: bool, what: str, rule: str) -> None:
     if not holds:
         raise DataError(f"{what}.", rule=rule, remedy="correct that argument")
-
-
-def _require_any(kept: Array, counts: Array, lookback: int, target: str | None, min_assets: int) -> None:
-    if not kept.any():
-        raise DataError(
-            f"none of {len(counts)} dates has {min_assets} eligible assets; the most is {counts.max(initial=0)}.",
-            rule=f"an asset needs {lookback} dates in a row with all features finite"
-            + (f", and a finite '{target}'." if target else "."),
-            remedy="give more dates, a shorter lookback, or a smaller min_assets",
-        )

@@ -37,9 +37,18 @@ class WindowReader:
         is_by_date = panel.values.flags.c_contiguous
         self._rows = panel.values.reshape(-1, self.num_features) if is_by_date else None
         self._is_plain = is_by_date and panel.values.dtype == np.float32
-        self._most_rows = _PIECE_ROWS if self._is_plain else _DECODED_BYTES // (self.num_features * 4)
+        most_rows = _PIECE_ROWS if self._is_plain else _DECODED_BYTES // (self.num_features * 4)
+        self._piece = max(1, most_rows // lookback)
         self._steps = np.arange(1 - lookback, 1) * self.num_assets
+        self._history = panel.history
         self._targets = None if target is None else panel.target(target)
+
+    def eligible(self, date: int) -> npt.NDArray[np.int64]:
+        """Return the assets with a full finite window that ends on a date and, if asked for, a finite target."""
+        found = self._history[date] >= self.lookback
+        if self._targets is not None:
+            found &= np.isfinite(self._targets[date])
+        return np.flatnonzero(found)
 
     def read(self, cells: npt.NDArray[np.int64], windows: npt.NDArray[np.float32], targets: Array) -> None:
         """Fill the windows and targets of some cells.
@@ -52,13 +61,15 @@ class WindowReader:
         Raises:
             DataError: If a value is beyond float32.
         """
-        dates, assets = np.divmod(cells, self.num_assets)
-        piece = max(1, self._most_rows // self.lookback)
-        for start in range(0, len(cells), piece):
-            part = slice(start, start + piece)
-            places = (cells[part, None] + self._steps).ravel()
-            self._copy(places, windows[part].reshape(-1, self.num_features))
-        targets[:] = np.nan if self._targets is None else _to_float32(self._targets[dates, assets])
+        rows = windows.reshape(-1, self.num_features)
+        for start in range(0, len(cells), self._piece):
+            places = (cells[start : start + self._piece, None] + self._steps).ravel()
+            at = start * self.lookback
+            self._copy(places, rows[at : at + len(places)])
+        if self._targets is None:
+            targets.fill(np.nan)
+        else:
+            targets[:] = _to_float32(self._targets[np.divmod(cells, self.num_assets)])
 
     def _copy(self, places: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> None:
         if self._rows is None:
@@ -66,15 +77,17 @@ class WindowReader:
             rows[:] = _to_float32(self.panel.decode(found))
         elif self._is_plain:
             # mode="clip" lets numpy write into the memory directly; the places are in range by construction.
-            np.take(self._rows, places, axis=0, out=rows, mode="clip")
+            self._rows.take(places, 0, rows, "clip")
         else:
             rows[:] = _to_float32(self.panel.decode(self._rows[places]))
 
 
 def _to_float32(values: Array) -> npt.NDArray[np.float32]:
+    if values.dtype == np.float32:
+        return values
     with np.errstate(over="raise"):
         try:
-            return values.astype(np.float32, copy=False)
+            return values.astype(np.float32)
         except FloatingPointError:
             raise DataError(
                 f"a window holds a value beyond float32 ({np.nanmax(np.abs(values)):g}).",
