@@ -22,6 +22,7 @@ what to *do*, as a command or a setting.
 from __future__ import annotations
 
 import difflib
+import numbers
 import sys
 from collections.abc import Iterable
 from typing import ClassVar
@@ -168,3 +169,23 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean '{match[0]}'?" if match else f"known: {', '.join(names)}"
+
+
+def check_counts(error: type[MemfitError], least: int, **values: object) -> None:
+    """Refuse arguments that are no whole numbers of at least ``least``; None is one that was left out.
+
+    >>> check_counts(UsageError, 1, batch=32, max_tokens=None)
+    >>> check_counts(UsageError, 1, batch=False)
+    Traceback (most recent call last):
+    memfit.errors.UsageError: batch is False.
+      rule: batch is a whole number of at least 1.
+      do:   pass batch=1 or more
+    """
+    for name, value in values.items():
+        is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if value is not None and not (is_whole and value >= least):  # type: ignore[operator]
+            raise error(
+                f"{name} is {value!r}.",
+                rule=f"{name} is a whole number of at least {least}.",
+                remedy=f"pass {name}={least} or more",
+            )

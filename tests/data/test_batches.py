@@ -157,7 +157,7 @@ def test_a_window_that_does_not_lie_in_the_panel_is_refused(panel: Panel, date: 
         ({"shuffle_seed": -1}, "shuffle_seed is -1"),
         ({"shuffle_seed": False}, "shuffle_seed is False"),
         ({"shuffle_seed": True}, "shuffle_seed is True"),
-        ({"shuffle_seed": "a"}, "pass shuffle_seed=None or shuffle_seed=0"),
+        ({"shuffle_seed": "a"}, "shuffle_seed is 'a'"),
         ({"date_indices": [3, 20]}, "go from 3 to 20"),
         ({"date_indices": [-1]}, "go from -1 to -1"),
         ({"date_indices": [3, 4, 3]}, "a date twice"),

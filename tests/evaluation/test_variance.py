@@ -79,7 +79,7 @@ def test_undefined_dates_are_counted_and_left_out() -> None:
 
 
 def test_a_horizon_of_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="the horizon is 0"):
+    with pytest.raises(UsageError, match="horizon is 0"):
         summarize([0.1, 0.2], horizon=0)
 
 

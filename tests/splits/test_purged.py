@@ -377,7 +377,7 @@ def test_more_folds_than_dates_are_refused() -> None:
     [{"n_splits": 1}, {"n_splits": 2.5}, {"purged_size": -1}, {"embargo_size": True}, {"lookback_size": -1}],
 )
 def test_sizes_that_are_no_counts_are_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(SplitError, match="is not a whole number of at least"):
+    with pytest.raises(SplitError, match="is a whole number of at least"):
         PurgedKFold(**{"n_splits": 3, "purged_size": 1} | sizes)  # type: ignore[arg-type]
 
 

@@ -129,9 +129,9 @@ def test_a_fold_without_a_past_is_refused_before_the_first_fold_with_the_sizes()
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ({"n_splits": 0}, "n_splits=0"),
-        ({"train_size": 0}, "train_size=0"),
-        ({"embargo_size": -1}, "embargo_size=-1"),
+        ({"n_splits": 0}, "n_splits is 0"),
+        ({"train_size": 0}, "train_size is 0"),
+        ({"embargo_size": -1}, "embargo_size is -1"),
         ({"purged_size": None}, "neither of label_end and purged_size"),
         ({"label_end": [1]}, "both of label_end and purged_size"),
     ],

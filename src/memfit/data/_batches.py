@@ -13,7 +13,7 @@ import numpy.typing as npt
 from memfit.data._buffers import aligned
 from memfit.data._gather import WindowReader
 from memfit.data._panel import Array, Panel
-from memfit.errors import DataError
+from memfit.errors import DataError, check_counts
 
 
 def windows(panel: Panel, date_index: int, lookback: int) -> Array:
@@ -251,7 +251,7 @@ class WindowBatches:
         min_assets: int = 1,
         drop_last: bool = False,
     ) -> None:
-        _require(size >= 1, f"batch is {size}", 'it is "date" or a number of windows, at least 1.')
+        check_counts(DataError, 1, batch=size)
         self.panel = panel
         self._seed, self._size = shuffle_seed, size
         _check(panel, date_indices, lookback, min_assets, shuffle_seed)
@@ -301,9 +301,8 @@ def _kept_dates(
 
 
 def _check(panel: Panel, date_indices: Sequence[int] | Array, lookback: int, min_assets: int, seed: int | None) -> None:
-    _require(lookback >= 1, f"lookback is {lookback}", "it is at least 1.")
-    _require(min_assets >= 1, f"min_assets is {min_assets}", "it is at least 1.")
-    check_seed(seed, "shuffle_seed")
+    check_counts(DataError, 1, lookback=lookback, min_assets=min_assets)
+    check_counts(DataError, 0, shuffle_seed=seed)
     given = np.asarray(date_indices)
     is_list = given.ndim == 1 and (given.size == 0 or np.issubdtype(given.dtype, np.integer))
     _require(is_list, "date_indices are no list of whole numbers", "each is an index into panel.dates.")
@@ -312,17 +311,6 @@ def _check(panel: Panel, date_indices: Sequence[int] | Array, lookback: int, min
         what = f"date_indices go from {given.min()} to {given.max()}"
         _require(given.min() >= 0 and given.max() <= last, what, f"the panel has dates 0 to {last}.")
         _require(len(np.unique(given)) == len(given), "date_indices hold a date twice", "each comes once.")
-
-
-def check_seed(seed: Any, name: str) -> None:
-    """Refuse what is neither None nor a seed, such as False, which is an int and would shuffle."""
-    is_number = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
-    if seed is not None and not (is_number and seed >= 0):
-        raise DataError(
-            f"{name} is {seed!r}.",
-            rule="None keeps the dates' order; a seed, a whole number of at least 0, shuffles them.",
-            remedy=f"pass {name}=None or {name}=0",
-        )
 
 
 def _require(holds: bool, what: str, rule: str) -> None:

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from memfit.data._batches import DateBatch, DateBatches, WindowBatch, WindowBatches, check_seed
+from memfit.data._batches import DateBatch, DateBatches, WindowBatch, WindowBatches
 from memfit.data._buffers import Buffers, can_pin
 from memfit.data._build import fingerprint_of
 from memfit.data._panel import Array, Panel
 from memfit.data._position import PositionedLoader, check_workers
-from memfit.errors import UsageError
+from memfit.errors import DataError, UsageError, check_counts
 
 Batch = DateBatch | WindowBatch
 #: Changes windows (n, lookback, num_features) and targets (n,) in place, drawing from the generator that it is given.
@@ -98,8 +98,7 @@ class Loader(PositionedLoader[Batch]):
         }
         check_workers("Loader", num_workers, gone)
         self.panel = panel
-        check_seed(shuffle, "shuffle")
-        _check_transform(transform)
+        check_counts(DataError, 0, shuffle=shuffle)
         _check_batch(batch, max_assets, drop_last)
         if min_assets is None:
             min_assets = 2 if batch == "date" else 1
@@ -181,12 +180,6 @@ def _rebuild(panel: Panel, arguments: dict[str, Any], state: dict[str, Any]) -> 
 
 
 def _check_batch(batch: Any, max_assets: int | None, drop_last: Any) -> None:
-    if not isinstance(drop_last, bool | np.bool_):
-        raise UsageError(
-            f"a loader cannot have drop_last={drop_last!r}.",
-            rule="it is True or False: whether a last batch of fewer windows is left out.",
-            remedy="pass drop_last=True or leave it out",
-        )
     by_date = isinstance(batch, str) and batch == "date"
     is_size = isinstance(batch, int | np.integer) and not isinstance(batch, bool)
     if not (by_date or is_size) or (by_date and drop_last) or (is_size and max_assets is not None):
@@ -209,12 +202,3 @@ def _fingerprint_of(panel: Panel, arguments: Mapping[str, Any]) -> str:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _check_transform(transform: Any) -> None:
-    if transform is not None and not callable(transform):
-        raise UsageError(
-            f"a loader cannot have transform={transform!r}.",
-            rule="it is None or a function that is called as transform(windows, targets, generator).",
-            remedy="pass the function itself",
-        )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from memfit.data._measure import close_loader, files_of, measure_loader
 from memfit.data._pages import cached_share, drop_pages, warm_pages
 from memfit.data._verdict import Choice, LoaderReport, ModeReport, choose_num_workers, simplest, too_large
-from memfit.errors import DoesNotFitError, UsageError
+from memfit.errors import DoesNotFitError, UsageError, check_counts
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,9 @@ def choose_mode(
         >>> found.modes[1].refused
         'no files are known to read in'
     """
-    if num_epochs < 1 or any(count < 1 for count in num_workers):
-        raise UsageError(
-            f"modes cannot be compared over {num_epochs} epochs with workers {list(num_workers)}.",
-            rule="a training has an epoch at least; the mode with workers has one at least.",
-            remedy="leave num_epochs and num_workers out for 10 and (1, 2, 4)",
-        )
+    check_counts(UsageError, 1, num_epochs=num_epochs)
+    for count in num_workers:
+        check_counts(UsageError, 1, num_workers=count)
     loader: Any = make_loader(0)
     data = files_of(loader) if files is None else list(files)
     number = len(loader) if hasattr(loader, "__len__") else 1

@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from memfit.errors import DataError, UsageError
+from memfit.errors import DataError, UsageError, check_counts
 
 Array = npt.NDArray[Any]
 Side = Literal["left", "right"]
@@ -154,13 +154,12 @@ class Padding:
     with_label_mask: bool = False
 
     def __post_init__(self) -> None:
-        most = self.multiple_of if self.max_length is None else self.max_length
-        sides = {self.side, self.truncate} <= {"left", "right"}
-        if self.multiple_of < 1 or most < 1 or most % self.multiple_of or not sides:
+        check_counts(UsageError, 1, multiple_of=self.multiple_of, max_length=self.max_length)
+        if (self.max_length or 0) % self.multiple_of or not {self.side, self.truncate} <= {"left", "right"}:
             raise UsageError(
                 f"a padding cannot have multiple_of={self.multiple_of}, max_length={self.max_length}, "
                 f"side={self.side!r} and truncate={self.truncate!r}.",
-                rule="lengths count from 1, max_length is a multiple of multiple_of; sides are left and right.",
+                rule="max_length is a multiple of multiple_of; sides are left and right.",
                 remedy="correct that argument, for example multiple_of=8 and max_length=512",
             )
 

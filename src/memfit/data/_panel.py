@@ -14,7 +14,7 @@ import numpy.typing as npt
 from memfit.data._dtypes import decode
 from memfit.data._manifest import ASSETS, DATES, Check, Manifest, check_files
 from memfit.data._segments import map_array
-from memfit.errors import DataError, nearest
+from memfit.errors import DataError, check_counts, nearest
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -343,10 +343,7 @@ class Panel:
         Raises:
             DataError: If the panel has no such target, or a number is below 1.
         """
-        if min(lookback, min_assets) < 1:
-            raise DataError(
-                f"lookback is {lookback} and min_assets {min_assets}.", rule="both are at least 1.", remedy="raise it"
-            )
+        check_counts(DataError, 1, lookback=lookback, min_assets=min_assets)
         found: npt.NDArray[np.bool_] = self.history >= lookback
         if target is not None:
             found &= np.isfinite(self.target(target))

@@ -10,9 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-import numpy as np
-
-from memfit.errors import UsageError
+from memfit.errors import UsageError, check_counts
 from memfit.successors import find_gone
 
 BatchT = TypeVar("BatchT")
@@ -198,10 +196,4 @@ def check_workers(loader: str, num_workers: Any, gone: Mapping[str, Any]) -> Non
             rule="threads of this process make batches ahead. Loaders have nothing to share.",
             remedy=f"use {known.new}",
         )
-    is_count = isinstance(num_workers, int | np.integer) and not isinstance(num_workers, bool) and num_workers >= 0
-    if not is_count:
-        raise UsageError(
-            f"a loader cannot have num_workers={num_workers!r}.",
-            rule='it is a number of threads, from 0. "auto" is gone since memfit 0.2.',
-            remedy="pass num_workers=2, or measure how many are enough: memfit bench loader config.yaml",
-        )
+    check_counts(UsageError, 0, num_workers=num_workers)

@@ -14,7 +14,7 @@ from memfit.data._build import fingerprint_of
 from memfit.data._order import Order
 from memfit.data._padding import Padding
 from memfit.data._position import PositionedLoader, check_workers
-from memfit.errors import DataError, UsageError
+from memfit.errors import DataError, UsageError, check_counts
 
 Array = npt.NDArray[Any]
 
@@ -132,13 +132,11 @@ def _check(number: int, counts: tuple[Any, ...], shuffle: Any) -> None:
     if number == 0:
         raise DataError("there are no examples.", rule="an epoch has a batch at least.", remedy="pass some examples")
     batch, max_tokens, bucket = counts
-    given = [(one, 1) for one in (batch, max_tokens) if one is not None]
-    checked = [*given, (bucket, 1), (0 if shuffle is None else shuffle, 0)]
-    is_whole = all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one, _ in checked)
-    if not given or not is_whole or any(one < least for one, least in checked):
+    check_counts(UsageError, 1, batch=batch, max_tokens=max_tokens, bucket=bucket)
+    check_counts(UsageError, 0, shuffle=shuffle)
+    if batch is None and max_tokens is None:
         raise UsageError(
-            f"a loader cannot have batch={batch!r}, max_tokens={max_tokens!r}, bucket={bucket!r} and "
-            f"shuffle={shuffle!r}.",
-            rule="batch, max_tokens or both are given; they and bucket are counts from 1; shuffle is None or a seed.",
-            remedy="correct that argument, for example batch=32 or max_tokens=8192",
+            "neither batch nor max_tokens is given.",
+            rule="one of them, or both, say how large a batch is.",
+            remedy="pass for example batch=32 or max_tokens=8192",
         )

@@ -13,7 +13,7 @@ from filelock import Timeout
 
 from memfit.data._manifest import MANIFEST, Manifest
 from memfit.data._publish import panel_lock, sweep
-from memfit.errors import DataError
+from memfit.errors import DataError, check_counts
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ def prune(
         >>> [version.removed for version in prune(folder)]
         [True, False]
     """
-    if keep < 1:
-        raise DataError(f"keep is {keep}.", rule="the newest version always stays.", remedy="pass keep=1 or more")
+    check_counts(DataError, 1, keep=keep)
     folder = Path(directory)
     newest(folder)
     found = versions(folder)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from memfit.errors import DataError, MissingExtraError, UsageError
+from memfit.errors import DataError, MissingExtraError, UsageError, check_counts
 
 Kernel = Literal["rectangular", "bartlett", "none"]
 #: Dates beyond the overlap of labels on which a slow variation is looked for: two months of trading.
@@ -119,12 +119,7 @@ def standard_error(values: NDArray[Any], horizon: int) -> tuple[float, Kernel]:
         >>> standard_error(np.array([1.0, 1.0, 2.0, 2.0, 1.0, 1.0, 2.0, 2.0]), 2)
         (0.243..., 'rectangular')
     """
-    if horizon < 1:
-        raise UsageError(
-            f"the horizon is {horizon}.",
-            rule="a label spans at least one date.",
-            remedy="name the number of dates that a label looks ahead",
-        )
+    check_counts(UsageError, 1, horizon=horizon)
     num = len(values)
     if num < max(2, 2 * horizon):
         return math.nan, "none"
@@ -443,11 +438,12 @@ def bootstrap_interval(
         >>> found.lower < 0 < found.upper, found.block_length >= 5
         (True, True)
     """
-    if not 0 < level < 1 or num_resamples < 100:
+    check_counts(UsageError, 100, num_resamples=num_resamples)
+    if not 0 < level < 1:
         raise UsageError(
-            f"the level is {level} and num_resamples {num_resamples}.",
-            rule="a level lies between 0 and 1, and its quantile needs 100 resamples at least.",
-            remedy="level=0.95 with 1000 resamples is usual",
+            f"the level is {level}.",
+            rule="a level lies between 0 and 1.",
+            remedy="level=0.95 is usual",
         )
     arch = _extra("arch.bootstrap", "a bootstrap interval")
     values = _check_differences(differences, horizon)

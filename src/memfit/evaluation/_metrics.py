@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from memfit.errors import DataError, UsageError
+from memfit.errors import DataError, UsageError, check_counts
 
 # Dates are ranked in blocks of about this many cells, so that memory stays at some tens of MiB for a panel of any size.
 _BLOCK_CELLS = 1 << 18
@@ -202,12 +202,7 @@ def quantile_spread(scores: ArrayLike, targets: ArrayLike, *, num_quantiles: int
         >>> quantile_spread([[5, 4, 3, 2, 1]], [[0.04, 0.02, 0.0, 0.01, -0.01]], num_quantiles=2).round(3)
         array([0.03])
     """
-    if num_quantiles < 2:
-        raise UsageError(
-            f"num_quantiles is {num_quantiles}.",
-            rule="a spread lies between two groups at least.",
-            remedy="num_quantiles=5 compares the best fifth with the worst",
-        )
+    check_counts(UsageError, 2, num_quantiles=num_quantiles)
 
     def block(score: NDArray[Any], target: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
         if np.isinf(target[common]).any():

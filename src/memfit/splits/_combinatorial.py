@@ -10,8 +10,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from memfit.errors import MissingExtraError, SplitError
-from memfit.splits._purged import Indices, PurgedKFold, check_size
+from memfit.errors import MissingExtraError, SplitError, check_counts
+from memfit.splits._purged import Indices, PurgedKFold
 
 
 @final
@@ -50,8 +50,9 @@ class CombinatorialPurged:
     embargo_size: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, least in (("n_blocks", 3), ("n_test_blocks", 2), ("purged_size", 0), ("embargo_size", 0)):
-            check_size(name, getattr(self, name), least)
+        check_counts(SplitError, 3, n_blocks=self.n_blocks)
+        check_counts(SplitError, 2, n_test_blocks=self.n_test_blocks)
+        check_counts(SplitError, 0, purged_size=self.purged_size, embargo_size=self.embargo_size)
         if self.n_test_blocks >= self.n_blocks:
             raise SplitError(
                 f"{self.n_test_blocks} of {self.n_blocks} blocks are tested: nothing is left to train on.",

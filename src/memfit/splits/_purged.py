@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from memfit.errors import SplitError
+from memfit.errors import SplitError, check_counts
 
 Indices = NDArray[np.int64]
 
@@ -86,15 +86,13 @@ class DateSplitter(ABC):
     embargo_size: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_size("embargo_size", self.embargo_size, 0)
+        check_counts(SplitError, 0, embargo_size=self.embargo_size, purged_size=self.purged_size)
         if (self.label_end is None) == (self.purged_size is None):
             raise SplitError(
                 f"{'neither' if self.label_end is None else 'both'} of label_end and purged_size given.",
                 rule="how long a label stays open decides what is purged; without it nothing would be.",
                 remedy="pass purged_size=h when every label looks h dates ahead, or label_end=<one date per row>",
             )
-        if self.purged_size is not None:
-            check_size("purged_size", self.purged_size, 0)
 
     @abstractmethod
     def _roles(self, rows: DatedRows) -> Iterator[NDArray[np.int8]]:
@@ -224,8 +222,8 @@ class PurgedKFold(DateSplitter):
     lookback_size: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_size("n_splits", self.n_splits, 2)
-        check_size("lookback_size", self.lookback_size, 0)
+        check_counts(SplitError, 2, n_splits=self.n_splits)
+        check_counts(SplitError, 0, lookback_size=self.lookback_size)
         super().__post_init__()
 
     def _roles(self, rows: DatedRows) -> Iterator[NDArray[np.int8]]:
@@ -290,9 +288,7 @@ class WalkForward(DateSplitter):
     train_size: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_size("n_splits", self.n_splits, 1)
-        if self.train_size is not None:
-            check_size("train_size", self.train_size, 1)
+        check_counts(SplitError, 1, n_splits=self.n_splits, train_size=self.train_size)
         super().__post_init__()
 
     def _num_blocks(self) -> int:
@@ -326,15 +322,6 @@ def sizes_table(summaries: Sequence[SplitSummary]) -> str:
     lines = [heads] + [[str(count) for count in vars(summary).values()] for summary in summaries]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def check_size(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise SplitError(
-            f"{name}={value!r} is not a whole number of at least {least}.",
-            rule=f"{name} counts {'folds' if name == 'n_splits' else 'distinct dates'}.",
-            remedy=f"pass {name}={least} or more",
-        )
 
 
 def _column(name: str, values: ArrayLike | None, num_rows: int) -> NDArray[Any]:

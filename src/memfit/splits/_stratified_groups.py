@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from memfit.errors import MissingExtraError, SplitError
+from memfit.errors import MissingExtraError, SplitError, check_counts
 from memfit.splits._purged import Indices
 
 
@@ -47,11 +47,13 @@ class StratifiedGroups:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.n_splits < 2 or not 0 <= self.test_share <= 0.5 or self.seed < 0:
+        check_counts(SplitError, 2, n_splits=self.n_splits)
+        check_counts(SplitError, 0, seed=self.seed)
+        if not 0 <= self.test_share <= 0.5:
             raise SplitError(
-                f"n_splits is {self.n_splits}, test_share {self.test_share}, seed {self.seed}.",
-                rule="there are two folds or more, the test set is at most half of the rows, and a seed is from 0 up.",
-                remedy="pass for example StratifiedGroups(5, test_share=0.2)",
+                f"test_share is {self.test_share}.",
+                rule="the test set is at most half of the rows.",
+                remedy="pass for example test_share=0.2, or 0 for no test set",
             )
 
     def get_n_splits(self, X: Any = None, y: Any = None, groups: Any = None) -> int:
