@@ -16,11 +16,7 @@ Array = npt.NDArray[Any]
 
 
 def numpy_of(column: pa.Array) -> Array:
-    """The values of a column of integers or floats, a view where none is missing; missing ones are NaN.
-
-    >>> numpy_of(pa.array([1, None, 3]).slice(1))
-    array([nan,  3.])
-    """
+    """The values of a column of integers or floats, a view where none is missing; missing ones are NaN."""
     kind, length = np.dtype(column.type.to_pandas_dtype()), len(column)
     if not length:
         return np.empty(0, kind)
@@ -33,11 +29,7 @@ def numpy_of(column: pa.Array) -> Array:
 
 
 def arrow_of(values: Array, kind: pa.DataType, missing: npt.NDArray[np.bool_] | None = None) -> pa.Array:
-    """Values as an Arrow array of a type of the same width, null where they are missing.
-
-    >>> arrow_of(np.array([1.0, np.nan]), pa.float64(), np.array([False, True])).to_pylist()
-    [1.0, None]
-    """
+    """Values as an Arrow array of a type of the same width, null where they are missing."""
     valid = None
     if missing is not None and missing.any():
         valid = pa.py_buffer(np.packbits(~missing, bitorder="little"))
@@ -45,11 +37,7 @@ def arrow_of(values: Array, kind: pa.DataType, missing: npt.NDArray[np.bool_] | 
 
 
 def text_of(words: Iterable[str]) -> pa.Array:
-    """Words as Arrow's ``large_string``.
-
-    >>> text_of(["a", "", "bcd"]).to_pylist()
-    ['a', '', 'bcd']
-    """
+    """Words as Arrow's ``large_string``."""
     encoded = [word.encode() for word in words]
     ends = np.zeros(len(encoded) + 1, np.int64)
     np.cumsum([len(word) for word in encoded], out=ends[1:])

@@ -11,9 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.data._buffers import aligned
-from memfit.data._gather import WindowReader
 from memfit.data._panel import Array, Panel
 from memfit.errors import DataError, check_counts
+
+#: Copied at a time, so that what a copy needs beside the batch stays small: 1 MiB of places, or 2 MiB of other types.
+#: Long pieces, because each one costs the time of some 100 KB copied.
+_PIECE_ROWS = 1 << 17
+_DECODED_BYTES = 1 << 21
 
 
 def windows(panel: Panel, date_index: int, lookback: int) -> Array:
@@ -82,36 +86,92 @@ class WindowBatch:
     targets: npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a batch lies in memory: its windows, then its targets.
+class WindowReader:
+    """Copies windows and targets of a panel once, from its map into the memory of a batch.
 
-    Attributes:
-        max_size: Windows in the largest batch.
+    A *cell* is a date and an asset in one number, ``date * num_assets + asset``: its window ends on this date.
+
+    Args:
+        panel: The panel.
         lookback: Dates per window.
-        num_features: Numbers per date.
+        target: The target's name; None for NaN.
     """
 
-    max_size: int
-    lookback: int
-    num_features: int
+    def __init__(self, panel: Panel, lookback: int, target: str | None) -> None:
+        self.panel = panel
+        self.lookback = lookback
+        self.num_dates, self.num_assets, self.num_features = panel.shape
+        # Panels of memfit 0.1 may lie by asset: then the rows are no view of the map, and are read cell by cell.
+        is_by_date = panel.values.flags.c_contiguous
+        self._rows = panel.values.reshape(-1, self.num_features) if is_by_date else None
+        self._is_plain = is_by_date and panel.values.dtype == np.float32
+        most_rows = _PIECE_ROWS if self._is_plain else _DECODED_BYTES // (self.num_features * 4)
+        self._piece = max(1, most_rows // lookback)
+        self._steps = np.arange(1 - lookback, 1) * self.num_assets
+        self._history = panel.history
+        self._targets = None if target is None else panel.target(target)
 
-    @property
-    def window_bytes(self) -> int:
-        """Bytes of the windows of the largest batch."""
-        return self.max_size * self.lookback * self.num_features * 4
+    def eligible(self, date: int) -> npt.NDArray[np.int64]:
+        """Return the assets with a full finite window that ends on a date and, if asked for, a finite target."""
+        found = self._history[date] >= self.lookback
+        if self._targets is not None:
+            found &= np.isfinite(self._targets[date])
+        return np.flatnonzero(found)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that hold any batch."""
-        return aligned(self.window_bytes) + self.max_size * 4
+    def window_bytes(self, size: int) -> int:
+        """Return the bytes of so many windows."""
+        return size * self.lookback * self.num_features * 4
 
-    def parts(self, memory: Array, size: int) -> tuple[Array, Array]:
-        """Views of bytes: (size, lookback, num_features) float32 and (size,) float32."""
-        shape = (size, self.lookback, self.num_features)
-        nbytes = size * self.lookback * self.num_features * 4
-        start = aligned(nbytes)
-        return memory[:nbytes].view(np.float32).reshape(shape), memory[start : start + size * 4].view(np.float32)
+    def nbytes(self, size: int) -> int:
+        """Return the bytes that hold so many windows and, behind them, their targets."""
+        return aligned(self.window_bytes(size)) + size * 4
+
+    def read(self, cells: npt.NDArray[np.int64], memory: Array) -> tuple[Array, Array]:
+        """Fill memory with the windows and targets of n cells.
+
+        Args:
+            cells: (n,), whose windows lie in the panel.
+            memory: At least ``nbytes(n)`` bytes, uint8.
+
+        Returns:
+            Views of the memory: (n, lookback, num_features) and (n,), float32.
+        """
+        size = self.window_bytes(len(cells))
+        rows = memory[:size].view(np.float32).reshape(-1, self.num_features)
+        targets = memory[aligned(size) :][: len(cells) * 4].view(np.float32)
+        for start in range(0, len(cells), self._piece):
+            places = (cells[start : start + self._piece, None] + self._steps).ravel()
+            at = start * self.lookback
+            self._copy(places, rows[at : at + len(places)])
+        if self._targets is None:
+            targets.fill(np.nan)
+        else:
+            targets[:] = _to_float32(self._targets[np.divmod(cells, self.num_assets)])
+        return rows.reshape(-1, self.lookback, self.num_features), targets
+
+    def _copy(self, places: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> None:
+        if self._rows is None:
+            found = self.panel.values[np.divmod(places, self.num_assets)]
+            rows[:] = _to_float32(self.panel.decode(found))
+        elif self._is_plain:
+            # mode="clip" lets numpy write into the memory directly; the places are in range by construction.
+            self._rows.take(places, 0, rows, "clip")
+        else:
+            rows[:] = _to_float32(self.panel.decode(self._rows[places]))
+
+
+def _to_float32(values: Array) -> npt.NDArray[np.float32]:
+    if values.dtype == np.float32:
+        return values
+    with np.errstate(over="raise"):
+        try:
+            return values.astype(np.float32)
+        except FloatingPointError:
+            raise DataError(
+                f"a window holds a value beyond float32 ({np.nanmax(np.abs(values)):g}).",
+                rule=f"batches are float32, up to {np.finfo(np.float32).max:g}.",
+                remedy="scale the column before the panel is built",
+            ) from None
 
 
 class DateBatches:
@@ -133,6 +193,7 @@ class DateBatches:
 
     Attributes:
         num_skipped: Dates dropped: too little history before them, or too few eligible assets.
+        max_size: Windows in the largest batch.
         largest_batch_bytes: Bytes of the windows of the largest batch.
 
     Raises:
@@ -174,8 +235,8 @@ class DateBatches:
         self._chunks = np.concatenate([np.arange(count) for count in num_chunks])
         sizes = np.repeat(-(-counts // num_chunks), num_chunks)
         self._largest = int(np.argmax(sizes))
-        self.layout = Layout(int(sizes.max()), lookback, panel.shape[2])
-        self.largest_batch_bytes = self.layout.window_bytes
+        self.max_size = int(sizes.max())
+        self.largest_batch_bytes = self.reader.window_bytes(self.max_size)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -197,9 +258,7 @@ class DateBatches:
     def __getitem__(self, number: int) -> DateBatch:
         """The batch with this number in the order of the epoch."""
         cells = self.cells(range(len(self))[number])
-        windows, targets = self.layout.parts(np.empty(self.layout.nbytes, np.uint8), len(cells))
-        self.reader.read(cells, windows, targets)
-        return self.record(cells, windows, targets)
+        return self.record(cells, *self.reader.read(cells, np.empty(self.reader.nbytes(len(cells)), np.uint8)))
 
     def longest(self) -> DateBatch:
         """A batch of the most assets: what takes most memory in a training."""
@@ -262,8 +321,8 @@ class WindowBatches:
         self._num_batches = len(self._cells) // size if drop_last else -(-len(self._cells) // size)
         few = f"batch is {size} with drop_last=True, and {len(self._cells)} windows are eligible"
         _require(self._num_batches > 0, few, "an epoch has at least one batch, and drop_last leaves out smaller ones.")
-        self.layout = Layout(min(size, len(self._cells)), lookback, panel.shape[2])
-        self.largest_batch_bytes = self.layout.window_bytes
+        self.max_size = min(size, len(self._cells))
+        self.largest_batch_bytes = self.reader.window_bytes(self.max_size)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:

@@ -74,11 +74,7 @@ class _Lease:
 
 
 def aligned(nbytes: int) -> int:
-    """Round up to whole cache lines.
-
-    >>> aligned(65)
-    128
-    """
+    """Round up to whole cache lines."""
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
@@ -101,11 +97,7 @@ def _unpin(runtime: Any, address: int) -> None:
 
 
 def can_pin() -> bool:
-    """Tell whether there is a CUDA device to lock memory for.
-
-    Raises:
-        MissingExtraError: If torch is not installed.
-    """
+    """Tell whether there is a CUDA device to lock memory for."""
     return bool(_torch().cuda.is_available())
 
 

@@ -74,11 +74,7 @@ class PanelSpec:
 
     @classmethod
     def of(cls, index: Any, features: Any, targets: Any, dtype: Any, parameters: Mapping[str, Any]) -> PanelSpec:
-        """Return the spec of a build, its parameters as JSON gives them back.
-
-        Raises:
-            DataError: If it cannot be built.
-        """
+        """Return the spec of a build, its parameters as JSON gives them back."""
         names = () if isinstance(index, str) else tuple(index)
         if len(names) != 2 or names[0] == names[1] or not all(isinstance(name, str) for name in names):
             raise DataError(
@@ -274,7 +270,6 @@ def write_panel(
     stamp = source.stamp()
     key = _key(spec, source) | ({"parent": base.manifest.fingerprint} if base else {})
     fingerprint = fingerprint_of(key)
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory.resolve() / fingerprint[:16]
     if path.exists():
         return Built(path, reused=True)

@@ -18,14 +18,7 @@ _BFLOAT16_EXPONENT = 0x7F80
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name of a type, given as a name or a numpy type.
-
-    Raises:
-        DataError: If a panel cannot have it.
-
-    >>> dtype_name("float32"), dtype_name(np.float16), dtype_name("bfloat16")
-    ('float32', 'float16', 'bfloat16')
-    """
+    """Return the name of a type, given as a name or a numpy type."""
     try:
         name = "bfloat16" if dtype == "bfloat16" else np.dtype(dtype).name
     except TypeError:
@@ -62,11 +55,7 @@ def is_finite(name: str, values: Array) -> npt.NDArray[np.bool_]:
 
 
 def encode(name: str, numbers: Array, column: str) -> Array:
-    """Return numbers as they are stored.
-
-    Raises:
-        DataError: If a finite one is too large for the type.
-    """
+    """Return numbers as they are stored."""
     with np.errstate(over="ignore"):
         stored = numbers.astype("float32" if name == "bfloat16" else name, copy=False)
         if name == "bfloat16":
@@ -90,11 +79,7 @@ def _to_bfloat16(numbers: npt.NDArray[np.float32]) -> Array:
 
 
 def decode(name: str, stored: Array) -> Array:
-    """Return stored values as numbers that numpy can add: bfloat16 as float32, exactly; others as they are.
-
-    >>> decode("bfloat16", encode("bfloat16", np.array([1.0, -2.5]), "close")).tolist()
-    [1.0, -2.5]
-    """
+    """Return stored values as numbers that numpy can add: bfloat16 as float32, exactly; others as they are."""
     if name != "bfloat16":
         return stored
     return (np.ascontiguousarray(stored).astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -114,7 +114,7 @@ class Loader(PositionedLoader[Batch]):
         is_pinned = pin_memory and can_pin()
         # The threads' batches, the one in use, and the one that takes its place; a device may still read some more.
         most = self.num_workers + 2 + 4 * is_pinned
-        self._buffers = Buffers(self._batches.layout.nbytes, most=most, pinned=is_pinned)
+        self._buffers = Buffers(self._batches.reader.nbytes(self._batches.max_size), most=most, pinned=is_pinned)
 
     @property
     def num_skipped(self) -> int:
@@ -136,8 +136,7 @@ class Loader(PositionedLoader[Batch]):
         return functools.partial(self._make, cells, memory, (self._epoch, number))
 
     def _make(self, cells: npt.NDArray[np.int64], memory: Array, key: tuple[int, int]) -> Batch:
-        windows, targets = self._batches.layout.parts(memory, len(cells))
-        self._batches.reader.read(cells, windows, targets)
+        windows, targets = self._batches.reader.read(cells, memory)
         if self._transform is not None:
             generator = np.random.default_rng((self._seed, *key))
             generator.integers(1 << 62), generator.integers(1 << 32)  # memfit 0.1 drew these: later draws stay the same

@@ -197,11 +197,7 @@ def _imports_of(loader: Any) -> tuple[str, ...]:
 
 @functools.lru_cache
 def idle_torch_worker(method: str, modules: Sequence[str]) -> int:
-    """What a ``DataLoader`` worker that does nothing holds for itself, measured on one, in bytes.
-
-    Raises:
-        JobFailedError: If it could not be started.
-    """
+    """What a ``DataLoader`` worker that does nothing holds for itself, measured on one, in bytes."""
     folders = os.pathsep.join(folder for folder in sys.path if folder)
     command = [sys.executable, "-P", str(Path(__file__).with_name("_idle.py")), method, *modules]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": folders})
@@ -219,11 +215,6 @@ def data_size(data: Any) -> dict[str, int]:
 
     Of large containers some elements are looked at, and stand for the others. Panels and packed objects are left out,
     and so is what other libraries hold outside of arrays.
-
-    Example:
-        >>> size = data_size([{"id": number, "text": f"number {number}"} for number in range(10_000)])
-        >>> size["object"] > 1_000_000, size["array"], data_size(np.zeros(1000))["array"]
-        (True, 0, 8000)
     """
     sizes = dict.fromkeys(("object", "array", "mapped", "tensor"), 0.0)
     weights: dict[int, tuple[Any, float, int]] = {}

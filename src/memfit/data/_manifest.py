@@ -61,12 +61,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return a panel's manifest.
-
-        Raises:
-            DataError: If the folder is no panel, or has another format version.
-            DamagedError: If one byte of the manifest is not as it was written, or if it is another panel's.
-        """
+        """Return a panel's manifest."""
         fields = read_sealed(folder, "panel", _READABLE)
         manifest = cls(**{name: fields[name] for name in cls.__dataclass_fields__})
         # A copy of a folder may have any other name.
@@ -100,10 +95,6 @@ def read_sealed(folder: Path, kind: str, formats: Iterable[int]) -> dict[str, An
         folder: The folder.
         kind: What it is to hold: ``panel`` or ``packed objects``.
         formats: The format versions that are read.
-
-    Raises:
-        DataError: If the folder holds something else, or has another format version.
-        DamagedError: If one byte of the manifest is not as it was written.
     """
     file = folder / MANIFEST
     try:
@@ -157,9 +148,6 @@ def check_files(
         files: By file name, its size and checksums, as `file_facts` gives them.
         check: How much of the files to read.
         progress: Called with (bytes read, bytes in all).
-
-    Raises:
-        DamagedError: Naming the first file that differs, and where.
     """
     done, total = 0, sum(int(facts["bytes"]) for facts in files.values())
     for name, facts in files.items():
@@ -200,11 +188,7 @@ def _check_sample(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def check_from(file: Path, facts: Mapping[str, Any], offset: int, advance: Callable[[int], None] | None = None) -> None:
-    """Compare a file's bytes, from the chunk that holds an offset on, with what its manifest says.
-
-    Raises:
-        DamagedError: Naming the chunk that differs.
-    """
+    """Compare a file's bytes, from the chunk that holds an offset on, with what its manifest says."""
     first = offset // CHUNK_BYTES
     found = chunk_digests(file, first)
     for i, (digest, wanted) in enumerate(zip(found, facts["chunks"][first:], strict=True), first):

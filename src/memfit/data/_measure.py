@@ -183,11 +183,7 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 
 def size_of(batch: Any) -> tuple[int, int]:
-    """Samples and bytes of a batch.
-
-    >>> size_of({"x": np.zeros((3, 2), np.float32), "y": np.zeros(3, np.int64), "names": ["a", "bc", "d"]})
-    (3, 52)
-    """
+    """Samples and bytes of a batch."""
     num_samples, num_bytes = 0, 0
     for leaf in leaves(batch):
         shape: Sequence[int] = getattr(leaf, "shape", ())

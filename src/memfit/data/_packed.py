@@ -78,14 +78,6 @@ def pack(objects: Iterable[Any], path: Path | str | None = None) -> PackedDatase
             shutil.rmtree(owned, ignore_errors=True)
             raise
     folder = Path(path).absolute()
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"{folder.parent} cannot be made: {error.strerror}.",
-            rule=f"packed objects are a folder in a folder; {error.filename} is no folder, or none can be made there.",
-            remedy="make that path usable, or name another one",
-        ) from error
     with locked(folder):
         return PackedDataset(_Files(_write(objects, folder)))
 
@@ -274,11 +266,7 @@ class _Encoder(pickle.Pickler):
         self._arrays.append(bytes(buffer))
 
     def encode(self, value: Any, start: int) -> bytes:
-        """Return an object's bytes for a place in the file.
-
-        Raises:
-            _RefusedError: If it, or a value within it, is of another kind.
-        """
+        """Return an object's bytes for a place in the file."""
         self._stream.seek(0)
         self._stream.truncate()
         self._arrays.clear()

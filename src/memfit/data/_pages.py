@@ -37,11 +37,7 @@ def drop_pages(files: Iterable[Path]) -> bool:
 
 
 def _maps_of(paths: set[str], maps: str) -> list[tuple[int, int]]:
-    """Address and bytes of each shared, read-only map of the files in the text of ``/proc/<pid>/maps``.
-
-    >>> _maps_of({"/a b"}, "1000-3000 r--s 00000000 fe:01 12 /a b\\n3000-4000 rw-p 00000000 fe:01 12 /a b\\n")
-    [(4096, 8192)]
-    """
+    """Address and bytes of each shared, read-only map of the files in the text of ``/proc/<pid>/maps``."""
     found = []
     for line in maps.splitlines():
         fields = line.split(maxsplit=5)

@@ -150,9 +150,6 @@ def made_ahead(
     The calling thread makes the first one, and all while one of the last few took less than `_LEAST_SECONDS`. An error
     of a task is raised where its result would come. No thread is waited for when the generator is closed: each ends
     with the task that it has begun.
-
-    >>> list(made_ahead(lambda number: lambda: 10 * number, 1, 4, num_threads=2))
-    [10, 20, 30]
     """
     if num_threads == 0:
         yield from (task_of(number)() for number in range(start, stop))
@@ -182,11 +179,7 @@ def made_ahead(
 
 
 def check_workers(loader: str, num_workers: Any, gone: Mapping[str, Any]) -> None:
-    """Refuse a count of workers that is none, and arguments that a loader had once.
-
-    Raises:
-        UsageError: If one of them is given.
-    """
+    """Refuse a count of workers that is none, and arguments that a loader had once."""
     for name in gone:
         known = find_gone("argument", f"memfit.data.{loader}({name}=)")
         if known is None:

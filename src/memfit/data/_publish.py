@@ -40,6 +40,7 @@ def locked(path: Path) -> Iterator[None]:
     """
     lock = panel_lock(path)
     try:  # where none can be made, FileLock may wait for it for good
+        path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(lock.lock_file, os.O_RDWR | os.O_CREAT, 0o644))
     except OSError as error:
         raise DataError(

@@ -53,11 +53,7 @@ def num_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def map_array(folder: Path, name: str, facts: Mapping[str, Any]) -> Array:
-    """A read-only array that is a view of the maps of its files (PROT_READ, shared).
-
-    Raises:
-        DamagedError: If a file cannot be mapped or holds another array.
-    """
+    """A read-only array that is a view of the maps of its files (PROT_READ, shared)."""
     dtype, shape = np.dtype(facts["dtype"]), tuple(facts["shape"])
     files = array_files(name, facts)
     if len(files) == 1:

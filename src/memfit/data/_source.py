@@ -42,11 +42,7 @@ class Source:
 
     @classmethod
     def of(cls, source: SourceLike) -> Source:
-        """The source that a path, a folder (all its Parquet and Arrow files), a list of them or a table stands for.
-
-        Raises:
-            DataError: If a file or folder is not there, or holds no such data.
-        """
+        """The source that a path, a folder (all its Parquet and Arrow files), a list of them or a table stands for."""
         if isinstance(source, pa.Table):
             return cls(table=source)
         named = [source] if isinstance(source, str | Path) else list(source)
@@ -237,11 +233,7 @@ def match_columns(source: SourceLike, patterns: Sequence[str], *, taken: Sequenc
 
 
 def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[str]) -> dict[str, list[str]]:
-    """The Arrow types of the columns used, by column; a column may have several over several files.
-
-    Raises:
-        DataError: If a part lacks a column, has it twice, or has it in a type that its role does not take.
-    """
+    """The Arrow types of the columns used, by column; a column may have several over several files."""
     types: dict[str, set[str]] = {}
     for part, schema in source.schemas():
         for name in dict.fromkeys([date, asset, *numbers]):
@@ -307,11 +299,7 @@ def _refuse_nulls(column: pa.Array, name: str) -> None:
 
 
 def decode_dates(column: pa.Array, name: str) -> npt.NDArray[np.datetime64]:
-    """A column's dates as ``datetime64[D]``; a timestamp with a time zone counts in that zone.
-
-    Raises:
-        DataError: If one is missing, is no date, or has a time of day.
-    """
+    """A column's dates as ``datetime64[D]``; a timestamp with a time zone counts in that zone."""
     column = _plain(column)
     _refuse_nulls(column, name)
     if _is(column.type, *_TEXT):
@@ -343,11 +331,7 @@ def decode_dates(column: pa.Array, name: str) -> npt.NDArray[np.datetime64]:
 
 
 def decode_assets(column: pa.Array, name: str) -> pa.Array:
-    """A column's asset codes as text (Arrow ``large_string``).
-
-    Raises:
-        DataError: If one is missing.
-    """
+    """A column's asset codes as text (Arrow ``large_string``)."""
     column = _plain(column)
     _refuse_nulls(column, name)
     return column.cast(pa.large_string())

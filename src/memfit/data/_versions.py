@@ -59,11 +59,7 @@ def _parent(path: Path) -> Path | None:
 
 
 def newest(path: Path) -> Path:
-    """The panel's folder that a path stands for: itself, or the newest one in a cache folder.
-
-    Raises:
-        DataError: If there is none.
-    """
+    """The panel's folder that a path stands for: itself, or the newest one in a cache folder."""
     if (path / MANIFEST).exists():
         return path
     found = versions(path)

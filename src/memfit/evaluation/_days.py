@@ -288,9 +288,6 @@ def description(days: pa.Table) -> dict[str, Any]:
     """What a day table was evaluated with, of its metadata: k, k_ratio, num_quantiles, num_codes and universe.
 
     Empty where the table does not say, as one that was read from a CSV file.
-
-    >>> description(pa.table({"date": []}))
-    {}
     """
     text = (days.schema.metadata or {}).get(_METADATA)
     if text is None:

@@ -157,11 +157,7 @@ class Decision:
 
 
 def _p(value: float) -> str:
-    """A p-value to four places.
-
-    >>> _p(0.03), _p(1e-9)
-    ('p 0.0300', 'p < 0.0001')
-    """
+    """A p-value to four places."""
     return f"p {value:.4f}" if value >= 1e-4 else "p < 0.0001"
 
 

@@ -53,18 +53,7 @@ class Scores:
 
 
 def in_common(a: Scores, b: Scores) -> tuple[Scores, Scores]:
-    """Two models' scores on the dates and assets that both scored, at the horizons of both, NaN where either has none.
-
-    Raises:
-        DataError: If they have no date, asset or horizon in common.
-
-    Example:
-        >>> day = np.array(["2024-01-02"], "datetime64[D]")
-        >>> made = [Scores(day, codes, {name: np.ones((1, 2)) for name in ("score_h1", "target_h1")})
-        ...     for codes in (("A", "B"), ("B", "C"))]
-        >>> in_common(*made)[0].codes
-        ('B',)
-    """
+    """Two models' scores on the dates, assets and horizons that both have; NaN where either has none."""
     _, *of_date = np.intersect1d(a.dates, b.dates, return_indices=True)
     _, *of_code = np.intersect1d(a.codes, b.codes, return_indices=True)
     horizons = sorted({*a.horizons} & {*b.horizons})
@@ -136,11 +125,7 @@ def read_scores(table: pa.Table) -> Scores:
 
 
 def as_days(column: pa.ChunkedArray) -> NDArray[np.datetime64]:
-    """A column of dates, timestamps or ISO texts as ``datetime64[D]``, shape (n,).
-
-    Raises:
-        DataError: If a value is no date.
-    """
+    """A column of dates, timestamps or ISO texts as ``datetime64[D]``, shape (n,)."""
     try:
         days = pc.cast(column, pa.timestamp("s") if pa.types.is_string(column.type) else pa.date32(), safe=False)
         return np.asarray(days.to_numpy()).astype("datetime64[D]")
@@ -153,11 +138,7 @@ def as_days(column: pa.ChunkedArray) -> NDArray[np.datetime64]:
 
 
 def numbers(table: pa.Table, name: str) -> NDArray[np.float64]:
-    """A column of numbers; nulls are NaN; shape (n,).
-
-    >>> numbers(pa.table({"n": [1, None]}), "n")
-    array([ 1., nan])
-    """
+    """A column of numbers; nulls are NaN; shape (n,)."""
     try:
         return np.asarray(pc.cast(table.column(name), pa.float64()).to_numpy(), np.float64)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
