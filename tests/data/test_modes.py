@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from memfit.data import DateBatches, LoaderReport, Pace, Panel, _modes, choose_mode
+from memfit.data import DateBatches, LoaderReport, Pace, Panel, _measure, choose_mode
 from memfit.errors import UsageError
 
 SLOW = [np.ones((4, 8), np.float32)] * 10
@@ -20,8 +20,8 @@ def chosen(monkeypatch, reports, *, read_seconds=0.0, size=1000, trainer=True, *
         def stat(self):
             return type("Stat", (), {"st_size": size})
 
-    monkeypatch.setattr(_modes, "measure_loader", lambda *args, **more: reports)
-    monkeypatch.setattr(_modes, "_read_seconds", lambda files, seconds: read_seconds)
+    monkeypatch.setattr(_measure, "measure_loader", lambda *args, **more: reports)
+    monkeypatch.setattr(_measure, "_read_seconds", lambda files, seconds: read_seconds)
     counts = [one.num_workers for one in reports[1:]]
     files = [Files()] if size else []
     return choose_mode(

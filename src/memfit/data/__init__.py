@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from memfit.data._batches import windows as windows
     from memfit.data._loader import Loader as Loader
     from memfit.data._loader_footprint import loader_footprint as loader_footprint
+    from memfit.data._measure import choose_mode as choose_mode
     from memfit.data._measure import measure_loader as measure_loader
-    from memfit.data._modes import choose_mode as choose_mode
     from memfit.data._packed import PackedDataset as PackedDataset
     from memfit.data._packed import pack as pack
     from memfit.data._padding import Padding as Padding
@@ -43,8 +43,7 @@ _NAMES = {
     "_batches": "DateBatch DateBatches WindowBatch windows",
     "_loader": "Loader",
     "_loader_footprint": "loader_footprint",
-    "_measure": "measure_loader",
-    "_modes": "choose_mode",
+    "_measure": "choose_mode measure_loader",
     "_packed": "PackedDataset pack",
     "_padding": "Padding Tokenized",
     "_panel": "Panel",
