@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -16,9 +16,6 @@ from memfit.cli._terminal import AsJson, console
 from memfit.errors import UsageError
 from memfit.rundir import RunDir, write_atomic
 from memfit.slurm import read_accounting
-
-if TYPE_CHECKING:
-    pass
 
 UNKNOWN_EXIT_CODE = 5
 _LOGS = (".out", ".err", ".log", ".txt", ".gz")
