@@ -16,7 +16,7 @@ from memfit.doctor._case import Case, Setup
 from memfit.doctor._command import Command
 from memfit.doctor._interpreter import Interpreter, ask_interpreter
 from memfit.doctor._place import REAL_ROOT, Place
-from memfit.doctor._script import Outside, Script, read_script
+from memfit.doctor._script import Outside, read_script
 from memfit.doctor._shell import commands_of
 from memfit.jobs import Job, child_env
 from memfit.memory import Budget
@@ -91,44 +91,25 @@ def _case(
     interpreter: Interpreter | None,
 ) -> Case:
     """One command with what it is given, what its script says and what its interpreter says."""
-    added = _added(setup, place)
-    inside = {**given, **added, **parsed.env}
-    outside = Outside(parsed.arguments, inside, place.num_host_cpus)
-    script = read_script(parsed.script, outside, text=parsed.code, cwd=folder)
-    if interpreter is None and place.is_real:
-        interpreter = _ask(parsed, script, setup, _with_whole_paths(inside, folder), list(added))
-    return Case(place, setup, parsed, script, interpreter, given, added, folder)
-
-
-def _with_whole_paths(env: dict[str, str], folder: Path) -> dict[str, str]:
-    """The environment with PYTHONPATH as it is meant from the command's folder."""
-    entries = env.get("PYTHONPATH", "")
-    if not entries:
-        return env
-    return {**env, "PYTHONPATH": os.pathsep.join(str(folder / one) for one in entries.split(os.pathsep))}
-
-
-def _added(setup: Setup, place: Place) -> dict[str, str]:
-    """What memfit sets for a job, without what only names the run and the job."""
-    threads = setup.threads or place.budget.num_cpus
     job = Job(
         "cmd_0001",
         command=("true",),
-        threads=threads,
+        threads=setup.threads or place.budget.num_cpus,
         tight_malloc=setup.tight_malloc,
         cuda_allocator=setup.cuda_allocator,
     )
-    added = child_env(job, RunDir(setup.runs_dir))
-    return {name: value for name, value in added.items() if name not in (RUN_DIR_VARIABLE, JOB_ID_VARIABLE)}
-
-
-def _ask(
-    command: Command, script: Script, setup: Setup, env: Mapping[str, str], names: list[str]
-) -> Interpreter | None:
-    """What the command's interpreter says; without a command, this one."""
-    executable = command.interpreter if command.words else sys.executable
-    if executable is None:
-        return None
-    modules = [name for name in _USED if name in script.imports] if setup.deep else []
-    wanted = {*script.imports, *([command.module.partition(".")[0]] if command.module else [])}
-    return ask_interpreter(executable, env=env, names=names, modules=modules, wanted=sorted(wanted))
+    names_it = (RUN_DIR_VARIABLE, JOB_ID_VARIABLE)
+    added = {name: value for name, value in child_env(job, RunDir(setup.runs_dir)).items() if name not in names_it}
+    inside = {**given, **added, **parsed.env}
+    script = read_script(
+        parsed.script, Outside(parsed.arguments, inside, place.num_host_cpus), text=parsed.code, cwd=folder
+    )
+    executable = parsed.interpreter if parsed.words else sys.executable
+    if interpreter is None and place.is_real and executable is not None:
+        if entries := inside.get("PYTHONPATH"):  # as it is meant from the command's folder: the child starts elsewhere
+            inside["PYTHONPATH"] = os.pathsep.join(str(folder / one) for one in entries.split(os.pathsep))
+        modules = [name for name in _USED if name in script.imports] if setup.deep else []
+        wanted = {*script.imports, *filter(None, [parsed.module.partition(".")[0]])}
+        names = list(added)
+        interpreter = ask_interpreter(executable, env=inside, names=names, modules=modules, wanted=sorted(wanted))
+    return Case(place, setup, parsed, script, interpreter, given, added, folder)
