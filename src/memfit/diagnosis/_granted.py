@@ -233,7 +233,9 @@ def verify_fix(ran: Ran, against: Path, *, before: Ran | None = None) -> list[Ch
     old = job_of_script(read_script(old_path)) if old_path.exists() else Job()
     fixed = job_of_script(script)
     found = [*_resources(ran.job, fixed), *_batch(ran, fixed, old, before)]
-    found += [_setting(ran, name, getattr(fixed, name), getattr(old, name)) for name in _named(fixed)]
+    for name in SETTINGS:  # only the program's own lines or its config can show the others than the batch
+        if name != "batch" and getattr(fixed, name) is not None:
+            found.append(_setting(ran, name, getattr(fixed, name), getattr(old, name)))
     return [*found, *_environment(ran, script), *_checkpoints(ran)]
 
 
@@ -270,15 +272,12 @@ def _batch(ran: Ran, fixed: Job, old: Job, before: Ran | None) -> Iterator[Check
     steps, devices = ran.steps_per_epoch, fixed.with_known(ran.job).devices or 1
     samples = ran.job.samples or (before.job.samples if before else None)
     last = before.steps_per_epoch if before else None
-    share, known = range(0), ""
+    share, known = range(0), f"{last} before with a batch of {old.batch}"
     if samples:
         share = range(math.ceil(samples / devices), math.ceil(samples / devices) + 1)
         known = f"{samples:,} samples on {devices} devices"
     elif last and old.batch:
-        share, known = (
-            range((last - 1) * old.batch + 1, last * old.batch + 1),
-            f"{last} before with a batch of {old.batch}",
-        )
+        share = range((last - 1) * old.batch + 1, last * old.batch + 1)
     if not steps or steps < 2 or not share:
         yield _setting(ran, "batch", fixed.batch, None)
         return
@@ -296,11 +295,6 @@ def _batch(ran: Ran, fixed: Job, old: Job, before: Ran | None) -> Iterator[Check
 
 
 _OVERRIDE = "check which setting the program reads: the override's key must exist in its config"
-
-
-def _named(fixed: Job) -> list[str]:
-    """The settings that only the program's own lines or its config can show."""
-    return [name for name in SETTINGS if name != "batch" and getattr(fixed, name) is not None]
 
 
 def _setting(ran: Ran, name: str, wanted: Any, before: Any) -> Check:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.diagnosis._job import ACCUMULATE, BATCH, Job
 from memfit.diagnosis._remedy_table import COSTS, TABLE, UNDER_MEMFIT, Cost, Remedy, row
+from memfit.diagnosis._verdict import NOTICEABLE
 from memfit.units import GIB, MIB, format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 DEVICES = frozenset({"gpu", "gpu_fragmentation", "other_accelerator"})
 #: Requested above a measured peak, and above the time that the epochs take.
 RESERVE, TIME_RESERVE = 0.15, 0.2
-#: Other processes' memory and unused cache below this share of the device are not worth a remedy.
-NOTICEABLE = 0.05
 #: CUDA itself holds up to this much beside torch's allocator.
 _CONTEXT_BYTES = 1 * GIB
 #: A peak above this multiple of the limit was not cut off by the limit.
