@@ -1,7 +1,6 @@
 """The workload that remembers its training dates, its stages run in this process, and commands in it."""
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,8 +59,8 @@ def memfit(memoriser, tmp_path, monkeypatch, capsys, _no_pictures):
     """Runs a command as the program does, and what it judges in this process: its exit code and what it wrote."""
     monkeypatch.chdir(tmp_path)
 
-    def alone(function, source, arguments, *, overrides, env):
-        resolved = settings_of.resolve(RunConfig, file=Path(source), env=env or os.environ, overrides=overrides)
+    def alone(function, source, arguments, *, overrides):
+        resolved = settings_of.resolve(RunConfig, file=Path(source), overrides=overrides)
         return load_target(function)(target=resolved.value.target, resolved=resolved.to_json(), **arguments)
 
     def command(*words):

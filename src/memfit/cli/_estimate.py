@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,7 +77,21 @@ def estimate(
     Exit codes: 0 done, 2 bad config or input, 3 its bound is above the device: it does not fit, or only may.
     """
     _check_source(context, config, hf_config)
-    answer = _of_workload(config, flags) if hf_config is None else _of_model(read_model_config(hf_config), flags)
+    gpu, available, others = _this_gpu(flags.gpu)
+    how: dict[str, Any] = {
+        "gpu": gpu,
+        "available_bytes": available,
+        "allocator": flags.allocator_text,
+        "time_limit": flags.time_limit,
+    }
+    if hf_config is None:
+        from memfit.pipeline import estimate_workload
+
+        with _tracing(flags.time_limit):
+            answer = estimate_workload(config or "", overrides=flags.set_ or [], **how)
+    else:
+        answer = _of_model(read_model_config(hf_config), flags, how)
+    answer["notes"] += others
     if flags.as_json:
         typer.echo(json.dumps(answer, indent=2))
     else:
@@ -114,47 +129,25 @@ def _check_source(context: typer.Context, config: Path | None, hf_config: Path |
         )
 
 
-def _of_workload(config: Path | None, flags: Flags) -> dict[str, Any]:
-    from memfit.pipeline import estimate_workload
-
-    gpu, available, others = _this_gpu(flags.gpu)
-    with _tracing(flags.time_limit):
-        answer = estimate_workload(
-            config or "",
-            gpu=gpu,
-            available_bytes=available,
-            allocator=flags.allocator_text,
-            overrides=flags.set_ or [],
-            time_limit=flags.time_limit,
-        )
-    return answer | {"notes": [*answer["notes"], *others]}
-
-
-def _of_model(model: dict[str, Any], flags: Flags) -> dict[str, Any]:
+def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer for a model's config.json; ``how`` says on which device it is asked, and for how long."""
     from memfit.estimation import describe_batches, read_lengths
     from memfit.planning import Question, ask
 
     setup = flags.setup()
-    gpu, available, others = _this_gpu(flags.gpu)
     lengths = None if flags.lengths is None else read_lengths(flags.lengths, max_length=flags.seq_len)
     if lengths is not None:
         setup = replace(setup, seq_len=max(1, lengths.longest))
-    question = Question(
-        model,
-        setup,
-        gpu,
-        flags.allocator_text,
-        flags.formula,
-        available_bytes=available,
-        largest_batch=flags.is_auto,
-        global_batch=flags.global_batch,
-        time_limit=flags.time_limit,
-    )
+    more: dict[str, Any] = {
+        "formula": flags.formula,
+        "largest_batch": flags.is_auto,
+        "global_batch": flags.global_batch,
+    }
     with _tracing(flags.time_limit):
-        answer = ask(question)
+        answer = ask(Question(model, setup, **more, **how))
     batch = answer["setup"]["batch"]
     data = None if lengths is None else describe_batches(lengths, batch=batch, max_length=flags.seq_len)
-    return answer | {"data": data, "notes": [*answer["notes"], *others]}
+    return answer | {"data": data}
 
 
 def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:

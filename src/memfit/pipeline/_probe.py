@@ -55,7 +55,6 @@ def call_alone(
     arguments: Mapping[str, Any],
     *,
     overrides: Sequence[config.Override],
-    env: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     """What a function gives that takes ``target``, ``resolved`` (the config) and further arguments.
 
@@ -64,9 +63,9 @@ def call_alone(
     Raises:
         UsageError: If the config is bad; and what the function raises.
     """
-    env, file = os.environ if env is None else env, Path(source)
-    resolved = config.resolve(RunConfig, file=file, env=env, overrides=overrides)
-    child_env = dict(os.environ) | python_path([str(file.resolve().parent)], env)
+    file = Path(source)
+    resolved = config.resolve(RunConfig, file=file, overrides=overrides)
+    child_env = dict(os.environ) | python_path([str(file.resolve().parent)], os.environ)
     limit_threads(resolved.value.threads_per_job, env=child_env, modules=())
     order = {"target": resolved.value.target, "resolved": resolved.to_json(), **arguments}
     found: dict[str, Any] = call_in_child(function, order, env=child_env)
@@ -170,13 +169,7 @@ class LoaderBench:
     num_epochs: int = 10
 
 
-def bench_loader(
-    source: Path | str,
-    how: LoaderBench,
-    *,
-    overrides: Sequence[config.Override] = (),
-    env: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+def bench_loader(source: Path | str, how: LoaderBench, *, overrides: Sequence[config.Override] = ()) -> dict[str, Any]:
     """Measure the loader of a config's workload on its first fold, and choose a number of workers.
 
     Returns:
@@ -189,8 +182,7 @@ def bench_loader(
         UsageError: If the config is bad, or its workload names no loader, or no step where one is asked for.
         DoesNotFitError: If no count of workers fits the budget.
     """
-    arguments = {"how": asdict(how)}
-    return call_alone(f"{__name__}:measure_in_child", source, arguments, overrides=overrides, env=env)
+    return call_alone(f"{__name__}:measure_in_child", source, {"how": asdict(how)}, overrides=overrides)
 
 
 def measure_in_child(target: str, resolved: str, how: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,7 +236,6 @@ def estimate_workload(
     available_bytes: int | None = None,
     allocator: str | None = None,
     overrides: Sequence[config.Override] = (),
-    env: Mapping[str, str] | None = None,
     time_limit: float = math.inf,
 ) -> dict[str, Any]:
     """Estimate the training step of a config's workload, on its first fold, in an interpreter of its own.
@@ -255,7 +246,6 @@ def estimate_workload(
         available_bytes: What others leave of the device; None for all of it.
         allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``; None for the config's ``memory.cuda_allocator``.
         overrides: Further settings of the config.
-        env: The environment; this process's when None.
         time_limit: Seconds for the trace.
 
     Returns:
@@ -274,7 +264,7 @@ def estimate_workload(
     if allocator is not None:
         check_allocator(allocator, name="--allocator")
     arguments = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
-    return call_alone(f"{__name__}:estimate_in_child", source, arguments, overrides=overrides, env=env)
+    return call_alone(f"{__name__}:estimate_in_child", source, arguments, overrides=overrides)
 
 
 def estimate_in_child(

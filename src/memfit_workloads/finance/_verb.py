@@ -80,7 +80,7 @@ def backtest(  # noqa: PLR0913 - one each for what is judged, when and where it 
         "output": None if output is None else str(output.absolute()),
     }
     function = f"{__name__}:judge_checkpoints"
-    found = call_alone(function, config, arguments, overrides=[*dates, *(set_ or [])], env=None)
+    found = call_alone(function, config, arguments, overrides=[*dates, *(set_ or [])])
     if as_json:
         typer.echo(json.dumps(found, indent=2, allow_nan=False))
     else:
