@@ -186,9 +186,7 @@ def diagnose(
         kernel_log=None if kernel_log is None else _text(kernel_log),
         files=(str(sacct or "sacct"), str(kernel_log or "kernel log")),
     )
-    if (
-        sacct is None and not accounting and kernel_log is None
-    ):  # what stands in the logs themselves their own readers know
+    if sacct is None and not accounting and kernel_log is None:  # what the logs themselves say, their readers know
         heard = replace(heard, signs=())
     told = [sign for one in named if str(one) != "-" for sign in hear_run(Path(one)).signs]
     _, checkpoints = find_files([Path(one) for one in named if str(one) != "-"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,11 +15,7 @@ from memfit.slurm import Row, Shape
 from memfit.units import format_bytes
 
 Verdict = Literal["over_in_steady_state", "over_if_tasks_are_alike", "below", "unknown"]
-
-
 _TOTAL = "ReqMem over its nodes"
-
-
 #: The share of a limit from which on samples that stay below it still speak for it.
 _CLOSE = 0.85
 
@@ -35,7 +31,6 @@ class NodeAccount:
         num_nodes, tasks_per_node: The step's shape; the fullest node counts.
         average_bytes: AveRSS, of one task; None when not sampled.
         peak_bytes: MaxRSS, of the largest task; None when not sampled.
-        verdict: Whether the node was over its limit.
     """
 
     step: str
@@ -45,7 +40,6 @@ class NodeAccount:
     tasks_per_node: int
     average_bytes: int | None
     peak_bytes: int | None
-    verdict: Verdict
 
     @property
     def steady_bytes(self) -> int | None:
@@ -58,26 +52,36 @@ class NodeAccount:
         return None if self.peak_bytes is None else self.peak_bytes * self.tasks_per_node
 
     @property
+    def verdict(self) -> Verdict:
+        """Whether the node was over its limit."""
+        limit, steady, worst = self.limit_bytes, self.steady_bytes, self.worst_bytes
+        if limit is not None and steady is not None and steady > limit:
+            return "over_in_steady_state"
+        if limit is None or worst is None:
+            return "unknown"
+        return "over_if_tasks_are_alike" if worst > limit else "below"
+
+    @property
     def text(self) -> str:
         """The arithmetic in a sentence."""
         if self.limit_bytes is None:
             return f"step {self.step}: the limit of a node is not told, so its tasks' memory cannot be held against it"
         limit = f"{format_bytes(self.limit_bytes)} of a node ({self.limit_source})"
-        product = f"{self.tasks_per_node} task{'s' if self.tasks_per_node != 1 else ''} x {{}} = {{}}"
-        steady, worst = self.steady_bytes, self.worst_bytes
-        if steady is not None and self.average_bytes is not None and self.verdict == "over_in_steady_state":
-            return (
-                f"{product.format(format_bytes(self.average_bytes), format_bytes(steady))} on average, over the {limit}"
-            )
-        if worst is not None and self.peak_bytes is not None:
-            what = product.format(format_bytes(self.peak_bytes), format_bytes(worst))
-            if self.verdict == "over_if_tasks_are_alike":
-                mean = "" if self.average_bytes is None else "; their mean is below it"
-                return f"{what} when all are as large as the largest, over the {limit}{mean}"
-            if worst >= _CLOSE * self.limit_bytes:
-                return f"{what} at most, close to the {limit}: samples miss what lies between them"
-            return f"{what} at most, below the {limit}: what was sampled does not explain a kill"
-        return f"step {self.step}: no sample of its tasks' memory to hold against the {limit}"
+        if self.average_bytes is not None and self.verdict == "over_in_steady_state":
+            return f"{self._product(self.average_bytes)} on average, over the {limit}"
+        if self.peak_bytes is None or self.worst_bytes is None:
+            return f"step {self.step}: no sample of its tasks' memory to hold against the {limit}"
+        what = self._product(self.peak_bytes)
+        if self.verdict == "over_if_tasks_are_alike":
+            mean = "" if self.average_bytes is None else "; their mean is below it"
+            return f"{what} when all are as large as the largest, over the {limit}{mean}"
+        if self.worst_bytes >= _CLOSE * self.limit_bytes:
+            return f"{what} at most, close to the {limit}: samples miss what lies between them"
+        return f"{what} at most, below the {limit}: what was sampled does not explain a kill"
+
+    def _product(self, each: int) -> str:
+        tasks = self.tasks_per_node
+        return f"{tasks} task{'s' if tasks != 1 else ''} x {format_bytes(each)} = {format_bytes(each * tasks)}"
 
 
 def account_nodes(rows: Sequence[Row], *, shape: Shape | None = None) -> list[NodeAccount]:
@@ -102,15 +106,15 @@ def account_nodes(rows: Sequence[Row], *, shape: Shape | None = None) -> list[No
             each = 1
         if not step.step.isdigit():
             each = 1
-        found.append(_judge(step, limit, source, nodes, each))
+        # A task that was never sampled shows 0: that is no measurement.
+        total = step.total_rss_bytes // (step.num_tasks or 1) if step.total_rss_bytes else None
+        peak, average = step.max_rss_bytes or None, step.ave_rss_bytes or total
+        found.append(NodeAccount(step.id, limit, source, nodes, each, average, peak))
+    killed = {row.id for row in steps if row.state == "OUT_OF_MEMORY"}
     # A step's kill ends its batch script's step too, whose own memory says nothing.
     return sorted(
         found,
-        key=lambda one: (
-            not _is_killed(one.step, steps),
-            not one.step.rpartition(".")[2].isdigit(),
-            -(one.worst_bytes or 0),
-        ),
+        key=lambda one: (one.step not in killed, not one.step.rpartition(".")[2].isdigit(), -(one.worst_bytes or 0)),
     )
 
 
@@ -128,25 +132,6 @@ def count_names(nodes: str) -> int | None:
         count += sum(int(last or first) - int(first) + 1 for first, _, last in spans) if spans else bool(name)
     whole = re.fullmatch(r"(?:[\w.-]+(?:\[[\d,-]+\])?(?:,|$))+", nodes.strip())
     return count if whole else None
-
-
-def _is_killed(step: str, rows: Iterable[Row]) -> bool:
-    return any(row.id == step and row.state == "OUT_OF_MEMORY" for row in rows)
-
-
-def _judge(step: Row, limit: int | None, source: str, nodes: int, each: int) -> NodeAccount:
-    # A task that was never sampled shows 0: that is no measurement.
-    peak = step.max_rss_bytes or None
-    average = step.ave_rss_bytes or (step.total_rss_bytes // (step.num_tasks or 1) if step.total_rss_bytes else None)
-    verdict: Verdict = "unknown"
-    if limit is not None and (peak is not None or average is not None):
-        if average is not None and average * each > limit:
-            verdict = "over_in_steady_state"
-        elif peak is not None and peak * each > limit:
-            verdict = "over_if_tasks_are_alike"
-        elif peak is not None:
-            verdict = "below"
-    return NodeAccount(step.id, limit, source, nodes, each, average, peak, verdict)
 
 
 def _node_limit(job: Row | None, step: Row, nodes: int, shape: Shape | None) -> tuple[int | None, str]:
