@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memfit.data import DateBatches, Panel, windows
+from memfit.data import DateBatches, Loader, Panel, windows
 from memfit.errors import DataError
 
 
@@ -205,3 +205,24 @@ def test_workers_draw_the_same_batches_however_they_are_started(
     assert len(digests["none"]) > 20
     assert len(set(digests["none"])) == len(digests["none"])
     assert digests["fork"] == digests["spawn"] == digests["none"]
+
+
+@pytest.mark.parametrize("absent", [None, "B"])
+@pytest.mark.parametrize("batch", ["date", 7])
+def test_windows_of_neighbouring_assets_and_of_others_are_the_panels(
+    absent: str | None, batch: Any, tmp_path: Path
+) -> None:
+    rows = [(f"2024-01-{day:02d}", code) for day in range(1, 11) for code in "ABCDE" if code != absent or day != 5]
+    table = pa.table(
+        {"date": [day for day, _ in rows], "code": [code for _, code in rows], "f0": np.arange(len(rows)) * 1.0}
+    )
+    panel = Panel.build(table, tmp_path, features=["f0"])
+    seen = 0
+    found: Any
+    for found in Loader(panel, range(10), lookback=3, target=None, batch=batch):
+        dates = getattr(found, "date_indices", None)
+        for place, asset in enumerate(found.asset_indices):
+            date = found.date_index if dates is None else dates[place]
+            np.testing.assert_array_equal(found.windows[place], windows(panel, date, 3)[asset])
+            seen += 1
+    assert seen == 8 * 5 - (0 if absent is None else 3)

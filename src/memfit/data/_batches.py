@@ -18,6 +18,9 @@ from memfit.errors import DataError, check_counts
 #: Long pieces, because each one costs the time of some 100 KB copied.
 _PIECE_ROWS = 1 << 17
 _DECODED_BYTES = 1 << 21
+#: Windows of neighbouring assets are copied date by date up to this size: it takes a sixth less time at 2 MiB. Larger
+#: ones do not stay in the CPU's caches, and are faster window by window.
+_CACHED_BYTES = 1 << 22
 
 
 def windows(panel: Panel, date_index: int, lookback: int) -> Array:
@@ -139,15 +142,23 @@ class WindowReader:
         size = self.window_bytes(len(cells))
         rows = memory[:size].view(np.float32).reshape(-1, self.num_features)
         targets = memory[aligned(size) :][: len(cells) * 4].view(np.float32)
-        for start in range(0, len(cells), self._piece):
-            places = (cells[start : start + self._piece, None] + self._steps).ravel()
-            at = start * self.lookback
-            self._copy(places, rows[at : at + len(places)])
+        if self._rows is not None and self._is_plain and size <= _CACHED_BYTES and _is_run(cells):
+            by_step = rows.reshape(len(cells), self.lookback, self.num_features).swapaxes(0, 1)
+            for step, first in zip(by_step, (cells[0] + self._steps).tolist(), strict=True):
+                step[:] = self._rows[first : first + len(cells)]
+        else:
+            self._copy_rows(cells, rows)
         if self._targets is None:
             targets.fill(np.nan)
         else:
             targets[:] = _to_float32(self._targets[np.divmod(cells, self.num_assets)])
         return rows.reshape(-1, self.lookback, self.num_features), targets
+
+    def _copy_rows(self, cells: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> None:
+        for start in range(0, len(cells), self._piece):
+            places = (cells[start : start + self._piece, None] + self._steps).ravel()
+            at = start * self.lookback
+            self._copy(places, rows[at : at + len(places)])
 
     def _copy(self, places: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> None:
         if self._rows is None:
@@ -158,6 +169,10 @@ class WindowReader:
             self._rows.take(places, 0, rows, "clip")
         else:
             rows[:] = _to_float32(self.panel.decode(self._rows[places]))
+
+
+def _is_run(cells: npt.NDArray[np.int64]) -> bool:
+    return len(cells) > 0 and bool((np.diff(cells) == 1).all())
 
 
 def _to_float32(values: Array) -> npt.NDArray[np.float32]:
