@@ -1,4 +1,4 @@
-"""The command line: one file per verb, loaded when it is called; errors turned into their exit codes here."""
+"""The command line: the file of a verb is loaded when it is called; errors are turned into their exit codes here."""
 
 from __future__ import annotations
 
