@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 TESTS = """
-import os, subprocess, sys
+import pathlib, subprocess, sys, time
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -23,7 +23,11 @@ def test_that_leaves_a_child():
     subprocess.Popen([sys.executable, "-c", SLEEP])
 
 def test_that_leaves_an_orphan():
-    subprocess.run(["sh", "-c", f"setsid {sys.executable} -c '{SLEEP}' &"], check=True)
+    begun = pathlib.Path("begun")
+    program = f'import pathlib; pathlib.Path("{begun}").touch(); {SLEEP}'
+    subprocess.run(["sh", "-c", f"setsid {sys.executable} -c '{program}' &"], check=True)
+    while not begun.exists():  # until then it is a shell
+        time.sleep(0.01)
 """
 
 

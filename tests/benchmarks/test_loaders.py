@@ -18,16 +18,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 
 def test_all_contestants_deliver_the_same_batches_and_nothing_is_left_behind(tmp_path):
     command = [sys.executable, str(SCRIPT), "--gib", "0.02", "--assets", "200", "--seconds", "0.1"]
-    command += [
-        "--num-workers",
-        "0",
-        "--pss-workers",
-        "1",
-        "--directory",
-        str(tmp_path),
-        "--json",
-        str(tmp_path / "figures.json"),
-    ]
+    command += ["--num-workers", "0", "--directory", str(tmp_path), "--json", str(tmp_path / "figures.json")]
     env = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
     assert done.returncode in (0, 1), done.stderr
@@ -36,14 +27,10 @@ def test_all_contestants_deliver_the_same_batches_and_nothing_is_left_behind(tmp
     for name in PEERS.keys() - installed:
         assert f"{name}: {PEERS[name]} is not installed, left out" in lines
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert {row["name"] for row in figures["pace"]} == {"memfit", *installed}
+    assert {row["name"] for row in figures} == {"memfit", *installed}
     assert "met    batches are the same for all" in lines
-    assert all(row["warm_rate"] > 0 and row["cold_rate"] > 0 for row in figures["pace"])
-    assert set(figures["workers"]) == {"spawn", "forkserver"}
-    for method, found in figures["workers"].items():
-        assert found["full_bytes"] > found["full_slot_bytes"] > 0
-        assert f"met    {method}: nothing in /dev/shm after the group was killed " in lines
+    assert all(row["warm_rate"] > 0 and row["cold_rate"] > 0 for row in figures)
     verdicts = [line[:6] for line in lines if line[:7] in ("met    ", "MISSED ")]
-    assert len(verdicts) == 8
+    assert len(verdicts) == 2
     assert done.returncode == (1 if "MISSED" in verdicts else 0), "the exit status says whether all targets were met"
     assert list(tmp_path.iterdir()) == [tmp_path / "figures.json"]
