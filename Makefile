@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vm check check-code check-docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-ranker clean
+.PHONY: help install demo test test-fast test-vm check check-code check-docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-ranker clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,11 @@ test: install ## run the test suite in two processes; names what was skipped and
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && trap 'exit 143' TERM && \
 	  echo "temporary files: $$folder, removed at the end" && OMP_NUM_THREADS=1 TMPDIR="$$folder" \
 	  $(BIN)/python -m pytest -n 2 --dist loadfile --basetemp="$$folder/pytest" $(ARGS)
+
+test-fast: install ## run the tests that take less than 0.3 s, while you work (ARGS as above); lists those that do not
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && trap 'exit 143' TERM && \
+	  OMP_NUM_THREADS=1 TMPDIR="$$folder" $(BIN)/python -m pytest -n 2 --dist loadfile --basetemp="$$folder/pytest" \
+	  -q -m "not slow" --durations=10 --durations-min=0.5 $(ARGS)
 
 test-vm: install ## run the tests that need cgroup v2 in a small virtual machine (needs root and QEMU; ARGS as above)
 	$(BIN)/python tests/vm/run.py $(ARGS)

@@ -64,6 +64,7 @@ def test_a_document_that_shows_something_else_fails(tmp_path: Path, lines: list[
         assert text in done.stdout
 
 
+@pytest.mark.slow
 def test_a_command_that_is_said_to_fail_must_fail_that_way(tmp_path: Path) -> None:
     assert check(tmp_path, console("$ true", "$ exit 2", before="<!-- exit: 2 -->")).returncode == 0
     assert check(tmp_path, console("$ exit 3", before="<!-- exit: 2 -->")).returncode == 1
@@ -113,6 +114,7 @@ def test_a_document_that_cannot_be_read_is_bad_usage(tmp_path: Path, text: str) 
     assert check(tmp_path, text).returncode == 2
 
 
+@pytest.mark.slow
 def test_bad_usage_is_told_from_a_difference(tmp_path: Path) -> None:
     for arguments, status in (([], 2), (["--help"], 0), (["--unknown"], 2), ([str(tmp_path / "none.md")], 2)):
         done = subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True, timeout=60)

@@ -36,10 +36,12 @@ def loaded(code: str) -> set[str]:
     return set(json.loads(done.stdout.rpartition("LOADED ")[2]))
 
 
+@pytest.mark.slow
 def test_the_report_of_loaded_modules_sees_a_heavy_one() -> None:
     assert "pandas" in loaded("import pandas")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [

@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TESTS = """
 import pathlib, subprocess, sys, time
 

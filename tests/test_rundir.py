@@ -152,6 +152,7 @@ def test_a_forked_child_writes_a_file_of_its_own(tmp_path):
     assert {e["phase"] for e in run.events()} == {"parent", "child"}
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_second_get_two_folders(tmp_path):
     first = RunDir.create(tmp_path, "x", "ab" * 32)
     second = RunDir.create(tmp_path, "x", "ab" * 32)
@@ -179,6 +180,7 @@ def test_the_newest_run_sorts_last_whatever_the_clock_and_the_time_zone_say(tmp_
     assert third.header["created"] < time.time() + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 99, "fingerprint": 7}'])
 def test_a_run_that_cannot_be_read_is_named_and_passed_over(tmp_path, capsys, text):
     good = RunDir.create(tmp_path, "x", "ab" * 32)

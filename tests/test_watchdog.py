@@ -111,6 +111,7 @@ def test_a_process_that_registered_nothing_is_not_killed_by_the_question(
     assert (stack.text, stack.state in "SR", child.poll()) == ("", True, None)
 
 
+@pytest.mark.slow
 def test_stopped_and_ended_processes_are_told_without_waiting_for_ever(
     start: Callable[..., tuple[subprocess.Popen[str], str]], tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ def decision():
     del sys.modules[specification.name]
 
 
+@pytest.mark.slow
 def test_overlapping_labels_are_tested_as_promised_and_others_reject_far_too_often(decision):
     found = decision.rates(240, 5, "normal", num_series=100, seed=1, num_resamples=100)
     # 100 series know a share of 5 % to about ± 2.2 points.
@@ -46,6 +47,7 @@ def test_a_share_out_of_bounds_is_called_missed(decision, capsys):
     assert capsys.readouterr().out == "met    size: 0.050 (0.03 to 0.08)\nMISSED size: 0.090 (0.03 to 0.08)\n"
 
 
+@pytest.mark.slow
 def test_gaps_between_folds_do_no_harm(decision):
     found = decision.rates(240, 5, "five folds", num_series=60, seed=1, num_resamples=100)
     assert 0.0 < found.size <= 0.13

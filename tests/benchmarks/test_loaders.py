@@ -13,7 +13,10 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "loaders.py"
 PEERS = {"pandas": "pandas", "polars": "polars", "HF datasets": "datasets", "LitData": "litdata"}
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's page cache and /proc")
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's page cache and /proc"),
+    pytest.mark.slow,
+]
 
 
 def test_all_contestants_deliver_the_same_batches_and_nothing_is_left_behind(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "sequences.py"
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /proc")
+pytestmark = [pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /proc"), pytest.mark.slow]
 
 
 def test_all_contestants_deliver_the_same_batches(tmp_path):

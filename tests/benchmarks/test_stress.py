@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 V1_MEMORY = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20

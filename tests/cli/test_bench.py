@@ -9,6 +9,8 @@ import pytest
 from memfit.cli import _bench
 from memfit.data import LoaderReport, Pace, choose_num_workers, verdict
 
+pytestmark = pytest.mark.slow
+
 RANKER = Path(__file__).parents[2] / "src" / "memfit_workloads" / "ranker" / "config.yaml"
 MODULE = """
 import dataclasses, time

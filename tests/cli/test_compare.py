@@ -58,6 +58,7 @@ def test_the_verdict_comes_first_and_the_figures_below_it(run, tables):
     assert (tables / "comparisons.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_file_of_every_kind_gives_the_same_and_counts_as_one_comparison(run, tables):
     found = []
     for kind in ("feather", "csv", "parquet"):

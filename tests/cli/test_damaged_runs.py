@@ -92,6 +92,7 @@ def check(done, what):
         assert [line[:8] for line in done.err.splitlines() if line.startswith("  ")] == ["  rule: ", "  do:   "], what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_no_reader_of_a_damaged_run_ends_in_a_traceback(memfit, whole, run, damage):
     for name in files_of(whole):
@@ -110,6 +111,7 @@ def test_no_start_of_a_damaged_run_ends_in_a_traceback(memfit, run, name):
         check(memfit("resume", run(name, damage)), (damage, name))
 
 
+@pytest.mark.slow
 def test_a_cut_outcome_is_named_and_moved_away_it_is_made_again(memfit, run):
     path = run("jobs/cmd_0001/outcome.json", "cut")
     outcome = path / "jobs/cmd_0001/outcome.json"

@@ -62,6 +62,7 @@ def device(done, metric="allocated_bytes", end="value"):
     return done.json["device"][metric][end]
 
 
+@pytest.mark.slow
 def test_json_holds_the_four_figures_the_parts_and_the_phases_each_with_a_bound(estimate):
     done = estimate("--json", "--gpu", "A100-80GB")
     assert done.exit_code == 0
@@ -79,6 +80,7 @@ def test_json_holds_the_four_figures_the_parts_and_the_phases_each_with_a_bound(
     assert done.json["parts"]["weights"]["value"] == 2 * NUM_PARAMETERS
 
 
+@pytest.mark.slow
 def test_a_child_of_its_own_traces_and_this_process_loads_no_torch(model):
     code = (
         "import sys; from memfit.cli import main\ntry: main()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
@@ -317,6 +319,7 @@ def test_the_change_that_fits_does_so_when_it_is_typed(estimate, words):
     assert refused["change"]["same_training"]
 
 
+@pytest.mark.slow
 def test_a_traced_change_fits_when_it_is_typed_and_is_printed_with_its_cost(estimate):
     words = ("--gpu", "1800MiB", "--batch", 32, "--seq-len", 256)
     refused, accepted = retyped(estimate, words)
@@ -371,6 +374,7 @@ def test_auto_keeps_the_samples_of_an_update(estimate):
     assert estimate(*words, batch=("--batch", larger)).json["verdict"] != "fits"
 
 
+@pytest.mark.slow
 def test_auto_traces_the_batch_that_it_chooses(estimate):
     found = estimate("--json", "--gpu", "1700MiB", "--seq-len", 128, batch=("--batch", "auto", "--global-batch", 16))
     assert found.json["method"] == "traced"
@@ -386,6 +390,7 @@ def test_the_chosen_batch_is_printed_with_the_size_of_an_update(estimate):
     assert "not even a batch of 1 fits" in estimate("--formula", "--gpu", "1GiB", batch=("--batch", "auto")).out
 
 
+@pytest.mark.slow
 def test_expandable_segments_lower_what_is_reserved_where_blocks_of_many_sizes_leave_gaps(estimate, tmp_path):
     path = tmp_path / "wide.json"
     path.write_text(json.dumps({**LLAMA, "hidden_size": 1024, "intermediate_size": 2752, "vocab_size": 8192}))
@@ -421,6 +426,7 @@ def test_a_child_that_is_killed_leaves_the_formula(memfit, model, monkeypatch):
     assert "-6" in answer["notes"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", ["torch", "transformers"])
 def test_without_torch_or_transformers_the_formula_answers(model, hidden):
     code = (

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MODULE = """
 import dataclasses
 import numpy as np

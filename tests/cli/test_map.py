@@ -11,6 +11,8 @@ import pytest
 
 from memfit.rundir import RunDir
 
+pytestmark = pytest.mark.slow
+
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 

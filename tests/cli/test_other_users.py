@@ -60,6 +60,7 @@ def own_run(memfit, folder):
     return run
 
 
+@pytest.mark.slow
 def test_a_forged_run_of_the_same_name_is_not_taken_for_ones_own(memfit, folder):
     run = own_run(memfit, folder)
     forged = forge(folder)
@@ -70,6 +71,7 @@ def test_a_forged_run_of_the_same_name_is_not_taken_for_ones_own(memfit, folder)
     assert str(forged) not in memfit("ps", "--all").out
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_beside_a_forged_run(memfit, folder):
     run = own_run(memfit, folder)
     forge(folder, name=f"run_99991231_235959_{run.path.name[-8:]}")
@@ -106,6 +108,7 @@ def test_a_run_whose_files_are_fifos_is_refused_and_waited_for_by_nobody(memfit,
     assert memfit("ps", "--all").exit_code == 0
 
 
+@pytest.mark.slow
 def test_another_user_can_lock_neither_a_run_nor_its_jobs(folder):
     with running(folder, folds="1", at_once=1) as (process, run):
 

@@ -14,6 +14,8 @@ from memfit.memory import Claims
 from memfit.rundir import RunDir, write_json
 from memfit.testing import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path, monkeypatch):

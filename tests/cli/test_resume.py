@@ -11,6 +11,8 @@ from memfit.jobs import read_status
 from memfit.jobs._stop import running_jobs
 from memfit.testing import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path, monkeypatch):

@@ -16,6 +16,8 @@ from cli.conftest import TINY, tiny_config
 from cli.live_run import memfit_command
 from memfit.rundir import RunDir
 
+pytestmark = pytest.mark.slow
+
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 

@@ -14,6 +14,7 @@ from memfit.testing import wait_until
 RUN = [sys.executable, "-m", "memfit", "run"]
 
 
+@pytest.mark.slow
 def test_standard_output_is_the_commands_alone_byte_for_byte(tmp_path):
     program = "import os; os.write(1, bytes(range(256)) * 9000 + b'end'); os.write(2, b'err\\xff')"
     done = subprocess.run([*RUN, "--", sys.executable, "-c", program], cwd=tmp_path, capture_output=True, check=False)
@@ -24,6 +25,7 @@ def test_standard_output_is_the_commands_alone_byte_for_byte(tmp_path):
     assert (run.job_dir("cmd_0001") / "out.log").read_bytes() == done.stdout
 
 
+@pytest.mark.slow
 def test_output_is_shown_while_the_command_still_runs(tmp_path):
     words = [*RUN, "--", "sh", "-c", "echo first; until test -e go; do sleep 0.05; done; echo last"]
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -66,6 +68,7 @@ def test_a_bad_value_gives_2_and_names_the_flag_that_it_was_given_with(memfit, t
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_second_attempt_shows_its_own_output_only(memfit, tmp_path):
     text = "echo attempt; echo x >> ran; test $(wc -l < ran) = 2"
     first, second = (memfit("run", "--", "sh", "-c", text) for _ in range(2))
@@ -79,6 +82,7 @@ def test_with_json_standard_output_is_json_alone(memfit):
     assert "out\n" in done.err
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_leaves_the_command_as_it_is(tmp_path):
     words = [*RUN, "--", "sh", "-c", "for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 0.2; done; touch ended"]
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -89,6 +93,7 @@ def test_a_reader_that_goes_leaves_the_command_as_it_is(tmp_path):
     assert (tmp_path / "ended").exists()
 
 
+@pytest.mark.slow
 def test_a_size_that_cannot_fit_gives_3_and_starts_nothing(memfit, tmp_path):
     done = memfit("run", "--memory", "900TiB", "--", "touch", "ran")
     assert done.exit_code == 3
@@ -120,6 +125,7 @@ def test_the_flags_say_how_the_command_is_run(memfit, tmp_path):
     assert run.header["settings"]["grace_seconds"] == 5
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_ends_the_command_and_gives_130(tmp_path):
     words = [*RUN, "--", "sh", "-c", "trap '' TERM INT; touch on; while true; do sleep 0.1; done"]
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

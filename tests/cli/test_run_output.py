@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from memfit.rundir import RunDir
 from memfit.testing import wait_until
+
+pytestmark = pytest.mark.slow
 
 CONFIG = "experiment: tiny\ntarget: tiny:TINY\nparams:\n  num_epochs: 2\n  n_splits: 2\n  epoch_seconds: 0.5\n"
 COMMAND = [sys.executable, "-m", "memfit", "run", "config.yaml"]

@@ -11,6 +11,8 @@ from memfit.memory import Footprint
 from memfit.rundir import RunDir
 from memfit.testing import submit, wait_until
 
+pytestmark = pytest.mark.slow
+
 SECRETS = ("s3cret-a", "s3cret-b", "s3cret-c", "s3cret-d", "s3cret-e", "s3cret-f")
 #: Leaves its arguments outside of the run's folder, and fails until the file "go" is there.
 JOB = """

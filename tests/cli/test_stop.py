@@ -17,6 +17,8 @@ from memfit.memory import list_entries
 from memfit.rundir import RunDir
 from memfit.testing import submit, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path, monkeypatch):

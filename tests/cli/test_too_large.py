@@ -13,6 +13,8 @@ from memfit.rundir import RunDir
 from memfit.testing import wait_until
 from memfit.units import MIB
 
+pytestmark = pytest.mark.slow
+
 HOG = "import sys; blocks = [bytearray(b'x') * (10 << 20) for _ in range(int(sys.argv[1]) // 10)]"
 #: Takes so many MiB for a file in memory at once, and leaves nothing there.
 WRITE = (

@@ -15,6 +15,8 @@ from memfit.jobs._stop import running_jobs, stop
 from memfit.rundir import RunDir, write_json
 from memfit.testing import wait_until
 
+pytestmark = pytest.mark.slow
+
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 

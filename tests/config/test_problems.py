@@ -267,6 +267,7 @@ def test_a_nested_section_is_refused_with_full_names_and_their_places() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "what"),
     [

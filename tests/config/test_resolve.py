@@ -229,6 +229,7 @@ def test_a_model_that_allows_any_key_takes_any_key() -> None:
     assert resolve(Open, env={}, overrides=["other=2"]).value.model_extra == {"other": 2}
 
 
+@pytest.mark.slow
 def test_settings_resolve_the_same_in_another_process(tmp_path: Path) -> None:
     file = write(tmp_path, "seed: 3\nparams: {tag: 0050, rate: 1e-3}\n")
     resolved = resolve(Run, file=file, env={}, overrides=["max_parallel=2"])
@@ -300,6 +301,7 @@ RUNS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(values=RUNS)
 def test_settings_come_back_the_same_from_yaml_and_json(tmp_path_factory: Any, values: dict[str, Any]) -> None:

@@ -89,6 +89,7 @@ def test_a_transform_that_draws_from_what_all_code_shares_is_warned_of(
 # --- threads
 
 
+@pytest.mark.slow
 def test_no_more_is_made_ahead_than_the_bound_and_all_of_it(panel: Panel) -> None:
     made: list[int] = []
 
@@ -216,6 +217,7 @@ def run(panel: Panel, *words: str) -> subprocess.Popen[str]:
     return child
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", ["0.003", "0.3"])
 def test_ctrl_c_ends_the_program_and_nothing_is_printed_by_its_threads(panel: Panel, seconds: str) -> None:
     child = run(panel, seconds)

@@ -141,6 +141,7 @@ def test_the_maps_are_gone_with_the_last_view(grown: tuple[Panel, Panel, Panel])
     assert not [span for span in spans(grown[1].path) if span[3].startswith("values")]
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     borders=st.lists(st.integers(1, 39), min_size=1, max_size=4, unique=True).map(sorted),
@@ -247,6 +248,7 @@ def test_a_damaged_or_missing_file_of_any_version_is_named(grown: tuple[Panel, P
     new.verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [0.0, 1.0])
 def test_a_killed_append_leaves_no_version_and_the_next_one_writes_it(
     make_table: Callable[..., pa.Table], tmp_path: Path, start_panel_child: Start, stop_at: float
@@ -278,6 +280,7 @@ def test_too_little_room_says_what_the_new_dates_need(make_table: Callable[..., 
     assert versions(tmp_path) == [panel.path]
 
 
+@pytest.mark.slow
 def test_a_file_size_limit_met_while_appending_is_a_data_error_that_leaves_nothing(
     make_table: Callable[..., pa.Table], tmp_path: Path, start_panel_child: Start
 ) -> None:

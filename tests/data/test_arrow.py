@@ -51,6 +51,7 @@ def rows(days: pa.Array, codes: pa.Array) -> pa.Table:
     return pa.table({"date": days, "code": codes, **some})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["date32", "date64", "timestamp", "zone", "text"])
 def test_building_appending_and_exporting_import_no_pandas(kind: str, tmp_path: Path) -> None:
     codes = pa.array(["a", "b", "c"] * 10)

@@ -28,6 +28,8 @@ from memfit.data._source import Source
 from memfit.errors import DataError
 from memfit.rundir import RunDir
 
+pytestmark = pytest.mark.slow
+
 FEATURES, TARGETS = ["f0", "f1", "f2"], ["ret"]
 Start = Callable[..., "subprocess.Popen[str]"]
 

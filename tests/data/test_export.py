@@ -142,6 +142,7 @@ def test_who_locks_a_file_that_was_just_renamed_into_place_does_not_empty_it(
     assert file.read_bytes() == b"whole"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".parquet", ".feather"])
 def test_a_disk_that_is_full_is_a_data_error_that_leaves_the_old_file(
     make_table: Callable[..., pa.Table], tmp_path: Path, start_panel_child: Start, suffix: str
@@ -164,6 +165,7 @@ def test_a_disk_that_is_full_is_a_data_error_that_leaves_the_old_file(
 BOUND = 128 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA counts maps on Linux only")
 def test_appending_and_exporting_stay_below_a_limit_of_private_memory_that_the_panel_exceeds(
     large_panel: dict[str, Any], tmp_path: Path, start_panel_child: Start, monkeypatch: pytest.MonkeyPatch

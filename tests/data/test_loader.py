@@ -123,6 +123,7 @@ def test_a_last_batch_of_fewer_windows_is_left_out_if_asked(panel: Panel, num_wo
         make(panel, batch=num_windows + 1, drop_last=True)
 
 
+@pytest.mark.slow
 def test_each_record_comes_exactly_once_in_each_of_many_epochs_with_resets(panel: Panel) -> None:
     loader = Loader(panel, range(8, 11), lookback=3, target="ret", batch=16, shuffle=1, num_workers=2)
     fixed = Counter(cell for batch in loader for cell in _cells(batch))
@@ -159,6 +160,7 @@ def test_a_batch_that_is_kept_never_changes(panel: Panel, num_workers: int) -> N
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_memory_is_used_again_once_the_batch_is_gone(panel: Panel, num_workers: int) -> None:
     with make(panel, num_workers=num_workers) as loader:

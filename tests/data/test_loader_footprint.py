@@ -26,6 +26,7 @@ def rows(number):
 # --- what a data set holds
 
 
+@pytest.mark.slow
 def test_a_list_of_dicts_is_told_from_a_thousand_of_them():
     every = data_size(rows(1900))
     many = data_size(rows(190_000))
@@ -133,6 +134,7 @@ def test_what_threads_make_ahead_is_counted(make_table, tmp_path):
     assert found.shared_bytes == panel.nbytes
 
 
+@pytest.mark.slow
 def test_what_cannot_be_forecast_is_refused(torch_loader, monkeypatch):
     import torch
 
@@ -179,6 +181,7 @@ def told(script, *words):
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 @LINUX
 def test_two_workers_of_a_data_loader_take_what_was_forecast_within_a_fifth(tmp_path):
     listed, array, spawned = told(CHILD, str(tmp_path), "list:fork", "array:fork", "list:spawn")
@@ -189,6 +192,7 @@ def test_two_workers_of_a_data_loader_take_what_was_forecast_within_a_fifth(tmp_
     assert listed["grown_bytes"] - array["grown_bytes"] > 20 * MIB
 
 
+@pytest.mark.slow
 @LINUX
 def test_validation_peaks_lower_when_the_workers_of_training_are_released_by_what_was_forecast():
     both, released = told(VALIDATION, "1", "0")
@@ -198,6 +202,7 @@ def test_validation_peaks_lower_when_the_workers_of_training_are_released_by_wha
     assert released["grown"]["validate"] < 1.2 * released["grown"]["train"]
 
 
+@pytest.mark.slow
 @LINUX
 def test_memfits_threads_take_what_was_forecast(make_table, tmp_path):
     panel = Panel.build(

@@ -48,6 +48,7 @@ def test_a_flipped_byte_anywhere_is_refused_by_name(panel: Panel, name: str) -> 
     panel.verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["assets.json", "dates.npy", "manifest.json"])
 def test_a_flipped_byte_in_the_labels_or_the_manifest_is_refused_at_every_open(panel: Panel, name: str) -> None:
     for offset in range((panel.path / name).stat().st_size):
@@ -113,6 +114,7 @@ def is_refused(path: Path) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_an_opening_of_a_large_panel_checks_a_part_of_it_that_is_drawn_anew(large: Panel) -> None:
     flip(large.path / "values.npy", 10_000, 1)
     assert {is_refused(large.path) for _ in range(300)} == {True, False}

@@ -134,6 +134,7 @@ class Timed:
         self.closed = True
 
 
+@pytest.mark.slow
 def test_waiting_and_computing_are_told_apart_to_the_second(clock: Clock) -> None:
     loaders: list[Timed] = []
 
@@ -152,6 +153,7 @@ def test_waiting_and_computing_are_told_apart_to_the_second(clock: Clock) -> Non
     assert all(loader.closed for loader in loaders)
 
 
+@pytest.mark.slow
 def test_a_trainer_given_by_its_step_sleeps_the_rest_of_it(clock: Clock) -> None:
     (found,) = measure_loader(lambda number: Timed(clock, 0.01), num_workers=[0], seconds=5.0, consume=0.99)
     assert found.trained is not None
@@ -160,6 +162,7 @@ def test_a_trainer_given_by_its_step_sleeps_the_rest_of_it(clock: Clock) -> None
     assert verdict(found).is_bottleneck is False
 
 
+@pytest.mark.slow
 def test_counts_of_workers_are_measured_once_each_in_rising_order(clock: Clock) -> None:
     asked: list[int] = []
     found = measure_loader(lambda number: asked.append(number) or Timed(clock, 1.0), num_workers=[2, 0, 2], seconds=1.0)
@@ -173,6 +176,7 @@ def test_what_cannot_be_measured_is_refused(more: dict[str, Any]) -> None:
         measure_loader(lambda number: [np.zeros(1)], **more)
 
 
+@pytest.mark.slow
 def test_a_loader_without_batches_and_one_that_is_used_up_are_refused() -> None:
     with pytest.raises(DataError, match="epoch 1"):
         measure_loader(lambda number: [], num_workers=[0], seconds=0.01)
@@ -188,6 +192,7 @@ def panel(make_table: Callable[..., pa.Table], tmp_path: Path) -> Panel:
 on_disk = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs Linux's page cache")
 
 
+@pytest.mark.slow
 @on_disk
 def test_a_panel_is_measured_cold_and_warm_and_every_byte_handed_out_is_counted(panel: Panel) -> None:
     dates = range(20, 60)
@@ -271,6 +276,7 @@ class Logged:
         return iter(self.batches)
 
 
+@pytest.mark.slow
 def test_beside_a_slow_trainer_a_pytorch_loader_stays_within_its_queue_and_its_workers_memory_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

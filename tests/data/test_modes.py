@@ -77,6 +77,7 @@ def test_without_a_trainer_the_simplest_of_the_fastest_is_taken(monkeypatch):
     assert found.modes[1].refused == "no files are known to read in"
 
 
+@pytest.mark.slow
 def test_a_real_loader_over_a_panel_is_measured_in_each_mode(make_table, tmp_path):
     panel = Panel.build(make_table(30, 40), tmp_path, features=["f0", "f1"], targets=["ret"])
     batches = DateBatches(panel, range(30), lookback=2, target="ret")

@@ -43,6 +43,7 @@ def same(left, right):
     )
 
 
+@pytest.mark.slow
 @given(st.lists(objects, max_size=20))
 @settings(max_examples=20, deadline=None)
 def test_plain_objects_come_back_equal_and_of_their_types(values):
@@ -164,6 +165,7 @@ def test_another_kind_is_refused_with_its_place_and_leaves_nothing(name, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_list_that_holds_itself_comes_back_and_one_that_is_nested_too_deep_is_refused():
     endless = []
     endless.append(endless)
@@ -228,6 +230,7 @@ def test_what_is_there_is_not_overwritten(tmp_path):
     assert list(PackedDataset.open(tmp_path / "packed")) == ["first"]
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_path_goes_with_its_last_view(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     view = pack(["a", "b", "c"])[1:]
@@ -327,6 +330,7 @@ pack(source(), {str(tmp_path / "packed")!r})
     assert not (tmp_path / ".packed.building").exists()
 
 
+@pytest.mark.slow
 def test_packing_takes_memory_by_its_buffer_and_not_by_its_data(tmp_path):
     """Two streams of 12 and of 48 MB; a list of the second's lines takes over 80 MB."""
     program = """
@@ -344,6 +348,7 @@ for count in (1, 150_000, 600_000):
     assert PackedDataset.open(tmp_path / "600000")[-1] == f"line 599999: {599999 * 7919:>60}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
 def test_workers_that_read_all_objects_do_not_copy_them(tmp_path):
     program = Path(__file__).with_name("packed_workers.py")

@@ -213,6 +213,7 @@ cells = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cells=cells, order=st.randoms(use_true_random=False))
 def test_any_table_in_any_order_comes_back_as_it_was(cells: dict[Any, Any], order: Any, tmp_path: Path) -> None:
@@ -274,6 +275,7 @@ def test_a_target_that_is_not_there_is_refused_with_the_nearest_name(panel: Pane
         panel.target("rett")
 
 
+@pytest.mark.slow
 def test_four_processes_that_read_all_of_it_hold_one_copy(
     large_panel: dict[str, Any], start_child: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -13,7 +13,10 @@ import pytest
 from memfit.data import Panel
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc/<pid>/smaps")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc/<pid>/smaps"),
+    pytest.mark.slow,
+]
 
 NUM_RANKS = 4
 RANK = """

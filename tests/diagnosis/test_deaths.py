@@ -20,6 +20,8 @@ import pytest
 from memfit.diagnosis import diagnose
 from memfit.rundir import RunDir
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent / "deaths"
 MIB = 1 << 20
 SMALL_DISK = "mount -t tmpfs -o size=8m tmpfs {}"

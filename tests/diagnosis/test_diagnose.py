@@ -211,6 +211,7 @@ def test_bytes_of_any_kind_are_diagnosed_without_an_error(raw):
         json.dumps(diagnose_streams(read_streams("x", io.BytesIO(head + raw))).to_dict())
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.one_of(_WORDS, st.text(max_size=40)), max_size=25))
 def test_messages_torn_and_mixed_are_diagnosed_without_an_error(pieces):

@@ -55,6 +55,7 @@ def needs_group(end):
         pytest.skip("needs root and a cgroup v1 memory hierarchy: without a group of its own nothing is counted")
 
 
+@pytest.mark.slow
 def test_a_strangers_kill_is_told_from_one_for_memory(died):
     run = died("stranger")
     end = run_signs(run)[0]
@@ -64,6 +65,7 @@ def test_a_strangers_kill_is_told_from_one_for_memory(died):
     assert end.file == str(run.job_dir("cmd_0001") / "outcome.json")
 
 
+@pytest.mark.slow
 def test_a_job_that_met_its_wall_was_ended_by_memfit_for_memory(died):
     end = [one for one in run_signs(died("hog")) if "attempt" in one.values][-1]
     needs_group(end)
@@ -71,6 +73,7 @@ def test_a_job_that_met_its_wall_was_ended_by_memfit_for_memory(died):
     assert 0.9 * end.values["limit_bytes"] < end.values["used_bytes"] <= end.values["limit_bytes"]
 
 
+@pytest.mark.slow
 def test_an_attempt_that_a_later_one_made_good_is_recovered(died):
     run = died("once")
     first, second = run_signs(run)

@@ -7,6 +7,8 @@ import pytest
 
 from memory.containers import NoContainersError, podman
 
+pytestmark = pytest.mark.slow
+
 LOADER = "import torch\nfrom torch.utils.data import DataLoader\nDataLoader(d, num_workers=2, multiprocessing_context='spawn')\n"
 PROGRAM = f"""
 import json, sys

@@ -36,6 +36,7 @@ def test_a_file_of_the_users_does_not_pass_for_a_module(tmp_path, monkeypatch):
     assert ask_interpreter(sys.executable, env=os.environ).error == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["#!/bin/sh\nexit 7\n", "#!/bin/sh\nsleep 60 & wait\n"])
 def test_what_is_no_interpreter_is_told_and_not_waited_for(tmp_path, text):
     program = tmp_path / "python"
@@ -54,6 +55,7 @@ def test_a_variable_that_something_changes_before_the_script_is_a_problem(tmp_pa
     assert "sitecustomize" in check.remedy
 
 
+@pytest.mark.slow
 def test_threads_are_set_for_the_interpreter_that_the_command_names(tmp_path):
     (tmp_path / "train.py").write_text("import torch\n")
     setup = Setup(threads=1, deep=True)
@@ -63,6 +65,7 @@ def test_threads_are_set_for_the_interpreter_that_the_command_names(tmp_path):
     assert "torch computes with 1" in found["threads alive"].finding
 
 
+@pytest.mark.slow
 def test_it_is_true_that_a_fork_after_torch_had_threads_hangs_and_one_without_does_not():
     code = """
 import multiprocessing, torch

@@ -24,6 +24,7 @@ PARSED = [
 ]
 
 
+@pytest.mark.slow
 def test_what_torch_refuses_is_a_problem_and_what_it_takes_is_none():
     code = """
 import json, sys, torch

@@ -98,6 +98,7 @@ class Counts(nn.Module):
         return x * len(x.nonzero())
 
 
+@pytest.mark.slow
 def test_a_chain_of_pointwise_operations_keeps_and_makes_nothing_but_its_result() -> None:
     model = Chain()
     program = compiled(model, [model])

@@ -79,6 +79,7 @@ def both(request):
     return lambda setup, config=LLAMA: request.param(config, setup)
 
 
+@pytest.mark.slow
 def test_the_phase_load_has_the_whole_model_of_ranks_that_do_not_load_by_shards(both):
     whole = both(replace(SMALL, optimizer="none")).parts["weights"].value
     loads = {how: both(replace(SHARDED, load=how)).by_phase["load"] for how in ("any", "shards", "whole")}
@@ -90,6 +91,7 @@ def test_the_phase_load_has_the_whole_model_of_ranks_that_do_not_load_by_shards(
     assert "load" not in both(SMALL).by_phase
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_loaded_wide_one_by_one_and_the_rest_may_become_fp32(both):
     found = both(replace(SMALL, lora_rank=4, quantization="nf4"))
     built, head, widest = found.by_phase["build"], 2048 * 256 * 2, 512 * 256 * 2
@@ -97,6 +99,7 @@ def test_quantised_weights_are_loaded_wide_one_by_one_and_the_rest_may_become_fp
     assert built.upper - built.value >= 2 * head  # of the embedding and the head
 
 
+@pytest.mark.slow
 def test_an_estimate_names_the_versions_that_it_models(both):
     found = both(SMALL)
     assert set(found.versions) >= {"torch", "transformers"}
@@ -119,6 +122,7 @@ def test_pure_bf16_is_told_what_it_rounds_away(setup, warned):
     assert ("--master-weights or --dtype bf16-amp" in notes) == warned
 
 
+@pytest.mark.slow
 def test_where_fusion_decides_the_bound_is_that_of_no_fusion():
     pytest.importorskip("transformers")
     setup = Setup(batch=4, seq_len=256, gradient_checkpointing="none")
@@ -127,6 +131,7 @@ def test_where_fusion_decides_the_bound_is_that_of_no_fusion():
     assert all(fused.device[metric].upper >= plain.device[metric].upper for metric in METRICS)
 
 
+@pytest.mark.slow
 def test_a_head_that_transformers_ties_against_the_config_is_noted():
     pytest.importorskip("transformers")
     t5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 16, "d_kv": 8, "d_ff": 24}

@@ -124,6 +124,7 @@ def test_nothing_of_a_model_beyond_any_memory_is_allocated():
     assert found.parts["weights"].value == 4 << 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "metric"),
     [
@@ -204,6 +205,7 @@ def test_a_model_may_be_converted_where_it_is_built(convert, dtype):
     assert found.parts["weights"].value == pytest.approx(dtype.itemsize * count(Mlp()), abs=8 * 512)
 
 
+@pytest.mark.slow
 def test_layers_that_are_copied_are_traced():
     def build():
         return torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 64, batch_first=True), 3)

@@ -60,6 +60,7 @@ def count(program):
     return sum(parameter.numel() for parameter in program.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [LLAMA, T5, BERT, VIT, RESNET, MIXTRAL], ids=["llama", "t5", "bert", "vit", "resnet", "mixtral"]
 )
@@ -137,6 +138,7 @@ def test_qlora_quantises_all_but_the_head_and_trains_adapters_alone():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LLAMA, T5], ids=["llama", "t5"])
 def test_everything_at_once_still_runs(config):
     setup = Setup(

@@ -29,6 +29,8 @@ from memfit.estimation._program import Program
 from memfit.estimation._setup import Setup
 from memfit.estimation._trace import trace
 
+pytestmark = pytest.mark.slow
+
 WIDTH, HIDDEN, VOCABULARY, BATCH, LENGTH = 64, 256, 251, 4, 32  # 251 and the heads of 3 ranks do not divide
 
 

@@ -99,6 +99,7 @@ def test_holm_multiplies_the_smallest_by_all_and_the_next_by_one_fewer() -> None
     assert adjust_p_value(0.04) == 0.04
 
 
+@pytest.mark.slow
 def test_it_is_statsmodels_holm() -> None:
     multitest = pytest.importorskip("statsmodels.stats.multitest")
     values = np.random.default_rng(0).beta(0.3, 2, 12).round(3)  # with ties

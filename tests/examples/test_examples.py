@@ -10,6 +10,8 @@ import pytest
 import kills
 import memfit
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

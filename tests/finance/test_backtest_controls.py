@@ -37,6 +37,7 @@ def market() -> BacktestInput:
     return BacktestInput(prices.dates[some], prices.codes, scores, forward_returns(prices.closes, 1)[some])
 
 
+@pytest.mark.slow
 @real
 def test_shuffled_scores_earn_nothing_beyond_the_universe(market: BacktestInput) -> None:
     controls = run_controls(market, BacktestSettings(horizon=5), num_shuffles=8)
@@ -47,6 +48,7 @@ def test_shuffled_scores_earn_nothing_beyond_the_universe(market: BacktestInput)
     assert controls.shuffled_error < 0.05
 
 
+@pytest.mark.slow
 @real
 def test_the_benchmark_of_a_shuffle_is_that_of_a_backtest_of_it(market: BacktestInput) -> None:
     chosen = BacktestSettings(horizon=5)
@@ -73,6 +75,7 @@ def test_scores_that_know_the_next_date_are_red_by_delay_where_the_profit_is_not
     assert [reason.name for reason in verdict.reasons if reason.colour == "red"] == ["shift"]
 
 
+@pytest.mark.slow
 @real
 def test_delay_costs_a_lasting_signal_little_and_advance_gains_what_no_signal_could(market: BacktestInput) -> None:
     ahead = forward_returns(np.cumprod(1 + np.nan_to_num(market.returns_1), axis=0), 20, -1)

@@ -74,6 +74,7 @@ def only(market: Market, name: str) -> Finding:
     return found[0]
 
 
+@pytest.mark.slow
 def test_the_real_prices_have_no_red_finding_in_33_years_and_none_at_all_in_the_last_three(whole, clean) -> None:
     found = check_market(whole)
     # The close of RRC stood still for weeks in 1990: the stock was hardly traded.
@@ -96,6 +97,7 @@ def test_a_feature_that_holds_some_of_the_future_return_under_noise_is_caught(cl
     assert "5 dates after" in finding.evidence
 
 
+@pytest.mark.slow
 def test_a_weak_look_ahead_is_caught_by_falling_off_a_date_too_late(whole: Market) -> None:
     span = 100  # the return over 100 dates up to the next one: its rank IC with the next date is far from the bound
     past = forward_returns(whole.closes, span, -span)
@@ -124,6 +126,7 @@ def test_a_volatility_of_coming_returns_is_yellow(whole: Market, span: int, ahea
     assert [one.severity for one in found if one.name == "looks_ahead_at_sizes"] == ["yellow"]
 
 
+@pytest.mark.slow
 def test_a_volatility_of_the_past_and_what_never_changes_know_nothing_of_coming_sizes(whole: Market) -> None:
     features = {f"volatility_{span}": volatility(whole.closes, span) for span in (2, 5, 20, 60, 250)}
     features["size"] = np.abs(forward_returns(whole.closes, 1, -1))
@@ -134,6 +137,7 @@ def test_a_volatility_of_the_past_and_what_never_changes_know_nothing_of_coming_
         assert "looks_ahead_at_sizes" not in names(part, "yellow"), num_dates
 
 
+@pytest.mark.slow
 def test_noise_is_no_look_ahead_however_many_features_there_are(clean: Market) -> None:
     rng = np.random.default_rng(0)
     noise = {f"noise_{number}": rng.standard_normal(clean.closes.shape) for number in range(20)}
@@ -171,12 +175,14 @@ def test_a_doubling_is_red_only_if_it_comes_back(clean: Market) -> None:
     assert names(with_closes(clean, stays)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_percentile_ranks_in_the_volume_column_are_caught(clean: Market, scale: float) -> None:
     ranks = scale * (clean.volumes.argsort(axis=1).argsort(axis=1) + 1) / 20
     only(replace(clean, volumes=ranks), "volume_is_rank")
 
 
+@pytest.mark.slow
 def test_shares_of_the_highest_volume_are_no_volumes_either_and_negative_ones_are_not(clean: Market) -> None:
     only(replace(clean, volumes=clean.volumes / clean.volumes.max()), "volume_is_rank")
     negative = clean.volumes.copy()
@@ -209,6 +215,7 @@ def test_dates_out_of_order_gaps_and_weekends_are_said(clean: Market) -> None:
     assert names(replace(plain, dates=saturday), "yellow") == ["weekend_dates"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [1, -1])
 @pytest.mark.parametrize("horizon", [1, 5, 20])
 def test_a_target_shifted_by_one_is_caught_and_said_so(clean: Market, shift: int, horizon: int) -> None:
@@ -219,6 +226,7 @@ def test_a_target_shifted_by_one_is_caught_and_said_so(clean: Market, shift: int
     assert ("later" if shift == 1 else "earlier") in finding.evidence
 
 
+@pytest.mark.slow
 def test_a_target_over_other_dates_or_backward_or_unrelated_is_caught(clean: Market) -> None:
     def with_target(values: np.ndarray) -> Market:
         return replace(clean, targets={5: values})
@@ -230,6 +238,7 @@ def test_a_target_over_other_dates_or_backward_or_unrelated_is_caught(clean: Mar
     assert "rank IC" in only(with_target(ranks), "target_unknown").evidence
 
 
+@pytest.mark.slow
 def test_a_target_that_differs_here_and_there_is_yellow(clean: Market) -> None:
     targets = clean.targets[5].copy()
     targets[::30] += 0.01

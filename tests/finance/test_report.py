@@ -170,6 +170,7 @@ def test_facts_that_json_cannot_hold_are_refused_before_anything_is_written(tmp_
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_the_pictures_are_png_and_leave_no_state(tmp_path: Path, market: BacktestInput) -> None:
     """Of a long book with and of a long-short one without rank ICs, and of one that is shorter than its holding period."""
     np.savez(tmp_path / "given.npz", scores=market.scores, returns_1=market.returns_1)

@@ -16,6 +16,8 @@ from memfit.pipeline import Output, run
 from memfit_workloads import finance
 from memfit_workloads.finance._judge import decide_on
 
+pytestmark = pytest.mark.slow
+
 
 def settings(here, **changes):
     """The same run under other settings."""

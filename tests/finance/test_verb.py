@@ -9,6 +9,8 @@ import subprocess
 import pytest
 from pyarrow import feather
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 schema_version: 1
 experiment: memory

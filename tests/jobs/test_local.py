@@ -21,6 +21,8 @@ from memfit.memory import GroupState, JobGroup, Walls, read_series
 from memfit.rundir import RunDir
 from memfit.testing import EnforcerContract, ProcessContract, is_alive, python, submit, wait_for_end, wait_until
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 

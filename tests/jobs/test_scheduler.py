@@ -390,6 +390,7 @@ def test_a_smaller_job_may_pass_one_that_does_not_fit_yet_but_not_for_ever(tmp_p
     assert backend.peak_bytes <= 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wanted", "num_told"), [(0.9, 1), (0.7, 0)])
 def test_jobs_that_want_half_as_many_cores_again_are_told_once_and_all_run(tmp_path, wanted, num_told):
     scripts = {f"j{i}": FakeJob((1,) * 400, wanted_cpus=wanted) for i in range(4)}
@@ -742,6 +743,7 @@ def test_a_job_that_ran_out_of_device_memory_comes_again_with_more_until_it_had_
     assert "gives one job 79.75 GiB" in of_kind(events, "end")[0]["why_final"]
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(0, 2)), min_size=1, max_size=12

@@ -46,6 +46,7 @@ def shim(run_dir, job_id):
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_shim_started_again_runs_the_job_once_and_tells_its_exit_code(run_dir):
     backend, starts, go = LocalBackend(run_dir), run_dir.path / "starts", run_dir.path / "go"
     code = (
@@ -92,6 +93,7 @@ def test_a_shim_that_the_platform_ends_has_its_job_save_and_says_who_it_was(run_
     assert (status.state, status.exit_code, status.asked, status.ended_by) == ("preempted", 75, False, "platform")
 
 
+@pytest.mark.slow
 def test_a_shim_is_in_a_session_of_its_own_and_leaves_no_empty_log(run_dir):
     backend = LocalBackend(run_dir)
     job, _ = counting(run_dir, "quiet", seconds=1)
@@ -102,6 +104,7 @@ def test_a_shim_is_in_a_session_of_its_own_and_leaves_no_empty_log(run_dir):
     assert not (run_dir.job_dir("quiet") / "shim.log").exists()
 
 
+@pytest.mark.slow
 def test_a_job_is_held_from_its_order_on_and_a_later_supervisor_does_not_start_it_again(run_dir):
     for number in range(5):
         job, starts = counting(run_dir, f"job_{number}", seconds=0.3)
@@ -114,6 +117,7 @@ def test_a_job_is_held_from_its_order_on_and_a_later_supervisor_does_not_start_i
         assert starts.read_text() == "x\n"
 
 
+@pytest.mark.slow
 def test_a_job_that_ran_when_a_supervisor_came_is_not_started_again_however_soon_it_ends(run_dir):
     job, _ = counting(run_dir, "brief", seconds=1)
     submit(LocalBackend(run_dir), job)
@@ -126,6 +130,7 @@ def test_a_job_that_ran_when_a_supervisor_came_is_not_started_again_however_soon
     assert later.adopt(["brief"]) == {"brief"}
 
 
+@pytest.mark.slow
 def test_an_outcome_that_is_written_while_a_supervisor_comes_is_kept(run_dir, monkeypatch):
     job, _ = counting(run_dir, "brief", seconds=0.5)
     first = LocalBackend(run_dir)
@@ -157,6 +162,7 @@ def test_a_job_that_is_asked_to_stop_before_it_starts_never_starts(run_dir):
     assert not starts.exists()
 
 
+@pytest.mark.slow
 def test_a_closed_backend_still_tells_how_its_jobs_end(run_dir):
     backend = LocalBackend(run_dir)
     submit(backend, python("long", "import time; time.sleep(1)"))
@@ -174,6 +180,7 @@ def walls(memory_group):
     assert not built.parent.path.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_a_stalled_job_without_a_supervisor_gets_what_is_free_by_itself(run_dir, walls):
     supervisor = LocalBackend(run_dir, walls=walls)
@@ -230,6 +237,7 @@ def test_a_segment_older_than_the_job_is_another_ones(tmp_path):
     assert old.exists()
 
 
+@pytest.mark.slow
 def test_an_outcome_cut_short_by_a_power_loss_is_no_outcome(run_dir):
     backend = LocalBackend(run_dir)
     submit(backend, python("cut", "pass"))

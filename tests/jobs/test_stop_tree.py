@@ -8,6 +8,8 @@ from memfit.jobs import Job, LocalBackend
 from memfit.rundir import RunDir
 from memfit.testing import submit, wait_for_end, wait_until
 
+pytestmark = pytest.mark.slow
+
 SAVES = """
 import pathlib, signal, sys, time
 def save(*_):

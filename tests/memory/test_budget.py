@@ -269,6 +269,7 @@ def test_a_child_without_a_limit_sees_the_limit_of_its_real_parent_group(memory_
     assert found["permission"] == "cgroup v1"
 
 
+@pytest.mark.slow
 @pytest.mark.container
 def test_a_real_container_sees_its_own_limit(podman):
     code = "import json; from memfit.memory._budget import Budget; print(json.dumps(Budget.read().to_dict()))"

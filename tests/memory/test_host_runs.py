@@ -78,6 +78,7 @@ def unused_of_others(run, folder):
         claims.close()
 
 
+@pytest.mark.slow
 def test_processes_that_race_to_decide_never_lend_the_same_free_bytes(tmp_path, listed):
     racers = [start(RACE, tmp_path / f"run_{number}", listed, 2005) for number in range(3)]
     for racer in racers:
@@ -90,6 +91,7 @@ def test_processes_that_race_to_decide_never_lend_the_same_free_bytes(tmp_path, 
     assert sum(taken) == 2000
 
 
+@pytest.mark.slow
 def test_an_entry_says_what_its_run_lent_and_is_alive_while_its_supervisor_lives(tmp_path, listed):
     with holder(tmp_path / "run", listed) as process:
         (entry,) = list_entries(listed)

@@ -91,6 +91,7 @@ def test_a_short_spike_between_two_samples_is_in_the_peak(child):
     assert parts["anonymous"] + parts["shared_memory"] + parts["page_tables"] == footprint.private_bytes
 
 
+@pytest.mark.slow
 @linux
 def test_a_mapped_file_is_shared_and_not_private(child, mapped):
     meter = TreeMeter(child.pid)
@@ -228,6 +229,7 @@ def test_forked_workers_do_not_multiply_what_they_share(child, swept):
     assert alone.private_bytes - 2 * MIB < meter.sample().private_bytes < alone.private_bytes + 12 * MIB
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.root
 def test_private_bytes_are_what_the_kernel_charges_for_forked_workers(child, memory_group):

@@ -148,6 +148,7 @@ def test_kill_ends_a_process_that_waits_at_its_wall_with_its_grandchildren(build
     assert not group.path.exists()
 
 
+@pytest.mark.slow
 def test_two_jobs_meet_the_wall_of_their_parent_and_one_goes_on_when_the_other_ends(build):
     walls = build(160 * MIB)
     first, second = (walls.make(name, 400 * MIB) for name in ("a", "b"))
@@ -182,6 +183,7 @@ def on_disk(folder):
     return kinds[mount] not in ("tmpfs", "overlay", "ramfs")
 
 
+@pytest.mark.slow
 def test_page_cache_stalls_no_job(build, tmp_path):
     if not on_disk(tmp_path):
         pytest.skip(f"needs a disk below {tmp_path}")

@@ -12,9 +12,12 @@ from memfit.pipeline import resolve_settings, run_commands
 from memfit.rundir import RunDir
 from memfit.units import MIB
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or bool(why_no_walls()), reason=f"needs root and groups that can be made: {why_no_walls()}"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        os.geteuid() != 0 or bool(why_no_walls()), reason=f"needs root and groups that can be made: {why_no_walls()}"
+    ),
+    pytest.mark.slow,
+]
 
 HOLD = "import sys, time; mib, hold = int(sys.argv[1]), float(sys.argv[2]); block = bytearray(b'x') * (mib << 20); "
 HOLD += "time.sleep(hold); print(len(block) >> 20)"

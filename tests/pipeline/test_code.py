@@ -8,6 +8,8 @@ import memfit
 from memfit.errors import UsageError
 from memfit.pipeline import plan_run
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {"experiment": "flow", "target": "flow:FLOW"}
 #: A workload whose stages reach their code in other ways than by a plain function.
 FILES = {

@@ -15,6 +15,8 @@ from memfit.pipeline import Choice
 from memfit.rundir import RunDir
 from memfit.testing import wait_until
 
+pytestmark = pytest.mark.slow
+
 WAIT = "until test -e go; do sleep 0.05; done"
 
 

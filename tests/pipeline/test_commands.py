@@ -18,6 +18,8 @@ from memfit.pipeline import resolve_settings, resume, run_commands
 from memfit.rundir import RunDir
 from memfit.testing import is_alive, wait_until
 
+pytestmark = pytest.mark.slow
+
 MEMFIT = [sys.executable, "-m", "memfit"]
 
 

@@ -57,6 +57,7 @@ def test_a_jobs_interpreter_starts_with_it_and_the_record_of_the_run_and_of_the_
     assert job["cuda_allocator"] == job["env"]["PYTORCH_ALLOC_CONF"] == GROWS
 
 
+@pytest.mark.slow
 def test_without_the_setting_a_job_gets_nothing_but_what_the_environment_says(monkeypatch):
     assert run_command()[0] == {}
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
@@ -82,6 +83,7 @@ def test_a_contradiction_is_refused_before_anything_runs_with_the_flag_and_the_s
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_fold_starts_with_what_its_config_says_and_the_effective_config_keeps_it(tiny, tmp_path):
     (tmp_path / "sees.py").write_text(WORKLOAD)
     path = tiny(f"units: '1'\nmemory: {{cuda_allocator: '{GROWS}'}}")

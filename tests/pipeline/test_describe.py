@@ -33,6 +33,7 @@ MIXED = Workload(Params, (
 """
 
 
+@pytest.mark.slow
 def test_a_stage_of_a_workload_that_is_a_command_works_as_one_of_a_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mixed.py").write_text(WORKLOAD)

@@ -13,6 +13,8 @@ from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.stages import RANKER
 from stages_here import StagesHere
 
+pytestmark = pytest.mark.slow
+
 PARAMS = {
     "data": {"source": "generated", "num_dates": 110, "num_assets": 30, "num_features": 2, "turnover": 0.3,
              "information_coefficient": 0.5, "horizons": [1, 2], "main_horizon": 2, "lookback": 10},

@@ -12,6 +12,8 @@ import pytest
 from memfit.reports import find_run
 from memfit.rundir import read_events
 
+pytestmark = pytest.mark.slow
+
 GIB = 1 << 30
 STAND_IN = Path(__file__).parents[1] / "gpus"
 #: Notes when it has which GPUs, takes each size for its seconds, and ends.

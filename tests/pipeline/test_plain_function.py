@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 import memfit
 from memfit.pipeline import Choice
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_units_seed_depends_on_its_values_and_not_on_its_place_in_the_list(tmp_path, monkeypatch):

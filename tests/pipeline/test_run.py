@@ -20,6 +20,8 @@ from memfit.pipeline import resume
 from memfit.rundir import RunDir
 from memfit.testing import is_alive, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def fold_table(result):
     return feather.read_table(result.path / "kfold_results.feather")

@@ -12,6 +12,8 @@ from memfit.errors import ConfigError, UsageError
 from memfit.pipeline import Choice, Stage, fingerprint_files, plan_run
 from memfit.rundir import RunDir
 
+pytestmark = pytest.mark.slow
+
 ALL = ["gate", "last", "listed", "square_1", "square_2", "square_3", "summed"]
 HERE = Path(__file__).parent
 CONFIG = {"experiment": "chain", "target": "chain:CHAIN"}

@@ -128,6 +128,7 @@ def test_where_trace_and_formula_differ_the_answer_says_so_and_the_formula_is_sc
     assert found["smaller_model"]["num_blocks"] == {"num_hidden_layers": 37}  # 54 by the formula alone
 
 
+@pytest.mark.slow
 def test_a_trace_that_takes_too_long_leaves_the_formula():
     pytest.importorskip("transformers")
     found = ask(Question({**LLAMA, "num_hidden_layers": 2}, Setup(seq_len=8), time_limit=0))

@@ -76,6 +76,7 @@ def allowed_by_brute_force(case: Case, test: np.ndarray) -> list[int]:
     return allowed
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_the_training_rows_are_exactly_those_that_a_row_by_row_check_allows(case: Case) -> None:
@@ -88,6 +89,7 @@ def test_the_training_rows_are_exactly_those_that_a_row_by_row_check_allows(case
         assert train.tolist() == allowed_by_brute_force(case, test)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_no_training_label_meets_a_test_label_and_each_row_is_tested_once(case: Case) -> None:
@@ -101,6 +103,7 @@ def test_no_training_label_meets_a_test_label_and_each_row_is_tested_once(case: 
         assert sorted(np.concatenate([test for _, test in folds])) == list(range(len(case.dates)))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_every_row_of_every_fold_is_accounted_for(case: Case) -> None:
@@ -389,6 +392,7 @@ def test_scikit_learn_takes_it_as_a_splitter() -> None:
     assert len(scores) == splitter.get_n_splits() == 4
 
 
+@pytest.mark.slow
 def test_a_million_rows_need_a_few_arrays_and_no_square_matrix() -> None:
     dates = np.tile(np.arange(1000), 1000)
     folds = list(PurgedKFold(5, label_end=dates + 5, embargo_size=1).split(dates, groups=dates))

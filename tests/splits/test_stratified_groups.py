@@ -11,6 +11,7 @@ from memfit.splits import StratifiedGroups
 pytest.importorskip("sklearn")
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 1000), n_splits=st.integers(2, 4), num_groups=st.integers(24, 40))
 def test_no_group_is_split_and_every_row_is_validated_once_or_tested(seed, n_splits, num_groups):
     rng = np.random.default_rng(seed)

@@ -401,6 +401,7 @@ with CheckpointFolder(Path(sys.argv[1]), 2).held():
 """
 
 
+@pytest.mark.slow
 def test_a_folder_is_written_by_one_process_and_free_when_that_is_killed(tmp_path):
     own = CheckpointFolder(tmp_path, 2)
     half = tmp_path / ".checkpoint_epoch_1.pt.123.tmp"
@@ -422,6 +423,7 @@ def test_a_folder_is_written_by_one_process_and_free_when_that_is_killed(tmp_pat
             os.killpg(other.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_fit_holds_its_folder(tmp_path):
     model = torch.nn.Linear(2, 1)
 

@@ -101,6 +101,7 @@ def test_a_split_batch_has_the_gradient_of_the_whole_up_to_the_rounding_of_16_bi
             assert (one - other).norm() <= 2.0**-7 * one.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", MIXED)
 def test_memory_that_runs_out_in_mixed_precision_gives_the_bytes_of_a_fit_with_those_splits(precision):
     def scarce(model, x):

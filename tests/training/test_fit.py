@@ -74,6 +74,7 @@ class Failing:
 # --- out of memory in validation and saving
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_once_in_validation_leaves_no_trace():
     plain, failed = make(), make(loss=Failing(1, 4, 6))
     expected = plain.fit(loader(), VALID, num_epochs=3)
@@ -81,6 +82,7 @@ def test_memory_that_runs_out_once_in_validation_leaves_no_trace():
     assert same_fits(plain, failed)
 
 
+@pytest.mark.slow
 def test_a_validation_batch_that_does_not_fit_is_split_and_stays_so(events):
     loss = Failing(most=3)
     result = make(loss=loss).fit(loader(), VALID, num_epochs=2, preflight=False)
@@ -93,6 +95,7 @@ def test_a_validation_batch_that_does_not_fit_is_split_and_stays_so(events):
     assert {event["phase"] for event in events("oom")} == {"validate"}
 
 
+@pytest.mark.slow
 def test_the_size_that_fits_validation_survives_a_resume(tmp_path):
     make(tmp_path, loss=Failing(most=3)).fit(loader(), VALID, num_epochs=2, preflight=False)
     again = Failing(most=3)
@@ -100,6 +103,7 @@ def test_the_size_that_fits_validation_survives_a_resume(tmp_path):
     assert (again.seen, again.sizes) == (12, [2, 2, 2, 2, 2, 1] * 2)  # the second epoch's validation is done again
 
 
+@pytest.mark.slow
 def test_one_sample_that_does_not_fit_in_validation_fails_with_what_to_do():
     with pytest.raises(JobFailedError, match="One sample of a validation batch of 8 does not fit: CUDA out of"):
         make(loss=Failing(most=0.5)).fit(loader(), VALID, num_epochs=1, preflight=False)
@@ -107,6 +111,7 @@ def test_one_sample_that_does_not_fit_in_validation_fails_with_what_to_do():
         make(loss=Failing(most=0.5), split=WHOLE).fit(loader(), VALID, num_epochs=1, preflight=False)
 
 
+@pytest.mark.slow
 def test_a_validation_loss_that_couples_samples_is_not_split():
     def coupled(model, x):
         if not model.training and len(x) > 4:
@@ -118,6 +123,7 @@ def test_a_validation_loss_that_couples_samples_is_not_split():
         make(loss=coupled).fit(loader(), VALID, num_epochs=1, preflight=False)
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_ones_own_is_run_once_more_and_then_fails(tmp_path):
     failures = iter([True, False, True, True])
 
@@ -135,6 +141,7 @@ def test_an_evaluation_of_ones_own_is_run_once_more_and_then_fails(tmp_path):
     assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["history"][0]["metrics"] == failed.history[0].metrics
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_once_in_a_save_leaves_no_trace(tmp_path, monkeypatch):
     calls, plain_save = [], torch.save
 
@@ -158,6 +165,7 @@ def test_memory_that_runs_out_once_in_a_save_leaves_no_trace(tmp_path, monkeypat
     )
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_in_the_steps_gives_the_bytes_of_a_fit_with_those_splits():
     calls = []
 
@@ -186,6 +194,7 @@ class Stopping:
         return self.loss(model, x)
 
 
+@pytest.mark.slow
 def test_sizes_that_were_found_hold_after_a_resume_in_mid_epoch(tmp_path):
     def scarce(model, x):
         if len(x) > 2:
@@ -246,6 +255,7 @@ def half(path, *calls, **settings):
     return Trainer(model, loss=squared, optimizer=optimizer, checkpoint_dir=path, seed=1, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 600.0])
 def test_a_half_made_step_goes_back_to_the_last_checkpoint_and_ends_with_the_same_bytes(tmp_path, seconds, events):
     whole = half(tmp_path / "whole")
@@ -357,6 +367,7 @@ def test_a_plain_loader_with_another_number_of_workers_is_refused_at_a_resume(tm
         make(tmp_path).fit(loader(num_workers=2), num_epochs=2)
 
 
+@pytest.mark.slow
 def test_persistent_workers_are_refused_with_a_folder_unless_inexact_is_allowed(tmp_path):
     with pytest.raises(UsageError, match="persistent_workers=True"):
         make(tmp_path).fit(loader(num_workers=1, persistent_workers=True), num_epochs=1)
@@ -401,6 +412,7 @@ class Signalling(torch.utils.data.Dataset):
         return X[index]
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_processes_of_a_fit_is_for_the_fit_alone(tmp_path, monkeypatch):
     received = []
     monkeypatch.setattr(
@@ -424,6 +436,7 @@ def test_a_signal_to_all_processes_of_a_fit_is_for_the_fit_alone(tmp_path, monke
 # --- before the first step
 
 
+@pytest.mark.slow
 def test_a_preflight_leaves_no_trace_and_is_recorded(tmp_path, events):
     def fit(path, preflight):
         trainer = half(path)
@@ -460,6 +473,7 @@ def test_a_preflight_leaves_the_loaders_generators_alone():
     assert same_fits(*fits)
 
 
+@pytest.mark.slow
 def test_a_preflight_finds_the_validation_that_will_not_fit_before_the_first_step():
     def loss(model, x):
         if not model.training:

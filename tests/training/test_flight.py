@@ -12,6 +12,8 @@ from memfit.training import _flight
 from memfit.training._flight import write_flight_record
 from memfit.training._oom import OomKind
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def trained():

@@ -147,6 +147,7 @@ def equal(left, right):
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_resume_in_mid_epoch_gets_the_batches_that_were_left(name):
     kind, make = KINDS[name]
@@ -358,6 +359,7 @@ class Marked(Augmented):
         return torch.tensor(int(os.environ["MARKED"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
 def test_the_users_own_start_of_a_worker_is_kept(method):
     loader = DataLoader(Marked(), 10, num_workers=1, worker_init_fn=mark_worker, multiprocessing_context=method)
@@ -386,6 +388,7 @@ def test_a_worker_that_is_busy_is_killed(monkeypatch):
     assert not psutil.pid_exists(worker.pid)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_die_with_a_killed_trainer(method, tmp_path):

@@ -31,6 +31,7 @@ class Cycle:
         self.held = torch.zeros(1 << 18)
 
 
+@pytest.mark.slow
 def test_a_clean_up_tells_what_it_freed_and_cost(run):
     gc.collect()
     gc.disable()
@@ -100,6 +101,7 @@ class Recorder:
 HISTORY: list = []
 
 
+@pytest.mark.slow
 def test_losses_kept_with_their_graphs_are_found_within_five_epochs_by_shape_and_by_name(loop, run, monkeypatch):
     gc.unfreeze()  # it hangs on this module
     monkeypatch.setattr(sys.modules[__name__], "HISTORY", [])
@@ -118,6 +120,7 @@ def test_losses_kept_with_their_graphs_are_found_within_five_epochs_by_shape_and
     assert [event["series"] for event in events] == ["host heap"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("series", "keep", "holder"),
     [

@@ -293,6 +293,7 @@ def test_release_leaves_frames_that_still_run_and_ends_on_a_circular_chain():
     assert here is not None
 
 
+@pytest.mark.slow
 def test_clearing_reports_what_was_unreachable_and_no_device_is_woken():
     gc.collect()
     for _ in range(5):

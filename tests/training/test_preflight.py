@@ -109,6 +109,7 @@ def test_a_fit_is_the_same_bit_for_bit_with_and_without(tmp_path):
     assert trained(True) == trained(False)
 
 
+@pytest.mark.slow
 def test_the_longest_batch_shrinks_before_the_first_step():
     model = torch.nn.Linear(4, 1)
     step = SafeStep(model, adam(model), limited(3))
@@ -117,6 +118,7 @@ def test_the_longest_batch_shrinks_before_the_first_step():
     assert step(batches(12)[0]).num_ooms == 0
 
 
+@pytest.mark.slow
 def test_sizes_of_a_resumed_step_are_not_touched():
     model = torch.nn.Linear(4, 1)
     step = SafeStep(model, adam(model), limited(3))
@@ -126,6 +128,7 @@ def test_sizes_of_a_resumed_step_are_not_touched():
     assert step.state_dict() == before
 
 
+@pytest.mark.slow
 def test_a_single_sample_that_does_not_fit_fails_at_once():
     model = torch.nn.Linear(4, 1)
     step = SafeStep(model, adam(model), limited(0))
@@ -161,6 +164,7 @@ def test_an_error_that_is_none_of_memory_stays_what_it_is():
         preflight(SafeStep(model, adam(model), squared), longest=Longest(batches(4)[0], "given"), validate=broken)
 
 
+@pytest.mark.slow
 def test_peaks_are_told_by_phase_and_recorded(tmp_path, monkeypatch):
     run = RunDir.create(tmp_path, "demo", "0123abcd" * 8)
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(run.path))
@@ -324,6 +328,7 @@ except JobFailedError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_validation_that_does_not_fit_a_real_limit_fails_before_the_first_step(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", _UNDER_A_LIMIT, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False

@@ -41,6 +41,7 @@ def test_the_first_step_halves_at_most_log2_times_and_never_below_one(count, fit
     assert used[0] == count or 2 * used[0] + 1 >= min(count, fits + 1)
 
 
+@pytest.mark.slow
 def test_it_converges_to_the_largest_size_that_fits_and_then_fails_ever_more_rarely():
     sizes = MicrobatchSizes()
     used, failures = drive(sizes, 77, 1000, 60_000)

@@ -167,6 +167,7 @@ def train(step, data, largest, ooms=None, plan=None):
     return losses, used, ema
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_after_many_ooms_everything_is_bit_for_bit_what_those_splits_give_from_the_start(optimizer, dtype):
@@ -191,6 +192,7 @@ def test_after_many_ooms_everything_is_bit_for_bit_what_those_splits_give_from_t
     assert_same(state_of(step, ema), state_of(clean, clean_ema))
 
 
+@pytest.mark.slow
 def test_steps_with_ooms_follow_the_unsplit_steps_at_1e_12_in_float64():
     data = list(batches(60, torch.float64))
     chance = random.Random(0)
@@ -1045,6 +1047,7 @@ print(step.num_ooms, *sizes)
 """
 
 
+@pytest.mark.slow
 def test_steps_that_do_not_fit_under_a_real_limit_go_through_with_the_bits_of_their_splits(tmp_path):
     """256 samples take 4 times 39 MiB at once; 100 MiB are there."""
 

@@ -16,6 +16,8 @@ from memfit.training import Trainer, load_checkpoint, seed_everything
 from training import stop_driver
 from training.stop_driver import KINDS, stop, sweep, tear
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def in_a_run(tmp_path, monkeypatch):

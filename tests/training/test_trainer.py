@@ -27,6 +27,8 @@ from memfit.training import (
     seed_everything,
 )
 
+pytestmark = pytest.mark.slow
+
 
 class Shuffled:
     """Three batches whose order is keyed by the epoch."""

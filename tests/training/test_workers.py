@@ -82,6 +82,7 @@ def loader_of(dataset, method="fork", **settings):
     return DataLoader(dataset, 2, num_workers=2, multiprocessing_context=method, **settings)
 
 
+@pytest.mark.slow
 def test_workers_forked_while_a_thread_held_a_lock_are_explained_and_ended(events, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with thread_that_holds_the_lock(), pytest.raises(JobFailedError) as caught:
@@ -102,6 +103,7 @@ def test_workers_forked_while_a_thread_held_a_lock_are_explained_and_ended(event
     assert list(tmp_path.glob("memfit-*")) == []
 
 
+@pytest.mark.slow
 def test_the_same_data_run_with_forkserver():
     multiprocessing.set_forkserver_preload(["torch", "memfit.training"])
     with thread_that_holds_the_lock():
@@ -109,6 +111,7 @@ def test_the_same_data_run_with_forkserver():
     assert len(result.history) == 1
 
 
+@pytest.mark.slow
 def test_the_preflight_and_validation_are_watched_too():
     with thread_that_holds_the_lock():
         with pytest.raises(JobFailedError, match=r"No first batch of the preflight came within 0\.4 s"):
@@ -132,6 +135,7 @@ class Busy(InWorkers):
                 exec(compute)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_child", [False, True])
 def test_busy_workers_are_waited_for(in_child, events):
     assert len(fit(loader_of(Busy(in_child=in_child))).history) == 1

@@ -24,6 +24,8 @@ from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.stages import RANKER
 from stages_here import StagesHere
 
+pytestmark = pytest.mark.slow
+
 MODEL = {"patch_size": 5, "width": 16, "num_layers": 1, "num_heads": 2, "dropout": 0.1}
 GENERATED = {
     "source": "generated", "num_dates": 280, "num_assets": 50, "num_features": 3, "information_coefficient": 0.5,

@@ -272,6 +272,7 @@ def test_horizons_losses_and_columns_of_targets_can_be_set_one_by_one():
     assert isinstance(module.splitter(params), WalkForward)
 
 
+@pytest.mark.slow
 def test_preparing_a_run_loads_no_torch():
     code = "import sys, memfit_workloads.ranker.stages; print({'torch', 'skfolio', 'pandas'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -21,6 +21,8 @@ from memfit_workloads.ranker.prices import FEATURES, daily_features
 from memfit_workloads.ranker.stages import RANKER
 from stages_here import StagesHere
 
+pytestmark = pytest.mark.slow
+
 NUM_STOCKS = 20
 MODEL = {"patch_size": 5, "width": 8, "num_layers": 1, "num_heads": 1}
 JUDGED = {"k_ratio": 0.2, "backtest": {"horizon": 5, "k_ratio": 0.2}}

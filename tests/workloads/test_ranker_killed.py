@@ -2,7 +2,11 @@
 
 from collections import Counter
 
+import pytest
+
 import kills
+
+pytestmark = pytest.mark.slow
 
 CONFIG = """
 schema_version: 1

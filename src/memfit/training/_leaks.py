@@ -109,13 +109,14 @@ class LeakDetector:
         floor_objects: The same for Python's small objects, whose bytes no counter tells.
 
     Example:
-        >>> detector, kept = LeakDetector(), []
+        >>> import gc
+        >>> detector, kept, _ = LeakDetector(), [], gc.collect()
         >>> for epoch in range(1, 7):
-        ...     kept.extend(bytearray(1 << 16) for _ in range(64))
+        ...     kept.extend(bytearray(1 << 18) for _ in range(64))
         ...     leak = detector.end_epoch()
         ...     if leak:
         ...         print(epoch, leak.series, leak.holders[0])
-        5 host heap bytearray: 128 more, 8.0 MiB
+        5 host heap bytearray: 128 more, 32.0 MiB
     """
 
     def __init__(self, *, floor_bytes: int = MIB, floor_objects: int = 10_000) -> None:
