@@ -153,3 +153,12 @@ def test_commands_that_want_more_cores_than_there_are_hear_of_max_parallel_once(
     assert re.search(r"the 4 running jobs want \d\.\d cores and there are 1, .*; --max-parallel [12] ", told), told
     assert process.returncode == 0 and "--max-parallel" not in rest
     assert re.search(r"4 at once; the jobs kept [01]\.\d cores busy", rest), rest
+
+
+def test_commands_that_are_done_are_told_when_the_others_run_again(memfit, tmp_path):
+    words = ("map", "--param", "a=1,2", "--", "sh", "-c", f"test {{a}} = 1 -o -e {tmp_path}/go")
+    assert memfit(*words).exit_code == 4
+    (tmp_path / "go").touch()
+    again = memfit(*words)
+    assert again.exit_code == 0
+    assert "1 of 2 commands were done already; --new starts over" in again.out
