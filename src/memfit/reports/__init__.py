@@ -1,21 +1,28 @@
 """Reports, read from run directories alone, and the runs of this host."""
 
 from memfit.reports._budget import print_budget
+from memfit.reports._charts import COLOURS, Frame, Layer, Mark, draw_stack
 from memfit.reports._diagnosis import explain_in_a_line, print_diagnosis, print_fix, print_verification
 from memfit.reports._estimate import print_estimate
 from memfit.reports._live import LiveRun
 from memfit.reports._numbers import plain_table
+from memfit.reports._page import write_page
 from memfit.reports._plan import print_run_plan
 from memfit.reports._run_view import JobRow, RunView
 from memfit.reports._runs import Overview, Target, find_run, find_target, has_supervisor, is_live, list_runs
 from memfit.reports._summary import print_summary, summarize
 
 __all__ = [
+    "COLOURS",
+    "Frame",
     "JobRow",
+    "Layer",
     "LiveRun",
+    "Mark",
     "Overview",
     "RunView",
     "Target",
+    "draw_stack",
     "explain_in_a_line",
     "find_run",
     "find_target",
@@ -31,4 +38,5 @@ __all__ = [
     "print_summary",
     "print_verification",
     "summarize",
+    "write_page",
 ]

@@ -1,0 +1,267 @@
+"""Charts as inline SVG: stacked memory over time, and one bar per job. They need no script and no other file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Literal
+
+from memfit.units import GIB, KIB, MIB, TIB, format_bytes, format_duration
+
+#: Eight colours that colour-blind readers can tell apart, on light and on dark ground (after Okabe and Ito).
+COLOURS = ("#4c8bc4", "#e69f00", "#2aa876", "#cc79a7", "#d5652a", "#8a7fd1", "#7b9b3a", "#8c8c8c")
+#: What a chart needs of a style sheet; a page gives these classes its own colours.
+STYLE = (
+    ".ink{fill:currentColor}.dim{fill:currentColor;opacity:.65}.grid{stroke:currentColor;opacity:.15}"
+    ".limit{stroke:#d03030;stroke-dasharray:6 4;stroke-width:1.5}.bad{fill:#d03030}"
+    "text{font:12px system-ui,sans-serif}"
+)
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 22, 26
+_ROW, _BAR, _LETTER, _MOST_LETTERS = 22, 14, 7.3, 36
+#: Above this share of a limit the chart shows the limit; below, the data fill the chart.
+_SHOWS_LIMIT = 0.2
+_ABOUT_TICKS = 5
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One band of a stack.
+
+    Attributes:
+        name: What the legend calls it.
+        colour: Its fill.
+        values: Bytes at evenly spaced times.
+    """
+
+    name: str
+    colour: str
+    values: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A cross in a chart: something ended badly.
+
+    Attributes:
+        seconds: When, from the start.
+        text: What a pointer shows.
+    """
+
+    seconds: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A job's bar.
+
+    Attributes:
+        name: The text before it.
+        parts: Its pieces: start and end on the axis, and a colour.
+        note: The text behind it.
+        tick: A second value on the axis, drawn as a line; None for none.
+        is_bad: Whether the note is shown as a failure.
+    """
+
+    name: str
+    parts: Sequence[tuple[float, float, str]]
+    note: str = ""
+    tick: float | None = None
+    is_bad: bool = False
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The outside of a chart.
+
+    Attributes:
+        label: What a screen reader says.
+        title: A heading inside of the chart.
+        width: Pixels.
+        height: Pixels; draw_bars takes what its bars need.
+        styled: Whether the SVG has a style sheet of its own, for a file that stands alone.
+    """
+
+    label: str
+    title: str = ""
+    width: int = 960
+    height: int = 280
+    styled: bool = False
+
+
+@dataclass
+class _Canvas:
+    """An SVG that grows."""
+
+    frame: Frame
+    height: int
+    parts: list[str] = field(default_factory=list)
+
+    def add(self, part: str) -> None:
+        self.parts.append(part)
+
+    def text(self, x: float, y: float, text: str, *, anchor: str = "start", kind: str = "ink") -> None:
+        self.add(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(text)}</text>')
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
+        self.add(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>')
+
+    def cross(self, x: float, y: float, text: str) -> None:
+        self.add(
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" class="bad">✕<title>{escape(text)}</title></text>'
+        )
+
+    def __str__(self) -> str:
+        dark = "@media(prefers-color-scheme:dark){svg{color:#ddd}}"
+        style = f"<style>svg{{color:#222}}{dark}{STYLE}</style>" if self.frame.styled else ""
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.frame.width} {self.height}" role="img" '
+            f'aria-label="{escape(self.frame.label, quote=True)}">{style}{"".join(self.parts)}</svg>'
+        )
+
+
+def draw_stack(
+    layers: Sequence[Layer],
+    seconds: float,
+    frame: Frame,
+    *,
+    limit: tuple[str, int] | None = None,
+    marks: Sequence[Mark] = (),
+    most_bytes: float | None = None,
+) -> str:
+    """Return a chart of memory over time, its layers on top of each other.
+
+    Args:
+        layers: The bands, the lowest first; each has as many values.
+        seconds: How long the time axis is.
+        frame: The outside of the chart.
+        limit: The name and the bytes of a limit, drawn as a line where the data come near it.
+        marks: Crosses at the upper edge.
+        most_bytes: The end of the memory axis, to compare two charts; as the data need when None.
+    """
+    canvas = _Canvas(frame, frame.height)
+    num = max((len(layer.values) for layer in layers), default=0)
+    totals = [sum(layer.values[at] for layer in layers) for at in range(num)]
+    most = most_bytes or max(totals, default=0) or 1.0
+    near = limit is not None and most >= _SHOWS_LIMIT * limit[1]
+    end = max(most, limit[1] if limit and near else 0) * 1.06
+    left, right = _LEFT, frame.width - _RIGHT
+    top, bottom = _TOP + (18 if frame.title else 0), frame.height - _BOTTOM
+
+    def x_of(at: float) -> float:
+        return left + (right - left) * at / max(seconds, 1e-9)
+
+    def y_of(size: float) -> float:
+        return bottom - (bottom - top) * size / end
+
+    if frame.title:
+        canvas.add(f'<text x="{left}" y="16" class="ink" style="font-weight:600">{escape(frame.title)}</text>')
+    for tick in byte_ticks(end):
+        canvas.line(left, y_of(tick), right, y_of(tick), "grid")
+        canvas.text(left - 8, y_of(tick) + 4, format_bytes(round(tick)), anchor="end", kind="dim")
+    _draw_time(canvas, seconds, x_of, top, bottom)
+    below = [0.0] * num
+    for layer in layers:
+        above = [low + value for low, value in zip(below, layer.values, strict=True)]
+        times = [seconds * at / max(1, num - 1) for at in range(num)]
+        edge = [f"{x_of(at):.1f},{y_of(size):.1f}" for at, size in zip(times, above, strict=True)]
+        back = [f"{x_of(at):.1f},{y_of(size):.1f}" for at, size in zip(times, below, strict=True)][::-1]
+        canvas.add(
+            f'<polygon points="{" ".join(edge + back)}" fill="{layer.colour}" fill-opacity=".85">'
+            f"<title>{escape(layer.name)}</title></polygon>"
+        )
+        below = above
+    if limit is not None:
+        text = f"{limit[0]}: {format_bytes(limit[1])}"
+        if near:
+            canvas.line(left, y_of(limit[1]), right, y_of(limit[1]), "limit")
+            canvas.add(
+                f'<text x="{right}" y="{y_of(limit[1]) - 5:.1f}" text-anchor="end" class="bad">{escape(text)}</text>'
+            )
+        else:
+            canvas.text(right, top - 6, f"{text}, far above this chart", anchor="end", kind="dim")
+    for mark in marks:
+        canvas.cross(x_of(mark.seconds), top + 14, mark.text)
+    return str(canvas)
+
+
+def draw_bars(bars: Sequence[Bar], end: float, frame: Frame, *, axis: Literal["seconds", "bytes"]) -> str:
+    """Return one bar per job, on an axis of time or of memory.
+
+    Args:
+        bars: The bars, from above.
+        end: The end of the axis.
+        frame: The outside of the chart; its height is that of the bars.
+        axis: The unit of the axis.
+    """
+    height = _TOP + _ROW * len(bars) + _BOTTOM
+    canvas = _Canvas(frame, height)
+    names = [bar.name if len(bar.name) <= _MOST_LETTERS else f"{bar.name[: _MOST_LETTERS - 1]}…" for bar in bars]
+    note_width = 8 + _LETTER * max((len(bar.note) for bar in bars), default=0)
+    left = 16 + _LETTER * max(map(len, names), default=0)
+    right, bottom = frame.width - min(note_width, frame.width / 3), height - _BOTTOM
+
+    def x_of(at: float) -> float:
+        return left + (right - left) * at / max(end, 1e-9)
+
+    if axis == "seconds":
+        _draw_time(canvas, end, x_of, _TOP - 8, bottom)
+    else:
+        for tick in byte_ticks(end):
+            canvas.line(x_of(tick), _TOP - 8, x_of(tick), bottom, "grid")
+            canvas.text(x_of(tick), bottom + 16, format_bytes(round(tick)), anchor="middle", kind="dim")
+    for number, (bar, name) in enumerate(zip(bars, names, strict=True)):
+        y = _TOP + _ROW * number
+        canvas.text(left - 8, y + _BAR - 3, name, anchor="end")
+        for start, stop, colour in bar.parts:
+            canvas.add(
+                f'<rect x="{x_of(start):.1f}" y="{y}" width="{max(1.0, x_of(stop) - x_of(start)):.1f}" '
+                f'height="{_BAR}" fill="{colour}"/>'
+            )
+        if bar.tick is not None and bar.tick <= end:
+            x = x_of(bar.tick)
+            canvas.add(f'<rect x="{x - 1:.1f}" y="{y - 3}" width="2.5" height="{_BAR + 6}" class="ink"/>')
+        canvas.text(right + 8, y + _BAR - 3, bar.note, kind="bad" if bar.is_bad else "dim")
+    return str(canvas)
+
+
+def _draw_time(canvas: _Canvas, seconds: float, x_of: Callable[[float], float], top: float, bottom: float) -> None:
+    for tick in time_ticks(seconds):
+        x = x_of(tick)
+        canvas.line(x, top, x, bottom, "grid")
+        canvas.text(x, bottom + 16, format_duration(tick, short=True) if tick else "0", anchor="middle", kind="dim")
+
+
+def time_ticks(seconds: float) -> list[float]:
+    """Return round times from 0 up to a duration.
+
+    >>> time_ticks(140)
+    [0.0, 30.0, 60.0, 90.0, 120.0]
+    """
+    steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
+    step = next((step for step in steps if seconds / step <= _ABOUT_TICKS), 86400 * math.ceil(seconds / 86400 / 5))
+    return list(_multiples(step, seconds))
+
+
+def byte_ticks(size: float) -> list[float]:
+    """Return round sizes from 0 up to a size.
+
+    >>> [format_bytes(int(tick)) for tick in byte_ticks(700 << 20)]
+    ['0 B', '200.0 MiB', '400.0 MiB', '600.0 MiB']
+    """
+    unit = next((unit for unit in (TIB, GIB, MIB, KIB) if size >= unit), 1)
+    step = next(unit * 10**power * n for power in range(4) for n in (0.5, 1, 2) if size / (unit * 10**power * n) <= 5)
+    return list(_multiples(step, size))
+
+
+def _multiples(step: float, end: float) -> Iterator[float]:
+    for number in range(int(end / step) + 1):
+        yield float(step * number)
+
+
+def legend(layers: Sequence[tuple[str, str]]) -> str:
+    """Return a legend as HTML, from names and colours."""
+    items = (f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in layers)
+    return f'<p class="legend">{"".join(items)}</p>'

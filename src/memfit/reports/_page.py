@@ -1,0 +1,371 @@
+"""A run as one HTML page that needs no network and no script: memory over time, jobs, forecasts, causes of death."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import DamagedError
+from memfit.memory import Sample, read_series
+from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, Mark, draw_bars, draw_stack, legend
+from memfit.reports._numbers import format_number
+from memfit.reports._summary import summarize
+from memfit.rundir import RunDir, write_atomic
+from memfit.units import format_bytes, format_duration
+
+#: More points than this make a chart no finer.
+_NUM_POINTS = 240
+#: Bars beyond this are left out and counted: the longest jobs stay.
+_MOST_BARS = 40
+#: A job without a sample for so long was not running: it waited for its next attempt.
+_GAP_SECONDS = 30.0
+_PHASES = ("load", "build", "train", "validate", "checkpoint", "preflight")
+_OTHER = "no phase marked"
+_BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
+_MOST_EVIDENCE = 3
+#: A longer table is folded.
+_MOST_LINES = 30
+
+_CSS = """
+:root{color-scheme:light dark;--line:#8884;--soft:#8881}
+body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.5rem;margin:0}
+h2{font-size:1.1rem;margin:2.2rem 0 .4rem}
+p{margin:.3rem 0}
+svg{width:100%;height:auto}
+table{border-collapse:collapse;width:100%;font-size:14px}
+th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
+.number{text-align:right;font-variant-numeric:tabular-nums}
+.legend{font-size:13px}
+.legend span{margin-right:1.1rem;white-space:nowrap}
+.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
+.facts{display:flex;flex-wrap:wrap;gap:.6rem;margin:1rem 0}
+.facts div,pre{background:var(--soft);border-radius:6px;padding:.5rem .9rem}
+.facts b{display:block;font-size:1.15rem}
+pre{overflow-x:auto;font-size:13px;margin:.3rem 0}
+.note{opacity:.7}
+.failed{color:#d03030;font-weight:600}
+.wide{overflow-x:auto}
+"""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A run as it was read."""
+
+    run: RunDir
+    summary: Mapping[str, Any]
+    series: Mapping[str, Sequence[Sample]]
+    colours: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.path.parent.name}/{self.run.path.name}"
+
+    @property
+    def start(self) -> float:
+        return min((samples[0].time for samples in self.series.values()), default=0.0)
+
+    @property
+    def seconds(self) -> float:
+        return max((samples[-1].time for samples in self.series.values()), default=0.0) - self.start
+
+    @property
+    def limit(self) -> tuple[str, int] | None:
+        binding = self.summary["budget"].get("binding")
+        return (str(binding["name"]), int(binding["limit_bytes"])) if binding else None
+
+    @cached_property
+    def layers(self) -> list[Layer]:
+        """The private memory of all jobs at evenly spaced times, summed by phase."""
+        sums: dict[str, list[float]] = {}
+        step = self.seconds / (_NUM_POINTS - 1) or 1.0
+        for samples in self.series.values():
+            for first, last in _attempts(samples):
+                at = first
+                for point in range(int((samples[first].time - self.start) / step), _NUM_POINTS):
+                    now = self.start + point * step
+                    while at < last and samples[at + 1].time <= now:
+                        at += 1
+                    if now > samples[last].time + step:
+                        break
+                    values = sums.setdefault(_phase(samples[at]), [0.0] * _NUM_POINTS)
+                    values[point] += samples[at].private_bytes
+        return [Layer(name, colour, sums[name]) for name, colour in self.colours.items() if name in sums]
+
+    @property
+    def totals(self) -> list[float]:
+        """The private memory of all jobs together, at the same times."""
+        return [sum(values) for values in zip(*(layer.values for layer in self.layers), strict=True)]
+
+
+def write_page(run: RunDir, path: Path, other: RunDir | None = None) -> Path:
+    """Write a run as an HTML page.
+
+    Args:
+        run: The run.
+        path: The file to write.
+        other: A second run to show beside it.
+
+    Returns:
+        The file.
+    """
+    runs = [run] if other is None else [run, other]
+    series = [_read(one) for one in runs]
+    colours = _colours(series)
+    seen = [_Seen(one, summarize(one), own, colours) for one, own in zip(runs, series, strict=True)]
+    write_atomic(path, _page(seen))
+    return path
+
+
+def _read(run: RunDir) -> dict[str, list[Sample]]:
+    """Return the memory of each job over time."""
+    found = {}
+    for path in sorted(run.path.glob("jobs/*/memory.jsonl")):
+        with suppress(DamagedError):
+            if samples := read_series(path):
+                found[path.parent.name] = samples
+    return found
+
+
+def _colours(series: Sequence[Mapping[str, Sequence[Sample]]]) -> dict[str, str]:
+    """Return a colour for each phase; grey where a job marked none."""
+    found = {_phase(sample) for run in series for samples in run.values() for sample in samples} - {_OTHER}
+    phases = sorted(found, key=lambda name: (name not in _PHASES, name))
+    return {name: COLOURS[at % (len(COLOURS) - 1)] for at, name in enumerate(phases)} | {_OTHER: COLOURS[-1]}
+
+
+def _page(seen: Sequence[_Seen]) -> str:
+    title = " and ".join(one.name for one in seen)
+    body = [_heading(seen), *(_facts(one) for one in seen)]
+    body += ["<h2>Memory over time</h2>", *_memory(seen)]
+    if len(seen) > 1:
+        body += ["<h2>Both runs</h2>", _comparison(seen)]
+    for one in seen:
+        of = f" of {escape(one.name)}" if len(seen) > 1 else ""
+        body += [f"<h2>Jobs{of}</h2>", *_jobs(one), f"<h2>Forecast and peak{of}</h2>", *_forecasts(one)]
+        if deaths := list(_deaths(one)):
+            body += [f"<h2>What failed{of}</h2>", *deaths]
+        if len(seen) == 1 and (stages := _stages(one)):
+            body += ["<h2>Results</h2>", stages]
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
+    body.append(f'<p class="note">Written by memfit report on {made}.</p>')
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    head += f"<style>{_CSS}{STYLE}</style>"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
+
+
+def _heading(seen: Sequence[_Seen]) -> str:
+    where = "".join(f'<p class="note">{escape(str(one.run.path))}</p>' for one in seen)
+    return f"<h1>{' and '.join(escape(one.name) for one in seen)}</h1>{where}"
+
+
+def _facts(seen: _Seen) -> str:
+    facts = _numbers(seen)
+    boxes = "".join(f"<div><b>{escape(value)}</b>{escape(name)}</div>" for name, value in facts.items())
+    why = f'<p class="failed">{escape(seen.summary["why"])}</p>' if seen.summary["why"] else ""
+    return f'<div class="facts">{boxes}</div>{why}'
+
+
+def _numbers(seen: _Seen) -> dict[str, str]:
+    """Return the figures that matter most, by their names."""
+    summary = seen.summary
+    counts = ", ".join(f"{number} {name}" for name, number in summary["counts"].items()) or "none started"
+    facts = {
+        "state": str(summary["state"]),
+        "jobs": counts,
+        "wall clock": format_duration(summary["wall_seconds"], short=True),
+        "most jobs at once": str(summary["most_at_once"]),
+        "peak of all jobs together": format_bytes(int(max(seen.totals, default=0))),
+    }
+    if seen.limit is not None:
+        facts[f"limit ({seen.limit[0]})"] = format_bytes(seen.limit[1])
+    if summary["num_restarts"]:
+        facts["restarts by memfit"] = str(summary["num_restarts"])
+    return facts
+
+
+def _comparison(seen: Sequence[_Seen]) -> str:
+    rows = [_numbers(one) | _metrics(one) for one in seen]
+    names = dict.fromkeys(name for row in rows for name in row)
+    head = "".join(f'<th class="number">{escape(one.name)}</th>' for one in seen)
+    lines = [
+        f"<tr><td>{escape(name)}</td>"
+        + "".join(f'<td class="number">{escape(row.get(name, "-"))}</td>' for row in rows)
+        + "</tr>"
+        for name in names
+    ]
+    return _table(f"<th></th>{head}", lines)
+
+
+def _table(head: str, lines: Sequence[str]) -> str:
+    """Return a table; a long one is folded after its first lines."""
+    table = f'<div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+    is_long = len(lines) > _MOST_LINES
+    return f"<details><summary>{len(lines)} figures</summary>{table}</details>" if is_long else table
+
+
+def _metrics(seen: _Seen) -> dict[str, str]:
+    return {
+        f"{stage['name']}: {name}, mean of {one['n']}": format_number(one["mean"])
+        for stage in seen.summary["stages"]
+        for name, one in stage["metrics"].items()
+        if one["mean"] is not None
+    }
+
+
+def _memory(seen: Sequence[_Seen]) -> Iterator[str]:
+    """Yield one chart of memory by phase for each run, on the same scale."""
+    most = max((size for one in seen for size in one.totals), default=0)
+    shown = dict.fromkeys((layer.name, layer.colour) for one in seen for layer in one.layers)
+    if not most:
+        yield "<p>No job has left a sample of its memory.</p>"
+        return
+    yield legend(list(shown))
+    seconds = max(one.seconds for one in seen)
+    for one in seen:
+        marks = [
+            Mark(samples[-1].time - one.start, f"{job['job']} {job['state']}: {job['cause']}")
+            for job in one.summary["jobs"]
+            if job["state"] in _BAD and (samples := one.series.get(job["job"]))
+        ]
+        label = f"Private memory of all jobs of {one.name} over time, by phase"
+        frame = Frame(label, one.name if len(seen) > 1 else "")
+        yield draw_stack(one.layers, seconds, frame, limit=one.limit, marks=marks, most_bytes=most)
+    yield (
+        '<p class="note">The private memory of all jobs together, by what each job was doing. Memory that several '
+        "jobs share, such as a mapped panel, is not in it. A red cross is a job that failed.</p>"
+    )
+
+
+def _attempts(samples: Sequence[Sample]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last sample of each attempt: they are apart in time."""
+    first = 0
+    for at in range(1, len(samples)):
+        if samples[at].time - samples[at - 1].time > _GAP_SECONDS:
+            yield first, at - 1
+            first = at
+    yield first, len(samples) - 1
+
+
+def _phase(sample: Sample) -> str:
+    return sample.phase or _OTHER
+
+
+def _jobs(seen: _Seen) -> Iterator[str]:
+    """Yield each job as a bar over time, coloured by phase."""
+    jobs = [job for job in seen.summary["jobs"] if job["job"] in seen.series]
+    jobs = sorted(jobs, key=lambda job: job["seconds"] or 0.0)[-_MOST_BARS:]
+    jobs.sort(key=lambda job: seen.series[job["job"]][0].time)
+    if not jobs:
+        yield "<p>No job has run yet.</p>"
+        return
+    bars = []
+    for job in jobs:
+        samples = seen.series[job["job"]]
+        parts = [
+            (
+                samples[at].time - seen.start,
+                samples[min(at + 1, last)].time - seen.start,
+                seen.colours[_phase(samples[at])],
+            )
+            for first, last in _attempts(samples)
+            for at in range(first, last + 1)
+        ]
+        note = job["state"] + (f", {format_duration(job['seconds'], short=True)}" if job["seconds"] else "")
+        bars.append(Bar(_name(job), list(_merged(parts)), note, is_bad=job["state"] in _BAD))
+    yield draw_bars(bars, seen.seconds, Frame(f"When each job of {seen.name} ran, by phase"), axis="seconds")
+    if left := len(seen.series) - len(jobs):
+        yield f'<p class="note">{left} shorter jobs are not shown.</p>'
+
+
+def _name(job: Mapping[str, Any]) -> str:
+    return " ".join([job["job"], *(f"{name}={value}" for name, value in job["params"].items())])
+
+
+def _merged(parts: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, float, str]]:
+    """Yield parts with neighbours of one colour joined."""
+    now: tuple[float, float, str] | None = None
+    for start, end, colour in parts:
+        if now is not None and now[2] == colour and start - now[1] < 1e-6:
+            now = (now[0], end, colour)
+            continue
+        if now is not None:
+            yield now
+        now = (start, end, colour)
+    if now is not None:
+        yield now
+
+
+def _forecasts(seen: _Seen) -> Iterator[str]:
+    """Yield each job's peak as a bar, and its reservation as a line."""
+    jobs = [job for job in seen.summary["jobs"] if job["peak_bytes"]]
+    jobs = sorted(jobs, key=lambda job: job["peak_bytes"])[-_MOST_BARS:][::-1]
+    if not jobs:
+        yield "<p>No job was measured.</p>"
+        return
+    most = jobs[0]["peak_bytes"]
+    end = min(2 * most, max(most, *(job["reserved_bytes"] or 0 for job in jobs))) * 1.05
+    bars = [
+        Bar(_name(job), [(0, job["peak_bytes"], COLOURS[0])], _reserved(job), job["reserved_bytes"]) for job in jobs
+    ]
+    yield draw_bars(bars, end, Frame(f"The peak of each job of {seen.name}, and its reservation"), axis="bytes")
+    yield '<p class="note">Bar: the measured peak of private memory. Line: what memfit had reserved for the job.'
+    error = seen.summary["forecast_error"]
+    if error is not None:
+        side = "above" if error["median"] >= 0 else "below"
+        yield (
+            f" Reservations were {abs(100 * error['median']):.0f} % {side} the peaks (median of {error['num']} jobs); "
+            f"{error['num_under']} too small."
+        )
+    yield "</p>"
+
+
+def _reserved(job: Mapping[str, Any]) -> str:
+    reserved = job["reserved_bytes"]
+    peak = format_bytes(job["peak_bytes"])
+    return f"{peak} of {format_bytes(reserved)}" if reserved else f"{peak}, measured alone"
+
+
+def _deaths(seen: _Seen) -> Iterator[str]:
+    """Yield why each failed job ended, with the lines that show it."""
+    from memfit.diagnosis import diagnose_logs
+
+    for job in seen.summary["jobs"]:
+        if job["state"] not in _BAD:
+            continue
+        cause = job["cause"] or "it left no result"
+        yield f'<p><span class="failed">{escape(_name(job))} {escape(job["state"])}</span>: {escape(cause)}</p>'
+        folder = seen.run.job_dir(job["job"])
+        if job["diagnosis"]:
+            found = diagnose_logs([path for path in (folder / "err.log", folder / "out.log") if path.exists()])
+            lines = "\n".join(f"{one.file}:{one.line}  {one.text}" for one in found.evidence[:_MOST_EVIDENCE])
+            yield f"<p>{escape(job['diagnosis'])}</p><pre>{escape(lines)}</pre>"
+        yield f'<p class="note">log: {escape(job["log"])}; more: memfit diagnose {escape(str(folder))}</p>'
+
+
+def _stages(seen: _Seen) -> str:
+    rows = [
+        (stage["name"], name, one["mean"], one["sd"], one["n"])
+        for stage in seen.summary["stages"]
+        for name, one in stage["metrics"].items()
+    ]
+    if not rows:
+        return ""
+    lines = [
+        f'<tr><td>{escape(stage)}</td><td>{escape(name)}</td><td class="number">{_number(mean)}</td>'
+        f'<td class="number">{_number(sd)}</td><td class="number">{n}</td></tr>'
+        for stage, name, mean, sd, n in rows
+    ]
+    head = "".join(f'<th class="number">{name}</th>' for name in ("mean", "standard deviation", "units"))
+    return _table(f"<th>stage</th><th>result</th>{head}", lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else format_number(value)

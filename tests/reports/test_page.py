@@ -1,0 +1,112 @@
+"""The page of a run: whole, offline, and drawn by a real browser."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memfit.rundir import RunDir
+
+pytestmark = pytest.mark.slow
+
+_VOID = {"meta", "br", "line", "rect"}
+
+
+class _Page(html.parser.HTMLParser):
+    """Keeps what a page says and what it loads, and whether its tags are closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [f"{name}={value}" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def memfit(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "memfit", *words], cwd=cwd, text=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four commands, of which one fails with an allocation that no machine has."""
+    folder = tmp_path_factory.mktemp("page")
+    code = "import time; block = bytearray({mib} << 20); time.sleep(1.2)"
+    found = memfit("map", "--param", "mib=20,30,40,99999999", "--json", "--", sys.executable, "-c", code, cwd=folder)
+    assert found.returncode == 4, found.stderr
+    return Path(folder / json.loads(found.stdout)["run"])
+
+
+def test_the_page_is_whole_offline_and_small(run: Path) -> None:
+    found = memfit("report", str(run), cwd=run.parent)
+    assert found.returncode == 0, found.stderr
+    text = (run / "report.html").read_text()
+    page = _Page(text)
+    assert page.open == []
+    assert page.loads == []
+    assert "script" not in page.tags
+    assert page.tags.count("svg") == 3
+    assert len(text.encode()) < 300_000
+    said = " ".join(page.text)
+    assert "3 completed" in said
+    assert "cmd_0001 mib=20" in said
+    assert "MemoryError" in said, "the line that shows the cause"
+
+
+def test_two_runs_share_one_scale_and_one_table(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "both.html"
+    found = memfit("report", str(run), "--compare", str(run), "--out", str(out), cwd=run.parent)
+    assert found.returncode == 0, found.stderr
+    page = _Page(out.read_text())
+    assert page.tags.count("svg") == 6
+    assert "Both runs" in " ".join(page.text)
+    assert len(out.read_bytes()) < 300_000
+
+
+def test_a_run_without_jobs_has_a_page_too(tmp_path: Path) -> None:
+    empty = RunDir.create(tmp_path, "demo", "0" * 64)
+    found = memfit("report", str(empty.path), cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert "No job has left a sample" in (empty.path / "report.html").read_text()
+
+
+def test_a_browser_draws_the_charts(run: Path, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium is installed here (apt-get install chromium)")
+    from PIL import Image
+
+    from memfit.reports import COLOURS, write_page
+
+    page, picture = write_page(RunDir.open(run), tmp_path / "page.html"), tmp_path / "page.png"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1040,1400", f"--user-data-dir={tmp_path}"]
+    subprocess.run(
+        [browser, *flags, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True, timeout=120
+    )
+    with Image.open(picture) as image:
+        seen = {pixel for _, pixel in image.convert("RGB").getcolors(1 << 24) or ()}
+    bars = tuple(int(COLOURS[0][at : at + 2], 16) for at in (1, 3, 5))
+    assert bars in seen, "the bars of the peaks"
+    assert len(seen) > 50, "texts and charts, not an empty page"
