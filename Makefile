@@ -16,18 +16,26 @@ help: ## list the verbs
 install: $(STAMP) ## install memfit and what its tests need into .venv; runs again when the requirements change
 	@$(BIN)/python -m compileall -q src  # where PYTHONDONTWRITEBYTECODE is set, each job would compile it anew
 
-$(STAMP): pyproject.toml constraints.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "memfit needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1):" \
 	         "name another one, for example: make install PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' || \
 	  { echo "$(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing memfit and PyTorch into $(VENV): about a minute"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[ranker]'
 	@touch $@
 
-demo: install ## train the stock ranker's five folds side by side in one budget (ARGS=--new starts over)
-	$(BIN)/memfit run src/memfit_workloads/ranker/config.yaml $(ARGS)
+demo: $(VENV)/.demo ## run five folds under one limit, without memfit and with it (ARGS=--new trains them again)
+	@$(BIN)/python -m compileall -q src
+	@$(BIN)/python benchmarks/demo.py $(ARGS)
 
 test: install ## run the test suite in two processes; names what was skipped and why (ARGS are handed to pytest)
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && trap 'exit 143' TERM && \

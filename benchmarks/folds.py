@@ -26,11 +26,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -38,6 +37,7 @@ import torch
 import yaml
 from pyarrow import feather
 
+from limited import Limited
 from memfit.data import Panel
 from memfit.pipeline import Context, Output
 from memfit.training import load_checkpoint
@@ -49,43 +49,6 @@ NUM_FOLDS = 5
 NUM_ASSETS, NUM_FEATURES = 2048, 512
 #: No step may allocate more than this.
 MOST_BYTES = 12 << 30
-
-
-class Group:
-    """One real memory cgroup with a limit."""
-
-    def __init__(self, parent: Path, limit_bytes: int) -> None:
-        self.path = parent / f"memfit-bench-{uuid.uuid4().hex[:8]}"
-        self.path.mkdir()
-        self.v1 = (self.path / "memory.limit_in_bytes").exists()
-        (self.path / ("memory.limit_in_bytes" if self.v1 else "memory.max")).write_text(str(limit_bytes))
-
-    def run(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a command inside the group."""
-        enter = ["sh", "-c", f'echo $$ > {self.path}/cgroup.procs; exec "$@"', "sh", *command]
-        return subprocess.Popen(enter, text=True, **options)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The charged peak, page cache included."""
-        return int((self.path / ("memory.max_usage_in_bytes" if self.v1 else "memory.peak")).read_text())
-
-    @property
-    def num_oom_kills(self) -> int:
-        text = (self.path / ("memory.oom_control" if self.v1 else "memory.events")).read_text()
-        return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill "))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for _attempt in range(100):
-            try:
-                self.path.rmdir()
-                return
-            except OSError:
-                time.sleep(0.1)
-        raise RuntimeError(f"{self.path} still holds {(self.path / 'cgroup.procs').read_text().split()}")
 
 
 def write_config(work: Path, gib: float) -> Path:
@@ -189,13 +152,13 @@ def naive_fold(config: Path, run: Path, fold: int) -> None:
     train_fold(context, RankerParams.model_validate(yaml.safe_load(config.read_text())["params"]))
 
 
-def run_memfit(command: Sequence[str], group: Group | None = None) -> dict[str, Any]:
+def run_memfit(command: Sequence[str], group: Limited | None = None) -> dict[str, Any]:
     """Run ``memfit run --json`` to its end, inside a group or without a limit; its summary."""
     started = time.monotonic()
     if group is None:
         process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE)
     else:
-        process = group.run(command, stdout=subprocess.PIPE)
+        process = group.start(command, stdout=subprocess.PIPE)
     try:
         out, _ = process.communicate()
     except BaseException:
@@ -208,11 +171,11 @@ def run_memfit(command: Sequence[str], group: Group | None = None) -> dict[str, 
     return summary | {"exit_code": process.returncode, "seconds": time.monotonic() - started}
 
 
-def run_naive(config: Path, run: Path, group: Group) -> list[int]:
+def run_naive(config: Path, run: Path, group: Limited) -> list[int]:
     """Five processes side by side, each with its own copy, under one limit; their exit codes."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
-        group.run([sys.executable, __file__, "--naive", str(config), str(run), str(fold)], env=env)
+        group.start([sys.executable, __file__, "--naive", str(config), str(run), str(fold)], env=env)
         for fold in range(1, NUM_FOLDS + 1)
     ]
     try:
@@ -266,13 +229,13 @@ def compare(work: Path, gib: float, parent: Path) -> dict[str, Any]:
     print(f"   limit for all that follows: {format_bytes(limit)} = (panel + 5 folds) + 5 %", flush=True)
 
     print("2. naive: five processes, each with its own copy, under that limit ...", flush=True)
-    with Group(parent, limit) as group:
+    with Limited(parent, limit) as group:
         codes = run_naive(config, Path(alone["run"]), group)
         figures |= {"naive_exit_codes": codes, "naive_oom_kills": group.num_oom_kills}
 
     print("3. memfit: five folds, panel built anew, under that limit ...", flush=True)
     drop_panels(work)
-    with Group(parent, limit) as group:
+    with Limited(parent, limit) as group:
         parallel = run_memfit(memfit(config, "--new"), group)
         figures |= {
             "memfit_exit_code": parallel["exit_code"],

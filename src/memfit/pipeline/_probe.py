@@ -99,34 +99,37 @@ def probed(target: str, resolved: str, *needed: str) -> Iterator[tuple[Context, 
         yield *first_context(target, whole, stage, Path(folder)), probe
 
 
-def first_context(target: str, whole: config.Resolved[RunConfig], stage: str, folder: Path) -> tuple[Context, Any]:
-    """Run what a stage needs in this process, and return its first unit's context and params.
+def first_context(
+    target: str, whole: config.Resolved[RunConfig], stage: str, folder: Path, unit: str = "1"
+) -> tuple[Context, Any]:
+    """Run what a stage needs in this process, and return the context and the params of one of its units.
 
     Args:
         target: The workload.
         whole: The config; panels go to its ``panels_dir``, so those of earlier runs are found.
         stage: The stage.
         folder: Where all else goes.
+        unit: The unit.
     """
     described = describe(target, whole.to_json())
-    order = Order(whole.value, described["stages"], "", {}, {}, Choice(until=stage, units="1"), described["params"])
+    order = Order(whole.value, described["stages"], "", {}, {}, Choice(until=stage, units=unit), described["params"])
     (folder / "checkpoints").mkdir()
     run = RunDir(folder)
     graph = Graph(order, run, make_job=lambda unit: unit)
     while True:
-        unit = next(iter(graph.next(1)))
-        if unit.stage["command"] is not None:
+        job = next(iter(graph.next(1)))
+        if job.stage["command"] is not None:
             raise UsageError(
-                f"stage {stage} needs stage {unit.stage['name']}, which is a command.",
+                f"stage {stage} needs stage {job.stage['name']}, which is a command.",
                 rule="what is measured outside of a run is made by stages that are functions.",
                 remedy=f"measure it in a run: memfit run CONFIG --until {stage} --units 1",
             )
-        asked = stage_order(order, run, unit)
-        if unit.stage["name"] == stage:
+        asked = stage_order(order, run, job)
+        if job.stage["name"] == stage:
             params = load_workload(target).params.model_validate(described["params"])
-            return make_context(asked), only(params, unit.stage)
+            return make_context(asked), only(params, job.stage)
         run_stage(asked)
-        graph.ended(JobStatus(unit.job_id, "completed"))
+        graph.ended(JobStatus(job.job_id, "completed"))
 
 
 def data_text(context: Context) -> str:
