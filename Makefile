@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-vm check check-code check-docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-ranker clean
+.PHONY: help install demo test test-fast test-vm check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-ranker clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -59,8 +59,15 @@ check-code: install
 	$(BIN)/lint-imports
 	$(BIN)/python tools/find_dead.py
 
-check-docs: install
-	$(BIN)/python tools/run_docs.py README.md docs/stages.md docs/moving.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md
+check-docs: install docs
+	$(BIN)/python tools/run_docs.py README.md docs/quickstart.md docs/folds.md docs/stages.md docs/moving.md docs/workload.md docs/commands.md docs/training.md docs/data.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md
+
+docs: install ## build the documents as a site in build/site
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt zensical
+	rm -rf build/docs build/site && mkdir -p build && cp -r docs build/docs
+	sed 's#(docs/#(#g' README.md > build/docs/index.md
+	sed 's#(docs/#(#g' ARCHITECTURE.md > build/docs/ARCHITECTURE.md
+	$(BIN)/zensical build --clean --strict
 
 format: install ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix
