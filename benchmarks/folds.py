@@ -1,6 +1,6 @@
 """Five folds in the space of one panel: naive copies are killed, memfit's folds all run at once.
 
-    python benchmarks/folds.py [--gib 1] [--work DIR] [--json FILE]
+    python benchmarks/folds.py [--gib 1] [--repeat 1] [--work DIR] [--json FILE]
 
 What it does, in one run, on a generated market whose panel takes at least ``--gib``:
 
@@ -9,6 +9,8 @@ What it does, in one run, on a generated market whose panel takes at least ``--g
 2. *Naive*: five processes side by side that each build their own copy of the panel and train a fold.
 3. *memfit*: the same five folds under the same limit, panel built anew under it too.
 4. *Sequential*: the same folds one at a time, to compare every tensor and table bit for bit.
+
+``--repeat 20`` does steps 2 and 3 twenty times; the figures are those of the worst repetition.
 
 Needs root and a writable cgroup v1 memory hierarchy (or, not tried yet, a v2 group named by ``--cgroup``). It makes a
 group and removes it; it allocates at most the limit that it prints, about 3 GiB at the default size.
@@ -22,6 +24,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,7 +44,7 @@ from limited import Limited
 from memfit.data import Panel
 from memfit.pipeline import Context, Output
 from memfit.training import load_checkpoint
-from memfit.units import format_bytes, format_duration
+from memfit.units import format_bytes
 from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.stages import train_fold
 
@@ -214,8 +217,8 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(item, f"{name}.{number}")
 
 
-def compare(work: Path, gib: float, parent: Path) -> dict[str, Any]:
-    """All four steps; the figures."""
+def compare(work: Path, gib: float, parent: Path, repeat: int) -> dict[str, Any]:
+    """All four steps; the figures, with one entry in ``tries`` for each repetition of steps 2 and 3."""
     config = write_config(work, gib)
     print("1. one fold alone, without a limit ...", flush=True)
     alone = run_memfit(memfit(config, "--units", "1"))
@@ -224,69 +227,79 @@ def compare(work: Path, gib: float, parent: Path) -> dict[str, Any]:
     limit = int((panel + NUM_FOLDS * private) * 1.05)
     if limit > MOST_BYTES:
         raise SystemExit(f"the limit would be {format_bytes(limit)}, more than {format_bytes(MOST_BYTES)}: lower --gib")
-    figures: dict[str, Any] = {"panel_bytes": panel, "private_bytes": private, "limit_bytes": limit}
     print(f"   panel {format_bytes(panel)}, one fold's private memory {format_bytes(private)}", flush=True)
     print(f"   limit for all that follows: {format_bytes(limit)} = (panel + 5 folds) + 5 %", flush=True)
+    print("2. one fold after the other, without a limit ...", flush=True)
+    sequential = run_memfit(memfit(config, "--new", "--max-parallel", "1"))
+    tries = []
+    for number in range(1, repeat + 1):
+        print(f"3. under that limit, {number} of {repeat}: five plain processes, then memfit ...", flush=True)
+        tries.append(_try(work, config, parent, limit, (Path(alone["run"]), Path(sequential["run"]))))
+        print(f"   {tries[-1]}", flush=True)
+    return {
+        "panel_bytes": panel,
+        "private_bytes": private,
+        "limit_bytes": limit,
+        "sequential_seconds": sequential["seconds"],
+        "tries": tries,
+    }
 
-    print("2. naive: five processes, each with its own copy, under that limit ...", flush=True)
+
+def _try(work: Path, config: Path, parent: Path, limit: int, runs: tuple[Path, Path]) -> dict[str, Any]:
+    """Both ways once, each under a limit of its own group."""
+    prepared, sequential = runs
     with Limited(parent, limit) as group:
-        codes = run_naive(config, Path(alone["run"]), group)
-        figures |= {"naive_exit_codes": codes, "naive_oom_kills": group.num_oom_kills}
-
-    print("3. memfit: five folds, panel built anew, under that limit ...", flush=True)
+        codes = run_naive(config, prepared, group)
+        naive_kills = group.num_oom_kills
     drop_panels(work)
     with Limited(parent, limit) as group:
         parallel = run_memfit(memfit(config, "--new"), group)
-        figures |= {
-            "memfit_exit_code": parallel["exit_code"],
-            "memfit_oom_kills": group.num_oom_kills,
-            "memfit_charged_peak_bytes": group.peak_bytes,
-            "memfit_at_once": parallel.get("most_at_once"),
-            "memfit_seconds": parallel["seconds"],
-            "memfit_budget": parallel.get("budget", {}).get("binding"),
-        }
-
-    print("4. one fold after the other, without a limit ...", flush=True)
-    sequential = run_memfit(memfit(config, "--new", "--max-parallel", "1"))
-    figures |= {"sequential_seconds": sequential["seconds"]}
-    figures["differences"] = differences(Path(parallel["run"]), Path(sequential["run"]))
-    return figures
+        kills, peak = group.num_oom_kills, group.peak_bytes
+    return {
+        "naive_killed": sum(code in (-signal.SIGKILL, 128 + signal.SIGKILL) for code in codes),
+        "naive_oom_kills": naive_kills,
+        "memfit_exit_code": parallel["exit_code"],
+        "memfit_oom_kills": kills,
+        "memfit_charged_peak_bytes": peak,
+        "memfit_at_once": parallel.get("most_at_once"),
+        "memfit_seconds": parallel["seconds"],
+        "limit_name": parallel.get("budget", {}).get("binding", {}).get("name"),
+        "num_differences": len(differences(Path(parallel["run"]), sequential)),
+    }
 
 
 def report(figures: Mapping[str, Any]) -> bool:
     """Print the comparison; whether everything promised held."""
-    limit, peak = figures["limit_bytes"], figures["memfit_charged_peak_bytes"]
-    killed = sum(code in (-signal.SIGKILL, 128 + signal.SIGKILL) for code in figures["naive_exit_codes"])
-    sequential, parallel = figures["sequential_seconds"], figures["memfit_seconds"]
+    tries, limit = figures["tries"], figures["limit_bytes"]
     bound = figures["panel_bytes"] + NUM_FOLDS * figures["private_bytes"]
+    peak = max(one["memfit_charged_peak_bytes"] for one in tries)
+    parallel = statistics.median(one["memfit_seconds"] for one in tries)
+    fewest = min(one["naive_killed"] for one in tries)
+    most = max(one["naive_killed"] for one in tries)
+    num_finished = sum(one["memfit_exit_code"] == 0 for one in tries)
+    oom_kills = sum(one["memfit_oom_kills"] for one in tries)
+    different = sum(one["num_differences"] for one in tries)
+    at_once = min(one["memfit_at_once"] or 0 for one in tries)
     print()
     print(f"panel                     {format_bytes(figures['panel_bytes'])}")
     print(f"one fold's private peak   {format_bytes(figures['private_bytes'])}")
     print(f"one real cgroup limit     {format_bytes(limit)} = (panel + 5 folds' private) + 5 %")
-    print(f"naive, 5 copies           {killed} of 5 processes killed, oom_kill counter {figures['naive_oom_kills']}")
-    print(
-        f"memfit                    {figures['memfit_at_once']} of 5 at once, exit {figures['memfit_exit_code']}, "
-        f"oom_kill counter {figures['memfit_oom_kills']}"
-    )
-    print(f"  budget set by           {figures['memfit_budget']['name']}, {figures['memfit_budget']['source']}")
+    print(f"repetitions               {len(tries)}")
+    print(f"naive, 5 copies           {fewest} to {most} of 5 processes killed")
+    print(f"memfit                    {num_finished} of {len(tries)} runs completed, {oom_kills} OOM kills")
+    print(f"  folds at once           {at_once} of 5 at least; budget set by {tries[-1]['limit_name']}")
     print(f"  charged peak            {format_bytes(peak)}, {peak / bound:.3f} of (panel + 5 folds' private)")
-    print(f"against one at a time     {parallel / sequential:.2f} of its wall clock on {os.cpu_count()} cores")
-    print(f"                          {format_duration(parallel)} to {format_duration(sequential)}")
-    print(f"differing tensors, tables {len(figures['differences'])} {figures['differences'][:3] or ''}")
-    return (
-        killed > 0
-        and figures["naive_oom_kills"] > 0
-        and figures["memfit_exit_code"] == 0
-        and figures["memfit_oom_kills"] == 0
-        and figures["memfit_at_once"] == NUM_FOLDS
-        and peak <= limit
-        and not figures["differences"]
+    print(
+        f"against one at a time     {parallel / figures['sequential_seconds']:.2f} of its time, {os.cpu_count()} cores"
     )
+    print(f"differing tensors, tables {different}")
+    return fewest > 0 and num_finished == len(tries) and not oom_kills and at_once == NUM_FOLDS and not different
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gib", type=float, default=1.0, help="the panel's size at least (default: 1)")
+    parser.add_argument("--repeat", type=int, default=1, help="how often both ways are tried (default: 1)")
     parser.add_argument("--work", type=Path, help="where to work; kept afterwards (default: a temporary folder)")
     parser.add_argument("--cgroup", type=Path, default=Path("/sys/fs/cgroup/memory"), help="where to make the group")
     parser.add_argument("--json", type=Path, help="write the figures there too")
@@ -300,7 +313,7 @@ def main() -> None:
     work = options.work or Path(tempfile.mkdtemp(prefix="memfit-bench-"))
     work.mkdir(parents=True, exist_ok=True)
     try:
-        figures = compare(work.resolve(), options.gib, options.cgroup)
+        figures = compare(work.resolve(), options.gib, options.cgroup, options.repeat)
     finally:
         if options.work is None:
             shutil.rmtree(work)
