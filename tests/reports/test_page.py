@@ -75,13 +75,17 @@ def test_the_page_is_whole_offline_and_small(run: Path) -> None:
     assert "MemoryError" in said, "the line that shows the cause"
 
 
-def test_two_runs_share_one_scale_and_one_table(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "both.html"
-    found = memfit("report", str(run), "--compare", str(run), "--out", str(out), cwd=run.parent)
+def test_two_runs_share_one_scale_and_say_what_changed(run: Path, tmp_path: Path) -> None:
+    found = memfit("run", "--json", "--retries", "1", "--", sys.executable, "-c", "print(1)", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    out, other = tmp_path / "both.html", tmp_path / json.loads(found.stdout)["run"]
+    found = memfit("report", str(run), "--compare", str(other), "--out", str(out), cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     page = _Page(out.read_text())
+    said = " ".join(page.text)
     assert page.tags.count("svg") == 6
-    assert "Both runs" in " ".join(page.text)
+    assert "settings.retries" in said, "what changed"
+    assert "settings.grace_seconds" not in said, "what did not"
     assert len(out.read_bytes()) < 300_000
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,6 +11,8 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from memfit.errors import DamagedError
 from memfit.memory import Sample, read_series
@@ -146,7 +149,7 @@ def _page(seen: Sequence[_Seen]) -> str:
     body = [_heading(seen), *(_facts(one) for one in seen)]
     body += ["<h2>Memory over time</h2>", *_memory(seen)]
     if len(seen) > 1:
-        body += ["<h2>Both runs</h2>", _comparison(seen)]
+        body += ["<h2>What changed</h2>", _changes(seen), "<h2>Both runs</h2>", _comparison(seen)]
     for one in seen:
         of = f" of {escape(one.name)}" if len(seen) > 1 else ""
         body += [f"<h2>Jobs{of}</h2>", *_jobs(one), f"<h2>Forecast and peak{of}</h2>", *_forecasts(one)]
@@ -189,6 +192,38 @@ def _numbers(seen: _Seen) -> dict[str, str]:
     if summary["num_restarts"]:
         facts["restarts by memfit"] = str(summary["num_restarts"])
     return facts
+
+
+def _changes(seen: Sequence[_Seen]) -> str:
+    """Return the settings that differ between the runs."""
+    settings = [dict(_flat(_settings(one.run))) for one in seen]
+    names = dict.fromkeys(name for one in settings for name in one)
+    rows = {name: [json.dumps(one.get(name)) for one in settings] for name in names}
+    changed = {name: values for name, values in rows.items() if len(set(values)) > 1}
+    if not changed:
+        return "<p>Both runs have the same settings.</p>"
+    head = "".join(f"<th>{escape(one.name)}</th>" for one in seen)
+    cells = ("".join(f"<td>{escape(value)}</td>" for value in values) for values in changed.values())
+    return _table(
+        f"<th></th>{head}", [f"<tr><td>{escape(n)}</td>{c}</tr>" for n, c in zip(changed, cells, strict=True)]
+    )
+
+
+def _settings(run: RunDir) -> Mapping[str, Any]:
+    """Return what was run: the resolved config, or the command and its settings."""
+    path = run.path / "config.yaml"
+    if path.exists():
+        found: Mapping[str, Any] = yaml.safe_load(path.read_text()) or {}
+        return found
+    return {name: run.header[name] for name in ("template", "combinations", "settings") if name in run.header}
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _flat(item, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, value
 
 
 def _comparison(seen: Sequence[_Seen]) -> str:
