@@ -55,6 +55,7 @@ GONE = (
     Gone("argument", "memfit.data.SequenceLoader(pool=)", "num_workers=2"),
     Gone("name", "memfit.estimation.estimate_program", "memfit.estimation.estimate_step"),
     Gone("name", "memfit.estimation.simulate_batches", "memfit.estimation.describe_batches"),
+    Gone("name", "memfit.estimation.AllocatorFault", "memfit.checks.Check"),
 )
 
 

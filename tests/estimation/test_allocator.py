@@ -115,40 +115,6 @@ def test_streams_share_no_blocks():
 # PyTorch's own tests: c10/test/core/AllocatorConfig_test.cpp and test/test_cuda.py (main, 2026).
 
 
-def test_the_divisions_are_those_of_the_allocators_own_test():
-    table = parse("roundup_power2_divisions:[64:8,128:2,256:4,512:2,1024:4,>:1]").roundup_power2_divisions
-    assert [table[size.bit_length() - 1] for size in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)] == [
-        *(8, 8, 2, 4, 2, 4, 1, 1, 1)
-    ]
-    table = parse("roundup_power2_divisions:[128:8,256:16,512:1,2048:8,>:2]").roundup_power2_divisions
-    assert [table[size.bit_length() - 1] for size in (64, 128, 256, 512, 1024, 2048, 4096)] == [8, 8, 16, 1, 0, 8, 2]
-    assert set(parse("roundup_power2_divisions:4").roundup_power2_divisions) == {4}
-
-
-def power2_div(size, factor):
-    """As ``test_allocator_settings`` of test_cuda.py has it: the next of the steps between two powers of 2."""
-    power = 1 << (size - 1).bit_length()
-    return power if power == size else next(n for n in range(power // 2, power + 1, power // 2 // factor) if n >= size)
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes", "factor"),
-    [
-        ("roundup_power2_divisions:4", 84 * MIB, 4),
-        ("roundup_power2_divisions:[64:8,128:2,256:2,512:2,1024:1,>:1]", 84 * MIB, 8),
-        ("roundup_power2_divisions:[64:1,128:2,256:2,512:8,1024:1,>:1]", 400 * MIB, 2),
-        ("roundup_power2_divisions:[4:2,128:8]", 3 * MIB + 1, 2),
-        ("roundup_power2_divisions:8", 512 * MIB, 8),
-    ],
-)
-def test_sizes_are_rounded_to_divisions_of_powers_of_2_as_test_allocator_settings_wants(text, num_bytes, factor):
-    assert filled(num_bytes, text=text).allocated_bytes == power2_div(num_bytes, factor)
-
-
-def test_one_division_is_none():
-    assert filled(84 * MIB + 1, text="roundup_power2_divisions:[64:1,>:1]").allocated_bytes == 84 * MIB + 512
-
-
 def test_out_of_memory_retry_of_test_cuda():
     total = 15_637_086_208  # a T4's
     allocator = filled(total // 2, capacity_bytes=total)
@@ -270,6 +236,7 @@ def test_an_empty_trace_takes_nothing():
         ("roundup_power2_divisions:[3:2]", "power of 2"),
         ("roundup_power2_divisions:[256:3]", "power of 2"),
         ("backend:cudaMallocAsync", "only torch's own"),
+        ("roundup_power2_divisions:[64:1,>:4]", "memfit does not model roundup_power2_divisions"),
     ],
 )
 def test_what_torch_refuses_and_what_is_not_modelled_is_an_error(text, said):
@@ -283,7 +250,7 @@ def test_what_torch_refuses_and_what_is_not_modelled_is_an_error(text, said):
 def test_settings_are_read_as_torch_reads_them():
     found = parse(" max_split_size_mb : 128, large_segment_size_mb:40,max_non_split_rounding_mb:50,"
                   "garbage_collection_threshold:0.8,per_process_memory_fraction:0.9,pinned_use_background_threads:True,")  # fmt: skip
-    assert found == AllocatorSettings(False, 128 * MIB, 50 * MIB, 40 * MIB, (), 0.9)
+    assert found == AllocatorSettings(False, 128 * MIB, 50 * MIB, 40 * MIB, 0.9)
     assert parse("") == AllocatorSettings()
     assert parse("large_segment_size_mb:12,max_split_size_mb:15").large_segment_size == 12 * MIB
     assert parse("expandable_segments:False,expandable_segments:True").expandable_segments
@@ -297,7 +264,7 @@ def test_a_larger_large_segment_is_what_middling_requests_get():
 # What must always hold.
 
 TEXTS = [
-    *("", "expandable_segments:True", "max_split_size_mb:20", "roundup_power2_divisions:4"),
+    *("", "expandable_segments:True", "max_split_size_mb:20"),
     *("max_split_size_mb:40", "large_segment_size_mb:11", "expandable_segments:True,max_split_size_mb:32"),
 ]
 SIZES = st.one_of(st.integers(1, 4 * KIB), st.integers(1, 2 * MIB), st.integers(MIB, 60 * MIB))

@@ -233,7 +233,7 @@ def test_a_batch_is_any_mapping_or_a_dataclass(kind, loss):
     assert traced(Mlp, batch, loss=loss).parts["inputs"].value == 2 * 64 * 256 * 4
 
 
-def test_real_tensors_of_the_loss_count_and_are_told():
+def test_real_tensors_of_the_loss_count_and_are_noted():
     weights, teacher = torch.ones(64, 256), torch.nn.Linear(256, 256, bias=False)
 
     def loss(model, batch):

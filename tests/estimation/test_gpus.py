@@ -5,7 +5,7 @@ import re
 import pytest
 
 from memfit.errors import ConfigError
-from memfit.estimation._gpus import GPUS, find_gpu
+from memfit.estimation import GPUS, find_gpu
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -137,7 +137,6 @@ def test_communicators_take_nothing_alone_and_what_was_measured_in_groups():
     # github.com/NVIDIA/nccl issue 964: 544 MB in a group of two A100s, 688 MB in a larger one, each group anew.
     gpu = find_gpu("A100-80GB")
     assert [gpu.nccl_bytes(size).value // MIB for size in (1, 2, 3, 8, 512)] == [0, 544, 688, 688, 688]
-    assert gpu.nccl_bytes(8, 3).value == 3 * gpu.nccl_bytes(8).value
     assert gpu.nccl_bytes(8).upper >= 1600e6 - gpu.context_bytes.value  # issue 864: 1.6 GB with the context
 
 

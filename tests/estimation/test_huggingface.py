@@ -7,9 +7,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("transformers")
 
 from memfit.errors import ConfigError, UntraceableError
-from memfit.estimation._huggingface import build_program
-from memfit.estimation._quantization import QuantizedLinear
-from memfit.estimation._setup import Setup
+from memfit.estimation import Setup
+from memfit.estimation._estimator import _assemble
+from memfit.estimation._huggingface import build_step
+from memfit.estimation._lora import QuantizedLinear
 
 SIZES = {
     "vocab_size": 90,
@@ -43,6 +44,10 @@ VIT = {
 RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "image_size": 32}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2}
 TINY = Setup(batch=2, seq_len=8)
+
+
+def build_program(config, setup):
+    return _assemble(*build_step(config, setup), setup)
 
 
 def run(config, setup=TINY):
@@ -91,7 +96,7 @@ def test_a_config_without_a_class_gets_the_usual_one_of_its_type():
     with FakeTensorMode():
         program = build_program(BERT, TINY)
     assert type(program.model).__name__ == "BertForMaskedLM"
-    assert any("taken to be BertForMaskedLM" in note for note in program.notes)
+    assert any("BertForMaskedLM is assumed" in note for note in program.notes)
 
 
 def test_an_unknown_model_type_is_not_traced_and_the_nearest_is_named_and_not_all():

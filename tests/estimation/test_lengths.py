@@ -145,7 +145,7 @@ def test_cutting_bounds_the_largest_batch():
 def test_batches_without_a_size_are_refused():
     with pytest.raises(UsageError, match="batch is 0"):
         describe_batches(statistics([1]), batch=0, max_length=8)
-    with pytest.raises(UsageError, match="cut to 0"):
+    with pytest.raises(UsageError, match="max_length is 0"):
         statistics([1], max_length=0)
 
 
@@ -163,5 +163,5 @@ def test_the_size_of_a_batch_is_an_equation():
     assert split_batch(128, 8) == 16
     with pytest.raises(UsageError, match=r"100 samples(?s:.*)take 96 samples"):
         split_batch(100, 8, world_size=2)
-    with pytest.raises(UsageError, match="0 samples"):
+    with pytest.raises(UsageError, match="samples is 0"):
         equation_of_batch(0, 1, 1)

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from memfit.errors import ConfigError
-from memfit.estimation._lora import LoraLinear, add_lora
-from memfit.estimation._quantization import QuantizedLinear
+from memfit.estimation._lora import LoraLinear, QuantizedLinear, add_lora
 
 
 def make(dtype=torch.bfloat16):

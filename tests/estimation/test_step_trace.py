@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from memfit.errors import UntraceableError
 from memfit.estimation import estimate_step
 from memfit.estimation._events import Trace, find_peaks
-from memfit.estimation._trace import part, trace
+from memfit.estimation._recorder import part
+from memfit.estimation._trace import trace
 
 WIDTH = 64
 LENGTHS = np.array([5, 90, 40])
@@ -123,7 +124,7 @@ def test_on_cuda_the_update_runs_over_all_weights_at_once_unless_it_is_told_othe
     assert at_once >= 8 * weight > 3 * weight >= one_by_one
 
 
-def test_a_step_that_looks_at_what_is_computed_gets_a_guess_that_is_told() -> None:
+def test_a_step_that_looks_at_what_is_computed_gets_a_guess_that_is_noted() -> None:
     def make() -> Callable[[], object]:
         model = nn.Linear(WIDTH, WIDTH)
 
@@ -134,7 +135,7 @@ def test_a_step_that_looks_at_what_is_computed_gets_a_guess_that_is_told() -> No
 
         return step
 
-    assert trace_step(make).notes == ("a number that depends on the data was taken to be 1.0",)
+    assert trace_step(make).notes == ("a number that depends on the data is assumed to be 1.0",)
 
 
 def test_what_cannot_be_followed_says_what_and_where_and_leaves_torch_as_it_was() -> None:

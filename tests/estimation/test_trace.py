@@ -16,12 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from memfit.errors import UntraceableError
+from memfit.estimation import Setup
 from memfit.estimation._compile import compile_blocks
 from memfit.estimation._events import Trace, find_peaks
 from memfit.estimation._optimizers import build_optimizer
 from memfit.estimation._program import Program, find_tensors, map_tensors
-from memfit.estimation._setup import Setup
-from memfit.estimation._trace import part, trace
+from memfit.estimation._recorder import part
+from memfit.estimation._trace import trace
 
 WIDTH = 64
 CLASSES = 1000
@@ -178,8 +179,8 @@ def test_numbers_read_from_the_device_are_guessed_and_noted() -> None:
 
     traced = trace(lambda: make_program(loss))
 
-    assert any("taken to be 128" in note for note in traced.notes)
-    assert any("taken to be 1.0" in note for note in traced.notes)
+    assert any("assumed to be 128" in note for note in traced.notes)
+    assert any("assumed to be 1.0" in note for note in traced.notes)
 
 
 def test_a_mask_is_taken_to_pick_everything() -> None:

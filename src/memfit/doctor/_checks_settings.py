@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from memfit.checks import Check
@@ -39,8 +40,7 @@ def check_allocator(case: Case) -> Iterator[Check]:
         if not faults:
             yield Check("torch allocator", "ok", text, reason, source=name)
         for fault in faults:
-            source = f"{name}; {fault.source}"
-            yield Check("torch allocator", fault.verdict, fault.finding, fault.reason, fault.remedy, source)
+            yield replace(fault, source=f"{name}; {fault.source}")
     if len(set(given.values())) > 1:
         first, *others = given
         yield Check(

@@ -1,4 +1,4 @@
-"""Torch's caching allocator for CUDA, block for block: what a trace makes it take from the device."""
+"""Replay a trace through a model of torch's caching allocator for CUDA, block for block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENDLESS = 1 << 44  # addresses of an expandable segment
 
 
 class _Block:
-    """A stretch of addresses of a segment: given out, free, or (in expandable segments) without memory behind it."""
+    """Addresses of a segment: given out, free, or (in expandable segments) without memory behind them."""
 
     __slots__ = ("address", "allocated", "base", "mapped", "next", "pool", "previous", "size", "stream")
 
@@ -38,7 +38,7 @@ class _Block:
 
 
 class _Pool:
-    """Blocks of small requests, or of large ones, of every stream."""
+    """The free blocks of small requests, or of large ones, of every stream."""
 
     def __init__(self, *, is_small: bool) -> None:
         self.is_small = is_small
@@ -59,15 +59,10 @@ class _Pool:
 
 
 class Allocator:
-    """The allocator of one device.
+    """The allocator of one device, which can give it ``capacity_bytes``; None for no limit.
 
-    Args:
-        settings: What it is told.
-        capacity_bytes: What the device can give it; None for no end.
-
-    Addresses are made up: each new segment lies above the others. Not modelled: private pools (CUDA graphs,
-    ``MemPool``), and what only gives memory back earlier (``garbage_collection_threshold``, blocks above
-    ``max_split_size_mb`` before all others).
+    Each new segment has an address above the others. Not modelled: private pools (CUDA graphs, ``MemPool``), and what
+    only gives memory back earlier (``garbage_collection_threshold``, blocks above ``max_split_size_mb`` first).
 
     Source: c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (torch 2.13).
 
@@ -85,7 +80,7 @@ class Allocator:
         self._next_address = 0
 
     def allocate(self, number: int, num_bytes: int, stream: int = 0) -> bool:
-        """Whether there was room for a block of this number and size on this stream: then it is given out."""
+        """Give out a block of this number and size on this stream; return False if there is no room."""
         size = self.round(num_bytes)
         pool = self._small if size <= SMALL_SIZE else self._large
         block = self._find_free(pool, size, stream)
@@ -104,7 +99,7 @@ class Allocator:
         return True
 
     def free(self, number: int) -> None:
-        """Put the block of this number back; free neighbours become one block with it."""
+        """Take the block of this number back, and merge it with free neighbours."""
         block = self._blocks.pop(number)
         block.allocated = False
         self.allocated_bytes -= block.size
@@ -113,36 +108,26 @@ class Allocator:
         block.pool.add(block)
 
     def release(self) -> None:
-        """Give every free segment, and every free page of an expandable one, back: ``torch.cuda.empty_cache``."""
+        """Give back every free segment, and every free page of an expandable one: ``torch.cuda.empty_cache``."""
         for pool in (self._large, self._small):
             pages = []
             for *_, block in list(pool.free):
                 if block.base >= 0:
                     pages.append(block)
                 elif not block.is_split:
-                    self._release(block)
+                    self.reserved_bytes -= block.size
+                    pool.remove(block)
             for block in pages:
                 self._unmap(block)
                 if not block.is_split and not block.mapped:
                     pool.remove(block)
 
     def round(self, num_bytes: int) -> int:
-        """The size of the block that a request gets, before what is left over in a block is counted.
-
-        >>> Allocator(AllocatorSettings.parse("roundup_power2_divisions:4")).round(1200 << 10) >> 10
-        1280
-        """
-        table = self.settings.roundup_power2_divisions
-        if table and num_bytes >= MIN_BLOCK:
-            divisions = table[min(max(num_bytes.bit_length() - 21, 0), len(table) - 1)]
-            if divisions > 1 and num_bytes > MIN_BLOCK * divisions:
-                floor = 1 << (num_bytes.bit_length() - 1)
-                step = floor >> (divisions.bit_length() - 1)
-                return -(-num_bytes // step) * step
+        """Return the size of the block for a request."""
         return max(-(-num_bytes // MIN_BLOCK), 1) * MIN_BLOCK
 
     def segment_size(self, size: int) -> int:
-        """The bytes of a segment that is taken for a block of this size."""
+        """Return the bytes of a new segment for a block of this size."""
         if size <= SMALL_SIZE:
             return SMALL_SEGMENT
         return self.settings.large_segment_size if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
@@ -151,12 +136,12 @@ class Allocator:
         return self.capacity_bytes is None or self.reserved_bytes + num_bytes <= self.capacity_bytes
 
     def _find_free(self, pool: _Pool, size: int, stream: int) -> _Block | None:
-        """The smallest free block of the stream that is large enough; it leaves the pool."""
+        """Take the smallest free block of the stream that is large enough out of the pool."""
         settings, free = self.settings, pool.free
         at = bisect_left(free, (stream, size))
         if at == len(free) or free[at][0] != stream:
             return None
-        if free[at][3].base >= 0:  # what it can grow to counts as its size
+        if free[at][3].base >= 0:  # the size it can grow to counts
             while at + 1 < len(free) and free[at + 1][0] == stream and free[at][3].base >= 0:
                 if _room(free[at + 1][3]) >= _room(free[at][3]):
                     break
@@ -169,7 +154,7 @@ class Allocator:
         return free.pop(at)[3]
 
     def _split(self, block: _Block, size: int) -> None:
-        """Cut what a block of this size does not need off its end, if that is worth a block."""
+        """Cut off the end of a block that is not needed, if that is large enough for a block."""
         rest = block.size - size
         if block.pool.is_small or self.settings.expandable_segments:
             split = rest >= MIN_BLOCK
@@ -179,7 +164,7 @@ class Allocator:
             self._cut(block, size, mapped=True)
 
     def _cut(self, block: _Block, size: int, *, mapped: bool) -> None:
-        """Make a free block of what lies behind the first bytes of a block."""
+        """Make a free block of the end of a block."""
         rest = _Block(block.pool, block.stream, block.address + size, block.size - size, block.base)
         rest.previous, rest.next, rest.mapped = block, block.next, mapped
         if block.next is not None:
@@ -198,15 +183,11 @@ class Allocator:
         self._next_address += num_bytes
         return block
 
-    def _release(self, block: _Block) -> None:
-        self.reserved_bytes -= block.size
-        block.pool.remove(block)
-
     def _page(self, pool: _Pool) -> int:
         return SMALL_SEGMENT if pool.is_small else self.settings.large_segment_size
 
     def _grow(self, pool: _Pool, size: int, stream: int) -> _Block | None:
-        """A block at the lowest address of an expandable segment where pages can be put behind it."""
+        """Return a block at the lowest address of an expandable segment that can get enough pages."""
         block = self._find_growing(pool, size, stream)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -241,7 +222,7 @@ class Allocator:
         return block
 
     def _map(self, block: _Block, size: int) -> bool:
-        """Whether there was memory for the pages at the start of a block without any."""
+        """Put memory behind the first pages of a block; return False if there is none."""
         page = self._page(block.pool)
         num_bytes = -(-size // page) * page
         if not self._has_room(num_bytes):
@@ -257,7 +238,7 @@ class Allocator:
         return True
 
     def _unmap(self, block: _Block) -> None:
-        """Take the memory away from every page that lies wholly within a free block."""
+        """Give back every page that lies wholly within a free block."""
         page, end = self._page(block.pool), block.address + block.size
         first = block.base + -(-(block.address - block.base) // page) * page
         last = block.base + (end - block.base) // page * page
@@ -281,12 +262,12 @@ class Allocator:
 
 
 def _room(block: _Block) -> int:
-    """The size of a block, and of what it can grow into."""
+    """The size that a block can grow to."""
     return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
 
 
 def _merge(block: _Block, other: _Block | None) -> None:
-    """Make a neighbour part of a block, if it is free and both have memory, or neither."""
+    """Merge a free neighbour into a block, if both have memory, or neither."""
     if other is None or other.allocated or block.mapped != other.mapped:
         return
     other.pool.remove(other)
@@ -303,15 +284,14 @@ def _merge(block: _Block, other: _Block | None) -> None:
 
 @dataclass(frozen=True)
 class Replay:
-    """The peaks of a trace in the allocator.
+    """The peaks of a trace in the allocator, in bytes.
 
     Attributes:
-        allocated_bytes: The peak of each phase, what was there at its start included, as
-            ``torch.cuda.max_memory_allocated`` says. A trace does not say when a block that is used on a second stream
-            (``record_stream``) may be given out again: the active bytes are taken to be the same.
-        reserved_bytes: As ``torch.cuda.max_memory_reserved`` says.
-        num_retries: How often everything cached was given back to the device to find room: each costs time.
-        fits: Whether there was room for everything; the replay stops where there is none.
+        allocated_bytes: The peak of each phase, as ``torch.cuda.max_memory_allocated`` counts. Active bytes are assumed
+            to be the same: a trace does not say when a second stream (``record_stream``) lets go of a block.
+        reserved_bytes: As ``torch.cuda.max_memory_reserved`` counts.
+        num_retries: How often the cache was emptied to find room: each costs time.
+        fits: Whether there was room for everything; the replay stops if not.
     """
 
     allocated_bytes: Mapping[Phase, int]
@@ -321,13 +301,13 @@ class Replay:
 
 
 def replay(trace: Trace, settings: AllocatorSettings | None = None, *, capacity_bytes: int | None = None) -> Replay:
-    """What the events of a trace make torch's allocator take from the device.
+    """Return what the events of a trace make torch's allocator take from the device.
 
     Args:
         trace: Births and deaths, in order.
         settings: The allocator's; torch's defaults if None.
         capacity_bytes: What the device can give the allocator: its memory less the context and other processes; None
-            for no end.
+            for no limit.
 
     >>> from memfit.estimation._events import Event
     >>> trace = Trace([Event(1, 30 << 20, "forward"), Event(1, 0, "forward"), Event(2, 4, "step")], {})

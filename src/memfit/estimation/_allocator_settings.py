@@ -1,12 +1,14 @@
-"""The settings of torch's caching allocator: what torch takes, what contradicts itself, and what they decide."""
+"""The settings of torch's caching allocator: read them, and find what torch refuses or ignores."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from functools import partial
+from typing import Self
 
+from memfit.checks import Check
 from memfit.errors import ConfigError, nearest
 from memfit.units import MIB
 
@@ -17,9 +19,8 @@ _CUDA_PARSER = "c10/cuda/CUDAAllocatorConfig.h (torch 2.13)"
 _ALLOCATOR = "c10/cuda/CUDACachingAllocator.cpp (torch 2.13)"
 _REFUSES = "torch refuses it when it is imported, also in a build for the CPU"
 _ALONE = "expandable_segments:True alone: it is what prevents fragmentation; the others are for drivers without it"
-_NUM_INTERVALS = 16  # of sizes, from 1 MiB to 64 GiB: c10/core/AllocatorConfig.cpp (torch 2.13)
 
-#: What is wrong with a value; empty when nothing is.
+#: Says what is wrong with a value; "" if nothing is.
 _Rule = Callable[[str], str]
 
 
@@ -32,29 +33,27 @@ def _one_of(*known: str) -> _Rule:
     return lambda value: "" if value in known else f"must be {' or '.join(known)}"
 
 
-def _between(value: str, *, to_one: bool) -> str:
+def _is_share(value: str, *, ends: bool = False) -> bool:
     try:
         number = float(value)
     except ValueError:
-        return "must be a number"
-    good = 0.0 < number < 1.0 or (to_one and number in (0.0, 1.0))
-    return "" if good else f"must lie {'from 0 to 1' if to_one else 'between 0 and 1, and be neither'}"
+        return False
+    return 0.0 < number < 1.0 or (ends and number in (0.0, 1.0))
 
 
 def _divisions(value: str) -> str:
-    """What is wrong with divisions: one number, or a list of sizes in MiB, each with its own; 0 is none.
+    """Check divisions: one number, or a list of sizes in MiB, each with its own; 0 is none.
 
     >>> _divisions("4"), _divisions("[256:0,512:2,>:4]"), _divisions("3")
     ('', '', 'must be a power of 2, or a list such as [256:1,512:2,>:4]')
     """
-    wrong = "must be a power of 2, or a list such as [256:1,512:2,>:4]"
-    if not (value.startswith("[") and value.endswith("]")):
-        return "" if _is_power(value) else wrong
-    for part in value[1:-1].split(","):
-        size, colon, number = part.partition(":")
-        if not colon or not (size == ">" or _is_power(size)) or not (number == "0" or _is_power(number)):
-            return wrong
-    return ""
+    is_list = value.startswith("[") and value.endswith("]")
+    parts = [part.partition(":") for part in value[1:-1].split(",")] if is_list else [(">", ":", value)]
+    good = all(
+        colon and (size == ">" or _is_power(size)) and ((is_list and number == "0") or _is_power(number))
+        for size, colon, number in parts
+    )
+    return "" if good else "must be a power of 2, or a list such as [256:1,512:2,>:4]"
 
 
 def _is_power(text: str) -> bool:
@@ -63,12 +62,15 @@ def _is_power(text: str) -> bool:
 
 _BOOLEAN = (_one_of("True", "False"), "True")
 _COUNT = (_at_least(0), "128")
-#: Each key of torch 2.6 to 2.13, with what is wrong with a value of it, and a good value.
+#: The rule and a good value for each key of torch 2.6 to 2.13.
 KEYS: Mapping[str, tuple[_Rule, str]] = {
     "max_split_size_mb": (_at_least(20), "128"),  # where large_segment_size_mb is set, at least that
     "max_non_split_rounding_mb": (_at_least(20), "128"),
     "large_segment_size_mb": (_at_least(11), "128"),
-    "garbage_collection_threshold": (lambda value: _between(value, to_one=False), "0.8"),
+    "garbage_collection_threshold": (
+        lambda value: "" if _is_share(value) else "must lie between 0 and 1, and be neither",
+        "0.8",
+    ),
     "roundup_power2_divisions": (_divisions, "4"),
     "expandable_segments": _BOOLEAN,
     "pinned_use_background_threads": _BOOLEAN,
@@ -82,7 +84,7 @@ KEYS: Mapping[str, tuple[_Rule, str]] = {
     "pinned_num_register_threads": (_at_least(1), "8"),
     "pinned_reserve_segment_size_mb": _COUNT,
     "graph_capture_record_stream_reuse": _BOOLEAN,
-    "per_process_memory_fraction": (lambda value: _between(value, to_one=True), "0.9"),
+    "per_process_memory_fraction": (lambda value: "" if _is_share(value, ends=True) else "must lie from 0 to 1", "0.9"),
     "pinned_free_catch_all": _BOOLEAN,
     "throw_on_cudamalloc_oom": _BOOLEAN,
     "expandable_segments_reserve": (lambda _: "", "128"),
@@ -90,30 +92,11 @@ KEYS: Mapping[str, tuple[_Rule, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class AllocatorFault:
-    """One thing that is wrong with the settings.
-
-    Attributes:
-        verdict: ``problem`` for what torch refuses or what breaks; ``warning`` for what has no effect or costs.
-        finding: What is wrong.
-        reason: Why.
-        remedy: What to write instead.
-        source: Who says so.
-    """
-
-    verdict: Literal["problem", "warning"]
-    finding: str
-    reason: str
-    remedy: str
-    source: str
+_fault = partial(Check, "torch allocator")
 
 
-def allocator_faults(text: str) -> list[AllocatorFault]:
-    """What is wrong with a value of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF; empty when nothing is.
-
-    Args:
-        text: The variable's value.
+def allocator_faults(text: str) -> list[Check]:
+    """Return the faults of a value of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF.
 
     >>> [fault.finding for fault in allocator_faults("expandable_segments:True,max_split_size_mb:128")]
     ['expandable_segments:True together with max_split_size_mb:128']
@@ -126,14 +109,14 @@ def allocator_faults(text: str) -> list[AllocatorFault]:
 
 
 def check_allocator(text: str, *, name: str = "the allocator's settings") -> list[str]:
-    """What of the settings has no effect or costs, each in a sentence.
+    """Refuse settings that break, and return the faults that only cost or have no effect, each as a sentence.
 
     Args:
         text: As in ``PYTORCH_CUDA_ALLOC_CONF``.
         name: Where the text was given, for the error.
 
     Raises:
-        ConfigError: If torch refuses them, or they break one another.
+        ConfigError: Torch refuses them, or they break one another.
 
     >>> check_allocator("garbage_collection_threshold:0.8")[0].partition(":")[0]
     'garbage_collection_threshold'
@@ -148,7 +131,7 @@ def check_allocator(text: str, *, name: str = "the allocator's settings") -> lis
 
 
 def _split(text: str) -> list[tuple[str, str | None]]:
-    """Keys and values, in order; None where there is no value. A list in brackets is one value.
+    """Return keys and values, in order; None if there is no value. A list in brackets is one value.
 
     >>> _split("max_split_size_mb:128, roundup_power2_divisions:[256:1,>:4],x")
     [('max_split_size_mb', '128'), ('roundup_power2_divisions', '[256:1,>:4]'), ('x', None)]
@@ -160,8 +143,8 @@ def _split(text: str) -> list[tuple[str, str | None]]:
     return found
 
 
-def _refused(pairs: Sequence[tuple[str, str | None]]) -> Iterator[AllocatorFault]:
-    """Keys and values that torch does not take."""
+def _refused(pairs: Sequence[tuple[str, str | None]]) -> Iterator[Check]:
+    """Find keys and values that torch refuses."""
     sizes = [value for key, value in pairs if key == "large_segment_size_mb" and value and value.isdigit()]
     large = _at_least(max(int(sizes[-1]), 11) if sizes else 20)
     for key, value in pairs:
@@ -172,75 +155,74 @@ def _refused(pairs: Sequence[tuple[str, str | None]]) -> Iterator[AllocatorFault
         write = f"write {name}:{key.partition('=')[2] or example}"
         if value is None:
             reason = f"a setting is written key:value, with a colon; {_REFUSES}"
-            yield AllocatorFault("problem", f"'{key}' has no value", reason, write, _PARSER)
+            yield _fault("problem", f"'{key}' has no value", reason, write, _PARSER)
         elif rule is None:
             near = nearest(key, KEYS)
             remedy = near if near.startswith("did") else "leave it out, or see the docs of your torch"
             reason = "a build for a GPU ends with 'Unrecognized key'; one for the CPU says nothing"
             finding = f"'{key}' is no setting of torch 2.6 to 2.13"
-            yield AllocatorFault("problem", finding, reason, remedy, _CUDA_PARSER)
+            yield _fault("problem", finding, reason, remedy, _CUDA_PARSER)
         elif wrong := rule(value):
-            yield AllocatorFault("problem", f"{key}:{value} {wrong}", _REFUSES, write, _PARSER)
+            yield _fault("problem", f"{key}:{value} {wrong}", _REFUSES, write, _PARSER)
 
 
-def _repeated(pairs: Sequence[tuple[str, str | None]]) -> Iterator[AllocatorFault]:
+def _repeated(pairs: Sequence[tuple[str, str | None]]) -> Iterator[Check]:
     seen: dict[str, str | None] = {}
     for key, value in pairs:
         if key in seen and seen[key] != value:
             finding = f"{key} is given twice: {seen[key]} and {value}"
-            yield AllocatorFault("warning", finding, "the last one counts", "leave one out", _PARSER)
+            yield _fault("warning", finding, "the last one counts", "leave one out", _PARSER)
         seen[key] = value
 
 
-def _contradictions(given: Mapping[str, str]) -> Iterator[AllocatorFault]:
-    """Settings that torch takes and that do not go together."""
+def _contradictions(given: Mapping[str, str]) -> Iterator[Check]:
+    """Find settings that torch takes and that break one another."""
     if given.get("expandable_segments") != "True":
         return
     for key in ("max_split_size_mb", "garbage_collection_threshold"):
         if key in given:
-            yield AllocatorFault(
+            yield _fault(
                 "problem",
                 f"expandable_segments:True together with {key}:{given[key]}",
-                "before torch 2.5 it hits an assertion near an out-of-memory; since then blocks of expandable "
-                "segments are skipped, so that the other option frees nothing of them",
+                "before torch 2.5 it ends with an assertion near an out-of-memory; since then the other option skips "
+                "blocks of expandable segments",
                 _ALONE,
                 "pytorch pull requests 120022 and 134338, issue 119452",
             )
     if "roundup_power2_divisions" in given:
-        reason = "rounding wastes memory so that blocks can be used again, which expandable segments need not"
+        reason = "rounding wastes memory to use blocks again; expandable segments do not need it"
         finding = f"expandable_segments:True together with roundup_power2_divisions:{given['roundup_power2_divisions']}"
-        yield AllocatorFault("warning", finding, reason, _ALONE, "pytorch issue 119452")
+        yield _fault("warning", finding, reason, _ALONE, "pytorch issue 119452")
 
 
-def _without_effect(given: Mapping[str, str]) -> Iterator[AllocatorFault]:
-    """Settings that nothing looks at without another one."""
+def _without_effect(given: Mapping[str, str]) -> Iterator[Check]:
+    """Find settings that torch ignores."""
     native = [key for key in given if key != "backend" and not key.startswith("pinned_")]
     if given.get("backend") == "cudaMallocAsync" and native:
-        yield AllocatorFault(
+        yield _fault(
             "warning",
             f"backend:cudaMallocAsync together with {', '.join(native)}",
-            "the driver's allocator is used, and these are settings of torch's own: they have no effect",
+            "the driver's allocator ignores settings of torch's own",
             "leave one of them out",
             "torch notes, CUDA semantics, memory management",
         )
         return
     fraction, threshold = given.get("per_process_memory_fraction"), given.get("garbage_collection_threshold")
-    has_share = fraction is not None and not _between(fraction, to_one=False)
+    has_share = fraction is not None and _is_share(fraction)
     if threshold is not None and given.get("expandable_segments") != "True" and not has_share:
         told = "without per_process_memory_fraction" if fraction is None else f"with a whole device ({fraction})"
-        yield AllocatorFault(
+        yield _fault(
             "warning",
             f"garbage_collection_threshold:{threshold} {told}",
-            "the share is taken of what the process is allowed, and torch looks at it only where that is less than the "
-            "device: nothing is given back",
+            "torch applies it only if the process may use less than the whole device: nothing is given back",
             "add per_process_memory_fraction:0.9, or torch.cuda.set_per_process_memory_fraction(0.9) to the script",
             _ALLOCATOR,
         )
     if "throw_on_cudamalloc_oom" in given and fraction is None:
-        yield AllocatorFault(
+        yield _fault(
             "warning",
             "throw_on_cudamalloc_oom without per_process_memory_fraction",
-            "it refuses what would pass the process's fraction, and without one there is nothing to pass",
+            "it refuses requests above the process's fraction, and there is none",
             "add per_process_memory_fraction:0.9",
             _CUDA_PARSER,
         )
@@ -248,16 +230,14 @@ def _without_effect(given: Mapping[str, str]) -> Iterator[AllocatorFault]:
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """What torch's caching allocator for CUDA is told; the defaults are torch's.
+    """The settings of torch's caching allocator for CUDA; the defaults are torch's.
 
     Attributes:
-        expandable_segments: Whether segments grow page by page instead of being taken one by one.
+        expandable_segments: Whether segments grow page by page.
         max_split_size: Blocks from this size on, in bytes, are never split; None for no limit.
-        max_non_split_rounding: By how many bytes such a block may be larger than what it is given for.
-        large_segment_size: Bytes of the segment that is taken for a request between 1 and 10 MiB.
-        roundup_power2_divisions: Into how many steps the sizes between two powers of 2 are divided, for each of the
-            sixteen intervals from 1 MiB to 64 GiB; 0 or 1 for none; empty for none at all.
-        per_process_memory_fraction: The share of the device's memory that is allowed.
+        max_non_split_rounding: By how many bytes such a block may be larger than the request.
+        large_segment_size: Bytes of the segment for a request between 1 and 10 MiB.
+        per_process_memory_fraction: The share of the device's memory that the process may use.
 
     >>> AllocatorSettings.parse("expandable_segments:True,large_segment_size_mb:32").large_segment_size
     33554432
@@ -267,18 +247,18 @@ class AllocatorSettings:
     max_split_size: int | None = None
     max_non_split_rounding: int = 20 * MIB
     large_segment_size: int = 20 * MIB
-    roundup_power2_divisions: tuple[int, ...] = ()
     per_process_memory_fraction: float = 1.0
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The settings that a value of ``PYTORCH_ALLOC_CONF`` or ``PYTORCH_CUDA_ALLOC_CONF`` stands for.
+        """Read a value of ``PYTORCH_ALLOC_CONF`` or ``PYTORCH_CUDA_ALLOC_CONF``.
 
-        Keys that concern other memory than the device's are read and change nothing; nor does
-        ``garbage_collection_threshold``, which only makes torch reserve less.
+        Keys of other memory than the device's change nothing, nor does ``garbage_collection_threshold``, which only
+        makes torch reserve less.
 
         Raises:
-            ConfigError: If torch would refuse the text, or another allocator than torch's own is asked for.
+            ConfigError: Torch refuses the text, or memfit does not model it: another allocator, rounding to parts of
+                powers of 2.
 
         Source: c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.h (torch 2.13).
         """
@@ -289,40 +269,19 @@ class AllocatorSettings:
             )
         given = {key: value for key, value in pairs if value is not None}
         if given.get("backend", "native") != "native":
-            what = f"the allocator '{given['backend']}' is the driver's, and how much it reserves is not known."
+            what = f"the allocator '{given['backend']}' is the driver's: memfit does not know what it reserves."
             raise ConfigError(what, rule="only torch's own allocator is modelled", remedy="leave the key backend out")
+        if "roundup_power2_divisions" in given:
+            raise ConfigError(
+                "memfit does not model roundup_power2_divisions.",
+                rule="it rounds sizes up, by a share that depends on each size.",
+                remedy="leave it out: its memory comes on top of the estimate",
+            )
         split = given.get("max_split_size_mb")
         return cls(
             given.get("expandable_segments") == "True",
             int(split) * MIB if split else None,
             int(given.get("max_non_split_rounding_mb", 20)) * MIB,
             int(given.get("large_segment_size_mb", 20)) * MIB,
-            _intervals(given.get("roundup_power2_divisions", "")),
             float(given.get("per_process_memory_fraction", 1.0)),
         )
-
-
-def _intervals(value: str) -> tuple[int, ...]:
-    """The divisions of each interval of sizes: the first is up to 2 MiB, the last from 32 GiB on.
-
-    Sizes before the first one named have its divisions, those that follow ``>`` the last; the rest have none.
-
-    >>> _intervals("[4:8,8:2,>:1]")
-    (8, 8, 8, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)
-    """
-    if not value:
-        return ()
-    if not value.startswith("["):
-        return (int(value),) * _NUM_INTERVALS
-    found, last = [0] * _NUM_INTERVALS, -1
-    for part in value[1:-1].split(","):
-        size, _, number = part.partition(":")
-        if size == ">":
-            start = max(last, 0) + 1
-            found[start:] = [int(number)] * (_NUM_INTERVALS - start)
-            continue
-        index = min(int(size).bit_length() - 1, _NUM_INTERVALS - 1)
-        for before in range(index if last < 0 else 0):
-            found[before] = int(number)
-        found[index], last = int(number), index
-    return tuple(found)

@@ -1,4 +1,4 @@
-"""Scaled dot product attention as CUDA runs it: which kernel is picked, and what that kernel keeps and scratches.
+"""Scaled dot product attention as CUDA runs it: which kernel it picks, and what that kernel keeps and scratches.
 
 Sources: aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp, cuda/attention_backward.cu,
 cuda/flash_attn/flash_api.cpp and cuda/mem_eff_attention/kernel_backward.h of PyTorch 2.13.
@@ -41,46 +41,34 @@ class Call:
 
 
 def attend(call: Call, architecture: str) -> Tensor:
-    """The result of an attention through the operation that CUDA would pick."""
+    """Run an attention through the operation that CUDA picks."""
     query, key, value = call.query, call.key, call.value
     kernel = pick_kernel(call, architecture)
+    rest = (call.dropout, call.is_causal)
     results: tuple[Tensor, ...]
     if kernel == "math":
-        results = _aten._scaled_dot_product_attention_math(
-            query,
-            key,
-            value,
-            call.mask,
-            call.dropout,
-            call.is_causal,
-            scale=call.scale,
-            enable_gqa=call.enable_gqa,
-        )
+        options: dict[str, Any] = {"scale": call.scale, "enable_gqa": call.enable_gqa}
+        results = _aten._scaled_dot_product_attention_math(query, key, value, call.mask, *rest, **options)
         return results[0]
     size = query.shape[-1]
     scale = call.scale if call.scale is not None else 1 / math.sqrt(size)
     if kernel == "flash":
         # Its head sizes are multiples of 8; the padding is seen by autograd (attention.cpp, pad_last_dim).
         query, key, value = (functional.pad(one, (0, -size % 8)) if size % 8 else one for one in (query, key, value))
-        results = _aten._scaled_dot_product_flash_attention(
-            query, key, value, call.dropout, call.is_causal, False, scale=scale
-        )
+        results = _aten._scaled_dot_product_flash_attention(query, key, value, *rest, False, scale=scale)
         return results[0][..., :size] if size % 8 else results[0]
     mask = None if call.mask is None else _as_bias(call.mask, query, key)
     learns = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (query, key, value, mask))
+    given = (query, key, value, mask, learns, *rest)
     if kernel == "cudnn":
-        results = _aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, learns, call.dropout, call.is_causal, False, scale=scale
-        )
+        results = _aten._scaled_dot_product_cudnn_attention(*given, False, scale=scale)
     else:
-        results = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, learns, call.dropout, call.is_causal, scale=scale
-        )
+        results = _aten._scaled_dot_product_efficient_attention(*given, scale=scale)
     return results[0]
 
 
 def pick_kernel(call: Call, architecture: str) -> Kernel:
-    """The first kernel, in CUDA's order, that takes these arguments.
+    """Return the first kernel, in CUDA's order, that takes these arguments.
 
     Hopper and Blackwell try cuDNN first (``check_prefer_cudnn_attention``); flash attention takes 16 bits and no mask;
     the memory-efficient kernel takes masks and fp32, but needs as many heads of keys as of queries.
@@ -106,7 +94,7 @@ def pick_kernel(call: Call, architecture: str) -> Kernel:
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as the kernels take it: additive, rows aligned to 8 elements, expanded to all heads."""
+    """Make a mask as the kernels take it: additive, rows aligned to 8 elements, expanded to all heads."""
     if mask.dtype is torch.bool:
         mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
     if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
@@ -124,11 +112,11 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _copies(*tensors: Tensor) -> list[int]:
-    """Bytes of the copies that a kernel makes of tensors that are not (batch, length, heads, size) in memory."""
+    """Bytes of a kernel's copies of tensors that are not (batch, length, heads, size) in memory."""
     return [_num_bytes(tensor) for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()]
 
 
-def scratch_of_flash_backward(args: Sequence[Any]) -> list[int]:
+def scratch_of_flash_backward(args: Sequence[Any], result: Any) -> list[int]:
     """``mha_bwd``: fp32 sums of dQ and of dO·O, dK and dV by query head when heads are grouped."""
     grad, query, key, _, out = args[:5]
     batch, heads, length, head_size = query.shape
@@ -140,12 +128,12 @@ def scratch_of_flash_backward(args: Sequence[Any]) -> list[int]:
     return needs
 
 
-def scratch_of_cudnn_backward(args: Sequence[Any]) -> list[int]:
+def scratch_of_cudnn_backward(args: Sequence[Any], result: Any) -> list[int]:
     """cuDNN publishes no size: as much as flash attention, whose algorithm it shares, without the copies."""
-    return scratch_of_flash_backward(args)[len(_copies(args[0], args[4])) :]
+    return scratch_of_flash_backward(args, result)[len(_copies(args[0], args[4])) :]
 
 
-def scratch_of_efficient_backward(args: Sequence[Any], *, architecture: str) -> list[int]:
+def scratch_of_efficient_backward(args: Sequence[Any], result: Any, *, architecture: str) -> list[int]:
     """``_efficient_attention_backward``: delta, and fp32 sums of the gradients that do not fit into registers."""
     grad, query, key = args[:3]
     value = args[3]

@@ -1,8 +1,7 @@
 """The memory of ``torch.compile``: what it keeps for the backward pass, and what it never makes at all.
 
-A block runs through AOTAutograd with inductor's decompositions, its passes over the joint graph and its partitioner, on
-fake tensors; so what is kept is what inductor keeps. The two graphs are then not compiled: a buffer is made only where
-a value is needed whole. The bound of an estimate is that of the step without ``torch.compile``.
+A block runs through AOTAutograd with inductor's decompositions, passes and partitioner, on fake tensors; so what is
+kept is what inductor keeps. The two graphs are run, not compiled: a buffer is made only if a value is needed whole.
 
 Source: PyTorch 2.13, torch/_functorch/aot_autograd.py (``aot_function``), torch/_inductor/compile_fx.py
 (``partition_fn``).
@@ -23,20 +22,19 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from memfit.estimation._program import Program, find_blocks
 
-#: Attributes in which blocks that are equal otherwise differ: their place in the model.
+#: Attributes that name a block's place in the model: equal blocks differ in them.
 _PLACES = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_id", "idx", "index", "name"}
 
 
 def compile_blocks(program: Program, blocks: Sequence[nn.Module] | None = None) -> Program:
-    """The program with each block run as ``torch.compile`` would run it on CUDA.
+    """Make each block run as ``torch.compile`` would run it on CUDA, and return the program.
 
-    Equal blocks are compiled once. A block that cannot be compiled runs as it is, with a note. Call it before blocks
-    are wrapped in gradient checkpointing: a checkpoint around a compiled block works, one inside of it is lost.
+    Equal blocks are compiled once. A block that cannot be compiled runs as it is, with a note. Call it before
+    `checkpoint_blocks`: a checkpoint around a compiled block works, one inside of it is lost.
 
     Args:
         program: Changed in place: the ``forward`` of the blocks is replaced.
-        blocks: What is compiled, one by one; None for :func:`~memfit.estimation._program.find_blocks`,
-            ``[program.model]`` for the whole model.
+        blocks: What is compiled, one by one; None for those of ``find_blocks``.
     """
     compiler = _Compiler(program)
     for block in find_blocks(program.model) if blocks is None else blocks:
@@ -63,37 +61,30 @@ class _Compiler:
             if mode is None:
                 return function(*args, **kwargs)
             rest = tuple(None if isinstance(leaf, torch.Tensor) else _describe(leaf) for leaf in leaves)
-            key = (own, _describe_module(owner), _describe_tensors(tensors), rest, str(spec), _describe_context())
+            context = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+            key = (own, _describe_module(owner), _describe_tensors(tensors), rest, str(spec), context)
             if key not in self.done:
-                self.done[key] = self._compile(body, (state, leaves, spec), mode, name)
+                self.done[key] = self._compile(name, body, (state, leaves, spec), mode, context)
             compiled = self.done[key]
-            if compiled is None:
-                return function(*args, **kwargs)
-            return compiled(tensors)
+            return function(*args, **kwargs) if compiled is None else compiled(tensors)
 
         return run
 
-    def _compile(self, body: _Body, call: tuple[Any, ...], mode: Any, name: str) -> Callable[..., Any] | None:
-        """What runs in the function's place, or None.
-
-        It is made in a thread of its own: modes, hooks on saved tensors and autocast are settings of a thread, so there
-        neither a recorder nor a checkpoint sees the tracing.
-        """
-        context = _describe_context()
+    def _compile(self, name: str, *given: Any) -> Callable[..., Any] | None:
+        """Compile in a thread of its own, whose modes, hooks and autocast no recorder or checkpoint sees."""
         with ThreadPoolExecutor(1) as thread, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of torch's own code about itself, should they be errors here
             try:
-                return thread.submit(_trace_and_plan, body, call, mode, context).result()
+                return thread.submit(_trace_and_plan, *given).result()
             except Exception as error:
                 reason = str(error).strip().partition("\n")[0]
                 note = f"{name} runs without torch.compile: {type(error).__name__}: {reason}"
-        if note not in self.program.notes:
-            self.program.notes = (*self.program.notes, note)
+        self.program.notes = tuple(dict.fromkeys((*self.program.notes, note)))
         return None
 
 
 class _Body(nn.Module):
-    """A function as a module, so that its parameters can be exchanged."""
+    """A function as a module, whose parameters can be exchanged."""
 
     def __init__(self, owner: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -105,25 +96,26 @@ class _Body(nn.Module):
 
 
 def _describe(value: Any) -> Any:
-    """Something to tell apart arguments that are no tensors."""
+    """Return a key of an argument that is no tensor."""
     plain = bool | int | float | str | torch.dtype | torch.device
     return (type(value), value) if isinstance(value, plain) or value is None else id(value)
 
 
 def _describe_module(module: nn.Module) -> Any:
-    """What equal blocks share: their classes, and all their plain attributes but those that name their place."""
+    """Return a key that equal blocks share: their classes, and their plain attributes without the place."""
+    plain = bool | int | float | str | torch.dtype
     return tuple(
         (
             name,
             type(part),
-            tuple((key, _describe(value)) for key, value in sorted(vars(part).items()) if _counts(key, value)),
+            tuple(
+                (key, _describe(value))
+                for key, value in sorted(vars(part).items())
+                if isinstance(value, plain) and key not in _PLACES
+            ),
         )
         for name, part in module.named_modules()
     )
-
-
-def _counts(key: str, value: Any) -> bool:
-    return isinstance(value, bool | int | float | str | torch.dtype) and key not in _PLACES
 
 
 def _describe_tensors(tensors: Sequence[torch.Tensor]) -> Any:
@@ -134,12 +126,8 @@ def _describe_tensors(tensors: Sequence[torch.Tensor]) -> Any:
     )
 
 
-def _describe_context() -> tuple[bool, bool, torch.dtype]:
-    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-
-
 def _trace_and_plan(body: _Body, call: tuple[Any, ...], mode: Any, context: Any) -> Callable[..., Any]:
-    """Compiles a call of a body; the result takes the list of its parameters, buffers and tensor arguments."""
+    """Compile a call of a body; the result takes the list of its parameters, buffers and tensor arguments."""
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.compile_fx import partition_fn
     from torch._inductor.decomposition import select_decomp_table
@@ -147,9 +135,9 @@ def _trace_and_plan(body: _Body, call: tuple[Any, ...], mode: Any, context: Any)
 
     state, leaves, spec = call
     grad, autocast, autocast_dtype = context
-    twins: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
     with mode:
-        inputs = [_twin(one, twins) for one in (*state.values(), *leaves) if isinstance(one, torch.Tensor)]
+        inputs = [_copy(one, copies) for one in (*state.values(), *leaves) if isinstance(one, torch.Tensor)]
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     names = tuple(state)
@@ -177,15 +165,15 @@ def _trace_and_plan(body: _Body, call: tuple[Any, ...], mode: Any, context: Any)
     return compiled
 
 
-def _twin(tensor: torch.Tensor, twins: dict[int, torch.Tensor]) -> torch.Tensor:
-    """A tensor like another that keeps none of its memory alive; the same for the same."""
-    if id(tensor) not in twins:
-        twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        twins[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
-    return twins[id(tensor)]
+def _copy(tensor: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Return an own copy of a tensor, so that the original can die; one for each original."""
+    if id(tensor) not in copies:
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+    return copies[id(tensor)]
 
 
-#: Loops that always end in a buffer; then those that PyTorch does not tag as pointwise.
+#: Loops that always end in a buffer, and loops that PyTorch does not tag as pointwise.
 _ALWAYS_MADE = {
     *("sum", "mean", "amax", "amin", "var", "var_mean", "std", "std_mean", "prod", "any", "all", "argmax", "argmin"),
     *("max", "min", "logsumexp", "linalg_vector_norm", "index_put", "_unsafe_index_put", "scatter", "scatter_add"),
@@ -204,7 +192,7 @@ _MOST_READS, _MOST_READS_OF_REUSED = 8, 4
 
 
 def _kind(node: fx.Node) -> str:
-    """``input``, ``view``, ``loop``, ``made`` (a loop that ends in a buffer), ``into`` (an input) or ``call``."""
+    """Return input, view, loop, made (a loop that ends in a buffer), into (an input) or call."""
     if node.op in ("placeholder", "get_attr"):
         return "input"
     if node.target is operator.getitem:
@@ -232,7 +220,7 @@ def _is_needed_whole(node: fx.Node) -> bool:
 
 
 class _Runner:
-    """Runs in a graph's place: it makes and drops the buffers that the compiled graph would.
+    """Makes and drops the buffers that the compiled graph would, in its place.
 
     Inductor computes a pointwise value where it is used, unless something needs it whole, and lets a loop write into a
     buffer that ends with it. Source: PyTorch 2.13, torch/_inductor/ir.py (``StorageBox``), scheduler.py (in-place
@@ -245,7 +233,7 @@ class _Runner:
         self.gm = gm
         self.nodes = list(gm.graph.nodes)
         self.inputs = [node for node in self.nodes if node.op == "placeholder"]
-        self.computed: set[fx.Node] = set()  # where they are used: they have no buffer
+        self.computed: set[fx.Node] = set()  # without a buffer, where they are used
         self.last: dict[fx.Node, int] = {}
         reads: dict[fx.Node, set[fx.Node]] = {}
         for node in self.nodes:

@@ -1,8 +1,11 @@
-"""What CUDA would run in place of the kernels that fake CPU tensors pick, and the scratch memory that it would take.
+"""Replace what fake CPU tensors run by what CUDA runs, and count the scratch memory of CUDA's kernels.
 
-Operations that PyTorch composes of others on a CPU, and runs as one on CUDA, are replaced below autograd's front door
-(dispatch key ``AutogradCPU``), so that autograd saves what CUDA's formula saves. Results, saved tensors and gradients
-then come from PyTorch's own shape functions; only what kernels allocate inside is counted here by hand.
+Operations that PyTorch composes of others on a CPU, and runs as one on CUDA, are replaced at the dispatch key
+``AutogradCPU``, so that autograd saves what CUDA's formula saves. PyTorch's own shape functions make results, saved
+tensors and gradients; only what kernels allocate inside is counted here.
+
+``torch.autocast("cpu")`` casts the inputs of matrix products and convolutions as CUDA does, and keeps cast weights to
+its end. But it leaves norms, softmax, powers and sums in 16 bits, which CUDA computes and keeps in fp32.
 """
 
 from __future__ import annotations
@@ -10,14 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
-from memfit.estimation import _attention, _autocast
+from memfit.estimation import _attention
 from memfit.estimation._events import Phase
 
 _aten = torch.ops.aten
@@ -29,13 +31,29 @@ _MATRIX_PRODUCTS = frozenset(
 
 #: ATen/native/cudnn/Conv_v8.cpp: workspaces of all plans are tried, as large as fits, and the cache is emptied then.
 _BENCHMARK = (
-    "torch.backends.cudnn.benchmark is on: the first steps try algorithms of convolutions whose workspaces may take "
-    "all that the device has left, which no figure here counts"
+    "torch.backends.cudnn.benchmark is on: the first steps try algorithms whose workspaces may fill the device; "
+    "they are not counted"
 )
+# Operations whose inputs autocast casts to fp32 on CUDA: AT_FORALL_FP32 in aten/src/ATen/autocast_mode.h, PyTorch 2.13.
+_IN_FP32 = """
+acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
+cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+_upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
+upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+_upsample_bicubic2d_aa
+"""
+# Operations whose result it asks for in fp32: AT_FORALL_FP32_SET_OPT_DTYPE.
+_INTO_FP32 = """
+prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+linalg_matrix_norm.str_ord sum sum.dim_IntList
+"""
 
 
 class CudaOps:
-    """While entered, operations on fake CPU tensors take the memory that they would take on CUDA.
+    """While entered, operations on fake CPU tensors take the memory that they take on CUDA.
 
     Args:
         architecture: ``volta``, ``turing``, ``ampere``, ``ada``, ``hopper`` or ``blackwell``.
@@ -49,14 +67,10 @@ class CudaOps:
         self._threads_with_workspace: set[bool] = set()
         self._library: Library | None = None
         self._scratch: dict[Any, Callable[[Sequence[Any], Any], Sequence[int]]] = {
-            _aten._scaled_dot_product_flash_attention_backward.default: lambda args, _: (
-                _attention.scratch_of_flash_backward(args)
-            ),
-            _aten._scaled_dot_product_cudnn_attention_backward.default: lambda args, _: (
-                _attention.scratch_of_cudnn_backward(args)
-            ),
-            _aten._scaled_dot_product_efficient_attention_backward.default: lambda args, _: (
-                _attention.scratch_of_efficient_backward(args, architecture=architecture)
+            _aten._scaled_dot_product_flash_attention_backward.default: _attention.scratch_of_flash_backward,
+            _aten._scaled_dot_product_cudnn_attention_backward.default: _attention.scratch_of_cudnn_backward,
+            _aten._scaled_dot_product_efficient_attention_backward.default: partial(
+                _attention.scratch_of_efficient_backward, architecture=architecture
             ),
             _aten.convolution.default: _scratch_of_convolution,
             _aten.convolution_backward.default: _scratch_of_convolution_backward,
@@ -77,12 +91,15 @@ class CudaOps:
         }
         for name, kernel in kernels.items():
             library.impl(name, kernel, "AutogradCPU")  # type: ignore[no-untyped-call]
-        _autocast.register(library)
+        for names, wrap in ((_IN_FP32, _cast_inputs), (_INTO_FP32, _ask_for_fp32)):
+            for name in names.split():
+                if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
+                    base, _, overload = name.partition(".")
+                    operation = getattr(getattr(_aten, base), overload or "default")
+                    library.impl(name, wrap(operation), "AutocastCPU")  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._library is not None:
             self._library._destroy()  # type: ignore[no-untyped-call]
             self._library = None
@@ -101,7 +118,7 @@ class CudaOps:
         return _attention.attend(call, self.architecture)
 
     def _loop(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
-        self.notes["recurrent layers were counted as a loop over time, which keeps more than cuDNN does"] = None
+        self.notes["recurrent layers are counted as a loop over time, which keeps more than cuDNN does"] = None
         return operation.decompose(*args, **kwargs)
 
     def concerns(self, func: Any) -> bool:
@@ -109,7 +126,7 @@ class CudaOps:
         return func in self._scratch or func in _MATRIX_PRODUCTS
 
     def scratch(self, func: Any, args: Sequence[Any], result: Any, phase: Phase) -> Sequence[int]:
-        """Bytes that an operation takes beside its results and gives back at its end."""
+        """Return the bytes that an operation takes beside its results and gives back at its end."""
         count = self._scratch.get(func)
         taken = count(args, result) if count is not None else ()
         if func is _aten.convolution.default:
@@ -124,7 +141,7 @@ class CudaOps:
             self.notes[_BENCHMARK] = None
 
     def workspaces(self, func: Any, *, in_backward: bool) -> Sequence[int]:
-        """Bytes of lasting workspaces that an operation is the first to need.
+        """Return the bytes of lasting workspaces that an operation is the first to need.
 
         cuBLAS has a handle for each thread, and the backward pass runs in one of its own. Source:
         aten/src/ATen/cuda/CublasHandlePool.cpp, ``parseChosenWorkspaceSize``, PyTorch 2.13.
@@ -133,6 +150,43 @@ class CudaOps:
             return ()
         self._threads_with_workspace.add(in_backward)
         return (32 * _MIB if self.architecture in ("hopper", "blackwell") else 8 * _MIB + 128 * 1024,)
+
+
+def _without_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+def _is_eligible(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+
+
+def _widen(value: Any) -> Any:
+    return value.to(torch.float32) if _is_eligible(value) and value.dtype is not torch.float32 else value
+
+
+def _cast_inputs(operation: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _without_autocast():
+            return operation(*map(_widen, args), **{name: _widen(value) for name, value in kwargs.items()})
+
+    return kernel
+
+
+def _ask_for_fp32(operation: Any) -> Callable[..., Any]:
+    names = [argument.name for argument in operation._schema.arguments]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if _is_eligible(given[names[0]]) and given.get("dtype") is None:
+            position = names.index("dtype")
+            if position < len(args):
+                args = (*args[:position], torch.float32, *args[position + 1 :])
+            else:
+                kwargs = {**kwargs, "dtype": torch.float32}
+        with _without_autocast():
+            return operation(*args, **kwargs)
+
+    return kernel
 
 
 def _drop(tensor: Tensor, p: float, train: bool) -> Tensor:
@@ -170,17 +224,16 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _unfolded(args: Sequence[Any], result: Tensor) -> int:
-    """Bytes of a convolution's input, unfolded: a row of all that goes into it for each place of its result."""
+    """Bytes of a convolution's unfolded input: for each place of the result, all numbers that go into it."""
     weight: Tensor = args[1]
     places = result.numel() // max(1, result.shape[1])
     return places * (weight.numel() // max(1, weight.shape[0])) * result.element_size()
 
 
 def _scratch_of_convolution(args: Sequence[Any], result: Any) -> Sequence[int]:
-    """cuDNN's tensor core kernels work on NHWC: NCHW tensors are turned into its workspace and back.
+    """cuDNN converts NCHW tensors to NHWC in its workspace (developer guide, "Tensor transformations").
 
-    Source: NVIDIA cuDNN developer guide, "Tensor transformations" (NCHW conversion happens within the library).
-    Depthwise convolutions run kernels of PyTorch, without.
+    Depthwise convolutions run kernels of PyTorch, without a workspace.
     """
     image, weight, groups = args[0], args[1], args[8]
     if _is_channels_last(image) or groups == image.shape[1] > 1:
@@ -196,12 +249,12 @@ def _scratch_of_convolution_backward(args: Sequence[Any], result: Any) -> Sequen
 
 
 def _transformed(args: Sequence[Any]) -> int:
-    """Bytes of what cuDNN makes of both images for the gradient of an fp32 weight; 0 where nothing is known of it.
+    """Bytes of what cuDNN makes of both images for the gradient of an fp32 weight; 0 if that is unknown.
 
     Dense 3 x 3 kernels that move by one: tiles of 6 x 6 for each 4 x 4 places, of the input, the result's gradient and
-    the weight (``WINOGRAD_NONFUSED``; Lavin and Gray, 2016). Others: the input, unfolded. Chosen by device peaks of
-    ResNet-50 and VGG-16 on an A100 (itu-rad/GPUMemNet, Results_plotter_for_paper/data.csv), as nobody documents what is
-    picked; those of VGG-19 and of other ResNets there agree with it, and depthwise convolutions need none.
+    the weight (``WINOGRAD_NONFUSED``; Lavin and Gray, 2016). Others: the input, unfolded. Nobody documents what cuDNN
+    picks: this fits device peaks of ResNet-50 and VGG-16 on an A100 (itu-rad/GPUMemNet,
+    Results_plotter_for_paper/data.csv), and those of VGG-19 and of other ResNets there agree.
     """
     grad, image, weight, stride, dilation, is_transposed, groups = *args[:3], args[4], args[6], args[7], args[9]
     kernel = tuple(weight.shape[2:])
@@ -217,7 +270,7 @@ def _transformed(args: Sequence[Any]) -> int:
 
 
 def _scratch_of_embedding_backward(args: Sequence[Any], result: Any) -> Sequence[int]:
-    """Above 3072 indices they are sorted: two sorted columns, their ranges and the sort's own copies, of int64.
+    """More than 3072 indices are sorted: two sorted columns, their ranges and the sort's own copies, of int64.
 
     Source: ATen/native/cuda/Embedding.cu, ``embedding_dense_backward_cuda``.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from memfit.estimation._interval import Interval
 
@@ -21,19 +21,13 @@ Part = Literal[
     "communication",  # gathered weights, buckets, buffers of collectives
     "workspaces",  # scratch memory of cuBLAS and cuDNN that torch's allocator holds
 ]
-Phase = Literal["load", "build", "forward", "backward", "step", "validate"]
-PARTS: tuple[Part, ...] = Part.__args__  # type: ignore[attr-defined]
-PHASES: tuple[Phase, ...] = Phase.__args__  # type: ignore[attr-defined]
+Phase = Literal["load", "build", "forward", "backward", "step"]
+PARTS: tuple[Part, ...] = get_args(Part)
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Event(NamedTuple):
-    """The birth or death of a block.
-
-    Attributes:
-        block: The block's number; never used twice.
-        num_bytes: The bytes asked for at birth, not rounded; 0 at death.
-        phase: When.
-    """
+    """The birth of a numbered block, with the bytes asked for, or its death, with 0 bytes."""
 
     block: int
     num_bytes: int
@@ -42,44 +36,28 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of a program from its first byte on.
-
-    Attributes:
-        events: In order; a block that has no death lives on.
-        parts: What each block is for, by its number.
-        notes: What was replaced or assumed on the way, in words.
-        streams: The stream that a block was born on, by its number; 0, which computes, is left out.
-        slack_bytes: What an update may take beyond what was traced, as implementations of the same optimizer differ.
-        convolution_slack: What another algorithm of cuDNN may take beyond what was counted, by phase; empty without
-            convolutions.
-        load: What loading the weights takes, and `cast_slack` what stays if libraries then widen some of them.
-    """
+    """The events of a program from its first byte on."""
 
     events: Sequence[Event]
-    parts: Mapping[int, Part]
-    notes: tuple[str, ...] = ()
-    streams: Mapping[int, int] = field(default_factory=dict)
-    slack_bytes: int = 0
-    convolution_slack: Mapping[Phase, int] = field(default_factory=dict)
-    load: Interval | None = None
-    cast_slack: int = 0
+    parts: Mapping[int, Part]  # by the number of a block
+    notes: tuple[str, ...] = ()  # what was replaced or assumed
+    streams: Mapping[int, int] = field(default_factory=dict)  # of blocks that were born on another CUDA stream than 0
+    slack_bytes: int = 0  # that another implementation of the optimizer may take beyond the trace
+    convolution_slack: Mapping[Phase, int] = field(default_factory=dict)  # of other algorithms of cuDNN, by phase
+    load: Interval | None = None  # what loading the weights takes
+    cast_slack: int = 0  # bytes that stay if libraries widen weights after loading
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest moment of a trace, or of one of its phases.
-
-    Attributes:
-        num_bytes: Bytes alive, not rounded.
-        parts: The same bytes by what they are for.
-    """
+    """The highest moment of a phase: bytes alive, not rounded, and what they are for."""
 
     num_bytes: int
     parts: Mapping[Part, int] = field(default_factory=dict)
 
 
 def find_peaks(trace: Trace) -> dict[Phase, Peak]:
-    """The peak of each phase, in order of appearance.
+    """Return the peak of each phase, in order of appearance.
 
     >>> events = [Event(1, 8, "build"), Event(2, 4, "forward"), Event(2, 0, "forward")]
     >>> find_peaks(Trace(events, {1: "weights", 2: "inputs"}))["forward"].parts

@@ -1,7 +1,7 @@
-"""What a model is made of, read from its ``config.json``: modules, widths and what autograd keeps. Loads no torch.
+"""Read from a ``config.json`` what a model is made of: matrix products, widths, and what autograd keeps. No torch.
 
-The counts of parameters follow ``modeling_*.py`` of transformers 5 and are exact for the families named in `FAMILIES`.
-Any other model is counted like one of them, Llama if nothing nearer is known; its anatomy says that it is not exact.
+Counts of parameters follow ``modeling_*.py`` of transformers 5 and are exact for the families in `FAMILIES`. Any other
+model is counted like the nearest of them (`Anatomy.is_exact` is False then).
 """
 
 from __future__ import annotations
@@ -11,15 +11,119 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from memfit.errors import ConfigError
-from memfit.estimation._model_config import TOWERS, ModelConfig, count_tower
 
-#: In which dtype a kept tensor is: that of matrix products; that of the stream of hidden states (fp32 under autocast);
-#: fp32 always; the 16-bit original beside such an fp32 copy; one byte (masks); or nothing, as it is kept elsewhere.
+_LARGEST = 1 << 40  # beyond any width, count or vocabulary
+#: Entries that describe an image or audio encoder beside the language model.
+_TOWERS = ("vision_config", "audio_config")
+#: The dtype of a kept tensor: that of matrix products; that of the hidden states (fp32 under autocast); fp32; the
+#: 16-bit original beside an fp32 copy; one byte (masks); or nothing, because it is kept elsewhere.
 Kind = Literal["compute", "stream", "fp32", "narrow", "byte", "shared"]
 
 
+class ModelConfig:
+    """A config whose entries have several names."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        inner = config.get("text_config")
+        self.entries: dict[str, Any] = {**config, **inner} if isinstance(inner, Mapping) else dict(config)
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        return next((self.entries[name] for name in names if self.entries.get(name) is not None), default)
+
+    def size(self, *names: str, default: int | None = None, least: int = 0) -> int:
+        found = self.get(*names, default=default)
+        if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= _LARGEST:
+            raise self._error(names, found, f"a whole number from {least} up")
+        return found
+
+    def text(self, *names: str, default: str) -> str:
+        found = self.get(*names, default=default)
+        if not isinstance(found, str):
+            raise self._error(names, found, "a name")
+        return found
+
+    def drops(self, *names: str, default: float = 0.0) -> bool:
+        found = self.get(*names, default=default)
+        if not isinstance(found, int | float):
+            raise self._error(names, found, "a number")
+        return found > 0
+
+    def _error(self, names: tuple[str, ...], found: Any, wanted: str) -> ConfigError:
+        named = next((name for name in names if self.entries.get(name) is not None), names[0])
+        return ConfigError(
+            f"the model's config has {named} = {_shortened(found)}.",
+            rule=f"the formula reads {wanted} from {' or '.join(names)}.",
+            remedy="give the config.json of the model's own page, or one saved by config.save_pretrained",
+        )
+
+    @property
+    def hidden(self) -> int:
+        return self.size("hidden_size", "n_embd", "d_model", "dim", least=1)
+
+    @property
+    def layers(self) -> int:
+        return self.size("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", least=1)
+
+    @property
+    def heads(self) -> int:
+        return self.size("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", least=1)
+
+    @property
+    def split_width(self) -> int:
+        """The width of one head where the heads divide the hidden states."""
+        width, heads = self.hidden, self.heads
+        if width % heads:
+            raise ConfigError(
+                f"the model's config has a width of {width} and {heads} heads.",
+                rule="without a head_dim the heads divide the width of the hidden states.",
+                remedy="correct hidden_size or num_attention_heads in the config, or write head_dim",
+            )
+        return width // heads
+
+    @property
+    def inner(self) -> int:
+        names = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "hidden_dim", "d_ff", "encoder_ffn_dim")
+        return self.size(*names, default=4 * self.hidden)
+
+    @property
+    def labels(self) -> int:
+        names = self.get("id2label")
+        return len(names) if isinstance(names, Mapping) else self.size("num_labels", default=2)
+
+    @property
+    def task(self) -> str:
+        """The first class that the config names."""
+        return str((self.get("architectures") or ["Model"])[0])
+
+
+def _shortened(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and value > _LARGEST:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_names(config: Mapping[str, Any]) -> None:
+    """Refuse a config whose ``model_type`` or ``architectures`` are no names.
+
+    Raises:
+        ConfigError: They are none.
+    """
+    kind, names = config.get("model_type"), config.get("architectures")
+    if kind is not None and not isinstance(kind, str):
+        wrong, rule, remedy = f"model_type = {_shortened(kind)}", "model_type is one name", '"model_type": "llama"'
+    elif names is not None and not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
+        wrong, rule = f"architectures = {_shortened(names)}", "architectures is a list of names of classes"
+        remedy = '"architectures": ["LlamaForCausalLM"]'
+    else:
+        return
+    raise ConfigError(
+        f"the model's config has {wrong}.", rule=f"{rule}.", remedy=f"write for example {remedy}, or leave it out"
+    )
+
+
 class Linear(NamedTuple):
-    """A matrix product with weights: ``copies`` of them (experts), of which a token runs through ``used``."""
+    """A matrix product with weights: ``copies`` of them (experts); a token runs through ``used``."""
 
     name: str
     inputs: int
@@ -38,75 +142,43 @@ class Linear(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A tensor that autograd keeps, ``width`` numbers a token.
+    """A tensor that autograd keeps for the backward pass."""
 
-    Attributes:
-        tensor: What it is.
-        width: Numbers a token.
-        kind: Its dtype.
-        feeds: The matrix products it is the input of: it is kept for the gradients of their weights alone.
-        for_weight: Whether it is kept for the gradient of a weight alone, so not where weights are frozen.
-        is_fusible: Whether a compiler makes it again from others in the backward pass: no input of a product
-            (ban_recompute_materialized_backward in torch/_functorch/config.py).
-    """
-
-    tensor: str
-    width: int
+    tensor: str  # what it is
+    width: int  # numbers for each token
     kind: Kind = "compute"
-    feeds: tuple[str, ...] = ()
-    for_weight: bool = False
+    feeds: tuple[str, ...] = ()  # the matrix products whose input it is: kept for the gradients of their weights
+    for_weight: bool = False  # a frozen weight makes it unnecessary
+    # A compiler computes it again (ban_recompute_materialized_backward in torch/_functorch/config.py).
     is_fusible: bool = False
 
 
 class Attention(NamedTuple):
-    """Attention of ``heads`` queries a token over keys of the same sequence, or of the source's where it is crossed.
-
-    Attributes:
-        heads: Heads of queries.
-        kv_heads: Heads of keys and values.
-        head_dim: Numbers of a head.
-        has_dropout: Whether the scores are dropped out.
-        is_crossed: Whether keys are the source's.
-        is_eager: Whether there is no fused kernel for it.
-        upcasts: Whether its softmax is taken in fp32.
-        is_fused_rotary: Whether queries, keys and values are one matrix product and then rotated: the values are a
-            view that keeps the whole product beside the rotated copies.
-        is_biased: Whether a bias of positions is added to the scores, in a copy of each block's own
-            (create_position_bias_mask in integrations/sdpa_attention.py).
-        is_capped: Whether the scores go through a hyperbolic tangent, which no fused kernel does.
-    """
+    """One attention of a block."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    has_dropout: bool = False
-    is_crossed: bool = False
-    is_eager: bool = False
-    upcasts: bool = True
+    has_dropout: bool = False  # of the scores
+    is_crossed: bool = False  # keys come from the source sequence
+    upcasts: bool = True  # its softmax runs in fp32
+    # One product makes queries, keys and values: the values are a view that keeps it beside the rotated copies.
     is_fused_rotary: bool = False
+    # Each block adds its own bias of positions (create_position_bias_mask in integrations/sdpa_attention.py).
     is_biased: bool = False
-    is_capped: bool = False
+    is_capped: bool = False  # the scores have a softcap, which no fused kernel supports
 
 
 @dataclass(frozen=True)
 class Block:
-    """One of the blocks that a model repeats.
+    """One of the blocks that a model repeats, or a part of it."""
 
-    Attributes:
-        width: Of the hidden states.
-        linears: Its matrix products.
-        attentions: One, or two where it also looks at the source.
-        kept: What autograd keeps beside attention's own tensors.
-        num_norm_parameters: Of its norms and whatever else is no matrix product.
-        inner_width: Numbers a token of the gradients inside of its MLP, the widest of its temporaries.
-    """
-
-    width: int
+    width: int  # of the hidden states
     linears: tuple[Linear, ...]
     attentions: tuple[Attention, ...]
-    kept: tuple[Kept, ...]
-    num_norm_parameters: int
-    inner_width: int
+    kept: tuple[Kept, ...]  # without the attentions' own tensors
+    num_norm_parameters: int  # outside of matrix products
+    inner_width: int  # the widest gradient inside of its MLP, in numbers for each token
 
     @property
     def num_parameters(self) -> int:
@@ -114,7 +186,7 @@ class Block:
 
 
 class Stack(NamedTuple):
-    """``num_blocks`` blocks that run over the source's tokens, or over the target's."""
+    """Equal blocks that run over the source's tokens, or over the target's."""
 
     block: Block
     num_blocks: int
@@ -123,58 +195,42 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a model is made of.
+    """What a model is made of."""
 
-    Attributes:
-        family: The name in `FAMILIES` of the family that it is counted like.
-        stacks: Its blocks.
-        tables: Of each embedding the rows and the width.
-        head: What makes the logits from the last hidden states; None for none.
-        is_tied: Whether the head's weight is the first table.
-        num_other_parameters: Norms, projections and whatever else stands outside of blocks.
-        has_token_logits: Whether there are logits for each token, not one row a sample.
-        caps_logits: Whether the logits go through a hyperbolic tangent.
-        upcasts_logits: Whether they are upcast to fp32 before the loss (ForCausalLMLoss in loss/loss_utils.py).
-        tokens: Tokens of a sample where the model decides on them (images); None for the setup's.
-        is_exact: Whether the count of parameters is that of transformers.
-        has_towers: Whether it also sees or hears, with blocks of which the parameters alone are counted, roughly.
-    """
-
-    family: str
+    family: str  # of `FAMILIES`: the one that it is counted like
     stacks: tuple[Stack, ...]
-    tables: tuple[tuple[int, int], ...]
-    head: Linear | None
-    is_tied: bool
-    num_other_parameters: int
-    has_token_logits: bool = True
-    caps_logits: bool = False
-    upcasts_logits: bool = True
-    tokens: int | None = None
-    is_exact: bool = True
-    has_towers: bool = False
-
-    @property
-    def num_table_parameters(self) -> int:
-        return sum(rows * width for rows, width in self.tables)
-
-    @property
-    def num_head_parameters(self) -> int:
-        """Of the head, without a weight that is the table's."""
-        if self.head is None:
-            return 0
-        return self.head.num_parameters - (self.head.num_weights if self.is_tied else 0)
+    tables: tuple[tuple[int, int], ...]  # rows and width of each embedding
+    head: Linear | None  # makes the logits
+    is_tied: bool  # the head's weight is the first embedding
+    num_other_parameters: int  # outside of blocks, embeddings and head
+    has_token_logits: bool = True  # False: one row a sample
+    caps_logits: bool = False  # the logits have a softcap
+    upcasts_logits: bool = True  # the loss needs them in fp32 (ForCausalLMLoss in loss/loss_utils.py)
+    tokens: int | None = None  # of an image; None for those of the setup
+    is_exact: bool = True  # the count of parameters is that of transformers
+    has_towers: bool = False  # an image or audio encoder is included; only its parameters are counted
 
     @property
     def num_parameters(self) -> int:
-        blocks = sum(stack.block.num_parameters * stack.num_blocks for stack in self.stacks)
-        return blocks + self.num_table_parameters + self.num_head_parameters + self.num_other_parameters
+        found = sum(stack.block.num_parameters * stack.num_blocks for stack in self.stacks) + self.num_other_parameters
+        found += sum(rows * width for rows, width in self.tables)
+        if self.head is not None:
+            found += self.head.num_parameters - self.head.num_weights * self.is_tied
+        return found
+
+
+def _language_model(
+    config: ModelConfig, family: str, stacks: tuple[Stack, ...], *, tied: bool, others: int, **more: Any
+) -> Anatomy:
+    """A model whose head gives logits for each token."""
+    width, vocabulary = config.hidden, config.size("vocab_size")
+    tables = ((vocabulary, width), *more.pop("tables", ()))
+    is_tied = bool(config.get("tie_word_embeddings", default=tied))
+    return Anatomy(family, stacks, tables, Linear("lm_head", width, vocabulary), is_tied, others, **more)
 
 
 def _rms_norm(width: int, flavour: str = "llama") -> tuple[Kept, ...]:
-    """``x.float()`` for its square, and the normalised x that the weight's gradient needs (modeling_llama.py).
-
-    T5's multiplies the 16-bit x itself, so keeps it too; Gemma's multiplies its weight in fp32.
-    """
+    """The input in fp32, and its normalised form for the weight's gradient; T5 also keeps the 16-bit input."""
     upcast = Kept("input of a norm in fp32", width, "fp32")
     original = (Kept("input of a norm", width, "narrow", is_fusible=True),) if flavour == "t5" else ()
     kind: Kind = "fp32" if flavour == "gemma" else "stream"
@@ -182,31 +238,39 @@ def _rms_norm(width: int, flavour: str = "llama") -> tuple[Kept, ...]:
 
 
 def _layer_norm(width: int) -> tuple[Kept, ...]:
-    """Its input, with mean and inverse deviation in fp32 (native_layer_norm)."""
     return Kept("input of a norm", width, "stream"), Kept("statistics of a norm", 2, "fp32")
 
 
 def _activation(name: str, width: int) -> tuple[Kept, ...]:
-    """What an activation keeps beside its result (transformers/activations.py): most their input, relu nothing."""
+    """What an activation keeps beside its result (transformers/activations.py): most keep their input, relu nothing."""
     known = {"relu": 0, "gelu_new": 4, "gelu_fast": 6, "quick_gelu": 2, "relu2": 2, "gelu_10": 2}
     return tuple(Kept(f"inside {name}", width, is_fusible=number > 0) for number in range(known.get(name, 1)))
 
 
-def _gated_mlp(width: int, inner: int, act: str, *, bias: bool = False, experts: tuple[int, int] = (1, 1)) -> Block:
-    """``down(act(gate(x)) * up(x))``: keeps x, what act keeps, both factors and their product."""
-    count, used = experts
-    linears = tuple(
-        Linear(name, *shape, bias, count, used)
-        for name, shape in (("gate_proj", (width, inner)), ("up_proj", (width, inner)), ("down_proj", (inner, width)))
+def _gated_mlp(
+    width: int,
+    inner: int,
+    act: str,
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    bias: bool = False,
+    experts: tuple[int, int] = (1, 1),
+) -> Block:
+    """``down(act(gate(x)) * up(x))``; two names fuse gate and up. ``experts``: how many, and used by a token."""
+    *into, out = names
+    linears = (
+        *(Linear(name, width, 2 * inner // len(into), bias, *experts) for name in into),
+        Linear(out, inner, width, bias, *experts),
     )
-    factors = (*_activation(act, inner), Kept("activated gate", inner, is_fusible=True), Kept("up", inner))
     kept = (
-        Kept("input of the MLP", width, "compute", ("gate_proj", "up_proj")),
-        *factors,
-        Kept("gated", inner, "compute", ("down_proj",)),
+        Kept("input of the MLP", width, "compute", tuple(into)),
+        *_activation(act, inner),
+        Kept("activated gate", inner, is_fusible=True),
+        Kept("up", inner),
+        Kept("gated", inner, "compute", (out,)),
     )
-    kept = tuple(one._replace(width=one.width * used) for one in kept)
-    return Block(width, linears, (), kept, 0, 2 * inner * used)
+    used = experts[1]
+    return Block(width, linears, (), tuple(one._replace(width=one.width * used) for one in kept), 0, 2 * inner * used)
 
 
 def _plain_mlp(width: int, inner: int, act: str, names: tuple[str, str], *, bias: bool = True) -> Block:
@@ -221,34 +285,22 @@ def _plain_mlp(width: int, inner: int, act: str, names: tuple[str, str], *, bias
 
 
 def _attention(
-    width: int,
-    attention: Attention,
-    names: tuple[str, ...],
-    *,
-    bias: tuple[bool, bool] = (False, False),
-    source: int | None = None,
+    width: int, attention: Attention, names: tuple[str, ...], *, bias: tuple[bool, bool] = (False, False)
 ) -> Block:
-    """Projections of queries, keys and values, apart (four names) or in one (two names), and of the result."""
+    """Projections of queries, keys and values (four names) or one for all three (two names), and of the result."""
     queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    if len(names) == 2:
-        into: tuple[Linear, ...] = (Linear(names[0], width, queries + 2 * keys, bias[0]),)
-    else:
-        over = source or width
-        into = tuple(
-            Linear(name, inputs, outputs, bias[0])
-            for name, inputs, outputs in zip(names, (width, over, over), (queries, keys, keys), strict=False)
-        )
-    out = Linear(names[-1], queries, width, bias[1])
+    outputs = (queries + 2 * keys,) if len(names) == 2 else (queries, keys, keys)
+    into = (Linear(name, width, size, bias[0]) for name, size in zip(names, outputs, strict=False))
     read = names[:1] if attention.is_crossed else names[:-1]
     kept = (
         Kept("input of attention", width, "compute", read),
         Kept("result of attention", queries, "shared", (names[-1],)),
     )
-    return Block(width, (*into, out), (attention,), kept, 0, queries + 2 * keys)
+    return Block(width, (*into, Linear(names[-1], queries, width, bias[1])), (attention,), kept, 0, queries + 2 * keys)
 
 
 def _join(parts: tuple[Block, ...], norms: tuple[Kept, ...], num_norm_parameters: int, masks: int = 0) -> Block:
-    """One block of several, with its norms and ``masks`` dropout masks as wide as the hidden states."""
+    """One block of several parts, with its norms and ``masks`` dropout masks as wide as the hidden states."""
     dropped = tuple(Kept("dropout mask", parts[0].width, "byte") for _ in range(masks))
     return Block(
         width=parts[0].width,
@@ -260,48 +312,56 @@ def _join(parts: tuple[Block, ...], norms: tuple[Kept, ...], num_norm_parameters
     )
 
 
-_APART = ("q_proj", "k_proj", "v_proj", "o_proj")
+_SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
-    """Llama, Mistral, Qwen, Gemma, Phi-3, Mixtral and their like."""
-    width, heads, dim = config.hidden, config.heads, config.head_dim
-    if family in ("gemma", "gemma2", "gemma3") or family == "qwen3":
-        dim = config.size("head_dim", default=128 if family == "qwen3" else 256)
+    """Llama, Mistral, Qwen, Gemma, Phi-3, Mixtral and models like them."""
+    width, heads = config.hidden, config.heads
+    default = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3": 256}.get(family)
+    is_split = config.get("head_dim") is None and default is None
+    dim = config.split_width if is_split else config.size("head_dim", default=default, least=1)
     kv_heads = config.size("num_key_value_heads", default=heads, least=1)
     flavour = "gemma" if family.startswith("gemma") else "llama"
     has_qk_norm = family in ("qwen3", "qwen3_moe", "gemma3")
     num_norms = 4 if family in ("gemma2", "gemma3") else 2
     bias = bool(config.get("attention_bias", "use_qkv_bias", default=False))
     biases = (True, False) if family in ("qwen2", "qwen2_moe") else (bias, bias)
+    is_capped = family == "gemma2" and bool(config.entries.get("attn_logit_softcapping", 50.0))
     is_fused = family == "phi3"
-    caps = family == "gemma2" and "attn_logit_softcapping" in config.entries
-    is_capped = bool(config.get("attn_logit_softcapping", default=0.0 if caps else 50.0)) and family == "gemma2"
     drops = config.drops("attention_dropout")
-    attention = Attention(
-        heads, kv_heads, dim, drops, is_eager=is_capped, is_capped=is_capped, is_fused_rotary=is_fused
-    )
-    attend = _attention(width, attention, ("qkv_proj", "o_proj") if is_fused else _APART, bias=biases)
+    attention = Attention(heads, kv_heads, dim, drops, is_fused_rotary=is_fused, is_capped=is_capped)
+    attend = _attention(width, attention, ("qkv_proj", "o_proj") if is_fused else _SEPARATE, bias=biases)
     norms = _rms_norm(width, flavour) * num_norms
     if has_qk_norm:
         norms += _rms_norm(heads * dim, flavour) + _rms_norm(kv_heads * dim, flavour)
     mlp = _gated_experts(config, family, width)
-    if is_fused:
-        joined = Linear("gate_up_proj", width, 2 * config.inner)
-        first = Kept("input of the MLP", width, "compute", ("gate_up_proj",))
-        mlp = replace(mlp, linears=(joined, mlp.linears[2]), kept=(first, *mlp.kept[1:]))
     masks = 2 if config.drops("resid_pdrop", "hidden_dropout") else 0
     block = _join((attend, mlp), norms, num_norms * width + 2 * dim * has_qk_norm, masks)
-    tied = bool(config.get("tie_word_embeddings", default=family.startswith("gemma")))
-    vocabulary = config.size("vocab_size")
-    head = Linear("lm_head", width, vocabulary)
     stacks: tuple[Stack, ...] = (Stack(block, config.layers),)
-    decoders = config.size("decoder_layers", default=0)
-    if decoders:  # BART, Whisper and their like
-        cross = _attention(width, attention._replace(is_crossed=True), _APART, bias=biases)
+    if decoders := config.size("decoder_layers", default=0):  # models like BART and Whisper
+        cross = _attention(width, attention._replace(is_crossed=True), _SEPARATE, bias=biases)
         stacks += (Stack(_join((attend, cross, mlp), norms, 3 * width, masks), decoders, is_target=True),)
     caps_logits = bool(config.get("final_logit_softcapping", default=30.0 if family == "gemma2" else 0.0))
-    return Anatomy(family, stacks, ((vocabulary, width),), head, tied, width, caps_logits=caps_logits)
+    tied = family.startswith("gemma")
+    return _language_model(config, family, stacks, tied=tied, others=width, caps_logits=caps_logits)
+
+
+def _gated_experts(config: ModelConfig, family: str, width: int) -> Block:
+    act = config.text("hidden_activation", "hidden_act", default="silu")
+    count = config.size("num_local_experts", "num_experts", "n_routed_experts", default=1)
+    if count <= 1:
+        names = ("gate_up_proj", "down_proj") if family == "phi3" else ("gate_proj", "up_proj", "down_proj")
+        return _gated_mlp(width, config.inner, act, names, bias=bool(config.get("mlp_bias", default=False)))
+    used = config.size("num_experts_per_tok", "moe_top_k", default=2)
+    inner = config.size("moe_intermediate_size", default=config.inner)
+    router = Block(width, (Linear("gate", width, count),), (), (Kept("scores of experts", count, "fp32"),), 0, 0)
+    parts = (_gated_mlp(width, inner, act, experts=(count, used)), router)
+    if family == "qwen2_moe":
+        shared = config.size("shared_expert_intermediate_size", default=inner)
+        return _join((*parts, _gated_mlp(width, shared, act)), (), width)  # the shared expert's gate has one output
+    shared = config.size("n_shared_experts", default=0) * inner
+    return _join((*parts, _gated_mlp(width, shared, act)) if shared else parts, (), 0)
 
 
 def _state_space(config: ModelConfig, family: str) -> Anatomy:
@@ -323,26 +383,7 @@ def _state_space(config: ModelConfig, family: str) -> Anatomy:
     )
     each = config.size("conv_kernel", default=4) + bool(config.get("use_conv_bias", default=True)) + states + 1
     block = Block(width, linears, (), kept, width + inner * each, 8 * inner * states)
-    vocabulary, tied = config.size("vocab_size"), bool(config.get("tie_word_embeddings", default=True))
-    head = Linear("lm_head", width, vocabulary)
-    return Anatomy(family, (Stack(block, config.layers),), ((vocabulary, width),), head, tied, width)
-
-
-def _gated_experts(config: ModelConfig, family: str, width: int) -> Block:
-    act = config.text("hidden_activation", "hidden_act", default="silu")
-    count = config.size("num_local_experts", "num_experts", "n_routed_experts", default=1)
-    if count <= 1:
-        return _gated_mlp(width, config.inner, act, bias=bool(config.get("mlp_bias", default=False)))
-    used = config.size("num_experts_per_tok", "moe_top_k", default=2)
-    inner = config.size("moe_intermediate_size", default=config.inner)
-    experts = _gated_mlp(width, inner, act, experts=(count, used))
-    router = Block(width, (Linear("gate", width, count),), (), (Kept("scores of experts", count, "fp32"),), 0, 0)
-    if family != "qwen2_moe":
-        number = config.size("n_shared_experts", default=0)
-        both = (experts, router) if not number else (experts, router, _gated_mlp(width, number * inner, act))
-        return _join(both, (), 0)
-    shared = _gated_mlp(width, config.size("shared_expert_intermediate_size", default=inner), act)
-    return _join((experts, router, shared), (), width)  # the shared expert's gate has one output
+    return _language_model(config, family, (Stack(block, config.layers),), tied=True, others=width)
 
 
 def _plain_decoder(config: ModelConfig, family: str) -> Anatomy:
@@ -360,58 +401,36 @@ def _plain_decoder(config: ModelConfig, family: str) -> Anatomy:
     attend = _attention(width, attention, names, bias=(bias, bias))
     act = config.text("activation_function", "hidden_act", "activation", default=act)
     mlp = _plain_mlp(width, config.inner, act, mlp_names)
-    drops_stream = config.drops("resid_pdrop", "hidden_dropout", "dropout", default=default)
-    block = _join((attend, mlp), _layer_norm(width) * 2, 4 * width, 2 * drops_stream)
-    vocabulary = config.size("vocab_size")
-    tables = [(vocabulary, width)]
-    if not is_neox:
-        tables.append((config.size("max_position_embeddings", "n_positions", default=1024), width))
-    tied = bool(config.get("tie_word_embeddings", default=not is_neox))
-    head = Linear("lm_head", width, vocabulary)
-    return Anatomy(family, (Stack(block, config.layers),), tuple(tables), head, tied, 2 * width)
+    masks = 2 * config.drops("resid_pdrop", "hidden_dropout", "dropout", default=default)
+    stacks = (Stack(_join((attend, mlp), _layer_norm(width) * 2, 4 * width, masks), config.layers),)
+    positions = () if is_neox else ((config.size("max_position_embeddings", "n_positions", default=1024), width),)
+    return _language_model(config, family, stacks, tied=not is_neox, others=2 * width, tables=positions)
 
 
 def _t5(config: ModelConfig, family: str) -> Anatomy:
-    """T5 and mT5, of version 1 and 1.1. Their scores take a learned bias of positions."""
+    """T5 and mT5, of version 1 and 1.1: a learned bias of positions is added to the scores."""
     width, heads = config.hidden, config.heads
     dim, inner = config.size("d_kv", default=64), config.size("d_ff", default=2048)
     words = str(config.get("feed_forward_proj", default="gated-gelu" if family == "mt5" else "relu")).split("-")
-    act = {"gelu": "gelu_new"}.get(words[-1], words[-1]) if words[0] == "gated" else words[-1]
     drops = config.drops("dropout_rate", default=0.1)
     attention = Attention(heads, heads, dim, drops, upcasts=False, is_biased=True)
-    names = ("q", "k", "v", "o")
-    attend = _attention(width, attention, names)
-    cross = _attention(width, attention._replace(is_crossed=True, is_biased=False), names)
+    attend = _attention(width, attention, ("q", "k", "v", "o"))
+    cross = _attention(width, attention._replace(is_crossed=True, is_biased=False), ("q", "k", "v", "o"))
+    dropped: tuple[Kept, ...] = (Kept("dropout mask", inner, "byte"),) if drops else ()
     if words[0] == "gated":
-        mlp = _gated_mlp(width, inner, act)
-        mlp = replace(mlp, linears=tuple(map(_renamed, mlp.linears)), kept=tuple(_refed(kept) for kept in mlp.kept))
+        mlp = _gated_mlp(width, inner, {"gelu": "gelu_new"}.get(words[-1], words[-1]), ("wi_0", "wi_1", "wo"))
     else:
-        mlp = _plain_mlp(width, inner, act, ("wi", "wo"), bias=False)
-    if drops:
-        mlp = replace(mlp, kept=(*mlp.kept, Kept("dropout mask", inner, "byte")))
-        if words[0] != "gated" and act == "relu":  # relu keeps its result, wo the dropped one
-            mlp = replace(mlp, kept=(*mlp.kept, Kept("result of relu", inner)))
+        mlp = _plain_mlp(width, inner, words[-1], ("wi", "wo"), bias=False)
+        if drops and words[-1] == "relu":  # relu keeps its result, wo the one after dropout
+            dropped += (Kept("result of relu", inner),)
+    mlp = replace(mlp, kept=mlp.kept + dropped)
     norm = _rms_norm(width, "t5")
     encoder = _join((attend, mlp), norm * 2, 2 * width, 2 * drops)
     decoder = _join((attend, cross, mlp), norm * 3, 3 * width, 3 * drops)
-    encoders, decoders = config.layers, config.size("num_decoder_layers", default=config.layers)
-    buckets = config.size("relative_attention_num_buckets", default=32) * heads
-    vocabulary = config.size("vocab_size")
-    head, tied = Linear("lm_head", width, vocabulary), bool(config.get("tie_word_embeddings", default=True))
-    stacks = (Stack(encoder, encoders), Stack(decoder, decoders, is_target=True))
-    others = 2 * (width + buckets)
-    return Anatomy(family, stacks, ((vocabulary, width),), head, tied, others, upcasts_logits=False)
-
-
-_T5_NAMES = {"gate_proj": "wi_0", "up_proj": "wi_1", "down_proj": "wo"}
-
-
-def _renamed(linear: Linear) -> Linear:
-    return linear._replace(name=_T5_NAMES[linear.name])
-
-
-def _refed(kept: Kept) -> Kept:
-    return kept._replace(feeds=tuple(_T5_NAMES[name] for name in kept.feeds))
+    decoders = config.size("num_decoder_layers", default=config.layers)
+    stacks = (Stack(encoder, config.layers), Stack(decoder, decoders, is_target=True))
+    others = 2 * (width + config.size("relative_attention_num_buckets", default=32) * heads)
+    return _language_model(config, family, stacks, tied=True, others=others, upcasts_logits=False)
 
 
 def _encoder_block(config: ModelConfig, family: str) -> Block:
@@ -429,28 +448,21 @@ def _encoder_block(config: ModelConfig, family: str) -> Block:
 
 def _encoder(config: ModelConfig, family: str) -> Anatomy:
     """BERT and RoBERTa, bare or with the head that ``architectures`` names."""
-    width, vocabulary = config.hidden, config.size("vocab_size")
+    width, vocabulary, task = config.hidden, config.size("vocab_size"), config.task
     positions, types = config.size("max_position_embeddings", default=512), config.size("type_vocab_size", default=2)
     tables = ((vocabulary, width), (positions, width), *(((types, width),) if types else ()))
-    dense, labels, others = width * width + width, _num_labels(config), 2 * width
-    wanted = str((config.get("architectures") or ["Model"])[0])
     stacks = (Stack(_encoder_block(config, family), config.layers),)
-    if wanted.endswith(("ForMaskedLM", "ForPreTraining")):
+    dense, others = width * width + width, 2 * width
+    if task.endswith(("ForMaskedLM", "ForPreTraining")):
         head = Linear("decoder", width, vocabulary, has_bias=True)
         others += dense + 2 * width
-        if wanted.endswith("ForPreTraining") and family == "bert":
+        if task.endswith("ForPreTraining") and family == "bert":
             others += dense + 2 * width + 2
         return Anatomy(family, stacks, tables, head, True, others, upcasts_logits=False)
-    if wanted.endswith(("ForSequenceClassification", "ForTokenClassification")):
-        others += 0 if wanted.endswith("ForTokenClassification") else dense
-        head = Linear("classifier", width, labels, has_bias=True)
-        return Anatomy(family, stacks, tables, head, False, others, has_token_logits=False)
-    return Anatomy(family, stacks, tables, None, False, others + dense, has_token_logits=False)  # with the pooler
-
-
-def _num_labels(config: ModelConfig) -> int:
-    names = config.get("id2label")
-    return len(names) if isinstance(names, Mapping) else config.size("num_labels", default=2)
+    is_classifier = task.endswith(("ForSequenceClassification", "ForTokenClassification"))
+    classifier = Linear("classifier", width, config.labels, has_bias=True) if is_classifier else None
+    others += 0 if task.endswith("ForTokenClassification") else dense  # the pooler, or the classifier's first layer
+    return Anatomy(family, stacks, tables, classifier, False, others, has_token_logits=False)
 
 
 def _vit(config: ModelConfig, family: str) -> Anatomy:
@@ -458,14 +470,14 @@ def _vit(config: ModelConfig, family: str) -> Anatomy:
     width = config.hidden
     image, patch = config.size("image_size", default=224), config.size("patch_size", default=16, least=1)
     tokens = (image // patch) ** 2 + 1
-    block = _encoder_block(config, family)
     others = width + tokens * width  # the class token and the positions
     others += config.size("num_channels", default=3) * patch * patch * width + width + 2 * width
-    wanted = str((config.get("architectures") or ["Model"])[0])
-    is_classifier = wanted.endswith("ForImageClassification")
-    head = Linear("classifier", width, _num_labels(config), has_bias=True) if is_classifier else None
-    others += 0 if is_classifier else width * width + width
-    stacks = (Stack(block, config.layers),)
+    head = None
+    if config.task.endswith("ForImageClassification"):
+        head = Linear("classifier", width, config.labels, has_bias=True)
+    else:
+        others += width * width + width
+    stacks = (Stack(_encoder_block(config, family), config.layers),)
     return Anatomy(family, stacks, (), head, False, others, has_token_logits=False, tokens=tokens)
 
 
@@ -480,21 +492,18 @@ FAMILIES: Mapping[str, Callable[[ModelConfig, str], Anatomy]] = {
     "mamba": _state_space,
 }
 _ALIASES = {"gemma3_text": "gemma3", "xlm-roberta": "roberta", "camembert": "roberta"}
-#: What others are counted like, with the wide bound; the rest like Llama.
-_LIKE = {
+#: The nearest family of models without exact counts; the others are counted like Llama.
+_NEAREST = {
     **dict.fromkeys(("falcon", "phi", "opt", "bloom"), "gpt_neox"),
     **dict.fromkeys(("deberta", "deberta-v2", "electra", "distilbert"), "bert"),
 }
 
 
 def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
-    """What the model of a ``config.json`` is made of.
-
-    Args:
-        config: The content of ``config.json``.
+    """Return what the model of a ``config.json`` is made of.
 
     Raises:
-        ConfigError: If the config does not even tell widths and layers, or an entry is of another kind.
+        ConfigError: Widths or layers are missing, or an entry has a wrong type.
 
     >>> gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     >>> find_anatomy(gpt2).num_parameters
@@ -503,16 +512,16 @@ def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
     read = ModelConfig(config)
     kind = read.text("model_type", default="")
     kind = _ALIASES.get(kind, kind)
-    family = kind if kind in FAMILIES else _LIKE.get(kind, "llama")
-    try:
-        found = FAMILIES[family](read, family)
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise ConfigError(
-            f"the model's config has a value that is none of its entry's: {type(error).__name__}: {error}.",
-            rule="each entry of a config.json is of the kind that transformers writes there.",
-            remedy="give the config.json of the model's own page, or one saved by config.save_pretrained",
-        ) from error
-    towers = sum(count_tower(config[name]) for name in TOWERS if config.get(name))
+    family = kind if kind in FAMILIES else _NEAREST.get(kind, "llama")
+    found = FAMILIES[family](read, family)
+    towers = sum(_count_tower(ModelConfig(config[name])) for name in _TOWERS if isinstance(config.get(name), Mapping))
     others = found.num_other_parameters + towers
-    is_exact = family == kind and not towers
-    return replace(found, num_other_parameters=others, is_exact=is_exact, has_towers=bool(towers))
+    return replace(found, num_other_parameters=others, is_exact=family == kind and not towers, has_towers=bool(towers))
+
+
+def _count_tower(config: ModelConfig) -> int:
+    """Count the parameters of an image or audio encoder: attention and an MLP in each block."""
+    width = config.size("hidden_size", "d_model", "embed_dim", "width", default=1024)
+    layers = config.size("num_hidden_layers", "encoder_layers", "depth", "num_layers", "layers", default=24)
+    inner = config.size("intermediate_size", "encoder_ffn_dim", default=4 * width)
+    return layers * (4 * width * width + 2 * width * inner)

@@ -1,4 +1,4 @@
-"""GPUs by name: the memory that CUDA reports, and what a process takes of it before and beside torch's allocator."""
+"""GPUs by name: the memory that CUDA reports, and what a process takes outside of torch's allocator."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _CHANNEL = 10 * MIB  # NVIDIA/nccl issues 1485 and 1685: one receiving buffer of
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or an amount of memory of an unknown one.
+    """A GPU, or a size of device memory.
 
     Attributes:
         name: As people write it.
         total_bytes: The least memory that CUDA has been seen to report for it (``torch.cuda.mem_get_info``, "total
             capacity" in torch's message). Drivers differ by up to 1.5 %, and nvidia-smi shows more.
         compute_capability: Such as "9.0"; None if it is not known.
-        context_bytes: What a training process holds on the device outside of torch's allocator: the CUDA context, and
-            the kernels of torch, cuBLAS and cuDNN that it has loaded. Communicators come on top.
+        context_bytes: What a training process takes outside of torch's allocator: the CUDA context, and the kernels of
+            torch, cuBLAS and cuDNN that it has loaded. Communicators are not in it.
         has_nvlink: Whether several of them usually are linked by NVLink.
-        source: Who saw the total.
-        cudnn_bytes: What the first convolution adds to the context. The value is that of a torch that loads kernels
-            when they are first used, the bound that of one that loads all of them at once.
+        source: Who reported the total.
+        cudnn_bytes: What the first convolution adds to the context: the value with kernels loaded on first use, the
+            bound with all of them loaded at once.
     """
 
     name: str
@@ -44,46 +44,39 @@ class Gpu:
 
     @property
     def cublas_workspace_bytes(self) -> Interval:
-        """The scratch memory of one cuBLAS handle on one stream; cublasLt uses the same bytes.
+        """Return the workspace of one cuBLAS handle on one stream, in bytes; torch's allocator holds it.
 
-        Torch's allocator holds it. The forward and the backward pass run in two threads, with a handle each.
-
-        Source: aten/src/ATen/cuda/CublasHandlePool.cpp and torch/backends/cuda/__init__.py (torch 2.13). Before torch
-        2.10 only 9.0 has the large one, so that 10.0 and 12.0 have it as their upper bound all the same.
+        The forward and the backward pass run in two threads, with a handle each. Source:
+        aten/src/ATen/cuda/CublasHandlePool.cpp and torch/backends/cuda/__init__.py (torch 2.13).
         """
         if self.compute_capability is None:
             return Interval(_BLAS_SMALL, _BLAS_LARGE)
         return Interval(_BLAS_LARGE if float(self.compute_capability) >= 9.0 else _BLAS_SMALL)
 
-    def nccl_bytes(self, world_size: int, num_communicators: int = 1) -> Interval:
-        """What the communicators of a process take on its device, outside of torch's allocator.
+    def nccl_bytes(self, world_size: int) -> Interval:
+        """Return what NCCL takes for a group of so many devices, in bytes, outside of torch's allocator.
 
         Measured with an all-reduce on A100s linked by NVLink: 544 MB in a group of two, 688 MB in a larger one
-        (NVIDIA/nccl issue 964), which is 24 channels; 1.6 GB with the context (issue 864). It does not grow beyond two
-        nodes (issue 986). Over PCIe there are two to four channels (log in ultralytics issue 12905). The bound takes
-        the buffers of a ring and of a tree's three edges for each of 32 channels, or of 8 without NVLink. All-to-all
-        and pairwise sends take more: 3.3 GB were seen on eight H100s (issue 1685).
-
-        Args:
-            world_size: Devices in each communicator; nothing is taken for one.
-            num_communicators: Process groups that have communicated.
+        (NVIDIA/nccl issue 964), which is 24 channels; it does not grow beyond two nodes (issue 986). Over PCIe there
+        are two to four channels (log in ultralytics issue 12905). The bound has the buffers of a ring and of a tree's
+        three edges for each of 32 channels, or of 8 without NVLink. All-to-all and pairwise sends take more: 3.3 GB on
+        eight H100s (issue 1685).
 
         >>> find_gpu("A100-80GB").nccl_bytes(8).value >> 20
         688
         """
-        if world_size < 2 or num_communicators < 1:
+        if world_size < 2:
             return Interval()
         measured = (544 if world_size == 2 else 688) * MIB
-        one = Interval(measured, 4 * 32 * _CHANNEL) if self.has_nvlink else Interval(measured // 12, 4 * 8 * _CHANNEL)
         if self.compute_capability is None:
-            one = Interval(measured // 12, 4 * 32 * _CHANNEL)
-        return one.times(num_communicators)
+            return Interval(measured // 12, 4 * 32 * _CHANNEL)
+        return Interval(measured, 4 * 32 * _CHANNEL) if self.has_nvlink else Interval(measured // 12, 4 * 8 * _CHANNEL)
 
 
-# What processes held beside torch's allocator, in MiB: "this process has X in use" less what "is allocated by PyTorch"
-# and "reserved by PyTorch but unallocated", in public out-of-memory messages of torch 2.2 to 2.13, which loads kernels
-# when they are first used. The bound is the largest that was found, also with torch before 1.13, which loads all of
-# them at once; where only later ones run on the architecture and none above a gigabyte was found, twice the value.
+# What processes held outside of torch's allocator, in MiB: "this process has X in use" less what "is allocated by
+# PyTorch" and "reserved by PyTorch but unallocated", in public out-of-memory messages of torch 2.2 to 2.13. The bound
+# is the largest that was found, also with torch before 1.13, which loads all kernels at once; where the architecture
+# needs a later torch and none above a gigabyte was found, twice the value.
 _CONTEXT = {
     "6.0": (300, 1343),  # as 7.0
     "7.0": (389, 1343),  # 0.37 to 0.39 GiB on a V100; nvidia-smi with an empty model on torch 1.x: 1,343 MiB
@@ -151,10 +144,10 @@ _MEMORY = re.compile(r"(\d+)g(?:i?b)?$")
 
 
 def find_gpu(text: str) -> Gpu:
-    """The GPU of a name, as written here, by nvidia-smi or by torch; or an unknown one of so much memory.
+    """Return the GPU of a name, as people, nvidia-smi or torch write it, or an unknown GPU of a size.
 
     Raises:
-        ConfigError: If the text is neither.
+        ConfigError: The text is neither a known name nor a size.
 
     >>> find_gpu("NVIDIA A100-SXM4-80GB").name, find_gpu("rtx4090").compute_capability, find_gpu("24GiB").total_bytes
     ('A100-80GB', '8.9', 25769803776)
@@ -179,7 +172,7 @@ def find_gpu(text: str) -> Gpu:
 
 
 def _key(name: str) -> str:
-    """A name without what people write in different ways.
+    """Return the part of a name that everybody writes.
 
     >>> _key("NVIDIA GeForce RTX 4070 Ti SUPER"), _key("Tesla V100-SXM2-32GB"), _key("H100 80GB HBM3"), _key("h100-80")
     ('4070tisuper', 'v10032', 'h10080', 'h10080')
@@ -189,3 +182,7 @@ def _key(name: str) -> str:
     kept = [word for word in words if word not in dropped and not re.fullmatch(r"sxm\d?|hbm\d?e?|.*edition", word)]
     kept = [word for word in kept if word not in ("server", "workstation")]
     return re.sub(r"^(?:rtx|nvidia)|(?<=\d)gi?b$", "", "".join(kept))
+
+
+#: For an estimate without a device.
+ANY_GPU = find_gpu("1024TiB")

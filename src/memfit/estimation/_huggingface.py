@@ -1,11 +1,11 @@
-"""From a model's ``config.json`` to a training step on fake tensors: any architecture that transformers can build."""
+"""Build a training step on fake tensors from a ``config.json``: any architecture that transformers can build."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,23 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import ConfigError, MissingExtraError, UntraceableError, nearest
-from memfit.estimation._blocks import ChunkedHead, checkpoint_blocks, offload_activations
-from memfit.estimation._lora import add_lora
-from memfit.estimation._optimizers import build_optimizer
-from memfit.estimation._program import Program, find_blocks
-from memfit.estimation._quantization import quantize_linears
+from memfit.estimation._blocks import ChunkedHead, offload_activations
+from memfit.estimation._lora import CLASSIFIERS, add_lora, quantize_linears
+from memfit.estimation._program import find_dtypes
 from memfit.estimation._setup import Setup, find_lora_targets
 
-_WEIGHT_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "bf16-amp": torch.float32,
-    "fp16-amp": torch.float32,
-}
-_AUTOCAST_DTYPES = {"bf16-amp": torch.bfloat16, "fp16-amp": torch.float16}
-#: Tried in order when the config names no class that transformers knows, or one that gives no loss: encoders have a
-#: causal class too.
+#: Tried in order if the config names no class that transformers knows, or one without a loss: encoders have a causal
+#: class too.
 _TASKS = (
     "AutoModelForMaskedLM",
     "AutoModelForCausalLM",
@@ -42,29 +32,33 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 #: Keys of a config.json that say how weights were saved, not what the model is.
 _NOT_THE_MODEL = {"dtype", "torch_dtype", "quantization_config", "auto_map", "transformers_version", "use_cache"}
 _DEFAULT_IMAGE_SIZE = 224
-_NO_LABELS = 2
+_Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
-def build_program(config: Mapping[str, Any], setup: Setup) -> Program:
-    """The training step of a model that transformers can build; called within a fake tensor mode.
+def build_step(config: Mapping[str, Any], setup: Setup) -> tuple[Any, dict[str, torch.Tensor], _Loss, list[str]]:
+    """Return a model that transformers can build, its batch, its loss, and notes; call it in a fake tensor mode.
 
     Args:
-        config: The content of a ``config.json``; needs ``model_type`` or ``architectures``. What it lacks has
+        config: The content of a ``config.json``; needs ``model_type`` or ``architectures``. Missing entries have
             transformers' default, with a note.
-        setup: How the model is trained. ``strategy``, ``world_size`` and ``compiled`` are not looked at.
+        setup: Its batch, dtype, adapters, quantisation, attention and loss count.
 
     Raises:
         MissingExtraError: transformers is not installed.
         UntraceableError: transformers does not know the model's type.
         ConfigError: The config or the setup makes no model.
     """
-    notes: dict[str, None] = {}
+    notes: list[str] = []
     parsed, kind = _parse(config, notes)
+    dtype, autocast = find_dtypes(setup)
     model = _build_model(parsed, kind, setup, notes)
     head = model.get_output_embeddings()
     if setup.quantization != "none":  # before any weight has bytes: they are quantised as they are loaded
-        _quantize(model, setup, head, notes)
-    _materialize(model, _fp32_names(model, _WEIGHT_DTYPES[setup.dtype], notes))
+        classifiers = [one for name, one in model.named_modules() if name.rsplit(".", 1)[-1] in CLASSIFIERS]
+        kept = [module for module in (head, *classifiers) if module is not None]
+        count = quantize_linears(model, setup.quantization, compute_dtype=autocast or dtype, skip=kept)
+        notes.append(f"{count} linear layers are held in {setup.quantization}, as bitsandbytes does; the head is not")
+    _materialize(model, _fp32_names(model, dtype, notes))
     batch = _make_batch(model, setup, notes)
     if setup.optimizer == "none":
         model.eval().requires_grad_(False)
@@ -73,73 +67,52 @@ def build_program(config: Mapping[str, Any], setup: Setup) -> Program:
     if setup.lora_rank:
         targets = setup.lora_targets or find_lora_targets(model.config.model_type)
         count = add_lora(model, setup.lora_rank, targets, head=head)
-        notes[f"{count} adapters in float32 beside {', '.join(targets)}, without dropout, as PEFT runs them"] = None
+        notes.append(f"{count} fp32 adapters beside {', '.join(targets)}, without dropout, as PEFT runs them")
     if setup.loss_chunks > 1:
         head = _chunk_loss(model, setup, head, notes)
-    checkpoint_blocks(find_blocks(model), setup.gradient_checkpointing)
-    optimizer, assumed = build_optimizer(model, setup)
-    notes.update(dict.fromkeys(assumed))
-    clip = setup.clip_grad_norm and optimizer is not None
-    if clip and setup.optimizer_in_backward:
-        clip = False
-        notes["gradients are not clipped: each is dropped within the backward pass"] = None
-    return Program(
-        model=model,
-        batch=batch,
-        loss=_Loss(head, offload=setup.offload_activations),
-        optimizer=optimizer,
-        autocast_dtype=_AUTOCAST_DTYPES.get(setup.dtype),
-        num_microbatches=setup.num_microbatches,
-        clip_grad_norm=clip,
-        notes=tuple(notes),
-    )
+    return model, batch, _make_loss(head, offload=setup.offload_activations), notes
 
 
 @contextlib.contextmanager
-def _one_sequence_a_row() -> Iterator[None]:
-    """Without the search for several sequences in a row, which takes fake positions for a compiler's and finds some.
-
-    A real step finds none and leaves the mask out (transformers 5, masking_utils.py, ``find_packed_sequence_indices``).
-    """
-    from transformers import masking_utils as found
-
-    masking_utils: Any = found
-    before = getattr(masking_utils, "find_packed_sequence_indices", None)
-    masking_utils.find_packed_sequence_indices = lambda *_args, **_kwargs: None
+def _swapped(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Exchange an attribute of a module of transformers."""
+    before = getattr(module, name, None)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = before
+        setattr(module, name, before)
 
 
-class _Loss:
-    """The loss of a batch: the model's own, or that of a head which makes it in pieces."""
+def _make_loss(head: nn.Module | None, *, offload: bool) -> _Loss:
+    """Return the loss of a batch: the model's own, or that of a chunked head."""
 
-    def __init__(self, head: nn.Module | None, *, offload: bool) -> None:
-        self.head = head
-        self.offload = offload
+    def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        from transformers import masking_utils
 
-    def __call__(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_one_sequence_a_row())
-            if self.offload:
-                stack.enter_context(offload_activations(model, head=self.head))
-            if isinstance(self.head, ChunkedHead):
+            # It takes fake positions for packed sequences; a real step finds none.
+            stack.enter_context(_swapped(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None))
+            if offload:
+                stack.enter_context(offload_activations(model))
+            if isinstance(head, ChunkedHead):
                 inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-                loss: torch.Tensor = self.head(model(**inputs).logits, batch["labels"])
-                return loss
+                found: torch.Tensor = head(model(**inputs).logits, batch["labels"])
+                return found
             outputs = model(**batch)
             own: torch.Tensor | None = getattr(outputs, "loss", None)
             return outputs[0].float().mean() if own is None else own
 
+    return loss
+
 
 def _is_bare(kind: type[Any]) -> bool:
-    """Whether a class of transformers has no head: ``GPT2Model``, and not ``GPT2LMHeadModel``."""
+    """Whether a class of transformers has no head, like ``GPT2Model``, unlike ``GPT2LMHeadModel``."""
     return kind.__name__.endswith("Model") and not kind.__name__.endswith("HeadModel")
 
 
-def _parse(config: Mapping[str, Any], notes: dict[str, None]) -> tuple[Any, type[Any]]:
-    """A config of transformers and the class of the model."""
+def _parse(config: Mapping[str, Any], notes: list[str]) -> tuple[Any, type[Any]]:
+    """Return a config of transformers and the class of the model."""
     try:
         import transformers
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -158,7 +131,7 @@ def _parse(config: Mapping[str, Any], notes: dict[str, None]) -> tuple[Any, type
         )
     values = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL and name != "model_type"}
     if "quantization_config" in config:
-        notes["the config's quantization_config is not looked at: the setup says how weights are held"] = None
+        notes.append("the config's quantization_config is ignored: --quant says how weights are held")
     try:
         with _quiet():
             parsed = transformers.AutoConfig.for_model(model_type, **values)
@@ -172,13 +145,13 @@ def _parse(config: Mapping[str, Any], notes: dict[str, None]) -> tuple[Any, type
     _note_defaults(parsed, defaults, config, notes)
     if config.get("tie_word_embeddings") is False and parsed.tie_word_embeddings:
         version = transformers.__version__
-        notes[f"transformers {version} ties the head to the embedding; the config says that it does not"] = None
+        notes.append(f"transformers {version} ties the head to the embedding, although the config says no")
     if kind is None or _is_bare(kind):
         kind = _find_task(transformers, parsed, kind, notes)
     return parsed, kind
 
 
-def _note_defaults(parsed: Any, defaults: Any, config: Mapping[str, Any], notes: dict[str, None]) -> None:
+def _note_defaults(parsed: Any, defaults: Any, config: Mapping[str, Any], notes: list[str]) -> None:
     own_names = {name: parsed.attribute_map.get(name, name) for name in _SIZES}
     missing = [
         f"{own} = {getattr(parsed, own)}"
@@ -188,15 +161,15 @@ def _note_defaults(parsed: Any, defaults: Any, config: Mapping[str, Any], notes:
         and getattr(parsed, own) == getattr(defaults, own, None)
     ]
     if missing:
-        notes[f"not in the config, so transformers' defaults: {', '.join(missing)}"] = None
+        notes.append(f"not in the config, so transformers' defaults: {', '.join(missing)}")
 
 
-def _find_task(transformers: Any, parsed: Any, kind: Any, notes: dict[str, None]) -> Any:
+def _find_task(transformers: Any, parsed: Any, kind: Any, notes: list[str]) -> Any:
     for task in _TASKS:
         found = getattr(transformers, task)._model_mapping.get(type(parsed), None)
         if found is not None:
             found = found[0] if isinstance(found, tuple) else found
-            notes[f"the config names no class with a loss: it is taken to be {found.__name__}"] = None
+            notes.append(f"the config names no class with a loss: {found.__name__} is assumed")
             return found
     kind = kind or transformers.AutoModel._model_mapping.get(type(parsed), None)
     if kind is None:
@@ -205,67 +178,46 @@ def _find_task(transformers: Any, parsed: Any, kind: Any, notes: dict[str, None]
             rule="The config's architectures name a class of transformers, or its type has one.",
             remedy="estimate a torch module: memfit.estimate(build_model, ...)",
         )
-    notes[f"{kind.__name__} has no loss: the mean of its first result stands for it"] = None
+    notes.append(f"{kind.__name__} has no loss: the mean of its first output is taken")
     return kind
 
 
-def _build_model(parsed: Any, kind: Any, setup: Setup, notes: dict[str, None]) -> Any:
-    """The model on fake tensors: built on the meta device outside of the modes, then given new bytes within them."""
+def _build_model(parsed: Any, kind: Any, setup: Setup, notes: list[str]) -> Any:
+    """Build the model on the meta device, outside of the fake tensor mode."""
     attention = "eager" if setup.attention == "eager" else "sdpa"
     if attention == "sdpa" and not getattr(kind, "_supports_sdpa", False):
         attention = "eager"
         if getattr(parsed, "num_attention_heads", None):
-            notes[f"{kind.__name__} has only eager attention in transformers: it keeps its scores"] = None
+            notes.append(f"{kind.__name__} has only eager attention in transformers: it keeps its scores")
     if setup.attention == "flash":
-        notes["flash attention is traced as torch's own, whose kernels keep the same"] = None
-    dtype = _WEIGHT_DTYPES[setup.dtype]
+        notes.append("flash attention is traced as torch's own, whose kernels keep the same")
+    dtype = find_dtypes(setup)[0]
     for part in (parsed, *(getattr(parsed, name, None) for name in getattr(parsed, "sub_configs", ()))):
         if part is not None and hasattr(part, "use_cache"):
             part.use_cache = False
     if getattr(parsed, "is_encoder_decoder", False) and getattr(parsed, "decoder_start_token_id", None) is None:
         parsed.decoder_start_token_id = getattr(parsed, "pad_token_id", None) or 0
-    extra = {} if dtype is torch.bfloat16 or not _has_experts(parsed) else {"experts_implementation": _add_experts()}
+    has_experts = any(getattr(parsed, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    extra = {"experts_implementation": _add_experts()} if has_experts and dtype is not torch.bfloat16 else {}
     try:
         with _disable_current_modes(), torch.device("meta"), _quiet():
-            model = kind._from_config(parsed, dtype=dtype, attn_implementation=attention, **extra)
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        ImportError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+            return kind._from_config(parsed, dtype=dtype, attn_implementation=attention, **extra)
+    except Exception as error:  # whatever the model's own code raises
         raise ConfigError(
             f"transformers builds no {kind.__name__} of this config: {type(error).__name__}: {str(error)[:300]}",
             rule="The config's sizes fit each other, and its packages are installed.",
             remedy="correct the config, or install what the message names",
         ) from error
-    return model
-
-
-def _has_experts(parsed: Any) -> bool:
-    return any(getattr(parsed, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def _add_experts() -> str:
-    """The name of an implementation of experts whose products have fake results in every dtype.
-
-    That of transformers sends all tokens through all experts' weights in one grouped product, whose fake kernel knows
-    bf16 alone; its own way around the product has one for all.
-    """
+    """Register experts without the grouped product, whose fake kernel knows bf16 alone, and return their name."""
     from transformers.integrations import moe
 
     def forward(module: nn.Module, *args: Any) -> torch.Tensor:
-        before = moe._can_use_grouped_mm
-        moe._can_use_grouped_mm = lambda *_: False
-        try:
+        with _swapped(moe, "_can_use_grouped_mm", lambda *_: False):
             result: torch.Tensor = moe.grouped_mm_experts_forward(module, *args)
             return result
-        finally:
-            moe._can_use_grouped_mm = before
 
     moe.ALL_EXPERTS_FUNCTIONS.register("memfit", forward)
     return "memfit"
@@ -273,7 +225,7 @@ def _add_experts() -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what transformers logs on building: it is about weights that were not loaded."""
+    """Silence transformers: it logs about weights that were not loaded."""
     from transformers.utils import logging as transformers_logging
 
     before = transformers_logging.get_verbosity()
@@ -284,19 +236,19 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(before)
 
 
-def _fp32_names(model: Any, dtype: torch.dtype, notes: dict[str, None]) -> set[str]:
-    # modeling_utils.py of transformers 5: the first list counts for fp16 alone, the second for both 16-bit dtypes.
+def _fp32_names(model: Any, dtype: torch.dtype, notes: list[str]) -> set[str]:
+    # modeling_utils.py of transformers 5: the first list counts for both 16-bit dtypes, the second for fp16 alone.
     names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype is not torch.float32 else set()
     if dtype is torch.float16:
         names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     if names:
-        notes[f"kept in fp32, as transformers does on loading: {', '.join(sorted(names))}"] = None
+        notes.append(f"kept in fp32, as transformers loads them: {', '.join(sorted(names))}")
     return names
 
 
 def _materialize(model: nn.Module, fp32_names: set[str]) -> None:
-    """Gives each parameter and buffer bytes in the modes that are active; what is tied stays tied."""
-    made: dict[int, torch.Tensor] = {}
+    """Give each parameter and buffer bytes in the active modes; what is tied stays tied."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the original, so that no identity is used twice
 
     def convert(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
@@ -305,26 +257,22 @@ def _materialize(model: nn.Module, fp32_names: set[str]) -> None:
             new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = new
-        return made[id(tensor)]
+            made[id(tensor)] = tensor, new
+        return made[id(tensor)][1]
 
-    originals: list[torch.Tensor] = []  # so that no identity is used twice
     for path, module in model.named_modules():
         in_fp32 = bool(set(path.split(".")) & fp32_names)
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                originals.append(parameter)
                 dtype = torch.float32 if in_fp32 and parameter.is_floating_point() else parameter.dtype
                 module._parameters[name] = convert(parameter, dtype)
-        others = (*module._buffers.items(), *module.__dict__.items())
-        for name, tensor in others:
-            if isinstance(tensor, torch.Tensor):
-                originals.append(tensor)
-                holder = module._buffers if name in module._buffers else module.__dict__
-                holder[name] = convert(tensor, tensor.dtype)
+        for holder in (module._buffers, module.__dict__):
+            for name, tensor in list(holder.items()):
+                if isinstance(tensor, torch.Tensor):
+                    holder[name] = convert(tensor, tensor.dtype)
 
 
-def _make_batch(model: Any, setup: Setup, notes: dict[str, None]) -> dict[str, torch.Tensor]:
+def _make_batch(model: Any, setup: Setup, notes: list[str]) -> dict[str, torch.Tensor]:
     config = model.config
     name = getattr(model, "main_input_name", "input_ids")
     if name == "pixel_values":
@@ -335,7 +283,7 @@ def _make_batch(model: Any, setup: Setup, notes: dict[str, None]) -> dict[str, t
         return {name: features, "labels": _tokens(setup.batch, setup.target_len or setup.seq_len)}
     _check_length(config, setup)
     batch = {"input_ids": _tokens(setup.batch, setup.seq_len)}
-    notes["batches come without a padding mask: attention takes its causal or full path"] = None
+    notes.append("batches have no padding mask: attention is causal or full")
     if config.is_encoder_decoder:
         target = setup.target_len or setup.seq_len
         batch["labels"] = _tokens(setup.batch, target)
@@ -344,7 +292,7 @@ def _make_batch(model: Any, setup: Setup, notes: dict[str, None]) -> dict[str, t
     elif type(model).__name__.endswith("ForSequenceClassification"):
         batch["labels"] = torch.zeros(setup.batch, dtype=torch.int64)
         config.pad_token_id = None if setup.batch == 1 else (config.pad_token_id or 0)
-        config.problem_type = "single_label_classification" if config.num_labels >= _NO_LABELS else "regression"
+        config.problem_type = "single_label_classification" if config.num_labels >= 2 else "regression"
         if config.problem_type == "regression":
             batch["labels"] = batch["labels"].to(model.dtype)
     elif not _is_bare(type(model)):
@@ -352,11 +300,11 @@ def _make_batch(model: Any, setup: Setup, notes: dict[str, None]) -> dict[str, t
     return batch
 
 
-def _make_images(model: Any, setup: Setup, notes: dict[str, None]) -> dict[str, torch.Tensor]:
+def _make_images(model: Any, setup: Setup, notes: list[str]) -> dict[str, torch.Tensor]:
     size = getattr(model.config, "image_size", None)
     if size is None:
         size = _DEFAULT_IMAGE_SIZE
-        notes[f"the config has no image_size: {size} x {size} pixels are assumed"] = None
+        notes.append(f"the config has no image_size: {size} x {size} pixels are assumed")
     height, width = (size, size) if isinstance(size, int) else tuple(size)
     channels = getattr(model.config, "num_channels", 3)
     batch = {"pixel_values": torch.zeros(setup.batch, channels, height, width, dtype=model.dtype)}
@@ -370,34 +318,21 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
 
 
 def _check_length(config: Any, setup: Setup) -> None:
-    """Refuses sequences that a table of learned positions does not reach."""
+    """Refuse sequences that are longer than the table of learned positions."""
     positions = getattr(config, "max_position_embeddings", None)
     rotary = any(getattr(config, name, None) for name in ("rope_parameters", "rope_theta", "alibi"))
     relative = getattr(config, "relative_attention", False) or getattr(config, "relative_attention_num_buckets", None)
     if isinstance(positions, int) and not rotary and not relative and setup.seq_len > positions > 0:
         raise ConfigError(
             f"Sequences have {setup.seq_len} tokens; the model has {positions} positions.",
-            rule="max_position_embeddings of the config: positions are learned, one by one.",
+            rule="the config has max_position_embeddings: each position is learned.",
             remedy=f"use --seq-len {positions} or less",
         )
 
 
-def _quantize(model: Any, setup: Setup, head: Any, notes: dict[str, None]) -> None:
-    kind: Any = setup.quantization
-    skip = [module for module in (head, *_heads(model)) if module is not None]
-    compute = _AUTOCAST_DTYPES.get(setup.dtype, _WEIGHT_DTYPES[setup.dtype])
-    count = quantize_linears(model, kind, compute_dtype=compute, skip=skip)
-    notes[f"{count} linear layers are held in {kind}, as bitsandbytes does; the output layer is not"] = None
-
-
-def _heads(model: nn.Module) -> list[nn.Module]:
-    """The last layers of a classifier, which are not quantised."""
-    return [module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in ("classifier", "score")]
-
-
-def _chunk_loss(model: Any, setup: Setup, head: Any, notes: dict[str, None]) -> Any:
+def _chunk_loss(model: Any, setup: Setup, head: Any, notes: list[str]) -> Any:
     if head is None or not isinstance(head, nn.Linear):
-        notes["loss_chunks has no effect: the model has no single output layer"] = None
+        notes.append("--loss-chunks has no effect: the model has no single output layer")
         return head
     softcap = getattr(model.config, "final_logit_softcapping", None)
     tokens = setup.batch * (setup.target_len or setup.seq_len)
@@ -406,5 +341,5 @@ def _chunk_loss(model: Any, setup: Setup, head: Any, notes: dict[str, None]) -> 
     if softcap is not None:
         model.config.final_logit_softcapping = None
     model.set_output_embeddings(chunked)
-    notes["each piece of the loss is made again in the backward pass: no logits are kept"] = None
+    notes.append("each chunk of the loss is computed again in the backward pass: no logits are kept")
     return chunked

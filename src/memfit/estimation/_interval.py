@@ -1,4 +1,4 @@
-"""Bytes that are known as a value and as an upper bound."""
+"""Bytes with an upper bound."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Interval:
-    """A number of bytes: the best guess, and one that is not passed.
+    """A number of bytes and its upper bound.
 
     Attributes:
-        value: The best guess.
-        upper: The bound, at least ``value``.
+        value: The best guess, in bytes.
+        upper: The bound, in bytes; ``value`` by default.
 
     >>> Interval(3) + Interval(1, 2)
     Interval(value=4, upper=5)
@@ -22,9 +22,10 @@ class Interval:
     """
 
     value: int = 0
-    upper: int = -1  # -1 for the value itself
+    upper: int = -1
 
     def __post_init__(self) -> None:
+        """Set a bound that was left out, and refuse one below the value."""
         if self.upper == -1:
             object.__setattr__(self, "upper", self.value)
         if not 0 <= self.value <= self.upper:
@@ -34,7 +35,7 @@ class Interval:
         return Interval(self.value + other.value, self.upper + other.upper)
 
     def times(self, factor: float, upper_factor: float | None = None) -> Interval:
-        """Both ends by ``factor``, the upper one by ``upper_factor`` where it is given; rounded up.
+        """Multiply both ends, the upper one by ``upper_factor`` if it is given; rounded up.
 
         >>> Interval(10, 20).times(0.25, 0.5)
         Interval(value=3, upper=10)
@@ -44,15 +45,11 @@ class Interval:
 
     @classmethod
     def total(cls, intervals: Iterable[Interval]) -> Interval:
-        """The sum of all.
-
-        >>> Interval.total([Interval(1), Interval(2, 4)])
-        Interval(value=3, upper=5)
-        """
+        """Return the sum of all."""
         return sum(intervals, cls())
 
     @classmethod
     def highest(cls, intervals: Iterable[Interval]) -> Interval:
-        """The highest value and the highest bound, each on its own: the peak of moments."""
+        """Return the highest value and the highest bound, which may be of two intervals."""
         found = list(intervals)
         return cls(max((i.value for i in found), default=0), max((i.upper for i in found), default=0))

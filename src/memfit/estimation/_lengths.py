@@ -1,32 +1,32 @@
-"""How long the sequences of a data set are, and what that makes of its batches: the longest one sets the peak.
+"""Read how long the sequences of a data set are, and describe its batches: the longest one sets the peak.
 
-Lengths are counted, not kept: a file of any size takes memory for its different lengths alone. Loads no torch.
+Lengths are counted, not kept: a file of any size takes memory for its different lengths only. Loads no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+from memfit.errors import DataError, UsageError, check_counts
 
-from memfit.errors import DataError, UsageError
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-_Counts = npt.NDArray[np.int64]
+    _Counts = npt.NDArray[np.int64]
 
-_MAX_LENGTH = 1 << 24  # tokens; what is above is no length but an id
+_MAX_LENGTH = 1 << 24  # tokens; a larger number is an id
 _NAMES = ("length", "lengths", "num_tokens", "n_tokens", "tokens", "len")
 _FORMATS = {".csv": "csv", ".jsonl": "json", ".feather": "feather", ".arrow": "feather", ".parquet": "parquet"}
 _AT_ONCE = 1 << 16  # rows that are read in one piece
-_MAX_SEQUENCES = 1 << 24  # that are laid out; of more, a share of each length
+_MAX_SEQUENCES = 1 << 24  # that are put in order; of more, a share of each length
 
 
 @dataclass(frozen=True)
 class LengthStatistics:
-    """The distribution of lengths, cut at a maximum where one was given.
+    """The distribution of lengths, cut at a maximum if one was given.
 
     Attributes:
         count: Sequences.
@@ -53,16 +53,14 @@ class LengthStatistics:
         Raises:
             DataError: There is no length.
 
+        >>> import numpy as np
         >>> found = LengthStatistics.from_histogram(np.bincount([2, 4, 4, 10]), max_length=8)
         >>> found.count, found.mean, found.longest, found.truncated_share
         (4, 4.5, 8, 0.25)
         """
-        if max_length is not None and max_length < 1:
-            raise UsageError(
-                f"sequences would be cut to {max_length} tokens.",
-                rule="a sequence keeps at least one token.",
-                remedy="give a maximum length of 1 or more",
-            )
+        import numpy as np
+
+        check_counts(UsageError, 1, max_length=max_length)
         total = int(counts.sum())
         if not total:
             raise DataError(
@@ -84,25 +82,26 @@ def describe_batches(lengths: LengthStatistics, *, batch: int, max_length: int, 
     """Return what the batches of one shuffled epoch are like, each padded to its longest sequence.
 
     Args:
-        lengths: As read. Of more than 16 million sequences a share of each length is laid out, rounded up.
+        lengths: As read. Of more than 16 million sequences a share of each length counts, rounded up.
         batch: Sequences of a batch.
         max_length: Longer sequences are cut to it.
         seed: Of the order.
 
     Returns:
-        Numbers, and the same in words as ``text``. ``largest_batch_tokens`` is the largest batch of this order,
-        ``worst_batch_tokens`` of any order; ``saving`` is the share of tokens, and so of work, that padding to the
-        batch's longest saves beside padding to ``max_length``. It saves nothing of the peak.
+        Numbers, and ``text`` with the same in words. ``largest_batch_tokens`` is the largest batch of this order,
+        ``worst_batch_tokens`` of any order; ``saving`` is the share of tokens that padding to the batch's longest
+        saves, compared with padding to ``max_length``. It does not lower the peak.
 
+    >>> import numpy as np
     >>> lengths = LengthStatistics.from_histogram(np.bincount([4, 4, 4, 4]))
     >>> describe_batches(lengths, batch=2, max_length=8)["saving"]
     0.5
     """
-    if batch < 1:
-        raise UsageError(f"batch is {batch}.", rule="batch is at least 1.", remedy="give a batch above 0")
-    lengths = (
-        LengthStatistics.from_histogram(lengths.histogram, max_length) if lengths.longest > max_length else lengths
-    )
+    import numpy as np
+
+    check_counts(UsageError, 1, batch=batch)
+    if lengths.longest > max_length:
+        lengths = LengthStatistics.from_histogram(lengths.histogram, max_length)
     share = min(1.0, _MAX_SEQUENCES / lengths.count)
     counts = np.ceil(lengths.histogram * share).astype(np.int64)  # at least one of each length: the longest is there
     rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
@@ -111,22 +110,20 @@ def describe_batches(lengths: LengthStatistics, *, batch: int, max_length: int, 
     widths = np.maximum(np.maximum.reduceat(rows, starts), 1)
     tokens = np.diff(np.append(starts, len(rows))) * widths
     padded, real = int(tokens.sum()), int(rows.sum())
-    mean, deviation, pad_share = float(tokens.mean()), float(tokens.std()), 1 - real / padded
-    saving = 1 - padded / (len(rows) * max_length)
+    pad_share, saving = 1 - real / padded, 1 - padded / (len(rows) * max_length)
     text = (
-        f"{lengths.count:,} samples of {lengths.mean:.0f} tokens on average, {lengths.longest} at most "
-        f"({lengths.truncated_share * 100:.1f} % cut at {max_length}): the peak is set by the longest batch, "
-        f"{batch} x {lengths.longest} tokens. Filling up to the batch's longest in place of {max_length} saves "
-        f"{saving * 100:.0f} % of the tokens, and nothing of the peak; {pad_share * 100:.0f} % still "
-        f"fill up. A batch has {mean:.0f} tokens, give or take {deviation:.0f}."
+        f"{lengths.count:,} samples, {lengths.mean:.0f} tokens on average, {lengths.longest} at most "
+        f"({lengths.truncated_share * 100:.1f} % cut at {max_length})\n"
+        f"the longest batch sets the peak: {batch} x {lengths.longest} tokens\n"
+        f"padding to the longest of each batch, not to {max_length}, saves {saving * 100:.0f} % of the tokens; "
+        f"{pad_share * 100:.0f} % are padding"
     )
     return {
         "num_samples": lengths.count,
         "mean_tokens": lengths.mean,
         "longest_tokens": lengths.longest,
         "truncated_share": lengths.truncated_share,
-        "mean_batch_tokens": mean,
-        "deviation_batch_tokens": deviation,
+        "mean_batch_tokens": float(tokens.mean()),
         "largest_batch_tokens": int(tokens.max()),
         "worst_batch_tokens": max(lengths.longest, 1) * min(batch, lengths.count),
         "pad_share": pad_share,
@@ -145,18 +142,25 @@ def read_lengths(path: str | Path, max_length: int | None = None) -> LengthStati
         max_length: Longer sequences are cut to it.
 
     Raises:
-        DataError: The file or the column is not there, or holds what is no length.
+        DataError: The file or the column is missing, or holds other values than lengths.
     """
+    import numpy as np
     import pyarrow as pa
 
     path = Path(path)
     counts = np.zeros(0, np.int64)
     try:
         table = _open(path)
-        name = _choose(path, table.schema.names)
+        names = table.schema.names
+        name = next((name for name in _NAMES if name in names), names[0] if len(names) == 1 else None)
+        if name is None:
+            raise DataError(
+                f"{path} has {len(names)} columns, none of them named length.",
+                rule=f"lengths are one column; known: {', '.join(names)}",
+                remedy="name the column that holds the lengths 'length'",
+            )
         for piece in table.to_batches(columns=[name], batch_size=_AT_ONCE, batch_readahead=1, use_threads=False):
-            new = _count(_numbers(piece.column(0), path), str(path))
-            small, large = sorted((counts, new), key=len)
+            small, large = sorted((counts, _count(piece.column(0), path)), key=len)
             large[: len(small)] += small
             counts = large
     except OSError as error:
@@ -171,7 +175,7 @@ def read_lengths(path: str | Path, max_length: int | None = None) -> LengthStati
 
 
 def _open(path: Path) -> Any:
-    """Return the file as a data set of pyarrow's, which reads it piece by piece."""
+    """Return the file as a data set of pyarrow, which reads it piece by piece."""
     import pyarrow as pa
     import pyarrow.csv
     import pyarrow.dataset
@@ -195,18 +199,9 @@ def _open(path: Path) -> Any:
     return pyarrow.dataset.dataset(str(path), format=kind)
 
 
-def _choose(path: Path, names: Sequence[str]) -> str:
-    found = next((name for name in _NAMES if name in names), names[0] if len(names) == 1 else None)
-    if found is None:
-        raise DataError(
-            f"{path} has {len(names)} columns, none of them named length.",
-            rule=f"lengths are one column; known: {', '.join(names)}",
-            remedy="name the column that holds the lengths 'length'",
-        )
-    return found
-
-
-def _numbers(values: Any, path: Path) -> npt.NDArray[Any]:
+def _count(values: Any, path: Path) -> _Counts:
+    """Return how many values of a column there are of each length."""
+    import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -217,22 +212,16 @@ def _numbers(values: Any, path: Path) -> npt.NDArray[Any]:
         raise _no_length(f"{kind} values", path)
     if values.null_count:
         raise _no_length("a missing value", path)
-    found: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
-    return found
-
-
-def _count(numbers: npt.NDArray[Any], where: str) -> _Counts:
-    if numbers.size == 0:
-        return np.zeros(0, np.int64)
-    low, high = int(numbers.min()), int(numbers.max())
+    numbers: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, 0)
     if low < 0 or high > _MAX_LENGTH:
-        raise _no_length(str(low if low < 0 else high), where)
-    return np.bincount(numbers.astype(np.int64).ravel())
+        raise _no_length(str(low if low < 0 else high), path)
+    return np.bincount(numbers.astype(np.int64))
 
 
-def _no_length(found: str, where: object) -> DataError:
+def _no_length(found: str, path: Path) -> DataError:
     return DataError(
-        f"{where} holds no lengths: {found[:160]}.",
+        f"{path} holds no lengths: {found[:160]}.",
         rule=f"a length is a whole number of tokens from 0 to {_MAX_LENGTH}.",
         remedy="give one number for each sequence, in a column named 'length'",
     )

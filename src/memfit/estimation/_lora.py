@@ -1,51 +1,151 @@
-"""Low-rank adapters beside frozen layers, with the memory of PEFT's."""
+"""Frozen linear layers: their weights in 4 or 8 bits, and LoRA adapters beside them, with the memory of PEFT's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from memfit.errors import ConfigError, nearest
-from memfit.estimation._quantization import QuantizedLinear, find_features, is_linear
 
-#: Layers that classify: PEFT trains them in full (tuners/lora, task type SEQ_CLS).
-_TRAINED_HEADS = ("classifier", "score")
+#: bitsandbytes 0.45, functional.py, quantize_4bit: one fp32 maximum for 64 weights; double quantisation takes less.
+_BLOCK_SIZE = 64
+#: Layers that classify: PEFT trains them in full (tuners/lora, task type SEQ_CLS), and they are not quantised.
+CLASSIFIERS = ("classifier", "score")
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer whose frozen weight is held in 4 or 8 bits, with the memory of bitsandbytes' layers.
+
+    The 4-bit layer keeps no input for the backward pass: it makes the weight again there. The 8-bit layer keeps its
+    input (bitsandbytes 0.45, autograd/_functions.py, MatMul8bitLt). The bias may be on the meta device.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: torch.Tensor | None,
+        kind: Literal["nf4", "int8"],
+        *,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.kind = kind
+        self.compute_dtype = compute_dtype
+        size = in_features * out_features
+        if kind == "int8":
+            self.weight = _freeze(torch.empty(out_features, in_features, dtype=torch.int8))
+            self.scales = _freeze(torch.empty(out_features, dtype=torch.float32))
+        else:
+            self.weight = _freeze(torch.empty(math.ceil(size / 2), 1, dtype=torch.uint8))
+            self.code = _freeze(torch.empty(16, dtype=torch.float32))
+            self.maxima = _freeze(torch.empty(math.ceil(size / _BLOCK_SIZE), dtype=torch.float32))
+        self.bias = None if bias is None else _freeze(torch.empty(bias.shape, dtype=bias.dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product, computed in ``compute_dtype``, in the dtype of ``x``."""
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        result: torch.Tensor = _Product.apply(x.to(self.compute_dtype), bias, self)  # type: ignore[no-untyped-call]
+        return result.to(x.dtype)
+
+    def make_weight(self) -> torch.Tensor:
+        """Allocate the weight in ``compute_dtype``."""
+        return torch.empty(self.out_features, self.in_features, dtype=self.compute_dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, layer: QuantizedLinear) -> torch.Tensor:
+        ctx.layer = layer
+        if layer.kind == "nf4":
+            return functional.linear(x, layer.make_weight(), bias)
+        ctx.save_for_backward(x)
+        rows = x.numel() // layer.in_features
+        quantized = torch.empty_like(x, dtype=torch.int8)
+        scales = torch.empty(rows, dtype=torch.float32)
+        sums = torch.empty(rows, layer.out_features, dtype=torch.int32)
+        result = torch.empty(*x.shape[:-1], layer.out_features, dtype=x.dtype)
+        del quantized, scales, sums
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        (gradient,) = gradients
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        return gradient @ ctx.layer.make_weight().to(gradient.dtype), None, None
+
+
+def _freeze(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def quantize_linears(
+    model: nn.Module,
+    kind: Literal["nf4", "int8"],
+    *,
+    compute_dtype: torch.dtype,
+    skip: Collection[nn.Module] = (),
+) -> int:
+    """Freeze a model, quantise its linear layers (GPT-2's transposed ones too) but ``skip``, and return how many."""
+    model.requires_grad_(False)
+    kept = {id(module) for module in skip}
+    num_replaced = 0
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if id(child) in kept or not _is_linear(child):
+                continue
+            bias: torch.Tensor | None = child.bias  # type: ignore[assignment]
+            setattr(parent, name, QuantizedLinear(*_find_features(child), bias, kind, compute_dtype=compute_dtype))
+            num_replaced += 1
+    return num_replaced
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D" or isinstance(module, QuantizedLinear)
+
+
+def _find_features(module: nn.Module) -> tuple[int, int]:
+    """Return how many features a linear layer takes and gives."""
+    layer: Any = module
+    if type(module).__name__ == "Conv1D":
+        features_in, features_out = layer.weight.shape
+        return int(features_in), int(features_out)
+    return int(layer.in_features), int(layer.out_features)
 
 
 class LoraLinear(nn.Module):
     """A frozen linear layer and two narrow trained ones beside it, as PEFT's ``tuners/lora/layer.py`` runs them.
 
-    The adapters are in fp32, to which PEFT casts them on 16-bit models (``autocast_adapter_dtype``). So is the copy of
-    the input that is kept for the backward pass. Without dropout; scaled by a number.
-
-    Args:
-        base: Frozen.
-        rank: Of the product of both narrow layers.
+    The adapters are fp32, to which PEFT casts them on 16-bit models (``autocast_adapter_dtype``), and so is the copy of
+    the input that is kept for the backward pass. There is no dropout.
     """
 
     def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
-        features_in, features_out = find_features(base)
+        features_in, features_out = _find_features(base)
         self.base_layer = base
         self.lora_A = nn.Linear(features_in, rank, bias=False, dtype=torch.float32)
         self.lora_B = nn.Linear(rank, features_out, bias=False, dtype=torch.float32)
-        self.scaling = 2.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What the frozen layer gives plus the scaled product of both adapters, in the frozen layer's dtype."""
+        """Add the scaled product of both adapters to the frozen layer's result, in the dtype of that."""
         result: torch.Tensor = self.base_layer(x)
-        dtype = result.dtype
-        update: torch.Tensor = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))) * self.scaling
+        update: torch.Tensor = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))) * 2.0
         if isinstance(self.base_layer, QuantizedLinear):  # PEFT's tuners/lora/bnb.py casts before it adds
-            return result + (update if torch.is_autocast_enabled("cpu") else update.to(dtype))
-        total: torch.Tensor = result + update
-        return total.to(dtype)
+            return result + (update if torch.is_autocast_enabled("cpu") else update.to(result.dtype))
+        return (result + update).to(result.dtype)
 
 
 def add_lora(model: nn.Module, rank: int, targets: Sequence[str], *, head: nn.Module | None = None) -> int:
-    """Freezes a model and puts adapters beside some of its linear layers.
+    """Freeze a model, put adapters beside some of its linear layers, and return how many.
 
     Args:
         model: Changed in place. Layers named ``classifier`` or ``score`` stay trained.
@@ -53,34 +153,28 @@ def add_lora(model: nn.Module, rank: int, targets: Sequence[str], *, head: nn.Mo
         targets: Last parts of the layers' names; ``all-linear`` for all but the head.
         head: The output layer, which ``all-linear`` leaves out.
 
-    Returns:
-        How many layers were adapted.
-
     Raises:
         ConfigError: No layer has such a name.
     """
     model.requires_grad_(False)
-    linears = [(name, module) for name, module in model.named_modules() if is_linear(module)]
-    chosen = [(name, module) for name, module in linears if _matches(name, targets, is_head=module is head)]
+    linears = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    if "all-linear" in targets:
+        chosen = [name for name, module in linears.items() if module is not head]
+    else:
+        chosen = [name for name in linears if any(f".{name}".endswith(f".{target}") for target in targets)]
     if not chosen:
-        known = {name.rsplit(".", 1)[-1] for name, _ in linears}
+        known = {name.rsplit(".", 1)[-1] for name in linears}
         raise ConfigError(
             f"No linear layer of {type(model).__name__} is named {' or '.join(targets)}.",
             rule=f"Adapters go beside linear layers; {nearest(targets[0], known)}.",
             remedy=f"use --lora {rank}:{','.join(sorted(known)[:4])}, or --lora {rank}:all-linear",
         )
-    for name, module in chosen:
+    for name in chosen:
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, LoraLinear(module, rank))
+        setattr(model.get_submodule(parent), last, LoraLinear(linears[name], rank))
     for name, module in model.named_modules():
-        if name.rsplit(".", 1)[-1] in _TRAINED_HEADS and not isinstance(module, LoraLinear):
+        if name.rsplit(".", 1)[-1] in CLASSIFIERS and not isinstance(module, LoraLinear):
             for parameter in module.parameters():
                 if parameter.is_floating_point():
                     parameter.requires_grad_(True)
     return len(chosen)
-
-
-def _matches(name: str, targets: Sequence[str], *, is_head: bool) -> bool:
-    if "all-linear" in targets:
-        return not is_head
-    return any(name == target or name.endswith(f".{target}") for target in targets)

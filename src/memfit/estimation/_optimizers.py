@@ -1,8 +1,7 @@
-"""Optimizers on fake tensors: torch's own where it has them, the states and temporaries of others where it has not."""
+"""Optimizers on fake tensors: torch's own, or the states and temporaries of others."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -12,9 +11,9 @@ import torch
 from torch import nn
 
 from memfit.errors import ConfigError
+from memfit.estimation._program import DTYPES
 from memfit.estimation._setup import Setup
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: bitsandbytes 0.45, optim/optimizer.py, Optimizer2State: smaller tensors keep fp32 moments; one fp32 maximum is kept
 #: for every 256 moments (2048 before 0.44: fewer bytes). torchao 0.7, optim/adam.py, draws the same line at 4096.
 _MIN_QUANTIZED_SIZE = 4096
@@ -24,17 +23,13 @@ _Factory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
 def build_optimizer(model: nn.Module, setup: Setup) -> tuple[torch.optim.Optimizer | None, tuple[str, ...]]:
-    """The optimizer of a setup over the weights of a model that are trained, and what was assumed.
+    """Return the optimizer of a model's trained weights, and notes on what was assumed.
 
-    With ``optimizer_in_backward`` each weight's optimizer runs as soon as its gradient is complete, and the optimizer
-    that is given back has a step that does nothing.
-
-    Args:
-        model: On fake tensors, in the dtype of its weights.
-        setup: Names the optimizer, the dtype of its states and when it runs.
+    With ``optimizer_in_backward`` each weight has an optimizer that runs once its gradient is complete, and the step of
+    the returned one does nothing.
 
     Raises:
-        ConfigError: The setup contradicts itself.
+        ConfigError: No weight is trained.
     """
     if setup.optimizer == "none":
         return None, ()
@@ -45,61 +40,42 @@ def build_optimizer(model: nn.Module, setup: Setup) -> tuple[torch.optim.Optimiz
             rule="An optimizer needs at least one weight.",
             remedy="use --optimizer none, or --lora with a rank above 0",
         )
-    factory = _wrap_in_masters(_choose(setup), setup)
-    notes = _describe(setup)
-    return (InBackward(parameters, factory) if setup.optimizer_in_backward else factory(list(parameters))), notes
-
-
-def _choose(setup: Setup) -> _Factory:
-    name, foreach = setup.optimizer, setup.foreach
-    fast: dict[str, Any] = {"foreach": True} if foreach else {"fused": True}
-    if name == "adamw8bit":
-        maps: dict[str, torch.Tensor] = {}
-        make_state = partial(_state_8_bit, maps=maps)
-        return lambda parameters: WeightByWeight(parameters, make_state)
-    if name == "adafactor":
-        return _make_adafactor
-    if name == "sgd" or name == "momentum":
-        momentum = 0.9 if name == "momentum" else 0.0
-        # One weight after the other it takes what the fused kernel does, of which fake tensors know no shapes.
-        return lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=momentum, foreach=foreach, fused=False)
-    if setup.state_dtype is not None and not setup.master_weights:
-        dtype = _DTYPES[setup.state_dtype]
-        return lambda parameters: _MixedAdam(parameters, dtype, foreach)
-    kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
-    return lambda parameters: kind(parameters, lr=1e-3, **fast)
-
-
-def _wrap_in_masters(factory: _Factory, setup: Setup) -> _Factory:
-    if not setup.master_weights:
-        return factory
-    return lambda parameters: _MasterWeights(parameters, factory)
-
-
-def _make_adafactor(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-    # As transformers' trainer does; torch's own is seldom used and runs over all weights at once only when asked to.
-    from transformers.optimization import Adafactor
-
-    kind: Any = Adafactor
-    made: torch.optim.Optimizer = kind(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
-    return made
-
-
-def _describe(setup: Setup) -> tuple[str, ...]:
+    factory = _choose(setup)
+    if setup.master_weights:
+        factory = partial(_MasterWeights, factory=factory)
+    made = InBackward(parameters, factory) if setup.optimizer_in_backward else factory(list(parameters))
     notes = []
     if setup.optimizer == "adamw8bit":
-        notes.append(
-            "8-bit moments are laid out as in bitsandbytes; transformers' trainer keeps fp32 ones of embeddings"
-        )
+        notes.append("8-bit moments are those of bitsandbytes; transformers' trainer keeps fp32 ones of embeddings")
     if setup.master_weights:
         notes.append("the step makes fp32 gradients of all weights that have a master copy")
     fixed = ("adamw8bit", "adafactor", "sgd", "momentum")
     if setup.state_dtype is not None and (setup.optimizer in fixed or setup.master_weights):
         notes.append(f"state_dtype has no effect on {setup.optimizer}{' with fp32 masters' * setup.master_weights}")
-    return tuple(notes)
+    return made, tuple(notes)
 
 
-def _state_8_bit(weight: torch.Tensor, maps: dict[str, torch.Tensor]) -> Any:
+def _choose(setup: Setup) -> _Factory:
+    name, foreach = setup.optimizer, setup.foreach
+    if name == "adamw8bit":
+        return partial(WeightByWeight, make_state=partial(_state_8_bit, maps={}))
+    if name == "adafactor":  # transformers' trainer uses its own
+        from transformers.optimization import Adafactor
+
+        kind: Any = Adafactor
+        return partial(kind, lr=1e-3, scale_parameter=False, relative_step=False)
+    if name in ("sgd", "momentum"):
+        momentum = 0.9 if name == "momentum" else 0.0
+        # The fused kernel has no fake version; it takes as much as the loop over weights.
+        return partial(torch.optim.SGD, lr=1e-3, momentum=momentum, foreach=foreach, fused=False)
+    if setup.state_dtype is not None and not setup.master_weights:
+        return partial(_MixedAdam, dtype=DTYPES[setup.state_dtype], foreach=foreach)
+    adam = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
+    fast: dict[str, Any] = {"foreach": True} if foreach else {"fused": True}
+    return partial(adam, lr=1e-3, **fast)
+
+
+def _state_8_bit(weight: torch.Tensor, maps: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     size = weight.numel()
     if size < _MIN_QUANTIZED_SIZE:
         return {name: torch.zeros_like(weight, dtype=torch.float32) for name in ("state1", "state2")}
@@ -114,7 +90,7 @@ def _state_8_bit(weight: torch.Tensor, maps: dict[str, torch.Tensor]) -> Any:
 
 
 class WeightByWeight(torch.optim.Optimizer):
-    """An optimizer that updates weight after weight by one kernel each: only states and temporaries take memory."""
+    """An optimizer that updates one weight after another, by one kernel each."""
 
     def __init__(
         self,
@@ -131,7 +107,7 @@ class WeightByWeight(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Makes the states of weights that have none, and temporaries, one weight at a time."""
+        """Make missing states, and temporaries, one weight at a time."""
         for weight in _weights_with_gradients(self):
             if not self.state[weight]:
                 self.state[weight] = self._make_state(weight)
@@ -139,7 +115,7 @@ class WeightByWeight(torch.optim.Optimizer):
 
 
 class _MixedAdam(torch.optim.Optimizer):
-    """Adam whose moments have a dtype of their own: gradients are cast to it before they are used."""
+    """Adam whose moments have their own dtype: gradients are cast to it."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], dtype: torch.dtype, foreach: bool) -> None:
         super().__init__(parameters, {})
@@ -148,7 +124,7 @@ class _MixedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Updates all weights at once, with temporaries of all, or one after the other, with none."""
+        """Update all weights at once, with temporaries of all, or one by one, without."""
         weights = _weights_with_gradients(self)
         for weight in weights:
             if not self.state[weight]:
@@ -161,11 +137,11 @@ class _MixedAdam(torch.optim.Optimizer):
 
 
 class _MasterWeights(torch.optim.Optimizer):
-    """An optimizer over fp32 copies of 16-bit weights: gradients are cast for the step, results are copied back."""
+    """An optimizer of fp32 copies of 16-bit weights."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], factory: _Factory) -> None:
         super().__init__(parameters, {})
-        owned = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        owned = [weight for group in self.param_groups for weight in group["params"]]
         self._pairs = []
         for weight in owned:
             master = weight
@@ -178,7 +154,7 @@ class _MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Casts gradients, updates the copies and writes them back."""
+        """Cast gradients, update the copies and write them back."""
         pairs = [(weight, master) for weight, master in self._pairs if weight is not master]
         for weight, master in pairs:
             master.grad = None if weight.grad is None else weight.grad.float()
@@ -189,7 +165,7 @@ class _MasterWeights(torch.optim.Optimizer):
 
 
 class InBackward(torch.optim.Optimizer):
-    """One optimizer a weight, each run by the hook that its weight's gradient sets off."""
+    """An optimizer for each weight, run when its gradient is complete."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], factory: _Factory) -> None:
         super().__init__(parameters, {})
@@ -204,7 +180,7 @@ class InBackward(torch.optim.Optimizer):
             weight.register_post_accumulate_grad_hook(_make_hook(inner))  # type: ignore[no-untyped-call]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Does nothing: the updates are made."""
+        """Do nothing: the backward pass made the updates."""
 
 
 def _make_hook(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:

@@ -1,14 +1,13 @@
 """A training step as rank 0 of several runs it, whose share is the largest: DDP and FSDP2.
 
-Both are emulated by hooks on fake tensors, without a process group: what is gathered, reduced and kept is made at the
-moments at which torch makes it. What the libraries below torch take beside its allocator (NCCL's buffers) is not here.
-DeepSpeed's ZeRO and tensor parallelism are computed by the formula.
+Hooks on fake tensors emulate both without a process group: what is gathered, reduced and kept is made when torch makes
+it. NCCL's own buffers are not here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,53 +18,29 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.estimation._optimizers import build_optimizer
-from memfit.estimation._program import Program, find_blocks
+from memfit.estimation._program import Program, find_blocks, find_dtypes
+from memfit.estimation._recorder import part
 from memfit.estimation._setup import Setup
-from memfit.estimation._trace import part
 
 #: The streams that gather weights and reduce gradients; each has segments of its own.
 _GATHERING, _REDUCING = 1, 2
 
 
 def shard(program: Program, setup: Setup) -> Program:
-    """The program that one rank of ``setup.world_size`` runs, under ``ddp`` or ``fsdp``; in a fake tensor mode.
+    """Return the program of one rank under ``ddp`` or ``fsdp``; in a fake tensor mode.
 
-    The model and the optimizer are changed in place. Full weights that the program was built with die in its build
-    phase: real programs build on the host or shard by shard.
+    The model and the optimizer are changed in place. Full weights die in the build phase: real programs build on the
+    host or shard by shard.
     """
     if setup.world_size == 1 or setup.strategy == "none":
         return program
     return _shard_ddp(program) if setup.strategy == "ddp" else shard_fully(program, setup)
 
 
-def _is_in_backward() -> bool:
-    """Whether autograd is running: a forward pass seen then makes a checkpointed block again."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _swap_optimized(program: Program, shards: Mapping[int, nn.Parameter], setup: Setup) -> None:
-    """Makes a program's optimizer, which has not stepped yet, update shards in place of parameters.
-
-    Args:
-        program: An optimizer that holds copies of weights, or updates within the backward pass, is made anew.
-        shards: By the ``id`` of the parameter.
-        setup: What the optimizer was made from.
-    """
-    if program.optimizer is None:
-        return
-    if setup.master_weights or setup.optimizer_in_backward:
-        trained = dict.fromkeys(shard for shard in shards.values() if shard.requires_grad)
-        program.optimizer, _ = build_optimizer(nn.ParameterList(trained), setup)
-        return
-    for group in program.optimizer.param_groups:
-        group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
-
-
 def _shard_ddp(program: Program) -> Program:
-    """The program as ``DistributedDataParallel`` runs it, with its defaults.
+    """Add DDP's copy of all gradients (``gradient_as_bucket_view=False``), in buckets of one dtype.
 
-    The reducer holds a copy of all gradients (``gradient_as_bucket_view=False``), in buckets of one dtype. Their sizes
-    are not modelled, nor are the broadcasts of weights before and of buffers in each step. Source: torch 2.13
+    Not modelled: the size of buckets, and broadcasts of weights and buffers. Source: torch 2.13
     torch/csrc/distributed/c10d/reducer.cpp, ``initialize_buckets``.
     """
     sizes: dict[torch.dtype, int] = {}
@@ -75,16 +50,11 @@ def _shard_ddp(program: Program) -> Program:
     with part("communication"):
         buckets = [torch.empty(size, dtype=dtype) for dtype, size in sizes.items()]
     program.model.__dict__["_buckets_of_ddp"] = buckets  # they live as long as the model
-    return dataclasses.replace(
-        program, notes=(*program.notes, "DDP: gradients are held twice, the second time in buckets")
-    )
+    return dataclasses.replace(program, notes=(*program.notes, "DDP holds gradients twice, the second time in buckets"))
 
 
 def _make_ghost(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter of the same shape that takes one byte, and none when it is used.
-
-    The recorder of a trace meets the storage at one byte and does not see it grow.
-    """
+    """Make a parameter of the same shape that takes one byte: the recorder does not see its storage grow."""
     with part("weights"):
         tensor = torch.empty(1, dtype=torch.uint8)
     storage = tensor.untyped_storage()
@@ -98,7 +68,7 @@ def _make_ghost(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 @dataclass(eq=False)
 class _Weight:
-    """A parameter: its ghost in the modules, and rank 0's share, which is padded on the first dimension.
+    """A parameter: its ghost in the modules, and rank 0's share, padded on the first dimension.
 
     Source: torch 2.13 torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``_init_sharded_param``.
     """
@@ -109,26 +79,20 @@ class _Weight:
 
     @classmethod
     def split(cls, parameter: nn.Parameter, dtype: torch.dtype | None, world_size: int) -> _Weight:
-        is_cast = dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype
+        wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         rows = parameter.shape[0] if parameter.ndim else 1
         with part("weights"):
             local = torch.empty((-(-rows // world_size), *parameter.shape[1:]), dtype=parameter.dtype)
-        ghost = _make_ghost(parameter, dtype if is_cast and dtype is not None else parameter.dtype)
-        return cls(ghost, nn.Parameter(local, requires_grad=parameter.requires_grad), is_cast)
+        made = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        return cls(_make_ghost(parameter, wanted), made, wanted != parameter.dtype)
 
 
 @dataclass(eq=False)
 class _Communication:
-    """What all groups share. Source: torch 2.13 _fsdp_param_group.py, ``FSDPCommContext``.
-
-    Attributes:
-        world_size: Ranks.
-        dtype: What weights are gathered, and gradients made, in; None for the weights' own. They are reduced in fp32
-            then.
-    """
+    """What all groups share. Source: torch 2.13 _fsdp_param_group.py, ``FSDPCommContext``."""
 
     world_size: int
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # of gathered weights and of gradients, which are then reduced in fp32
     groups: list[_Group] = field(default_factory=list)
     order: list[_Group] = field(default_factory=list)
     last_gathered: torch.Tensor | None = None
@@ -154,7 +118,7 @@ class _Communication:
 
 
 class _Group:
-    """Parameters that are gathered and reduced at once: a block's, or what is left to the root.
+    """Parameters that are gathered and reduced at once: a block's, or the rest, which is the root's.
 
     Source: torch 2.13 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py.
     """
@@ -169,12 +133,17 @@ class _Group:
         self.positions: list[int] = []
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        is_again = _is_in_backward()  # a checkpointed block is made again
+        if self.shared.dtype is not None:
+            args, kwargs = _pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        is_again = _is_in_backward()
         if not is_again:
             self.state = "forward"
         self._start_gathering()
         self._finish_gathering()
         return (args, kwargs) if is_again or not torch.is_grad_enabled() else self._mark_inputs(args, kwargs)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.shared.dtype) if tensor.is_floating_point() else tensor
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if _is_in_backward():
@@ -213,7 +182,7 @@ class _Group:
             self._reduce(trained, grads)  # type: ignore[arg-type]
 
     def _start_gathering(self) -> None:
-        """Source: ``foreach_all_gather``: weights are cast into a flat copy, then gathered into a buffer."""
+        """Cast weights into a flat copy, then gather them into a buffer (``foreach_all_gather``)."""
         if self.unsharded is not None or self.pending is not None or not self.weights:
             return
         cast = sum(weight.shard.numel() for weight in self.weights if weight.is_cast)
@@ -226,8 +195,10 @@ class _Group:
         del flat
 
     def _finish_gathering(self) -> None:
-        """Source: ``wait_for_unshard``, ``foreach_all_gather_copy_out``: in the forward pass the buffer lives on until
-        the next group has gathered."""
+        """Copy weights out of the buffer, which the forward pass keeps until the next group has gathered.
+
+        Source: ``wait_for_unshard``, ``foreach_all_gather_copy_out``.
+        """
         if self.pending is None:
             return
         if self.state == "forward":
@@ -263,7 +234,7 @@ class _Group:
                 hook(shard)
 
     def _mark_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Inputs through a function whose backward pass runs when their gradients are ready."""
+        """Pass inputs through a function whose backward pass runs when their gradients are ready."""
         leaves, spec = _pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not places or not self.weights:
@@ -273,6 +244,11 @@ class _Group:
             leaves[i] = tensor
         new_args, new_kwargs = _pytree.tree_unflatten(leaves, spec)
         return new_args, new_kwargs
+
+
+def _is_in_backward() -> bool:
+    """Whether autograd is running: then a forward pass is that of a checkpointed block."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -288,25 +264,23 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def shard_fully(program: Program, setup: Setup, units: Sequence[nn.Module] | None = None) -> Program:
-    """The program as FSDP2 runs it: ``fully_shard`` of each unit and of the whole model.
+    """Return the program as FSDP2 runs it: ``fully_shard`` of each unit and of the whole model.
 
     With ``-amp`` the mixed precision policy computes in 16 bit and reduces in fp32; the shards are in fp32.
 
     Args:
         program: The program of one device; changed in place.
         setup: What the optimizer was made from, and the number of ranks.
-        units: Modules that are gathered one by one, those within another before it; None for the blocks.
+        units: Modules that are gathered one by one, inner ones first; None for the blocks.
     """
     units = find_blocks(program.model) if units is None else units
-    dtype = {"bf16-amp": torch.bfloat16, "fp16-amp": torch.float16}.get(setup.dtype)
+    dtype = find_dtypes(setup)[1]
     shared = _Communication(setup.world_size, dtype)
     split: dict[nn.Parameter, _Weight] = {}
     for module in (*units, program.model):
         weights = _replace_parameters(module, split, shared)
         group = _Group(weights, shared, is_root=module is program.model)
         shared.groups.append(group)
-        if dtype is not None:
-            module.register_forward_pre_hook(_make_cast_hook(dtype), with_kwargs=True)
         module.register_forward_pre_hook(group.before_forward, with_kwargs=True)
         module.register_forward_hook(group.after_forward)
     shared.groups.insert(0, shared.groups.pop())  # the root is first, as in named_modules()
@@ -316,21 +290,8 @@ def shard_fully(program: Program, setup: Setup, units: Sequence[nn.Module] | Non
     return dataclasses.replace(program, autocast_dtype=autocast, notes=(*program.notes, note))
 
 
-def _make_cast_hook(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:
-    """A forward pre-hook that casts floating point inputs, as FSDP does."""
-
-    def cast(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        def one(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-        cast_args, cast_kwargs = _pytree.tree_map_only(torch.Tensor, one, (args, kwargs))
-        return cast_args, cast_kwargs
-
-    return cast
-
-
 def _replace_parameters(module: nn.Module, split: dict[nn.Parameter, _Weight], shared: _Communication) -> list[_Weight]:
-    """Puts ghosts in the place of a module's parameters that belong to no group yet; tied ones share a ghost."""
+    """Replace a module's parameters that belong to no group yet by ghosts; tied ones share a ghost."""
     ghosts = {id(weight.ghost) for weight in split.values()}
     found: list[_Weight] = []
     for owner in module.modules():
@@ -346,3 +307,15 @@ def _replace_parameters(module: nn.Module, split: dict[nn.Parameter, _Weight], s
                 ghosts.add(id(weight.ghost))
             owner._parameters[name] = weight.ghost
     return found
+
+
+def _swap_optimized(program: Program, shards: Mapping[int, nn.Parameter], setup: Setup) -> None:
+    """Make the optimizer, which has not stepped yet, update shards (by ``id`` of the parameter)."""
+    if program.optimizer is None:
+        return
+    if setup.master_weights or setup.optimizer_in_backward:  # it holds copies or hooks of the weights
+        trained = dict.fromkeys(shard for shard in shards.values() if shard.requires_grad)
+        program.optimizer, _ = build_optimizer(nn.ParameterList(trained), setup)
+        return
+    for group in program.optimizer.param_groups:
+        group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]

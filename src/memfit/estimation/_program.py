@@ -13,40 +13,27 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from memfit.estimation._interval import Interval
+from memfit.estimation._setup import Setup
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: The second finds the gradients of the first; further ones find the same.
 _MOST_MICROBATCHES = 2
 
 
 @dataclass
 class Program:
-    """What one training step runs. It is made, and changed, inside of a fake tensor mode: no byte of it is real.
+    """One training step, made inside of a fake tensor mode: no byte of it is real."""
 
-    Attributes:
-        model: The model, in the dtype of its weights.
-        batch: What ``loss`` takes beside the model: any tree of tensors.
-        loss: Gives the scalar to differentiate from the model and the batch.
-        optimizer: None for inference only.
-        autocast_dtype: The dtype of ``torch.autocast("cuda")`` around forward and loss; None without.
-        num_microbatches: Forward and backward passes before each update.
-        clip_grad_norm: Whether gradients are clipped by their norm before each update.
-        clips_at_once: Whether the norm is taken of all gradients at once, as on CUDA; set by the trace.
-        notes: What was replaced or assumed, in words.
-        load: What loading the weights takes; None where that is no more than what stays.
-        cast_slack: What stays beyond the count if libraries widen weights after loading them.
-    """
-
-    model: nn.Module
-    batch: Any
+    model: nn.Module  # in the dtype of its weights
+    batch: Any  # what ``loss`` takes beside the model: any tree of tensors
     loss: Callable[[nn.Module, Any], torch.Tensor]
-    optimizer: torch.optim.Optimizer | None = None
-    autocast_dtype: torch.dtype | None = None
-    num_microbatches: int = 1
+    optimizer: torch.optim.Optimizer | None = None  # None for inference
+    autocast_dtype: torch.dtype | None = None  # of ``torch.autocast("cuda")`` around forward and loss
+    num_microbatches: int = 1  # forward and backward passes before each update
     clip_grad_norm: bool = False
-    clips_at_once: bool = False
-    notes: tuple[str, ...] = ()
-    load: Interval | None = None
-    cast_slack: int = 0
+    notes: tuple[str, ...] = ()  # what was replaced or assumed
+    load: Interval | None = None  # what loading the weights takes; None if that is no more than the weights
+    cast_slack: int = 0  # bytes that stay beyond the count if libraries widen weights after loading them
 
     def step(self) -> None:
         """Run one update, as a plain training loop does it."""
@@ -60,7 +47,7 @@ class Program:
         if self.clip_grad_norm:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             clipped = list(dict.fromkeys([*self.model.parameters(), *held]))
-            nn.utils.clip_grad_norm_(clipped, 1.0, foreach=self.clips_at_once or None)
+            nn.utils.clip_grad_norm_(clipped, 1.0, foreach=True)  # as on CUDA
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)
@@ -70,11 +57,18 @@ class Program:
             return self.loss(self.model, self.batch)
 
 
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a model repeats: what is checkpointed, sharded and compiled one by one.
+def find_dtypes(setup: Setup) -> tuple[torch.dtype, torch.dtype | None]:
+    """Return the dtype of the weights, and that of autocast."""
+    if setup.dtype.endswith("-amp"):
+        return torch.float32, DTYPES[setup.dtype.removesuffix("-amp")]
+    return DTYPES[setup.dtype], None
 
-    The items of every ``nn.ModuleList`` or ``nn.Sequential`` of at least two modules of one class that lies in no other
-    block and holds at least a twentieth of the model's parameters.
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that a model repeats: what is checkpointed, sharded and compiled one by one.
+
+    They are the items of each outermost ``nn.ModuleList`` or ``nn.Sequential`` of two or more modules of one class,
+    which hold at least a twentieth of the model's parameters.
 
     >>> len(find_blocks(nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(3))})))
     3
@@ -96,7 +90,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """A tree with the tensors in it replaced: in lists, tuples, mappings of any kind and dataclasses.
+    """Return a tree with its tensors replaced: in lists, tuples, mappings of any kind and dataclasses.
 
     Dataclasses, and mappings that derive from ``dict`` or ``UserDict``, keep their class; others become a ``dict``.
     """
@@ -122,7 +116,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def find_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a tree, in order.
+    """Return the tensors of a tree, in order.
 
     >>> len(find_tensors({"x": torch.zeros(2), "more": [UserDict(y=torch.zeros(3)), None]}))
     2

@@ -1,4 +1,4 @@
-"""Births and deaths of storages, written down by a dispatch mode that sees every operation on fake tensors."""
+"""Record births and deaths of storages: a dispatch mode sees every operation on fake tensors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ _DEPENDS_ON_DATA = (_aten.index.Tensor, _aten.masked_select.default, _aten.nonze
 
 @contextlib.contextmanager
 def part(name: Part, *, stream: int = 0) -> Iterator[None]:
-    """Counts every block born within as ``name``, whatever becomes of it, and as one of a stream.
-
-    Torch's allocator keeps what it caches apart by stream; 0 is the one that computes.
-    """
+    """Count every block born within as this part, on this CUDA stream; 0 is the one that computes."""
     _forced_parts.append((name, stream))
     try:
         yield
@@ -41,32 +38,23 @@ def part(name: Part, *, stream: int = 0) -> Iterator[None]:
 
 @dataclass
 class Block:
-    """What is known of a block.
+    """What is known of a block."""
 
-    Attributes:
-        phase: When it was born.
-        num_bytes: Bytes asked for.
-        forced: What it is for, said by ``part`` at its birth.
-        claimed: What it is for, said afterwards by what holds it.
-        cast: Whether it is a weight in a narrower dtype, such as autocast's.
-        outlived_birth_phase: Whether it was alive when the phase of its birth ended.
-        stream: The stream that it was born on.
-    """
-
-    phase: Phase
+    phase: Phase  # of its birth
     num_bytes: int
-    forced: Part | None = None
-    claimed: Part | None = None
-    cast: bool = False
+    forced: Part | None = None  # named at its birth
+    claimed: Part | None = None  # named afterwards by what holds it
+    is_cast: bool = False  # a weight in a narrower dtype, such as autocast's
     outlived_birth_phase: bool = False
     stream: int = 0
 
     @property
     def part(self) -> Part:
-        """What it is for: what was said of it, or else what its life shows."""
-        if self.forced or self.claimed:
-            return self.forced or self.claimed  # type: ignore[return-value]
-        if self.cast:
+        """What it is for: as named, or as its life shows."""
+        named = self.forced or self.claimed
+        if named:
+            return named
+        if self.is_cast:
             return "cast_weights"
         outliving: dict[Phase, Part] = {"build": "buffers", "forward": "activations", "step": "optimizer"}
         return outliving.get(self.phase, "temporaries") if self.outlived_birth_phase else "temporaries"
@@ -74,7 +62,7 @@ class Block:
 
 @dataclass
 class Log:
-    """Events so far, and what is known of each block."""
+    """Events so far, and the blocks; ``alive`` has the number and a reference to each living storage."""
 
     events: list[Event] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
@@ -92,7 +80,7 @@ class Log:
         self.events.append(Event(number, 0, self.phase))
 
     def watch(self, tensor: torch.Tensor, *, on_host: bool = False) -> int | None:
-        """The number of the block under a tensor; None if it has no bytes."""
+        """Return the number of the block under a tensor, new or known; None if it has no bytes on the device."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self.alive.get(key)
@@ -111,7 +99,7 @@ class Log:
         return number
 
     def resize(self, tensor: torch.Tensor) -> None:
-        """Ends a block whose storage has changed its size and begins another."""
+        """Replace a block whose storage has changed its size."""
         storage = tensor.untyped_storage()
         known = self.alive.get(storage._cdata)
         if known is not None and known[0] == _ON_HOST:
@@ -127,7 +115,7 @@ class Log:
         return known[0] if known and known[0] != _ON_HOST else None
 
     def claim(self, tensors: Iterable[Any], name: Part) -> None:
-        """Says what the blocks under some tensors are for, unless that is said already."""
+        """Name what the blocks under some tensors are for, unless they are named already."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 number = self.find(tensor)
@@ -135,7 +123,7 @@ class Log:
                     self.blocks[number].claimed = name
 
     def enter(self, phase: Phase) -> None:
-        """Begins a phase: what was born in the one before and lives on has outlived it."""
+        """Begin a phase."""
         for number, _ in self.alive.values():
             if number != _ON_HOST:
                 self.blocks[number].outlived_birth_phase = True
@@ -146,11 +134,9 @@ _Effect = Literal["births", "resizes", "none"]
 
 
 def _effect_of(func: Any) -> _Effect:
-    """What an operation can do to storages: views and most operations in place do nothing."""
-    returns = func._schema.returns
-    aliases = [one.alias_info for one in returns]
+    """What an operation can do to storages; views and most operations in place do nothing."""
     name = func._schema.name
-    if name == "aten::lift_fresh" or any(alias is None for alias in aliases):
+    if name == "aten::lift_fresh" or any(one.alias_info is None for one in func._schema.returns):
         return "births"
     if name in ("aten::resize_", "aten::resize_as_", "aten::set_") or func._schema.overload_name.endswith("out"):
         return "resizes"
@@ -158,7 +144,7 @@ def _effect_of(func: Any) -> _Effect:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation below autograd: on top of the fake tensor mode, so that results are fake already."""
+    """Sees every operation below autograd, with fake results."""
 
     def __init__(self, log: Log, cuda: CudaOps | None, notes: dict[str, None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -185,20 +171,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if plan is None:
             plan = self.plans[func] = (_effect_of(func), self.cuda is not None and self.cuda.concerns(func))
         effect, is_concern = plan
-        if effect == "births":
+        if effect != "none":
             for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
                 if isinstance(tensor, torch.Tensor):
-                    self._bear(func, args, tensor)
-        elif effect == "resizes":
-            for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-                if isinstance(tensor, torch.Tensor):
-                    self.log.resize(tensor)
+                    if effect == "births":
+                        self._bear(func, args, tensor)
+                    else:
+                        self.log.resize(tensor)
         if is_concern:
             self._count_inside(func, args, result)
         return result
 
     def _meet(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Counts a real tensor that a step brings along, as if it were on the device from now on."""
+        """Count a real tensor that the step uses, as if it were on the device from now on."""
         for arg in args:
             for one in arg if isinstance(arg, list | tuple) else (arg,):
                 if not isinstance(one, torch.Tensor) or isinstance(one, FakeTensor):
@@ -206,17 +191,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if one.dim() and not one.is_meta and func is not _aten.lift_fresh.default:
                     self.log.watch(one)
                     self.log.claim([one], "weights" if isinstance(one, nn.Parameter) else "inputs")
-                    self.notes["real tensors that the step brings along were counted as if on the device"] = None
+                    self.notes["real tensors of the step are counted as if they were on the device"] = None
 
     def _bear(self, func: Any, args: tuple[Any, ...], tensor: torch.Tensor) -> None:
         log = self.log
         number = log.watch(tensor, on_host=func is _aten.lift_fresh.default and not tensor.dim())
         if number is not None and log.phase == "forward" and func is _aten._to_copy.default:
             source, is_narrower = log.find(args[0]), tensor.itemsize < args[0].itemsize
-            log.blocks[number].cast = is_narrower and source is not None and log.blocks[source].claimed == "weights"
+            log.blocks[number].is_cast = is_narrower and source is not None and log.blocks[source].claimed == "weights"
 
     def _count_inside(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Counts what a kernel of CUDA allocates beside its results."""
+        """Count what a CUDA kernel allocates beside its results."""
         log = self.log
         if self.cuda is not None:
             for number in [log.bear(num_bytes) for num_bytes in self.cuda.scratch(func, args, result, log.phase)]:
@@ -229,15 +214,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with contextlib.suppress(DataDependentOutputException):
             known: bool | int | float = func(tensor)
             return known
-        # A whole number may become a length: the longest is on the safe side.
+        # A whole number may become a length: take the longest.
         guess: bool | int | float = self.longest
         if tensor.dtype is torch.bool or tensor.is_floating_point():
             guess = True if tensor.dtype is torch.bool else 1.0
-        self.notes[f"a number that depends on the data was taken to be {guess}"] = None
+        self.notes[f"a number that depends on the data is assumed to be {guess}"] = None
         return guess
 
     def _pick_all(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """An operation as if a mask picked every element: the most that it can."""
+        """Replace an operation by one whose mask picks every element."""
         options: dict[str, Any] = {}
         if func is _aten.masked_select.default:
             func, args = _aten.new_empty.default, (args[0], ((args[0] == args[1]).numel(),))
@@ -253,5 +238,5 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = (args[0], indices)
         else:
             return func, args, options
-        self.notes["masks that pick elements were taken to pick all of them"] = None
+        self.notes["masks are assumed to pick all elements"] = None
         return func, args, options

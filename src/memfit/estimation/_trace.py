@@ -1,7 +1,7 @@
-"""Runs a training step on fake tensors and writes down each birth and death of device memory.
+"""Run a training step on fake tensors and record each birth and death of device memory.
 
-The backward pass begins where autograd's engine is started, the update where an optimizer's hooks say so, and what the
-blocks are for follows from the modules that run and the optimizers that step.
+The backward pass begins where autograd's engine starts, the update where an optimizer's hooks say so. The modules that
+run and the optimizers that step name what the blocks are for.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from memfit.estimation._recorder import Log, Recorder, part
 __all__ = ["part", "trace"]
 
 _aten = torch.ops.aten
-#: Whole numbers that are made out of nothing are made for real up to so many.
+#: Operations such as ``arange`` run for real up to this many numbers.
 _MOST_NUMBERS = 1 << 24
-#: An engine's start, by which ``backward`` and ``grad`` both go (torch/autograd/__init__.py, torch 2.13).
+#: Where ``backward`` and ``grad`` start autograd's engine (torch/autograd/__init__.py, torch 2.13).
 _ENGINE = "_engine_run_backward"
 
 
@@ -44,21 +44,20 @@ def trace(
     cuda: bool = True,
     real_data: bool = False,
 ) -> Trace:
-    """What training iterations do with device memory, run on fake CPU tensors.
+    """Record what training iterations do with device memory, run on fake CPU tensors.
 
     Args:
-        make: Makes the program, or a function that runs a whole step of its own with its model and optimizer, on the
-            same batch each time; called within the fake tensor mode.
+        make: Makes the program, or a function that runs a whole step on the same batch each time; called within the
+            fake tensor mode.
         num_iterations: Optimizer states appear in the first and count in full in the second.
-        architecture: The device's, for kernels and workspaces: ``volta``, ``turing``, ``ampere``, ``ada``, ``hopper``,
-            ``blackwell``.
-        cuda: Whether operations are replaced by what CUDA would run.
-        real_data: Whether the step's data come as real tensors. Floating-point ones become fake when an operation meets
-            them; whole numbers and masks are computed for real, so that lengths, counts and places that depend on the
-            data are those of this batch.
+        architecture: ``volta``, ``turing``, ``ampere``, ``ada``, ``hopper`` or ``blackwell``, for kernels and
+            workspaces.
+        cuda: Whether operations are replaced by those that CUDA would run.
+        real_data: Whether the step's data are real tensors. Floating-point ones become fake when an operation uses
+            them; whole numbers and masks are computed for real, so that lengths, counts and places are this batch's.
 
     Raises:
-        UntraceableError: The step does what fake tensors cannot follow.
+        UntraceableError: Fake tensors cannot follow the step.
 
     Example:
         >>> def make():
@@ -90,7 +89,6 @@ def trace(
             reals.held.clear()
             if isinstance(step, Program):
                 program, step = step, step.step
-                program.clips_at_once = cuda
                 recorder.longest = max((size for one in find_tensors(program.batch) for size in one.shape), default=1)
                 watch.follow(program)
             stack.enter_context(watch.watching())
@@ -119,18 +117,17 @@ def trace(
 
 
 def _without_building(events: Sequence[Event]) -> list[Event]:
-    """Events without the blocks that are born and die while the program is built: that happens in host memory."""
+    """Leave out blocks that die while the program is built: that happens in host memory."""
     dead = {event.block for event in events if event.phase == "build" and not event.num_bytes}
     return [event for event in events if event.block not in dead]
 
 
 @contextlib.contextmanager
 def _converting_fakes() -> Iterator[None]:
-    """Lets a model on fake tensors change its dtype and be copied, until the end of the block.
+    """Let a model on fake tensors change its dtype and be copied.
 
-    ``Module.to`` exchanges fake weights with ``swap_tensors``, which refuses those that anything else refers to, and a
-    copy of a fake tensor has a copy of its mode. Source: torch/nn/modules/module.py, ``_apply``; torch/_tensor.py,
-    ``__deepcopy__``, torch 2.13.
+    ``Module.to`` uses ``swap_tensors``, which refuses fake weights with another reference, and a copied fake tensor has
+    a copy of its mode. Source: torch/nn/modules/module.py, ``_apply``; torch/_tensor.py, ``__deepcopy__``, torch 2.13.
     """
     convert, copy_any = nn.Module._apply, torch.Tensor.__deepcopy__
 
@@ -170,17 +167,12 @@ def _converting_fakes() -> Iterator[None]:
 
 
 class _RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """On top of the recorder: what becomes of real tensors, and what they count for.
-
-    Attributes:
-        held: What the running step was given: a batch stays on the device until its step ends.
-        longest: The longest dimension of any of them.
-    """
+    """Turns real tensors into fake ones and counts them, above the recorder."""
 
     def __init__(self, fake_mode: FakeTensorMode, log: Log) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.held: list[torch.Tensor] = []
-        self.longest = 1
+        self.held: list[torch.Tensor] = []  # the batch, which stays on the device until the step ends
+        self.longest = 1  # the longest dimension of any real tensor
         self._fake_mode = fake_mode
         self._log = log
         self._fakes: Any = WeakIdKeyDictionary()
@@ -205,7 +197,7 @@ class _RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], reals: Sequence[Any]) -> Any:
-        """An operation on whole numbers alone, for real; its results count as the device's."""
+        """Run an operation on whole numbers for real; its results count as on the device."""
         for tensor in reals:
             self._meet(tensor)
         with _disable_current_modes():
@@ -216,7 +208,7 @@ class _RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Indices in which a real mask is the places that it picks."""
+        """Replace real masks by the places that they pick."""
         found: list[torch.Tensor | None] = []
         for index in indices:
             if index is None or isinstance(index, FakeTensor) or index.dtype is not torch.bool:
@@ -238,7 +230,7 @@ class _RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return fake
 
     def _meet(self, tensor: torch.Tensor) -> None:
-        """Counts a real tensor that comes from outside: it is held until the step ends."""
+        """Count a real tensor from outside: it is held until the step ends."""
         if self._log.alive.get(tensor.untyped_storage()._cdata) is None:
             self._log.watch(tensor)
             self._hold(tensor)
@@ -270,26 +262,17 @@ def _makes_few_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 @dataclass
 class _Watch:
-    """Follows a step through its phases, and says what the blocks are for.
-
-    Attributes:
-        log: What is written down.
-        cuda: Whether updates run as on CUDA.
-        modules: The path of every module that has run, by its identity, and the module, which stays alive with it.
-        optimizers: Those that have stepped.
-        depth: Modules that are running, one within another.
-        is_backward: Autograd's engine is running.
-    """
+    """Follows a step through its phases, and names what the blocks are for."""
 
     log: Log
-    cuda: bool
-    modules: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
-    optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)
-    depth: int = 0
-    is_backward: bool = False
+    cuda: bool  # updates run as on CUDA
+    modules: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)  # path and module, by ``id``
+    optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)  # those that have stepped, by ``id``
+    depth: int = 0  # modules that are running, one within another
+    is_backward: bool = False  # autograd's engine is running
 
     def follow(self, program: Program) -> None:
-        """Names what a program is made of, before it runs."""
+        """Name what a program is made of, before it runs."""
         self._learn(program.model)
         self.log.claim(find_tensors(program.batch), "inputs")
         if program.optimizer is not None:
@@ -298,7 +281,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Puts hooks into torch until the end of the block."""
+        """Put hooks into torch until the end of the block."""
         engine, own = getattr(torch.autograd, _ENGINE), threading.get_ident()
 
         def run_engine(*args: Any, **kwargs: Any) -> Any:
@@ -345,11 +328,10 @@ class _Watch:
         self.depth -= 1
 
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The update begins; as on CUDA it runs over all weights at once unless its options say otherwise."""
+        """Begin the update, which on CUDA runs over all weights at once unless its options say otherwise."""
         if not self.is_backward and self.log.phase != "step":
             self.log.enter("step")
-        if id(optimizer) not in self.optimizers:
-            self.optimizers[id(optimizer)] = optimizer
+        self.optimizers[id(optimizer)] = optimizer
         for group in optimizer.param_groups if self.cuda else ():
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = not isinstance(optimizer, torch.optim.Adafactor)
@@ -364,14 +346,14 @@ class _Watch:
             self.log.claim(tree_leaves(state), "optimizer")
 
     def claim_all(self) -> None:
-        """Names the blocks of what lives between phases."""
+        """Name the blocks that live between phases."""
         owned = (one for _, module in self.modules.values() for one in module.parameters(recurse=False))
         self.log.claim((one.grad for one in owned), "gradients")
         for optimizer in self.optimizers.values():
             self._claim(optimizer)
 
     def find_module(self, error: BaseException) -> str:
-        """The path of the innermost module in an error's traceback."""
+        """Return the path of the innermost module in an error's traceback."""
         found, frame = "", error.__traceback__
         while frame is not None:
             found = self.modules.get(id(frame.tb_frame.f_locals.get("self")), (found, None))[0]
