@@ -100,7 +100,7 @@ def test_a_child_of_its_own_traces_and_this_process_loads_no_torch(model):
 def test_the_table_says_verdict_figures_parts_phases_and_the_size_of_an_update(estimate):
     done = estimate("--formula", "--gpu", "24GiB", "--global-batch", 128)
     assert done.exit_code == 0
-    assert done.out.startswith("fits: takes ")
+    assert done.out.startswith("fits: needs ")
     assert "4 samples x 32 microbatches x 1 device = 128 samples an update" in done.out
     for word in ("allocated", "active", "reserved", "device", "weights", "optimizer", "forward", "backward", "step"):
         assert word in done.out
@@ -110,8 +110,8 @@ def test_a_thin_margin_is_named_with_its_size_and_the_versions_too(estimate):
     need = device(estimate("--formula", "--json", "--gpu", "24GiB"), "device_bytes", "upper")
     done = estimate("--formula", "--gpu", f"{need + MIB} B")
     assert done.exit_code == 0
-    assert done.out.startswith("fits with a thin margin: takes ")
-    assert "; 1.0 MiB to spare at the least" in done.out
+    assert done.out.startswith("fits with a thin margin: needs ")
+    assert "; at least 1.0 MiB free" in done.out
     assert "computed by the rules of torch 2.13 and transformers 5" in done.out
 
 
@@ -124,7 +124,7 @@ def test_on_a_terminal_a_line_says_how_long_it_may_trace(estimate, monkeypatch):
 
 def test_without_a_device_there_is_no_verdict(estimate):
     done = estimate("--formula")
-    assert done.out.startswith("takes ")
+    assert done.out.startswith("needs ")
     assert "fits" not in done.out
 
 

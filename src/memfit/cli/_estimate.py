@@ -1,4 +1,4 @@
-"""``memfit estimate``: what device memory a training will take, before it runs and without the device."""
+"""``memfit estimate``: the device memory of a training, before it runs and without the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memfit.estimation import ALLOCATOR_VARIABLES, TIME_LIMIT, find_gpu
 from memfit.memory import Budget
 from memfit.units import format_bytes
 
-#: The flags that go with a config; the others describe a model that is no workload's.
+#: The flags that go with a workload's config; the others describe a model's config.json.
 _OF_CONFIGS = ("config", "gpu", "allocator", "time_limit", "set_", "as_json")
 
 
@@ -32,13 +32,11 @@ class Flags(Training):
 
     gpu: Annotated[
         str | None,
-        Option(help="A100-80GB, or 24GiB; none for any; without it the free memory of GPU 0.", metavar="NAME|SIZE"),
+        Option(help="A100-80GB, 24GiB, or none; default: the free memory of GPU 0.", metavar="NAME|SIZE"),
     ] = None
-    allocator: Annotated[
-        str | None, Option(help="torch's, in place of PYTORCH_CUDA_ALLOC_CONF.", metavar="KEY:VALUE,...")
-    ] = None
-    formula: Annotated[bool, Option("--formula", help="Compute from the config; trace nothing.")] = False
-    time_limit: Annotated[float, Option(min=0, help="Trace for so long at most; then compute.", metavar="SECONDS")] = (
+    allocator: Annotated[str | None, Option(help="Instead of PYTORCH_CUDA_ALLOC_CONF.", metavar="KEY:VALUE,...")] = None
+    formula: Annotated[bool, Option("--formula", help="Compute from the config; do not trace.")] = False
+    time_limit: Annotated[float, Option(min=0, help="Compute if the trace takes longer.", metavar="SECONDS")] = (
         TIME_LIMIT
     )
     set_: Set = None
@@ -46,7 +44,7 @@ class Flags(Training):
 
     @property
     def allocator_text(self) -> str | None:
-        """What torch's allocator is told: by the flag, else by the user's own variables."""
+        """Return the allocator's settings: the flag's, else those of the environment."""
         return self.allocator or next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), None)
 
 
@@ -61,20 +59,20 @@ def estimate(
     *,
     flags: Flags,
 ) -> None:
-    """Say what device memory a training step will take, each figure with a bound that it does not pass.
+    """Estimate the device memory of a training step: four figures, each with an upper bound.
 
     memfit estimate --hf-config config.json --batch 8 --seq-len 512 --gpu A100-80GB
 
     memfit estimate CONFIG takes the step of a workload on the longest batch of its data; only --gpu, --allocator,
     --time-limit, --set and --json go with it.
 
-    The step is run twice on fake tensors, in seconds and without a GPU, and what CUDA would allocate is replayed
-    through a model of torch's caching allocator. Where that fails or takes too long, or torch and transformers are not
-    installed, it is computed from the config, with a wider bound. Figures: allocated (in tensors), active, reserved
-    (held by torch's allocator) and device (with CUDA's context, as nvidia-smi shows it). With --gpu also whether it
-    fits, and the cheapest change after which it does.
+    The step runs twice on fake tensors, in seconds and without a GPU; a model of torch's caching allocator replays what
+    CUDA would allocate. If that fails or takes too long, or torch and transformers are not installed, the memory is
+    computed from the config, with a wider bound. Figures: allocated (live tensors), active, reserved (held by torch's
+    allocator) and device (all of the process, as nvidia-smi shows it). With --gpu also: whether it fits, and the
+    cheapest change that makes it fit.
 
-    Exit codes: 0 done, 2 bad config or input, 3 its bound is above the device: it does not fit, or only may.
+    Exit codes: 0 done, 2 bad config or input, 3 the bound is above the device: it does not fit, or may not.
     """
     _check_source(context, config, hf_config)
     gpu, available, others = _this_gpu(flags.gpu)
@@ -102,7 +100,7 @@ def estimate(
 
 
 def _check_source(context: typer.Context, config: Path | None, hf_config: Path | None) -> None:
-    """Refuse no model, two, and flags that have no effect on the one that is given."""
+    """Refuse no model, two models, and flags without effect."""
     if (config is None) == (hf_config is None):
         raise UsageError(
             "memfit estimate was given neither a config nor --hf-config."
@@ -130,7 +128,7 @@ def _check_source(context: typer.Context, config: Path | None, hf_config: Path |
 
 
 def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer for a model's config.json; ``how`` says on which device it is asked, and for how long."""
+    """Estimate a model's config.json; ``how``: device, allocator and time limit."""
     from memfit.estimation import describe_batches, read_lengths
     from memfit.planning import Question, ask
 
@@ -151,7 +149,7 @@ def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> di
 
 
 def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
-    """The device's name or size, what is free of it, and who has the rest: of the first GPU here, if none is named."""
+    """Return the device's name or size, its free bytes, and a note on the rest; of GPU 0 if none is named."""
     if gpu is not None:
         return (None if gpu.lower() == "none" else gpu), None, []
     devices = Budget.read().devices
@@ -168,14 +166,14 @@ def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
         for one in here.processes
     )
     note = (
-        f"GPU {here.index} of this machine, {here.name}: {format_bytes(available)} of {format_bytes(here.total_bytes)} "
-        f"are free for this training; others: {others or 'none'}"
+        f"GPU {here.index} of this machine, {here.name}: {format_bytes(available)} of "
+        f"{format_bytes(here.total_bytes)} are free; other processes: {others or 'none'}"
     )
     return name, available, [note]
 
 
 def _tracing(time_limit: float) -> AbstractContextManager[object]:
-    """Say on a terminal what takes the seconds, how many it took, and how many it may take."""
+    """Show the time of the trace on a terminal."""
     from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
     log = console(stderr=True)

@@ -1,4 +1,4 @@
-"""What an estimate says, as people read it."""
+"""Print an estimate."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from memfit.reports._numbers import plain_table
 from memfit.units import format_bytes
 
 _METRICS = {
-    "allocated_bytes": "in tensors",
-    "active_bytes": "with blocks that wait for another stream",
+    "allocated_bytes": "live tensors",
+    "active_bytes": "also blocks that wait for another stream",
     "reserved_bytes": "held by torch's allocator",
-    "device_bytes": "with CUDA's context, as nvidia-smi shows it",
+    "device_bytes": "all of the process, as nvidia-smi shows it",
 }
 _STYLES = {
     "fits": "bold green",
@@ -22,7 +22,7 @@ _STYLES = {
     "may fit": "bold yellow",
     "does not fit": "bold red",
 }
-_METHODS = {"traced": "traced in the code of", "formula": "computed by the rules of"}
+_METHODS = {"traced": "traced with", "formula": "computed by the rules of"}
 
 
 def print_estimate(answer: Mapping[str, Any], log: Console) -> None:
@@ -50,26 +50,18 @@ def print_estimate(answer: Mapping[str, Any], log: Console) -> None:
 
 
 def _verdict(answer: Mapping[str, Any], log: Console) -> None:
-    need = answer["device"]["device_bytes"]
-    text = f"{format_bytes(need['value'])}, at most {format_bytes(need['upper'])}"
-    if answer["gpu"] is None:
-        log.print(f"takes {text} of the device", style="bold", markup=False, soft_wrap=True)
+    need, gpu = answer["device"]["device_bytes"], answer["gpu"]
+    text = f"needs {format_bytes(need['value'])}, at most {format_bytes(need['upper'])}"
+    if gpu is None:
+        log.print(f"{text} of device memory", style="bold", markup=False, soft_wrap=True)
         return
-    total = answer["gpu"]["total_bytes"]
-    name = answer["gpu"]["name"]
-    size = format_bytes(total) if name == format_bytes(total) else f"{format_bytes(total)} ({name})"
-    left = total - need["upper"]
-    rest = (
-        f"{format_bytes(left)} to spare at the least" if left >= 0 else f"the bound is {format_bytes(-left)} above it"
-    )
-    if left < 0 and answer["verdict"].startswith("fits"):
-        rest += ", which torch's allocator gives back of its cache"
-    log.print(
-        f"{answer['verdict']}: takes {text} of {size}; {rest}",
-        style=_STYLES[answer["verdict"]],
-        markup=False,
-        soft_wrap=True,
-    )
+    size = format_bytes(gpu["total_bytes"])
+    name = "" if gpu["name"] == size else f" ({gpu['name']})"
+    left, verdict = gpu["total_bytes"] - need["upper"], answer["verdict"]
+    rest = f"at least {format_bytes(left)} free" if left >= 0 else f"the bound is {format_bytes(-left)} above it"
+    if left < 0 and verdict.startswith("fits"):
+        rest += ", but torch's allocator can empty its cache"
+    log.print(f"{verdict}: {text} of {size}{name}; {rest}", style=_STYLES[verdict], markup=False, soft_wrap=True)
 
 
 def _equation(answer: Mapping[str, Any], log: Console) -> None:
@@ -90,7 +82,7 @@ def _change(answer: Mapping[str, Any], log: Console) -> None:
     log.print()
     change = answer["change"]
     if change is None:
-        log.print("no change of the setup that was tried makes it fit: a larger device, or a smaller model")
+        log.print("no tested change of the setup makes it fit: use a larger GPU or a smaller model")
         if answer["smaller_model"]:
             log.print(f"  {answer['smaller_model']['text']}", markup=False, soft_wrap=True)
         return
@@ -101,7 +93,7 @@ def _change(answer: Mapping[str, Any], log: Console) -> None:
         markup=False,
         soft_wrap=True,
     )
-    same = "the same training" if change["same_training"] else "another training"
+    same = "the same training" if change["same_training"] else "changes the training"
     log.print(f"  costs: {change['cost']}; {same}", markup=False, soft_wrap=True)
 
 
