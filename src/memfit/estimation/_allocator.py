@@ -301,13 +301,7 @@ class Replay:
 
 
 def replay(trace: Trace, settings: AllocatorSettings | None = None, *, capacity_bytes: int | None = None) -> Replay:
-    """Return what the events of a trace make torch's allocator take from the device.
-
-    Args:
-        trace: Births and deaths, in order.
-        settings: The allocator's; torch's defaults if None.
-        capacity_bytes: What the device can give the allocator: its memory less the context and other processes; None
-            for no limit.
+    """Return what the events of a trace make torch's allocator take from a device with this capacity.
 
     >>> from memfit.estimation._events import Event
     >>> trace = Trace([Event(1, 30 << 20, "forward"), Event(1, 0, "forward"), Event(2, 4, "step")], {})

@@ -29,12 +29,8 @@ _PLACES = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", 
 def compile_blocks(program: Program, blocks: Sequence[nn.Module] | None = None) -> Program:
     """Make each block run as ``torch.compile`` would run it on CUDA, and return the program.
 
-    Equal blocks are compiled once. A block that cannot be compiled runs as it is, with a note. Call it before
-    `checkpoint_blocks`: a checkpoint around a compiled block works, one inside of it is lost.
-
-    Args:
-        program: Changed in place: the ``forward`` of the blocks is replaced.
-        blocks: What is compiled, one by one; None for those of ``find_blocks``.
+    Equal blocks are compiled once. A block that cannot be compiled runs as it is, with a note. A checkpoint around a
+    compiled block works, one inside of it is lost.
     """
     compiler = _Compiler(program)
     for block in find_blocks(program.model) if blocks is None else blocks:

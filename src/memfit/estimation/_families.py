@@ -502,9 +502,6 @@ _NEAREST = {
 def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
     """Return what the model of a ``config.json`` is made of.
 
-    Raises:
-        ConfigError: Widths or layers are missing, or an entry has a wrong type.
-
     >>> gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     >>> find_anatomy(gpt2).num_parameters
     124439808

@@ -49,8 +49,8 @@ def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None
     """Compute what training the model of a ``config.json`` takes, without torch.
 
     Args:
-        config: The content of the model's ``config.json``.
-        setup: How it is trained.
+        config: The content of the ``config.json``.
+        setup: How the model is trained.
         gpu: The device; None for any.
         reason: Why the step was not traced, for the notes.
 

@@ -31,23 +31,11 @@ _TASKS = (
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 #: Keys of a config.json that say how weights were saved, not what the model is.
 _NOT_THE_MODEL = {"dtype", "torch_dtype", "quantization_config", "auto_map", "transformers_version", "use_cache"}
-_DEFAULT_IMAGE_SIZE = 224
 _Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def build_step(config: Mapping[str, Any], setup: Setup) -> tuple[Any, dict[str, torch.Tensor], _Loss, list[str]]:
-    """Return a model that transformers can build, its batch, its loss, and notes; call it in a fake tensor mode.
-
-    Args:
-        config: The content of a ``config.json``; needs ``model_type`` or ``architectures``. Missing entries have
-            transformers' default, with a note.
-        setup: Its batch, dtype, adapters, quantisation, attention and loss count.
-
-    Raises:
-        MissingExtraError: transformers is not installed.
-        UntraceableError: transformers does not know the model's type.
-        ConfigError: The config or the setup makes no model.
-    """
+    """Return a model that transformers can build, its batch, its loss, and notes; call it in a fake tensor mode."""
     notes: list[str] = []
     parsed, kind = _parse(config, notes)
     dtype, autocast = find_dtypes(setup)
@@ -303,7 +291,7 @@ def _make_batch(model: Any, setup: Setup, notes: list[str]) -> dict[str, torch.T
 def _make_images(model: Any, setup: Setup, notes: list[str]) -> dict[str, torch.Tensor]:
     size = getattr(model.config, "image_size", None)
     if size is None:
-        size = _DEFAULT_IMAGE_SIZE
+        size = 224
         notes.append(f"the config has no image_size: {size} x {size} pixels are assumed")
     height, width = (size, size) if isinstance(size, int) else tuple(size)
     channels = getattr(model.config, "num_channels", 3)

@@ -145,16 +145,9 @@ class LoraLinear(nn.Module):
 
 
 def add_lora(model: nn.Module, rank: int, targets: Sequence[str], *, head: nn.Module | None = None) -> int:
-    """Freeze a model, put adapters beside some of its linear layers, and return how many.
+    """Freeze a model but its classifier, put adapters beside linear layers, and return how many.
 
-    Args:
-        model: Changed in place. Layers named ``classifier`` or ``score`` stay trained.
-        rank: Of the adapters.
-        targets: Last parts of the layers' names; ``all-linear`` for all but the head.
-        head: The output layer, which ``all-linear`` leaves out.
-
-    Raises:
-        ConfigError: No layer has such a name.
+    ``targets`` are last parts of the layers' names, or ``all-linear`` for all but the ``head``.
     """
     model.requires_grad_(False)
     linears = {name: module for name, module in model.named_modules() if _is_linear(module)}

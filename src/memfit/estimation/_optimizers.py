@@ -27,9 +27,6 @@ def build_optimizer(model: nn.Module, setup: Setup) -> tuple[torch.optim.Optimiz
 
     With ``optimizer_in_backward`` each weight has an optimizer that runs once its gradient is complete, and the step of
     the returned one does nothing.
-
-    Raises:
-        ConfigError: No weight is trained.
     """
     if setup.optimizer == "none":
         return None, ()

@@ -264,14 +264,9 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def shard_fully(program: Program, setup: Setup, units: Sequence[nn.Module] | None = None) -> Program:
-    """Return the program as FSDP2 runs it: ``fully_shard`` of each unit and of the whole model.
+    """Return the program as FSDP2 runs it: ``fully_shard`` of each unit, inner ones first, and of the whole model.
 
     With ``-amp`` the mixed precision policy computes in 16 bit and reduces in fp32; the shards are in fp32.
-
-    Args:
-        program: The program of one device; changed in place.
-        setup: What the optimizer was made from, and the number of ranks.
-        units: Modules that are gathered one by one, inner ones first; None for the blocks.
     """
     units = find_blocks(program.model) if units is None else units
     dtype = find_dtypes(setup)[1]

@@ -132,20 +132,12 @@ class Setup:
 
 
 def find_lora_targets(model_type: str) -> tuple[str, ...]:
-    """Return the names of the layers that PEFT adapts by default in models of a type.
-
-    >>> find_lora_targets("t5"), find_lora_targets("qwen2")
-    (('q', 'v'), ('q_proj', 'v_proj'))
-    """
+    """Return the names of the layers that PEFT adapts by default in models of a type."""
     return _LORA_TARGETS.get(model_type, ("q_proj", "v_proj"))
 
 
 def list_assumptions(setup: Setup) -> tuple[str, ...]:
-    """Return notes on what a setup leaves open or loses.
-
-    >>> list_assumptions(Setup(dtype="bf16", master_weights=True)), len(list_assumptions(Setup(dtype="bf16")))
-    ((), 1)
-    """
+    """Return notes on what a setup leaves open or loses."""
     found = []
     partitions = setup.strategy in ("zero1", "zero2", "zero3") and setup.world_size > 1  # DeepSpeed's are in fp32
     full = not setup.lora_rank and setup.optimizer != "none"

@@ -46,32 +46,10 @@ def trace(
 ) -> Trace:
     """Record what training iterations do with device memory, run on fake CPU tensors.
 
-    Args:
-        make: Makes the program, or a function that runs a whole step on the same batch each time; called within the
-            fake tensor mode.
-        num_iterations: Optimizer states appear in the first and count in full in the second.
-        architecture: ``volta``, ``turing``, ``ampere``, ``ada``, ``hopper`` or ``blackwell``, for kernels and
-            workspaces.
-        cuda: Whether operations are replaced by those that CUDA would run.
-        real_data: Whether the step's data are real tensors. Floating-point ones become fake when an operation uses
-            them; whole numbers and masks are computed for real, so that lengths, counts and places are this batch's.
-
-    Raises:
-        UntraceableError: Fake tensors cannot follow the step.
-
-    Example:
-        >>> def make():
-        ...     model = nn.Linear(256, 256, bias=False)
-        ...     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        ...     batch = torch.zeros(8, 256)
-        ...     def step():
-        ...         optimizer.zero_grad()
-        ...         model(batch).sum().backward()
-        ...         optimizer.step()
-        ...     return step
-        >>> from memfit.estimation._events import find_peaks
-        >>> find_peaks(trace(make))["step"].parts["weights"]
-        262144
+    ``make`` makes a program, or a function that runs a whole step on the same batch each time. Optimizer states appear
+    in the first iteration and count in full in the second. ``cuda`` replaces operations by those of CUDA. With
+    ``real_data`` the step's data are real: floating-point tensors become fake when an operation uses them; whole
+    numbers and masks are computed, so that lengths, counts and places are this batch's.
     """
     log, notes = Log(), dict[str, None]()
     ops = CudaOps(architecture) if cuda else None
