@@ -58,9 +58,9 @@ def _verdict(answer: Mapping[str, Any], log: Console) -> None:
     size = format_bytes(gpu["total_bytes"])
     name = "" if gpu["name"] == size else f" ({gpu['name']})"
     left, verdict = gpu["total_bytes"] - need["upper"], answer["verdict"]
-    rest = f"at least {format_bytes(left)} free" if left >= 0 else f"the bound is {format_bytes(-left)} above it"
+    rest = f"at least {format_bytes(left)} free" if left >= 0 else f"up to {format_bytes(-left)} too much"
     if left < 0 and verdict.startswith("fits"):
-        rest += ", but torch's allocator can empty its cache"
+        rest = "torch's allocator empties its cache"
     log.print(f"{verdict}: {text} of {size}{name}; {rest}", style=_STYLES[verdict], markup=False, soft_wrap=True)
 
 
