@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from memfit.pipeline import Context, Output, Stop, Workload
-from memfit.pipeline._manifest import describe_outputs, write_result
-from memfit.pipeline._stage import only, seed_of
+
+#: How the files of each kind of output end.
+KINDS = {".panel.json": "panel", ".feather": "table", ".arrays": "arrays", ".json": "json"}
 
 
 class StagesHere:
@@ -39,7 +44,7 @@ class StagesHere:
         folder.mkdir(parents=True, exist_ok=True)
         return Context(
             unit=None if fold is None else self.folds()[fold - 1],
-            own_seed=seed_of(self.seed, fold),
+            own_seed=int(np.random.SeedSequence([self.seed, *([fold] if fold else [])]).generate_state(1)[0]),
             dir=folder,
             panels_dir=self.panels_dir,
             needs=needs,
@@ -54,11 +59,31 @@ class StagesHere:
         status, why, exit_code = "completed", "", 0
         assert callable(stage.run)
         try:
-            result = stage.run(context, only(self.params, {"name": name, "settings": dict.fromkeys(reads)})) or {}
+            params = self.params.model_copy()
+            for hidden in settings.keys() - set(reads):
+                del params.__dict__[hidden]
+            result = stage.run(context, params) or {}
         except Stop as stop:
             status, why, exit_code, result = "stopped", str(stop), stop.exit_code, stop.result
-        facts = {"stage": name, "unit": context.unit, "job": name, "key": "", "parts": {}, "settings": {}, "code": {}}
-        path, outputs = context.dir.with_suffix(".json"), describe_outputs(context.dir, context.saved)
+        facts = {"schema_version": 1, "stage": name, "unit": context.unit, "job": name, "key": "", "parts": {}}
+        facts |= {"settings": {}, "code": {}, "unforeseen": {}, "reused_from": None, "digest": "", "seconds": 0.0}
         ended = {"status": status, "why": why, "exit_code": exit_code}
-        write_result(path, facts, result=dict(result), outputs=outputs, seconds=0.0, **ended)
+        outputs = [output_of(context.dir, name, path) for name, path in context.saved.items()]
+        path = context.dir.with_suffix(".json")
+        path.write_text(
+            json.dumps(facts | ended | {"result": json.loads(json.dumps(dict(result))), "outputs": outputs})
+        )
         return Output(path)
+
+
+def output_of(folder: Path, name: str, path: Path) -> dict[str, Any]:
+    """An output as a manifest describes it."""
+    kind = next((kind for ending, kind in KINDS.items() if path.name.endswith(ending)), "path")
+    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    hashes = [[str(one.relative_to(path)), hashlib.sha256(one.read_bytes()).hexdigest()] for one in files]
+    sha = json.loads(path.read_text())["fingerprint"] if kind == "panel" else hashes[0][1]
+    if path.is_dir():
+        sha = hashlib.sha256(json.dumps(hashes, separators=(",", ":")).encode()).hexdigest()
+    size = sum(one.stat().st_size for one in files)
+    relative = str(path.relative_to(folder))
+    return {"name": name, "kind": kind, "path": relative, "bytes": size, "sha256": sha, "sample": ""}

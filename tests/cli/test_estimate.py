@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import memfit.cli._estimate as verb
-import memfit.planning._estimate as planning
+from memfit import jobs
 from memfit.memory import Budget, Device, DeviceProcess
 from memfit.units import GIB, MIB
 
@@ -48,7 +48,7 @@ def model(tmp_path):
 @pytest.fixture
 def estimate(memfit, model, monkeypatch):
     """Runs the verb on the small Llama, tracing in this process; gives what it wrote and, where it is JSON, the JSON."""
-    monkeypatch.setattr(planning, "call_in_child", lambda _, question: planning.answer_in_child(**question))
+    monkeypatch.setattr(jobs, "call_in_child", lambda target, question: jobs.load_target(target)(**question))
 
     def run(*words, config=model, batch=("--batch", 4, "--seq-len", 128)):
         done = memfit("estimate", "--hf-config", config, *batch, *words)
@@ -417,8 +417,8 @@ def test_a_model_that_transformers_does_not_know_is_computed_with_a_note(estimat
 
 
 def test_a_child_that_is_killed_leaves_the_formula(memfit, model, monkeypatch):
-    real = planning.call_in_child
-    monkeypatch.setattr(planning, "call_in_child", lambda _, question: real("os:abort", {}))
+    real = jobs.call_in_child
+    monkeypatch.setattr(jobs, "call_in_child", lambda _, question: real("os:abort", {}))
     done = memfit("estimate", "--hf-config", model, "--json")
     answer = json.loads(done.out)
     assert (done.exit_code, answer["method"]) == (0, "formula")
@@ -431,10 +431,10 @@ def test_a_child_that_is_killed_leaves_the_formula(memfit, model, monkeypatch):
 def test_without_torch_or_transformers_the_formula_answers(model, hidden):
     code = (
         "import sys, json; sys.modules[sys.argv[1]] = None\n"
-        "from memfit.planning import Question\nfrom memfit.planning._estimate import answer_in_child\n"
-        "from memfit.estimation import Setup\n"
+        "from memfit import jobs\nfrom memfit.estimation import Setup\nfrom memfit.planning import Question, ask\n"
+        "jobs.call_in_child = lambda target, question: jobs.load_target(target)(**question)\n"
         "question = Question(json.load(open(sys.argv[2])), Setup(seq_len=16))\n"
-        "print(json.dumps(answer_in_child(**question.to_dict())))"
+        "print(json.dumps(ask(question)))"
     )
     words = [sys.executable, "-c", code, hidden, str(model / "config.json")]
     answer = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)

@@ -173,21 +173,19 @@ def test_jobs_of_one_name_are_refused_before_anything_is_made():
     assert not Path("runs").exists()
 
 
-def test_large_outputs_are_hashed_while_other_jobs_start(monkeypatch):
-    from memfit.pipeline import _results
-
-    seal = _results.write_command_result
-
-    def slow(path, facts, seconds):
-        if facts["job"] == "a":
-            wait_until(Path("b").exists)
-        seal(path, facts, seconds)
-
-    monkeypatch.setattr(_results, "write_command_result", slow)
-    stages = {"a": {"run": "echo 1 > {dir}/out"}, "b": {"run": "touch b"}, "c": {"needs": ["a"], "run": "cat {a}/out"}}
+def test_large_outputs_are_hashed_while_other_jobs_start():
+    stages = {
+        "a": {"run": "truncate -s 4G {dir}/out"},
+        "b": {"run": "true"},
+        "c": {"needs": ["a"], "run": "stat -c %s {a}/out"},
+    }
     result = run(stages, max_parallel=1)
     assert result.exit_code == 0
-    assert (result.path / "jobs/c/out.log").read_text() == "1\n"
+    assert (result.path / "jobs/c/out.log").read_text() == f"{4 << 30}\n"
+    events = [event for event in RunDir(result.path).events() if event["kind"] in ("admit", "stage")]
+    began = next(n for n, event in enumerate(events) if event["kind"] == "admit" and event["job"] == "b")
+    hashed = next(n for n, event in enumerate(events) if event.get("state") == "completed" and event["jobs"] == ["a"])
+    assert began < hashed
 
 
 def test_secrets_of_units_can_be_read_by_their_owner_alone():

@@ -1,6 +1,7 @@
 """``run_commands`` and ``resume`` with real commands: what runs, how often, where it is kept, what goes on."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -171,23 +172,25 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic_and_runs_by_force():
     assert run_sh("echo {a} >> ran", "a=1", settings=["memory.job=900TiB"], force=True).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
+def test_an_unnamed_experiment_is_called_after_the_program(tmp_path, monkeypatch):
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("python", "python3.11", "bash", "my tool!", "..."):
+        (programs / name).write_text("#!/bin/sh\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    names = [
         (["python", "train.py"], "train"),
-        (["/usr/bin/python3.11", "-u", "a/b.c/train_it.py", "--x"], "train_it"),
+        ([str(programs / "python3.11"), "-u", "a/b.c/train_it.py", "--x"], "train_it"),
         (["python", "-m", "package.train"], "package.train"),
         (["python", "-c", "print(1)"], "python"),
         (["bash", "scripts/go.sh", "1"], "go"),
-        (["./bin/my tool!"], "my-tool"),
-        (["../..."], "command"),
+        (["programs/my tool!"], "my-tool"),
+        (["programs/..."], "command"),
         (["python", "train_{fold}.py"], "train_-fold"),
-    ],
-)
-def test_an_unnamed_experiment_is_called_after_the_program(command, name):
-    from memfit.pipeline._order import name_of
-
-    assert name_of(command) == name
+    ]
+    for command, name in names:
+        assert run_commands(command, settings=resolve_settings((), {})).path.parent.name == name
 
 
 def test_a_killed_supervisor_loses_nothing_and_runs_nothing_twice():

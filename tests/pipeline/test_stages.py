@@ -9,7 +9,7 @@ import pytest
 
 import memfit
 from memfit.errors import ConfigError, UsageError
-from memfit.pipeline import Choice, Stage, fingerprint_files, plan_run
+from memfit.pipeline import Choice, fingerprint_files, plan_run
 from memfit.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -271,38 +271,42 @@ def test_code_that_is_edited_during_a_run_is_refused_and_the_same_command_is_rig
     assert again.metrics["summed"]["sum"] == 8 + 27 + 64
 
 
+BAD = """
+import memfit
+from memfit.pipeline import Stage, Workload
+
+class Params(memfit.config.Settings):
+    folds: int = 2
+
 def nothing(context, params):
     return {}
 
-
-class Empty(memfit.config.Settings):
-    folds: int = 2
+BAD = Workload(Params, (%s,))
+"""
 
 
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ((Stage("a", nothing, needs=("b",)), Stage("b", nothing, needs=("a",))), "in a circle: .* -> "),
-        ((Stage("a", nothing, needs=("c",)),), "stage 'a' names the stage 'c', which there is not"),
-        ((Stage("a", nothing, reads=("rate",)),), "stage 'a' reads 'rate', which is no setting"),
-        ((Stage("a", nothing, each="x of y"),), "stage 'a' has each='x of y'"),
-        ((Stage("a b", nothing),), "stage 'a b' has a bad name"),
+        ('Stage("a", nothing, needs=("b",)), Stage("b", nothing, needs=("a",))', "in a circle: .* -> "),
+        ('Stage("a", nothing, needs=("c",))', "stage 'a' names the stage 'c', which there is not"),
+        ('Stage("a", nothing, reads=("rate",))', "stage 'a' reads 'rate', which is no setting"),
+        ('Stage("a", nothing, each="x of y")', "stage 'a' has each='x of y'"),
+        ('Stage("a b", nothing)', "stage 'a b' has a bad name"),
         (
-            (
-                Stage("fold", nothing, each="fold in params.folds"),
-                Stage("mean", nothing, needs=("fold",)),
-                Stage("gate", nothing, needs=("mean",), holds="fold"),
-            ),
+            'Stage("fold", nothing, each="fold in params.folds"), Stage("mean", nothing, needs=("fold",)), '
+            'Stage("gate", nothing, needs=("mean",), holds="fold")',
             "stage 'gate' holds 'fold' and waits for 'mean', which needs all units of it",
         ),
-        ((Stage("a", nothing), Stage("b", nothing, holds="a")), "stage 'b' holds 'a', which has no units"),
+        ('Stage("a", nothing), Stage("b", nothing, holds="a")', "stage 'b' holds 'a', which has no units"),
     ],
 )
-def test_stages_that_cannot_work_are_refused_in_words(stages, message):
-    from memfit.pipeline._describe import in_order
-
+def test_stages_that_cannot_work_are_refused_in_words(stages, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.py").write_text(BAD % stages)
     with pytest.raises(ConfigError, match=message):
-        in_order(stages, {"folds": 2}, "workload:EMPTY", Empty)
+        memfit.run({"experiment": "bad", "target": "bad:BAD"})
+    assert not Path("runs").exists()
 
 
 def test_a_large_raw_file_counts_by_size_time_and_a_sample(tmp_path):

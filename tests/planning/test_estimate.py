@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import memfit.planning._estimate as planning
+from memfit import estimation, jobs
 from memfit.errors import ConfigError, UsageError
 from memfit.estimation import METRICS, Estimate, Interval, Setup
 from memfit.planning import Question, ask
@@ -51,7 +51,7 @@ def test_ranks_of_one_tensor_parallel_model_share_their_samples():
 
 
 def test_what_the_child_is_asked_is_refused_before_it_starts(monkeypatch):
-    monkeypatch.setattr(planning, "call_in_child", lambda *_: pytest.fail("a child was started"))
+    monkeypatch.setattr(jobs, "call_in_child", lambda *_: pytest.fail("a child was started"))
     for question in (Question(LLAMA, Setup(), "RTX 4091"), Question(LLAMA, Setup(), allocator="x:1")):
         with pytest.raises(ConfigError):
             ask(question)
@@ -63,7 +63,7 @@ def test_a_child_that_fails_leaves_the_formula_with_the_reason(monkeypatch):
     def fail(*_):
         raise UsageError("it was killed.", rule="r", remedy="d")
 
-    monkeypatch.setattr(planning, "call_in_child", fail)
+    monkeypatch.setattr(jobs, "call_in_child", fail)
     found = ask(Question(LLAMA, Setup()))
     assert (found["method"], found["notes"][0]) == ("formula", "computed, not traced: it was killed.")
 
@@ -102,8 +102,8 @@ def traced(monkeypatch):
         verdict = gpu and ("fits" if need.upper <= gpu.total_bytes else "does not fit")
         return Estimate(dict.fromkeys(METRICS, need), {}, {"step": need}, "traced", gpu, verdict)
 
-    monkeypatch.setattr(planning, "estimate_config", trace)
-    monkeypatch.setattr(planning, "call_in_child", lambda _, question: planning.answer_in_child(**question))
+    monkeypatch.setattr(estimation, "estimate_config", trace)
+    monkeypatch.setattr(jobs, "call_in_child", lambda target, question: jobs.load_target(target)(**question))
 
 
 @pytest.mark.usefixtures("traced")
@@ -152,15 +152,15 @@ def test_the_largest_batch_is_found_by_traces_alone():
 
 @pytest.mark.parametrize("wrong", [{"architectures": 5}, {"architectures": [None]}, {"model_type": ["llama"]}])
 def test_a_config_whose_classes_are_no_names_is_refused_before_a_child_starts(wrong, monkeypatch):
-    monkeypatch.setattr(planning, "call_in_child", lambda *_: pytest.fail("a child was started"))
+    monkeypatch.setattr(jobs, "call_in_child", lambda *_: pytest.fail("a child was started"))
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         ask(Question({**LLAMA, **wrong}, Setup()))
 
 
 def test_a_child_that_was_killed_is_said_to_have_been_short_of_memory(monkeypatch):
-    real = planning.call_in_child
+    real = jobs.call_in_child
     order = {"args": ["sh", "-c", "kill -9 $PPID"]}
-    monkeypatch.setattr(planning, "call_in_child", lambda *_: real("subprocess:run", order))
+    monkeypatch.setattr(jobs, "call_in_child", lambda *_: real("subprocess:run", order))
     note = ask(Question(LLAMA, Setup()))["notes"][0]
     assert note == "computed, not traced: the process that traced was killed (signal 9): out of memory?"
 

@@ -1,4 +1,4 @@
-"""How a stage's outputs are saved and read: open formats, each put in place whole, each checked where it is opened."""
+"""Save and load a stage's outputs, in open formats."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memfit.errors import DamagedError, UsageError
-from memfit.pipeline._manifest import ENDINGS, SAMPLED_BYTES, hash_output, kind_of, sample_path
+from memfit.pipeline._manifest import ENDINGS, is_as_saved, kind_of
 from memfit.rundir import write_atomic
-
-if TYPE_CHECKING:
-    import numpy as np
 
 #: The name of an array that is saved alone.
 _ONLY = "value"
 
 
 def save_output(folder: Path, name: str, value: Any) -> Path:
-    """Save a value below a folder under a name; where it lies."""
+    """Save a value in a folder under a name, and return its path. It is renamed into place whole."""
     if not name or not all(one.isalnum() or one in "._-" for one in name) or name.startswith("."):
         raise UsageError(
             f"'{name}' cannot name an output.",
@@ -30,14 +27,13 @@ def save_output(folder: Path, name: str, value: Any) -> Path:
             remedy="name it for example scores",
         )
     if isinstance(value, Path):
-        return _take(folder, value)
+        return _save_path(folder, value)
     if _is_a(value, "memfit.data", "Panel"):
-        # Reads every byte, of a panel that was there already too: so its page cache is charged to this job's group,
-        # which outlives it, and not to that of the first job that maps it.
+        # This reads every byte: so the page cache is charged to this job's group, which outlives it, and not to the
+        # first job that maps the panel.
         if not value.verified:
             value.verify()
-        pointer = {"path": str(value.path.resolve()), "fingerprint": value.fingerprint}
-        return _save_json(folder / f"{name}{ENDINGS['panel']}", pointer)
+        return _save_json(folder, name, "panel", {"path": str(value.path.resolve()), "fingerprint": value.fingerprint})
     if _is_a(value, "pyarrow", "Table"):
         from pyarrow import feather
 
@@ -48,9 +44,18 @@ def save_output(folder: Path, name: str, value: Any) -> Path:
     if _is_a(value, "numpy", "ndarray"):
         value = {_ONLY: value}
     if isinstance(value, Mapping) and value and all(_is_a(one, "numpy", "ndarray") for one in value.values()):
-        return _save_arrays(folder / f"{name}{ENDINGS['arrays']}", value)
+        import numpy as np
+
+        path = folder / f"{name}{ENDINGS['arrays']}"
+        aside = path.with_name(f".{path.name}.tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        for key, array in value.items():
+            np.save(aside / f"{key}.npy", array, allow_pickle=False)
+        shutil.rmtree(path, ignore_errors=True)
+        return aside.rename(path)
     if isinstance(value, Mapping | Sequence):
-        return _save_json(folder / f"{name}{ENDINGS['json']}", value)
+        return _save_json(folder, name, "json", value)
     raise UsageError(
         f"output {name} is a {type(value).__name__}.",
         rule="a stage saves panels, Arrow tables, arrays, mappings or lists of plain JSON, and paths: nothing pickled.",
@@ -59,30 +64,19 @@ def save_output(folder: Path, name: str, value: Any) -> Path:
 
 
 def _is_a(value: Any, module: str, name: str) -> bool:
-    """Whether a value is of a class that is loaded only where such values are made."""
+    """Return whether a value is of a class, without importing its module."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))
 
 
-def _save_json(path: Path, value: Any) -> Path:
+def _save_json(folder: Path, name: str, kind: str, value: Any) -> Path:
+    path = folder / f"{name}{ENDINGS[kind]}"
     write_atomic(path, json.dumps(value) + "\n")
     return path
 
 
-def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Path:
-    import numpy as np
-
-    aside = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    for name, array in arrays.items():
-        np.save(aside / f"{name}.npy", array, allow_pickle=False)
-    shutil.rmtree(path, ignore_errors=True)
-    return aside.rename(path)
-
-
-def _take(folder: Path, path: Path) -> Path:
-    """A file or folder of the user's as an output: in place where it lies in the folder, else as a copy."""
+def _save_path(folder: Path, path: Path) -> Path:
+    """Take a file or folder as an output: in place if it lies in the folder, else as a copy."""
     if not path.exists():
         raise UsageError(
             f"{path} is not there.",
@@ -104,18 +98,13 @@ def _take(folder: Path, path: Path) -> Path:
 
 
 def find_output(folder: Path, name: str) -> Path | None:
-    """Where an output of that name lies already, or None."""
+    """Return the path of an output that a folder holds already, or None."""
     paths = (folder / f"{name}{ending}" for ending in [*ENDINGS.values(), ""])
     return next((path for path in paths if path.exists()), None)
 
 
 def load_output(manifest: Path, facts: Mapping[str, Any], name: str, kind: str) -> Any:
-    """Read an output that a manifest names, after a check of its hash.
-
-    Raises:
-        UsageError: If there is none of that name and kind.
-        DamagedError: If it is not what was saved.
-    """
+    """Load an output that a manifest names, after a check of its hash."""
     found = next((one for one in facts["outputs"] if one["name"] == name), None)
     if found is None or kind not in (found["kind"], "path"):
         known = ", ".join(f"{one['name']} ({one['kind']})" for one in facts["outputs"]) or "none"
@@ -125,20 +114,17 @@ def load_output(manifest: Path, facts: Mapping[str, Any], name: str, kind: str) 
             remedy=f'save it there: context.save("{name}", ...)',
         )
     path = manifest.with_suffix("") / found["path"]
-    is_large = found["bytes"] > SAMPLED_BYTES
-    if not path.exists() or (
-        sample_path(path) != found["sample"] if is_large else hash_output(path) != found["sha256"]
-    ):
+    if not is_as_saved(path, found):
         raise DamagedError(
             f"{path} is not what stage {facts['stage']} saved.",
-            rule="an output is checked against the hash in its manifest where it is opened.",
-            remedy=f"make it anew: the same command with --from {facts['stage']}",
+            rule="an output is checked against the hash in its manifest when it is opened.",
+            remedy=f"make it again: the same command with --from {facts['stage']}",
         )
     return path if kind == "path" else load_path(path)
 
 
 def load_path(path: Path) -> Any:
-    """Read an output by its kind: mapped where it can be."""
+    """Load an output by its kind, memory-mapped where possible."""
     kind = kind_of(path)
     if kind == "panel":
         from memfit.data import Panel

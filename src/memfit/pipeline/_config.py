@@ -1,4 +1,4 @@
-"""The settings of a run: of commands, and of a config."""
+"""The settings of a run: for commands, and for a config."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from memfit.jobs import OnFailure
 from memfit.memory import DEFAULT_SLACK
 from memfit.units import MIB
 
-#: Below this no process can be relied on to start: an interpreter with what a command line needs takes some 10 MiB.
-LEAST_LIMIT_BYTES = 16 * MIB
+_LEAST_LIMIT_BYTES = 16 * MIB  # an interpreter alone takes 10
 
 
 def _enough(limit: int) -> int:
-    if limit < LEAST_LIMIT_BYTES:
-        raise ValueError(f"must be {LEAST_LIMIT_BYTES // MIB}MiB or more, so that a process can start in it")
+    if limit < _LEAST_LIMIT_BYTES:
+        raise ValueError(f"must be {_LEAST_LIMIT_BYTES // MIB}MiB or more, so that a process can start in it")
     return limit
 
 
@@ -49,20 +48,19 @@ _Folder = Annotated[Path, BeforeValidator(_not_empty)]
 
 
 class MemorySettings(Settings):
-    """What of the machine's memory the run may use.
+    """How much of the machine's memory the run may use.
 
     Attributes:
-        limit: A cap of your own on the host memory of all jobs together; the smallest limit counts.
-        reserve: What is never lent; None for a stated share of the limit.
-        slack: What each job reserves on top of the measured peak of its like, as a share of it.
-        job: What one job is declared to take: a hint that is checked before the first starts; the measured figure
-            counts from then on.
-        job_of: The same for each command of a sweep on its own, in terms of its parameters: ``"{memory}"``.
+        limit: Your own limit on the host memory of all jobs together; the smallest limit counts.
+        reserve: The memory to keep free; None for a share of the limit.
+        slack: What each job reserves on top of the measured peak of similar jobs, as a share of it.
+        job: A hint: the memory of one job. memfit checks it before the first job starts, and then measures that job.
+        job_of: The same for each command of a sweep, in terms of its parameters: ``"{memory}"``.
         num_gpus: How many GPUs one job needs; it sees no others. 1 when ``gpu_job`` is given.
-        gpu_job: What one job is declared to take on each of its GPUs: a hint, like ``job``.
-        tight_malloc: Have glibc give freed memory back at once, so that resident memory follows live memory.
-        cuda_allocator: What torch's allocator for CUDA is told, as in ``PYTORCH_CUDA_ALLOC_CONF``. It is set before a
-            job's interpreter starts; where you set that variable, or ``PYTORCH_ALLOC_CONF``, yourself, yours counts.
+        gpu_job: A hint: the memory of one job on each of its GPUs.
+        tight_malloc: Let glibc give freed memory back at once, so that resident memory follows live memory.
+        cuda_allocator: The settings of torch's CUDA allocator, as in ``PYTORCH_CUDA_ALLOC_CONF``. If you set that
+            variable or ``PYTORCH_ALLOC_CONF`` yourself, yours counts.
     """
 
     limit: Annotated[ByteSize, AfterValidator(_enough)] | None = None
@@ -77,7 +75,7 @@ class MemorySettings(Settings):
 
 
 class CommandSettings(Settings):
-    """How jobs are run side by side: all the settings of a run of commands, and a part of a config's.
+    """The settings of a run of commands; a config has these too.
 
     Attributes:
         schema_version: The version of this format.
@@ -85,11 +83,11 @@ class CommandSettings(Settings):
         max_parallel: ``auto`` for as many jobs at once as fit, or the most.
         on_failure: When a job fails, ``continue`` with the others or ``stop`` them at their next checkpoint. With
             ``first``, start no more if the first job that ends has failed by an error of its own.
-        retries: How often a job that ran out of memory, or was ended from outside, is started again.
+        retries: How often to restart a job that ran out of memory, or that something outside of memfit ended.
         threads_per_job: Threads of each job's numerical libraries, however many jobs run at once.
-        grace_seconds: How long a job that is asked to stop may take to do so.
-        runs_dir: The folder of all runs, from where memfit is started.
-        memory: What of the machine's memory the run may use.
+        grace_seconds: How long a job may take to stop.
+        runs_dir: The folder of all runs.
+        memory: How much of the machine's memory the run may use.
     """
 
     schema_version: Literal[1] = 1
@@ -104,22 +102,22 @@ class CommandSettings(Settings):
 
 
 class StageSettings(Settings):
-    """What one stage is, where it is a command, and what it needs of the machine.
+    """The command of a stage, and what the stage needs of the machine.
 
     Attributes:
         run: The command: a line for the shell, or a list of words. Placeholders: ``{unit}``, its fields and its
             variable in ``each``, ``{dir}`` (its folder), ``{seed}``, ``{params.NAME}``, and the name of another
-            stage for the folder of that.
+            stage for its folder.
         needs: Stages whose folders it reads; those that the command names are added.
         after: Stages that it only waits for.
         each: The list of its units: ``fold in params.folds``, or ``fold in prepare.folds`` from the ``result.json``
             that a stage left in its folder.
         holds: The stage of which all units but the first wait until this one has passed.
         in_order: Whether each unit waits for the one before.
-        memory: What one of its jobs is declared to take: a hint, checked before the first starts.
+        memory: A hint: the memory of one of its jobs.
         gpu_memory: The same on each of its GPUs.
         num_gpus: How many GPUs one of its jobs needs.
-        like: The stage whose measured size speaks for this one too.
+        like: The stage whose measured memory counts for this one too.
     """
 
     run: str | list[str] | None = None
@@ -140,9 +138,9 @@ class RunConfig(CommandSettings):
     Attributes:
         target: A function or a workload as ``module:NAME``; empty where the stages are commands.
         stages: Per stage its command, where there is no target, and what it needs of the machine.
-        on_failure: As for commands. The default is another one: the units of a stage share their code, and so its bugs.
+        on_failure: As for commands; the default differs, because the units of a stage share their bugs.
         seed: All random numbers follow from it.
-        units: Which units of the stages that have some: ``all``, or numbers, ranges and names such as ``2-5``.
+        units: Which units to run: ``all``, or numbers, ranges and names such as ``2-5``.
         skip: Stages that count as passed.
         panels_dir: The cache of panels, shared by all runs.
         params: The workload's own settings.
@@ -170,7 +168,7 @@ def resolve_with_allocator(
     env: Mapping[str, str],
     overrides: Sequence[config.Override] = (),
 ) -> config.Resolved[C]:
-    """Settings as ``config.resolve`` gives them; the user's own variable for torch's allocator goes before ours."""
+    """Resolve settings; the user's own variable for torch's allocator overrides ours."""
     found = config.resolve(model, file=file, values=values, env=env, overrides=overrides)
     asked = found.value.memory.cuda_allocator
     name = next((name for name in _ALLOCATOR_VARIABLES if env.get(name)), None)
@@ -181,7 +179,7 @@ def resolve_with_allocator(
 
 
 def of_commands(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the variables that set only what a run of folds has.
+    """Return an environment without the variables that only configs have.
 
     >>> of_commands({"MEMFIT_PANELS_DIR": "/big", "MEMFIT_RETRIES": "0"})
     {'MEMFIT_RETRIES': '0'}

@@ -1,8 +1,4 @@
-"""What a user writes to have work run: a plain function, or a workload of stages that build on each other.
-
-Nothing here loads NumPy, Arrow or torch: the process that admits jobs reads stages as plain data, and each stage works
-in an interpreter of its own.
-"""
+"""What a user writes: a plain function, or a workload of stages that build on each other."""
 
 from __future__ import annotations
 
@@ -30,12 +26,12 @@ T = TypeVar("T")
 
 
 class Stop(Exception):
-    """Raised by a stage to end the run here: what builds on it, or comes after it, is skipped and has not failed.
+    """Raise this in a stage to end the run: memfit skips the stages that need it or come after it.
 
     Args:
         why: The reason, one sentence.
-        exit_code: What the run then exits with; 10 and 11 are those of a gate, yellow and red.
-        result: The stage's result all the same.
+        exit_code: The exit code of the run; a gate takes 10 for yellow and 11 for red.
+        result: The stage's result.
 
     Example:
         >>> try:
@@ -53,17 +49,17 @@ class Stop(Exception):
 
 @dataclass(frozen=True)
 class Output:
-    """What one unit of a stage left. Nothing is read before it is asked for.
+    """The result and the saved outputs of one unit of a stage, read when you ask for them.
 
     Attributes:
-        manifest: The file that says what it is; its files lie in the folder of the same name.
+        manifest: The JSON file that describes it; its outputs lie in the folder of the same name.
     """
 
     manifest: Path
 
     @functools.cached_property
     def facts(self) -> Mapping[str, Any]:
-        """The manifest."""
+        """The content of the manifest."""
         from memfit.pipeline._manifest import read_manifest
 
         return read_manifest(self.manifest)
@@ -75,33 +71,33 @@ class Output:
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """What the stage returned."""
+        """The mapping that the stage returned."""
         found: Mapping[str, Any] = self.facts["result"]
         return found
 
     @property
     def dir(self) -> Path:
-        """Its folder, with checkpoints and all that was saved."""
+        """Its folder, with outputs and checkpoints."""
         return self.manifest.with_suffix("")
 
     def panel(self, name: str = "panel") -> Panel:
-        """A saved panel, mapped read-only."""
+        """Return a saved panel, memory-mapped."""
         return self._load(name, "panel")  # type: ignore[no-any-return]
 
     def table(self, name: str) -> pa.Table:
-        """A saved table, mapped."""
+        """Return a saved table, memory-mapped."""
         return self._load(name, "table")
 
     def arrays(self, name: str) -> Mapping[str, npt.NDArray[Any]]:
-        """Saved arrays by their names, mapped read-only."""
+        """Return saved arrays by their names, memory-mapped."""
         return self._load(name, "arrays")  # type: ignore[no-any-return]
 
     def json(self, name: str) -> Any:
-        """A saved mapping or list."""
+        """Return a saved mapping or list."""
         return self._load(name, "json")
 
     def path(self, name: str) -> Path:
-        """A saved file or folder."""
+        """Return the path of a saved output."""
         return self._load(name, "path")  # type: ignore[no-any-return]
 
     def _load(self, name: str, kind: str) -> Any:
@@ -112,17 +108,20 @@ class Output:
 
 @dataclass
 class Context:
-    """What a stage works with: one unit of it, in a process of its own.
+    """The first argument of a stage: what it works on, and where it saves.
 
     Attributes:
-        unit: What this job is for: a number, a text or a mapping, one of the list that ``Stage.each`` names; None for
-            a stage that runs once.
+        unit: The unit of this job, one item of the list that ``Stage.each`` names: a number, a text or a mapping. None
+            for a stage that runs once.
         own_seed: The seed; None for a stage that does not read it.
-        dir: Its folder, for outputs and checkpoints. What a killed attempt left is still there; it is emptied when the
-            settings, the code or the data have changed.
+        dir: Its folder, for outputs and checkpoints. It keeps what a killed attempt left. memfit empties it when the
+            settings, the code or the data change.
         panels_dir: The cache of panels, shared by all runs.
-        key: What its result depends on, as a digest.
-        previous: What the unit before left, in a stage whose units go in order; None for the first.
+        key: The digest of all that its result depends on.
+        previous: The output of the unit before, with ``Stage.in_order``; None for the first.
+        needs: The outputs of the stages that it needs, by stage.
+        meets: The stages of ``needs`` with the same units.
+        saved: The paths of its outputs so far, by name.
     """
 
     unit: Any
@@ -137,7 +136,7 @@ class Context:
 
     @property
     def seed(self) -> int:
-        """A seed of its own, from the run's seed and the unit alone."""
+        """The seed of this unit: it depends on the run's seed and the unit alone."""
         if self.own_seed is None:
             raise UsageError(
                 "this stage reads the seed, and does not say so.",
@@ -147,7 +146,7 @@ class Context:
         return self.own_seed
 
     def __getitem__(self, stage: str) -> Output:
-        """What a needed stage left: for the same unit, or the only one."""
+        """Return the output of a needed stage: for the same unit, or the only one."""
         found = self.units(stage)
         if stage in self.meets or len(found) == 1:
             return found[0]
@@ -158,7 +157,7 @@ class Context:
         )
 
     def units(self, stage: str) -> Sequence[Output]:
-        """What all units of a needed stage left, in their order."""
+        """Return the outputs of all units of a needed stage, in their order."""
         if stage not in self.needs:
             raise UsageError(
                 f"this stage reads stage {stage}, and does not say so.",
@@ -170,13 +169,10 @@ class Context:
     def save(
         self, name: str, value: Panel | pa.Table | Mapping[str, Any] | Sequence[Any] | npt.NDArray[np.generic] | Path
     ) -> Path:
-        """Save an output under a name, for the stages that need this one.
+        """Save an output under a name, for the stages that need this one, and return its path.
 
         A table becomes a Feather file, arrays one ``.npy`` file each, a mapping or list JSON. A panel stays in
-        ``panels_dir``. A path names a file or folder of your own: one outside of ``dir`` is copied.
-
-        Returns:
-            Where it lies.
+        ``panels_dir``. A file or folder of your own stays where it is in ``dir``, and is copied from elsewhere.
         """
         from memfit.pipeline import _artefacts
 
@@ -184,31 +180,25 @@ class Context:
         return path
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """What an earlier attempt saved under this name, or what ``make`` gives now, saved."""
+        """Return what an earlier attempt saved under this name; else save what ``make`` returns, and return that."""
         from memfit.pipeline import _artefacts
 
         found = _artefacts.find_output(self.dir, name)
         self.saved[name] = found or self.save(name, make())
         return _artefacts.load_path(self.saved[name])  # type: ignore[no-any-return]
 
-    def folder(self, name: str) -> Path:
-        """A folder to fill; it is an output when the stage ends."""
-        path = self.saved[name] = self.dir / name
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-
     def report(self, name: str, value: float, step: int) -> None:
-        """Say how a number stands while the stage still works: shown by ``memfit watch``, kept in the events."""
+        """Write a number to the run's events while the stage works; ``memfit watch`` shows it."""
         record("report", name=name, value=float(value), step=int(step))
 
 
 @dataclass(frozen=True)
 class Probe:
-    """How a training stage is measured without a run, by ``memfit bench loader`` and ``memfit estimate``.
+    """How ``memfit bench loader`` and ``memfit estimate`` measure a training stage without a run.
 
     Attributes:
-        loader: A unit's training batches, made by so many worker processes.
-        step: A function that takes one training step of a unit's model on a batch.
+        loader: Takes the context, the params and a number of workers; returns the training batches of a unit.
+        step: Takes the context and the params; returns a function that takes one training step on a batch.
     """
 
     loader: Callable[[Context, Any, int], Iterable[Any]] | None = None
@@ -221,21 +211,21 @@ class Stage:
 
     Attributes:
         name: Letters, digits and ``_``.
-        run: A function of a `Context` and the params, which returns numbers and other plain JSON that later stages
-            depend on. Or a command: a tuple of words, or a line for the shell, with placeholders such as ``{unit}``,
+        run: A function of a `Context` and the params that returns a mapping of plain JSON, on which later stages
+            depend. Or a command: a tuple of words, or a line for the shell, with placeholders such as ``{unit}``,
             ``{dir}`` and ``{prepare}``; it depends on the settings and stages that they name.
         needs: The stages whose outputs it reads.
         after: Stages that it only waits for.
-        each: The list whose items are its units: ``"fold in prepare.folds"`` for one in the result of stage prepare,
-            ``"size in params.sizes"`` for one in the settings; a whole number n stands for 1 to n. Two stages with
-            the same ``each`` meet unit by unit.
-        reads: The top-level settings that it reads, and ``"@seed"``; None for all. Others are not there for it, and
-            it does not run again when they change.
-        holds: The stage of which all units but the first wait until this one has passed.
+        each: The list whose items are its units: ``"fold in prepare.folds"`` in the result of stage prepare, or
+            ``"size in params.sizes"`` in the settings; a whole number n means 1 to n. Two stages with the same
+            ``each`` meet unit by unit.
+        reads: The top-level settings that it reads, and ``"@seed"``; None for all. It cannot read others, and does
+            not run again when they change.
+        holds: The stage whose units wait for this one, except for the first.
         in_order: Whether each unit waits for the one before; or the dotted name of a setting that says so.
         phases: The memory phases that each unit passes (``load``, ``train``, ``checkpoint``, ``validate``): a unit
             counts as measured when it has passed each once. Without them, when it has stopped growing.
-        probe: How it is measured without a run.
+        probe: How to measure it without a run.
     """
 
     name: str
@@ -257,8 +247,8 @@ class Workload(Generic[P]):
     Attributes:
         params: The model of the config's ``params``; an unknown key there is refused.
         stages: The stages, in any order that reads well.
-        fingerprint: A digest of the raw data that the params name, for all stages or by the name of the stage that
-            reads it; None where everything is in the params.
+        fingerprint: Takes the params and returns a digest of the raw data, or one for each stage by name; None if all
+            data are in the params.
 
     Example:
         >>> class Params(BaseModel):
@@ -274,12 +264,12 @@ class Workload(Generic[P]):
     fingerprint: Callable[[P], str | Mapping[str, str]] | None = None
 
     def stage(self, name: str) -> Stage:
-        """The stage of that name."""
+        """Return the stage of that name."""
         return next(stage for stage in self.stages if stage.name == name)
 
     @classmethod
     def of(cls, function: Callable[..., Mapping[str, Any] | None]) -> Workload[Any]:
-        """A workload of one stage, from a function of a context and of its settings as keywords with defaults."""
+        """Make a workload of one stage from a function of a context and of settings with defaults."""
         names = list(inspect.signature(function, eval_str=True).parameters.values())
         if not names or names[0].kind not in (names[0].POSITIONAL_ONLY, names[0].POSITIONAL_OR_KEYWORD):
             raise UsageError(
@@ -306,7 +296,7 @@ class Workload(Generic[P]):
 def call_with_settings(
     function: Callable[..., Mapping[str, Any] | None], context: Context, params: BaseModel
 ) -> Mapping[str, Any] | None:
-    """Call a plain function with its settings as keywords; those that its unit names have the unit's values."""
+    """Call a plain function with its settings as keywords; the values of its unit override them."""
     values = {name: getattr(params, name) for name in type(params).model_fields}
     own = context.unit if isinstance(context.unit, Mapping) else {}
     changed = {name: value for name, value in own.items() if name in values}

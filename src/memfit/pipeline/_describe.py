@@ -1,4 +1,4 @@
-"""A workload as plain data: its stages in order, and for each what its results depend on."""
+"""Describe a workload's stages as plain records, in order, with all that their results depend on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,48 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _EACH = re.compile(r"([A-Za-z_]\w*) in ([A-Za-z_]\w*)((?:\.[A-Za-z_]\w*)+)")
 
 
-def load_workload(target: str) -> Workload[Any]:
-    """The workload that a config's target names; of a plain function, the one of that single stage.
+@dataclass(frozen=True)
+class StageSpec:
+    """A stage as plain data.
 
-    Raises:
-        UsageError: If it names neither.
+    Attributes:
+        units: Its units; None if it runs once, or if another stage has yet to list them.
+        variable: The name of a unit in ``each``.
+        source: The stage whose result lists the units; None if the settings do.
+        path: Where the list stands in that result or in the settings.
+        modules: The modules that were read to find its code.
+        keyed: False for a command without a config: its results have no keys.
     """
+
+    name: str
+    needs: Sequence[str] = ()
+    after: Sequence[str] = ()
+    each: str | None = None
+    holds: str | None = None
+    in_order: bool = False
+    phases: Sequence[str] = ()
+    has_probe: bool = False
+    units: Sequence[Any] | None = None
+    variable: str | None = None
+    source: str | None = None
+    path: Sequence[str] = ()
+    command: Sequence[str] | None = None
+    shell: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seed: bool = False
+    code: Mapping[str, str] = field(default_factory=dict)
+    modules: Sequence[str] = ()
+    data: str = ""
+    keyed: bool = True
+
+    @property
+    def reads(self) -> list[str]:
+        """The stages whose results it uses."""
+        return [*self.needs, *filter(None, [self.source])]
+
+
+def load_workload(target: str) -> Workload[Any]:
+    """Return the workload that a config's target names; a function becomes a workload of one stage."""
     found = load_target(target)
     if isinstance(found, Workload):
         return found
@@ -44,44 +81,30 @@ def load_workload(target: str) -> Workload[Any]:
 
 
 def describe(target: str, resolved: str, units: Sequence[Mapping[str, str]] = ()) -> dict[str, Any]:
-    """A workload's stages as plain data, its params checked, with digests of code and data.
-
-    Args:
-        target: The workload.
-        resolved: The config.
-        units: For a plain function: the values of its parameters, one mapping for each job.
-
-    Raises:
-        ConfigError: If params or stages are bad.
-    """
+    """Return the stages, params and origins of a resolved config; ``units`` are those of a plain function (--param)."""
     workload = load_workload(target)
     whole = config.Resolved.from_json(RunConfig, resolved)
     nested = config.resolve_nested(whole, "params", workload.params)
     params = nested.value.model_dump(mode="json")
-    raw = workload.fingerprint(nested.value) if workload.fingerprint else ""
+    data = workload.fingerprint(nested.value) if workload.fingerprint else ""
     stages = in_order(workload.stages, params, target, workload.params)
-    for stage in stages:
-        stage["data"] = raw if isinstance(raw, str) else raw.get(stage["name"], "")
+    stages = [replace(one, data=data if isinstance(data, str) else data.get(one.name, "")) for one in stages]
     if units:
-        if len(stages) != 1 or stages[0]["each"]:
+        if len(stages) != 1 or stages[0].each:
             raise UsageError(
                 f"{target} has stages with units of their own, and --param was given.",
                 rule="--param gives the units of a plain function or a command.",
                 remedy="set what they take: --set params.NAME=VALUE",
             )
         values_of = [{name: config.read_plain(text) for name, text in unit.items()} for unit in units]
-        stages[0]["units"] = [unit if len(units) > 1 or unit else None for unit in values_of]
+        stages = [replace(stages[0], units=[unit if len(units) > 1 or unit else None for unit in values_of])]
     origins = {name: origin for name, origin in whole.origins.items() if name.partition(".")[0] != "params"}
-    origins |= nested.origins
-    return {"params": params, "origins": origins, "yaml": whole.to_yaml(nested), "stages": stages}
+    found = {"params": params, "origins": {**origins, **nested.origins}, "yaml": whole.to_yaml(nested)}
+    return found | {"stages": [asdict(one) for one in stages]}
 
 
 def describe_commands(whole: config.Resolved[RunConfig]) -> dict[str, Any]:
-    """The same of a config whose stages are commands.
-
-    Raises:
-        ConfigError: If a stage is bad, or has no command.
-    """
+    """Return the same as `describe` for a config whose stages are commands."""
     given = whole.value.stages
     if name := next((name for name, own in given.items() if own.run is None), None):
         raise ConfigError(
@@ -96,17 +119,13 @@ def describe_commands(whole: config.Resolved[RunConfig]) -> dict[str, Any]:
     ]  # fmt: skip
     params = dict(whole.value.params)
     found = {"params": params, "origins": dict(whole.origins), "yaml": whole.to_yaml()}
-    return found | {"stages": in_order(stages, params)}
+    return found | {"stages": [asdict(one) for one in in_order(stages, params)]}
 
 
 def in_order(
     stages: Sequence[Stage], params: Mapping[str, Any], target: str = "", model: type[BaseModel] | None = None
-) -> list[dict[str, Any]]:
-    """The stages as plain data, each after what it waits for, their units filled in where they are known.
-
-    Raises:
-        ConfigError: If a stage names another that there is not, or they wait for each other in a circle.
-    """
+) -> list[StageSpec]:
+    """Describe the stages, each after those it waits for."""
     if not stages:
         raise ConfigError(
             "there is no stage to run.",
@@ -114,96 +133,91 @@ def in_order(
             remedy="write for example target: train:train",
         )
     names = [stage.name for stage in stages]
-    found = {}
-    for stage in stages:
-        name = stage.name
+    for name in names:
         if not _NAME.fullmatch(name) or names.count(name) > 1:
             rule = "names are letters, digits and _"
             raise _bad(name, "has a bad name, or one that another stage has", rule, "rename it")
-        reads = _of_function(stage, params, target, model) if callable(stage.run) else _of_command(stage, params, names)
-        own = as_data(stage, params) | reads
-        for other in [*own["needs"], *own["after"], *filter(None, [own["holds"]])]:
-            if other not in names:
-                rule = "a stage waits for stages of its workload"
-                raise _bad(name, f"names the stage '{other}', which there is not", rule, nearest(other, names))
-        if stage.each:
-            own["source"], own["units"] = _source(stage, names, params)
-        found[name] = own
-    waits = {name: _waits_for(stage) for name, stage in found.items()}
+    found = {stage.name: _spec(stage, names, params, target, model) for stage in stages}
+    waits = {name: [*stage.reads, *stage.after] for name, stage in found.items()}
     try:
         ordered = list(TopologicalSorter(waits).static_order())
     except CycleError as error:
         circle = " -> ".join(reversed(error.args[1]))
         raise ConfigError(
             f"stages wait for each other in a circle: {circle}.",
-            rule="a stage runs when what it needs is there.",
-            remedy="leave one of these needs out",
+            rule="a stage runs when the stages that it waits for are done.",
+            remedy="remove one of these needs",
         ) from None
     for gate in found.values():
-        if gate["holds"]:
-            _check_gate(gate, found, waits)
+        if gate.holds:
+            _check_gate(gate, gate.holds, found, waits)
     return [found[name] for name in ordered]
 
 
-def as_data(stage: Stage, params: Mapping[str, Any]) -> dict[str, Any]:
-    """What a stage says of itself, before its code and its data are looked at."""
-    in_order = _setting(params, stage.in_order, stage) if isinstance(stage.in_order, str) else stage.in_order
-    return {
-        "name": stage.name,
-        "needs": list(stage.needs),
-        "after": list(stage.after),
-        "each": stage.each,
-        "units": None,
-        "source": None,
-        "holds": stage.holds,
-        "in_order": bool(in_order),
-        "phases": list(stage.phases),
-        "has_probe": stage.probe is not None and stage.probe.step is not None,
-        "command": None,
-        "shell": False,
-        "data": "",
-        "keyed": True,
-    }
+def _spec(
+    stage: Stage, names: Sequence[str], params: Mapping[str, Any], target: str, model: type[BaseModel] | None
+) -> StageSpec:
+    has_probe = stage.probe is not None and stage.probe.step is not None
+    is_ordered = _setting(params, stage.in_order, stage) if isinstance(stage.in_order, str) else stage.in_order
+    found = StageSpec(
+        stage.name, stage.needs, stage.after, stage.each, stage.holds, bool(is_ordered), stage.phases, has_probe
+    )
+    if callable(stage.run):
+        reads = [*params, SEED] if stage.reads is None else list(stage.reads)
+        for name in reads:
+            if name not in (*params, SEED):
+                rule = f"reads names top-level settings, and '{SEED}'"
+                raise _bad(stage.name, f"reads '{name}', which is no setting", rule, nearest(name, [*params, SEED]))
+        settings = {name: params[name] for name in reads if name != SEED}
+        code, modules = code_of(stage.run, target, model, list(settings))
+        found = replace(found, settings=settings, seed=SEED in reads, code=code, modules=sorted(modules))
+    else:
+        found = _of_command(stage, found, names, params)
+    for other in [*found.needs, *found.after, *filter(None, [found.holds])]:
+        if other not in names:
+            rule = "a stage waits for stages of its workload"
+            raise _bad(stage.name, f"names the stage '{other}', which there is not", rule, nearest(other, names))
+    if stage.each is None:
+        return found
+    match = _EACH.fullmatch(stage.each)
+    if match is None:
+        rule = "units are named as 'fold in prepare.folds'"
+        raise _bad(stage.name, f"has each='{stage.each}'", rule, "write each='size in params.sizes'")
+    source = match[2]
+    found = replace(found, variable=match[1], path=match[3][1:].split("."))
+    if source == "params":
+        return replace(found, units=list_units(found, params))
+    if source not in names:
+        rule = "each names a list in params or in a stage's result"
+        raise _bad(stage.name, f"has its units in '{source}', no stage", rule, nearest(source, [*names, "params"]))
+    return replace(found, source=source)
 
 
-def _of_function(stage: Stage, params: Mapping[str, Any], target: str, model: type[BaseModel] | None) -> dict[str, Any]:
-    """What the results of a function depend on: the settings that it says it reads, and its code."""
-    assert callable(stage.run)
-    reads = [*params, SEED] if stage.reads is None else list(stage.reads)
-    for name in reads:
-        if name not in (*params, SEED):
-            rule = f"reads names top-level settings, and '{SEED}'"
-            raise _bad(stage.name, f"reads '{name}', which is no setting", rule, nearest(name, [*params, SEED]))
-    settings = {name: params[name] for name in reads if name != SEED}
-    code, modules = code_of(stage.run, target, model, list(settings))
-    return {"settings": settings, "seed": SEED in reads, "code": code, "modules": sorted(modules)}
-
-
-def _of_command(stage: Stage, params: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """What the results of a command depend on: the settings and stages in its placeholders, and the files it names."""
+def _of_command(stage: Stage, found: StageSpec, names: Sequence[str], params: Mapping[str, Any]) -> StageSpec:
+    """Add what a command depends on: the settings and stages in its placeholders, and the files it names."""
     assert not callable(stage.run)
     shell = isinstance(stage.run, str)
     words = [stage.run] if isinstance(stage.run, str) else list(stage.run)
-    used = list(dict.fromkeys(found for word in words for found in PLACEHOLDER.findall(word)))
-    stages = [one for one in used if one in names and one != stage.name]
-    settings = [one for one in used if one.startswith("params.")]
+    used = list(dict.fromkeys(one for word in words for one in PLACEHOLDER.findall(word)))
     try:
         split = shlex.split(words[0]) if shell else words
     except ValueError:  # a quote that only the shell understands
         split = words[0].split()
-    return {
-        "command": words,
-        "shell": shell,
-        "needs": list(dict.fromkeys([*stage.needs, *stages])),
-        "settings": {one.removeprefix("params."): _setting(params, one, stage) for one in settings},
-        "seed": "seed" in used,
-        "code": code_of_command(split, Path.cwd()),
-        "modules": [],
-    }
+    return replace(
+        found,
+        command=words,
+        shell=shell,
+        needs=list(dict.fromkeys([*stage.needs, *(one for one in used if one in names and one != stage.name)])),
+        settings={
+            one.removeprefix("params."): _setting(params, one, stage) for one in used if one.startswith("params.")
+        },
+        seed="seed" in used,
+        code=code_of_command(split, Path.cwd()),
+    )
 
 
 def _setting(params: Mapping[str, Any], dotted: str, stage: Stage) -> Any:
-    """A setting by its dotted name, which begins with ``params.``."""
+    """Return a setting by its dotted name, which begins with ``params.``."""
     found: Any = {"params": params}
     for name in dotted.split("."):
         if not isinstance(found, Mapping) or name not in found:
@@ -213,59 +227,38 @@ def _setting(params: Mapping[str, Any], dotted: str, stage: Stage) -> Any:
     return found
 
 
-def _waits_for(stage: Mapping[str, Any]) -> list[str]:
-    """The stages that come before one, those of which it has its units among them."""
-    return [*stage["needs"], *stage["after"], *filter(None, [(stage["source"] or {}).get("stage")])]
+def list_units(stage: StageSpec, facts: Mapping[str, Any]) -> list[Any]:
+    """Return the units that settings or a result list for a stage; a whole number n stands for 1 to n.
 
-
-def _source(stage: Stage, names: Sequence[str], params: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any] | None]:
-    """Where a stage's units come from: the variable's name, and a stage and the place in its result, or the units."""
-    match = _EACH.fullmatch(stage.each or "")
-    if match is None:
-        rule = "units are named as 'fold in prepare.folds'"
-        raise _bad(stage.name, f"has each='{stage.each}'", rule, "write each='size in params.sizes'")
-    variable, first, path = match[1], match[2], match[3][1:].split(".")
-    if first == "params":
-        found = _setting(params, ".".join(["params", *path]), stage)
-        return {"variable": variable, "stage": None, "path": path}, units_of(found, stage.name, stage.each or "")
-    if first not in names:
-        rule = "each names a list in params or in a stage's result"
-        raise _bad(stage.name, f"has its units in '{first}', no stage", rule, nearest(first, [*names, "params"]))
-    return {"variable": variable, "stage": first, "path": path}, None
-
-
-def units_of(found: Any, stage: str, each: str) -> list[Any]:
-    """The units that a list names; a whole number n stands for 1 to n.
-
-    >>> units_of(3, "fold", "fold in params.num_folds")
+    >>> list_units(StageSpec("fold", path=["folds"]), {"folds": 3})
     [1, 2, 3]
     """
+    found: Any = facts
+    for part in stage.path:
+        found = found.get(part) if isinstance(found, Mapping) else None
     if isinstance(found, int) and not isinstance(found, bool) and found > 0:
         return list(range(1, found + 1))
     if isinstance(found, list) and found:
         return found
     rule = "units are a list with one item or more, or a whole number above 0"
-    raise _bad(stage, f"has each='{each}', and that is {found!r:.60}", rule, "correct the list")
+    raise _bad(stage.name, f"has each='{stage.each}', and that is {found!r:.60}", rule, "correct the list")
 
 
 def _check_gate(
-    gate: Mapping[str, Any], stages: Mapping[str, Mapping[str, Any]], waits: Mapping[str, list[str]]
+    gate: StageSpec, holds: str, stages: Mapping[str, StageSpec], waits: Mapping[str, Sequence[str]]
 ) -> None:
-    """Refuse a gate that waits for what it holds."""
-    held = stages[gate["holds"]]["each"]
+    """Refuse a gate that waits for units it holds back."""
+    held = stages[holds].each
     if held is None:
-        rule, remedy = "a gate lets the first unit pass", f"use after=('{gate['holds']}',)"
-        raise _bad(gate["name"], f"holds '{gate['holds']}', which has no units", rule, remedy)
-    before = list(waits[gate["name"]])
+        rule = "a gate lets the first unit pass"
+        raise _bad(gate.name, f"holds '{holds}', which has no units", rule, f"use after=('{holds}',)")
+    before = list(waits[gate.name])
     for name in before:  # it grows as it is read
         before += [one for one in waits[name] if one not in before]
-        if stages[name]["each"] != held and any(stages[one]["each"] == held for one in waits[name]):
-            raise _bad(
-                gate["name"],
-                f"holds '{gate['holds']}' and waits for '{name}', which needs all units of it",
-                "a gate needs nothing that waits for what it holds",
-                f"let '{name}' come after the gate",
-            )
+        if stages[name].each != held and any(stages[one].each == held for one in waits[name]):
+            what = f"holds '{holds}' and waits for '{name}', which needs all units of it"
+            rule = "a gate needs nothing that waits for what it holds"
+            raise _bad(gate.name, what, rule, f"let '{name}' come after the gate")
 
 
 def _bad(stage: str, what: str, rule: str, remedy: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""The units that ``--param`` gives: every combination of the parameters, put into a command's placeholders."""
+"""Read ``--param``, combine the parameters, and put them into a command's placeholders."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from pathlib import Path
 
 from memfit.errors import UsageError
 
-#: The most commands of one run; each has a folder of its own.
-MAX_COMMANDS = 100_000
+_MAX_COMMANDS = 100_000
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 #: A name in braces, in a command.
@@ -25,20 +24,20 @@ PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
 _VALUE = re.compile(r'\s*(?:"(?P<quoted>(?:[^"]|"")*)"\s*|(?P<plain>[^",][^,]*|))(?P<end>,|$)')
 _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.(\d{1,18}))?")
 _LIKE_A_RANGE = re.compile(r"[-+]?\.?\d[\d.eE+-]*?\.\..*")
-#: How alike an unknown placeholder and a parameter are when one is taken for a slip of the pen.
+#: An unknown placeholder that is as similar to a parameter as this counts as a typing error.
 _ALIKE = 0.75
 
 
 def expand(
     command: Sequence[str] | None, params: Sequence[str], param_file: Path | None = None
 ) -> list[dict[str, str]]:
-    """Every combination of the parameters, the last one changing fastest; one empty combination without parameters.
+    """Return every combination of the parameters, the last one changing fastest; without any, one empty combination.
 
     Args:
-        command: The command whose placeholders they fill: each parameter must stand in it. None for a function.
+        command: The command whose placeholders they fill; it must use each parameter. None for a function.
         params: Texts such as ``fold=1..5``, ``step=0..100..10`` and ``lr=1e-3,1e-4``; quotes as in CSV keep a comma or
             two dots as they are: ``name="a,b",c``.
-        param_file: A CSV file with a header: its rows are combinations that are crossed with ``params``.
+        param_file: A CSV file with a header; its rows are crossed with ``params``.
 
     Raises:
         UsageError: If a parameter cannot be read, is empty or unused, or there are too many combinations.
@@ -59,7 +58,7 @@ def expand(
     if command is not None:
         _check_placeholders(command, names)
     number = math.prod(len(axis) for axis in axes)
-    if number > MAX_COMMANDS:
+    if number > _MAX_COMMANDS:
         sizes = " x ".join(str(len(axis)) for axis in axes)
         raise _too_many(f"{sizes} = {number:,}")
     found = [{name: value for part in parts for name, value in part.items()} for parts in itertools.product(*axes)]
@@ -67,18 +66,18 @@ def expand(
     for one in found:
         if (values := tuple(one.values())) in seen:
             what = ", ".join(f"{name}={value}" for name, value in one.items())
-            raise _bad(f"the combination {what} is given twice", "take the second one away: each command runs once")
+            raise _bad(f"the combination {what} is given twice", "remove the second one: each command runs once")
         seen.add(values)
     return found
 
 
 def fill(command: Sequence[str], words: Mapping[str, str | Sequence[str]], *, shell: bool = False) -> tuple[str, ...]:
-    """The command with its placeholders replaced; all other braces stay as they are.
+    """Return a command with its placeholders replaced; all other braces stay.
 
     Args:
         command: Its words, or one line for the shell.
-        words: What each placeholder stands for: a text, or several (the folders of all units).
-        shell: The one word is a line for the shell: values are quoted.
+        words: The text, or several texts, for each placeholder.
+        shell: Whether the command is a line for the shell; values are then quoted.
 
     >>> fill(["train", "--fold={fold}", '{"a": {fold}, "b": {b}}'], {"fold": "3"})
     ('train', '--fold=3', '{"a": 3, "b": {b}}')
@@ -102,7 +101,7 @@ def fill(command: Sequence[str], words: Mapping[str, str | Sequence[str]], *, sh
 
 
 def own_stdin(combinations: Sequence[Mapping[str, str]]) -> str | None:
-    """The pipe or file that a single command is to read as this process reads it; None for a terminal or nothing."""
+    """Return the pipe or file on standard input that a single command reads; None for a terminal or several jobs."""
     if len(combinations) != 1 or combinations[0]:
         return None
     try:
@@ -113,7 +112,7 @@ def own_stdin(combinations: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def _values(name: str, text: str) -> list[str]:
-    """The values of one parameter: ``1..3``, ``1..9..2``, ``a,b`` and ``"a,b",c``, in any mixture."""
+    """Return the values of a parameter: ``1..3``, ``1..9..2``, ``a,b`` and ``"a,b",c``, in any mixture."""
     values: list[str] = []
     at, more = 0, True
     while more:
@@ -145,7 +144,7 @@ def _range(name: str, text: str) -> Iterable[str]:
     if last < first or step < 1:
         raise _bad(f"--param {name}={text} is an empty range", "a range runs upward, by steps of 1 or more: 1..9..2")
     number = (last - first) // step + 1
-    if number > MAX_COMMANDS:
+    if number > _MAX_COMMANDS:
         raise _too_many(f"{name}={text}: {number:,}")
     # As in a shell: 01..10 counts 01, 02, ..., 10.
     padded = any(re.match(r"-?0\d", end) for end in (match[1], match[2]))
@@ -154,7 +153,7 @@ def _range(name: str, text: str) -> Iterable[str]:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file as combinations."""
+    """Return the rows of a CSV file as combinations."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
         if "\0" in text:
@@ -180,7 +179,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _check_placeholders(command: Sequence[str], names: Sequence[str]) -> None:
-    """Refuse a parameter that the command does not use, and a placeholder that is nearly one."""
+    """Refuse a parameter that the command does not use, and a placeholder that nearly names one."""
     found = dict.fromkeys(name for word in command for name in PLACEHOLDER.findall(word))
     by_lower = {name.lower(): name for name in names}
     for placeholder in found:
@@ -190,20 +189,18 @@ def _check_placeholders(command: Sequence[str], names: Sequence[str]) -> None:
     if unused := next((name for name in names if name not in found), None):
         raise UsageError(
             f"the parameter {unused} is not used by the command.",
-            rule="every parameter stands in the command, in braces: else its values would give the same command again.",
+            rule="a command names each of its parameters in braces, or all their values would run the same command.",
             remedy=f"write {{{unused}}} where it belongs, for example --{unused} {{{unused}}}, or leave it out",
         )
 
 
 def _bad(what: str, remedy: str) -> UsageError:
-    return UsageError(
-        f"{what}.", rule="the parameters are read, and all commands are known, before any starts.", remedy=remedy
-    )
+    return UsageError(f"{what}.", rule="memfit reads all parameters before it starts a command.", remedy=remedy)
 
 
 def _too_many(what: str) -> UsageError:
     return UsageError(
         f"{what} commands are too many.",
-        rule=f"one run holds at most {MAX_COMMANDS:,} commands.",
+        rule=f"one run holds at most {_MAX_COMMANDS:,} commands.",
         remedy="give fewer values, or split them over several commands",
     )

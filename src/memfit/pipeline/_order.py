@@ -1,4 +1,4 @@
-"""What is to be run: a config, a plain function or a command, resolved into stages as plain data."""
+"""Resolve a config, a plain function or a command into an order: its stages and settings."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from memfit.errors import ConfigError, UsageError, nearest
 from memfit.jobs import call_in_child
 from memfit.memory import Budget
 from memfit.pipeline._config import CommandSettings, RunConfig, StageSettings, of_commands, resolve_with_allocator
-from memfit.pipeline._contract import Stage
-from memfit.pipeline._describe import as_data, describe_commands
+from memfit.pipeline._describe import StageSpec, describe_commands
 from memfit.pipeline._graph import ALL, Choice, chosen_units
 from memfit.pipeline._grid import fill, own_stdin
 from memfit.rundir import RunDir, damaged, read_whole
@@ -28,37 +27,33 @@ from memfit.rundir import RunDir, damaged, read_whole
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _INTERPRETER = re.compile(r"(?:python|pypy)[0-9.]*|(?:ba|da|z|k)?sh|torchrun|Rscript|julia|node|perl|ruby")
 _SCRIPT = re.compile(r"\S+\.(?:py|sh|R|jl|js|pl|rb)")
-#: The stage of commands that no config names, and its jobs: cmd_0004.
-COMMAND_STAGE = "cmd"
+#: What ``run.json`` holds for a run of commands.
+FACTS = {"template": [str], "combinations": [{str: str}], "settings": dict, "origins": {str: str}}
 
 
 @dataclass(frozen=True)
 class Order:
-    """A resolved order to run: its stages, and what it takes to go on with it.
+    """What to run.
 
     Attributes:
-        settings: How jobs are run.
-        stages: The stages as plain data, in order.
-        fingerprint: Of what is run and with which settings; not of code and data, nor of how many run at once.
+        fingerprint: Names what is run and its settings, so that the same command finds its run. It leaves out code
+            and data, and how many jobs run at once.
         origins: Where each setting comes from.
-        facts: For ``run.json``.
-        choice: What of it is asked for.
+        facts: More for ``run.json``.
         params: The workload's settings.
         yaml: The resolved config; empty for a command.
-        env: For each job of a workload.
-        cwd: The folder that commands start in.
+        env: Further variables for each job of a workload.
     """
 
     settings: CommandSettings
-    stages: Sequence[Mapping[str, Any]]
-    fingerprint: str
-    origins: Mapping[str, str]
-    facts: Mapping[str, Any]
+    stages: Sequence[StageSpec]
+    fingerprint: str = ""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
     choice: Choice = ALL
     params: Mapping[str, Any] = field(default_factory=dict)
     yaml: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
-    cwd: str = ""
 
     @property
     def target(self) -> str:
@@ -66,12 +61,17 @@ class Order:
         return getattr(self.settings, "target", "")
 
     @property
+    def is_keyed(self) -> bool:
+        """False for commands without a config."""
+        return all(stage.keyed for stage in self.stages)
+
+    @property
     def common(self) -> dict[str, Any]:
-        """What every key depends on beside the stage's own."""
+        """What every key depends on."""
         return {"seed": getattr(self.settings, "seed", 0), "threads": self.settings.threads_per_job}
 
     def topology(self, stage: str) -> StageSettings:
-        """What a stage needs of the machine."""
+        """Return what a stage needs of the machine."""
         stages = self.settings.stages if isinstance(self.settings, RunConfig) else {}
         return stages.get(stage, StageSettings())
 
@@ -84,11 +84,7 @@ def order_of_config(
     choice: Choice = ALL,
     folders: Sequence[str] = (),
 ) -> Order:
-    """The order that a config gives, or a function's name such as ``train:train``, its code asked in a process apart.
-
-    Raises:
-        ConfigError: If the config, its params or its stages are bad.
-    """
+    """Resolve a config, or a function's name such as ``train:train``; a child process imports its code."""
     env = os.environ if env is None else env
     file, values = None, None
     if isinstance(source, Mapping):
@@ -107,7 +103,8 @@ def order_of_config(
         described = call_in_child("memfit.pipeline._describe:describe", own, env=dict(os.environ) | child_env)
     else:
         described = describe_commands(resolved)
-    _check_topology(settings, described["stages"])
+    stages = [StageSpec(**one) for one in described["stages"]]
+    _check_topology(settings, [stage.name for stage in stages])
     content = {
         "target": settings.target,
         "seed": settings.seed,
@@ -118,26 +115,24 @@ def order_of_config(
     }
     facts = {"kind": "stages", "target": settings.target, "cwd": str(Path.cwd()), "folders": list(folders)}
     return Order(
-        settings=settings,
-        stages=described["stages"],
-        fingerprint=config.fingerprint(content),
-        origins=described["origins"],
-        facts=facts | {"origins": described["origins"], "units": list(choice.combinations)},
-        choice=dataclasses.replace(choice, skip=tuple(settings.skip), units=settings.units),
-        params=described["params"],
-        yaml=described["yaml"],
-        env=child_env,
-        cwd=str(Path.cwd()),
+        settings,
+        stages,
+        config.fingerprint(content),
+        described["origins"],
+        facts | {"origins": described["origins"], "units": list(choice.combinations)},
+        dataclasses.replace(choice, skip=tuple(settings.skip), units=settings.units),
+        described["params"],
+        described["yaml"],
+        child_env,
     )
 
 
 def python_path(folders: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Where an interpreter of a workload's finds its modules: the config's folder, this one, and the user's own."""
+    """Return where a workload's interpreter finds modules: in these folders, the current one, and the user's own."""
     return {"PYTHONPATH": os.pathsep.join([*folders, str(Path.cwd()), *filter(None, [env.get("PYTHONPATH")])])}
 
 
-def _check_topology(settings: RunConfig, stages: Sequence[Mapping[str, Any]]) -> None:
-    names = [stage["name"] for stage in stages]
+def _check_topology(settings: RunConfig, names: Sequence[str]) -> None:
     for name, own in settings.stages.items():
         if name not in names:
             raise ConfigError(
@@ -148,7 +143,7 @@ def _check_topology(settings: RunConfig, stages: Sequence[Mapping[str, Any]]) ->
         if settings.target and own.run is not None:
             raise ConfigError(
                 f"stages.{name}.run is given beside target: {settings.target}.",
-                rule="what the stages of a target run stands in its code; a config without a target says it itself.",
+                rule="the code of a target says what its stages run; a config without a target says it itself.",
                 remedy="leave one of the two out",
             )
 
@@ -156,7 +151,9 @@ def _check_topology(settings: RunConfig, stages: Sequence[Mapping[str, Any]]) ->
 def resolve_settings(
     overrides: Sequence[config.Override] = (), env: Mapping[str, str] | None = None
 ) -> config.Resolved[CommandSettings]:
-    """The settings of a run of commands, each with its origin: overrides before environment before defaults.
+    """Return the settings of a run of commands, each with its origin.
+
+    Overrides come before ``MEMFIT_`` variables, and these before defaults.
 
     Raises:
         ConfigError: If one is unknown or has a bad value.
@@ -166,13 +163,12 @@ def resolve_settings(
 
 
 def order_of_command(
-    command: Sequence[str], combinations: Sequence[Mapping[str, str]], resolved: config.Resolved[CommandSettings]
+    command: Sequence[str],
+    combinations: Sequence[Mapping[str, str]],
+    settings: CommandSettings,
+    origins: Mapping[str, str],
 ) -> Order:
-    """The order to run a command for every combination of parameters.
-
-    Raises:
-        UsageError: If there is no such program.
-    """
+    """Order a command for every combination of parameters."""
     for (program,) in dict.fromkeys(fill(command[:1], combination) for combination in combinations):
         if shutil.which(program) is None:
             path = Path(program)
@@ -182,68 +178,36 @@ def order_of_command(
                 rule="a command begins with a program: one on the PATH, or the path of an executable file.",
                 remedy="correct the name, make the file executable (chmod +x), or name what runs it: python, sh",
             )
-    settings, origins = resolved.value, dict(resolved.origins)
+    changed: dict[str, tuple[Any, str]] = {}
     if own_stdin(combinations) is not None:
-        settings = settings.model_copy(update={"retries": 0})
-        origins["retries"] = "standard input can be read once"
+        changed["retries"] = 0, "standard input can be read once"
     if not settings.experiment:
-        settings = settings.model_copy(update={"experiment": name_of(command)})
-        origins["experiment"] = "the program's name"
+        changed["experiment"] = _name_of(command), "the program's name"
     if len(combinations) == 1 and not combinations[0] and origins["threads_per_job"] == config.DEFAULT:
-        settings = settings.model_copy(update={"threads_per_job": Budget.read().num_cpus})
-        origins["threads_per_job"] = "all cores, for the only job"
-    return _of_commands(command, combinations, settings, origins, str(Path.cwd()))
-
-
-def _of_commands(
-    command: Sequence[str],
-    combinations: Sequence[Mapping[str, str]],
-    settings: CommandSettings,
-    origins: Mapping[str, str],
-    cwd: str,
-) -> Order:
-    content = {"template": tuple(command), "combinations": combinations, "cwd": cwd}
-    facts = {
-        "kind": "commands",
-        "template": list(command),
-        "combinations": [dict(one) for one in combinations],
-        "cwd": cwd,
-        "settings": settings.model_dump(mode="json"),
-        "origins": dict(origins),
-    }
-    own = {"units": [dict(one) for one in combinations], "command": list(command), "keyed": False}
-    stage = as_data(Stage(COMMAND_STAGE, tuple(command)), {}) | own
-    return Order(settings, [stage], config.fingerprint(content), origins, facts, cwd=cwd)
-
-
-#: What ``run.json`` holds for a run of commands.
-FACTS = {
-    "template": [str],
-    "combinations": [{str: str}],
-    "cwd": str,
-    "settings": {"memory": {"tight_malloc": bool}},
-    "origins": {str: str},
-}
+        changed["threads_per_job"] = Budget.read().num_cpus, "all cores, for the only job"
+    settings = settings.model_copy(update={name: value for name, (value, _) in changed.items()})
+    origins = {**origins, **{name: origin for name, (_, origin) in changed.items()}}
+    template, units = list(command), [dict(one) for one in combinations]
+    content = {"template": template, "combinations": units, "cwd": str(Path.cwd())}
+    facts = {"kind": "commands", **content, "settings": settings.model_dump(mode="json"), "origins": origins}
+    stage = StageSpec("cmd", units=units, command=template, keyed=False)
+    return Order(settings, [stage], config.fingerprint(content), origins, facts)
 
 
 def order_of_run(run: RunDir) -> Order:
-    """The order that a run was started with, by its own files; the current folder is that of its start.
-
-    Raises:
-        UsageError: If its config was never written.
-    """
+    """Return the order that a run was started with, from its files; call it in the folder of its start."""
     if run.header.get("kind") == "commands":
         header = read_whole(run.path / "run.json", FACTS) or {}
         try:
             settings = CommandSettings.model_validate(header["settings"])
         except ValidationError as error:
             raise damaged(run.path / "run.json", f"has other settings than this memfit: {error}") from error
-        return _of_commands(header["template"], header["combinations"], settings, header["origins"], header["cwd"])
+        return order_of_command(header["template"], header["combinations"], settings, header["origins"])
     path = run.path / "config.yaml"
     if not path.exists():
         raise UsageError(
             f"{run.path} holds no config.yaml.",
-            rule="a run goes on with the settings that it was started with; this one ended before they were written.",
+            rule="a run continues with the settings of its start; this one ended before they were written.",
             remedy="start it by its config: memfit run <config>",
         )
     others = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
@@ -252,11 +216,13 @@ def order_of_run(run: RunDir) -> Order:
     return order_of_config(path, env=others, choice=choice, folders=header.get("folders") or ())
 
 
-def name_of(command: Sequence[str]) -> str:
-    """What a command is called: its script or module, else its program.
+def _name_of(command: Sequence[str]) -> str:
+    """Name a command by its script or module, else by its program.
 
-    >>> name_of(["python3", "-u", "jobs/train.py", "--fold", "3"]), name_of(["python", "-m", "a.b"]), name_of(["/b/x"])
-    ('train', 'a.b', 'x')
+    >>> _name_of(["python3", "-u", "jobs/train.py", "--fold", "3"]), _name_of(["python", "-m", "a.b"])
+    ('train', 'a.b')
+    >>> _name_of(["/b/x"])
+    'x'
     """
     name = Path(command[0]).name
     if _INTERPRETER.fullmatch(name):

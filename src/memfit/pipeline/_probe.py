@@ -1,6 +1,6 @@
-"""A workload's loader and step outside of a run: measured by ``memfit bench loader``, traced by ``memfit estimate``.
+"""Measure a workload's loader (``memfit bench loader``) or trace its step (``memfit estimate``) outside of a run.
 
-Each is made of the first unit of the stage that names it (probe), in an interpreter of its own.
+Both take the first unit of the stage that names them (probe), in an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memfit import config
 from memfit.errors import MissingExtraError, UntraceableError, UsageError
 from memfit.jobs import JobStatus, call_in_child, limit_threads
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._contract import Context, Probe
-from memfit.pipeline._describe import describe, load_workload
+from memfit.pipeline._describe import StageSpec, describe, load_workload
 from memfit.pipeline._graph import Choice, Graph
 from memfit.pipeline._order import Order, python_path
 from memfit.pipeline._run import stage_order
@@ -29,24 +29,13 @@ from memfit.pipeline._stage import make_context, only, run_stage
 from memfit.rundir import RunDir
 from memfit.units import format_bytes
 
-if TYPE_CHECKING:
-    from memfit.training import Longest
-
-_HOW = (
-    "write loader(context, params, num_workers), a unit's training batches, and step(context, params), which gives a "
-    "function that takes one training step, and name both: Stage(..., probe=Probe(loader, step)); docs/commands.md "
-    "shows them"
-)
-#: Which batch of a loader is traced, as ``memfit.training.find_longest`` found it.
+#: Which batch of a loader is traced, by the finding of ``memfit.training.find_longest``.
 _WHICH = {
     "known": "the longest batch, as its loader says it: {size}",
     "lengths": "a batch of the longest samples: {size}",
     "all": "the largest of all {number} batches: {size}",
     "sampled": "the largest of the first {number} batches: {size}; a later one may be larger",
 }
-
-
-# The first unit of the stage
 
 
 def call_alone(
@@ -56,9 +45,13 @@ def call_alone(
     *,
     overrides: Sequence[config.Override],
 ) -> dict[str, Any]:
-    """What a function gives that takes ``target``, ``resolved`` (the config) and further arguments.
+    """Call a function in an interpreter of its own with the threads of a job, and return its result.
 
-    It works in an interpreter of its own, with the threads of a job.
+    Args:
+        function: As ``module:name``; it takes ``target``, ``resolved`` (the config as JSON) and the arguments.
+        source: The config.
+        arguments: Further keywords.
+        overrides: Settings of the config.
 
     Raises:
         UsageError: If the config is bad; and what the function raises.
@@ -72,18 +65,39 @@ def call_alone(
     return found
 
 
-@contextlib.contextmanager
-def probed(target: str, resolved: str, *needed: str) -> Iterator[tuple[Context, Any, Probe]]:
-    """The first unit of the stage that says how it is measured: its context, its params, and what it says.
+def first_context(target: str, whole: config.Resolved[RunConfig], stage: str, folder: Path) -> tuple[Context, Any]:
+    """Run what a stage needs in this process, and return the context and params of its first unit.
 
     Args:
         target: The workload.
-        resolved: The config.
-        needed: What the stage must name: ``loader``, ``step``.
-
-    Raises:
-        UsageError: If no stage names them.
+        whole: The config; panels go to its ``panels_dir``, so those of earlier runs are found.
+        stage: The stage.
+        folder: Where everything else goes.
     """
+    described = describe(target, whole.to_json())
+    stages, params = [StageSpec(**one) for one in described["stages"]], described["params"]
+    order = Order(whole.value, stages, choice=Choice(until=stage, units="1"), params=params)
+    (folder / "checkpoints").mkdir()
+    run = RunDir(folder)
+    graph = Graph(order, run, make_job=lambda unit: unit)
+    while True:
+        unit = next(iter(graph.next(1)))
+        if unit.stage.command is not None:
+            raise UsageError(
+                f"stage {stage} needs stage {unit.stage.name}, which is a command.",
+                rule="what is measured outside of a run is made by stages that are functions.",
+                remedy=f"measure it in a run: memfit run CONFIG --until {stage} --units 1",
+            )
+        asked = stage_order(order, run, unit)
+        if unit.stage.name == stage:
+            return make_context(asked), only(load_workload(target).params.model_validate(params), asked["stage"])
+        run_stage(asked)
+        graph.ended(JobStatus(unit.job_id, "completed"))
+
+
+@contextlib.contextmanager
+def _probed(target: str, resolved: str, *needed: str) -> Iterator[tuple[Context, Any, Probe]]:
+    """Prepare the first unit of the stage with a probe, which must name what is needed: ``loader``, ``step``."""
     stages = load_workload(target).stages
     stage, probe = next(((one.name, one.probe) for one in stages if one.probe is not None), ("", Probe()))
     missing = [name for name in needed if getattr(probe, name) is None]
@@ -91,62 +105,27 @@ def probed(target: str, resolved: str, *needed: str) -> Iterator[tuple[Context, 
         who = f"stage {stage} of '{target}' names no {' and no '.join(missing)}"
         raise UsageError(
             f"{who if stage else f'no stage of {target!r} says how it is measured'}.",
-            rule="what is measured is the loader and the step that a stage names (probe).",
-            remedy=_HOW,
+            rule="memfit measures the loader and traces the step that a stage names (probe).",
+            remedy="write loader(context, params, num_workers), which returns a unit's training batches, and "
+            "step(context, params), which returns a function that takes one training step, and name both: "
+            "Stage(..., probe=Probe(loader, step)); docs/commands.md shows them",
         )
     whole = config.Resolved.from_json(RunConfig, resolved)
     with tempfile.TemporaryDirectory(prefix="memfit-probe-") as folder:
         yield *first_context(target, whole, stage, Path(folder)), probe
 
 
-def first_context(
-    target: str, whole: config.Resolved[RunConfig], stage: str, folder: Path, unit: str = "1"
-) -> tuple[Context, Any]:
-    """Run what a stage needs in this process, and return the context and the params of one of its units.
-
-    Args:
-        target: The workload.
-        whole: The config; panels go to its ``panels_dir``, so those of earlier runs are found.
-        stage: The stage.
-        folder: Where all else goes.
-        unit: The unit.
-    """
-    described = describe(target, whole.to_json())
-    order = Order(whole.value, described["stages"], "", {}, {}, Choice(until=stage, units=unit), described["params"])
-    (folder / "checkpoints").mkdir()
-    run = RunDir(folder)
-    graph = Graph(order, run, make_job=lambda unit: unit)
-    while True:
-        job = next(iter(graph.next(1)))
-        if job.stage["command"] is not None:
-            raise UsageError(
-                f"stage {stage} needs stage {job.stage['name']}, which is a command.",
-                rule="what is measured outside of a run is made by stages that are functions.",
-                remedy=f"measure it in a run: memfit run CONFIG --until {stage} --units 1",
-            )
-        asked = stage_order(order, run, job)
-        if job.stage["name"] == stage:
-            params = load_workload(target).params.model_validate(described["params"])
-            return make_context(asked), only(params, job.stage)
-        run_stage(asked)
-        graph.ended(JobStatus(job.job_id, "completed"))
-
-
-def data_text(context: Context) -> str:
-    """What a context's stage reads, in words."""
-    found = [repr(panel) for panel in _panels(context)] or [f"the output of {name}" for name in context.needs]
-    return f"{', '.join(found) or 'no other stage'}, for {context.dir.name}"
-
-
 def _panels(context: Context) -> list[Any]:
-    """The panels that a context's stage needs: each mapped once, however many jobs read it."""
+    """Return the panels that a context's stage needs."""
     outputs = [output for outputs in context.needs.values() for output in outputs]
     return [
         output.panel(one["name"]) for output in outputs for one in output.facts["outputs"] if one["kind"] == "panel"
     ]
 
 
-# Its loader, measured
+def _data_text(context: Context) -> str:
+    found = [repr(panel) for panel in _panels(context)] or [f"the output of {name}" for name in context.needs]
+    return f"{', '.join(found) or 'no other stage'}, for {context.dir.name}"
 
 
 @dataclass(frozen=True)
@@ -155,11 +134,11 @@ class LoaderBench:
 
     Attributes:
         num_workers: The counts of workers.
-        seconds: How long each measurement goes on.
-        step_seconds: How long a step of the trainer takes; None without one.
+        seconds: The seconds of each measurement.
+        step_seconds: The seconds of a training step; None without a trainer.
         with_model: Take the workload's own training step.
-        budget_bytes: What the workers may take.
-        modes: Compare the modes of `memfit.data.choose_mode` in place of counts.
+        budget_bytes: The memory that the workers may take.
+        modes: Compare the modes of `memfit.data.choose_mode` instead of counts.
         num_epochs: Epochs of the training that modes are compared over.
     """
 
@@ -176,10 +155,10 @@ def bench_loader(source: Path | str, how: LoaderBench, *, overrides: Sequence[co
     """Measure the loader of a config's workload on its first fold, and choose a number of workers.
 
     Returns:
-        ``reports`` (see ``memfit.data.LoaderReport``), each with its ``verdict`` and ``forecast_bytes`` (what
-        ``memfit.data.loader_footprint`` says of its processes and batches; None where it cannot); ``num_workers``, the
-        choice, and ``choice``, its arithmetic; ``data``, what was read. Of modes ``modes`` (see
-        ``memfit.data.ModeReport``) and ``mode``, the choice, in place of ``reports``.
+        ``data``, what was read; ``num_workers``, the choice, and ``choice``, its arithmetic; ``reports`` (see
+        ``memfit.data.LoaderReport``), each with its ``verdict`` and ``forecast_bytes``, the forecast memory of its
+        processes and batches, or None. With ``modes`` instead of ``reports``: ``modes`` (see
+        ``memfit.data.ModeReport``) and ``mode``, the choice.
 
     Raises:
         UsageError: If the config is bad, or its workload names no loader, or no step where one is asked for.
@@ -193,11 +172,11 @@ def measure_in_child(target: str, resolved: str, how: Mapping[str, Any]) -> dict
     from memfit.data import choose_mode, choose_num_workers, measure_loader, verdict
 
     asked = LoaderBench(**how)
-    with probed(target, resolved, "loader", *(["step"] if asked.with_model else [])) as (context, params, probe):
+    with _probed(target, resolved, "loader", *(["step"] if asked.with_model else [])) as (context, params, probe):
         assert probe.loader is not None
         make = functools.partial(probe.loader, context, params)
         step = probe.step(context, params) if asked.with_model and probe.step else asked.step_seconds
-        data, found = data_text(context), dict[str, Any]()
+        data, found = _data_text(context), dict[str, Any]()
         taking: dict[str, Any] = {"seconds": asked.seconds, "consume": step}
         if asked.modes:
             counts = [number for number in asked.num_workers if number]
@@ -208,28 +187,23 @@ def measure_in_child(target: str, resolved: str, how: Mapping[str, Any]) -> dict
         else:
             reports = measure_loader(make, num_workers=asked.num_workers, **taking)
             chosen = choose_num_workers(reports, budget_bytes=asked.budget_bytes)
-            found["reports"] = [
-                asdict(one) | {"verdict": asdict(verdict(one)), "forecast_bytes": _forecast(make(one.num_workers))}
-                for one in reports
-            ]
+            for one in reports:
+                forecast = _footprint(make(one.num_workers)) if one.num_workers else None
+                own = None if forecast is None else forecast.private_bytes - forecast.parts["data"]
+                found.setdefault("reports", []).append(
+                    asdict(one) | {"verdict": asdict(verdict(one)), "forecast_bytes": own}
+                )
     choice = {"num_workers": chosen.num_workers, "choice": chosen.text, "budget_bytes": asked.budget_bytes}
     return {"data": data} | found | choice
 
 
-def _forecast(loader: Any) -> int | None:
-    """What the loader's processes and batches will take; None for a loader of another kind, or without any."""
+def _footprint(loader: Any) -> Any:
+    """Return the forecast memory of a loader; None for a loader of another kind."""
     from memfit.data import loader_footprint
 
-    if not getattr(loader, "num_workers", 0):
-        return None
-    try:
-        found = loader_footprint(loader)
-    except UsageError:
-        return None
-    return found.private_bytes - found.parts["data"]
-
-
-# Its step, traced
+    with contextlib.suppress(UsageError):
+        return loader_footprint(loader)
+    return None
 
 
 def estimate_workload(
@@ -246,16 +220,15 @@ def estimate_workload(
     Args:
         source: The config.
         gpu: The device's name or size; None for any.
-        available_bytes: What others leave of the device; None for all of it.
+        available_bytes: The free memory of the device; None for all of it.
         allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``; None for the config's ``memory.cuda_allocator``.
         overrides: Further settings of the config.
         time_limit: Seconds for the trace.
 
     Returns:
-        What ``memfit.planning.ask`` gives, without a ``setup``, for the step is the workload's own: ``data`` says what
-        the batch is; ``host`` what the host's memory holds beside it, which is never added to the device's: ``panel``
-        (mapped, and shared by all jobs), ``batch_bytes``, and ``loader`` (see ``memfit.data.loader_footprint``; None
-        for a loader of another kind).
+        The answer of ``memfit.planning.ask`` without a ``setup``. ``data`` says what the batch is. ``host`` is the host
+        memory beside the device: ``panel`` (mapped, and shared by all jobs), ``batch_bytes``, and ``loader`` (see
+        ``memfit.data.loader_footprint``; None for a loader of another kind).
 
     Raises:
         UsageError: If the config is bad, its workload names no loader or no step, or the step cannot be traced.
@@ -276,10 +249,13 @@ def estimate_in_child(
     """Prepare the workload's data as a run does, take its longest batch, and trace its step."""
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
-    from memfit.estimation import check_allocator, limit_time
+    from memfit.estimation import AllocatorSettings, check_allocator, estimate_step, find_gpu, limit_time
     from memfit.training import find_longest
 
-    with probed(target, resolved, "loader", "step") as (context, params, probe):
+    device = None if gpu is None else find_gpu(gpu)
+    if device is not None and available_bytes is not None:
+        device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
+    with _probed(target, resolved, "loader", "step") as (context, params, probe):
         text = allocator or config.Resolved.from_json(RunConfig, resolved).value.memory.cuda_allocator
         warned = [] if text is None else check_allocator(text)
         assert probe.loader is not None and probe.step is not None
@@ -290,49 +266,32 @@ def estimate_in_child(
             step = make_step(context, params)
             return lambda: step(longest.batch)
 
-        with limit_time(time_limit):
-            found = _trace(make, target, gpu, available_bytes, text)
-        host, read = _host(loader, longest, sum(panel.nbytes for panel in _panels(context))), data_text(context)
-    which = _WHICH[longest.how].format(number=longest.num_seen, size=format_bytes(longest.num_bytes))
+        settings = None if text is None else AllocatorSettings.parse(text)
+        try:
+            with limit_time(time_limit):
+                found = estimate_step(make, gpu=device, allocator=settings).to_dict()
+        except UntraceableError as error:
+            where = f", in {error.module}" if error.module else ""
+            raise UsageError(
+                f"the step of '{target}' cannot be traced: {error.what}{where}.",
+                rule="memfit runs it twice on fake tensors, which have shapes and no values.",
+                remedy="take values out of tensors of the batch alone (.item(), .numpy()), allow it more time with "
+                "--time-limit, or measure a run on the device",
+            ) from error
+        footprint = _footprint(loader)
+        panel_bytes, read = sum(panel.nbytes for panel in _panels(context)), _data_text(context)
+    size = format_bytes(longest.num_bytes)
+    batches = f"a batch {size} for each that is ready"
+    if footprint is not None:
+        batches = f"the loader {format_bytes(footprint.private_bytes)} in the training's process"
+    beside = f"host, beside the device: panel {format_bytes(panel_bytes)}, mapped once for all jobs; {batches}"
+    host = {"panel": {"mapped_bytes": panel_bytes}, "batch_bytes": longest.num_bytes, "text": beside}
     data = {
         "batch_bytes": longest.num_bytes,
         "is_longest": longest.how != "sampled",
         "num_batches_seen": longest.num_seen,
-        "text": f"{read}; {which}\n{host['text']}",
+        "text": f"{read}; {_WHICH[longest.how].format(number=longest.num_seen, size=size)}\n{beside}",
     }
-    beside = {"setup": None, "largest_batch": None, "change": None, "smaller_model": None}
-    return found | beside | {"notes": [*found["notes"], *warned], "data": data, "host": host}
-
-
-def _trace(
-    make: Any, target: str, gpu: str | None, available_bytes: int | None, allocator: str | None
-) -> dict[str, Any]:
-    from memfit.estimation import AllocatorSettings, estimate_step, find_gpu
-
-    device = None if gpu is None else find_gpu(gpu)
-    if device is not None and available_bytes is not None:
-        device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
-    settings = None if allocator is None else AllocatorSettings.parse(allocator)
-    try:
-        return estimate_step(make, gpu=device, allocator=settings).to_dict()
-    except UntraceableError as error:
-        where = f", in {error.module}" if error.module else ""
-        raise UsageError(
-            f"the step of '{target}' cannot be traced: {error.what}{where}.",
-            rule="it is run twice on fake tensors, which have shapes and no values.",
-            remedy="take values out of tensors of the batch alone (.item(), .numpy()), allow it more time with "
-            "--time-limit, or measure a run on the device",
-        ) from error
-
-
-def _host(loader: Any, longest: Longest, panel_bytes: int) -> dict[str, Any]:
-    """The host's side; the device's figures hold nothing of it."""
-    from memfit.data import loader_footprint
-
-    batches = f"a batch {format_bytes(longest.num_bytes)} for each that is ready"
-    footprint = None
-    with contextlib.suppress(UsageError):  # a loader of another kind
-        footprint = loader_footprint(loader).to_dict()
-        batches = f"the loader {format_bytes(footprint['private_bytes'])} in the training's process"
-    text = f"host, beside the device: panel {format_bytes(panel_bytes)}, mapped once for all jobs; {batches}"
-    return {"panel": {"mapped_bytes": panel_bytes}, "batch_bytes": longest.num_bytes, "loader": footprint, "text": text}
+    absent = dict.fromkeys(("setup", "largest_batch", "change", "smaller_model"))
+    loader_facts = footprint.to_dict() if footprint is not None else None
+    return found | absent | {"notes": [*found["notes"], *warned], "data": data, "host": host | {"loader": loader_facts}}

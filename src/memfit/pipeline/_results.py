@@ -1,7 +1,7 @@
-"""Which results are valid, here or in an earlier run, and why the others are not.
+"""Find which results are valid, here or in an earlier run, and why the others are not.
 
-A result is valid when its manifest holds the key of what is asked for now, its outputs are there, and the code that
-it loaded without naming it is as it was. Nothing else compares a unit with a manifest.
+A result is valid if its manifest holds the key of what is asked for now, its outputs are there, and no code that it
+loaded without naming it has changed.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import MemfitError, UsageError
+from memfit.errors import MemfitError
 from memfit.jobs import JobStatus, read_status
 from memfit.masking import mask
 from memfit.pipeline._code import changed_code
+from memfit.pipeline._describe import StageSpec
 from memfit.pipeline._manifest import (
-    KEY_FILE,
+    describe_outputs,
     digest,
+    files_in,
     find_manifest,
     is_foreseen,
-    is_made_for,
+    key_of,
     link_result,
     remove_result,
-    write_command_result,
+    write_result,
 )
-from memfit.rundir import RunDir, read_whole
+from memfit.rundir import RunDir, read_json
 
 _MOST_RUNS = 20
 #: Why a result is made for the first time.
@@ -38,22 +40,19 @@ class Unit:
     """One unit of a stage: one job.
 
     Attributes:
-        stage: The stage as plain data.
         index: Its place among the units of the run, from 0.
         value: The unit as the stage gets it; None for a stage that runs once.
-        job_id: Its job's name.
-        label: What it is called in that name; None for a stage that runs once.
+        label: Its part of the job's name; None for a stage that runs once.
         state: ``waiting``, ``ready`` (may run), ``running``, ``kept``, ``reused``, ``completed``, ``stopped``,
             ``passed``, ``skipped``, ``failed``, ``cancelled``.
         why: Why it is in that state, or runs.
-        inputs: The units that it reads, by stage; known when all of them have passed, as is the next.
-        previous: The unit before it, in a stage whose units go in order.
-        key: What its result depends on.
-        parts: The same by ingredient.
+        inputs: The units that it reads, by stage. These and the next three are set when all of them have passed.
+        previous: The unit before it, if the stage runs its units in order.
+        key: The digest of ``parts``, of all that its result depends on.
         made: Its manifest; empty before there is one.
     """
 
-    stage: Mapping[str, Any]
+    stage: StageSpec
     index: int
     value: Any
     job_id: str
@@ -68,41 +67,35 @@ class Unit:
 
     @property
     def digest(self) -> str:
-        """What its result is to others."""
+        """The digest of its result."""
         return str(self.made.get("digest", ""))
 
     @property
     def seconds(self) -> float:
-        """What making it took."""
+        """How long it took to make its result."""
         return float(self.made.get("seconds", 0.0))
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """What the stage returned for it; empty for a command that leaves no result."""
+        """What the stage returned for it; empty for a command without ``result.json``."""
         found: Mapping[str, Any] = self.made.get("result", {})
         return found
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its result is made of, as the manifest says it."""
-        found = {"stage": self.stage["name"], "unit": self.value, "job": self.job_id, "key": self.key}
-        settings, code = mask(self.stage["settings"]), self.stage["code"]
-        return found | {"parts": dict(self.parts), "settings": settings, "code": code}
+        """What its result is made of, for the manifest."""
+        found = {"stage": self.stage.name, "unit": self.value, "job": self.job_id, "key": self.key}
+        return found | {"parts": dict(self.parts), "settings": mask(self.stage.settings), "code": self.stage.code}
 
     def manifest(self, run: RunDir) -> Path:
-        """Return where its manifest lies in a run."""
-        return run.manifest_path(self.stage["name"], self.job_id)
+        """Return the path of its manifest in a run."""
+        return run.manifest_path(self.stage.name, self.job_id)
 
 
 class Results:
     """The results of a run's units.
 
-    Args:
-        run: The run.
-        earlier: Runs in which a valid result may lie, newest first.
-        common: What every key depends on beside the stage's own: ``seed`` and ``threads``.
-        anew: The stages whose results do not count.
-        is_plan: Only look: nothing is written, linked or removed.
+    ``common`` holds what every key depends on (``seed``, ``threads``), ``anew`` the stages whose results do not count.
     """
 
     def __init__(
@@ -113,38 +106,38 @@ class Results:
         self._index: dict[tuple[str, str], Path] | None = None
 
     def find(self, unit: Unit) -> tuple[str, Mapping[str, Any]] | None:
-        """Return whether a unit's valid result is ``kept`` or ``reused``, and its manifest; None if it must run.
+        """Return ``kept`` or ``reused`` with the manifest of a unit's valid result; None if the unit must run.
 
-        All inputs of the unit must be there: its key is set from them. A result of an earlier run is linked into this
-        one. A command that ended well while no supervisor was there gets its manifest now.
+        Sets the unit's key; its inputs must be there. Links a result of an earlier run into this one, and writes the
+        manifest of a command that completed while no supervisor ran.
         """
         stage, previous = unit.stage, unit.previous
         unit.parts = {
-            "settings": digest(stage["settings"]),
-            "code": digest([stage["command"], stage["code"]]),
-            "data": stage["data"],
+            "settings": digest(stage.settings),
+            "code": digest([stage.command, stage.code]),
+            "data": stage.data,
             "unit": digest(unit.value),
             "needs": digest({name: [one.digest for one in units] for name, units in unit.inputs.items()}),
             "previous": previous.digest if previous else "",
-            "seed": str(self._common["seed"]) if stage["seed"] else "",
+            "seed": str(self._common["seed"]) if stage.seed else "",
             "threads": str(self._common["threads"]),
         }
-        unit.key = digest([stage["name"], unit.parts])
-        if stage["name"] in self._anew:
+        unit.key = digest([stage.name, unit.parts])
+        if stage.name in self._anew:
             return None
         path = unit.manifest(self.run)
-        is_left = stage["command"] is not None and not path.exists() and is_made_for(path, unit.key)
+        is_left = stage.command is not None and not path.exists() and key_of(path) == unit.key
         if is_left and not self._is_plan and (status := read_status(self.run, unit.job_id)).state == "completed":
             with suppress(MemfitError):  # a bad result file: it runs again
                 self.seal(unit, status)
         if (found := _valid(path, unit.key)) is not None:
             return "kept", found
-        elsewhere = self._elsewhere().get((stage["name"], unit.key))
+        elsewhere = self._elsewhere().get((stage.name, unit.key))
         if elsewhere is None or (found := _valid(elsewhere, unit.key)) is None:
             return None
-        return "reused", found | {"reused_from": str(elsewhere)} if self._is_plan else link_result(
-            elsewhere, path, found
-        )
+        if self._is_plan:
+            return "reused", found | {"reused_from": str(elsewhere)}
+        return "reused", link_result(elsewhere, path, found)
 
     def why_not(self, unit: Unit) -> str:
         """Return why a unit runs, from the newest result of the same name."""
@@ -158,18 +151,16 @@ class Results:
     def clear(self, unit: Unit) -> None:
         """Remove a result that is not valid, or a training would go on from its checkpoints."""
         path = unit.manifest(self.run)
-        if path.exists() or unit.stage["name"] in self._anew:
+        if path.exists() or unit.stage.name in self._anew:
             remove_result(path)
 
     def seal(self, unit: Unit, status: JobStatus) -> None:
-        """Write the manifest of a command: it ended well, and what lies in its folder is what it made.
-
-        Raises:
-            DamagedError: If its ``result.json`` holds no JSON object.
-            OSError: If a file cannot be read.
-        """
-        seconds = (status.ended or 0.0) - (status.started or 0.0)
-        write_command_result(unit.manifest(self.run), unit.facts, seconds)
+        """Write the manifest of a command: its outputs are the files in its folder."""
+        path = unit.manifest(self.run)
+        folder, seconds = path.with_suffix(""), (status.ended or 0.0) - (status.started or 0.0)
+        outputs = describe_outputs(folder, {str(one.relative_to(folder)): one for one in files_in(folder)})
+        result = read_json(folder / "result.json") or {}
+        write_result(path, unit.facts, result=result, outputs=outputs, seconds=seconds)
 
     def made(self, unit: Unit) -> Mapping[str, Any] | None:
         """Return the manifest that a unit's job has just left; None if it left none for this key."""
@@ -177,29 +168,19 @@ class Results:
         return found if found is not None and found["key"] == unit.key else None
 
     def is_there(self, unit: Unit) -> bool:
-        """Whether a unit has a result in this run, valid or not."""
+        """Return whether a unit has a result in this run, valid or not."""
         return find_manifest(unit.manifest(self.run)) is not None
 
     def is_being_made(self, unit: Unit) -> bool:
-        """Whether the job of a unit that still runs makes exactly what is asked for now."""
-        if not unit.stage["keyed"]:
+        """Return whether the running job of a unit makes exactly what is asked for now."""
+        if not unit.stage.keyed:
             return True
-        is_new = unit.state == "ready" and not unit.manifest(self.run).exists()
-        is_as_asked = (is_new or unit.state == "kept") and unit.stage["name"] not in self._anew
-        return is_as_asked and self._started_key(unit) == unit.key
-
-    def _started_key(self, unit: Unit) -> str:
-        """Return the key that a unit's job was started with; empty when that is not known."""
-        if unit.stage["command"] is not None:
-            path = unit.manifest(self.run).with_suffix("") / KEY_FILE
-            return path.read_text() if path.exists() else ""
-        with suppress(UsageError):  # what is damaged is known by nobody
-            arguments = (read_whole(self.run.job_dir(unit.job_id) / "job.json") or {}).get("arguments", {})
-            return str(arguments.get("order", {}).get("facts", {}).get("key", ""))
-        return ""
+        path = unit.manifest(self.run)
+        is_asked = unit.state == "kept" or (unit.state == "ready" and not path.exists())
+        return is_asked and unit.stage.name not in self._anew and key_of(path) == unit.key
 
     def _elsewhere(self) -> dict[tuple[str, str], Path]:
-        """Return where results of earlier runs lie, by stage and key."""
+        """Return the manifests of earlier runs, by stage and key."""
         if self._index is None:
             self._index = {}
             for run in reversed(self._earlier):
@@ -215,17 +196,17 @@ def _valid(path: Path, key: str) -> dict[str, Any] | None:
 
 
 def _reason(before: Mapping[str, Any], unit: Unit) -> str:
-    """Return why a result is not valid any more: what it was made of, and what it would be made of now."""
-    results = {"needs": " and ".join(unit.stage["needs"]), "previous": "the unit before"}
+    """Return what changed since a result was made."""
+    results = {"needs": " and ".join(unit.stage.needs), "previous": "the unit before"}
     found: list[str] = []
     for name, new in unit.parts.items():
         old = before["parts"].get(name)
         if old == new:
             continue
         if name == "settings":
-            found += list(_differences(before["settings"], mask(unit.stage["settings"]))) or ["a secret changed"]
+            found += list(_differences(before["settings"], mask(unit.stage.settings))) or ["a secret changed"]
         elif name == "code":
-            found.append(changed_code(before.get("code") or {}, unit.stage["code"]) or "the command changed")
+            found.append(changed_code(before.get("code") or {}, unit.stage.code) or "the command changed")
         elif name in ("seed", "threads"):
             found.append(f"{'threads_per_job' if name == 'threads' else name} {old} -> {new}")
         else:

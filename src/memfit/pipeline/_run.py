@@ -1,4 +1,4 @@
-"""Runs an order: finds its run directory, hands its jobs to the scheduler, and settles what came of it."""
+"""Run an order: find its run directory, hand its jobs to the scheduler, and write down how they ended."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from memfit.pipeline._results import Unit
 from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
 from memfit.rundir import RunDir, read_json, read_whole, write_atomic, write_json, write_masked
 
-#: What a run's first event says of it: it is new, or one that stood already.
-STARTED, CONTINUED = "started", "continued"
 _TAKE_UP_SECONDS = 60.0
 
 
@@ -40,23 +38,23 @@ def run(
     force: bool = False,
     view: View | None = None,
 ) -> RunResult:
-    """Run what a config says, or a plain function, under one memory budget, or go on with the run that stands.
+    """Run a config's stages, or a plain function, under one memory budget, or continue the run that is not finished.
 
-    What is valid is kept; what changed, and what builds on that, runs again; what still runs is taken over; what was
-    interrupted goes on from its checkpoint. SIGINT and SIGTERM ask the jobs to stop at a checkpoint; a second one ends
-    them at once.
+    Valid results are kept. What changed runs again, and so does what builds on it. Running jobs of a dead memfit are
+    taken over, and interrupted jobs continue from their checkpoints. SIGINT and SIGTERM ask the jobs to stop at a
+    checkpoint; a second one ends them at once.
 
     Args:
         source: The config, a YAML file or its content as a mapping; or a function as ``module:name``.
         overrides: Settings such as ``"params.train.num_epochs=3"``; they count more than environment and file.
         env: Where ``MEMFIT_…`` variables are read; ``os.environ`` when None.
         choice: Which stages and units; all by default.
-        new: Start over in a new run directory that takes over nothing.
+        new: Start over in a new run directory, and reuse nothing.
         force: Run also what does not fit the budget.
-        view: Makes, from the run directory, a function that is called ten times a second while jobs run.
+        view: Takes the run directory and returns a function that is called ten times a second while jobs run.
 
     Returns:
-        The result; failed jobs are told in it and not raised.
+        The result. It holds failed jobs; they raise nothing.
 
     Raises:
         UsageError: If the config, the code or the data is bad, or another process runs this run.
@@ -68,7 +66,7 @@ def run(
             result = memfit.run("examples/linear/config.yaml", overrides=["units=1-2"])
             result.metrics["fold_1"]
 
-        What it cannot mean is refused before anything is made:
+        An unknown key is refused before anything is made:
 
         >>> from memfit.errors import ConfigError
         >>> try:
@@ -98,35 +96,41 @@ def run_commands(
     force: bool = False,
     view: View | None = None,
 ) -> RunResult:
-    """Run a command for every combination of parameters under one memory budget, or go on with the run that stands.
+    """Run a command for every combination of parameters under one memory budget, or continue the unfinished run.
 
-    The newest run of the same command, parameters and folder goes on unless it is finished: what is done is kept, what
-    still runs is taken over. SIGINT and SIGTERM ask the commands to stop; a second one ends them at once.
+    The newest run of the same command, parameters and folder continues unless it is finished. Signals act as in `run`.
 
     Args:
         command: The command; ``{name}`` stands for the value of a parameter.
         params: Texts such as ``fold=1..5`` and ``lr=1e-3,1e-4``.
         param_file: A CSV file with a header whose rows are combinations, crossed with ``params``.
-        settings: How they are run; from ``MEMFIT_`` variables and defaults when None.
+        settings: How to run them; from ``MEMFIT_`` variables and defaults when None.
         new: Start over in a new run directory.
         force: Run also what does not fit the budget.
-        view: Makes, from the run directory, a function that is called ten times a second while jobs run.
+        view: As in `run`.
 
     Returns:
-        The result; failed commands are told in it and not raised.
+        The result. It holds failed commands; they raise nothing.
 
     Raises:
         UsageError: If parameters, settings or the program are bad, or another process runs this run.
         DoesNotFitError: If no command fits the budget even alone.
     """
     settings = settings or resolve_settings()
-    words = [*command, *filter(None, [settings.value.memory.job_of])]
-    order = order_of_command(command, expand(words, params, param_file), settings)
+    order = order_of_params(command, params, param_file, settings)
     return _go_on(order, *_take_up(order, new=new), force=force, view=view, reuse=False)
 
 
+def order_of_params(
+    command: Sequence[str], params: Sequence[str], param_file: Path | None, settings: config.Resolved[Any]
+) -> Order:
+    """Order a command for the combinations of parameters that flags give."""
+    words = [*command, *filter(None, [settings.value.memory.job_of])]
+    return order_of_command(command, expand(words, params, param_file), settings.value, settings.origins)
+
+
 def resume(run: Path, *, view: View | None = None) -> RunResult:
-    """Go on with a run in the folder and with the settings that it was started with.
+    """Continue a run in the folder and with the settings of its start.
 
     Raises:
         UsageError: If there is no such run, its folder is gone, it is finished and its code or data have changed
@@ -138,49 +142,44 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
     if not cwd.is_dir():
         raise UsageError(
             f"{cwd} is not there, where {run_dir.path} was started.",
-            rule="a run goes on in the folder in which it was started, for its paths begin there.",
+            rule="a run continues in the folder of its start: its paths begin there.",
             remedy=f"make that folder again: mkdir -p {shlex.quote(str(cwd))}",
         )
     with contextlib.chdir(cwd):
         order = order_of_run(run_dir)
-        if all(stage["keyed"] for stage in order.stages) and not goes_on(order, run_dir):
+        if order.is_keyed and not _goes_on(order, run_dir):
             raise UsageError(
                 f"the code or the data of {run_dir.path} changed since it was finished, or a result in it is gone.",
                 rule="a finished result is never overwritten.",
                 remedy="start it by its config: a new run takes over what is still valid",
             )
-        return _go_on(order, run_dir, CONTINUED, force=False, view=view, reuse=False)
+        return _go_on(order, run_dir, "continued", force=False, view=view, reuse=False)
 
 
-def goes_on(order: Order, run: RunDir, earlier: Sequence[RunDir] = ()) -> bool:
-    """Whether a run is to go on: it is not finished, or nothing in it would be overwritten."""
+def _goes_on(order: Order, run: RunDir, earlier: Sequence[RunDir] = ()) -> bool:
+    """Return whether to continue a run: it is not finished, or nothing in it would be overwritten."""
     graph = Graph(order, run, earlier=[other for other in earlier if other != run])
-    is_keyed = all(stage["keyed"] for stage in order.stages)
-    if is_keyed:  # and a unit that there is not is refused while the run stands as it was
+    if order.is_keyed:  # an unknown unit is refused before the run is touched
         graph.advance()
     with contextlib.suppress(DamagedError):  # each job's own files say what is done
         if run.state in ("completed", "stopped"):
-            return is_keyed and not graph.overwrites()
+            return order.is_keyed and not graph.overwrites()
     return True
 
 
 def find_run(order: Order) -> RunDir | None:
-    """Return the newest run of an order if it is to go on."""
+    """Return the newest run of an order if it is to continue."""
     settings = order.settings
     runs = RunDir.all(settings.runs_dir, settings.experiment)
-    with contextlib.suppress(DamagedError):  # an unfinished run of an older memfit may be taken for going on
+    with contextlib.suppress(DamagedError):  # a user may expect an unfinished run of an older memfit to continue
         if runs and runs[0].state != "completed":
             runs[0].check_version()
     found = RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
-    return found if found is not None and goes_on(order, found, runs) else None
+    return found if found is not None and _goes_on(order, found, runs) else None
 
 
 def _take_up(order: Order, *, new: bool) -> tuple[RunDir, str]:
-    """Return the run that goes on, or a new one, and which of the two: two starts at once find one run.
-
-    Raises:
-        UsageError: If the experiment's name is bad, or other starts hold its folder.
-    """
+    """Return the run that continues, or a new one, and which of the two. Two starts at once find one run."""
     settings = order.settings
     # Other users' runs are theirs alone.
     path = RunDir.folder_of(settings.runs_dir, settings.experiment) / f".lock-{os.geteuid()}"
@@ -193,10 +192,10 @@ def _take_up(order: Order, *, new: bool) -> tuple[RunDir, str]:
         )
     try:
         if not new and (found := find_run(order)) is not None:
-            return found, CONTINUED
-        return RunDir.create(settings.runs_dir, settings.experiment, order.fingerprint, order.facts), STARTED
+            return found, "continued"
+        return RunDir.create(settings.runs_dir, settings.experiment, order.fingerprint, order.facts), "started"
     finally:
-        path.unlink(missing_ok=True)  # who waits for it takes the next one
+        path.unlink(missing_ok=True)  # the next start makes a new one
         os.close(lock)
 
 
@@ -204,7 +203,7 @@ def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | N
     settings = order.settings
     others = RunDir.all(settings.runs_dir, settings.experiment) if reuse else []
     earlier = [other for other in others if other != run]
-    told = {"state": state, "fingerprint": order.fingerprint}
+    facts = {"state": state, "fingerprint": order.fingerprint}
 
     @functools.cache
     def planned() -> Graph:
@@ -212,7 +211,7 @@ def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | N
         graph.advance()
         return graph
 
-    with supervised(run, settings, force=force, view=view, told=told) as supervisor:
+    with supervised(run, settings, force=force, view=view, facts=facts) as supervisor:
         supervisor.adopt(lambda job_id: planned().goes_on_with(job_id))
         _write_order(order, run)
         if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
@@ -231,17 +230,17 @@ def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | N
 
 
 def _write_order(order: Order, run: RunDir) -> None:
-    """Leave the resolved config and the graph, or a command's settings where they are others now."""
+    """Write the resolved config and the graph; of a command, settings that changed."""
     if not order.yaml:
         before = read_whole(run.path / "run.json", FACTS) or {}
         if before["settings"] != order.facts["settings"]:
             write_masked(run.path / "run.json", before | dict(order.facts))
         return
     written = run.path / "config.yaml"
-    if not written.exists() or written.read_text() != order.yaml:  # new, killed at birth, or other settings of runs
+    if not written.exists() or written.read_text() != order.yaml:  # the run is new, or other settings of jobs changed
         write_atomic(written, order.yaml, mode=0o600 if mask(order.params) != order.params else 0o666)
     kept = ("name", "needs", "after", "each", "holds", "in_order")
-    stages = [{name: stage[name] for name in kept} for stage in order.stages]
+    stages = [{name: getattr(stage, name) for name in kept} for stage in order.stages]
     write_json(run.path / "graph.json", {"schema_version": 1, "stages": stages})
 
 
@@ -250,96 +249,88 @@ def _write_order(order: Order, run: RunDir) -> None:
 
 def _job(order: Order, run: RunDir, unit: Unit) -> Job:
     settings, stage = order.settings, unit.stage
-    own = order.topology(stage["name"])
-    has_units = unit.job_id != stage["name"]
-    declared = own.memory or (settings.memory.job if has_units else None)
-    device_bytes = own.gpu_memory or (settings.memory.gpu_job if has_units else None)
+    own, memory, has_units = order.topology(stage.name), settings.memory, unit.label is not None
+    declared = own.memory or (memory.job if has_units else None)
+    device_bytes = own.gpu_memory or (memory.gpu_job if has_units else None)
     facts: dict[str, Any] = {
         "footprint": Footprint.declared(declared) if declared else None,
         "threads": settings.threads_per_job,
-        "tight_malloc": settings.memory.tight_malloc,
-        "cuda_allocator": settings.memory.cuda_allocator,
+        "tight_malloc": memory.tight_malloc,
+        "cuda_allocator": memory.cuda_allocator,
         "device_bytes": device_bytes,
-        "num_devices": own.num_gpus or (settings.memory.num_gpus if has_units else 0) or int(device_bytes is not None),
-        "stage": own.like or stage["name"],
+        "num_devices": own.num_gpus or (memory.num_gpus if has_units else 0) or int(device_bytes is not None),
+        "stage": own.like or stage.name,
         "unit": unit.value,
     }
-    if stage["command"] is not None:
-        return _command_job(order, run, unit, facts)
-    return Job(
-        unit.job_id,
-        target="memfit.pipeline._stage:run_stage",
-        arguments={"order": stage_order(order, run, unit)},
-        phases=tuple(stage["phases"]),
-        env=order.env,
-        keeps_group=not has_units,  # the page cache that it filled stays charged to it
-        **facts,
-    )
+    if stage.command is None:
+        return Job(
+            unit.job_id,
+            target="memfit.pipeline._stage:run_stage",
+            arguments={"order": stage_order(order, run, unit)},
+            phases=tuple(stage.phases),
+            env=order.env,
+            keeps_group=not has_units,  # the page cache that it filled stays charged to it
+            **facts,
+        )
+    fields = unit.value if isinstance(unit.value, Mapping) else {stage.variable: unit.value}
+    values = {str(name): str(value) for name, value in fields.items() if name}
+    words: dict[str, str | list[str]] = dict(values)
+    if stage.keyed:
+        words |= {f"params.{name}": str(value) for name, value in stage.settings.items()}
+        label = unit.label if isinstance(unit.value, Mapping) else unit.value
+        words |= {"unit": str(label), "dir": str(_open(run, unit)), "seed": str(order.common["seed"])}
+        for name, units in unit.inputs.items():
+            words[name] = [str(one.manifest(run).with_suffix("")) for one in units]
+    else:
+        if memory.job_of:
+            facts["footprint"] = Footprint.declared(fill([memory.job_of], words)[0])
+        facts |= {"params": values, "stdin": own_stdin(stage.units or ())}
+    return Job(unit.job_id, command=fill(stage.command, words, shell=stage.shell), cwd=str(Path.cwd()), **facts)
+
+
+def _open(run: RunDir, unit: Unit) -> Path:
+    return open_folder(unit.manifest(run), unit.key, run.job_dir(unit.job_id) / "outcome.json")
 
 
 def stage_order(order: Order, run: RunDir, unit: Unit) -> dict[str, Any]:
-    """What `run_stage` is told."""
+    """Open a unit's folder, and return what `run_stage` takes."""
     assert isinstance(order.settings, RunConfig)
-    stage, each, previous = unit.stage, unit.stage["each"], unit.previous
+    _open(run, unit)
+    stage, previous = unit.stage, unit.previous
     return {
         "target": order.target,
         "params": order.params,
-        "stage": {name: stage[name] for name in ("name", "settings", "code", "modules", "seed")},
+        "stage": {name: getattr(stage, name) for name in ("name", "settings", "code", "modules", "seed")},
         "facts": unit.facts,
-        "variable": (stage["source"] or {}).get("variable"),
+        "variable": stage.variable,
         "seed": order.settings.seed,
         "manifest": str(unit.manifest(run)),
         "panels_dir": str(order.settings.panels_dir.absolute()),
         "needs": {name: [str(one.manifest(run)) for one in units] for name, units in unit.inputs.items()},
-        "meets": [name for name, units in unit.inputs.items() if each and units[0].stage["each"] == each],
+        "meets": [name for name, units in unit.inputs.items() if stage.each and units[0].stage.each == stage.each],
         "previous": str(previous.manifest(run)) if previous else None,
     }
 
 
-def _command_job(order: Order, run: RunDir, unit: Unit, facts: dict[str, Any]) -> Job:
-    settings, stage = order.settings, unit.stage
-    fields = unit.value if isinstance(unit.value, Mapping) else {(stage["source"] or {}).get("variable"): unit.value}
-    values = {str(name): str(value) for name, value in fields.items() if name}
-    words: dict[str, str | list[str]] = dict(values)
-    if stage["keyed"]:
-        folder = open_folder(unit.manifest(run), unit.key, run.job_dir(unit.job_id) / "outcome.json")
-        words |= {f"params.{name}": str(value) for name, value in stage["settings"].items()}
-        label = unit.label if isinstance(unit.value, Mapping) else unit.value
-        words |= {"unit": str(label), "dir": str(folder), "seed": str(order.common["seed"])}
-        for name, units in unit.inputs.items():
-            words[name] = [str(one.manifest(run).with_suffix("")) for one in units]
-        command = fill(stage["command"], words, shell=stage["shell"])
-    else:
-        command = fill(stage["command"], words)
-        if settings.memory.job_of:
-            facts["footprint"] = Footprint.declared(fill([settings.memory.job_of], words)[0])
-        facts["params"] = values
-        facts["stdin"] = own_stdin(stage["units"])
-    return Job(unit.job_id, command=command, cwd=order.cwd, **facts)
-
-
 def _known(order: Order, graph: Graph) -> Known:
-    """What jobs of this run were measured to take under an earlier command, with the same allocator."""
+    """Return the footprints of jobs of this run that an earlier command measured with the same allocator."""
     found = []
-    for stage in order.stages:
-        for unit in graph.units.get(stage["name"], ()):
-            if unit.state not in ("kept", "completed"):
-                continue
-            footprint = read_status(graph.run, unit.job_id).footprint
-            job = read_json(graph.run.job_dir(unit.job_id) / "job.json") or {}
-            if footprint is not None and job.get("tight_malloc") == order.settings.memory.tight_malloc:
-                values = unit.value if isinstance(unit.value, Mapping) and not stage["keyed"] else {}
-                found.append((order.topology(stage["name"]).like or stage["name"], values, footprint))
+    for unit in graph.all_units:
+        if unit.state not in ("kept", "completed"):
+            continue
+        footprint = read_status(graph.run, unit.job_id).footprint
+        job = read_json(graph.run.job_dir(unit.job_id) / "job.json") or {}
+        if footprint is not None and job.get("tight_malloc") == order.settings.memory.tight_malloc:
+            values = unit.value if isinstance(unit.value, Mapping) and not unit.stage.keyed else {}
+            found.append((order.topology(unit.stage.name).like or unit.stage.name, values, footprint))
     return found
 
 
-# What came of it
+# The end
 
 
 def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mapping[str, JobStatus]) -> RunResult:
-    run = supervisor.run
-    units = [unit for name in graph.stages for unit in graph.units.get(name, ())]
-    found = {}
+    run, units, found = supervisor.run, graph.all_units, {}
     for unit in [unit for unit in units if unit.state != "passed"]:
         status = statuses.get(unit.job_id)
         if status is None and unit.state in ("kept", "completed"):
@@ -350,20 +341,20 @@ def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mappin
             status = dataclasses.replace(status, state="failed", cause=unit.why)
         found[unit.job_id] = status
     results = {unit.job_id: unit.result for unit in units if unit.result and unit.state != "stopped"}
-    gate = graph.stopped()
-    result = supervisor.settle(found, gate.made if gate else None, results)
+    stopped = next((unit.made for unit in units if unit.state == "stopped"), None)
+    result = supervisor.settle(found, stopped, results)
     if tables := _tables(order, graph, found):
         call_in_child("memfit.pipeline._tables:write_tables", {"tables": tables})
     if graph.error is not None:
         raise graph.error
-    for unit in units:  # bad input or data of a stage that runs once is refused in words
+    for unit in units:  # what a stage that runs once refused
         if unit.state == "failed" and unit.label is None:
             raise_error_of(run.job_dir(unit.job_id))
     return result
 
 
 def _tables(order: Order, graph: Graph, statuses: Mapping[str, JobStatus]) -> list[dict[str, Any]]:
-    """One table for each stage with units that left results: a row for each unit."""
+    """Return a table for each stage with units and results: a row for each unit."""
     others = graph
     if order.choice.units != "all":  # the table is the run's, not the command's
         everything = dataclasses.replace(order.choice, units="all", only=None, anew=None)
@@ -381,7 +372,8 @@ def _tables(order: Order, graph: Graph, statuses: Mapping[str, JobStatus]) -> li
             state = status.state if unit.job_id in own else "completed"
             measured = {"seconds": unit.seconds or None, "peak_private_bytes": status.peak_bytes}
             rows.append({"unit": unit.label, "state": state, **measured, "result": unit.result})
-        source = graph.stages[name].get("source") or {}
         file = "kfold_results.feather" if name == "fold" else f"{name}_results.feather"
-        found.append({"path": str(graph.run.path / file), "variable": source.get("variable", "unit"), "rows": rows})
+        found.append(
+            {"path": str(graph.run.path / file), "variable": graph.stages[name].variable or "unit", "rows": rows}
+        )
     return found

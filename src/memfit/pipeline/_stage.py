@@ -1,4 +1,4 @@
-"""What runs in a stage's own interpreter: its context is made, its code is checked, its manifest is written last."""
+"""Run one unit of a stage in an interpreter of its own, and write its manifest."""
 
 from __future__ import annotations
 
@@ -17,49 +17,44 @@ from pydantic import BaseModel
 
 from memfit.errors import DataError, UsageError
 from memfit.pipeline._code import changed_code, code_of, own_modules
-from memfit.pipeline._contract import Context, Output, Stage, Stop
+from memfit.pipeline._contract import Context, Output, Stop
 from memfit.pipeline._describe import load_workload
-from memfit.pipeline._manifest import canonical, describe_outputs, hash_file, open_folder, write_result
+from memfit.pipeline._manifest import describe_outputs, digest, hash_file, write_result
 from memfit.rundir import mark_phase
 
 _VERSIONS = ("memfit", "torch", "numpy", "pyarrow")
 
 
 def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one unit of a stage, and leave its outputs and its manifest.
-
-    Args:
-        order: ``target``, ``params`` (of the whole config), the described ``stage``, ``facts`` (of its manifest),
-            ``variable``, ``seed``, ``manifest``, ``panels_dir``, ``needs`` (manifests by stage), ``meets`` and
-            ``previous``.
-
-    Raises:
-        UsageError: If the code is not what it was when the run started, or the result is no plain JSON.
-    """
+    """Run one unit of a stage, leave its outputs and its manifest, and return its result."""
     mark_phase("load")
-    started = time.time()
-    workload, described = load_workload(order["target"]), order["stage"]
-    stage, package = workload.stage(described["name"]), order["target"].partition(".")[0].partition(":")[0]
-    _check_code(stage, order["target"], workload.params, described)
+    started, spec = time.time(), order["stage"]
+    workload = load_workload(order["target"])
+    function = workload.stage(spec["name"]).run
+    assert callable(function)
+    code, _ = code_of(function, order["target"], workload.params, list(spec["settings"]))
+    if changed := changed_code(spec["code"], code):
+        raise UsageError(
+            f"the code of stage {spec['name']} is not what it was when this run started: {changed}.",
+            rule="all stages of a run use the code that it began with.",
+            remedy="give the same command again: it runs the stages that use this code",
+        )
     context = make_context(order)
-    params = only(workload.params.model_validate_json(json.dumps(order["params"])), described)
-    status, why, exit_code = "completed", "", 0
-    assert callable(stage.run)
+    params = only(workload.params.model_validate_json(json.dumps(order["params"])), spec)
+    ended: dict[str, Any] = {}
     try:
-        result = stage.run(context, params)
+        result = function(context, params)
     except Stop as stop:
-        status, why, exit_code, result = "stopped", str(stop), stop.exit_code, stop.result
-    plain = _plain(result, described["name"])
-    unforeseen = {name: path for name, path in own_modules(package).items() if name not in described["modules"]}
+        result, ended = stop.result, {"status": "stopped", "why": str(stop), "exit_code": stop.exit_code}
+    plain, package = _plain(result, spec["name"]), order["target"].partition(":")[0].partition(".")[0]
+    unforeseen = {name: path for name, path in own_modules(package).items() if name not in spec["modules"]}
     write_result(
         Path(order["manifest"]),
         order["facts"],
         result=plain,
         outputs=describe_outputs(context.dir, context.saved),
         seconds=time.time() - started,
-        status=status,
-        why=why,
-        exit_code=exit_code,
+        **ended,
         versions={"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in _VERSIONS if name in sys.modules},
         host=socket.gethostname(),
@@ -69,21 +64,9 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _check_code(stage: Stage, target: str, params: type[BaseModel], described: Mapping[str, Any]) -> None:
-    assert callable(stage.run)
-    now, _ = code_of(stage.run, target, params, list(described["settings"]))
-    if changed := changed_code(described["code"], now):
-        raise UsageError(
-            f"the code of stage {stage.name} is not what it was when this run started: {changed}.",
-            rule="all stages of a run work with the code that it began with.",
-            remedy="run the same command again: what depends on that code runs anew",
-        )
-
-
 def make_context(order: Mapping[str, Any]) -> Context:
-    """The context of one unit, its folder cleared of what another key left there."""
-    unit, key, panels_dir = order["facts"]["unit"], order["facts"]["key"], Path(order["panels_dir"])
-    folder = open_folder(Path(order["manifest"]), key)
+    """Return the context of one unit."""
+    unit, panels_dir = order["facts"]["unit"], Path(order["panels_dir"])
     try:
         panels_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -94,20 +77,20 @@ def make_context(order: Mapping[str, Any]) -> Context:
         ) from error
     return Context(
         unit=unit,
-        own_seed=seed_of(order["seed"], unit, order["variable"]) if order["stage"]["seed"] else None,
-        dir=folder,
+        own_seed=_seed_of(order["seed"], unit, order["variable"]) if order["stage"]["seed"] else None,
+        dir=Path(order["manifest"]).with_suffix(""),
         panels_dir=panels_dir,
-        key=key,
+        key=order["facts"]["key"],
         previous=Output(Path(order["previous"])) if order["previous"] else None,
         needs={name: [Output(Path(path)) for path in paths] for name, paths in order["needs"].items()},
         meets=frozenset(order["meets"]),
     )
 
 
-def seed_of(seed: int, unit: Any, variable: str | None = None) -> int:
-    """A unit's seed, which depends on no other unit and on no order; of a mapping, on what ``variable`` names in it.
+def _seed_of(seed: int, unit: Any, variable: str | None = None) -> int:
+    """Derive a unit's seed from itself alone; from a mapping's entry ``variable`` if it has one.
 
-    >>> seed_of(0, 1) != seed_of(0, 2), seed_of(0, 3) == seed_of(0, {"fold": 3, "rows": 9}, "fold")
+    >>> _seed_of(0, 1) != _seed_of(0, 2), _seed_of(0, 3) == _seed_of(0, {"fold": 3, "rows": 9}, "fold")
     (True, True)
     """
     import numpy as np
@@ -117,17 +100,19 @@ def seed_of(seed: int, unit: Any, variable: str | None = None) -> int:
     own: list[int] = []
     if isinstance(unit, int) and unit >= 0:
         own = [unit]
+    elif isinstance(unit, str):
+        own = list(hashlib.sha256(unit.encode()).digest())
     elif unit is not None:
-        own = list(hashlib.sha256((unit if isinstance(unit, str) else canonical(unit)).encode()).digest())
+        own = list(bytes.fromhex(digest(unit)))
     return int(np.random.SeedSequence([seed, *own]).generate_state(1)[0])
 
 
-def only(params: BaseModel, described: Mapping[str, Any]) -> Any:
-    """The params with those settings alone that a stage reads; another one is refused when it is looked at."""
-    hidden = {name for name in type(params).model_fields if name not in described["settings"]}
+def only(params: BaseModel, spec: Mapping[str, Any]) -> Any:
+    """Return the params with the settings that a stage reads; to look at another one is an error."""
+    hidden = {name for name in type(params).model_fields if name not in spec["settings"]}
     if not hidden:
         return params
-    base, name = type(params), described["name"]
+    base, name = type(params), spec["name"]
 
     def look(self: BaseModel, setting: str) -> Any:
         if setting in hidden:
@@ -146,13 +131,11 @@ def only(params: BaseModel, described: Mapping[str, Any]) -> Any:
 
 
 def _plain(result: Any, stage: str) -> dict[str, Any]:
-    """A stage's result as plain JSON."""
-    if result is None:
-        return {}
+    """Return a stage's result as plain JSON."""
     try:
-        if not isinstance(result, Mapping):
+        if not isinstance(result, Mapping | None):
             raise TypeError("it is no mapping of names")
-        named = {str(name): value for name, value in result.items()}
+        named = {str(name): value for name, value in (result or {}).items()}
         found: dict[str, Any] = json.loads(json.dumps(named, default=float))
     except (TypeError, ValueError) as error:
         raise UsageError(

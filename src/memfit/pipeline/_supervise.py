@@ -1,4 +1,4 @@
-"""What all runs share: one supervisor at a time, signals that stop it, its events, budget, claims and walls."""
+"""Supervise a run: one process at a time, with its signals, events, budget, claims and cgroup limits."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to.
+    """How a run ended.
 
     Attributes:
         path: The run directory.
-        state: ``completed``, ``failed``, ``stopped`` (by a stage: a gate), ``preempted`` (asked to stop, goes on when
-            started again) or ``cancelled``.
-        exit_code: What the process should exit with.
+        state: ``completed``, ``failed``, ``stopped`` (by a stage: a gate), ``preempted`` (stopped by a signal, and
+            continues when started again) or ``cancelled``.
+        exit_code: The exit code for the process.
         statuses: The jobs' last statuses, by job id.
         metrics: What the stages returned, by job id.
     """
@@ -79,19 +79,7 @@ class RunResult:
 
 @dataclass
 class Supervisor:
-    """A run in the hands of this process: its jobs are started, held back and watched under one budget.
-
-    Attributes:
-        run: The run directory.
-        settings: How jobs are run.
-        force: Run also what does not fit.
-        events: Where its events go.
-        stop: The request to stop, set by signals.
-        backend: Where jobs run.
-        claims: What other runs on this host must know.
-        tick: Called at each step, for a live view.
-        state: What the run came to so far.
-    """
+    """A run that this process supervises: it starts the jobs and keeps them within one budget."""
 
     run: RunDir
     settings: CommandSettings
@@ -108,7 +96,7 @@ class Supervisor:
     _num_parallel: int = field(default=0)
 
     def read_budget(self, in_use_bytes: int = 0) -> Budget:
-        """The budget as it is now, under the user's cap on what the jobs use or left in /dev/shm."""
+        """Read the budget; the user's limit also counts what jobs left in /dev/shm."""
         left_bytes = self.backend.enforcer.left_bytes() if self.backend.enforcer else 0
         self._budget = read_budget(self.settings, in_use_bytes + left_bytes, last=self._budget)
         return self._budget
@@ -121,15 +109,12 @@ class Supervisor:
         num_like: Callable[[str], int] = lambda job_id: 1,
         proven: frozenset[str] = frozenset(),
     ) -> dict[str, JobStatus]:
-        """Run the jobs of a source to their ends; the last status of each that was started.
+        """Run the jobs of a source to their ends, and return the last status of each that was started.
 
-        Args:
-            source: Hands over the jobs; those that still run are taken over.
-            known: Footprints measured earlier, each with its job's stage and parameters.
-            num_like: How many jobs the stage of a job has.
-            proven: The stages of which a job is done, for which ``on_failure: first`` means ``continue``.
+        ``known`` are measured footprints with the stage and parameters of their jobs, ``num_like`` counts the jobs of
+        a job's stage, and ``proven`` are the stages with a job that completed.
         """
-        memory, most = self.settings.memory, self.settings.max_parallel
+        memory = self.settings.memory
 
         def say(kind: str, **fields: Any) -> None:
             self.events.write(kind, **fields)
@@ -139,7 +124,7 @@ class Supervisor:
                 self.plan(measured, str(fields["job"]), number, admission.in_use(), num_devices=asked)
 
         policy = Policy(
-            max_parallel=None if most == "auto" else most,
+            max_parallel=most_at_once(self.settings),
             on_failure=self.settings.on_failure,
             slack=memory.slack,
             force=self.force,
@@ -158,12 +143,9 @@ class Supervisor:
         )
 
     def adopt(self, goes_on_with: Callable[[str], bool]) -> None:
-        """Take over the jobs of an earlier supervisor that still run, and end those that are not asked for any more.
+        """Take over running jobs of an earlier supervisor for which ``goes_on_with`` is true, and stop the others.
 
-        Call it before anything is decided by what the jobs left: one that ends later is then known to have run.
-
-        Args:
-            goes_on_with: Whether a job does exactly what is asked for now; called only for jobs that run.
+        Call it before looking at what the jobs left: a job that ends later is then known to have run.
         """
         jobs = {path.name for path in (self.run.path / "jobs").iterdir()}
         running = self.backend.adopt(jobs)
@@ -189,24 +171,24 @@ class Supervisor:
         in_use: Sizes | None = None,
         num_devices: int | None = None,
     ) -> None:
-        """Write the plan that follows from the largest footprint; say so when it is another one than before."""
+        """Write the plan for the largest footprint, and say how many run at once if that changed."""
         sizes = Counter({HOST: footprint.private_bytes, "a device": footprint.bytes_per_device})
         if all(size <= 1.01 * self._planned[place] for place, size in sizes.items()):
             return
         self._planned = sizes
-        memory, most = self.settings.memory, self.settings.max_parallel
+        memory = self.settings.memory
         try:
             decided = plan(
                 footprint,
                 num_jobs,
                 budget=self.read_budget(in_use[HOST] if in_use else 0),
-                max_parallel=None if most == "auto" else most,
+                max_parallel=most_at_once(self.settings),
                 slack=memory.slack,
                 in_use=in_use,
                 num_devices=num_devices,
             )
         except DoesNotFitError as error:
-            # The measured job runs all the same; the scheduler holds the others back.
+            # The measured job still runs; the scheduler lets the others wait.
             self.events.write("plan", why=error.what)
             return
         measured = {"measured_on": measured_on, "tight_malloc": memory.tight_malloc}
@@ -221,57 +203,49 @@ class Supervisor:
         stopped: Mapping[str, Any] | None,
         metrics: Mapping[str, Mapping[str, Any]],
     ) -> RunResult:
-        """Write what the run came to.
-
-        Args:
-            statuses: The last status of each job.
-            stopped: Of the stage that stopped the run: ``exit_code`` and ``why``; None where none did.
-            metrics: The results, by job id.
-        """
-        states, told = {status.state for status in statuses.values()}, {}
+        """Write how the run ended; ``stopped`` is the manifest of the stage that stopped it, if one did."""
+        states, more = {status.state for status in statuses.values()}, {}
         if states - {"completed", "preempted", "cancelled", "pending"}:
             self.state, exit_code = "failed", 4
         elif stopped is not None:
-            self.state, exit_code, told = "stopped", int(stopped["exit_code"]), {"why": stopped["why"]}
+            self.state, exit_code, more = "stopped", int(stopped["exit_code"]), {"why": stopped["why"]}
         elif states == {"completed"}:
             self.state, exit_code = "completed", 0
         else:
             self.state, exit_code = ("cancelled", 130) if self.stop.level > 1 else ("preempted", 75)
         jobs = {job_id: {"state": s.state, "cause": s.cause} for job_id, s in statuses.items()}
-        write_json(self.run.path / "outcome.json", {"state": self.state, "exit_code": exit_code, "jobs": jobs} | told)
+        write_json(self.run.path / "outcome.json", {"state": self.state, "exit_code": exit_code, "jobs": jobs} | more)
         return RunResult(self.run.path, self.state, exit_code, statuses, metrics)
 
 
 def read_budget(settings: CommandSettings, in_use_bytes: int = 0, *, last: Budget | None = None) -> Budget:
-    """The budget as it is now, under the user's cap on what the jobs use."""
+    """Read the budget under the user's own limit."""
     memory = settings.memory
     return Budget.read(cap_bytes=memory.limit, cap_used_bytes=in_use_bytes, reserve_bytes=memory.reserve, last=last)
 
 
+def most_at_once(settings: CommandSettings) -> int | None:
+    """Return the most jobs at once; None for as many as fit."""
+    return None if settings.max_parallel == "auto" else settings.max_parallel
+
+
 @contextmanager
 def supervised(
-    run: RunDir, settings: CommandSettings, *, force: bool, view: View | None, told: Mapping[str, Any]
+    run: RunDir, settings: CommandSettings, *, force: bool, view: View | None, facts: Mapping[str, Any]
 ) -> Iterator[Supervisor]:
-    """Take a run into this process's hands until the end of the block; ``told`` is written with its beginning.
-
-    SIGINT and SIGTERM ask the jobs to stop at a checkpoint; a second one ends them at once.
-
-    Raises:
-        UsageError: If another process runs this run.
-        DataError: If the disk is full.
-    """
-    lock = lock_file(run.path / "supervisor.lock", 0.5)  # `memfit stop` may be looking who holds it
+    """Supervise a run until the end of the block; its first event holds ``facts``."""
+    lock = lock_file(run.path / "supervisor.lock", 0.5)  # `memfit stop` may hold it for a moment
     if lock is None:
         raise UsageError(
             f"{run.path} is being run by another process.",
-            rule="one supervisor at a time admits a run's jobs (supervisor.lock).",
+            rule="one process at a time starts a run's jobs (supervisor.lock).",
             remedy="wait for it, or start a separate run: the same command with --new",
         )
     events, state = EventWriter(run.events_dir), "failed"
-    psutil.cpu_times_percent()  # the next call tells what the cores did since
+    psutil.cpu_times_percent()  # the next call counts from here
     try:
         with _stoppable() as stop, ExitStack() as stack:
-            events.write("run", **told)
+            events.write("run", **facts)
             backend, claims = _set_up(run, settings, events, stack)
             tick = view(run) if view else lambda: None
             supervisor = Supervisor(run, settings, force, events, stop, backend, claims, tick)
@@ -282,9 +256,9 @@ def supervised(
             raise DataError(
                 f"the disk of {run.path} is full.",
                 rule="a run needs room for its events and results.",
-                remedy="free some space and give the same command again: it goes on, and what still runs is taken over",
+                remedy="free some space and give the same command again: it continues, and takes over running jobs",
             ) from error
-        if not (run.path / "outcome.json").exists():  # else it says what came of the jobs, now or at an earlier time
+        if not (run.path / "outcome.json").exists():  # an outcome that is there says how the jobs ended
             cause = error.what if isinstance(error, MemfitError) else f"{type(error).__name__}: {error}"
             write_json(run.path / "outcome.json", {"state": "failed", "cause": cause})
         raise
@@ -301,21 +275,20 @@ def supervised(
 def _set_up(
     run: RunDir, settings: CommandSettings, events: EventWriter, stack: ExitStack
 ) -> tuple[LocalBackend, Claims]:
-    """The backend, with walls where any can be made, and the claims; what dead runs left of either is removed first."""
+    """Remove what dead runs left; make the claims, and the backend with cgroup limits if it can have them."""
     for entry in sweep_entries():
-        # A run that another supervisor takes up at this moment keeps its group.
         with suppress(OSError):
             descriptor = lock_file(entry.run / "supervisor.lock", 0.0)
-            if descriptor is not None:
+            if descriptor is not None:  # no other supervisor starts with this run now
                 if entry.group:
                     sweep_groups(Path(entry.group), uid=os.geteuid())
                 os.close(descriptor)
     claims, budget, group = Claims(run.path), read_budget(settings), ""
     if claims.problem:
         print(f"memfit: your runs on this host do not share one budget: {claims.problem}", file=sys.stderr, flush=True)
-    # Last of all: what still has processes or groups stays on the list, or nobody would ever sweep it.
+    # Called last: a run that still has processes or groups stays on the list, so that a later run sweeps it.
     stack.callback(lambda: claims.close(keep=Path(group).is_dir() if group else bool(running_jobs(run))))
-    # A name that no other run has, wherever on this host it lies.
+    # The path's hash makes the name unique on this host.
     walls = Walls.build(f"{run.path.name}-{config.fingerprint(str(run.path))[:8]}", max(1, budget.lendable_bytes))
     facts = budget.to_dict() | {"permission": "none", "group": group}
     if walls is not None:
@@ -324,8 +297,10 @@ def _set_up(
         facts |= {"permission": walls.permission, "group": group}
     elif budget.permission != "none":
         why = why_no_walls() or "the kernel refused one"
-        facts["promise"] = f"no walls, although groups can be made here ({why}): jobs are admitted by measured "
-        facts["promise"] += "non-reclaimable bytes and watched by sampling"
+        facts["promise"] = (
+            f"no cgroup limits, although groups can be made here ({why}): jobs are admitted by measured "
+            "non-reclaimable bytes and watched by sampling"
+        )
     backend = LocalBackend(run, grace_seconds=settings.grace_seconds, walls=walls)
     stack.callback(backend.close)
     claims.write(used=Counter(), unused=Counter(), group=group)
@@ -335,10 +310,7 @@ def _set_up(
 
 @contextmanager
 def _stoppable() -> Iterator[StopRequest]:
-    """Turn the first SIGINT or SIGTERM into a request to stop, and the next one into an end at once.
-
-    The signals of `memfit stop` mean the same however often they come.
-    """
+    """Turn the first SIGINT or SIGTERM into a request to stop, and the next one into an end at once."""
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from memfit.planning._plan import Plan, plan
+from memfit.planning._plan import Plan, decide, plan
 
 if TYPE_CHECKING:
     from memfit.planning._estimate import Question, ask
 
-__all__ = ["Plan", "Question", "ask", "plan"]
+__all__ = ["Plan", "Question", "ask", "decide", "plan"]
 
 
 def __getattr__(name: str) -> Any:

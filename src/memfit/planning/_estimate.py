@@ -1,4 +1,4 @@
-"""An estimate made in a child, so that this process loads no torch and nothing that a model does can end it."""
+"""Estimate a model in a child process: this one loads no torch, and no model can end it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from memfit import estimation, jobs
 from memfit.errors import ConfigError, MissingExtraError, UsageError
 from memfit.estimation import (
     TIME_LIMIT,
@@ -18,7 +19,6 @@ from memfit.estimation import (
     Setup,
     check_allocator,
     check_names,
-    estimate_config,
     estimate_formula,
     find_batch,
     find_change,
@@ -27,12 +27,11 @@ from memfit.estimation import (
     limit_time,
     split_batch,
 )
-from memfit.jobs import call_in_child
 from memfit.units import format_bytes
 
-#: Beyond this difference between trace and formula the answer says so.
+#: A larger difference between trace and formula gets a note.
 _MOST_APART = 0.15
-_MOST_SAMPLES = 1 << 14  # of a microbatch that is looked for
+_MOST_SAMPLES = 1 << 14
 #: The names of the numbers of blocks in a config.json.
 _NUM_BLOCKS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers",
@@ -41,18 +40,18 @@ _NUM_BLOCKS = (
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be estimated.
+    """What to estimate.
 
     Attributes:
         config: The content of a model's ``config.json``.
         setup: How it is trained.
-        gpu: The device's name or size; None for any.
+        gpu: The device's name or size; None for any device.
         allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``; None for torch's defaults.
-        formula: Compute and do not trace.
-        available_bytes: What others leave of the device; None for all of it.
-        largest_batch: Whether ``setup.batch`` is to be replaced by the largest that fits.
-        global_batch: Samples an update, which the largest batch then divides; None for any number.
-        time_limit: Seconds for all tracing; after them the formula answers.
+        formula: Compute, do not trace.
+        available_bytes: The free memory of the device; None for all of it.
+        largest_batch: Replace ``setup.batch`` by the largest that fits.
+        global_batch: Samples per update, a multiple of the largest batch; None for any number.
+        time_limit: Seconds for all tracing; after that the formula answers.
     """
 
     config: Mapping[str, Any]
@@ -66,22 +65,18 @@ class Question:
     time_limit: float = TIME_LIMIT
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form, which is also what ``answer_in_child`` takes."""
+        """Return a JSON-ready form, as ``from_dict`` takes it."""
         return {**asdict(self), "config": dict(self.config)}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Question:
-        """The question that ``to_dict`` gave."""
+        """Return the question that ``to_dict`` wrote."""
         setup = found["setup"]
         return cls(**{**found, "setup": Setup(**{**setup, "lora_targets": tuple(setup["lora_targets"])})})
 
     @property
     def device(self) -> Gpu | None:
-        """The device with what others leave of it.
-
-        Raises:
-            ConfigError: There is no such GPU.
-        """
+        """The device with its free memory; ConfigError if there is no such GPU."""
         if self.gpu is None:
             return None
         device = find_gpu(self.gpu)
@@ -90,7 +85,7 @@ class Question:
 
     @property
     def setups(self) -> Sequence[Setup]:
-        """The setups whose largest is looked for, the smallest first."""
+        """The setups to try, smallest first."""
         one = self.setup
         if not self.largest_batch:
             return (one,)
@@ -104,13 +99,13 @@ class Question:
 
 
 def ask(question: Question) -> dict[str, Any]:
-    """The estimate as ``Estimate.to_dict`` gives it, with the ``setup`` that it is for and what would make it fit.
+    """Return the estimate as ``Estimate.to_dict`` does, with its ``setup`` and what would make it fit.
 
-    ``change`` holds the options of the cheapest change after which it fits, and ``smaller_model``, where none does, how
-    many of the model's blocks would; both are None where it fits or there is no device.
+    ``change`` holds the options of the cheapest change after which it fits. Without one, ``smaller_model`` says how
+    many of the model's blocks would fit. Both are None if it fits or no device is named.
 
     Raises:
-        UsageError: The config, the setup, the GPU or the allocator's settings are no such thing.
+        UsageError: If the config, the setup, the GPU or the allocator's settings are bad.
     """
     device = question.device
     if question.largest_batch and device is None:
@@ -125,27 +120,27 @@ def ask(question: Question) -> dict[str, Any]:
         AllocatorSettings.parse(question.allocator)
     check_names(question.config)
     _ = question.setups
-    found = _answer(question)
-    return found | {"notes": [*found["notes"], *warned]}
+    found, notes = _answer(question)
+    return found | {"notes": [*notes, *found["notes"], *warned]}
 
 
-def _answer(question: Question) -> dict[str, Any]:
+def _answer(question: Question) -> tuple[dict[str, Any], list[str]]:
+    """Return the answer of the child, or of the formula with the reason."""
     if question.formula:
-        return answer_in_child(**question.to_dict())
+        return answer_in_child(**question.to_dict()), []
     try:
-        traced: dict[str, Any] = call_in_child("memfit.planning._estimate:answer_in_child", question.to_dict())
-        return traced
+        return jobs.call_in_child(f"{__name__}:answer_in_child", question.to_dict()), []
     except (ConfigError, MissingExtraError):
         raise
     except UsageError as error:  # the child ended otherwise: killed, aborted
-        found = answer_in_child(**replace(question, formula=True).to_dict())
         was_killed = error.what.endswith(f"exit code -{int(signal.SIGKILL)}")
         why = "the process that traced was killed (signal 9): out of memory?" if was_killed else error.what
-        return found | {"notes": [f"computed, not traced: {why}", *found["notes"]]}
+        found = answer_in_child(**replace(question, formula=True).to_dict())
+        return found, [f"computed, not traced: {why}"]
 
 
 def answer_in_child(**words: Any) -> dict[str, Any]:
-    """Estimate, and look for a change where it does not fit; takes what ``Question.to_dict`` gives."""
+    """Answer what ``Question.to_dict`` wrote: estimate, and look for a change if it does not fit."""
     question = Question.from_dict(words)
     with limit_time(question.time_limit):
         return _answer_here(question)
@@ -153,14 +148,31 @@ def answer_in_child(**words: Any) -> dict[str, Any]:
 
 def _answer_here(question: Question) -> dict[str, Any]:
     config, device, setup, chosen = question.config, question.device, question.setup, None
-    make = _estimator(question, device)
-    guess, unread = _guesser(config, setup, device)
+    settings = None if question.allocator is None else AllocatorSettings.parse(question.allocator)
+
+    def make(setup: Setup) -> Estimate:
+        if question.formula:
+            return estimate_formula(config, setup, gpu=device)
+        few = replace(setup, num_microbatches=min(setup.num_microbatches, 2))  # those after the second take no more
+        return estimation.estimate_config(config, few, gpu=device, allocator=settings)
+
+    def bound_of(setup: Setup) -> int:
+        """Return the formula's bound of the device's peak."""
+        return estimate_formula(config, setup, gpu=device).device["device_bytes"].upper
+
+    guess: Callable[[Setup], int] | None = bound_of
+    unread = ""
+    try:
+        bound_of(setup)
+    except ConfigError as error:
+        guess, unread = None, error.what
     if question.largest_batch and device is not None:
         setup, found = find_batch(question.setups, device, guess, make)
         chosen = {"batch": setup.batch, "num_microbatches": setup.num_microbatches, "fits": found.fits}
     else:
         found = make(setup)
-    notes, looked_for = found.to_dict()["notes"], {"change": None, "smaller_model": None}
+    notes = found.to_dict()["notes"]
+    better: dict[str, Any] = {"change": None, "smaller_model": None}
     formula = estimate_formula(config, setup, gpu=device) if guess and found.method == "traced" else found
     traced, computed = (one.device["allocated_bytes"].value for one in (found, formula))
     if abs(traced / max(computed, 1) - 1) > _MOST_APART:
@@ -173,62 +185,24 @@ def _answer_here(question: Question) -> dict[str, Any]:
             notes.append(f"no change was looked for, as the formula does not read this model's config: {unread}")
         else:
             scale = found.device["device_bytes"].upper / max(formula.device["device_bytes"].upper, 1)
-            looked_for = _what_fits(config, setup, device, make, scale)
-    return found.to_dict() | {"notes": notes, "setup": asdict(setup), "largest_batch": chosen} | looked_for
-
-
-def _what_fits(
-    config: Mapping[str, Any], setup: Setup, device: Gpu, make: Callable[[Setup], Estimate], scale: float
-) -> dict[str, Any]:
-    """The cheapest change after which it fits, or else how large a model would; the formula's bounds are scaled."""
-
-    def guess(changed: Setup) -> int:
-        return int(_bound(config, changed, device) * scale)
-
-    found = find_change(setup, device, guess, make)
-    if found is None:
-        return {"change": None, "smaller_model": _smaller_model(config, setup, device, scale)}
-    better, after = found
-    change = {
-        "options": list(better.options),
-        "cost": better.cost,
-        "same_training": better.same_training,
-        "setup": asdict(better.setup),
-        "device": after.to_dict()["device"],
-        "method": after.method,
-    }
-    return {"change": change, "smaller_model": None}
-
-
-def _bound(config: Mapping[str, Any], setup: Setup, device: Gpu | None) -> int:
-    """The formula's bound of the device's peak."""
-    return estimate_formula(config, setup, gpu=device).device["device_bytes"].upper
-
-
-def _guesser(config: Mapping[str, Any], setup: Setup, device: Gpu | None) -> tuple[Callable[[Setup], int] | None, str]:
-    """What computes the bound of a setup's peak; None, with the reason, where the formula does not read the config."""
-    try:
-        _bound(config, setup, device)
-    except ConfigError as error:
-        return None, error.what
-    return lambda changed: _bound(config, changed, device), ""
-
-
-def _estimator(question: Question, device: Gpu | None) -> Callable[[Setup], Estimate]:
-    """What estimates the question's model in one setup."""
-    settings = None if question.allocator is None else AllocatorSettings.parse(question.allocator)
-
-    def make(setup: Setup) -> Estimate:
-        if question.formula:
-            return estimate_formula(question.config, setup, gpu=device)
-        few = replace(setup, num_microbatches=min(setup.num_microbatches, 2))  # those after the second take no more
-        return estimate_config(question.config, few, gpu=device, allocator=settings)
-
-    return make
+            change = find_change(setup, device, lambda changed: int(bound_of(changed) * scale), make)
+            if change is None:
+                better["smaller_model"] = _smaller_model(config, setup, device, scale)
+            else:
+                best, after = change
+                better["change"] = {
+                    "options": list(best.options),
+                    "cost": best.cost,
+                    "same_training": best.same_training,
+                    "setup": asdict(best.setup),
+                    "device": after.to_dict()["device"],
+                    "method": after.method,
+                }
+    return found.to_dict() | {"notes": notes, "setup": asdict(setup), "largest_batch": chosen} | better
 
 
 def _smaller_model(config: Mapping[str, Any], setup: Setup, device: Gpu, scale: float) -> dict[str, Any] | None:
-    """The most blocks of a model of the same widths whose scaled bound fits, with what saves most else."""
+    """Return the most blocks of these widths that fit, with all else set to save memory."""
     numbers = {name: config[name] for name in _NUM_BLOCKS if isinstance(config.get(name), int)}
     saving = replace(setup, foreach=False)
     if setup.optimizer != "none":

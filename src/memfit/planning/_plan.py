@@ -1,4 +1,4 @@
-"""The decision before jobs run side by side: how many at once, and the sum behind it."""
+"""Decide how many jobs run at once, and explain the sum."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from memfit.errors import DoesNotFitError, UsageError
-from memfit.memory import (
-    DEFAULT_SLACK,
-    HOST,
-    Budget,
-    Footprint,
-    Lendable,
-    count_fitting,
-    reservation_bytes,
-    rooms_of,
-)
+from memfit.memory import DEFAULT_SLACK, HOST, Budget, Footprint, count_fitting, reservation_bytes, rooms_of
 from memfit.units import format_bytes
 
 LimitedBy = Literal["memory", "jobs", "max_parallel"]
@@ -29,15 +20,15 @@ class Plan:
     Attributes:
         num_jobs: Jobs to run.
         num_parallel: Jobs at once.
-        limited_by: ``jobs`` when all fit, ``max_parallel`` when the user's number is smaller, else ``memory``.
-        num_fitting: How many fit by memory alone, that of the host and of the GPUs.
-        num_cpus: Cores that may be used; they bound speed, not safety, so they do not bound the number.
+        limited_by: ``jobs`` if all fit, ``max_parallel`` if the user's number is smaller, else ``memory``.
+        num_fitting: How many fit by the memory of the host and of the GPUs.
+        num_cpus: Usable cores. They limit the speed, so they do not limit the number.
         num_devices: How many GPUs each job needs.
-        reservation_bytes: What each job reserves of host memory: its private peak and the slack.
-        device_reservation_bytes: The same on each of its GPUs; 0 when it needs none.
-        capacity_bytes: What may be lent of host memory when none of the jobs runs.
+        reservation_bytes: The host memory that each job reserves: its private peak and the slack.
+        device_reservation_bytes: The same on each of its GPUs; 0 if it needs none.
+        capacity_bytes: The host memory for jobs when none of them runs.
         device_capacity_bytes: The same on each GPU, by its UUID.
-        footprint: The footprint that the plan rests on.
+        footprint: The footprint of one job.
         limit: The binding limit in words.
     """
 
@@ -55,7 +46,7 @@ class Plan:
     limit: str
 
     def explain(self) -> str:
-        """The decision and its arithmetic, in one sentence."""
+        """Return the decision and its sum in one sentence."""
         reason = {
             "jobs": "all fit",
             "max_parallel": f"max_parallel; {self.num_fitting} would fit",
@@ -74,7 +65,7 @@ class Plan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form, as in ``plan.json``."""
+        """Return a JSON-ready form, as in ``plan.json``."""
         return asdict(self) | {"footprint": self.footprint.to_dict(), "why": self.explain()}
 
 
@@ -88,13 +79,13 @@ def plan(
     in_use: Mapping[str, int] | None = None,
     num_devices: int | None = None,
 ) -> Plan:
-    """How many jobs of a footprint fit a budget at once, on the host and on its GPUs.
+    """Decide how many jobs of a footprint run at once within a budget, on the host and on its GPUs.
 
     Args:
-        footprint: One job's footprint, or its size such as ``"8GiB"``. Only private bytes count: a panel that all map
-            is there once, and the kernel can drop its pages.
+        footprint: One job's footprint, or its size such as ``"8GiB"``. Only private bytes count: all jobs share a
+            mapped panel, and the kernel can drop its pages.
         num_jobs: Jobs to run.
-        budget: What may be used; read from this machine when None.
+        budget: The memory that may be used; read from this machine when None.
         max_parallel: The most at once; None for as many as fit.
         slack: The share that is reserved on top of a measured footprint.
         in_use: Bytes by place that jobs of this plan use already and that the budget counts as taken.
@@ -104,7 +95,7 @@ def plan(
         The plan.
 
     Raises:
-        DoesNotFitError: If not even one job fits; with the arithmetic.
+        DoesNotFitError: If not even one job fits; with the sum.
         UsageError: If there is no job, or ``max_parallel`` is below 1.
 
     Example:
@@ -112,20 +103,54 @@ def plan(
         >>> decision.num_parallel, decision.limited_by
         (2, 'max_parallel')
     """
+    found = footprint if isinstance(footprint, Footprint) else Footprint.declared(footprint)
+    budget = budget or Budget.read()
+    decided = decide(found, num_jobs, budget, max_parallel, slack, in_use, num_devices)
+    if decided.num_fitting:
+        return decided
+    if found.private_bytes > decided.capacity_bytes:
+        binding = budget.binding
+        raise DoesNotFitError(
+            f"one job needs {format_bytes(found.private_bytes)} of host memory ({found.method}); "
+            f"{format_bytes(decided.capacity_bytes)} may be lent.",
+            rule=f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}), less "
+            f"{format_bytes(budget.reserve_bytes)} reserve.",
+            remedy="raise that limit, free memory, or make the job smaller",
+        )
+    rooms = rooms_of(budget, in_use or {})
+    free = "; ".join(room.explain() for place, room in rooms.items() if place != HOST) or "no GPU is here"
+    raise DoesNotFitError(
+        f"one job needs {format_bytes(found.bytes_per_device)} on {_gpus(decided.num_devices)} ({found.method}); "
+        f"{free}.",
+        rule="each GPU of a job must have room for what the job takes there.",
+        remedy="free a GPU, or make the job smaller",
+    )
+
+
+def decide(
+    footprint: Footprint,
+    num_jobs: int,
+    budget: Budget,
+    max_parallel: int | None = None,
+    slack: float = DEFAULT_SLACK,
+    in_use: Mapping[str, int] | None = None,
+    num_devices: int | None = None,
+) -> Plan:
+    """Return the plan as `plan` does; ``num_fitting`` is 0 if not even one job fits."""
     if num_jobs < 1 or (max_parallel is not None and max_parallel < 1):
         raise UsageError(
             f"a plan for {num_jobs} jobs, at most {max_parallel} at once, is empty.",
             rule="num_jobs and max_parallel are counted from 1.",
             remedy="plan for at least one job",
         )
-    found = footprint if isinstance(footprint, Footprint) else Footprint.declared(footprint)
-    budget = budget or Budget.read()
     rooms = rooms_of(budget, in_use or {})
-    num_devices = len(found.device_bytes) if num_devices is None else num_devices
-    _check_one_fits(found, num_devices, rooms, budget)
-    reserved = max(1, reservation_bytes(found, slack))
-    on_device = round(found.bytes_per_device * (1 + slack)) if num_devices else 0
-    num_fitting = max(1, count_fitting(rooms, reserved, num_devices, max(1, on_device)))
+    num_devices = len(footprint.device_bytes) if num_devices is None else num_devices
+    reserved = max(1, reservation_bytes(footprint, slack))
+    on_device = round(footprint.bytes_per_device * (1 + slack)) if num_devices else 0
+    num_fitting = count_fitting(rooms, reserved, num_devices, max(1, on_device))
+    if not num_fitting:  # a job alone needs no slack
+        private, device = max(1, footprint.private_bytes), max(1, footprint.bytes_per_device)
+        num_fitting = min(1, count_fitting(rooms, private, num_devices, device))
     most = min(num_jobs, max_parallel or num_jobs)
     return Plan(
         num_jobs=num_jobs,
@@ -138,30 +163,8 @@ def plan(
         device_reservation_bytes=on_device,
         capacity_bytes=rooms[HOST].bytes,
         device_capacity_bytes={place: room.bytes for place, room in rooms.items() if place != HOST},
-        footprint=found,
+        footprint=footprint,
         limit=f"{budget.binding.name} of {format_bytes(budget.binding.limit_bytes)}",
-    )
-
-
-def _check_one_fits(footprint: Footprint, num_devices: int, rooms: Mapping[str, Lendable], budget: Budget) -> None:
-    """Refuse a job that does not fit even alone and without slack."""
-    room, binding = rooms[HOST], budget.binding
-    if footprint.private_bytes > room.bytes:
-        raise DoesNotFitError(
-            f"one job needs {format_bytes(footprint.private_bytes)} of host memory ({footprint.method}); "
-            f"{format_bytes(room.bytes)} may be lent.",
-            rule=f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}), less "
-            f"{format_bytes(budget.reserve_bytes)} reserve.",
-            remedy="raise that limit, free memory, or make the job smaller",
-        )
-    needed = footprint.bytes_per_device
-    if count_fitting(rooms, max(1, footprint.private_bytes), num_devices, max(1, needed)):
-        return
-    free = "; ".join(room.explain() for place, room in rooms.items() if place != HOST) or "no GPU is here"
-    raise DoesNotFitError(
-        f"one job needs {format_bytes(needed)} on {_gpus(num_devices)} ({footprint.method}); {free}.",
-        rule="a job gets as many GPUs as it needs, each with room for what it takes there.",
-        remedy="free a GPU, or make the job smaller",
     )
 
 
