@@ -31,7 +31,7 @@ from rich.table import Table
 from limited import Limited, find_parent
 from memfit import config
 from memfit.memory import read_series
-from memfit.pipeline import RunConfig, first_context
+from memfit.pipeline import RunConfig, context_of
 from memfit.reports import COLOURS, Frame, Layer, Mark, draw_stack
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration, parse_bytes
@@ -68,7 +68,7 @@ def train_alone(fold: int) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         whole = config.resolve(RunConfig, file=CONFIG, env={}, overrides=[f"panels_dir={folder}/panels"])
-        context, params = first_context(whole.value.target, whole, "fold", Path(folder), unit=str(fold))
+        context, params = context_of(whole.value.target, whole, "fold", Path(folder), unit=str(fold))
         train_fold(context, params)
 
 

@@ -7,7 +7,7 @@ from memfit.pipeline._grid import expand, fill
 from memfit.pipeline._manifest import fingerprint_files
 from memfit.pipeline._order import resolve_settings
 from memfit.pipeline._plan_run import RunPlan, StagePlan, plan_commands, plan_run
-from memfit.pipeline._probe import LoaderBench, bench_loader, call_alone, estimate_workload, first_context
+from memfit.pipeline._probe import LoaderBench, bench_loader, call_alone, context_of, estimate_workload
 from memfit.pipeline._run import resume, run, run_commands
 from memfit.pipeline._supervise import RunResult, read_budget
 from memfit.successors import missing_name
@@ -34,7 +34,7 @@ __all__ = [
     "expand",
     "fill",
     "fingerprint_files",
-    "first_context",
+    "context_of",
     "plan_commands",
     "plan_run",
     "read_budget",

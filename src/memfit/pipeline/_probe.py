@@ -65,34 +65,37 @@ def call_alone(
     return found
 
 
-def first_context(target: str, whole: config.Resolved[RunConfig], stage: str, folder: Path) -> tuple[Context, Any]:
-    """Run what a stage needs in this process, and return the context and params of its first unit.
+def context_of(
+    target: str, whole: config.Resolved[RunConfig], stage: str, folder: Path, unit: str = "1"
+) -> tuple[Context, Any]:
+    """Run what a stage needs in this process, and return the context and params of one of its units.
 
     Args:
         target: The workload.
         whole: The config; panels go to its ``panels_dir``, so those of earlier runs are found.
         stage: The stage.
         folder: Where everything else goes.
+        unit: The unit.
     """
     described = describe(target, whole.to_json())
     stages, params = [StageSpec(**one) for one in described["stages"]], described["params"]
-    order = Order(whole.value, stages, choice=Choice(until=stage, units="1"), params=params)
+    order = Order(whole.value, stages, choice=Choice(until=stage, units=unit), params=params)
     (folder / "checkpoints").mkdir()
     run = RunDir(folder)
     graph = Graph(order, run, make_job=lambda unit: unit)
     while True:
-        unit = next(iter(graph.next(1)))
-        if unit.stage.command is not None:
+        job = next(iter(graph.next(1)))
+        if job.stage.command is not None:
             raise UsageError(
-                f"stage {stage} needs stage {unit.stage.name}, which is a command.",
+                f"stage {stage} needs stage {job.stage.name}, which is a command.",
                 rule="what is measured outside of a run is made by stages that are functions.",
                 remedy=f"measure it in a run: memfit run CONFIG --until {stage} --units 1",
             )
-        asked = stage_order(order, run, unit)
-        if unit.stage.name == stage:
+        asked = stage_order(order, run, job)
+        if job.stage.name == stage:
             return make_context(asked), only(load_workload(target).params.model_validate(params), asked["stage"])
         run_stage(asked)
-        graph.ended(JobStatus(unit.job_id, "completed"))
+        graph.ended(JobStatus(job.job_id, "completed"))
 
 
 @contextlib.contextmanager
@@ -112,7 +115,7 @@ def _probed(target: str, resolved: str, *needed: str) -> Iterator[tuple[Context,
         )
     whole = config.Resolved.from_json(RunConfig, resolved)
     with tempfile.TemporaryDirectory(prefix="memfit-probe-") as folder:
-        yield *first_context(target, whole, stage, Path(folder)), probe
+        yield *context_of(target, whole, stage, Path(folder)), probe
 
 
 def _panels(context: Context) -> list[Any]:

@@ -16,7 +16,7 @@ from memfit import config as settings_of
 from memfit.cli import expand_files
 from memfit.errors import UsageError
 from memfit.jobs import load_target
-from memfit.pipeline import RunConfig, Workload, call_alone, first_context
+from memfit.pipeline import RunConfig, Workload, call_alone, context_of
 from memfit_workloads.finance._blend import join_scores, score_out_of_fold
 from memfit_workloads.finance._judge import judge_scores, summarize_judged, write_judged
 from memfit_workloads.finance._lines import judged_lines
@@ -126,7 +126,7 @@ def judge_checkpoints(target: str, resolved: str, checkpoints: Sequence[str], ou
     whole = settings_of.Resolved.from_json(RunConfig, resolved)
     params: JudgeSettings = settings_of.resolve_nested(whole, "params", workload.params).value
     with tempfile.TemporaryDirectory(prefix="memfit-backtest-") as folder:
-        panel = first_context(target, whole, "fold", Path(folder))[0]["prepare"].panel()
+        panel = context_of(target, whole, "fold", Path(folder))[0]["prepare"].panel()
     day = np.asarray(panel.dates).astype("datetime64[D]")
     first, last = params.start_date or day[0], params.end_date or day[-1]
     dates = np.flatnonzero((day >= np.datetime64(first, "D")) & (day <= np.datetime64(last, "D")))
