@@ -77,12 +77,6 @@ def _save_json(folder: Path, name: str, kind: str, value: Any) -> Path:
 
 def _save_path(folder: Path, path: Path) -> Path:
     """Take a file or folder as an output: in place if it lies in the folder, else as a copy."""
-    if not path.exists():
-        raise UsageError(
-            f"{path} is not there.",
-            rule="a path that is saved names a file or folder that the stage has written.",
-            remedy="write it first",
-        )
     if path.resolve().is_relative_to(folder.resolve()):
         return folder / path.resolve().relative_to(folder.resolve())
     target = folder / path.name

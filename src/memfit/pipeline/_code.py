@@ -1,7 +1,6 @@
-"""Which code a stage depends on, by name: the user's functions, classes and constants that it uses, as syntax trees.
+"""Find the code that a stage depends on, by name: the user's functions, classes and constants that it uses.
 
-Files are read and never imported for this. Comments and docstrings do not count; installed packages and memfit itself
-are left out.
+Files are parsed and not imported. Comments, docstrings, installed packages and memfit itself do not count.
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ from pydantic import BaseModel
 from memfit.errors import UsageError
 from memfit.pipeline._manifest import digest, fingerprint_files
 
+#: A module, and a name in it with its attributes; no names for the module itself.
+_Place = tuple[str, tuple[str, ...]]
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
-#: The name under which a module's statements count that are no definitions: importing the module runs them.
+#: The name for a module's statements that define nothing: an import of the module runs them.
 _STATEMENTS = "(statements)"
-#: What a decorator calls that keeps the function somewhere.
-_KEEPERS = frozenset({"add", "append", "insert", "register", "setdefault", "update"})
+#: The methods by which a decorator stores a function.
+_STORING = frozenset({"add", "append", "insert", "register", "setdefault", "update"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -39,16 +40,10 @@ def code_of(
     params: type[BaseModel] | None = None,
     fields: Sequence[str] | None = None,
 ) -> tuple[dict[str, str], set[str]]:
-    """What a function depends on: a digest by ``module:name``, and the names of the modules that were looked at.
+    """Return what a function depends on: a digest by ``module:name``, and the modules that were read.
 
-    Args:
-        function: A function, or anything else that can be called. What it is bound to counts by value.
-        target: The workload, as ``module:name``: what importing that module runs counts too.
-        params: The model of its settings: its methods and constants count, and its fields do not.
-        fields: Those of the fields whose own models count too; None for all.
-
-    Raises:
-        UsageError: If it is bound to something that has no content to compare, such as an open file.
+    The values that a function is bound to count, and so does what an import of the target's module runs. Of the params
+    the methods and constants count, but no fields; of nested models only those in ``fields`` (None for all).
     """
     module = target.partition(":")[0]
     models = list(_models(params, fields)) if params else []
@@ -61,28 +56,28 @@ def code_of(
 
 
 def code_of_command(words: Sequence[str], folder: Path) -> dict[str, str]:
-    """The files that a command names, by their content."""
+    """Return digests of the files that a command names."""
     named = {word: folder / word for word in words if "{" not in word}
     return {word: fingerprint_files(path) for word, path in named.items() if path.is_file()}
 
 
 def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """What differs between two readings, in words; empty where nothing does.
+    """Say what differs between two readings; empty if nothing does.
 
     >>> changed_code({"train:fit": "a", "train:old": "b"}, {"train:fit": "c"})
     'train:fit changed, train:old is gone'
     """
-    told = [f"{name} changed" for name in now if name in before and before[name] != now[name]]
-    told += [f"{name} is new" for name in now if name not in before]
-    told += [f"{name} is gone" for name in before if name not in now]
-    return ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
+    changes = [f"{name} changed" for name in now if name in before and before[name] != now[name]]
+    changes += [f"{name} is new" for name in now if name not in before]
+    changes += [f"{name} is gone" for name in before if name not in now]
+    return ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
 
 
 def own_modules(package: str) -> dict[str, Path]:
-    """The user's modules that are loaded now, with their files."""
+    """Return the user's modules that are loaded now, with their files."""
     found = {}
     for name, module in list(sys.modules.items()):
-        path = Path(getattr(module, "__file__", None) or "")  # torch.ops calls itself a file that is not there
+        path = Path(getattr(module, "__file__", None) or "")  # torch.ops names a file that does not exist
         if path.suffix == ".py" and path.is_absolute() and name != "__main__" and _is_own(name, path, package):
             found[name] = path
     return found
@@ -96,7 +91,7 @@ def _is_own(name: str, path: Path, package: str) -> bool:
 
 
 def _models(params: type[BaseModel], fields: Sequence[str] | None) -> Iterator[type[BaseModel]]:
-    """The models of settings: of the params, and of the sections in those fields."""
+    """Yield the models of the params, and of the sections in some of their fields."""
     yield from (base for base in params.__mro__ if issubclass(base, BaseModel) and base is not BaseModel)
     for name, info in params.model_fields.items():
         if fields is None or name in fields:
@@ -123,7 +118,7 @@ class _Reader:
         self._open: list[Any] = []
 
     def form(self, value: Any) -> Any:
-        """A value as plain JSON, the same in every process; code in it is followed, and stands there by its name."""
+        """Return a value as plain JSON, the same in every process; code in it becomes its name, and is followed."""
         if type(value) in _PLAIN:
             return repr(value)
         if any(value is one for one in self._open):
@@ -152,14 +147,14 @@ class _Reader:
         self.follow(module, (top,) if is_known else ())
         held = []
         for cell in getattr(value, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # a name that was not given a value yet
+            with contextlib.suppress(ValueError):  # a name without a value yet
                 held.append(self.form(cell.cell_contents))
         if "<locals>" in name and isinstance(value, types.FunctionType):
             held += map(self.form, [value.__defaults__, value.__kwdefaults__])
         return [f"{module}:{name}", *held] if held else f"{module}:{name}"
 
     def _object(self, value: Any) -> Any:
-        """An object by its class and content, as pickle takes it apart; such as a partial, a method, an array."""
+        """Return an object's class and content, as pickle reads them: of a partial, a method, an array."""
         try:
             reduce = copyreg.dispatch_table.get(type(value))
             parts = reduce(value) if reduce else value.__reduce_ex__(4)
@@ -169,7 +164,7 @@ class _Reader:
                 rule="what a function is bound to (arguments, attributes, outer variables) decides if it runs again.",
                 remedy=f"bind plain values, and make the {type(value).__name__} inside of the function",
             ) from error
-        if isinstance(parts, str):  # it stands at the top of its module
+        if isinstance(parts, str):  # the name of a global
             module = getattr(value, "__module__", None) or type(value).__module__
             self.follow(module, (parts.partition(".")[0],))
             return f"{module}:{parts}"
@@ -177,7 +172,7 @@ class _Reader:
         return ["object", *map(self.form, [*parts[:3], *iterators])]
 
     def follow(self, name: str, chain: tuple[str, ...]) -> None:
-        """Count what a dotted name means at the top of a module; without a name, all of the module."""
+        """Count the definition of a dotted name in a module; without a name, the whole module."""
         found = self._find(name, chain)
         if found is None:
             return
@@ -189,11 +184,11 @@ class _Reader:
             self._whole.add(module.name)
             for one in module.definitions:
                 self._take(module, one)
-            for target, inner in [*module.imports.values(), *((star, ()) for star in module.stars)]:
+            for target, inner in module.imports.values():
                 self.follow(target, inner)
 
     def run(self, name: str) -> None:
-        """Count what importing a module runs: its statements, those of what it imports, and what is registered so."""
+        """Count what an import of a module runs: its statements, its imports, and what decorators register."""
         parts = name.split(".")
         for number in range(1, len(parts) + 1):
             module = self._load(".".join(parts[:number]))
@@ -203,25 +198,28 @@ class _Reader:
             self._take(module, _STATEMENTS)
             for target, inner in module.imports.values():
                 self.run(".".join((target, *inner)))
-            for star in module.stars:
-                self.run(star)
             for one, nodes in module.definitions.items():
-                decorators = [chain for node in nodes for each in _decorators(node) for chain in _chains(each)]
-                if any(self._registers(module.name, chain) for chain in decorators):
+                decorators = [each for node in nodes if isinstance(node, _DEFINITIONS) for each in node.decorator_list]
+                if any(self._registers(module.name, chain) for each in decorators for chain in _chains(each)):
                     self._take(module, one)
 
     def _registers(self, name: str, chain: tuple[str, ...]) -> bool:
-        """Whether a decorator keeps what it decorates: it is a method of the user's object, or stores something."""
+        """Return whether a decorator stores what it decorates: a method of the user's object, or code that stores."""
         module, found = self._find(name, chain) or (None, ())
         if module is None or not found:
             return False
         nodes = module.definitions[found[0]]
         if len(found) > 1 and not isinstance(nodes[0], _DEFINITIONS):
             return True
-        return any(_stores(node) for top in nodes for node in ast.walk(top))
+        return any(
+            (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store))
+            or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _STORING)
+            for top in nodes
+            for node in ast.walk(top)
+        )
 
     def _load(self, name: str) -> _Module | None:
-        """A module of the user's, read; None for any other."""
+        """Read a module of the user's; None for any other."""
         if name not in self.modules:
             path = _file_of(name)
             is_own = path is not None and _is_own(name, path, self._package)
@@ -229,9 +227,9 @@ class _Reader:
         return self.modules[name]
 
     def _find(
-        self, name: str, chain: tuple[str, ...], seen: frozenset[Any] = frozenset()
+        self, name: str, chain: tuple[str, ...], seen: frozenset[_Place] = frozenset()
     ) -> tuple[_Module, tuple[str, ...]] | None:
-        """Where a dotted name is defined: the module, and the name in it with its attributes; empty for a module."""
+        """Return the module that defines a dotted name, and the name in it with its attributes."""
         module = self._load(name)
         if (name, chain) in seen:  # two modules import it from each other
             return None
@@ -243,8 +241,8 @@ class _Reader:
             return self._find(target, (*inner, *chain[1:]), seen)
         if chain and self._load(f"{name}.{chain[0]}") is not None:
             return self._find(f"{name}.{chain[0]}", chain[1:], seen)
-        found = (self._find(star, chain, seen) for star in (module.stars if module else ()))
-        return next(filter(None, found), None)
+        stars = [target for key, (target, _) in module.imports.items() if key.startswith("*")] if module else []
+        return next(filter(None, (self._find(star, chain, seen) for star in stars)), None)
 
     def _take(self, module: _Module, name: str) -> None:
         """Count a definition of a module, and all that it names."""
@@ -252,9 +250,9 @@ class _Reader:
         if not nodes or place in self.found:
             return
         if model := self._models.get((module.name, name)):
-            nodes = [_without_fields(node, model) for node in nodes]
+            nodes = [_without_fields(node, model) if isinstance(node, ast.ClassDef) else node for node in nodes]
         self.found[place] = hashlib.sha256("\n".join(map(ast.dump, nodes)).encode()).hexdigest()
-        inside: dict[str, tuple[str, tuple[str, ...]]] = {}
+        inside: dict[str, _Place] = {}
         for node in (one for top in nodes for one in ast.walk(top) if isinstance(one, _IMPORTS)):
             inside |= _imported(node, module)
         for target, inner in inside.values():
@@ -266,41 +264,29 @@ class _Reader:
 
 @dataclass
 class _Module:
-    """A module's source by its top-level names.
-
-    Attributes:
-        name: Its dotted name.
-        is_package: Whether its file is an ``__init__.py``.
-        definitions: The statements that define each name.
-        imports: Each imported name's module, and the name in that; none for a module itself.
-        stars: The modules of which it imports all names.
-    """
+    """A module's source: the statements that define each name, and the place of each imported name."""
 
     name: str
     is_package: bool
     definitions: dict[str, list[ast.stmt]] = field(default_factory=dict)
-    imports: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
-    stars: list[str] = field(default_factory=list)
+    imports: dict[str, _Place] = field(default_factory=dict)
 
 
 @functools.cache
 def _read(name: str, path: Path, changed: int) -> _Module:
-    """Read a module's source, as it was changed last."""
+    """Read a module's source, as of its last change."""
     module = _Module(name, path.name == "__init__.py")
     for node in _statements(_Undocumented().visit(ast.parse(path.read_bytes(), str(path))).body):
         if isinstance(node, _IMPORTS):
-            found = _imported(node, module)
-            if star := found.pop("*", None):
-                module.stars.append(star[0])
-            module.imports |= found
-            continue
-        for target in _targets(node):
-            module.definitions.setdefault(target, []).append(node)
+            module.imports |= _imported(node, module)
+        else:
+            for target in _targets(node):
+                module.definitions.setdefault(target, []).append(node)
     return module
 
 
-def _imported(node: ast.Import | ast.ImportFrom, module: _Module) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """The names that an import in a module gives, as in ``_Module.imports``."""
+def _imported(node: ast.Import | ast.ImportFrom, module: _Module) -> dict[str, _Place]:
+    """Return the place of each name that an import defines; a module of a star import is named ``*module``."""
     if isinstance(node, ast.Import):
         names = {one.asname or one.name: one.name for one in node.names}  # a dotted name is no name, and is loaded too
         names |= {one.name.partition(".")[0]: one.name.partition(".")[0] for one in node.names if not one.asname}
@@ -308,6 +294,8 @@ def _imported(node: ast.Import | ast.ImportFrom, module: _Module) -> dict[str, t
     parts = module.name.split(".") if node.level else []
     parts = parts[: len(parts) - node.level + module.is_package]
     base = ".".join([*parts, *filter(None, [node.module])])
+    if node.names[0].name == "*":
+        return {f"*{base}": (base, ())}
     return {one.asname or one.name: (base, (one.name,)) for one in node.names}
 
 
@@ -320,10 +308,10 @@ class _Undocumented(ast.NodeTransformer):
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """A module's statements, the imports in others among them."""
+    """Yield a module's statements, and the imports inside of them."""
     for node in body:
         names = {name for chain in _chains(node.test) for name in chain} if isinstance(node, ast.If) else set()
-        if isinstance(node, ast.If) and names & {"TYPE_CHECKING", "__name__"}:  # no part of the module that is imported
+        if isinstance(node, ast.If) and names & {"TYPE_CHECKING", "__name__"}:  # an import does not run its body
             yield from _statements(node.orelse)
         elif not isinstance(node, ast.Pass):
             if not isinstance(node, _DEFINITIONS):
@@ -332,7 +320,7 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _targets(node: ast.stmt) -> list[str]:
-    """The names that a statement defines; `_STATEMENTS` for one that does something else."""
+    """Return the names that a statement defines; `_STATEMENTS` for one that does something else."""
     if isinstance(node, _DEFINITIONS):
         return [node.name]
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
@@ -342,32 +330,19 @@ def _targets(node: ast.stmt) -> list[str]:
     return [_STATEMENTS]
 
 
-def _decorators(node: ast.stmt) -> list[ast.expr]:
-    return node.decorator_list if isinstance(node, _DEFINITIONS) else []
-
-
-def _stores(node: ast.AST) -> bool:
-    """Whether a part of a function puts something into a mapping or list, or into an object that does."""
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Attribute) and node.func.attr in _KEEPERS
-    return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
-
-
-def _without_fields(node: ast.stmt, model: type[BaseModel]) -> ast.stmt:
-    """A model of settings without its fields: their values are in the key."""
-    if not isinstance(node, ast.ClassDef):
-        return node
-    kept = [
+def _without_fields(node: ast.ClassDef, model: type[BaseModel]) -> ast.ClassDef:
+    """Return a model of settings without its fields: the key holds their values."""
+    parts = {name: getattr(node, name) for name in node._fields}
+    parts["body"] = [
         one
         for one in node.body
         if not (isinstance(one, ast.AnnAssign) and getattr(one.target, "id", "") in model.model_fields)
     ]
-    parts = {name: getattr(node, name) for name in node._fields} | {"body": kept}
     return ast.ClassDef(**parts)
 
 
 def _chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
-    """The names that a tree reads, each with the attributes that are taken of it."""
+    """Yield the names that a tree reads, each with its attributes."""
     names, inner = [], node
     while isinstance(inner, ast.Attribute):
         names.append(inner.attr)
@@ -383,22 +358,17 @@ def _chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
 
 @functools.cache
 def _file_of(name: str) -> Path | None:
-    """Where a module's source lies, without importing it."""
-    loaded, spec = sys.modules.get(name), None
-    if loaded is None:
-        spec = _spec_of(name)
-    file = spec.origin if spec else getattr(loaded, "__file__", None)
+    """Return the source file of a module, without importing it."""
+    loaded = sys.modules.get(name)
+    file = getattr(loaded, "__file__", None) if loaded else getattr(_spec_of(name), "origin", None)
     return Path(file) if file and file.endswith(".py") else None
 
 
 @functools.cache
 def _spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
     parent, places = name.rpartition(".")[0], None
-    if parent:
-        above = _spec_of(parent)
-        places = above.submodule_search_locations if above else None
-        if places is None:  # no package
-            return None
+    if parent and (places := getattr(_spec_of(parent), "submodule_search_locations", None)) is None:
+        return None
     try:
         return importlib.machinery.PathFinder.find_spec(name, places)
     except (ImportError, ValueError):

@@ -271,20 +271,16 @@ class Workload(Generic[P]):
     def of(cls, function: Callable[..., Mapping[str, Any] | None]) -> Workload[Any]:
         """Make a workload of one stage from a function of a context and of settings with defaults."""
         names = list(inspect.signature(function, eval_str=True).parameters.values())
-        if not names or names[0].kind not in (names[0].POSITIONAL_ONLY, names[0].POSITIONAL_OR_KEYWORD):
+        settings = names[1:]
+        bad = [one for one in settings if one.kind not in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        if bad or not names or names[0].kind not in (names[0].POSITIONAL_ONLY, names[0].POSITIONAL_OR_KEYWORD):
             raise UsageError(
-                f"{function.__qualname__} takes no context.",
-                rule="a function that is run gets a Context first; its other arguments are the settings.",
-                remedy=f"write: def {function.__name__}(ctx, ...)",
+                f"{function.__qualname__} takes {bad[0] if bad else 'no context'}.",
+                rule="a function that is run takes a Context first; its other arguments are named settings.",
+                remedy=f"write: def {function.__name__}(ctx, learning_rate: float = 1e-3)",
             )
         fields: dict[str, Any] = {}
-        for one in names[1:]:
-            if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
-                raise UsageError(
-                    f"{function.__qualname__} takes {one}.",
-                    rule="each setting of a function that is run has a name of its own.",
-                    remedy=f"write: def {function.__name__}(ctx, learning_rate: float = 1e-3)",
-                )
+        for one in settings:
             kind = Any if one.annotation is one.empty else one.annotation
             fields[one.name] = (kind, ... if one.default is one.empty else one.default)
         params: type[BaseModel] = create_model(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.errors import ConfigError, MemfitError, UsageError, nearest
 from memfit.jobs import JobStatus, name_jobs, read_status
 from memfit.pipeline._describe import StageSpec, list_units
+from memfit.pipeline._manifest import find_manifest, key_of, remove_result
 from memfit.pipeline._results import NOT_MADE, Results, Unit
 from memfit.rundir import RunDir
 from memfit.units import format_duration
@@ -200,14 +201,18 @@ class Graph:
     def goes_on_with(self, job_id: str) -> bool:
         """Return whether a running job of an earlier supervisor makes exactly what a unit asks for now."""
         unit = next((unit for unit in self.all_units if unit.job_id == job_id), None)
-        return unit is not None and self._results.is_being_made(unit)
+        if unit is None or not unit.stage.keyed:
+            return unit is not None
+        path = unit.manifest(self.run)
+        is_asked = unit.state == "kept" or (unit.state == "ready" and not path.exists())
+        return is_asked and unit.stage.name not in self._anew and key_of(path) == unit.key
 
     def overwrites(self) -> bool:
         """Return whether going on may write over a result."""
         if not self.units.keys() >= self.asked:
             return True
         left = [unit for unit in self.all_units if unit.state in ("ready", "waiting", "reused")]
-        return any(map(self._results.is_there, left))
+        return any(find_manifest(unit.manifest(self.run)) is not None for unit in left)
 
     # Units
 
@@ -337,8 +342,9 @@ class Graph:
             self.error = self.error or error
             self._fail(unit, error)
             return
-        if not self._is_plan:
-            self._results.clear(unit)
+        path = unit.manifest(self.run)
+        if not self._is_plan and (path.exists() or name in self._anew):
+            remove_result(path)  # or a training would continue from checkpoints of another key
         self._ready.append(unit)
 
     def _set(self, unit: Unit, state: str, why: str = "") -> None:

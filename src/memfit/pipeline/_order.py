@@ -203,17 +203,10 @@ def order_of_run(run: RunDir) -> Order:
         except ValidationError as error:
             raise damaged(run.path / "run.json", f"has other settings than this memfit: {error}") from error
         return order_of_command(header["template"], header["combinations"], settings, header["origins"])
-    path = run.path / "config.yaml"
-    if not path.exists():
-        raise UsageError(
-            f"{run.path} holds no config.yaml.",
-            rule="a run continues with the settings of its start; this one ended before they were written.",
-            remedy="start it by its config: memfit run <config>",
-        )
     others = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
     header = read_whole(run.path / "run.json") or {}
     choice = Choice(combinations=tuple(header.get("units") or ()))
-    return order_of_config(path, env=others, choice=choice, folders=header.get("folders") or ())
+    return order_of_config(run.path / "config.yaml", env=others, choice=choice, folders=header.get("folders") or ())
 
 
 def _name_of(command: Sequence[str]) -> str:

@@ -25,7 +25,6 @@ from memfit.pipeline._manifest import (
     is_foreseen,
     key_of,
     link_result,
-    remove_result,
     write_result,
 )
 from memfit.rundir import RunDir, read_json
@@ -148,12 +147,6 @@ class Results:
                 return _reason(before, unit)
         return NOT_MADE if not path.exists() else f"{path.name} is damaged, or an output is gone"
 
-    def clear(self, unit: Unit) -> None:
-        """Remove a result that is not valid, or a training would go on from its checkpoints."""
-        path = unit.manifest(self.run)
-        if path.exists() or unit.stage.name in self._anew:
-            remove_result(path)
-
     def seal(self, unit: Unit, status: JobStatus) -> None:
         """Write the manifest of a command: its outputs are the files in its folder."""
         path = unit.manifest(self.run)
@@ -166,18 +159,6 @@ class Results:
         """Return the manifest that a unit's job has just left; None if it left none for this key."""
         found = find_manifest(unit.manifest(self.run))
         return found if found is not None and found["key"] == unit.key else None
-
-    def is_there(self, unit: Unit) -> bool:
-        """Return whether a unit has a result in this run, valid or not."""
-        return find_manifest(unit.manifest(self.run)) is not None
-
-    def is_being_made(self, unit: Unit) -> bool:
-        """Return whether the running job of a unit makes exactly what is asked for now."""
-        if not unit.stage.keyed:
-            return True
-        path = unit.manifest(self.run)
-        is_asked = unit.state == "kept" or (unit.state == "ready" and not path.exists())
-        return is_asked and unit.stage.name not in self._anew and key_of(path) == unit.key
 
     def _elsewhere(self) -> dict[tuple[str, str], Path]:
         """Return the manifests of earlier runs, by stage and key."""

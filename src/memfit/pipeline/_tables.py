@@ -1,4 +1,4 @@
-"""Tables of results: one row for each unit of a stage, readable by pandas, polars and R."""
+"""Write a table of results: one row for each unit of a stage, readable by pandas, polars and R."""
 
 from __future__ import annotations
 
@@ -11,34 +11,27 @@ from pyarrow import feather
 
 
 def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
-    """Write a Feather file for each table: the unit, its state, seconds and peak, then one column for each number.
+    """Write a Feather file for each table: the unit, its state, seconds and peak, and a column for each number.
 
     Args:
         tables: Per table its ``path``, the name of the first column (``variable``) and the ``rows``: ``unit``,
             ``state``, ``seconds`` or None, ``peak_private_bytes``, and ``result`` by name.
     """
     for table in tables:
-        path = Path(table["path"])
-        aside = path.with_suffix(".tmp")
+        path, variable = Path(table["path"]), table["variable"]
         rows = sorted(table["rows"], key=lambda row: (len(row["unit"]) if row["unit"].isdigit() else 0, row["unit"]))
-        feather.write_feather(_table(table["variable"], rows), str(aside), compression="zstd")
-        aside.replace(path)
-
-
-def _table(variable: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    labels = [row["unit"] for row in rows]
-    are_numbers = all(label.isdigit() for label in labels)
-    columns: dict[str, pa.Array] = {
-        variable: pa.array([int(label) for label in labels], pa.int32()) if are_numbers else pa.array(labels),
-        "state": pa.array([row["state"] for row in rows], pa.string()),
-        "seconds": pa.array([row["seconds"] for row in rows], pa.float64()),
-        "peak_private_bytes": pa.array([row["peak_private_bytes"] for row in rows], pa.int64()),
-    }
-    for name in dict.fromkeys(name for row in rows for name, value in row["result"].items() if _is_number(value)):
-        if name not in columns:
+        labels = [row["unit"] for row in rows]
+        are_numbers = all(label.isdigit() for label in labels)
+        columns = {variable: pa.array([int(label) for label in labels], pa.int32()) if are_numbers else labels}
+        for name, kind in (("state", pa.string()), ("seconds", pa.float64()), ("peak_private_bytes", pa.int64())):
+            columns[name] = pa.array([row[name] for row in rows], kind)
+        for name in dict.fromkeys(name for row in rows for name, value in row["result"].items() if _is_number(value)):
             values = [row["result"].get(name) for row in rows]
-            columns[name] = pa.array([value if _is_number(value) else None for value in values], pa.float64())
-    return pa.table(columns)
+            numbers = [value if _is_number(value) else None for value in values]
+            columns.setdefault(name, pa.array(numbers, pa.float64()))
+        aside = path.with_suffix(".tmp")
+        feather.write_feather(pa.table(columns), str(aside), compression="zstd")
+        aside.replace(path)
 
 
 def _is_number(value: Any) -> bool:
