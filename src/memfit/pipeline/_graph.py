@@ -193,11 +193,6 @@ class Graph:
         unit = self._running.get(job_id)
         return len(self.units[unit.stage.name]) if unit else 1
 
-    @property
-    def proven(self) -> frozenset[str]:
-        """The stages with a unit that is done."""
-        return frozenset(unit.stage.name for unit in self.all_units if unit.state in PASSED)
-
     def goes_on_with(self, job_id: str) -> bool:
         """Return whether a running job of an earlier supervisor makes exactly what a unit asks for now."""
         unit = next((unit for unit in self.all_units if unit.job_id == job_id), None)

@@ -224,7 +224,7 @@ def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | N
         if alike and not graph.is_done:
             stage, _, largest = max(alike, key=lambda one: one[2].private_bytes)
             supervisor.plan(largest, "an earlier job", len(graph.units[stage]))
-        statuses = supervisor.schedule(graph, known=known, num_like=graph.num_like, proven=graph.proven)
+        statuses = supervisor.schedule(graph, known)
         graph.close()
         return _settle(order, supervisor, graph, statuses)
 

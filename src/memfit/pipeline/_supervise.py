@@ -23,7 +23,6 @@ from memfit.jobs import (
     ENDED,
     NOW_SIGNAL,
     Backend,
-    JobSource,
     JobStatus,
     LocalAdmission,
     LocalBackend,
@@ -47,6 +46,7 @@ from memfit.memory import (
     why_no_walls,
 )
 from memfit.pipeline._config import CommandSettings
+from memfit.pipeline._graph import PASSED, Graph
 from memfit.planning import plan
 from memfit.rundir import EventWriter, RunDir, write_json
 
@@ -101,39 +101,30 @@ class Supervisor:
         self._budget = read_budget(self.settings, in_use_bytes + left_bytes, last=self._budget)
         return self._budget
 
-    def schedule(
-        self,
-        source: JobSource,
-        *,
-        known: Known = (),
-        num_like: Callable[[str], int] = lambda job_id: 1,
-        proven: frozenset[str] = frozenset(),
-    ) -> dict[str, JobStatus]:
-        """Run the jobs of a source to their ends, and return the last status of each that was started.
+    def schedule(self, graph: Graph, known: Known) -> dict[str, JobStatus]:
+        """Run the jobs of a graph to their ends, and return the last status of each that was started.
 
-        ``known`` are measured footprints with the stage and parameters of their jobs, ``num_like`` counts the jobs of
-        a job's stage, and ``proven`` are the stages with a job that completed.
+        ``known`` are measured footprints with the stage and parameters of their jobs.
         """
-        memory = self.settings.memory
 
         def say(kind: str, **fields: Any) -> None:
             self.events.write(kind, **fields)
-            if kind == "footprint" and (number := num_like(str(fields["job"]))) > 1:
-                measured = Footprint.from_dict(fields["footprint"])
-                asked = admission.running[str(fields["job"])].job.num_devices
-                self.plan(measured, str(fields["job"]), number, admission.in_use(), num_devices=asked)
+            job_id = str(fields.get("job"))
+            if kind == "footprint" and (number := graph.num_like(job_id)) > 1:
+                num_devices = admission.running[job_id].job.num_devices
+                self.plan(Footprint.from_dict(fields["footprint"]), job_id, number, admission.in_use(), num_devices)
 
         policy = Policy(
             max_parallel=most_at_once(self.settings),
             on_failure=self.settings.on_failure,
-            slack=memory.slack,
+            slack=self.settings.memory.slack,
             force=self.force,
             retries=self.settings.retries,
-            proven_stages=proven,
+            proven_stages=frozenset(unit.stage.name for unit in graph.all_units if unit.state in PASSED),
         )
         admission = LocalAdmission(self.read_budget, policy=policy, known=known, claims=self.claims)
-        scheduler = Scheduler(source, self.backend, admission, say=say)
-        if not source.is_done:
+        scheduler = Scheduler(graph, self.backend, admission, say=say)
+        if not graph.is_done:
             (self.run.path / "outcome.json").unlink(missing_ok=True)  # it runs again
         return scheduler.run(
             stop=self.stop,
