@@ -27,7 +27,7 @@ def test_all_run_at_once_when_all_fit(budget):
 
 
 def test_memory_bounds_how_many_run_at_once(budget):
-    # 48 GiB may be lent, each reserves 11.
+    # 48 GiB available, each reserves 11.
     found = plan(Footprint(10 * GIB), 5, budget=budget, slack=0.1)
     assert (found.num_parallel, found.limited_by, found.reservation_bytes) == (4, "memory", round(11 * GIB))
     assert found.capacity_bytes == 48 * GIB
@@ -45,7 +45,7 @@ def test_a_panel_that_all_map_is_not_counted_for_each(budget):
 
 def test_what_does_not_fit_even_alone_is_refused_with_the_arithmetic(budget):
     with pytest.raises(
-        DoesNotFitError, match=r"49\.00 GiB of host memory \(declared\); 48\.00 GiB may be lent"
+        DoesNotFitError, match=r"49\.00 GiB of host memory \(declared\); 48\.00 GiB available"
     ) as caught:
         plan("49GiB", 5, budget=budget)
     assert "2.00 GiB reserve" in caught.value.rule
@@ -84,7 +84,7 @@ def test_what_a_job_takes_of_a_gpu_bounds_how_many_run_at_once(budget):
     assert (found.num_parallel, found.limited_by, found.num_devices) == (4, "memory", 1)
     assert found.device_reservation_bytes == round(3.3 * GIB)
     assert found.device_capacity_bytes == {"GPU-0": 9.75 * GIB, "GPU-1": 6.75 * GIB}
-    assert "3.30 GiB on 1 GPU, 9.75 GiB, 6.75 GiB may be lent" in found.explain()
+    assert "3.30 GiB on 1 GPU, 9.75 GiB, 6.75 GiB available" in found.explain()
 
 
 def test_a_job_of_two_gpus_takes_a_part_of_each(budget):

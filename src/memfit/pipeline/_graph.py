@@ -23,7 +23,7 @@ from memfit.units import format_duration
 if TYPE_CHECKING:
     from memfit.pipeline._order import Order
 
-#: The states of a unit after which the units that wait for it may go on.
+#: The states of a unit after which the units that wait for it may start.
 PASSED = frozenset({"kept", "reused", "completed", "passed"})
 #: The states after which they never will, in words.
 _ENDED_BADLY = {
@@ -212,7 +212,7 @@ class Graph:
     # Units
 
     def advance(self) -> None:
-        """Look at all units until nothing changes: a gate that opens lets an earlier stage go on."""
+        """Look at all units until nothing changes: a gate that opens lets an earlier stage start."""
         self._has_begun = changed = True
         while changed:
             changed = False
@@ -354,7 +354,7 @@ class Graph:
             self._set(unit, state, made["reused_from"] or "")
 
     def _fail(self, unit: Unit, error: BaseException) -> None:
-        """Let one unit fail by an error of its files; the others go on."""
+        """Let one unit fail by an error of its files; the others continue."""
         if not isinstance(error, MemfitError | OSError):
             raise error
         self._set(unit, "failed", error.what if isinstance(error, MemfitError) else str(error))

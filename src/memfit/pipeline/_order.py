@@ -35,14 +35,8 @@ FACTS = {"template": [str], "combinations": [{str: str}], "settings": dict, "ori
 class Order:
     """What to run.
 
-    Attributes:
-        fingerprint: Names what is run and its settings, so that the same command finds its run. It leaves out code
-            and data, and how many jobs run at once.
-        origins: Where each setting comes from.
-        facts: More for ``run.json``.
-        params: The workload's settings.
-        yaml: The resolved config; empty for a command.
-        env: Further variables for each job of a workload.
+    The ``fingerprint`` names what runs and its settings, so that the same command finds its run. It leaves out code and
+    data, and how many jobs run at once. ``facts`` go to ``run.json``, ``yaml`` is the resolved config.
     """
 
     settings: CommandSettings

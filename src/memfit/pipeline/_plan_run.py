@@ -34,15 +34,7 @@ _FIRST_ROWS = (1, 2, 3, 4)
 
 @dataclass(frozen=True)
 class AtOnce:
-    """Some jobs of a stage side by side: their memory and time.
-
-    Attributes:
-        num_jobs: Jobs at once.
-        needed_bytes: What they reserve together.
-        margin_bytes: What is then left of the budget; below 0 when they do not fit.
-        fits: Whether they fit the budget, that of the GPUs too.
-        seconds: How long all jobs of the stage then take; None while no job was timed.
-    """
+    """Jobs at once: the bytes they reserve, those left of the budget, the seconds for all jobs of the stage."""
 
     num_jobs: int
     needed_bytes: int

@@ -92,6 +92,7 @@ def context_of(
                 remedy=f"measure it in a run: memfit run CONFIG --until {stage} --units 1",
             )
         asked = stage_order(order, run, job)
+        job.manifest(run).with_suffix("").mkdir()
         if job.stage.name == stage:
             return make_context(asked), only(load_workload(target).params.model_validate(params), asked["stage"])
         run_stage(asked)

@@ -38,17 +38,9 @@ NOT_MADE = "it was not made yet"
 class Unit:
     """One unit of a stage: one job.
 
-    Attributes:
-        index: Its place among the units of the run, from 0.
-        value: The unit as the stage gets it; None for a stage that runs once.
-        label: Its part of the job's name; None for a stage that runs once.
-        state: ``waiting``, ``ready`` (may run), ``running``, ``kept``, ``reused``, ``completed``, ``stopped``,
-            ``passed``, ``skipped``, ``failed``, ``cancelled``.
-        why: Why it is in that state, or runs.
-        inputs: The units that it reads, by stage. These and the next three are set when all of them have passed.
-        previous: The unit before it, if the stage runs its units in order.
-        key: The digest of ``parts``, of all that its result depends on.
-        made: Its manifest; empty before there is one.
+    Its states are ``waiting``, ``ready`` (may run), ``running``, ``kept``, ``reused``, ``completed``, ``stopped``,
+    ``passed``, ``skipped``, ``failed`` and ``cancelled``. ``inputs``, ``previous``, ``key`` and ``parts`` (all that its
+    result depends on) are set when the units that it waits for have passed; ``made`` is its manifest.
     """
 
     stage: StageSpec

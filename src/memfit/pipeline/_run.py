@@ -250,6 +250,8 @@ def _write_order(order: Order, run: RunDir) -> None:
 def _job(order: Order, run: RunDir, unit: Unit) -> Job:
     settings, stage = order.settings, unit.stage
     own, memory, has_units = order.topology(stage.name), settings.memory, unit.label is not None
+    if stage.keyed:
+        folder = open_folder(unit.manifest(run), unit.key, run.job_dir(unit.job_id) / "outcome.json")
     declared = own.memory or (memory.job if has_units else None)
     device_bytes = own.gpu_memory or (memory.gpu_job if has_units else None)
     facts: dict[str, Any] = {
@@ -278,7 +280,7 @@ def _job(order: Order, run: RunDir, unit: Unit) -> Job:
     if stage.keyed:
         words |= {f"params.{name}": str(value) for name, value in stage.settings.items()}
         label = unit.label if isinstance(unit.value, Mapping) else unit.value
-        words |= {"unit": str(label), "dir": str(_open(run, unit)), "seed": str(order.common["seed"])}
+        words |= {"unit": str(label), "dir": str(folder), "seed": str(order.common["seed"])}
         for name, units in unit.inputs.items():
             words[name] = [str(one.manifest(run).with_suffix("")) for one in units]
     else:
@@ -288,14 +290,9 @@ def _job(order: Order, run: RunDir, unit: Unit) -> Job:
     return Job(unit.job_id, command=fill(stage.command, words, shell=stage.shell), cwd=str(Path.cwd()), **facts)
 
 
-def _open(run: RunDir, unit: Unit) -> Path:
-    return open_folder(unit.manifest(run), unit.key, run.job_dir(unit.job_id) / "outcome.json")
-
-
 def stage_order(order: Order, run: RunDir, unit: Unit) -> dict[str, Any]:
-    """Open a unit's folder, and return what `run_stage` takes."""
+    """Return what `run_stage` takes."""
     assert isinstance(order.settings, RunConfig)
-    _open(run, unit)
     stage, previous = unit.stage, unit.previous
     return {
         "target": order.target,

@@ -144,7 +144,7 @@ class Supervisor:
         self._adopted = {job_id for job_id in running if goes_on_with(job_id)}
         left, level = running - self._adopted, 0
         for job_id in sorted(left):
-            self.events.write("plan", why=f"{job_id} still runs, and this start does not go on with it: it is stopped")
+            self.events.write("plan", why=f"stopping {job_id}: it still runs, and this start does not ask for it")
             self.backend.cancel(job_id)
         while any(self.backend.poll()[job_id].state not in ENDED for job_id in left):
             if self.stop.level > 1 and level < 2:

@@ -56,11 +56,11 @@ class Plan:
         if self.num_devices:
             free = ", ".join(format_bytes(size) for size in self.device_capacity_bytes.values())
             on_devices = (
-                f"; {format_bytes(self.device_reservation_bytes)} on {_gpus(self.num_devices)}, {free} may be lent"
+                f"; {format_bytes(self.device_reservation_bytes)} on {_gpus(self.num_devices)}, {free} available"
             )
         return (
             f"{self.num_parallel} of {self.num_jobs} at once ({reason}): each reserves "
-            f"{format_bytes(self.reservation_bytes)}, {format_bytes(self.capacity_bytes)} may be lent under "
+            f"{format_bytes(self.reservation_bytes)}, {format_bytes(self.capacity_bytes)} available under "
             f"{self.limit}{on_devices}; {self.num_cpus:g} cores"
         )
 
@@ -112,7 +112,7 @@ def plan(
         binding = budget.binding
         raise DoesNotFitError(
             f"one job needs {format_bytes(found.private_bytes)} of host memory ({found.method}); "
-            f"{format_bytes(decided.capacity_bytes)} may be lent.",
+            f"{format_bytes(decided.capacity_bytes)} available.",
             rule=f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}), less "
             f"{format_bytes(budget.reserve_bytes)} reserve.",
             remedy="raise that limit, free memory, or make the job smaller",
