@@ -177,7 +177,7 @@ def order_of_command(
         changed["retries"] = 0, "standard input can be read once"
     if not settings.experiment:
         changed["experiment"] = _name_of(command), "the program's name"
-    if len(combinations) == 1 and not combinations[0] and origins["threads_per_job"] == config.DEFAULT:
+    if len(combinations) == 1 and not combinations[0] and origins.get("threads_per_job") == config.DEFAULT:
         changed["threads_per_job"] = Budget.read().num_cpus, "all cores, for the only job"
     settings = settings.model_copy(update={name: value for name, (value, _) in changed.items()})
     origins = {**origins, **{name: origin for name, (_, origin) in changed.items()}}
