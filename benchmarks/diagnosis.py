@@ -14,7 +14,6 @@ With ``--stream-gb``, a log of that size is written to a scratch folder, diagnos
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import resource
@@ -27,8 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.diagnosis._diagnose import Diagnosis, diagnose, diagnose_streams
-from memfit.diagnosis._text import read_streams
+from memfit.diagnosis import Diagnosis, diagnose
 
 #: What is asked: shares of kinds and phases, of figures, the false alarms, and the memory of a large log in MiB.
 KINDS, PHASES, FIGURES, FALSE_ALARMS, STREAM_MIB = 0.95, 0.90, 1.0, 0, 200
@@ -64,8 +62,10 @@ class Score:
 def score(excerpt: dict[str, Any]) -> Score:
     """The marks of one excerpt."""
     label, text = excerpt["label"], excerpt["text"]
-    source = io.BytesIO(text.encode("utf-8", errors="surrogatepass"))
-    found = diagnose_streams(read_streams(excerpt["id"], source)).to_dict()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "log")
+        path.write_bytes(text.encode("utf-8", errors="surrogatepass"))
+        found = diagnose(path).to_dict()
     right = all(found[name] == label[name] for name in ("oom", "recovered", "kind"))
     ambiguous = excerpt.get("notes", "").startswith("AMBIGUOUS")
     if ambiguous:

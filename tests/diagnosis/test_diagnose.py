@@ -1,16 +1,15 @@
 """A diagnosis from files: folders, packed and mixed logs, its fields, and bytes of any kind."""
 
 import gzip
-import io
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.diagnosis._diagnose import diagnose, diagnose_streams
-from memfit.diagnosis._text import read_streams
+from memfit.diagnosis import diagnose
 from memfit.errors import UsageError
+from reading import look
 
 OOM = (
     "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 3; 31.75 GiB total capacity; 20.20 GiB already"
@@ -25,10 +24,6 @@ CHAIN = f"""2024-03-01 10:00:00 starting
 [rank3]: {OOM}
 [rank0]:[E429 11:06:10 ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(Seq=7)
 """
-
-
-def look(text):
-    return diagnose_streams(read_streams("log", io.BytesIO(text.encode())))
 
 
 def test_the_first_failure_is_the_cause_and_the_timeout_an_hour_later_is_a_consequence(tmp_path):
@@ -208,7 +203,7 @@ _WORDS = st.sampled_from(
 @given(st.binary(max_size=3000))
 def test_bytes_of_any_kind_are_diagnosed_without_an_error(raw):
     for head in (b"", b"\x1f\x8b\x08", b"\xff\xfe", b"[rank0]: "):
-        json.dumps(diagnose_streams(read_streams("x", io.BytesIO(head + raw))).to_dict())
+        json.dumps(look(head + raw).to_dict())
 
 
 @pytest.mark.slow

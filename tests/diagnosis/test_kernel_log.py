@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from memfit.diagnosis._kernel_log import find_kills, owner_of, read_kernel_lines
+from reading import look, proof
 
 MIB = 1 << 20
 GROUP = "/slurm/uid_0/job_2/step_1"
@@ -20,7 +20,7 @@ Tasks state (memory values in pages):
 """
 
 
-def block(limit=GROUP, victim=f"{GROUP}/task_1", constraint="CONSTRAINT_MEMCG", shmem=0):
+def block(limit=GROUP, victim=f"{GROUP}/task_1", constraint="CONSTRAINT_MEMCG", shmem=0, pid=29215):
     """A block of a kernel since 4.19; of the machine's memory when no limit is named."""
     lines = ["kworker/3:1 invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0"]
     lines += ["CPU: 0 UID: 0 PID: 1 Comm: kworker Not tainted", "Call Trace:", " dump_header+0x43/0x1c0"]
@@ -32,11 +32,11 @@ def block(limit=GROUP, victim=f"{GROUP}/task_1", constraint="CONSTRAINT_MEMCG", 
     lines += TABLE.splitlines()
     whose = f"oom_memcg={limit}," if limit else "global_oom,"
     lines += [
-        f"oom-kill:constraint={constraint},nodemask=(null),cpuset=/,mems_allowed=0,{whose}task_memcg={victim},task=python3,pid=29215,uid=0"
+        f"oom-kill:constraint={constraint},nodemask=(null),cpuset=/,mems_allowed=0,{whose}task_memcg={victim},task=python3,pid={pid},uid=0"
     ]
     head = "Memory cgroup out of memory" if limit else "Out of memory"
     lines += [
-        f"{head}: Killed process 29215 (python3) total-vm:177320kB, anon-rss:153848kB, file-rss:5848kB, shmem-rss:0kB, UID:0 pgtables:260kB oom_score_adj:0"
+        f"{head}: Killed process {pid} (python3) total-vm:177320kB, anon-rss:153848kB, file-rss:5848kB, shmem-rss:0kB, UID:0 pgtables:260kB oom_score_adj:0"
     ]
     return lines
 
@@ -91,50 +91,52 @@ FORMS = [
 ]
 
 
-def only(text):
-    kills = find_kills(read_kernel_lines(text, "kern.log"))
-    assert len(kills) == 1
-    return kills[0]
+def told(text):
+    """What a diagnosis says of a job that was killed, by this kernel's log."""
+    return look("Killed\n", kernel_log=text)
+
+
+def scope(found):
+    """Whose memory ran out, by the arithmetic."""
+    return re.search(r"\(per (.*?)\)|one process", found.arithmetic[0])[1]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_block_is_read_in_whatever_form_loggers_give_it(form):
     text = form(block())
-    kill = only(text)
-    values = {**kill.values, "owner": kill.values["owner"]["task"]}
-    assert values == {
-        "who": "the kernel", "pid": 29215, "task": "python3", "scope": "ancestor", "owner": "1",
-        "used_bytes": 300 * MIB, "limit_bytes": 300 * MIB,
-    }  # fmt: skip
-    assert "Killed process 29215" in text.splitlines()[kill.lines[0].number - 1]
+    found = told(text)
+    assert (found.kind, found.where["pid"], scope(found)) == ("host_cgroup", 29215, "group above it")
+    assert found.figures == {"used": 300 * MIB, "limit": 300 * MIB}
+    line = next(line for file, line in proof(found) if file == "kernel")
+    assert "Killed process 29215" in text.splitlines()[line - 1]
 
 
 def test_the_date_of_dmesg_is_the_time_of_a_kill():
-    assert only(as_dated(block())).lines[0].time == "Sat Nov 21 21:21:57 2026"
+    assert "Sat Nov 21 21:21:57 2026" in [one.time for one in told(as_dated(block())).timeline]
 
 
 @pytest.mark.parametrize(
-    ("lines", "scope", "kind"),
+    ("lines", "words", "kind"),
     [
-        (block(limit=GROUP, victim=GROUP), "own_group", "cgroup_kill"),
-        (block(limit="/slurm", victim=GROUP), "ancestor", "cgroup_kill"),
-        (block(limit="", constraint="CONSTRAINT_NONE"), "global", "global_kill"),
-        (block(limit="", constraint="CONSTRAINT_CPUSET"), "cpuset", "global_kill"),
-        (["Memory cgroup out of memory: Killed process 7 (a) total-vm:8kB, anon-rss:4kB"], "group", "cgroup_kill"),
-        (["Out of memory: Killed process 7 (a) total-vm:8kB, anon-rss:4kB"], "global", "global_kill"),
-        (["Killed process 7 (a) total-vm:8kB, anon-rss:4kB"], "unknown", "oom_kill"),
+        (block(limit=GROUP, victim=GROUP), "group", "host_cgroup"),
+        (block(limit="/slurm", victim=GROUP), "group above it", "host_cgroup"),
+        (block(limit="", constraint="CONSTRAINT_NONE"), None, "host_kernel"),
+        (block(limit="", constraint="CONSTRAINT_CPUSET"), None, "host_kernel"),
+        (["Memory cgroup out of memory: Killed process 7 (a) total-vm:8kB, anon-rss:4kB"], None, "host_cgroup"),
+        (["Out of memory: Killed process 7 (a) total-vm:8kB, anon-rss:4kB"], None, "host_kernel"),
+        (["Killed process 7 (a) total-vm:8kB, anon-rss:4kB"], None, "host_kernel"),
     ],
 )
-def test_whose_memory_ran_out_is_told_by_the_constraint_and_else_by_the_words(lines, scope, kind):
-    kill = only(as_dmesg(lines))
-    assert (kill.values["scope"], kill.name) == (scope, kind)
+def test_whose_memory_ran_out_is_told_by_the_constraint_and_else_by_the_words(lines, words, kind):
+    found = told(as_dmesg(lines))
+    assert (found.kind, scope(found)) == (kind, words)
 
 
 def test_a_victim_that_lives_in_a_group_is_still_killed_for_the_machine():
     """task_memcg says where it lived, and nothing of whose limit was met."""
-    kill = only(as_dmesg(block(limit="", constraint="CONSTRAINT_NONE")))
-    assert (kill.values["scope"], kill.values["owner"]["job"]) == ("global", "2")
-    assert "limit_bytes" not in kill.values and kill.values["used_bytes"] == (153848 + 5848) << 10
+    found = look("Killed\nStepId=2.0\n", kernel_log=as_dmesg(block(limit="", constraint="CONSTRAINT_NONE")))
+    assert (found.kind, found.confidence) == ("host_kernel", "proved")
+    assert found.figures == {"used": (153848 + 5848) << 10}
 
 
 def test_two_lines_of_an_old_kernel_are_one_kill_with_its_own_victim():
@@ -153,9 +155,10 @@ def test_two_lines_of_an_old_kernel_are_one_kill_with_its_own_victim():
             "Killed process 28573 (java), UID 0, total-vm:112400kB, anon-rss:45563kB, file-rss:0kB, shmem-rss:0kB",
         ]
     )
-    kill = only(text)
-    assert [kill.values[name] for name in ("pid", "scope", "limit_bytes")] == [28573, "own_group", 1 << 30]
-    assert kill.values["owner"] == {"who": "docker", "container": "ab" * 32}
+    found = told(text)
+    assert (found.where["pid"], scope(found), found.figures["limit"]) == (28573, "group", 1 << 30)
+    inside = look("run.sh: line 2:  17 Killed   java\n", kernel_log=text)  # a container numbers its processes itself
+    assert (inside.kind, inside.confidence) == ("host_cgroup", "likely")
 
 
 def test_a_whole_group_that_goes_shares_its_cause_and_the_next_block_does_not():
@@ -163,42 +166,40 @@ def test_a_whole_group_that_goes_shares_its_cause_and_the_next_block_does_not():
     first += [f"Tasks in {GROUP} are going to be killed due to memory.oom.group set"]
     first += ["Memory cgroup out of memory: Killed process 29214 (pt_data worker) total-vm:8kB, anon-rss:4kB"]
     first.insert(-3, first.pop(-2))  # the kernel announces it before the first victim
-    kills = find_kills(read_kernel_lines(as_dmesg([*first, *block(limit="", constraint="CONSTRAINT_NONE")])))
-    assert [(kill.values["pid"], kill.values["scope"]) for kill in kills] == [
-        (29215, "ancestor"),
-        (29214, "ancestor"),
-        (29215, "global"),
-    ]
+    log = as_dmesg([*first, *block(limit="", constraint="CONSTRAINT_NONE", pid=31)])
+    for pid, kind in ((29215, "host_cgroup"), (29214, "host_cgroup"), (31, "host_kernel")):
+        found = look(f"run.sh: line 2:  {pid} Killed   python\n", kernel_log=log)
+        assert (found.kind, found.where["pid"], found.confidence) == (kind, pid, "proved")
 
 
 @pytest.mark.parametrize(
-    ("group", "owner"),
+    "group",
+    ["/slurm/uid_1000/job_273202/step_batch", "/system.slice/slurmstepd.scope/job_273202/step_0/user/task_3"],
+)
+def test_a_groups_path_tells_whose_job_it_was(group):
+    lines = as_dmesg(block(limit=group, victim=group))
+    assert look("Killed\nStepId=273202.0\n", kernel_log=lines).confidence == "proved"
+    assert look("Killed\nStepId=8.0\n", kernel_log=lines).cause == "killed"
+
+
+@pytest.mark.parametrize(
+    ("group", "cause"),
     [
-        ("/slurm/uid_1000/job_273202/step_batch", {"who": "slurm", "job": "273202", "step": "batch"}),
-        (
-            "/system.slice/slurmstepd.scope/job_7/step_0/user/task_3",
-            {"who": "slurm", "job": "7", "step": "0", "task": "3"},
-        ),
-        ("/system.slice/docker-" + "0a" * 32 + ".scope", {"who": "docker", "container": "0a" * 32}),
-        ("/libpod_parent/libpod-" + "0a" * 32, {"who": "podman", "container": "0a" * 32}),
-        (
-            "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-podeded8c65_6e8e_4c6e_a889_3e427565c740.slice/cri-containerd-"
-            + "0a" * 32
-            + ".scope",
-            {"who": "kubernetes", "pod": "eded8c65_6e8e_4c6e_a889_3e427565c740", "container": "0a" * 32},
-        ),
-        ("/memfit-run_1/job-fold_3", {"who": "memfit", "job": "fold_3"}),
-        ("/system.slice/train.service", {"who": "systemd", "unit": "train.service"}),
-        ("/user.slice", {}),
+        ("/system.slice/docker-" + "0a" * 32 + ".scope", "out_of_memory"),
+        ("/libpod_parent/libpod-" + "0a" * 32, "out_of_memory"),
+        ("/kubepods.slice/kubepods-podeded8c65_6e8e_4c6e_a889_3e427565c740.slice", "out_of_memory"),
+        ("/memfit-run_1/job-fold_3", "killed"),
+        ("/system.slice/train.service", "killed"),
     ],
 )
-def test_a_groups_path_tells_whose_job_it_was(group, owner):
-    assert owner_of(group) == owner
+def test_outside_of_a_container_the_process_must_be_the_one_that_died(group, cause):
+    lines = as_dmesg(block(limit=group, victim=group))
+    assert look("run.sh: line 2:  17 Killed   python\n", kernel_log=lines).cause == cause
 
 
 def test_words_that_only_look_like_a_kill_are_none():
     text = "Killing subprocess 7\nkilled process group\n[ 1.0] oom_reaper: reaped process 7 (a)\nbedroom-killer: 3\nOut of memory handling tests passed"
-    assert find_kills(read_kernel_lines(text)) == []
+    assert told(text).cause == "killed"
 
 
 def test_a_real_kill_is_read_back_from_the_kernels_own_log(memory_group):
@@ -207,14 +208,10 @@ def test_a_real_kill_is_read_back_from_the_kernels_own_log(memory_group):
     hog = f"open({str(inner / 'cgroup.procs')!r}, 'w').write('0'); b = bytearray(200 << 20); b[::4096] = bytes(len(b) // 4096)"
     done = subprocess.Popen([sys.executable, "-S", "-c", hog])
     assert done.wait(30) == -9
-    shown = subprocess.run(["dmesg"], capture_output=True, text=True, check=False)
-    kills = [
-        kill
-        for kill in find_kills(read_kernel_lines(shown.stdout))
-        if kill.values["pid"] == done.pid and f"{inner.name},task=" in kill.text
-    ]
-    if not kills:
+    shown = subprocess.run(["dmesg"], capture_output=True, text=True, check=False).stdout
+    if f"{inner.name},task=" not in shown or f"Killed process {done.pid} " not in shown:
         pytest.skip("the kernel's log is not readable, or numbers processes of another namespace")
-    assert kills[-1].values["scope"] == "ancestor"
-    assert re.search(rf"oom_memcg=\S*{group.name},", kills[-1].text)
-    assert (kills[-1].values["limit_bytes"], kills[-1].values["used_bytes"]) == (64 * MIB, 64 * MIB)
+    found = look(f"run.sh: line 2:  {done.pid} Killed   python\n", kernel_log=shown)
+    assert (found.where["pid"], scope(found)) == (done.pid, "group above it")
+    assert re.search(rf"oom_memcg=\S*{group.name},", " ".join(one.text for one in found.evidence))
+    assert found.figures == {"used": 64 * MIB, "limit": 64 * MIB}

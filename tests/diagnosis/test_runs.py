@@ -4,11 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from memfit.diagnosis._runs import find_run, logs_of, run_signs
+from memfit.diagnosis import diagnose
 from memfit.rundir import RunDir
 
 MIB = 1 << 20
@@ -50,38 +49,35 @@ def died(tmp_path):
     return run
 
 
-def needs_group(end):
-    if end.values["own_kills"][1] is None:
+def needs_group(run, job="cmd_0001"):
+    kills = json.loads((run.job_dir(job) / "outcome.json").read_text())["evidence"]["oom_kills"]
+    if kills["after"]["own"] is None:
         pytest.skip("needs root and a cgroup v1 memory hierarchy: without a group of its own nothing is counted")
 
 
 @pytest.mark.slow
 def test_a_strangers_kill_is_told_from_one_for_memory(died):
     run = died("stranger")
-    end = run_signs(run)[0]
-    needs_group(end)
-    assert (end.name, end.values["stranger"], end.values["phase"]) == ("killed", True, "train")
-    assert end.values["own_kills"] == (0, 0)
-    assert end.file == str(run.job_dir("cmd_0001") / "outcome.json")
+    needs_group(run)
+    found = diagnose(run.path)
+    assert (found.cause, found.confidence, found.phase, found.oom) == ("killed", "proved", "train", False)
+    assert found.evidence[0].file == str(run.job_dir("cmd_0001") / "outcome.json")
 
 
 @pytest.mark.slow
 def test_a_job_that_met_its_wall_was_ended_by_memfit_for_memory(died):
-    end = [one for one in run_signs(died("hog")) if "attempt" in one.values][-1]
-    needs_group(end)
-    assert (end.name, end.values["who"]) == ("cgroup_kill", "memfit")
-    assert 0.9 * end.values["limit_bytes"] < end.values["used_bytes"] <= end.values["limit_bytes"]
+    run = died("hog")
+    needs_group(run)
+    found = diagnose(run.path)
+    assert (found.kind, found.confidence, found.under_memfit) == ("host_cgroup", "proved", True)
+    assert 0.9 * found.figures["limit"] < found.figures["used"] <= found.figures["limit"]
+    assert found.arithmetic[0].startswith("memfit: ")
 
 
 @pytest.mark.slow
 def test_an_attempt_that_a_later_one_made_good_is_recovered(died):
-    run = died("once")
-    first, second = run_signs(run)
-    assert (first.name, first.values["attempt"], first.values["recovered"]) == ("host_refused", 1, True)
-    assert (second.name, second.values["recovered"]) == ("success", False)
-    logs = logs_of(run, "cmd_0001")
-    assert [path.name for path in logs] == ["err.log"]
-    assert find_run(logs[0]).path == run.path
+    found = diagnose(died("once").path)
+    assert (found.kind, found.recovered) == ("host_alloc", True)
 
 
 def recorded(tmp_path, before, after, *, state="out_of_memory", code=-9, place="host", **more):
@@ -92,6 +88,7 @@ def recorded(tmp_path, before, after, *, state="out_of_memory", code=-9, place="
     evidence = {"wall_bytes": 100 * MIB, "place": place, "oom_kills": {"before": before, "after": after}}
     record = {"state": state, "exit_code": code, "phase": "validate", "cause": "words", "attempt": 1, "peak_bytes": MIB}
     (folder / "outcome.json").write_text(json.dumps(record | {"evidence": evidence} | more))
+    (folder / "out.log").write_text("hello\n")
     return run
 
 
@@ -100,35 +97,40 @@ def counters(own=None, above=None, host=None):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "more", "name", "killer"),
+    ("before", "after", "more", "kind", "cause", "killer"),
     [
-        (counters(0), counters(1), {}, "cgroup_kill", "the kernel"),
-        (counters(0), counters(1), {"code": 1}, "cgroup_kill", ""),  # a worker was killed, its parent gave up
-        (counters(above={"/jobs": 3}, host=7), counters(above={"/jobs": 4}, host=8), {}, "cgroup_kill", "the kernel"),
-        (counters(above={"/jobs": 3}, host=7), counters(above={"/jobs": 3}, host=8), {}, "global_kill", "the kernel"),
-        (counters(2), counters(2), {}, "cgroup_kill", "memfit"),
-        (counters(0), counters(0), {"code": 1, "place": "device"}, "device_refused", ""),
-        (counters(0), counters(0), {"code": 1}, "host_refused", ""),
-        (counters(0), counters(0), {"state": "failed"}, "killed", ""),
-        (counters(), counters(), {"state": "failed"}, "killed", ""),
-        (counters(0), counters(0), {"state": "cancelled"}, "cancelled", "memfit"),
-        (counters(0), counters(0), {"state": "preempted", "code": 75}, "preempted", ""),
+        (counters(0), counters(1), {}, "host_cgroup", "out_of_memory", "the kernel"),
+        (counters(0), counters(1), {"code": 1}, "host_cgroup", "out_of_memory", "The limit"),  # a worker was killed
+        (counters(above={"/jobs": 3}, host=7), counters(above={"/jobs": 4}, host=8), {}, "host_cgroup", "out_of_memory",
+         "the kernel"),
+        (counters(above={"/jobs": 3}, host=7), counters(above={"/jobs": 3}, host=8), {}, "host_kernel", "out_of_memory",
+         "the kernel"),
+        (counters(2), counters(2), {}, "host_cgroup", "out_of_memory", "memfit"),
+        (counters(0), counters(0), {"code": 1, "place": "device"}, "gpu", "out_of_memory", ""),
+        (counters(0), counters(0), {"code": 1}, "host_alloc", "out_of_memory", ""),
+        (counters(0), counters(0), {"state": "failed"}, "none", "killed", ""),
+        (counters(), counters(), {"state": "failed"}, "none", "killed", ""),
+        (counters(0), counters(0), {"state": "cancelled"}, "none", "cancelled", "memfit"),
+        (counters(0), counters(0), {"state": "preempted", "code": 75}, "none", "preempted", ""),
     ],
-)
-def test_the_counters_tell_whose_memory_ran_out_and_who_killed(tmp_path, before, after, more, name, killer):
-    end = run_signs(recorded(tmp_path, before, after, **more))[0]
-    assert (end.name, end.values["who"]) == (name, killer)
+)  # fmt: skip
+def test_the_counters_tell_whose_memory_ran_out_and_who_killed(tmp_path, before, after, more, kind, cause, killer):
+    found = diagnose(recorded(tmp_path, before, after, **more).path)
+    assert (found.kind, found.cause, found.phase) == (kind, cause, "validate")
+    assert found.arithmetic[0].startswith(killer) if killer else True
 
 
 def test_a_programs_own_error_is_no_shortage(tmp_path):
     cause = "exit code 1 in phase train: ValueError: wrong shape"
-    [end] = run_signs(recorded(tmp_path, counters(0), counters(0), state="failed", code=1, cause=cause))
-    assert (end.name, end.values["name"]) == ("own_exception", "ValueError")
+    found = diagnose(recorded(tmp_path, counters(0), counters(0), state="failed", code=1, cause=cause).path)
+    assert (found.cause, found.oom) == ("own_exception", False)
+    assert "ValueError: wrong shape" in found.evidence[0].text
 
 
-def test_a_kill_by_an_unknown_hand_is_not_said_to_be_for_memory_nor_not(tmp_path):
-    [sign] = run_signs(recorded(tmp_path, counters(), counters(), state="failed"))
-    assert (sign.name, sign.values["stranger"]) == ("killed", False)
+def test_only_counters_that_stood_still_prove_that_a_kill_was_not_for_memory(tmp_path):
+    known = recorded(tmp_path / "a", counters(0), counters(0), state="failed")
+    unknown = recorded(tmp_path / "b", counters(), counters(), state="failed")
+    assert [diagnose(run.path).confidence for run in (known, unknown)] == ["proved", "not shown"]
 
 
 def test_a_job_without_a_record_of_its_end_gives_no_fact(tmp_path):
@@ -137,7 +139,7 @@ def test_a_job_without_a_record_of_its_end_gives_no_fact(tmp_path):
     (folder / "outcome.json").rename(folder / "status.json")
     status = json.loads((folder / "status.json").read_text()) | {"state": "running", "exit_code": None}
     (folder / "status.json").write_text(json.dumps(status))
-    assert run_signs(run) == []
+    assert diagnose(run.path).cause == "unknown"
 
 
 def test_what_a_training_met_and_survived_is_told_with_its_line(tmp_path):
@@ -145,23 +147,18 @@ def test_what_a_training_met_and_survived_is_told_with_its_line(tmp_path):
     events = [
         {"time": 1.0, "job": "fold_1", "kind": "phase", "phase": "train"},
         {"time": 2.0, "job": "fold_1", "kind": "oom", "memory": "device", "error": "CUDA out of memory"},
-        {"time": 3.0, "job": "fold_1", "kind": "loader_worker_died", "pids": [7], "exit_code": -9},
-        {"time": 4.0, "job": "fold_1", "kind": "loader_worker_died", "pids": [8], "exit_code": 1},
-        {"time": 5.0, "job": "fold_2", "kind": "shm_full", "room": 0},
+        {"time": 3.0, "job": "fold_1", "kind": "loader_worker_died", "pids": [8], "exit_code": 1},
+        {"time": 4.0, "job": "fold_2", "kind": "shm_full", "room": 0},
     ]
     path = run.events_dir / "host-1-1.jsonl"
     path.write_text("".join(f"{json.dumps(event)}\n" for event in events) + '{"time": 6.0, "kind": "oo')
-    found = run_signs(run, "fold_1")
-    assert [(sign.name, sign.number) for sign in found] == [
-        ("success", 1),
-        ("skipped_batches", 2),
-        ("killed", 3),
-    ]
-    assert Path(found[1].file) == path
+    found = diagnose(run.job_dir("fold_1"))
+    assert (found.kind, found.recovered) == ("gpu", True)
+    assert [(one.file, one.line) for one in found.evidence] == [(str(path), 2)]
+    assert diagnose(run.path).kind == "shm"  # the other job's event
 
 
-def test_a_damaged_record_and_a_folder_of_something_else_are_passed_over(tmp_path):
+def test_a_damaged_record_is_passed_over(tmp_path):
     run = recorded(tmp_path, counters(0), counters(0))
     (run.job_dir("fold_1") / "outcome.json").write_text("{torn")
-    assert run_signs(run) == []
-    assert find_run(tmp_path) is None
+    assert diagnose(run.path).cause == "unknown"

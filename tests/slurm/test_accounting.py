@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from memfit.diagnosis._text import Line
-from memfit.diagnosis._witnesses import sacct_signs
 from memfit.slurm import parse_node_limits, parse_request, parse_sacct, parse_shapes
+from reading import look
 
 MIB, GIB = 1 << 20, 1 << 30
 # Job 2 ran two steps of four tasks on two nodes with --mem=300M; the second met that limit on both.
@@ -42,9 +41,10 @@ JobID|State|ExitCode|ReqMem|NNodes
 """
 
 
-def signs_of(rows):
-    lines = [Line("acct", number, "") for number in range(1, 100)]
-    return sacct_signs(rows, lines)
+def cause(accounting):
+    """What a diagnosis by the accounting alone says."""
+    found = look("hello\n", sacct=accounting)
+    return found.kind, found.cause
 
 
 def by_id(rows):
@@ -106,7 +106,10 @@ def test_a_requeued_job_has_attempts_and_its_last_one_speaks():
         ("9", "REQUEUED", 1),
         ("9", "COMPLETED", 2),
     ]
-    assert [(sign.name, sign.values["step"]) for sign in signs_of(rows)] == [("walltime", "10"), ("success", "9")]
+    assert cause("\n".join(line for line in REQUEUED.splitlines() if not line.startswith("10"))) == (
+        "none",
+        "completed",
+    )
 
 
 def test_a_task_of_an_array_keeps_the_number_that_the_daemons_use():
@@ -114,18 +117,27 @@ def test_a_task_of_an_array_keeps_the_number_that_the_daemons_use():
     assert (row.job, row.raw_job) == ("3_2", "8")  # slurmstepd says StepId=8.batch
 
 
-def test_a_step_out_of_memory_is_told_though_its_job_says_failed():
-    facts = {sign.values["step"]: sign.name for sign in signs_of(parse_sacct(PARSABLE))}
-    assert facts["2.1"] == "cgroup_kill"
-    assert facts["2"] == "cgroup_kill"  # by its DerivedExitCode
-    assert "2.0" not in facts
-    assert facts["11"] == "cancelled"
+@pytest.mark.parametrize("job", ["2", "3_2"])
+def test_a_step_out_of_memory_is_told_though_its_job_says_failed(job):
+    header, *rows = PARSABLE.splitlines()
+    own = [row for row in rows if row.startswith((f"{job}|", f"{job}."))]
+    assert cause("\n".join([header, *own])) == ("host_cgroup", "out_of_memory")
+    by_derived_code = [row for row in own if row.startswith(f"{job}|")]
+    assert cause("\n".join([header, *by_derived_code])) == ("host_cgroup", "out_of_memory")
 
 
-def test_a_failed_job_without_the_signal_of_memory_is_none():
-    assert signs_of(parse_sacct("JobID|State|ExitCode|DerivedExitCode\n6|FAILED|3:0|1:0\n6.0|FAILED|1:0|\n")) == []
-    killed = signs_of(parse_sacct("JobID|State|ExitCode\n6.0|FAILED|0:9\n"))
-    assert [sign.name for sign in killed] == ["killed"]
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ("6|FAILED|3:0|1:0\n6.0|FAILED|1:0|", "unknown"),
+        ("6.0|FAILED|0:9|", "killed"),
+        ("11|CANCELLED by 0|0:0|0:0\n11.batch|CANCELLED|0:15|", "cancelled"),
+        ("11.batch|CANCELLED|0:15|", "unknown"),
+        ("10|TIMEOUT|0:0|0:0\n10.batch|CANCELLED|0:15|", "walltime"),
+    ],
+)
+def test_a_job_without_the_signal_of_memory_has_another_cause(rows, expected):
+    assert cause(f"JobID|State|ExitCode|DerivedExitCode\n{rows}\n") == ("none", expected)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +185,7 @@ def test_scontrol_shows_a_jobs_shape():
     shape = parse_shapes(SHOWN.split("\n"))[0]
     assert (shape.state, shape.num_nodes, shape.num_tasks, shape.tasks_per_node) == ("OUT_OF_MEMORY", 2, 4, 2)
     assert (shape.request.bytes, shape.request.scope, shape.limit_seconds) == (300 * MIB, "node", 86400)
-    assert (shape.restarts, dict(shape.files)["StdErr"], shape.partition) == (1, "/home/user/out.err", "lab")
+    assert (shape.job, shape.partition, shape.allocated_bytes) == ("2", "lab", 600 * MIB)
 
 
 def test_limits_of_nodes_and_partitions_are_read_from_all_three_tools():
@@ -190,14 +202,10 @@ PartitionName=gpu
 PARTITION TIMELIMIT NODES MEMORY STATE
 gpu*      2-00:00:00   66 525312+ mixed
 """
-    found = {limit.source: limit for limit in parse_node_limits(text.split("\n"))}
-    assert found["RealMemory"].bytes == 513 * GIB
-    assert (found["MaxMemPerNode"].bytes, found["MaxMemPerNode"].num_nodes, found["MaxMemPerNode"].seconds) == (
-        None,
-        66,
-        172800,
-    )
-    assert (found["sinfo"].bytes, found["sinfo"].name) == (513 * GIB, "gpu")
+    found = [(limit.name, limit.bytes) for limit in parse_node_limits(text.split("\n"))]
+    assert found == [("n1", 513 * GIB), ("gpu", 513 * GIB)]  # an unlimited partition limits nothing
+    least = text.replace("MaxMemPerNode=UNLIMITED", "MaxMemPerNode=1024")
+    assert ("gpu", GIB) in [(limit.name, limit.bytes) for limit in parse_node_limits(least.split("\n"))]
 
 
 def test_nothing_is_read_from_what_is_none():
@@ -214,6 +222,6 @@ def test_torn_text_is_never_a_fault(text):
             torn[chance.randrange(len(torn))] = chance.choice("0123456789|:,.+-[]=\n KMGnc")
         lines = "".join(torn).split("\n")
         rows = parse_sacct("".join(torn))
-        signs_of(rows)
+        look("hello\n", sacct="\n".join(lines))
         assert len(rows) <= len(lines)
         parse_shapes(lines), parse_node_limits(lines)

@@ -13,11 +13,11 @@ from typing import Any
 from memfit.diagnosis._granted import find_files
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._progress import Reading, check_rate, read_counters, read_progress
-from memfit.diagnosis._runs import find_run, logs_of
+from memfit.diagnosis._runs import find_run, logs_of, run_signs
 from memfit.diagnosis._signatures import FOLLOWED, Kind, Sign, Sure, find_signs
 from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.diagnosis._verdict import events, exceptions, is_clone, is_unlinked, rank, settle, survived
-from memfit.diagnosis._witnesses import Heard, hear, hear_run
+from memfit.diagnosis._witnesses import Witnesses, read_witnesses
 from memfit.errors import UsageError
 from memfit.units import GIB
 
@@ -179,24 +179,24 @@ def diagnose(
     """
     named = [paths] if isinstance(paths, Path | str) else list(paths)
     streams = [stream for one in named for stream in streams_of(one)]
-    lines = [line for stream in streams for line in stream.lines]
-    heard = hear(
-        lines,
+    files = [Path(one) for one in named if str(one) != "-"]
+    witnesses = read_witnesses(
+        [line for stream in streams for line in stream.lines],
         sacct=accounting or None if sacct is None else _text(sacct),
         kernel_log=None if kernel_log is None else _text(kernel_log),
         files=(str(sacct or "sacct"), str(kernel_log or "kernel log")),
     )
-    if sacct is None and not accounting and kernel_log is None:  # what the logs themselves say, their readers know
-        heard = replace(heard, signs=())
-    told = [sign for one in named if str(one) != "-" for sign in hear_run(Path(one)).signs]
-    _, checkpoints = find_files([Path(one) for one in named if str(one) != "-"])
-    heard = replace(heard, signs=(*heard.signs, *told))
-    return diagnose_streams(streams, heard, torn=[name for name, size in checkpoints.items() if size == 0])
+    signs = witnesses.signs
+    if sacct is None and not accounting and kernel_log is None:  # the table knows the logs' own lines
+        signs = ()
+    witnesses = replace(witnesses, signs=(*signs, *(sign for one in files for sign in run_signs(one))))
+    _, checkpoints = find_files(files)
+    return _diagnose(streams, witnesses, [name for name, size in checkpoints.items() if size == 0])
 
 
 def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
     """What logs alone say, whatever lies beside them."""
-    return diagnose_streams([stream for path in paths for stream in streams_of(path)])
+    return _diagnose([stream for path in paths for stream in streams_of(path)], Witnesses(), [])
 
 
 def streams_of(path: Path | str) -> list[Stream]:
@@ -236,22 +236,22 @@ def _text(path: Path | str) -> str:
 
 def _read(path: Path) -> list[Stream]:
     try:
-        return read_streams(path)
+        with open(path, "rb") as file:
+            return read_streams(str(path), file)
     except OSError as error:
         raise UsageError(
             f"Cannot read {path}.", rule=str(error), remedy="Give a log, a folder of logs, or - for standard input."
         ) from None
 
 
-def diagnose_streams(streams: Sequence[Stream], heard: Heard | None = None, *, torn: Sequence[str] = ()) -> Diagnosis:
-    """Return the diagnosis of some logs, of what other witnesses say, and of checkpoints that are empty files."""
-    streams, heard = list(streams), heard or Heard()
+def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) -> Diagnosis:
+    """The diagnosis by logs, other witnesses, and the names of checkpoints that are empty files."""
     num_read = len(streams)
     signs = [sign for index, stream in enumerate(streams) for sign in find_signs(stream, index)]
     signs += [sign for index, stream in enumerate(streams) for sign in exceptions(stream, index)]
     signs = events(streams, signs)
-    if heard.signs:
-        stream, placed = heard.placed(num_read)
+    if witnesses.signs:
+        stream, placed = witnesses.as_stream(num_read)
         streams.append(stream)
         signs += placed
     signs = [settle(streams[sign.stream], sign) for sign in signs]
@@ -263,7 +263,7 @@ def diagnose_streams(streams: Sequence[Stream], heard: Heard | None = None, *, t
     if best is None or (id(best) in lived and best.kind == "none"):
         if marks:
             return _mild(streams, marks, signs, readings)
-        return _nothing(streams, signs, readings, heard, torn)
+        return _nothing(streams, signs, readings, witnesses, torn)
     phase = best.values.get("phase") or _phase(streams, best, signs, num_read)
     recovered = id(best) in lived or best.cause == "limit_touched"
     if recovered and phase == "unknown":
@@ -282,7 +282,7 @@ def diagnose_streams(streams: Sequence[Stream], heard: Heard | None = None, *, t
         evidence=_evidence([best, *_beside(best, findings)]),
         where=_where(best, findings, num_read),
         timeline=_timeline(streams, best, signs, readings),
-        arithmetic=(*_arithmetic(best), *(heard.arithmetic if is_host else ()), *_rates(readings)),
+        arithmetic=(*_arithmetic(best), *(witnesses.arithmetic if is_host else ()), *_rates(readings)),
         checks=_checks(streams, best),
         under_memfit=any("own_kills" in one.values for one in findings),
     )
@@ -406,10 +406,9 @@ def _arithmetic(finding: Sign) -> list[str]:
     if {"used", "limit"} <= size.keys():
         over = size["used"] - size["limit"]
         of_kind = "node" if finding.kind == "host_kernel" else "limit"
-        scope = {"own_group": "group", "ancestor": "group above it"}.get(values.get("scope", ""), values.get("scope"))
         found.append(
             f"{values.get('who') or 'The limit'}: {_gib(size['used'])} used of {_gib(size['limit'])}"
-            f" (per {scope or of_kind}){f', {_gib(over)} over' if over > 0 else ''}."
+            f" (per {values.get('scope') or of_kind}){f', {_gib(over)} over' if over > 0 else ''}."
         )
     elif "used" in size:
         found.append(f"The killed process alone held {_gib(size['used'])} (one process, anonymous memory).")
@@ -488,7 +487,7 @@ def _mild(streams: list[Stream], marks: list[Sign], signs: Sequence[Sign], readi
 
 
 def _nothing(
-    streams: list[Stream], signs: Sequence[Sign], readings: _Readings, heard: Heard, torn: Sequence[str]
+    streams: list[Stream], signs: Sequence[Sign], readings: _Readings, witnesses: Witnesses, torn: Sequence[str]
 ) -> Diagnosis:
     """No cause in these lines; the phase is that of the last progress, or of the last line."""
     phase: JobPhase = "unknown"
@@ -508,7 +507,7 @@ def _nothing(
         checks=_checks(streams, None),
     )
     ends = [sign for sign in signs if sign.name == "success"]
-    return _ended(found, streams, ends, heard, torn) if ends else found
+    return _ended(found, streams, ends, witnesses, torn) if ends else found
 
 
 def _rates(readings: _Readings) -> tuple[str, ...]:
@@ -516,7 +515,7 @@ def _rates(readings: _Readings) -> tuple[str, ...]:
 
 
 def _ended(
-    found: Diagnosis, streams: list[Stream], ends: Sequence[Sign], heard: Heard, torn: Sequence[str]
+    found: Diagnosis, streams: list[Stream], ends: Sequence[Sign], witnesses: Witnesses, torn: Sequence[str]
 ) -> Diagnosis:
     """What says that it is done: it must have run its epochs, left whole checkpoints and ended with status 0."""
     doubts: list[str] = []
@@ -525,13 +524,13 @@ def _ended(
         if progress.is_premature:
             doubts.append(f"the log says that it is done after {progress.epochs_done} of {progress.num_epochs} epochs")
             lines += [progress.bar.line if progress.bar else None, progress.claim]
-    if heard.status:
-        doubts.append(f"the log says that it is done, and the accounting has exit status {heard.status}")
-        lines.append(heard.row)
+    if witnesses.status:
+        doubts.append(f"the log says that it is done, and the accounting has exit status {witnesses.status}")
+        lines.append(witnesses.row)
     if torn:
         doubts.append(f"empty checkpoints: {', '.join(torn[:5])}")
     is_proved = any("attempt" in one.values for one in ends) or (
-        heard.status == 0 and any("exit_code" not in one.values for one in ends)
+        witnesses.status == 0 and any("exit_code" not in one.values for one in ends)
     )
     if not doubts:
         check = "The log alone does not prove success: look at the exit status and at the newest checkpoint."

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,11 @@ import yaml
 
 from memfit.checks import Check, Verdict
 from memfit.diagnosis._batch_script import BatchScript, read_script
-from memfit.diagnosis._job import (
-    SETTINGS,
-    Job,
-    job_of_rows,
-    job_of_script,
-    job_of_shape,
-    most_of_node,
-    value_of,
-)
+from memfit.diagnosis._job import SETTINGS, Job, job_of_script, most_of_node, value_of
 from memfit.diagnosis._progress import Progress, read_progress
+from memfit.diagnosis._slurm_account import account_steps
 from memfit.diagnosis._text import Line, Stream, read_streams
-from memfit.slurm import parse_node_limits, parse_sacct, parse_shapes
+from memfit.slurm import Row, parse_node_limits, parse_sacct, parse_shapes
 from memfit.units import format_bytes, format_duration
 
 _KEYS = {key: name for name, keys in SETTINGS.items() for key in keys if key not in ("batch", "workers")}
@@ -45,8 +37,6 @@ _ENVIRONMENT = re.compile(
     r"\b(?P<name>PYTORCH\w*ALLOC_CONF|OMP_NUM_THREADS|NCCL_\w+)['\"]?\s*[:=]\s*['\"]?(?P<value>[^\s'\",;]+)"
 )
 _LOGS = (".log", ".out", ".err", ".txt", ".gz", ".json")
-#: Of a log of more than four times this size, the two ends are read.
-_END_BYTES = 8 << 20
 _MOST_FILES, _MOST_FOLDERS = 200, 2000
 _NOT_SHOWN = "not shown"
 _ACCOUNTING = (
@@ -110,7 +100,8 @@ def read_ran(paths: Iterable[Path], accounting: str = "") -> Ran:
         if path.suffix in (".yaml", ".yml"):
             shown += [(key, value, str(path)) for key, value in _config(path)]
         else:
-            lines += _lines(path)
+            with open(path, "rb") as file:
+                lines += [line for stream in read_streams(str(path), file) for line in stream.lines]
     texts = [line.text for line in lines]
     env: dict[str, Source] = {}
     for line in (line for line in lines if "=" in line.text or ":" in line.text):
@@ -122,9 +113,9 @@ def read_ran(paths: Iterable[Path], accounting: str = "") -> Ran:
         known = printed.setdefault(_KEYS[key], [])
         known += [Source(value, where)] if value not in [one.value for one in known] else []
     other = [*texts, *accounting.split("\n")]
-    job = job_of_rows(parse_sacct(accounting or texts))
-    for shape in parse_shapes(other)[-1:]:
-        job = job_of_shape(shape).with_known(job)
+    shapes: list[Row | None] = [*parse_shapes(other)]
+    steps = account_steps(parse_sacct(accounting or texts), shapes[-1] if shapes else None)
+    job = steps[0].job if steps else Job()
     progress = read_progress(Stream(lines))
     sole: dict[str, Any] = {
         name: value_of(name, printed[name][0].value) if len(printed.get(name, ())) == 1 else None for name in SETTINGS
@@ -172,23 +163,6 @@ def find_files(paths: Iterable[Path]) -> tuple[list[Path], dict[str, int]]:
                 elif one.suffix in _LOGS or (one.suffix in (".yaml", ".yml") and one.stem in ("config", "hparams")):
                     files.append(one)
     return files[:_MOST_FILES], checkpoints
-
-
-def _lines(path: Path) -> list[Line]:
-    """A log's lines; of a very long one those of its beginning, where settings stand, and of its end."""
-    size = path.stat().st_size
-    if size <= 4 * _END_BYTES or path.suffix == ".gz":
-        return [line for stream in read_streams(path) for line in stream.lines]
-    with open(path, "rb") as file:
-        head = file.read(_END_BYTES)
-        skipped, at = head.count(b"\n"), _END_BYTES
-        while at < size - _END_BYTES:
-            piece = file.read(min(1 << 20, size - _END_BYTES - at))
-            skipped, at = skipped + piece.count(b"\n"), at + max(len(piece), 1)
-        tail = file.read(_END_BYTES)
-    found = [line for stream in read_streams(path, BytesIO(head)) for line in stream.lines]
-    ends = (line for stream in read_streams(path, BytesIO(tail)) for line in stream.lines)
-    return found + [replace(line, number=line.number + skipped) for line in ends]
 
 
 def _config(path: Path) -> Iterator[tuple[str, str]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from memfit.diagnosis._batch_script import BatchScript, Setting
-from memfit.slurm import Limit, Row, Shape, parse_request, parse_seconds
+from memfit.slurm import Limit, parse_request, parse_seconds
 from memfit.units import format_bytes
 
 #: What the settings of a training are called, by the last part of their key.
@@ -48,7 +47,7 @@ class Job:
         persistent_workers: Whether they outlive an epoch.
         samples: Samples of an epoch, over all devices.
         epochs, epoch_seconds: How many epochs it was to run, and how long one took with its validation.
-        limit_seconds, ran_seconds: How long it was allowed to run, and ran.
+        limit_seconds: How long it was allowed to run.
         shm_bytes: The size of its /dev/shm.
         partition: Its name.
         env, options: Variables and options that its script sets; options by the last part of their key.
@@ -76,7 +75,6 @@ class Job:
     epochs: int | None = None
     epoch_seconds: float | None = None
     limit_seconds: int | None = None
-    ran_seconds: int | None = None
     shm_bytes: int | None = None
     partition: str = ""
     env: dict[str, str] = field(default_factory=dict)
@@ -197,60 +195,10 @@ def _gpus(given: dict[str, str], tasks_per_node: int) -> int | None:
 _GPU_OPTIONS = ("gpus-per-node", "gpus-per-task", "gpus")
 
 
-def job_of_rows(rows: Sequence[Row]) -> Job:
-    """Return what the accounting says of the last attempt of its first job."""
-    rows = [row for row in rows if row.job == rows[0].job]
-    last = max((row.attempt for row in rows), default=1)
-    rows = [row for row in rows if row.attempt == last]
-    if not rows:
-        return Job()
-
-    def first(name: str) -> Any:
-        return next((value for row in rows if (value := getattr(row, name))), None)
-
-    steps = [row for row in rows if row.step and row.step not in ("batch", "extern")] or rows
-    largest = max(steps, key=lambda row: row.max_rss_bytes or 0)
-    nodes, cpus, tasks = first("num_nodes") or 1, first("num_cpus") or 1, largest.num_tasks
-    request = next((row.request for row in rows if row.request and row.request.bytes), None)
-    size = first("allocated_bytes") // nodes if first("allocated_bytes") else None
-    if request is not None:
-        size = round(request.bytes * {"node": 1.0, "cpu": cpus / nodes, "job": 1 / nodes}[request.scope])
-    return Job(
-        nodes=first("num_nodes"),
-        tasks_per_node=math.ceil(tasks / nodes) if tasks else None,
-        cpus_per_task=(largest.num_cpus or cpus) // tasks or None if tasks and first("num_cpus") else None,
-        request_bytes=size,
-        task_peak_bytes=largest.max_rss_bytes or None,
-        task_mean_bytes=largest.ave_rss_bytes or None,
-        limit_seconds=first("limit_seconds"),
-        ran_seconds=first("seconds"),
-        partition=first("partition") or "",
-    )
-
-
-def job_of_shape(shape: Shape) -> Job:
-    """Return what ``scontrol show job`` says."""
-    nodes, tasks, request = shape.num_nodes or 1, shape.num_tasks, None
-    if shape.request is not None and shape.request.bytes:
-        request = shape.request.bytes * ((shape.num_cpus or 1) // nodes if shape.request.scope == "cpu" else 1)
-    elif shape.allocated_bytes:
-        request = shape.allocated_bytes // nodes
-    return Job(
-        nodes=shape.num_nodes,
-        tasks_per_node=shape.tasks_per_node or (math.ceil(tasks / nodes) if tasks else None),
-        cpus_per_task=shape.num_cpus // tasks or None if tasks and shape.num_cpus else None,
-        request_bytes=request,
-        limit_seconds=shape.limit_seconds,
-        ran_seconds=shape.seconds,
-        partition=shape.partition,
-    )
-
-
 def most_of_node(limits: Sequence[Limit], partition: str = "") -> int | None:
     """Return the memory of a node: of its partition if that is known, else of the largest node."""
-    sizes = [(one.name == partition, one.bytes) for one in limits if one.scope == "node" and one.bytes]
-    own = [size for is_own, size in sizes if is_own]
-    return min(own) if own else max((size for _, size in sizes), default=None)
+    own = [one.bytes for one in limits if one.name == partition]
+    return min(own) if own else max((one.bytes for one in limits), default=None)
 
 
 def value_of(name: str, text: str | None) -> Any:

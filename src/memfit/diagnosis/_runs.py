@@ -62,8 +62,16 @@ def logs_of(run: RunDir, job: str) -> list[Path]:
     return [path for path in names if path.is_file() and path.stat().st_size]
 
 
-def run_signs(run: RunDir, only: str | None = None) -> list[Sign]:
-    """Return how each attempt of each job ended, or of the one job, then what its training survived."""
+def run_signs(path: Path) -> list[Sign]:
+    """Return how each attempt of each job in a run directory ended, then what its training survived.
+
+    A job's folder or log stands for that job alone; another path gives nothing.
+    """
+    run = find_run(path)
+    if run is None:
+        return []
+    inside = path.resolve().relative_to(run.path.resolve()).parts
+    only = inside[1] if len(inside) > 1 and inside[0] == "jobs" else None
     folders = [one for one in sorted((run.path / "jobs").iterdir()) if one.is_dir() and only in (None, one.name)]
     signs = [sign for folder in folders for sign in _ends_of(folder)]
     return signs + [sign for path in sorted(run.events_dir.glob("*.jsonl")) for sign in _events(path, only)]

@@ -1,7 +1,4 @@
-"""The memory of a Slurm job, reckoned by scope: what a task took, times the tasks of a node, against the node's limit.
-
-A MaxRSS below ``--mem`` proves nothing: it is of one task, and the limit holds for all tasks of a node together.
-"""
+"""Add up the memory of a Slurm job by scope: MaxRSS is one task's, the limit is a node's."""
 
 from __future__ import annotations
 
@@ -9,152 +6,150 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
-from memfit.slurm import Row, Shape
+from memfit.diagnosis._job import Job
+from memfit.slurm import Row
 from memfit.units import format_bytes
 
-Verdict = Literal["over_in_steady_state", "over_if_tasks_are_alike", "below", "unknown"]
-_TOTAL = "ReqMem over its nodes"
-#: The share of a limit from which on samples that stay below it still speak for it.
+_TOTAL = "requested over its nodes"
+#: Samples above this share of a limit can explain a kill at it.
 _CLOSE = 0.85
 
 
 @dataclass(frozen=True)
-class NodeAccount:
-    """A step's memory on one node against what the node may use.
+class StepMemory:
+    """A step's memory on its fullest node, against what a node's tasks may use.
 
     Attributes:
-        step: The step whose tasks count, as ``273202.0``.
-        limit_bytes: What all of its processes on one node may use together; None when not told.
-        limit_source: Which setting says so.
-        num_nodes, tasks_per_node: The step's shape; the fullest node counts.
-        average_bytes: AveRSS, of one task; None when not sampled.
-        peak_bytes: MaxRSS, of the largest task; None when not sampled.
+        step: As ``273202.0``.
+        job: Its shape, its limit and the memory of its tasks.
+        limit_source: The setting that the limit comes from.
     """
 
     step: str
-    limit_bytes: int | None
+    job: Job
     limit_source: str
-    num_nodes: int
-    tasks_per_node: int
-    average_bytes: int | None
-    peak_bytes: int | None
+
+    def _sum(self, each: int | None) -> int | None:
+        return each and each * (self.job.tasks_per_node or 1)
 
     @property
-    def steady_bytes(self) -> int | None:
-        """What the tasks of a node take together on average."""
-        return None if self.average_bytes is None else self.average_bytes * self.tasks_per_node
+    def most_bytes(self) -> int | None:
+        """The memory of a node's tasks when each is as large as the largest; None when not sampled."""
+        return self._sum(self.job.task_peak_bytes)
 
     @property
-    def worst_bytes(self) -> int | None:
-        """What they take when each is as large as the largest."""
-        return None if self.peak_bytes is None else self.peak_bytes * self.tasks_per_node
-
-    @property
-    def verdict(self) -> Verdict:
-        """Whether the node was over its limit."""
-        limit, steady, worst = self.limit_bytes, self.steady_bytes, self.worst_bytes
-        if limit is not None and steady is not None and steady > limit:
-            return "over_in_steady_state"
-        if limit is None or worst is None:
-            return "unknown"
-        return "over_if_tasks_are_alike" if worst > limit else "below"
+    def is_over(self) -> bool:
+        """Whether a node was over its limit, on average or when all tasks are as large as the largest."""
+        sums = (self._sum(self.job.task_mean_bytes), self.most_bytes)
+        return any(one > self.job.request_bytes for one in sums if one and self.job.request_bytes)
 
     @property
     def text(self) -> str:
-        """The arithmetic in a sentence."""
-        if self.limit_bytes is None:
-            return f"step {self.step}: the limit of a node is not told, so its tasks' memory cannot be held against it"
-        limit = f"{format_bytes(self.limit_bytes)} of a node ({self.limit_source})"
-        if self.average_bytes is not None and self.verdict == "over_in_steady_state":
-            return f"{self._product(self.average_bytes)} on average, over the {limit}"
-        if self.peak_bytes is None or self.worst_bytes is None:
-            return f"step {self.step}: no sample of its tasks' memory to hold against the {limit}"
-        what = self._product(self.peak_bytes)
-        if self.verdict == "over_if_tasks_are_alike":
-            mean = "" if self.average_bytes is None else "; their mean is below it"
-            return f"{what} when all are as large as the largest, over the {limit}{mean}"
-        if self.worst_bytes >= _CLOSE * self.limit_bytes:
-            return f"{what} at most, close to the {limit}: samples miss what lies between them"
-        return f"{what} at most, below the {limit}: what was sampled does not explain a kill"
+        """The sum in a sentence; empty without a limit or a sample."""
+        limit, most = self.job.request_bytes, self.most_bytes
+        mean = self._sum(self.job.task_mean_bytes)
+        if not limit or not (mean or most):
+            return ""
+        tasks = self.job.tasks_per_node or 1
+        words = f"the {format_bytes(limit)} of a node ({self.limit_source})"
 
-    def _product(self, each: int) -> str:
-        tasks = self.tasks_per_node
-        return f"{tasks} task{'s' if tasks != 1 else ''} x {format_bytes(each)} = {format_bytes(each * tasks)}"
+        def product(total: int) -> str:
+            return f"{tasks} task{'s' if tasks != 1 else ''} x {format_bytes(total // tasks)} = {format_bytes(total)}"
+
+        if mean and mean > limit:
+            return f"{product(mean)} on average, over {words}"
+        if not most:
+            return ""
+        if most > limit:
+            below = "; their mean is below it" if mean else ""
+            return f"{product(most)} when all are as large as the largest, over {words}{below}"
+        if most >= _CLOSE * limit:
+            return f"{product(most)} at most, close to {words}: samples can miss the peak"
+        return f"{product(most)} at most, below {words}: these samples do not explain a kill"
 
 
-def account_nodes(rows: Sequence[Row], *, shape: Shape | None = None) -> list[NodeAccount]:
-    """The account of each step that ran tasks, of the last attempt of one job; the step that was killed comes first."""
-    last = max((row.attempt for row in rows), default=1)
-    rows = [row for row in rows if row.attempt == last]
-    job = next((row for row in rows if not row.step), None)
-    steps = [
-        row for row in rows if row.step and row.step != "extern" and (row.max_rss_bytes is not None or row.num_tasks)
-    ]
-    found = []
-    for step in steps:
-        known = _count_nodes(step, job, shape)
-        nodes = known or 1
-        limit, source = _node_limit(job, step, nodes, shape)
-        tasks = step.num_tasks or (shape.num_tasks if shape else None) or 1
-        each = math.ceil(tasks / nodes)
-        fullest = shape.tasks_per_node if shape else None
-        if fullest and each <= fullest <= tasks:
-            each = fullest
-        elif known is None and tasks > 1 and source != _TOTAL:
-            each = 1
-        if not step.step.isdigit():
-            each = 1
-        # A task that was never sampled shows 0: that is no measurement.
-        total = step.total_rss_bytes // (step.num_tasks or 1) if step.total_rss_bytes else None
-        peak, average = step.max_rss_bytes or None, step.ave_rss_bytes or total
-        found.append(NodeAccount(step.id, limit, source, nodes, each, average, peak))
-    killed = {row.id for row in steps if row.state == "OUT_OF_MEMORY"}
+def account_steps(rows: Sequence[Row], shape: Row | None = None) -> list[StepMemory]:
+    """Return the steps of the first job's last attempt: the killed ones first, then those of ``srun``.
+
+    Args:
+        rows: What ``sacct`` printed.
+        shape: What ``scontrol show job`` printed.
+    """
+    rows = [row for row in rows if row.job == rows[0].job]
+    rows = [row for row in rows if row.attempt == rows[-1].attempt]
+    whole = next((row for row in rows if not row.step), None)
+    ran = [row for row in rows if row.step and row.step != "extern"]
+    steps = [row for row in ran if row.max_rss_bytes is not None or row.num_tasks] or rows[:1] or [shape]
+    found = [_account(step, whole, shape) for step in steps if step is not None]
+    killed = {row.id for row in rows if row.state == "OUT_OF_MEMORY"}
     # A step's kill ends its batch script's step too, whose own memory says nothing.
     return sorted(
         found,
-        key=lambda one: (one.step not in killed, not one.step.rpartition(".")[2].isdigit(), -(one.worst_bytes or 0)),
+        key=lambda one: (one.step not in killed, not one.step.rpartition(".")[2].isdigit(), -(one.most_bytes or 0)),
     )
 
 
-def _count_nodes(step: Row, job: Row | None, shape: Shape | None) -> int | None:
-    told = [step.num_nodes, count_names(step.nodes), shape.num_nodes if shape else None]
-    told += [job.num_nodes, count_names(job.nodes)] if job else []
-    return next((count for count in told if count), None)
+def _account(step: Row, whole: Row | None, shape: Row | None) -> StepMemory:
+    known = [one for one in (step, whole, shape) if one is not None]
+
+    def first(name: str, rows: Sequence[Row] = known) -> Any:
+        return next((value for row in rows if (value := getattr(row, name))), None)
+
+    nodes = first("num_nodes") or next((count for one in known if (count := count_nodes(one.nodes))), None)
+    cpus, tasks = first("num_cpus"), step.num_tasks or (shape.num_tasks if shape else None)
+    limit, source = _limit([one for one in (shape, whole, step) if one is not None], nodes or 1, cpus)
+    each = math.ceil((tasks or 1) / (nodes or 1))
+    fullest = first("tasks_per_node")
+    if fullest and each <= fullest <= (tasks or fullest):
+        each = fullest
+    elif nodes is None and source != _TOTAL:  # one task alone is surely on one node
+        each = 1
+    if step.step and not step.step.isdigit():
+        each = 1
+    # A task that was never sampled shows 0: that is no measurement.
+    mean = step.ave_rss_bytes or (step.total_rss_bytes or 0) // (step.num_tasks or 1)
+    job = Job(
+        nodes=nodes,
+        tasks_per_node=each if tasks or fullest else None,
+        cpus_per_task=cpus // tasks or None if cpus and tasks else None,
+        request_bytes=limit,
+        task_peak_bytes=step.max_rss_bytes or None,
+        task_mean_bytes=mean or None,
+        limit_seconds=first("limit_seconds"),
+        partition=first("partition") or "",
+    )
+    return StepMemory(step.id, job, source)
 
 
-def count_names(nodes: str) -> int | None:
-    """How many nodes a list names; None for none, or one that was cut."""
-    count = 0
-    for name, inside in re.findall(r"([\w.-]+)(?:\[([\d,-]+)\])?(?:,|$)", nodes.strip()):
-        spans = [span.partition("-") for span in inside.split(",")] if inside else []
-        count += sum(int(last or first) - int(first) + 1 for first, _, last in spans) if spans else bool(name)
-    whole = re.fullmatch(r"(?:[\w.-]+(?:\[[\d,-]+\])?(?:,|$))+", nodes.strip())
-    return count if whole else None
-
-
-def _node_limit(job: Row | None, step: Row, nodes: int, shape: Shape | None) -> tuple[int | None, str]:
-    """What one node's processes may use, and which setting says so."""
-    cpus = (step.num_cpus or (job.num_cpus if job else None) or (shape.num_cpus if shape else None) or 0) // nodes
-    for request, source in (
-        (shape and shape.request, "scontrol's MinMemory"),
-        (job and job.request, "ReqMem"),
-        (step.request, "ReqMem"),
-    ):
-        if not request or not request.bytes:
-            continue
+def _limit(known: Sequence[Row], nodes: int, cpus: int | None) -> tuple[int | None, str]:
+    """What a node's tasks may use, and the setting that says so."""
+    requests = [(one, one.request) for one in known if one.request and one.request.bytes]
+    for _, request in requests:
         if request.scope == "node":
-            return request.bytes, source
+            return request.bytes, "requested"
         if request.scope == "cpu" and cpus:
-            return request.bytes * cpus, f"{source} of a CPU x {cpus} CPUs"
-    for total, count, source in (
-        (step.allocated_bytes, nodes, "AllocTRES over its nodes"),
-        (job and job.allocated_bytes, (job and job.num_nodes) or nodes, "AllocTRES over its nodes"),
-        (shape and shape.allocated_bytes, (shape and shape.num_nodes) or nodes, "AllocTRES over its nodes"),
-    ):
-        if total:
-            return total // count, source
-    if job is not None and job.request is not None and job.request.bytes:
-        return job.request.bytes // (job.num_nodes or nodes), _TOTAL  # without n or c: of the whole job since 21.08
+            return request.bytes * (cpus // nodes), f"requested of a CPU x {cpus // nodes} CPUs"
+    for one in reversed(known):
+        if one.allocated_bytes:
+            return one.allocated_bytes // (one.num_nodes or nodes), "AllocTRES over its nodes"
+    for one, request in requests:  # without n or c: of the whole job, since Slurm 21.08
+        if not one.step:
+            return request.bytes // (one.num_nodes or nodes), _TOTAL
     return None, ""
+
+
+def count_nodes(names: str) -> int | None:
+    """Return how many nodes a list names; None for none, or a list that was cut.
+
+    >>> count_nodes("gpu[001-004,7],login1"), count_nodes("n[1-2"), count_nodes("None assigned")
+    (6, None, None)
+    """
+    if not re.fullmatch(r"(?:[\w.-]+(?:\[[\d,-]+\])?(?:,|$))+", names.strip()):
+        return None
+    count = 0
+    for inside in re.findall(r"[\w.-]+(?:\[([\d,-]+)\])?(?:,|$)", names.strip()):
+        spans = [span.partition("-") for span in inside.split(",")] if inside else [("0", "", "")]
+        count += sum(int(last or first) - int(first) + 1 for first, _, last in spans)
+    return count

@@ -1,26 +1,25 @@
-"""Logs as they are found: packed, torn, coloured, wrapped, interleaved and larger than memory.
+"""Read logs as they are found: packed, torn, coloured, wrapped, interleaved, larger than memory.
 
-A log becomes `Line`s with their numbers. What is searched is not the lines but each rank's `Stream`: its lines without
-any white space, because consoles wrap inside of words and numbers.
+A log becomes one `Stream` of `Line`s per rank. Its text is searched without white space, because consoles wrap inside
+words and numbers.
 """
 
 from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import BinaryIO
 
 from memfit.diagnosis._excerpt import excerpt
-from memfit.diagnosis._unpack import unpacked
+from memfit.diagnosis._unpack import read_pieces
 
-#: How much of a log is read whole; of a larger one its ends and what lies around telling words.
+#: A log up to this size is read whole, a larger one by `excerpt`.
 _WHOLE_BYTES = 1 << 18
 _MOST_CHARS = 4000
-
-#: Of a stream longer than this, only what lies so near to a telling word is searched.
+#: Of a longer stream only the lines near a word that may tell a cause are searched.
 _SEARCHED_LINES = 500
 _TELLING = re.compile(
     r"memor|oom|kill|trace|err|excep|abort|sign|fault|cancel|time|space|exceed|preempt|evict|exhaust"
@@ -35,7 +34,7 @@ _RANK = re.compile(
     r"\s*(?:\[rank ?(\d{1,5})\]:? ?|\[default(\d{1,5})\]:|\[?rank[:= ](\d{1,5})\]?[:|] "
     r"|\[\d{1,5},(\d{1,5})\]<std\w{3}>:)"
 )
-#: The mark of ``srun --label``, believed only where most lines have it.
+#: The mark of ``srun --label``, which counts only where most lines have it.
 _LABEL = re.compile(r" *(\d{1,5}): ?")
 _PREFIX = re.compile(
     r"\s*(?:"
@@ -59,12 +58,12 @@ class Line:
     """A line of a log.
 
     Attributes:
-        file: Where it stands; ``-`` for standard input.
-        number: Its number there, from 1. Pieces that a carriage return divides have the same.
+        file: Its log; ``-`` for standard input.
+        number: Its number, from 1. Pieces that a carriage return divides have the same.
         text: The line without colours, carriage returns and the marks that launchers set before it.
         rank: The rank that such a mark names; None without.
-        time: Its time as it is written there; empty without.
-        host: The host that a system log names before it; empty without.
+        time: Its time as written; empty without.
+        host: The host that a system log names; empty without.
     """
 
     file: str
@@ -75,87 +74,88 @@ class Line:
     host: str = ""
 
 
-@dataclass
 class Stream:
-    """The lines of one rank of one file, and their text without white space.
+    """The lines of one rank, and their text without white space.
 
     Attributes:
         lines: In order.
-        telling: The positions of those that are searched: all, or in a long stream those near to telling words.
+        telling: The positions of the lines that are searched.
         squeezed: The text of these without white space, one after another.
     """
 
-    lines: list[Line]
-    telling: list[int] = field(init=False)
-    squeezed: str = field(init=False)
-    _starts: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.telling = self._find_telling()
-        near = set(self.telling)
-        pieces, at = [], 0
-        self._starts = []
-        for place, line in enumerate(self.lines):
-            piece = "".join(line.text.split()) if place in near else ""
-            self._starts.append(at)
-            pieces.append(piece)
-            at += len(piece)
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self.lines = list(lines)
+        near = set(range(len(lines)))
+        if len(lines) > _SEARCHED_LINES:
+            hits = (place for place, line in enumerate(lines) if _TELLING.search(line.text))
+            near &= {at for place in hits for at in range(place - _NEAR_BEFORE, place + _NEAR_AFTER + 1)}
+        self.telling = sorted(near)
+        pieces = ["".join(line.text.split()) if place in near else "" for place, line in enumerate(lines)]
         self.squeezed = "".join(pieces)
-
-    def _find_telling(self) -> list[int]:
-        if len(self.lines) <= _SEARCHED_LINES:
-            return list(range(len(self.lines)))
-        near: set[int] = set()
-        for place, line in enumerate(self.lines):
-            if _TELLING.search(line.text):
-                near.update(range(max(0, place - _NEAR_BEFORE), min(len(self.lines), place + _NEAR_AFTER + 1)))
-        return sorted(near)
+        self._starts = list(accumulate(map(len, pieces[:-1]), initial=0))
 
     def line_at(self, offset: int) -> int:
-        """The position in ``lines`` of the line that a character of the squeezed text stands in."""
+        """Return the position of the line that a character of the squeezed text is in."""
         return max(0, bisect.bisect_right(self._starts, offset) - 1)
 
     def start_of(self, place: int) -> int:
-        """The offset in the squeezed text of a line's first character."""
+        """Return the offset in the squeezed text of a line's first character."""
         return self._starts[place]
 
     def between(self, start: int, end: int) -> tuple[Line, ...]:
-        """The lines that a stretch of the squeezed text stands in."""
+        """Return the lines that a part of the squeezed text is in."""
         first, last = self.line_at(start), self.line_at(max(start, end - 1))
         return tuple(line for line in self.lines[first : last + 1] if line.text.strip())
 
 
-def read_streams(path: Path | str, source: BinaryIO | None = None) -> list[Stream]:
-    """The streams of a log, or of a source of that name: of the lines without a rank, and of each rank."""
-    if source is not None:
-        return split_ranks(_read(source, str(path)))
-    with open(path, "rb") as file:
-        return split_ranks(_read(file, str(path)))
-
-
-def split_ranks(lines: Iterable[Line]) -> list[Stream]:
-    """Lines by the rank that they name, each rank's in order."""
+def read_streams(name: str, source: BinaryIO) -> list[Stream]:
+    """Return the streams of a log: the lines without a rank, and those of each rank."""
     by_rank: dict[int | None, list[Line]] = {}
-    for line in lines:
+    for line in _lines(source, name):
         by_rank.setdefault(line.rank, []).append(line)
-    return [Stream(found) for found in by_rank.values()]
+    return [Stream(lines) for lines in by_rank.values()]
 
 
-def clean(text: str, file: str = "-", number: int = 1, *, labelled: bool = False) -> Iterator[Line]:
-    """The pieces of a raw line; ``labelled``: a number and a colon at its beginning are a rank."""
-    text = _ANSI.sub("", text) if "\x1b" in text else text
-    pieces = [piece for piece in text.split("\r") if piece.strip()] if "\r" in text else [text]
-    for piece in pieces or [""]:
+def _lines(source: BinaryIO, name: str) -> Iterator[Line]:
+    pieces, first = read_pieces(source), b""
+    raw: Iterable[tuple[int, bytes]] = ()
+    for piece in pieces:
+        first += piece
+        if len(first) > _WHOLE_BYTES:
+            raw = excerpt(chain([first], pieces))
+            break
+    beginning = [line.decode("utf-8", errors="replace").rstrip("\r") for line in first.split(b"\n")]
+    lengths = [len(line) for line in beginning]
+    # The width at which a console wrapped: the longest line's, if several lines have it.
+    width = max(lengths) if 40 <= max(lengths) <= 400 and lengths.count(max(lengths)) > 1 else 0
+    filled = [line for line in beginning[:400] if line.strip()]
+    is_labelled = 2 * sum(bool(_LABEL.match(line)) for line in filled) >= max(2, len(filled))
+    rank, is_wrapped = None, False
+    for number, line in raw or enumerate(first.split(b"\n"), 1):
+        text = line.decode("utf-8", errors="replace")
+        for piece_of in _pieces(text):
+            one = _line(piece_of, name, number, is_labelled)
+            if one.rank is None and is_wrapped:
+                one = replace(one, rank=rank)
+            rank = one.rank
+            yield one
+        is_wrapped = rank is not None and len(text.rstrip("\r")) == width
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The parts of a raw line that carriage returns divide, without colours."""
+    text = _ANSI.sub("", text)
+    for piece in [piece for piece in text.split("\r") if piece.strip()] or [""]:
         if len(piece) > 2 * _MOST_CHARS:
             piece = piece[:_MOST_CHARS] + piece[-_MOST_CHARS:]
-        yield _line(_CONTROL.sub("", piece.rstrip("\n")), file, number, labelled)
+        yield _CONTROL.sub("", piece)
 
 
-def _line(piece: str, file: str, number: int, labelled: bool) -> Line:
+def _line(piece: str, file: str, number: int, is_labelled: bool) -> Line:
     stamp = _TIME.search(piece[:100])
     rank: int | None = None
     host = ""
-    if labelled and (label := _LABEL.match(piece)):
+    if is_labelled and (label := _LABEL.match(piece)):
         rank, piece = int(label[1]), piece[label.end() :]
     for _ in range(4):
         marked = _RANK.match(piece) if rank is None else None
@@ -172,34 +172,3 @@ def _line(piece: str, file: str, number: int, labelled: bool) -> Line:
         boxed = _BOX.match(piece)
         piece = boxed[1] if boxed else piece
     return Line(file, number, piece, rank, stamp.group(0) if stamp else "", host)
-
-
-def _read(source: BinaryIO, name: str) -> Iterator[Line]:
-    plain = unpacked(source)
-    first = plain.read(_WHOLE_BYTES)
-    more = plain.read(1)
-    raw: Iterable[tuple[int, bytes]]
-    raw = excerpt(first + more, plain) if more else enumerate(first.split(b"\n"), 1)
-    labelled, width = _is_labelled(first[:200_000]), _width(first)
-    rank, wrapped = None, False
-    for number, line in raw:
-        text = line.decode("utf-8", errors="replace")
-        for one in clean(text, name, number, labelled=labelled):
-            if one.rank is None and wrapped:
-                one = replace(one, rank=rank)
-            rank = one.rank
-            yield one
-        wrapped = rank is not None and len(text.rstrip("\r")) == width
-
-
-def _width(beginning: bytes) -> int:
-    """The width that a console wrapped its lines at: the longest one's, when it is that of several; else 0."""
-    lengths = [len(line.decode("utf-8", errors="replace").rstrip("\r")) for line in beginning.split(b"\n")]
-    longest = max(lengths)
-    return longest if 40 <= longest <= 400 and lengths.count(longest) > 1 else 0
-
-
-def _is_labelled(beginning: bytes) -> bool:
-    """Whether at least half of the lines begin with a number and a colon, as ``srun --label`` writes them."""
-    lines = [line for line in beginning.decode("utf-8", errors="replace").split("\n")[:400] if line.strip()]
-    return 2 * sum(bool(_LABEL.match(line)) for line in lines) >= max(2, len(lines))

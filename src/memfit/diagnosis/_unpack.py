@@ -1,68 +1,44 @@
-"""Read a log as UTF-8 bytes: packed with gzip or not, torn or not, UTF-16 too."""
+"""Read a log in pieces of UTF-8, whether it is packed with gzip, torn, or in UTF-16."""
 
 from __future__ import annotations
 
 import codecs
-import gzip
-import io
 import zlib
-from collections.abc import Callable
-from typing import BinaryIO, Protocol
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import chain
+from typing import BinaryIO
+
+_PIECE_BYTES = 4 << 20
 
 
-class Source(Protocol):
-    """Something to read bytes from."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return the next bytes, about as many as asked for; none at the end."""
-        ...
-
-
-def unpacked(source: BinaryIO) -> Source:
-    """Return a source of UTF-8; a torn archive ends where it is torn."""
-    plain = io.BufferedReader(_Raw(source.read))
-    if plain.peek(2)[:2] == b"\x1f\x8b":
-        archive = gzip.GzipFile(fileobj=plain)
-
-        def read(size: int) -> bytes:
-            try:
-                return archive.read1(size)
-            except (EOFError, gzip.BadGzipFile, zlib.error):
-                return b""
-
-        plain = io.BufferedReader(_Raw(read))
-    head = plain.peek(512)[:512]
-    encoding = _encoding(head)
-    if encoding != "utf-8":
-        return _Recoded(io.TextIOWrapper(plain, encoding, errors="replace", newline="\n"))
-    if head.startswith(codecs.BOM_UTF8):
-        plain.read(len(codecs.BOM_UTF8))
-    return plain
+def read_pieces(source: BinaryIO) -> Iterator[bytes]:
+    """Yield the log as UTF-8; a torn archive ends where it is torn."""
+    pieces = iter(lambda: source.read(_PIECE_BYTES), b"")
+    first = next(pieces, b"")
+    if first.startswith(b"\x1f\x8b"):
+        pieces = _unzip(chain([first], pieces))
+        first = next(pieces, b"")
+    encoding = _encoding(first)
+    if encoding == "utf-8":
+        yield first.removeprefix(codecs.BOM_UTF8)
+        yield from pieces
+        return
+    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+    for piece in chain([first], pieces):
+        yield decoder.decode(piece).replace("\ufeff", "").encode(errors="replace")
 
 
-class _Raw(io.RawIOBase):
-    """A reader for `io.BufferedReader` that leaves its source open."""
-
-    def __init__(self, read: Callable[[int], bytes]) -> None:
-        self._read = read
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        piece = self._read(len(buffer))
-        buffer[: len(piece)] = piece
-        return len(piece)
-
-
-class _Recoded:
-    """UTF-16 as UTF-8."""
-
-    def __init__(self, text: io.TextIOWrapper) -> None:
-        self._text = text
-
-    def read(self, size: int, /) -> bytes:
-        return self._text.read(size).replace("\ufeff", "").encode(errors="replace")
+def _unzip(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    archive = zlib.decompressobj(wbits=31)
+    with suppress(zlib.error):
+        for piece in pieces:
+            while piece:
+                if archive.eof:  # another archive follows
+                    archive = zlib.decompressobj(wbits=31)
+                yield archive.decompress(piece, _PIECE_BYTES)
+                piece = archive.unconsumed_tail or archive.unused_data
+        yield archive.flush()
 
 
 def _encoding(head: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from memfit.diagnosis._phase import is_source
 from memfit.diagnosis._progress import Reading, went_on
@@ -166,8 +167,10 @@ def survived(streams: Sequence[Stream], signs: Sequence[Sign], readings: Sequenc
             one.meaning.tier <= OWN and one.name not in _AFTERMATH for one in later
         ):
             found.discard(id(sign))
-    # Of its own jobs' attempts memfit knows which a later one made good, however they ended.
-    return frozenset(found | {id(one) for one in signs if one.values.get("recovered")})
+    # memfit's record says which attempts a later one made good; the job's log has them all.
+    made_good = {Path(one.file).parent for one in signs if one.values.get("recovered")}
+    recorded = (one for one in signs if Path(one.file).parent in made_good and one.values.get("recovered", True))
+    return frozenset(found | {id(one) for one in recorded})
 
 
 def _went_on(stream: Stream, readings: Sequence[Reading], sign: Sign, near: Sequence[Sign]) -> bool:
@@ -199,8 +202,6 @@ def is_clone(stream: Stream, sign: Sign) -> bool:
 #: Causes of which the words of doubtful rows are a consequence.
 _POISON = frozenset({"assertion", "illegal_access", "process_limit", "open_files", "device_lost"})
 _PINS = re.compile(r"pin_memory|memory_pool_host|PinMemory|cudaHostAlloc|pinned")
-#: Groups of containers whose processes have other numbers outside.
-_CONTAINER = re.compile(r"_memcg=/\S*(?:lxc|machine\.slice|crio|garden|containerd)")
 #: A kernel's block names its scope so many lines before or after the line on its victim, task table between.
 _BLOCK_LINES = 800
 
@@ -278,8 +279,7 @@ def _is_of_another(sign: Sign, signs: Sequence[Sign]) -> bool:
         if one.name == "killed"
         for number in re.findall(r"\d+", f"{one.values.get('pid', '')} {one.values.get('pids', '')}")
     }
-    is_outside = sign.values.get("owner", {}).get("who") in (None, "slurm", "memfit", "systemd")
-    return bool(victims) and is_outside and not _CONTAINER.search(sign.text) and sign.values.get("pid") not in victims
+    return bool(victims) and "in_container" not in sign.values and sign.values.get("pid") not in victims
 
 
 def settle(stream: Stream, sign: Sign) -> Sign:

@@ -1,7 +1,6 @@
-"""What ``sacct`` prints of a job, parsed purely.
+"""Parse what ``sacct`` prints of a job.
 
-Whose number it is matters more here than the number: MaxRSS and AveRSS are of one task, a request is of a node, of a
-CPU or of the whole job, a state is of a step. Each record says so.
+MaxRSS and AveRSS are one task's. A request is a node's, a CPU's or the whole job's. A state is a step's.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _PAIR = re.compile(r"\d+:\d+")
 
 @dataclass(frozen=True)
 class Request:
-    """Memory that was asked for.
+    """Memory that was requested.
 
     Attributes:
         bytes: How much; 0 is all that a node has.
@@ -46,28 +45,25 @@ class Request:
 
 @dataclass(frozen=True)
 class Row:
-    """A job or one of its steps, as the accounting has it.
+    """A job or one of its steps, as ``sacct`` or ``scontrol show job`` prints it; None where it does not say.
 
     Attributes:
-        job: The job's number, of an array's task as in ``12_3``.
+        job: The job's number; of an array's task as in ``12_3``.
         step: ``batch``, ``extern``, ``interactive`` or a number; empty for the job itself.
-        raw_job: The number that Slurm's daemons use of an array's task in ``StepId=``.
-        state: In full, however it was cut; empty when it is not told.
+        raw_job: The number in ``StepId=``; another one for an array's task.
+        state: In full; empty if it does not say.
         exit_code, signal: Of its ``ExitCode``; signal 125 stands for memory.
-        derived_exit_code, derived_signal: The worst of a job's steps.
-        request: The memory asked for.
+        derived_signal: The worst of a job's steps.
+        request: The memory that was requested.
         allocated_bytes: The memory that it got, over all of its nodes.
         max_rss_bytes: The largest sample of one task. A task that died between two samples may show nothing.
         ave_rss_bytes: The mean over the tasks; one that was not sampled counts as nothing in it.
         total_rss_bytes: The sum over the tasks.
-        num_tasks, num_nodes, num_cpus: How many it had; None when not told.
-        seconds, limit_seconds: It ran, and was allowed to run.
-        start, end: As written.
-        nodes: Their names, as written.
-        max_rss_node: Where the largest task ran.
-        name, partition: As written.
+        num_tasks, num_nodes, num_cpus, tasks_per_node: How many it had.
+        seconds, limit_seconds: How long it ran, and was allowed to run.
+        nodes, partition: As written.
         attempt: From 1; a requeued job has several.
-        number, text: The line that it stands in, from 1.
+        number: Its line, from 1.
     """
 
     job: str
@@ -76,7 +72,6 @@ class Row:
     state: str = ""
     exit_code: int | None = None
     signal: int | None = None
-    derived_exit_code: int | None = None
     derived_signal: int | None = None
     request: Request | None = None
     allocated_bytes: int | None = None
@@ -86,70 +81,53 @@ class Row:
     num_tasks: int | None = None
     num_nodes: int | None = None
     num_cpus: int | None = None
+    tasks_per_node: int | None = None
     seconds: int | None = None
     limit_seconds: int | None = None
-    start: str = ""
-    end: str = ""
     nodes: str = ""
-    max_rss_node: str = ""
-    name: str = ""
     partition: str = ""
     attempt: int = 1
     number: int = 0
-    text: str = ""
 
     @property
     def id(self) -> str:
-        """As sacct writes it."""
+        """Its number as sacct writes it."""
         return f"{self.job}.{self.step}" if self.step else self.job
 
 
 def parse_sacct(text: str | Sequence[str]) -> list[Row]:
-    """The rows of what ``sacct`` printed, alone or amid other lines; in order, requeued attempts numbered.
+    """Return the rows of what ``sacct`` printed, alone or amid other lines, in order.
 
-    It reads ``-P``, ``-p`` and other delimiters, and wide tables with cut columns, both without a header as far as that
-    goes.
+    It reads ``-P``, ``-p`` and other delimiters, and wide tables with cut columns, also without a header.
 
-    >>> parse_sacct("JobID|State|MaxRSS\\n7.0|OUT_OF_MEMORY|258908K\\n")[0].max_rss_bytes == 258908 * 1024
-    True
-    >>> wide = "JobID             State ReqMem\\n------------ ---------- ------\\n7            OUT_OF_ME+ 4000Mn\\n"
-    >>> parse_sacct(wide)[0].state, parse_sacct(wide)[0].request.scope
-    ('OUT_OF_MEMORY', 'node')
+    Args:
+        text: The text, or its lines.
+
+    Example:
+        >>> parse_sacct("JobID|State|MaxRSS\\n7.0|OUT_OF_MEMORY|258908K\\n")[0].max_rss_bytes == 258908 * 1024
+        True
+        >>> wide = "JobID             State ReqMem\\n------------ ---------- ------\\n7            OUT_OF_ME+ 4000Mn\\n"
+        >>> parse_sacct(wide)[0].state, parse_sacct(wide)[0].request.scope
+        ('OUT_OF_MEMORY', 'node')
     """
-    lines = text.split("\n") if isinstance(text, str) else text
-    return _numbered(_from_lines([line.rstrip("\r") for line in lines]))
-
-
-def _numbered(rows: Sequence[Row]) -> list[Row]:
-    """Rows with their attempt: a job's own row that comes again begins the next."""
-    attempts: dict[str, int] = {}
-    found = []
-    for row in rows:
-        if not row.step:
-            attempts[row.job] = attempts.get(row.job, 0) + 1
-        found.append(replace(row, attempt=attempts.get(row.job, 1)))
-    return found
-
-
-# Tables.
-
-
-def _from_lines(lines: Sequence[str]) -> list[Row]:
+    lines = [line.rstrip("\r") for line in (text.split("\n") if isinstance(text, str) else text)]
     rows: list[Row] = []
+    attempts: dict[str, int] = {}
     names: list[str] = []
     delimiter = ""
     spans: list[tuple[int, int]] = []
-    for place, line in enumerate(lines):
-        header = _header(line)
-        if header:
+    for number, line in enumerate(lines, 1):
+        if header := _header(line):
             delimiter, names = header
-            below = lines[place + 1] if place + 1 < len(lines) else ""
+            below = lines[number] if number < len(lines) else ""
             spans = [found.span() for found in re.finditer(r"-+", below)] if set(below.strip()) == {"-", " "} else []
             continue
         cells = _cells(line, delimiter, names, spans) if names else {}
         row = (_row(cells) if cells else None) or _bare_row(line)
         if row is not None:
-            rows.append(replace(row, number=place + 1, text=line))
+            if not row.step:  # a job's own row that comes again begins the next attempt
+                attempts[row.job] = attempts.get(row.job, 0) + 1
+            rows.append(replace(row, attempt=attempts.get(row.job, 1), number=number))
     return rows
 
 
@@ -179,16 +157,11 @@ def _cells(text: str, delimiter: str, names: list[str], spans: list[tuple[int, i
     if len(spans) != len(names):
         return {}
     # A column is as wide as its dashes; a cell that a column's end would cut is not from this table.
-    shift = next((at for at in (0, -1, 1) if _fits(text, spans, at)), None)
-    if shift is None:
-        return {}
-    return {
-        name: text[max(0, start + shift) : end + shift].strip() for name, (start, end) in zip(names, spans, strict=True)
-    }
-
-
-def _fits(text: str, spans: list[tuple[int, int]], shift: int) -> bool:
-    return all(text[end + shift : end + shift + 1] in ("", " ") for _, end in spans)
+    for shift in (0, -1, 1):
+        if all(text[end + shift : end + shift + 1] in ("", " ") for _, end in spans):
+            cells = [text[max(0, start + shift) : end + shift].strip() for start, end in spans]
+            return dict(zip(names, cells, strict=True))
+    return {}
 
 
 def _row(cells: Mapping[str, str]) -> Row | None:
@@ -198,7 +171,6 @@ def _row(cells: Mapping[str, str]) -> Row | None:
         return None
     job, _, step = shown.partition(".")
     exit_code, signal = _pair(cells.get("exitcode", ""))
-    derived, derived_signal = _pair(cells.get("derivedexitcode", ""))
     tres = parse_tres(cells.get("alloctres") or cells.get("reqtres") or "")
     return Row(
         job,
@@ -207,8 +179,7 @@ def _row(cells: Mapping[str, str]) -> Row | None:
         state=full_state(cells.get("state", "")),
         exit_code=exit_code,
         signal=signal,
-        derived_exit_code=derived,
-        derived_signal=derived_signal,
+        derived_signal=_pair(cells.get("derivedexitcode", ""))[1],
         request=parse_request(cells.get("reqmem", "")),
         allocated_bytes=tres.get("mem"),
         max_rss_bytes=_or(parse_size(cells.get("maxrss", "")), parse_tres(cells.get("tresusageinmax", "")).get("mem")),
@@ -219,11 +190,7 @@ def _row(cells: Mapping[str, str]) -> Row | None:
         num_cpus=_or(_number(cells.get("alloccpus") or cells.get("ncpus") or ""), tres.get("cpu")),
         seconds=parse_seconds(cells.get("elapsed", "")),
         limit_seconds=parse_seconds(cells.get("timelimit", "")),
-        start=cells.get("start", ""),
-        end=cells.get("end", ""),
         nodes=cells.get("nodelist", ""),
-        max_rss_node=cells.get("maxrssnode", ""),
-        name=cells.get("jobname", ""),
         partition=cells.get("partition", ""),
     )
 
