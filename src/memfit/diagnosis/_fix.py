@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,14 +49,13 @@ class Edit:
     reason: str
 
 
-@dataclass
 class Draft:
     """Lines being edited, each with the reasons of its edits."""
 
-    lines: list[str]
-    edits: list[Edit] = field(default_factory=list)
-    _pieces: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
-    _behind: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
+    def __init__(self, lines: list[str]) -> None:
+        self.lines = lines
+        self.edits: list[Edit] = []
+        self._pieces: dict[int, list[tuple[int, int, str]]] = {}
 
     def replace(self, at: int, start: int, end: int, text: str, reason: str) -> None:
         """Replace a part of a line; the columns are those of the old line."""
@@ -70,8 +69,7 @@ class Draft:
 
     def insert(self, after: int, text: str, reason: str) -> None:
         """Add a line after another; -1 for the top."""
-        self._behind.setdefault(after, []).append((text, reason))
-        self.edits.append(Edit(after + 1, "", text.strip(), reason))
+        self.edits.append(Edit(after + 1, "", text, reason))
 
     def _line(self, at: int) -> str:
         text = self.lines[at]
@@ -86,16 +84,17 @@ class Draft:
             note: Makes the note from a reason and the line that it is for.
             first_of: The index of the line above which the notes of a line go.
         """
-        above: dict[int, list[str]] = {}
+        above: dict[int, dict[str, None]] = {}
+        behind: dict[int, list[str]] = {}
         for edit in self.edits:
             if edit.old:
-                said = note(edit.reason, self.lines[edit.line - 1])
-                notes = above.setdefault(first_of(edit.line - 1), [])
-                notes += [said] if said not in notes else []
-        found: list[str] = []
-        for at in range(-1, len(self.lines)):
-            found += [*above.get(at, []), self._line(at)] if at >= 0 else []
-            found += [line for text, reason in self._behind.get(at, []) for line in (note(reason, text), text)]
+                notes = above.setdefault(first_of(edit.line - 1), {})
+                notes[note(edit.reason, self.lines[edit.line - 1])] = None
+            else:
+                behind.setdefault(edit.line, []).extend((note(edit.reason, edit.new), edit.new))
+        found = behind.get(0, [])
+        for at in range(len(self.lines)):
+            found += [*above.get(at, ()), self._line(at), *behind.get(at + 1, ())]
         return "\n".join(found) + "\n"
 
 
@@ -174,11 +173,10 @@ def make_fix(
         return fix_compose(path, diagnosis, job or Job())
     script = read_script(path)
     if not script.given and script.first_command is None:
-        raise refuse(
-            path,
-            "has neither an #SBATCH line nor a command that starts a training.",
-            "--fix corrects Slurm batch scripts, and Compose files that end in .yaml or .yml.",
-            "name the script that was given to sbatch",
+        raise UsageError(
+            f"{path}: has neither an #SBATCH line nor a command that starts a training.",
+            rule="--fix corrects Slurm batch scripts, and Compose files that end in .yaml or .yml.",
+            remedy="name the script that was given to sbatch",
         )
     fixer = _Fixer(script, Draft(list(script.lines)), diagnosis, job or Job())
     notes = [*fixer.memory(), *fixer.device(config), *fixer.shm()]
@@ -188,11 +186,6 @@ def make_fix(
     text = draft.text(lambda reason, line: f"# memfit: {reason}", script.command_of)
     text = text if draft.edits else "\n".join((*script.lines, ""))
     return Fix(path, text, tuple(draft.edits), (*_inconsistent(parse_script(text, path), fixer.job), *notes))
-
-
-def refuse(path: Path, what: str, rule: str, remedy: str) -> UsageError:
-    """Return the error about a file that cannot be corrected."""
-    return UsageError(f"{path}: {what}", rule=rule, remedy=remedy)
 
 
 class _Fixer:
