@@ -1,14 +1,14 @@
-"""What killed a job: the cause, the lines that prove it, and how sure that is."""
+"""Say what killed a job: the cause, the lines that prove it, and how sure that is."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from memfit.diagnosis._granted import find_files
 from memfit.diagnosis._phase import JobPhase, find_phase
@@ -37,6 +37,7 @@ _PID = re.compile(
     re.IGNORECASE,
 )
 _LOCAL_RANK = re.compile(r"local_rank: (\d{1,6})|\[Rank (\d{1,6})\]|tasks? (\d{1,6}): ")
+#: What a person should look at next, by kind of memory, cause or heading.
 _CHECKS: dict[str, tuple[str, ...]] = {
     "gpu": ("nvidia-smi on that node: does another process hold the card?",),
     "gpu_fragmentation": (
@@ -44,33 +45,38 @@ _CHECKS: dict[str, tuple[str, ...]] = {
     ),
     "host_cgroup": (
         "sacct -j JOB -o JobID,State,ExitCode,ReqMem,MaxRSS,NTasks: MaxRSS is one task's, the limit is the node's.",
-        "Does memory rise from epoch to epoch (a leak), or stand at the limit from the beginning?",
+        "Does memory rise from epoch to epoch (a leak), or is it at the limit from the beginning?",
     ),
     "host_kernel": (
         "journalctl -k or dmesg on that node at that time: which process was killed, and in which group?",
         "free -m, and who else ran on the node.",
     ),
     "shm": ("df -h /dev/shm in the same container; docker run --shm-size, or an emptyDir of medium Memory.",),
-    "host_alloc": ("free -m and ulimit -v on that node; the shape that was asked for.",),
+    "host_alloc": ("free -m and ulimit -v on that node; the shape that was requested.",),
     "pinned": ("ulimit -l, free -m on that node, and how many workers pin at once.",),
     "other_accelerator": ("The accelerator's own monitor on that node.",),
+    "killed": (
+        "A SIGKILL names nobody: look in journalctl -k or dmesg for oom-kill at that time, in sacct for OUT_OF_MEMORY, "
+        "in kubectl describe or docker inspect for OOMKilled.",
+    ),
+    "unknown": (
+        "Nothing in these lines names a cause: give the scheduler's log, the kernel's log, or the error file too.",
+    ),
+    "library_alloc": (
+        "The same words follow an index out of range: run once with CUDA_LAUNCH_BLOCKING=1 before blaming memory.",
+    ),
+    "bad_alloc": ("A size that is wrong (negative, or from a broken file) fails the same way.",),
 }
-_KILLED = (
-    "A SIGKILL names nobody: look in journalctl -k or dmesg for oom-kill at that time, in sacct for OUT_OF_MEMORY, in "
-    "kubectl describe or docker inspect for OOMKilled.",
-)
-_NO_CAUSE = (
-    "Nothing in these lines names a cause: give the scheduler's log, the kernel's log, or the error file too.",
-)
+_BROKEN = "The checkpoint written then is broken: load it, compare its tensors with an earlier one, and save again."
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Something at a time that a log gives.
+    """A line of the timeline.
 
     Attributes:
         what: ``start``, ``last progress``, ``failure`` or ``consequence``.
-        time: As it is written; empty where no line near it has one.
+        time: As written; empty if no line near it has one.
         file: The log.
         line: The line's number.
         text: The line.
@@ -98,20 +104,20 @@ class Diagnosis:
 
     Attributes:
         oom: Whether it was short of memory.
-        recovered: Whether that, or a warning of it, did not end it.
-        kind: Of which memory; ``none`` for another cause.
+        recovered: Whether it went on after that, or after a warning.
+        kind: The memory that ran out; ``none`` for another cause.
         cause: In a word: ``out_of_memory``, ``killed``, ``walltime``, ``incomplete``, ``unknown`` ...
         phase: What it was doing.
-        confidence: ``proved`` by its words, ``likely``, or ``not shown``.
+        confidence: ``proved``, ``likely`` or ``not shown``.
         figures: The message's figures in bytes: ``device_total``, ``allocated``, ``reserved``, ``free``, ``tried`` of
             a device; ``used``, ``limit`` of host memory.
-        evidence: The lines that it rests on.
-        where: ``host``, ``rank``, ``node``, ``device``, ``pid``; None for what no line names.
+        evidence: The lines that prove it.
+        where: ``host``, ``rank``, ``node``, ``device``, ``pid``; None if no line names it.
         timeline: Start, last progress, failure, consequences.
-        arithmetic: How the figures add up, each with its scope.
+        arithmetic: Sums of the figures, each with its scope.
         checks: What to look at by hand.
         remedies: What to change, the cheapest in speed first.
-        under_memfit: memfit's own record of the job was read.
+        under_memfit: Whether memfit's own record of the job was read.
     """
 
     oom: bool
@@ -130,7 +136,7 @@ class Diagnosis:
     under_memfit: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form; figures in GiB, None where the text has none."""
+        """Return a JSON-ready form; figures in GiB, None where the text has none."""
         return {
             "oom": self.oom,
             "recovered": self.recovered,
@@ -157,12 +163,12 @@ def diagnose(
     accounting: str = "",
     kernel_log: Path | str | None = None,
 ) -> Diagnosis:
-    """What killed a job, from what it left.
+    """Say what killed a job, from what it left.
 
     Args:
-        paths: Logs, folders of logs, run directories of memfit's, or ``-`` for standard input.
-        sacct: A file with the scheduler's account of it.
-        accounting: That account itself; its lines are cited as those of ``sacct``.
+        paths: Logs, folders of logs, run directories of memfit, or ``-`` for standard input.
+        sacct: A file with what ``sacct`` printed.
+        accounting: That text itself; its lines are cited as those of ``sacct``.
         kernel_log: A file with the kernel's log of its node.
 
     Raises:
@@ -195,53 +201,45 @@ def diagnose(
 
 
 def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
-    """What logs alone say, whatever lies beside them."""
+    """Return what logs alone say, without the run directory around them."""
     return _diagnose([stream for path in paths for stream in streams_of(path)], Witnesses(), [])
 
 
 def streams_of(path: Path | str) -> list[Stream]:
-    """The streams of a log, of each log of a folder, or of standard input.
-
-    Raises:
-        UsageError: The path does not exist or cannot be read, or the folder has no log.
-    """
+    """Return the streams of a log, of each log of a folder or a run directory, or of standard input."""
     if str(path) == "-":
         return read_streams("-", sys.stdin.buffer)
     path = Path(path)
-    if not path.is_dir():
-        return _read(path)
-    run = find_run(path)
-    if run is not None:
-        jobs = [path.name] if path.parent.name == "jobs" else sorted(one.name for one in (run.path / "jobs").iterdir())
-        return [stream for job in jobs for log in logs_of(run, job) for stream in _read(log)]
-    logs = sorted({log for form in _LOGS for log in path.glob(form) if log.is_file()})
-    if not logs:
-        raise UsageError(
-            f"No log in {path}.",
-            rule=f"A folder's logs are {', '.join(_LOGS[:5])}.",
-            remedy="Name the log itself: memfit diagnose PATH/slurm-123.out",
-        )
-    return [stream for log in logs for stream in _read(log)]
+    logs = [path]
+    if path.is_dir() and (run := find_run(path)) is not None:
+        jobs = [path] if path.parent.name == "jobs" else sorted((run.path / "jobs").iterdir())
+        logs = [log for job in jobs for log in logs_of(run, job.name)]
+    elif path.is_dir():
+        logs = sorted({log for form in _LOGS for log in path.glob(form) if log.is_file()})
+        if not logs:
+            raise UsageError(
+                f"No log in {path}.",
+                rule=f"A folder's logs are {', '.join(_LOGS[:5])}.",
+                remedy="Name the log itself: memfit diagnose PATH/slurm-123.out",
+            )
+    found = []
+    for log in logs:
+        with _opened(log, "Give a log, a folder of logs, or - for standard input.") as file:
+            found += read_streams(str(log), file)
+    return found
 
 
 def _text(path: Path | str) -> str:
     """The text of what a scheduler or a kernel printed."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UsageError(
-            f"Cannot read {path}.", rule=str(error), remedy="Give a file with what sacct or dmesg printed."
-        ) from None
+    with _opened(path, "Give a file with what sacct or dmesg printed.") as file:
+        return file.read().decode(errors="replace")
 
 
-def _read(path: Path) -> list[Stream]:
+def _opened(path: Path | str, remedy: str) -> BinaryIO:
     try:
-        with open(path, "rb") as file:
-            return read_streams(str(path), file)
+        return open(path, "rb")
     except OSError as error:
-        raise UsageError(
-            f"Cannot read {path}.", rule=str(error), remedy="Give a log, a folder of logs, or - for standard input."
-        ) from None
+        raise UsageError(f"Cannot read {path}.", rule=str(error), remedy=remedy) from None
 
 
 def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) -> Diagnosis:
@@ -250,20 +248,18 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) 
     signs = [sign for index, stream in enumerate(streams) for sign in find_signs(stream, index)]
     signs += [sign for index, stream in enumerate(streams) for sign in exceptions(stream, index)]
     signs = events(streams, signs)
-    if witnesses.signs:
-        stream, placed = witnesses.as_stream(num_read)
-        streams.append(stream)
-        signs += placed
-    signs = [settle(streams[sign.stream], sign) for sign in signs]
+    stream, placed = witnesses.as_stream(num_read)
+    streams = [*streams, stream]
+    signs = [settle(streams[sign.stream], sign) for sign in (*signs, *placed)]
     readings = [list(read_counters(stream)) for stream in streams]
     lived = survived(streams, signs, readings)
-    findings = tuple(rank(streams, signs, lived))
+    findings = rank(streams, signs, lived)
     best = findings[0] if findings else None
-    marks = [sign for sign in signs if sign.name in ("pressure", "skipped_batches")]
     if best is None or (id(best) in lived and best.kind == "none"):
+        marks = [sign for sign in signs if sign.name in ("pressure", "skipped_batches")]
         if marks:
-            return _mild(streams, marks, signs, readings)
-        return _nothing(streams, signs, readings, witnesses, torn)
+            return _warned(streams, marks, signs, readings)
+        return _ended(streams, signs, readings, witnesses, torn)
     phase = best.values.get("phase") or _phase(streams, best, signs, num_read)
     recovered = id(best) in lived or best.cause == "limit_touched"
     if recovered and phase == "unknown":
@@ -271,15 +267,16 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) 
     if best.kind == "none" and best.cause != "limit_touched":
         recovered = any(id(one) in lived and one.kind != "none" for one in findings)
     is_host = best.kind.startswith("host") or best.cause == "killed"
+    sure: Sure = "likely" if is_unlinked(best) else best.meaning.sure
     return Diagnosis(
         oom=best.kind != "none",
         recovered=recovered,
         kind=best.kind,
         cause=best.cause,
         phase=phase,
-        confidence=_confidence(best),
+        confidence="proved" if best.values.get("stranger") else sure,  # the job's own counter of kills did not rise
         figures={} if best.kind == "none" else _figures(best, findings),
-        evidence=_evidence([best, *_beside(best, findings)]),
+        evidence=_evidence(line for sign in (best, *_beside(best, findings)) for line in sign.lines),
         where=_where(best, findings, num_read),
         timeline=_timeline(streams, best, signs, readings),
         arithmetic=(*_arithmetic(best), *(witnesses.arithmetic if is_host else ()), *_rates(readings)),
@@ -288,14 +285,8 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) 
     )
 
 
-def _confidence(best: Sign) -> Sure:
-    if best.values.get("stranger"):  # the job's own counter of kills stood still
-        return "proved"
-    return "likely" if is_unlinked(best) else best.meaning.sure
-
-
 def _beside(best: Sign, findings: Sequence[Sign]) -> list[Sign]:
-    """What the accounting, the kernel and the job's own log each say of the same death."""
+    """The signs of other witnesses that speak of the same death."""
     if not any("linked" in one.values for one in findings):
         return []
     same = [one for one in findings if one.file != best.file and one.cause in (best.cause, "killed")]
@@ -315,27 +306,27 @@ def _figures(best: Sign, findings: Sequence[Sign]) -> dict[str, int]:
     return found
 
 
-def _evidence(signs: Sequence[Sign]) -> tuple[Evidence, ...]:
-    return tuple(Evidence(line.file, line.number, line.text) for sign in signs for line in sign.lines)
+def _evidence(lines: Iterable[Line]) -> tuple[Evidence, ...]:
+    return tuple(Evidence(line.file, line.number, line.text) for line in lines)
 
 
 def _where(best: Sign, findings: Sequence[Sign], num_read: int) -> dict[str, Any]:
-    """Where it was; what a witness from outside does not know, the log's own word on that process may."""
+    """Where it was. What an outer witness does not know, a line of the log on the same process may."""
     found = _place(best)
     for one in findings if best.stream >= num_read else ():
         if one.stream < num_read and one.cause in ("killed", best.cause):
-            told = _place(one)
-            if None in (found["pid"], told["pid"]) or found["pid"] == told["pid"]:
-                found = {name: told[name] if value is None else value for name, value in found.items()}
+            own = _place(one)
+            if None in (found["pid"], own["pid"]) or found["pid"] == own["pid"]:
+                found = {name: own[name] if value is None else value for name, value in found.items()}
     return found
 
 
 def _place(sign: Sign) -> dict[str, Any]:
-    """Host, rank, node, device and process that a sign's lines name; None for what they do not."""
+    """What a sign's lines name; None for what they do not."""
     values, line = sign.values, sign.lines[0] if sign.lines else None
     host, rank = (line.host or None, line.rank) if line else (None, None)
-    told = re.search(r"\d+", str(values.get("pid", "")))
-    pid = told[0] if told else _first(_PID, sign.text)
+    number = re.search(r"\d+", str(values.get("pid", "")))
+    pid = number[0] if number else _first(_PID, sign.text)
     local = _first(_LOCAL_RANK, sign.text) if rank is None else None
     return {
         "host": host,
@@ -419,34 +410,19 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def _checks(streams: Sequence[Stream], finding: Sign | None) -> tuple[str, ...]:
-    """Return what a person should look at next."""
-    if finding is None:
-        return (
-            "Nothing in these lines names a cause: give the scheduler's log, the kernel's log, or the error file too.",
-        )
+def _checks(streams: Sequence[Stream], finding: Sign) -> tuple[str, ...]:
+    """What a person should look at next."""
+    found = [*_CHECKS.get(finding.kind, ()), *_CHECKS.get(finding.name, ())]
     if finding.cause in ("killed", "bus_error"):
-        return (*_KILLED, *_CHECKS.get(finding.kind, ()))
-    found = list(_CHECKS.get(finding.kind, ())) if finding.kind != "none" else []
+        found = list(_CHECKS["killed"])
     if "own_kills" in finding.values:  # memfit's own record, which no scheduler keeps
         found = [one for one in found if not one.startswith("sacct ")]
-    if is_clone(streams[finding.stream], finding):
-        found.insert(
-            0,
-            "The checkpoint written then is broken: load it, compare its tensors with an earlier one, and save again.",
-        )
-    if finding.name == "library_alloc":
-        found.append(
-            "The same words follow an index out of range: run once with CUDA_LAUNCH_BLOCKING=1 before blaming memory."
-        )
-    if finding.name == "bad_alloc":
-        found.append("A size that is wrong (negative, or from a broken file) fails the same way.")
-    return tuple(found)
+    return (_BROKEN, *found) if is_clone(streams[finding.stream], finding) else tuple(found)
 
 
 def _phase(streams: list[Stream], best: Sign, signs: Sequence[Sign], num_read: int) -> JobPhase:
-    """The phase at the deciding sign; where it stands alone, at another that says the same, or at the logs' ends."""
-    is_outside = best.stream >= num_read  # the kernel's log and the accounting tell no phase
+    """The phase at the deciding sign, else at another that says the same, or at the ends of the logs."""
+    is_outside = best.stream >= num_read  # the kernel's log and the accounting show no phase
     candidates = [] if is_outside else [best]
     candidates += [one for one in signs if one is not best and one.name == best.name and one.stream < num_read]
     candidates += [one for one in signs if is_outside and one.name == "killed" and one.stream < num_read]
@@ -469,7 +445,7 @@ def _later_phase(streams: list[Stream], sign: Sign, readings: _Readings) -> JobP
     return "unknown" if place is None else _phase_at(streams, sign.stream, place)
 
 
-def _mild(streams: list[Stream], marks: list[Sign], signs: Sequence[Sign], readings: _Readings) -> Diagnosis:
+def _warned(streams: list[Stream], marks: list[Sign], signs: Sequence[Sign], readings: _Readings) -> Diagnosis:
     """Warnings of a shortage, and no end."""
     skipped = [sign for sign in marks if sign.name == "skipped_batches"]
     sign = (skipped or marks)[-1]
@@ -481,20 +457,23 @@ def _mild(streams: list[Stream], marks: list[Sign], signs: Sequence[Sign], readi
         cause=sign.cause,
         phase=phase if phase != "unknown" else _later_phase(streams, sign, readings),
         confidence=sign.meaning.sure,
-        evidence=_evidence([sign]),
+        evidence=_evidence(sign.lines),
         timeline=_timeline(streams, None, signs, readings),
     )
 
 
-def _nothing(
+def _rates(readings: _Readings) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(said for one in readings if (said := check_rate(one))))
+
+
+def _ended(
     streams: list[Stream], signs: Sequence[Sign], readings: _Readings, witnesses: Witnesses, torn: Sequence[str]
 ) -> Diagnosis:
-    """No cause in these lines; the phase is that of the last progress, or of the last line."""
+    """No failure in these lines. A good end needs all epochs, whole checkpoints and exit status 0."""
     phase: JobPhase = "unknown"
     for index, stream in enumerate(streams):
         if phase == "unknown" and stream.lines:
-            place = readings[index][-1].place if readings[index] else len(stream.lines) - 1
-            phase = _phase_at(streams, index, place)
+            phase = _phase_at(streams, index, readings[index][-1].place if readings[index] else len(stream.lines) - 1)
     found = Diagnosis(
         oom=False,
         recovered=False,
@@ -504,20 +483,11 @@ def _nothing(
         confidence="not shown",
         timeline=_timeline(streams, None, signs, readings),
         arithmetic=_rates(readings),
-        checks=_checks(streams, None),
+        checks=_CHECKS["unknown"],
     )
     ends = [sign for sign in signs if sign.name == "success"]
-    return _ended(found, streams, ends, witnesses, torn) if ends else found
-
-
-def _rates(readings: _Readings) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(said for one in readings if (said := check_rate(one))))
-
-
-def _ended(
-    found: Diagnosis, streams: list[Stream], ends: Sequence[Sign], witnesses: Witnesses, torn: Sequence[str]
-) -> Diagnosis:
-    """What says that it is done: it must have run its epochs, left whole checkpoints and ended with status 0."""
+    if not ends:
+        return found
     doubts: list[str] = []
     lines: list[Line | None] = []
     for progress in map(read_progress, streams):
@@ -529,18 +499,18 @@ def _ended(
         lines.append(witnesses.row)
     if torn:
         doubts.append(f"empty checkpoints: {', '.join(torn[:5])}")
+    if doubts:
+        return replace(
+            found,
+            cause="incomplete",
+            confidence="likely",
+            evidence=_evidence(line for line in lines if line is not None),
+            arithmetic=(*doubts, *found.arithmetic),
+            checks=("Look at the exit status and at the newest checkpoint before you use the result.",),
+        )
     is_proved = any("attempt" in one.values for one in ends) or (
         witnesses.status == 0 and any("exit_code" not in one.values for one in ends)
     )
-    if not doubts:
-        check = "The log alone does not prove success: look at the exit status and at the newest checkpoint."
-        confidence: Sure = "proved" if is_proved else "likely"
-        return replace(found, cause="completed", confidence=confidence, checks=() if is_proved else (check,))
-    return replace(
-        found,
-        cause="incomplete",
-        confidence="likely",
-        evidence=tuple(Evidence(line.file, line.number, line.text) for line in lines if line is not None),
-        arithmetic=(*doubts, *found.arithmetic),
-        checks=("Look at the exit status and at the newest checkpoint before you use the result.",),
-    )
+    check = "The log alone does not prove success: look at the exit status and at the newest checkpoint."
+    sure: Sure = "proved" if is_proved else "likely"
+    return replace(found, cause="completed", confidence=sure, checks=() if is_proved else (check,))
