@@ -89,7 +89,7 @@ def test_modules_beside_the_script_are_read_one_level_deep_and_are_no_package(tm
     (tmp_path / "deeper.py").write_text("import grpc\n")
     (tmp_path / "lib/__init__.py").write_text("")
     (tmp_path / "lib/data.py").write_text("import torch\n")
-    script = read_script(tmp_path / "train.py", cwd=tmp_path)
+    script = read_script(tmp_path / "train.py", Outside(), cwd=tmp_path)
     assert script.imports["polars"] == "features.py:1"
     assert {"numpy", "polars", "torch", "deeper"} == set(script.imports)
     assert script.files == ["train.py", "features.py", "lib/__init__.py", "lib/data.py"]
@@ -98,12 +98,12 @@ def test_modules_beside_the_script_are_read_one_level_deep_and_are_no_package(tm
 def test_a_script_is_never_run_and_one_that_is_no_python_is_told(tmp_path):
     (tmp_path / "train.py").write_text("open('trace', 'w')\nraise SystemExit(3)\n")
     (tmp_path / "bad.py").write_text("def f(:\n")
-    assert read_script(tmp_path / "train.py", cwd=tmp_path).errors == []
+    assert read_script(tmp_path / "train.py", Outside(), cwd=tmp_path).errors == []
     assert not (tmp_path / "trace").exists()
-    assert read_script(tmp_path / "bad.py", cwd=tmp_path).errors[0].site == "bad.py:1"
+    assert read_script(tmp_path / "bad.py", Outside(), cwd=tmp_path).errors[0].site == "bad.py:1"
     (tmp_path / "deep.py").write_text("x = " + "+".join(["1"] * 20_000))
-    assert len(read_script(tmp_path / "deep.py", cwd=tmp_path).errors) == 1
-    assert read_script(tmp_path / "none.py", cwd=tmp_path).errors[0].site == "none.py"
+    assert len(read_script(tmp_path / "deep.py", Outside(), cwd=tmp_path).errors) == 1
+    assert read_script(tmp_path / "none.py", Outside(), cwd=tmp_path).errors[0].site == "none.py"
 
 
 @pytest.mark.parametrize(
@@ -122,5 +122,5 @@ def test_the_first_use_of_a_gpu_is_found(text, site):
 )  # fmt: skip
 def test_what_python_would_refuse_is_told_with_its_line_and_what_it_takes_is_read(tmp_path, data, site):
     (tmp_path / "a.py").write_bytes(data)
-    errors = read_script(tmp_path / "a.py", cwd=tmp_path).errors
+    errors = read_script(tmp_path / "a.py", Outside(), cwd=tmp_path).errors
     assert [(one.site, one.more == "syntax") for one in errors] == ([(site, True)] if site else [])

@@ -1,4 +1,4 @@
-"""What all checks look at: the place, the command, its script, its interpreter and the environment that it gets."""
+"""What all checks look at: the place, the command, its script, its interpreter and its environment."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from memfit.doctor._interpreter import Interpreter
 from memfit.doctor._place import Place
 from memfit.doctor._script import LoaderCall, Script
 
-#: Batches that each worker of a DataLoader has ready when the call does not say. Source: torch (2.13) DataLoader.
+#: Batches that each worker of a DataLoader keeps ready by default. Source: torch (2.13) DataLoader.
 PREFETCH = 2
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How the command is to run, as far as its words do not tell.
+    """How a command is to run.
 
     Attributes:
-        threads: Threads of each numerical library; None for all usable cores, as ``memfit run`` gives an only job.
+        threads: Threads of each numerical library; None for all usable cores, as ``memfit run`` gives a single job.
         tight_malloc: glibc gives freed memory back at once, as ``memfit run`` sets it.
-        cuda_allocator: What ``memfit run`` tells torch's allocator for CUDA; None for nothing.
+        cuda_allocator: The setting of torch's CUDA allocator by ``memfit run``; None for none.
         runs_dir: The folder of all runs.
-        num_workers: Loader workers; None for what the script tells.
-        batch_bytes: The size of one batch, or None when it is not known.
+        num_workers: Loader workers; None to take those of the script.
+        batch_bytes: The size of one batch; None if unknown.
         deep: Import and use once, in a short child, the libraries that the script imports, and count their threads.
     """
 
@@ -42,17 +42,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """A place and a command as they are examined.
+    """A place and a command to examine.
 
     Attributes:
-        place: Where it runs.
-        setup: How it runs.
-        command: What its words tell.
-        script: What its script says of itself.
-        interpreter: What its interpreter said of itself; None when none was asked.
+        interpreter: What the command's interpreter said of itself; None if none was started.
         given: The environment before memfit's own variables.
-        added: What memfit sets.
-        cwd: The folder that it starts in.
+        added: The variables that memfit sets.
+        cwd: The folder that the command starts in.
     """
 
     place: Place
@@ -66,12 +62,12 @@ class Case:
 
     @cached_property
     def env(self) -> dict[str, str]:
-        """The environment that the command's interpreter gets."""
+        """The environment of the command's interpreter."""
         return {**self.given, **self.added, **self.command.env}
 
     @property
     def num_cpus(self) -> int:
-        """The cores that can be used at once."""
+        """The usable cores."""
         return self.place.budget.num_cpus
 
     @property
@@ -86,50 +82,39 @@ class Case:
         return [one for one in self.script.loaders if self.workers_of(one) != 0]
 
     def workers_of(self, loader: LoaderCall) -> int | None:
-        """How many workers a loader has: by its call, else by what the user says; None when neither tells."""
+        """Return a loader's workers: by its call, else by ``--workers``; None if unknown."""
         return self.setup.num_workers if loader.num_workers is None else loader.num_workers
+
+    @cached_property
+    def workers(self) -> tuple[int, str]:
+        """The most loader workers at once that are known of, and where that number is from."""
+        if self.setup.num_workers is not None:
+            return self.setup.num_workers, "--workers"
+        named = [(one.num_workers, one.site) for one in self.loaders if one.num_workers]
+        return max(named, key=lambda one: one[0], default=(0, "no loader with workers was found"))
 
     @property
     def num_workers(self) -> int:
-        """The most loader workers at once that are known of; 0 when none is."""
-        if self.setup.num_workers is not None:
-            return self.setup.num_workers
-        return max((one.num_workers or 0 for one in self.loaders), default=0)
-
-    @property
-    def workers_source(self) -> str:
-        """Who says so."""
-        if self.setup.num_workers is not None:
-            return "--workers"
-        named = [one.site for one in self.loaders if one.num_workers == self.num_workers]
-        return named[0] if named else "no loader with workers was found"
+        """The most loader workers at once that are known of."""
+        return self.workers[0]
 
     @property
     def prefetch(self) -> int:
-        """Batches that each worker has ready."""
+        """Batches that each worker keeps ready."""
         return max((one.prefetch_factor or PREFETCH for one in self.loaders), default=PREFETCH)
 
     @property
     def start_method(self) -> tuple[str, str]:
-        """How processes are started when the call does not say, and who says so; empty when that cannot be told."""
+        """How processes are started by default (empty if unknown), and where that is from."""
         if self.script.start_methods:
-            chosen = self.script.start_methods[0]
-            return chosen.name, chosen.site
-        asked = self.interpreter
-        if asked is not None and asked.start_method:
+            return self.script.start_methods[0].name, self.script.start_methods[0].site
+        if (asked := self.interpreter) is not None and asked.start_method:
             return asked.start_method, f"the default of Python {'.'.join(map(str, asked.version[:2]))}"
         return "fork", "the default on Linux below Python 3.14"
 
 
 def judge(
-    check: str,
-    finding: str,
-    reason: str,
-    remedy: str,
-    source: str,
-    *,
-    problem: bool = False,
-    warning: bool = False,
+    check: str, finding: str, reason: str, remedy: str, source: str, *, problem: bool = False, warning: bool = False
 ) -> Check:
     """Return a check with the worst verdict that holds; only a warning or a problem keeps the remedy."""
     if problem or warning:

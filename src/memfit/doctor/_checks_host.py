@@ -227,7 +227,7 @@ def check_shm(case: Case) -> Iterator[Check]:
     batch = case.setup.batch_bytes
     if batch is None or not workers:
         small = shm.total_bytes <= _DOCKER_BYTES or free < _DOCKER_BYTES
-        finding = f"{room}; {workers} workers ({case.workers_source})"
+        finding = f"{room}; {workers} workers ({case.workers[1]})"
         remedy = "docker run --shm-size=1g (or --ipc=host); tell the size of a batch: memfit doctor --batch 64MiB"
         yield judge("/dev/shm", finding, reason, remedy, shm.source, problem=small and workers > 0, warning=small)
         return

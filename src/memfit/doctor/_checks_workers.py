@@ -169,7 +169,7 @@ def check_threads(case: Case) -> Iterator[Check]:
         + (f"; torch.set_num_threads at {own[0]} changes it" if own else ""),
         "threads beyond the cores take turns: each step waits for the slowest, and every pool takes memory",
         remedy,
-        f"OMP_NUM_THREADS={threads}; workers: {case.workers_source}",
+        f"OMP_NUM_THREADS={threads}; workers: {case.workers[1]}",
         warning=total > 2 * cores or ranks * max(threads, workers) > cores,
     )
     lost = {name: case.given[name] for name, new in case.added.items() if case.given.get(name, new) != new}

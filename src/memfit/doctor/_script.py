@@ -1,11 +1,12 @@
-"""What a script does: imports, loaders, forks, variables that it sets; read from its syntax, never run.
+"""Read what a script does from its syntax: imports, loaders, forks, variables that it sets. Nothing is run.
 
-The script is read, and the modules beside it that it imports: one level deep.
+The modules beside it that it imports are read too, one level deep.
 """
 
 from __future__ import annotations
 
 import ast
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ _CONTEXTS = frozenset({"fork", "spawn", "forkserver"})
 #: The position of num_workers among DataLoader's arguments. Source: torch/utils/data/dataloader.py (torch 2.13).
 _NUM_WORKERS_AT = 5
 _MOST_BYTES = 4 << 20
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,9 @@ class LoaderCall:
 
     Attributes:
         site: ``file:line``.
-        num_workers, prefetch_factor: Its workers and the batches that each keeps ready; None if the syntax does not
-            tell.
+        num_workers, prefetch_factor: None if the syntax does not show them.
         text: The expression of ``num_workers``.
-        start_method: The start method that it names; None if it names none, empty if the syntax does not tell.
+        start_method: The start method that it names; None if it names none, empty if the syntax does not show it.
     """
 
     site: str
@@ -88,29 +89,12 @@ class Outside:
     env: Mapping[str, str] = field(default_factory=dict)
     num_cpus: int | None = None
 
-    def option(self, flags: Sequence[str]) -> str | None:
-        """Return the value of an option on the command line."""
-        for at, word in enumerate(self.arguments):
-            name, equals, value = word.partition("=")
-            if name in flags:
-                return value if equals else next(iter(self.arguments[at + 1 :]), None)
-        return None
 
-
-def read_script(
-    path: Path | None, outside: Outside | None = None, *, text: str | None = None, cwd: Path = Path()
-) -> Script:
-    """Return what a script does, or the ``text`` of ``python -c``.
-
-    Args:
-        path: The script.
-        outside: What it is given.
-        text: Its text instead.
-        cwd: The folder that it starts in; files below it are named from there.
-    """
-    script, outside = Script(), outside or Outside()
+def read_script(path: Path | None, outside: Outside, *, text: str | None = None, cwd: Path = Path()) -> Script:
+    """Return what a script, or the ``text`` of ``python -c``, does; files below ``cwd`` are named from there."""
+    script = Script()
     if text is not None:
-        _read_one(script, text.encode(errors="replace"), "-c", outside)
+        _read_text(script, text.encode(errors="replace"), "-c", outside)
     elif path is not None:
         tree = _read_file(script, path, cwd, outside)
         script.has_guard = any(isinstance(one, ast.If) and "__main__" in ast.unparse(one.test) for one in tree.body)
@@ -130,10 +114,10 @@ def _read_file(script: Script, path: Path, cwd: Path, outside: Outside) -> ast.M
         data = path.read_bytes()
     except OSError as error:
         script.errors.append(Site(str(error.strerror or error), label))
-    return _read_one(script, data, label, outside)
+    return _read_text(script, data, label, outside)
 
 
-def _read_one(script: Script, data: bytes, label: str, outside: Outside) -> ast.Module:
+def _read_text(script: Script, data: bytes, label: str, outside: Outside) -> ast.Module:
     script.files.append(label)
     try:
         if b"\0" in data:
@@ -150,7 +134,7 @@ def _read_one(script: Script, data: bytes, label: str, outside: Outside) -> ast.
     return ast.Module(body=[], type_ignores=[])
 
 
-def _local_files(tree: ast.Module, folders: list[Path]) -> Iterator[Path]:
+def _local_files(tree: ast.Module, folders: list[Path]) -> list[Path]:
     """The files beside the script that it imports itself, each once."""
     names: list[str] = []
     for node in ast.walk(tree):
@@ -159,12 +143,9 @@ def _local_files(tree: ast.Module, folders: list[Path]) -> Iterator[Path]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             names += [base, *(f"{base}.{one.name}".strip(".") for one in node.names)]
-    seen = set()
-    for base_path in (folder.joinpath(*name.split(".")) for name in names if name for folder in folders):
-        for path in (base_path.with_suffix(".py"), base_path / "__init__.py"):
-            if path.is_file() and path.resolve() not in seen:
-                seen.add(path.resolve())
-                yield path
+    bases = [folder.joinpath(*name.split(".")) for name in names if name for folder in folders]
+    files = (one for base in bases for one in (base.with_suffix(".py"), base / "__init__.py"))
+    return [one for one in dict.fromkeys(files) if one.is_file()]
 
 
 class _Reader(ast.NodeVisitor):
@@ -176,7 +157,7 @@ class _Reader(ast.NodeVisitor):
         self.origins: dict[str, str] = {}
         self.loaded: list[str] = []
         self.constants = _constants_of(tree)
-        self.options = _options_of(tree)
+        self.options = dict(_options_of(tree))
 
     def _site(self, node: ast.AST) -> str:
         return f"{self.label}:{getattr(node, 'lineno', 0)}"
@@ -202,25 +183,24 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        path, script = _dotted(node.func), self.script
+        path, script, site = _dotted(node.func), self.script, self._site(node)
         last = path.rpartition(".")[2]
         name = self.renamed.get(last, last)
         given = {one.arg: one.value for one in node.keywords if one.arg}
         if name in _LOADERS or _LOADER_KEYWORD in given:
             self._loader(node, given)
         elif name in _FORKS and _is_fork(path, name, self.origins.get(path, "")):
-            context = given.get(_FORKS[name])
-            method = self._context_of(path, node.func) if context is None else self._context(context)
-            script.forks.append(Site(path, self._site(node), method))
+            context = given.get(_FORKS[name]) or (node.func.value if isinstance(node.func, ast.Attribute) else None)
+            script.forks.append(Site(path, site, self._context(context, is_named=_FORKS[name] in given)))
         elif name in ("set_start_method", "set_sharing_strategy") and node.args:
             where = script.start_methods if name == "set_start_method" else script.sharing
-            where.append(Site(_text_of(node.args[0]) or "", self._site(node)))
+            where.append(Site(_text_of(node.args[0]) or "", site))
         elif name in ("setdefault", "putenv") and path.startswith("os.") and node.args:
             self._variable(node.args[0], node)
         elif path in ("threading.Thread", "Thread", "ThreadPoolExecutor", "torch.set_num_threads"):
-            script.threads.append(Site(path, self._site(node)))
+            script.threads.append(Site(path, site))
         if script.cuda is None and _uses_cuda(path, node):
-            script.cuda = self._site(node)
+            script.cuda = site
         self.generic_visit(node)
 
     def _variable(self, name: ast.expr, node: ast.AST) -> None:
@@ -242,32 +222,27 @@ class _Reader(ast.NodeVisitor):
                 absent if workers is None else self._value(workers),
                 2 if prefetch is None else self._value(prefetch),
                 "**" if workers is None else ast.unparse(workers),
-                None if context is None else self._context(context),
+                self._context(context, is_named=context is not None),
             )
         )
 
-    def _context(self, node: ast.expr) -> str:
-        """The start method of a context: a literal or ``get_context("spawn")``; empty if the syntax does not tell."""
+    def _context(self, node: ast.expr | None, *, is_named: bool) -> str | None:
+        """The start method of ``"spawn"``, ``get_context("spawn")`` and names of them.
+
+        Without one: empty if the call names a context, else None.
+        """
         if isinstance(node, ast.Name):
             node = self.constants.get(node.id, node)
-        if isinstance(node, ast.Call) and node.args:
-            node = node.args[0]
-        return _text_of(node) or ""
-
-    def _context_of(self, path: str, func: ast.expr) -> str | None:
-        """The start method of ``get_context("spawn").Pool`` and of ``ctx.Pool``; None if nothing names one."""
-        value = func.value if isinstance(func, ast.Attribute) else None
-        if isinstance(value, ast.Name) and value.id in self.constants:
-            value = self.constants[value.id]
-        if isinstance(value, ast.Call) and _dotted(value).endswith("get_context"):
-            return self._context(value)
-        return next((one for one in _CONTEXTS if one in path.split(".")[:-1]), None)
+        if isinstance(node, ast.Call) and node.args and (is_named or _dotted(node).endswith("get_context")):
+            return _text_of(node.args[0]) or ""
+        method = None if node is None else _text_of(node) or _dotted(node).rpartition(".")[2]
+        return method if method in _CONTEXTS else "" if is_named else None
 
     def _value(self, node: ast.expr) -> int | None:
-        """The whole number that an expression will be; None if the syntax does not tell."""
+        """The whole number that an expression will be; None if the syntax does not show it."""
         try:
             return int(self._known(node))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, ZeroDivisionError):
             return None
 
     def _known(self, node: ast.expr) -> Any:
@@ -276,37 +251,34 @@ class _Reader(ast.NodeVisitor):
                 return node.value
             case ast.Name() if node.id in self.constants:
                 value = self.constants.pop(node.id)  # it may name itself
-                found = self._known(value)
+                found = self._value(value)
                 self.constants[node.id] = value
                 return found
             case ast.Attribute() if node.attr in self.options:
                 flags, default = self.options[node.attr]
-                return self.outside.option(flags) or (default and self._known(default))
-            case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv()):
-                left, right = self._value(node.left), self._value(node.right)
-                return None if left is None or right is None else _arithmetic(node.op, left, right)
-            case ast.Call():
-                return self._known_call(node)
+                return self._option(flags) or (default and self._known(default))
+            case ast.BinOp() if type(node.op) in _OPERATORS:
+                return _OPERATORS[type(node.op)](self._value(node.left), self._value(node.right))
             case ast.Subscript() if ast.unparse(node.value) in ("os.environ", "environ"):
                 return self.outside.env.get(_text_of(node.slice) or "")
+            case ast.Call(args=[first, *more]):
+                path = _dotted(node.func)
+                if path == "int" and not more:
+                    return self._known(first)
+                if path in ("os.getenv", "getenv", "os.environ.get", "environ.get"):
+                    return self.outside.env.get(_text_of(first) or "", self._known(more[0]) if more else None)
+            case ast.Call() if _dotted(node).endswith("cpu_count"):
+                return self.outside.num_cpus
         return None
 
-    def _known_call(self, node: ast.Call) -> Any:
-        path = _dotted(node.func)
-        if path == "int" and len(node.args) == 1:
-            return self._known(node.args[0])
-        if path in ("os.getenv", "getenv", "os.environ.get", "environ.get") and node.args:
-            default = self._known(node.args[1]) if len(node.args) > 1 else None
-            return self.outside.env.get(_text_of(node.args[0]) or "", default)
-        return self.outside.num_cpus if path.rpartition(".")[2] == "cpu_count" else None
-
-
-def _arithmetic(op: ast.operator, left: int, right: int) -> int | None:
-    if isinstance(op, ast.FloorDiv):
-        return left // right if right else None
-    if isinstance(op, ast.Mult):
-        return left * right
-    return left + right if isinstance(op, ast.Add) else left - right
+    def _option(self, flags: Sequence[str]) -> str | None:
+        """The value of an option on the command line."""
+        words = [*self.outside.arguments, ""]
+        for word, behind in zip(words, words[1:], strict=False):
+            name, equals, value = word.partition("=")
+            if name in flags:
+                return value if equals else behind
+        return None
 
 
 def _is_fork(path: str, name: str, origin: str) -> bool:
@@ -330,27 +302,25 @@ def _constants_of(tree: ast.Module) -> dict[str, ast.expr]:
     """The value of each name that is set once, and not to another name."""
     found: dict[str, list[ast.expr | None]] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.For)):
+            value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 if isinstance(target, ast.Name):
-                    found.setdefault(target.id, []).append(node.value)
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For)) and isinstance(node.target, ast.Name):
-            found.setdefault(node.target.id, []).append(node.value if isinstance(node, ast.AnnAssign) else None)
+                    found.setdefault(target.id, []).append(value)
     single = {name: values[0] for name, values in found.items() if len(values) == 1}
     return {name: value for name, value in single.items() if value is not None and not isinstance(value, ast.Name)}
 
 
-def _options_of(tree: ast.Module) -> dict[str, tuple[Sequence[str], ast.expr | None]]:
-    """The flags and the default of each argparse option, by the attribute's name."""
-    found: dict[str, tuple[Sequence[str], ast.expr | None]] = {}
+def _options_of(tree: ast.Module) -> Iterator[tuple[str, tuple[Sequence[str], ast.expr | None]]]:
+    """The flags and the default of each argparse option, with the attribute's name."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _dotted(node.func).rpartition(".")[2] == "add_argument":
+        if isinstance(node, ast.Call) and _dotted(node).rpartition(".")[2] == "add_argument":
             flags = [text for text in map(_text_of, node.args) if text and text.startswith("-")]
             given = {one.arg: one.value for one in node.keywords if one.arg}
             long = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
             dest = _text_of(given["dest"]) if "dest" in given else long.lstrip("-").replace("-", "_")
-            found |= {dest: (flags, given.get("default"))} if dest else {}
-    return found
+            if dest:
+                yield dest, (flags, given.get("default"))
 
 
 def _dotted(node: ast.expr) -> str:
