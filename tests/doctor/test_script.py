@@ -49,8 +49,8 @@ def test_an_alias_is_the_same_loader_and_its_context_and_prefetch_are_read():
         L(d, num_workers=2, multiprocessing_context=how)
     """)
     first, second = script.loaders
-    assert (first.site, first.start_method, first.prefetch_factor) == ("-c:3", "spawn", 4)
-    assert (second.start_method, second.prefetch_factor) == ("", 2)
+    assert (first.site, first.method, first.prefetch_factor) == ("-c:3", "spawn", 4)
+    assert (second.method, second.prefetch_factor) == ("", 2)
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ def test_an_alias_is_the_same_loader_and_its_context_and_prefetch_are_read():
         ("import multiprocessing as mp\nctx = mp.get_context('spawn')\nctx.Process(target=f)", [("ctx.Process", "spawn")]),
         ("from concurrent.futures import ProcessPoolExecutor as P\nP(mp_context=mp.get_context('forkserver'))",
          [("P", "forkserver")]),
-        ("import os\nos.fork()", [("os.fork", None)]),
+        ("import os\nos.fork()", [("os.fork", "fork")]),
     ],
 )  # fmt: skip
 def test_what_starts_processes_is_found_with_the_start_method_that_it_names(text, found):
-    assert [(one.name, one.more) for one in read(text).forks] == found
+    assert [(one.name, one.method) for one in read(text).forks] == found
 
 
 def test_a_variable_set_after_the_import_of_its_reader_is_told_from_one_set_before():

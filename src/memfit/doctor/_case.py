@@ -11,7 +11,7 @@ from memfit.checks import Check
 from memfit.doctor._command import Command
 from memfit.doctor._interpreter import Interpreter
 from memfit.doctor._place import Place
-from memfit.doctor._script import LoaderCall, Script
+from memfit.doctor._script import Script, Start
 
 #: Batches that each worker of a DataLoader keeps ready by default. Source: torch (2.13) DataLoader.
 PREFETCH = 2
@@ -77,11 +77,11 @@ class Case:
         return int(text) if text.isdigit() and int(text) > 0 else self.num_cpus
 
     @cached_property
-    def loaders(self) -> list[LoaderCall]:
+    def loaders(self) -> list[Start]:
         """The loaders that have workers, or may have."""
         return [one for one in self.script.loaders if self.workers_of(one) != 0]
 
-    def workers_of(self, loader: LoaderCall) -> int | None:
+    def workers_of(self, loader: Start) -> int | None:
         """Return a loader's workers: by its call, else by ``--workers``; None if unknown."""
         return self.setup.num_workers if loader.num_workers is None else loader.num_workers
 

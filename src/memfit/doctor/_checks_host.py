@@ -82,14 +82,14 @@ def check_kernel(case: Case) -> Iterator[Check]:
             problem=commit is not None and commit.headroom_bytes < 2 * GIB,
             warning=commit is not None,
         )
-    swap, lines = place.budget.swap, (place.text("proc/swaps") or "").splitlines()[1:]
+    swap, lines = place.budget.swap, place.text("proc/swaps").splitlines()[1:]
     zram = ", ".join(line.split()[0] for line in lines if "zram" in line)
     usable = f"{format_bytes(swap.usable_bytes)} usable of {format_bytes(swap.total_bytes)}"
     finding = usable if swap.total_bytes else "no swap: nothing takes an excess up, so the reserve is doubled"
     finding += f", on {zram}: compressed, in memory" if zram else ""
     yield judge("swap", finding, "memfit never lends swap: a job that swaps has stopped to work", "", swap.source)
     path = "sys/kernel/mm/transparent_hugepage"
-    if (text := place.text(f"{path}/enabled")) is not None:
+    if text := place.text(f"{path}/enabled"):
         pages = text.partition("[")[2].partition("]")[0]
         none = place.number(f"{path}/khugepaged/max_ptes_none")
         filled = "" if none is None else f"; khugepaged fills up to {none} of 512 untouched pages"
@@ -157,7 +157,7 @@ def check_limits(case: Case) -> Iterator[Check]:
 def _pids_max(case: Case) -> Iterator[tuple[str, str]]:
     """The limits on processes of this group and of those above it, under v2 and v1."""
     yield from case.place.group_files("pids.max")
-    own = next((line for line in (case.place.text("proc/self/cgroup") or "").splitlines() if ":pids:" in line), "")
+    own = next((line for line in case.place.text("proc/self/cgroup").splitlines() if ":pids:" in line), "")
     folder = Path("sys/fs/cgroup/pids", own.rpartition(":")[2].lstrip("/"))
     while own and folder.name not in ("", "cgroup"):
         if text := case.place.text(str(folder / "pids.max")):

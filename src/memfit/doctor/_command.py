@@ -1,4 +1,4 @@
-"""What a command is: its interpreter, its script and how many processes it starts; read from its words, never run."""
+"""Read from a command's words its interpreter, its script and how many processes it starts; nothing is run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 PYTHON = re.compile(r"(?:python|pypy)[0-9.]*")
 ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.S)
-_PROCESSES = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)(?:=(\d+))?")
+_PROCESSES = re.compile(r"\0--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)[=\0](\d+)(?=\0)")
 #: What runs the Python behind it, from the same PATH.
 _WRAPPERS = frozenset({"nohup", "nice", "ionice", "time", "timeout", "numactl", "taskset", "stdbuf", "setsid", "srun"})
 #: Options of Python's that take the next word.
@@ -24,20 +24,20 @@ _CODE_OR_MODULE = re.compile(r"-[bBdEiIOPqRsStuvx]*([cm])(.*)", re.S)
 
 @dataclass(frozen=True)
 class Command:
-    """A command as far as its words tell.
+    """A command as far as its words show.
 
     Attributes:
         words: The command, without a leading ``env``, its assignments and wrappers such as ``nice``.
         env: What a leading ``env``, or the shell script, assigns.
-        interpreter: The Python that runs it, or None if the words do not tell.
-        script, code: The Python file that it runs, or the text behind ``python -c``; None for neither.
+        interpreter: The Python that runs it, or None.
+        script, code: The Python file that it runs, or the text behind ``python -c``.
         arguments: The words behind the script.
-        num_processes: How many processes of the script one launcher (torchrun, accelerate) starts on this host.
-        missing: A sentence about what Python is to run and is not there; empty if all is there.
+        num_processes: The processes of the script that a launcher (torchrun, accelerate) starts on this host.
+        missing: What Python is to run and is not there, in a sentence; else empty.
         module: The module behind ``python -m`` if it is no file of the command's folder; else empty.
-        site: Where the command is in a shell script, such as ``run.sh line 3``; else empty.
-        looked_at: The shell script in which no Python script was seen; else empty.
-        cwd: The folder that a shell script changes to before; None if it starts where the command does.
+        site: Its place in a shell script, such as ``run.sh line 3``; else empty.
+        looked_at: The shell script that starts no Python script; else empty.
+        cwd: The folder that a shell script changes to before; else None.
     """
 
     words: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Command:
 
 
 def parse_command(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Command:
-    """Return what a command is, by its words, its folder and its PATH; an empty one if there are no words."""
+    """Return the command that some words are in a folder; an empty one without words."""
     rest, given = list(words), {}
     if rest[:1] == ["env"]:
         rest = rest[1:]
@@ -69,7 +69,9 @@ def parse_command(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) ->
     is_python = PYTHON.fullmatch(Path(rest[0]).name)
     command = _after_python(rest[1:], cwd) if is_python else _first_script(rest, cwd)
     interpreter = _interpreter(rest[0], cwd, {**env, **given})
-    return replace(command, words=tuple(rest), env=given, interpreter=interpreter, num_processes=_num_processes(rest))
+    options = _PROCESSES.search("\0".join(("", *rest, "")))
+    count = max(1, int(options[1])) if options else 1
+    return replace(command, words=tuple(rest), env=given, interpreter=interpreter, num_processes=count)
 
 
 def _after_python(words: list[str], cwd: Path) -> Command:
@@ -124,15 +126,6 @@ def _first_script(words: list[str], cwd: Path) -> Command:
             if word.endswith(".py") and (cwd / word).is_file():
                 return Command(script=cwd / word, arguments=tuple(words[at + 1 :]))
     return Command()
-
-
-def _num_processes(words: list[str]) -> int:
-    """How many processes a launcher starts on this host; 1 if nothing says more."""
-    for at, word in enumerate(words):
-        if match := _PROCESSES.fullmatch(word):
-            count = match[1] or next(iter(words[at + 1 :]), "")
-            return max(1, int(count)) if count.isdigit() else 1
-    return 1
 
 
 def which(program: str, cwd: Path, env: Mapping[str, str]) -> str | None:

@@ -1,4 +1,4 @@
-"""What the command's own interpreter sees in the environment that it will get; a short child tells it."""
+"""Ask the command's own interpreter, in a short child, what it sees in its environment."""
 
 from __future__ import annotations
 
@@ -8,40 +8,30 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-#: A child that says what it sees. It must run in any Python 3 and import nothing but what it is asked to.
+#: A child that prints what it sees. It must run in any Python 3 and import nothing but what it is asked to.
 _PROGRAM = r"""
-import json, os, sys, time
+import importlib.util, json, multiprocessing, os, sys
 names, modules, packages, wanted = json.loads(sys.argv[1])
-def threads():
+def attempt(call, *words):
     try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:
-        return 0
-def version(name):
-    try:
-        from importlib.metadata import version
-        return version(name)
+        return call(*words)
     except Exception:
         return None
+def threads():
+    return len(attempt(os.listdir, "/proc/self/task") or ())
+def version(name):
+    from importlib.metadata import version
+    return version(name)
+def is_missing(name):
+    return importlib.util.find_spec(name) is None
 found = {
     "version": list(sys.version_info[:3]), "executable": sys.executable, "env": {n: os.environ.get(n) for n in names},
     "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    "start_method": multiprocessing.get_start_method(), "packages": {name: attempt(version, name) for name in packages},
+    "missing": [name for name in wanted if attempt(is_missing, name)], "threads": {"": threads()}, "imports": {},
 }
-import multiprocessing
-found["start_method"] = multiprocessing.get_start_method()
-found["packages"] = {name: version(name) for name in packages}
-import importlib.util
-def missing(name):
-    try:
-        return importlib.util.find_spec(name) is None
-    except Exception:
-        return False
-found["missing"] = [name for name in wanted if missing(name)]
-found["threads"], found["imports"] = {"": threads()}, {}
 for name in modules:
-    started = time.perf_counter()
     try:
         module = __import__(name)
         if name == "torch":
@@ -57,8 +47,8 @@ for name in modules:
     found["threads"][name] = threads()
 print("\nMEMFIT " + json.dumps(found))
 """
-#: Packages whose versions are asked for; no one of them is imported for it.
-PACKAGES = ("torch", "torchvision", "torchaudio", "polars", "numpy", "pyarrow")
+#: Packages whose versions are read, without importing them.
+_PACKAGES = ("torch", "torchvision", "torchaudio", "polars", "numpy", "pyarrow")
 
 
 @dataclass(frozen=True)
@@ -66,17 +56,15 @@ class Interpreter:
     """What an interpreter said of itself.
 
     Attributes:
-        executable: The interpreter.
-        version: Its version.
         start_method: The default of ``multiprocessing``.
         num_cpus: The CPUs that it may run on.
-        env: The variables that were asked for, as it sees them.
-        packages: The installed version of each package that was asked for, or None.
-        threads: The process's threads at the start (``""``) and after each import; by use, not by import alone.
-        imports: For each imported module the error, or empty when it could be imported.
-        missing: The modules that were looked for and are not there; no one of them was imported for it.
-        torch_threads: What ``torch.get_num_threads()`` says.
-        error: Why nothing is known; empty when the rest holds.
+        env: The variables that memfit sets, as it sees them.
+        packages: The installed version of each package, or None.
+        threads: The process's threads at the start (``""``) and after each module was imported and used once.
+        imports: The error of each import; empty if it worked.
+        missing: The modules that cannot be found.
+        torch_threads: The answer of ``torch.get_num_threads()``.
+        error: Why nothing is known; else empty.
     """
 
     executable: str
@@ -101,21 +89,20 @@ def ask_interpreter(
     wanted: Sequence[str] = (),
     timeout_seconds: float = 60.0,
 ) -> Interpreter:
-    """What an interpreter sees, from a child of it that runs none of the command's code.
+    """Return what an interpreter sees, from a child of it that runs none of the command's code.
 
     Args:
         executable: The interpreter.
         env: Its whole environment.
         names: The variables to read back.
-        modules: Modules to import and use once, in this order; their threads are counted.
-        wanted: Modules to look for, without importing them.
+        modules: Modules to import and use once, in this order.
+        wanted: Modules to find, without importing them.
         timeout_seconds: How long it may take.
     """
-    request = json.dumps([list(names), list(modules), list(PACKAGES), list(wanted)])
-    words = [executable, "-c", _PROGRAM, request]
+    request = json.dumps([list(names), list(modules), _PACKAGES, list(wanted)])
     try:
         child = subprocess.Popen(
-            words,
+            [executable, "-c", _PROGRAM, request],
             env=dict(env),
             cwd="/",  # `-c` imports from here first: no file of the user's is to pass for a module
             stdin=subprocess.DEVNULL,
@@ -125,18 +112,16 @@ def ask_interpreter(
             errors="replace",
             start_new_session=True,
         )
+        out, said = child.communicate(timeout=timeout_seconds)
     except (OSError, ValueError) as error:
         return Interpreter(executable, error=f"{type(error).__name__}: {error}")
-    try:
-        out, said = child.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
         return Interpreter(executable, error=f"no answer within {timeout_seconds:g} s")
-    _, mark, told = out.rpartition("\nMEMFIT ")
+    _, mark, answer = out.rpartition("\nMEMFIT ")
     if not mark:
         last = said.strip().splitlines()[-1:] or [""]
         return Interpreter(executable, error=f"exit code {child.returncode}: {last[0]}")
-    found: dict[str, Any] = json.loads(told.splitlines()[0])
-    found["version"] = tuple(found["version"])
-    return Interpreter(**found)
+    found = json.loads(answer.splitlines()[0])
+    return Interpreter(**{**found, "version": tuple(found["version"])})

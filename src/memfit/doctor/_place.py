@@ -1,4 +1,4 @@
-"""Facts of a place: limits of the process, settings of the kernel, file systems; read below ``root``, parsed purely."""
+"""Facts of a place, read below ``root``: limits of the process, settings of the kernel, file systems."""
 
 from __future__ import annotations
 
@@ -13,19 +13,13 @@ from pathlib import Path
 from memfit.memory import Budget, memory_group
 
 REAL_ROOT = Path("/")
-#: Segments that libraries leave: torch, multiprocessing, loky, NCCL.
+#: Segments of torch, multiprocessing, loky and NCCL.
 _SEGMENT = re.compile(r"torch_(?P<pid>\d+)_.*|sem\.(?:mp|loky)-.*|psm_.*|loky-(?P<pid2>\d+)-.*|nccl-.*")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A file of /dev/shm that a library made.
-
-    Attributes:
-        name: Its name.
-        size_bytes: What it takes, as blocks.
-        in_use: A process that can be seen here maps it or holds it open, or the one of its name lives.
-    """
+    """A file of /dev/shm that a library made; in use if a process maps it, holds it open or has its name."""
 
     name: str
     size_bytes: int
@@ -34,123 +28,98 @@ class Segment:
 
 @dataclass(frozen=True)
 class Place:
-    """Where something is to run: the folder above proc and sys, and the budget that was read there."""
+    """The folder above proc and sys, and the budget that was read there."""
 
     root: Path
     budget: Budget
 
     @property
     def is_real(self) -> bool:
-        """Whether this is the machine itself and not a recorded tree."""
+        """Whether this is the machine itself, not a recorded tree."""
         return self.root == REAL_ROOT
 
-    def text(self, path: str) -> str | None:
-        """The text of a file below the root, or None."""
+    def text(self, path: str) -> str:
+        """Return the text of a file below the root; empty if there is none."""
         try:
             return (self.root / path.lstrip("/")).read_text(errors="replace")
         except OSError:
-            return None
+            return ""
 
     def number(self, path: str) -> int | None:
-        """The first whole number of a file below the root, or None."""
-        match = re.match(r"-?\d+", (self.text(path) or "").strip())
+        """Return the first whole number of a file below the root, or None."""
+        match = re.match(r"-?\d+", self.text(path).strip())
         return int(match.group()) if match else None
 
     @cached_property
     def limits(self) -> dict[str, tuple[int | None, int | None]]:
-        """Soft and hard limits of this process, which its children inherit; None for none."""
-        return parse_rlimits(self.text("proc/self/limits"))
+        """Soft and hard limits of this process; None for unlimited."""
+        rows = re.findall(r"^Max (.+?) {2,}(\d+|unlimited) +(\d+|unlimited)", self.text("proc/self/limits"), re.M)
 
-    @cached_property
-    def mounts(self) -> list[tuple[str, str]]:
-        """Mount points and their file systems' types."""
-        return parse_mounts(self.text("proc/self/mountinfo"))
+        def number(text: str) -> int | None:
+            return int(text) if text.isdigit() else None
+
+        return {name: (number(soft), number(hard)) for name, soft, hard in rows}
 
     @cached_property
     def num_host_cpus(self) -> int | None:
-        """What a library sees that looks at neither affinity nor quota."""
-        text = self.text("sys/devices/system/cpu/online")
-        if text:
-            spans = (span.partition("-") for span in text.strip().split(","))
+        """The CPUs that a library finds if it looks at neither affinity nor quota."""
+        if text := self.text("sys/devices/system/cpu/online").strip():
+            spans = (span.partition("-") for span in text.split(","))
             return sum(int(last or first) - int(first) + 1 for first, _, last in spans)
         return os.cpu_count() if self.is_real else None
 
     def kind_of(self, path: Path) -> str:
-        """The type of the file system that a path lies on, such as ``ext4``; empty when nothing tells."""
-        found = [(point, kind) for point, kind in self.mounts if path.is_relative_to(point)]
-        longest = max((len(point) for point, _ in found), default=0)
-        return next((kind for point, kind in reversed(found) if len(point) == longest), "")
+        """Return the file system that a path is on, such as ``ext4``; empty if unknown."""
+        found = []
+        for line in self.text("proc/self/mountinfo").splitlines():
+            left, _, right = line.partition(" - ")
+            if right and len(left.split(" ")) > 4:
+                point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), left.split(" ")[4])
+                found += [(len(point), right.split(" ")[0])] if path.is_relative_to(point) else []
+        longest = max((length for length, _ in found), default=0)
+        return next((kind for length, kind in reversed(found) if length == longest), "")
 
     def free_bytes(self, path: Path) -> int | None:
-        """What is free where a path lies, or None in a recorded tree or without that path."""
-        if not self.is_real:
-            return None
-        try:
-            facts = os.statvfs(path)
-        except OSError:
-            return None
-        return facts.f_bavail * facts.f_frsize
+        """Return the free bytes where a path is; None in a recorded tree or without that path."""
+        with suppress(OSError):
+            if self.is_real:
+                facts = os.statvfs(path)
+                return facts.f_bavail * facts.f_frsize
+        return None
 
     def group_files(self, name: str) -> Iterator[tuple[str, str]]:
-        """A file of this process's memory group and of the groups above it: its path and its text."""
+        """Yield the path and the text of a file of this process's memory group, and of the groups above it."""
         group = memory_group(root=self.root)
         for folder in () if group is None else (group, *group.parents):
             if folder == self.root:
                 return
-            try:
+            with suppress(OSError):
                 yield "/" + str((folder / name).relative_to(self.root)), (folder / name).read_text().strip()
-            except OSError:
-                continue
 
     @cached_property
     def segments(self) -> list[Segment]:
-        """What libraries have in /dev/shm."""
+        """The segments of libraries in /dev/shm, the largest first."""
         try:
-            entries = [entry for entry in os.scandir(self.root / "dev/shm") if _SEGMENT.fullmatch(entry.name)]
+            entries = {entry: _SEGMENT.fullmatch(entry.name) for entry in os.scandir(self.root / "dev/shm")}
         except OSError:
             return []
-        used = _used_segments(self.root / "proc") if entries else set()
+        matches = {entry: match for entry, match in entries.items() if match}
+        used = self._used_segments() if matches else set()
         found = []
-        for entry in entries:
-            match = _SEGMENT.fullmatch(entry.name)
-            pid = match and (match["pid"] or match["pid2"])
+        for entry, match in matches.items():
+            pid = match["pid"] or match["pid2"]
             is_alive = bool(pid) and (self.root / f"proc/{pid}").is_dir()
             with suppress(OSError):
                 size = entry.stat(follow_symlinks=False).st_blocks * 512
                 found.append(Segment(entry.name, size, is_alive or entry.name in used))
         return sorted(found, key=lambda one: (-one.size_bytes, one.name))
 
-
-def _used_segments(proc: Path) -> set[str]:
-    """The names below /dev/shm that processes map or hold open, of the processes that may be looked at."""
-    used: set[str] = set()
-    for process in proc.glob("[0-9]*"):
-        try:
-            used.update(re.findall(r" /dev/shm/(\S+)", (process / "maps").read_text(errors="replace")))
-            for link in (process / "fd").iterdir():
-                target = str(link.readlink())
-                if target.startswith("/dev/shm/"):
-                    used.add(target.removeprefix("/dev/shm/"))
-        except OSError:
-            continue
-    return used
-
-
-def parse_rlimits(text: str | None) -> dict[str, tuple[int | None, int | None]]:
-    """Soft and hard limits of /proc/<pid>/limits; None for unlimited."""
-    rows = re.findall(r"^Max (.+?) {2,}(\d+|unlimited) +(\d+|unlimited)", text or "", re.M)
-    return {
-        name: (int(soft) if soft.isdigit() else None, int(hard) if hard.isdigit() else None)
-        for name, soft, hard in rows
-    }
-
-
-def parse_mounts(text: str | None) -> list[tuple[str, str]]:
-    """Mount points and types of /proc/self/mountinfo, in its order."""
-    found = []
-    for line in (text or "").splitlines():
-        left, _, right = line.partition(" - ")
-        if right and len(left.split(" ")) > 4:
-            point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), left.split(" ")[4])
-            found.append((point, right.split(" ")[0]))
-    return found
+    def _used_segments(self) -> set[str]:
+        """The names below /dev/shm that processes map or hold open, as far as they may be looked at."""
+        used: set[str] = set()
+        for process in (self.root / "proc").glob("[0-9]*"):
+            with suppress(OSError):
+                used.update(re.findall(r" /dev/shm/(\S+)", (process / "maps").read_text(errors="replace")))
+                targets = (str(link.readlink()) for link in (process / "fd").iterdir())
+                used.update(one.removeprefix("/dev/shm/") for one in targets if one.startswith("/dev/shm/"))
+        return used

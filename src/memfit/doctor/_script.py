@@ -9,6 +9,7 @@ import ast
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,23 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 @dataclass(frozen=True)
-class LoaderCall:
-    """A loader that is made somewhere.
+class Start:
+    """A call that starts processes: a loader, a pool, a fork.
 
     Attributes:
+        name: The call as written.
         site: ``file:line``.
-        num_workers, prefetch_factor: None if the syntax does not show them.
-        text: The expression of ``num_workers``.
-        start_method: The start method that it names; None if it names none, empty if the syntax does not show it.
+        method: The start method that it names; None if it names none, empty if the syntax does not show it.
+        num_workers, prefetch_factor: Of a loader; None if the syntax does not show them.
+        workers_text: The expression of ``num_workers``.
     """
 
+    name: str
     site: str
-    num_workers: int | None
-    prefetch_factor: int | None
-    text: str
-    start_method: str | None
+    method: str | None
+    num_workers: int | None = None
+    prefetch_factor: int | None = None
+    workers_text: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,7 @@ class Script:
     Attributes:
         files: The files that were read, the script first.
         imports: The first import of each top-level package, by name, as ``file:line``.
-        loaders: The loaders that are made.
-        forks: What starts processes; ``more`` is the start method that it names, or None.
+        loaders, forks: The loaders that are made, and the other calls that start processes.
         start_methods, sharing: Calls of ``set_start_method`` and ``set_sharing_strategy``.
         variables: Environment variables that are set; ``more`` is the library that was imported before, or None.
         cuda: Where a GPU is first used, or None.
@@ -70,8 +72,8 @@ class Script:
 
     files: list[str] = field(default_factory=list)
     imports: dict[str, str] = field(default_factory=dict)
-    loaders: list[LoaderCall] = field(default_factory=list)
-    forks: list[Site] = field(default_factory=list)
+    loaders: list[Start] = field(default_factory=list)
+    forks: list[Start] = field(default_factory=list)
     start_methods: list[Site] = field(default_factory=list)
     sharing: list[Site] = field(default_factory=list)
     variables: list[Site] = field(default_factory=list)
@@ -191,7 +193,8 @@ class _Reader(ast.NodeVisitor):
             self._loader(node, given)
         elif name in _FORKS and _is_fork(path, name, self.origins.get(path, "")):
             context = given.get(_FORKS[name]) or (node.func.value if isinstance(node.func, ast.Attribute) else None)
-            script.forks.append(Site(path, site, self._context(context, is_named=_FORKS[name] in given)))
+            method = "fork" if name == "fork" else self._context(context, is_named=_FORKS[name] in given)
+            script.forks.append(Start(path, site, method))
         elif name in ("set_start_method", "set_sharing_strategy") and node.args:
             where = script.start_methods if name == "set_start_method" else script.sharing
             where.append(Site(_text_of(node.args[0]) or "", site))
@@ -217,12 +220,13 @@ class _Reader(ast.NodeVisitor):
         absent = None if any(one.arg is None for one in node.keywords) else 0
         prefetch, context = given.get(f"{prefix}prefetch_factor"), given.get("multiprocessing_context")
         self.script.loaders.append(
-            LoaderCall(
+            Start(
+                "DataLoader",
                 self._site(node),
+                self._context(context, is_named=context is not None),
                 absent if workers is None else self._value(workers),
                 2 if prefetch is None else self._value(prefetch),
                 "**" if workers is None else ast.unparse(workers),
-                self._context(context, is_named=context is not None),
             )
         )
 
@@ -274,7 +278,7 @@ class _Reader(ast.NodeVisitor):
     def _option(self, flags: Sequence[str]) -> str | None:
         """The value of an option on the command line."""
         words = [*self.outside.arguments, ""]
-        for word, behind in zip(words, words[1:], strict=False):
+        for word, behind in pairwise(words):
             name, equals, value = word.partition("=")
             if name in flags:
                 return value if equals else behind
