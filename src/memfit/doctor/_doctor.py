@@ -24,7 +24,6 @@ from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
 
 _CHECKS: tuple[Callable[[Case], Iterator[Check]], ...] = (
     commands.check_command,
-    commands.check_script,
     workers.check_fork,
     workers.check_guard,
     workers.check_threads,
