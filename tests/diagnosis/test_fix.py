@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.diagnosis import Diagnosis, Evidence, Job, Ran, job_of, job_of_compose, list_remedies, make_fix
+from memfit.diagnosis import Diagnosis, Evidence, Job, Ran, job_of, list_remedies, make_fix
 from memfit.errors import UsageError
 from memfit.units import GIB
 
@@ -263,7 +263,7 @@ def test_remedy_and_compose_file_give_shm_the_same_size_of_at_least_2_gib(script
     path = script(COMPOSE.replace("mem_limit: 4gb", f"shm_size: {given}"), "compose.yml")
     found = diagnosis("shm", text="trainer_1 | Bus error")
     assert yaml.safe_load(make_fix(path, found).text)["services"]["trainer"]["shm_size"] == size
-    assert f"--shm-size={size}," in list_remedies(found, job_of_compose(path, found))[0].setting
+    assert f"--shm-size={size}," in list_remedies(found, job_of(Ran(), path, found))[0].setting
 
 
 def test_a_compose_file_gets_the_allocators_setting_in_the_form_of_its_list(script):

@@ -127,14 +127,12 @@ def _newest_run(path: Path) -> Path:
 
 def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:
     from memfit.diagnosis import diagnose as diagnose_paths
-    from memfit.diagnosis import job_of, job_of_compose, list_remedies, make_fix, read_ran, write_incident
+    from memfit.diagnosis import job_of, list_remedies, make_fix, read_ran, write_incident
     from memfit.reports import print_diagnosis, print_fix
 
     script, report = flags.script, flags.report
     found = diagnose_paths(named, accounting=accounting, kernel_log=flags.kernel_log)
-    job = job_of(read_ran(named, accounting), script)
-    if script is not None and script.suffix.lower() in (".yml", ".yaml"):
-        job = job_of_compose(script, found).with_known(job)
+    job = job_of(read_ran(named, accounting), script, found)
     config = read_model_config(flags.hf_config) if flags.hf_config is not None else None
     remedies = list_remedies(found, job, config=config)
     fixed = make_fix(script, found, job, config=config) if flags.fix and script is not None else None

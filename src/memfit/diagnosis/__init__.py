@@ -2,7 +2,6 @@
 
 from memfit.diagnosis._diagnose import Diagnosis, Evidence, diagnose, diagnose_logs
 from memfit.diagnosis._fix import Fix, make_fix
-from memfit.diagnosis._fix_compose import job_of_compose
 from memfit.diagnosis._granted import Ran, is_any_shown, job_of, read_ran, verify_fix
 from memfit.diagnosis._incident import what_happened, write_incident
 from memfit.diagnosis._job import Job
@@ -21,7 +20,6 @@ __all__ = [
     "diagnose_logs",
     "is_any_shown",
     "job_of",
-    "job_of_compose",
     "list_remedies",
     "make_fix",
     "read_ran",

@@ -143,6 +143,6 @@ def _checks(path: Path, text: str, name: str) -> list[Check]:
     if shm and limit:
         sizes = [parse_bytes(str(one).lower().removesuffix("b")) for one in (shm, limit)]
         said = f"/dev/shm of {format_bytes(sizes[0])} within a limit of {format_bytes(sizes[1])}"
-        verdict = "ok" if sizes[0] < sizes[1] else "problem"
-        found.append(Check("/dev/shm", verdict, said, "what lies there counts towards the limit"))
+        is_good = sizes[0] < sizes[1]
+        found.append(Check("/dev/shm", "ok" if is_good else "problem", said, "files there count towards the limit"))
     return found

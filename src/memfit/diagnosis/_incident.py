@@ -1,4 +1,4 @@
-"""An incident report: the diagnosis, its remedies and the fix in Markdown."""
+"""Write an incident report: the diagnosis, its remedies and the fix in Markdown."""
 
 from __future__ import annotations
 
@@ -59,6 +59,9 @@ def write_incident(
     where = [f"{name} {value}" for name, value in diagnosis.where.items() if value is not None]
     facts = [f"kind {diagnosis.kind}", f"cause {diagnosis.cause}", f"phase {diagnosis.phase}", *where]
     facts += ["the work went on"] if diagnosis.recovered else []
+    fixed = [f"- line {edit.line}: `{edit.new}`: {edit.reason}" for edit in fix.edits] if fix else []
+    if fix is not None:
+        fixed = [*fixed, "", "```diff", fix.diff, "```"] if fixed else [f"Nothing in `{fix.path}` causes it."]
     sections = {
         "Evidence": [f"- `{one.file}:{one.line}` `{_code(one.text)}`" for one in diagnosis.evidence],
         "Timeline": [
@@ -67,7 +70,7 @@ def write_incident(
         ],
         "Memory": [*(f"- {line}" for line in diagnosis.arithmetic), *_memory(diagnosis, job)],
         "Options": list(_options(remedies)),
-        "Fix": _fix(fix),
+        "Fix": fixed,
         "Next run": list(_next_run(job, fix)),
     }
     text = [f"# Incident: {title}", "", f"{', '.join(facts)}.", ""]
@@ -90,33 +93,21 @@ def _memory(diagnosis: Diagnosis, job: Job) -> Iterator[str]:
     if measured and wanted:
         margin = wanted[0] - measured[0]
         yield f"- Margin = request - measured = {format_bytes(margin)}, {margin / measured[0]:.0%} of the peak."
-    yield from _ledger(
-        "Host memory of each node",
-        {
-            "requested": job.limit_bytes,
-            "measured": measured and measured[0],
-            "to request": wanted and wanted[0],
-            "a node has": job.most_bytes,
-        },
-    )
-    figures = diagnosis.figures
+    node = {"requested": job.limit_bytes, "measured": measured and measured[0], "to request": wanted and wanted[0]}
+    ledgers: dict[str, dict[str, int | None]] = {"Host memory of each node": {**node, "a node has": job.most_bytes}}
     if diagnosis.kind in DEVICES:
+        figures = diagnosis.figures
         tensors, held = figures.get("allocated"), figures.get("reserved")
-        yield from _ledger(
-            "Memory of the device",
-            {
-                "total": figures.get("device_total"),
-                "tensors": tensors,
-                "unused cache": held - tensors if held is not None and tensors is not None else None,
-                "other processes and the driver": foreign_bytes(figures),
-                "the request that failed": figures.get("tried"),
-            },
-        )
-
-
-def _ledger(title: str, rows: dict[str, int | None]) -> Iterator[str]:
-    known = [f"| {name} | {format_bytes(count)} |" for name, count in rows.items() if count is not None]
-    yield from ("", f"| {title} | |", "|---|---:|", *known) if known else ()
+        ledgers["Memory of the device"] = {
+            "total": figures.get("device_total"),
+            "tensors": tensors,
+            "unused cache": held - tensors if held is not None and tensors is not None else None,
+            "other processes and the driver": foreign_bytes(figures),
+            "the request that failed": figures.get("tried"),
+        }
+    for title, rows in ledgers.items():
+        known = [f"| {name} | {format_bytes(count)} |" for name, count in rows.items() if count is not None]
+        yield from ("", f"| {title} | |", "|---|---:|", *known) if known else ()
 
 
 def _options(remedies: Sequence[Remedy]) -> Iterator[str]:
@@ -130,15 +121,6 @@ def _options(remedies: Sequence[Remedy]) -> Iterator[str]:
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     useless = [f"- {one.title}: {one.reason}" for one in remedies if not one.helps]
     yield from ("", "These would change nothing:", "", *useless) if useless else ()
-
-
-def _fix(fix: Fix | None) -> list[str]:
-    if fix is None:
-        return []
-    if not fix.edits:
-        return [f"Nothing in `{fix.path}` causes it."]
-    reasons = [f"- line {edit.line}: `{edit.new}`: {edit.reason}" for edit in fix.edits]
-    return [*reasons, "", "```diff", fix.diff, "```"]
 
 
 def _next_run(job: Job, fix: Fix | None) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a job requested and what was measured of it: by node, by task and by epoch."""
+"""What a job requested and what was measured of it, by node, by task and by epoch."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ class Job:
     @property
     def disagreement(self) -> str:
         """A sentence, if the accounting and the script name different requests."""
-        told, written = self.request_bytes, self.script_bytes
-        if not told or not written or abs(told - written) <= 0.02 * written:
+        granted, written = self.request_bytes, self.script_bytes
+        if not granted or not written or abs(granted - written) <= 0.02 * written:
             return ""
         return (
-            f"the accounting has {format_bytes(told)} of each node, the script requests {format_bytes(written)}: "
+            f"the accounting has {format_bytes(granted)} of each node, the script requests {format_bytes(written)}: "
             "it was submitted with another request"
         )
 

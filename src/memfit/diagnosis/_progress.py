@@ -1,4 +1,4 @@
-"""How far a job was: the counters that its lines show, and what they say of its epochs and steps."""
+"""Read how far a job was: the counters in its lines, its epochs and its steps."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Reading:
         place: The line's position in its stream.
         counter: What is counted.
         value: Its value.
-        total: Where it ends; None when not told.
+        total: Its end; None if unknown.
         seconds, rate: Of a bar: since it began, and steps a second.
         line: The line.
     """
@@ -92,7 +92,7 @@ class Reading:
 
     @property
     def is_training(self) -> bool:
-        """Whether it is a bar of training: neither of validation nor of loading."""
+        """Whether it is a bar of training, not of validation or loading."""
         return self.counter.startswith("bar") and not (
             _VALIDATION.search(self.counter) or _LOADING.search(self.counter)
         )
@@ -104,7 +104,7 @@ class Reading:
 
 
 def read_counters(stream: Stream) -> Iterator[Reading]:
-    """The readings of the counters that a stream's lines show, in order."""
+    """Yield the counters in a stream's lines, in order."""
     for place, line in enumerate(stream.lines):
         text = line.text[:400]
         if not _ANY.search(text) or _FOREIGN.search(text):
@@ -117,25 +117,16 @@ def read_counters(stream: Stream) -> Iterator[Reading]:
             total = int(found["total"]) if found.get("total") else None
             if name == "bar":
                 name = f"bar {found['name'].strip(' :|-')[-30:]}/{total}"
-            rate = _rate(found.get("rate") or "", found.get("unit") or "")
-            yield Reading(place, name, float(found["value"]), line, total, _seconds(found.get("seconds")), rate)
-
-
-def _rate(text: str, unit: str) -> float | None:
-    """Steps a second; None for a number that is torn."""
-    number = float(text) if re.fullmatch(r"\d+(?:\.\d*)?", text) else 0.0
-    return (1 / number if unit == "s/it" else number) if number else None
-
-
-def _seconds(text: str | None) -> int | None:
-    total = 0
-    for part in (text or "").split(":"):
-        total = 60 * total + int(part or 0)
-    return total if text else None
+            clock = [int(part or 0) for part in (found.get("seconds") or "").split(":")]
+            seconds = sum(part * 60**at for at, part in enumerate(reversed(clock)))
+            torn = not re.fullmatch(r"\d+(?:\.\d*)?", found.get("rate") or "")
+            rate = 0.0 if torn else float(found["rate"] or 0)
+            rate = 1 / rate if rate and found["unit"] == "s/it" else rate
+            yield Reading(place, name, float(found["value"]), line, total, seconds or None, rate or None)
 
 
 def went_on(readings: Sequence[Reading], place: int, least: int = 2) -> bool:
-    """Whether a counter took ``least`` values after a line: past its last value before it, or at all without one."""
+    """Return whether a counter took ``least`` values after a line: above its last value before it, if it has one."""
     before: dict[str, float] = {}
     after: dict[str, set[float]] = {}
     for one in readings:
@@ -166,7 +157,7 @@ class Progress:
 
     Attributes:
         steps_per_epoch: By bars of one epoch each; None when there are none.
-        num_epochs: How many were wanted; None when not told.
+        num_epochs: How many were wanted; None if unknown.
         epochs_done: How many epochs' bars came to their end.
         epoch_seconds: How long the last whole one took, with its validation.
         global_step: The largest that a checkpoint's name shows.
@@ -195,7 +186,7 @@ class Progress:
 
 
 def read_progress(stream: Stream) -> Progress:
-    """How far a training came, by the lines of its log."""
+    """Return how far a training came, by the lines of its log."""
     bars = [one for one in read_counters(stream) if one.counter.startswith("bar")]
     train = [one for one in bars if one.is_training and one.epoch]
     full = [one for one in train if one.total and one.value == one.total]

@@ -1,8 +1,4 @@
-"""Remedies: rows of the table, and three sums.
-
-The sums are the memory that other processes hold on a device, the unused cache of torch's allocator, and the memory
-that a node should request.
-"""
+"""List what to do: rows of the table, with the figures of a diagnosis and a job."""
 
 from __future__ import annotations
 
@@ -28,18 +24,19 @@ _CONTEXT_BYTES = 1 * GIB
 #: A peak above this multiple of the limit was not cut off by the limit.
 _CUT = 1.02
 _LEAST_SHM = 2 * GIB
+_MEMORY = "--memory {0}; the budget or --limit{1} (memfit run --help, memfit map --help)"
 _GROW = "expandable_segments:True"
 
 
 def list_remedies(
     diagnosis: Diagnosis, job: Job | None = None, *, config: Mapping[str, Any] | None = None
 ) -> list[Remedy]:
-    """Return what to do: what helps first, the cheapest in speed before the others.
+    """Return what to do: what helps first, then by its cost in speed.
 
     Args:
         diagnosis: What killed the job.
         job: What it requested and what was measured of it.
-        config: The model's ``config.json``: then remedies for a device come with bytes from `memfit.estimation`.
+        config: The model's ``config.json``, for the bytes that changes of the training save.
     """
     job = with_figures(job or Job(), diagnosis)
     kind = diagnosis.kind
@@ -64,9 +61,6 @@ def with_figures(job: Job, diagnosis: Diagnosis) -> Job:
         return job
     used, limit = diagnosis.figures.get("used") or None, diagnosis.figures.get("limit") or None
     return job.with_known(Job(node_peak_bytes=used if limit else None, request_bytes=limit))
-
-
-# Devices: two sums, then a training that needs less.
 
 
 def foreign_bytes(figures: Mapping[str, int]) -> int | None:
@@ -94,12 +88,12 @@ def _of_device(diagnosis: Diagnosis, job: Job, config: Mapping[str, Any] | None)
 
 
 def _is_enough(saves: int, short: int | None) -> bool | None:
-    """False where it frees less than was missing; more than that may still be too little for what follows."""
+    """False if it frees less than was missing; more may still be too little for the next request."""
     return False if short is not None and saves < short else None
 
 
 def _others(diagnosis: Diagnosis, short: int | None) -> Iterator[Remedy]:
-    """Sum one: what other processes hold of the device."""
+    """The memory of the device that other processes hold."""
     held, total = foreign_bytes(diagnosis.figures), diagnosis.figures.get("device_total", 0)
     if held is None or not total or held < max(NOTICEABLE * total, _CONTEXT_BYTES):
         return
@@ -116,7 +110,7 @@ def _others(diagnosis: Diagnosis, short: int | None) -> Iterator[Remedy]:
 
 
 def _cache(figures: Mapping[str, int], job: Job, short: int | None) -> Iterator[Remedy]:
-    """Sum two: what torch's allocator reserved and does not use."""
+    """The memory that torch's allocator reserved and does not use."""
     if not {"reserved", "allocated"} <= figures.keys():
         return
     unused = max(figures["reserved"] - figures["allocated"], 0)
@@ -201,6 +195,7 @@ def _estimated(config: Mapping[str, Any], setup: Setup, short: int | None, total
         elif total is not None and then.upper <= total and enough is None:
             enough = True
         if saves > 16 * MIB:
+            word = change.cost.split()[0].rstrip(":")
             found = row(
                 "estimated",
                 saves,
@@ -212,10 +207,8 @@ def _estimated(config: Mapping[str, Any], setup: Setup, short: int | None, total
                 upper=format_bytes(then.upper),
                 cost=change.cost,
             )
-            word = change.cost.split()[0].rstrip(":")
-            yield replace(
-                found, cost=_COST_WORDS.get(word, "not known") if change.same_training else "another training"
-            )
+            cost = _COST_WORDS.get(word, "not known") if change.same_training else "another training"
+            yield replace(found, cost=cost)
 
 
 #: The first word of what `memfit.estimation` says that a change costs.
@@ -239,9 +232,6 @@ def _as_written(change: Change, setup: Setup) -> str:
     return _HF_WORDS.get(change.options[0], "memfit estimate " + " ".join(change.options))
 
 
-# Host memory: the request of a node.
-
-
 def write_size(count: int, units: tuple[str, str] = ("G", "M")) -> str:
     """Return a size in GiB or MiB as a tool takes it, rounded up; from 64 GiB on in whole GiB."""
     if count >= GIB and (count % GIB == 0 or count >= 64 * GIB):
@@ -256,7 +246,7 @@ def round_up(count: float) -> int:
 
 
 def wanted_request(job: Job) -> tuple[int, str] | None:
-    """Sum three: return the bytes to request on each node, and the arithmetic; None if no figure is known."""
+    """Return the bytes to request on each node, and the arithmetic; None if no figure is known."""
     measured, limit = job.node_bytes, job.limit_bytes
     if measured is not None and (limit is None or measured[0] > _CUT * limit):
         size = round_up(measured[0] * (1 + RESERVE))
@@ -280,7 +270,7 @@ def _of_host(diagnosis: Diagnosis, job: Job) -> Iterator[Remedy]:
     if tasks > 1 or (workers or 0) > 1 or in_worker:
         yield row("share_data", readers=f"{tasks} tasks of a node" if tasks > 1 else "loader workers")
     if workers is None or workers > 1:
-        yield _workers("fewer_workers", workers)
+        yield _fewer_workers("fewer_workers", workers)
     if is_limit:
         yield from _fewer_tasks(job)
     if diagnosis.phase == "validate":
@@ -294,33 +284,27 @@ def _of_host(diagnosis: Diagnosis, job: Job) -> Iterator[Remedy]:
         yield row("workers_end")
 
 
-def _workers(name: str, workers: int | None) -> Remedy:
-    target = workers // 2 if workers else 0
-    words = f"{target} loader workers instead of {workers}"
-    if name == "fewer_workers":
-        return row(name, workers=words if workers else "fewer loader workers", target=target if workers else "N")
-    return row(name, workers=words if target else "no loader workers", target=target)
+def _fewer_workers(name: str, workers: int | None) -> Remedy:
+    target = workers // 2 if workers else None
+    return row(name, workers="fewer" if target is None else target, target="N" if target is None else target)
 
 
 def _larger_request(job: Job) -> Remedy:
     wanted = wanted_request(job)
-    ask = "--memory {0}; the budget or --limit{1} (memfit run --help, memfit map --help)"
     if wanted is None:
+        title, why = "request more memory", "It hit its limit. Neither the limit nor a peak is known"
+        if job.under_memfit:
+            return row("request", title=title, setting=_MEMORY.format("SIZE", ""), why=f"{why}.")
         setting = "--mem (Slurm), mem_limit (Compose), resources.limits.memory (Kubernetes)"
-        why = "It hit its limit. Neither the limit nor a peak is known"
-        hint = "." if job.under_memfit else ": add --sacct or --script."
-        setting = ask.format("SIZE", "") if job.under_memfit else setting
-        return row("request", title="request more memory", setting=setting, why=why + hint)
+        return row("request", title=title, setting=setting, why=f"{why}: add --sacct or --script.")
     size, why = wanted
     gain = size - job.limit_bytes if job.limit_bytes else None
-    is_measured = job.node_bytes is not None and job.node_bytes[0] > _CUT * (job.limit_bytes or 0)
-    enough = True if is_measured else None
-    written = write_size(size)
+    enough = True if job.node_bytes is not None and job.node_bytes[0] > _CUT * (job.limit_bytes or 0) else None
     if job.under_memfit:
         written = write_size(size, ("GiB", "MiB"))
-        setting = ask.format(written, f" above {written}")
+        setting = _MEMORY.format(written, f" above {written}")
         return row("request", gain, enough=enough, title=f"give the job {written}", setting=setting, why=why)
-    title, setting = f"request {written} per node", f"--mem={written}"
+    title, setting = f"request {write_size(size)} per node", f"--mem={write_size(size)}"
     if job.most_bytes is not None and size > job.most_bytes:
         title += " of a partition with larger nodes"
         why += f"; a node of {job.partition or 'this partition'} has {format_bytes(job.most_bytes)}"
@@ -336,16 +320,8 @@ def _fewer_tasks(job: Job) -> Iterator[Remedy]:
     limit = job.most_bytes or job.request_bytes
     fit = int(limit // (task * (1 + RESERVE))) if task and limit else 0
     if task and limit and 1 <= fit < tasks:
-        yield row(
-            "fewer_tasks",
-            (tasks - fit) * task,
-            fit=fit,
-            tasks=tasks,
-            task=format_bytes(task),
-            reserve=RESERVE,
-            limit=format_bytes(limit),
-            times=tasks / fit,
-        )
+        why = f"{fit} x {format_bytes(task)} + {RESERVE:.0%} fit in {format_bytes(limit)}"
+        yield row("fewer_tasks", (tasks - fit) * task, fit=fit, tasks=tasks, why=why, times=tasks / fit)
 
 
 def _of_shm(job: Job) -> Iterator[Remedy]:
@@ -354,11 +330,8 @@ def _of_shm(job: Job) -> Iterator[Remedy]:
     yield row("shm", size - (job.shm_bytes or 64 * MIB), size=f"{size // MIB}m", rule=rule)
     yield row("host_shm")
     if job.workers != 0:
-        yield _workers("shm_workers", job.workers)
+        yield _fewer_workers("shm_workers", job.workers)
     yield row("shm_files")
-
-
-# Time.
 
 
 def wanted_time(job: Job) -> tuple[int, str] | None:

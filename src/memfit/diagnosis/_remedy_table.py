@@ -1,4 +1,4 @@
-"""The table of remedies: rows by kind of memory, by the phase in which a device was full, by cause, and by name."""
+"""The table of remedies: by kind of memory, by the phase in which a device was full, by cause, and by name."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ UNDER_MEMFIT: Mapping[str, tuple[Remedy, ...]] = {
     "terminated": (Remedy("find who sent the signal", "journalctl --since", reason=_SIGTERM),),
 }
 
-#: Rows whose figures and names a job fills in.
+#: Rows with places for the figures and names of a job.
 _ROWS: Mapping[str, Remedy] = {
     "host_for_device": Remedy("more host memory ({flag}, fewer loader workers)", "", "not known",
                               "The device has its own memory.", "device", 0, False, False),
@@ -213,7 +213,7 @@ _ROWS: Mapping[str, Remedy] = {
         "one mapped file (np.memmap, Arrow, memfit panel build) instead of lists of Python objects", "none",
         "All readers of a mapped file share its pages. Python objects are copied page by page as soon as a worker "
         "touches their reference counts. How much of the memory is data was not measured.", "host"),
-    "fewer_workers": Remedy("use {workers}", "num_workers={target}", "not known",
+    "fewer_workers": Remedy("use {workers} loader workers", "num_workers={target}", "not known",
                             "It saves only what each worker holds of its own, which was not measured. Costs speed only "
                             "where the loader cannot keep up.", "host"),
     "validation_workers": Remedy("use few workers for validation, and start its loader once",
@@ -221,8 +221,8 @@ _ROWS: Mapping[str, Remedy] = {
                                  "The workers of both loaders are alive at once.", "host"),
     "request": Remedy("{title}", "{setting}", "none", "{why}", "host"),
     "fewer_tasks": Remedy("run {fit} tasks per node instead of {tasks}", "--ntasks-per-node={fit}",
-                          "fewer devices at once", "{fit} x {task} + {reserve:.0%} fit in {limit}. The same number of "
-                          "tasks needs {times:.3g} times the nodes.", "host", enough=True),
+                          "fewer devices at once", "{why}. The same number of tasks needs {times:.3g} times the nodes.",
+                          "host", enough=True),
     "host_batch": Remedy("a smaller batch, or gradient accumulation", "{setting}", "a few per cent",
                          "Activations are in device memory. The host holds only num_workers x prefetch_factor + 1 "
                          "batches per task.", "host", helps=False),
@@ -238,7 +238,7 @@ _ROWS: Mapping[str, Remedy] = {
         "not measured: this is {rule}. It counts as host memory of the container.", "shm"),
     "host_shm": Remedy("use the host's /dev/shm", "docker run --ipc=host", "none",
                        "The host's is half of its memory by default.", "shm"),
-    "shm_workers": Remedy("use {workers}", "num_workers={target}", "not known",
+    "shm_workers": Remedy("use {workers} loader workers", "num_workers={target}", "not known",
                           "Each worker has its own batches there; num_workers=0 uses no /dev/shm.", "shm"),
     "shm_files": Remedy("sharing through files", "torch.multiprocessing.set_sharing_strategy('file_system')",
                         "hardly any", "It helps where open files ran out; the same bytes stay in /dev/shm, also after "

@@ -81,8 +81,8 @@ def account_steps(rows: Sequence[Row], shape: Row | None = None) -> list[StepMem
     rows = [row for row in rows if row.attempt == rows[-1].attempt]
     whole = next((row for row in rows if not row.step), None)
     ran = [row for row in rows if row.step and row.step != "extern"]
-    steps = [row for row in ran if row.max_rss_bytes is not None or row.num_tasks] or rows[:1] or [shape]
-    found = [_account(step, whole, shape) for step in steps if step is not None]
+    steps = [row for row in ran if row.max_rss_bytes is not None or row.num_tasks] or rows[:1]
+    found = [_account(step, whole, shape) for step in steps or ([shape] if shape else [])]
     killed = {row.id for row in rows if row.state == "OUT_OF_MEMORY"}
     # A step's kill ends its batch script's step too, whose own memory says nothing.
     return sorted(

@@ -1,4 +1,4 @@
-"""From signs to a verdict: events and mentions, what was survived, and which sign explains the others."""
+"""Judge signs: events and mentions, what the job survived, and which sign explains the others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from memfit.diagnosis._progress import Reading, went_on
 from memfit.diagnosis._signatures import ENDED, FOLLOWED, MARK, MEMORY, OTHER, OWN, Sign
 from memfit.diagnosis._text import Stream
 
-#: Memory of others, and unused memory of an allocator, that is worth a word: a share of the device.
+#: The share of a device from which the memory of others, or an allocator's unused memory, counts.
 NOTICEABLE = 0.05
-
-# Events and mentions.
 
 #: Words before a signature that make its line speak of it, as help, advice and documents do.
 _TALK = re.compile(
@@ -52,25 +50,9 @@ _EXCEPTION = re.compile(
 )
 _BELOW_FRAMES = re.compile(r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Z]\w*)(?:: |:?\s*$)")
 #: Exceptions that only pass on that a child, a worker or another rank ended.
-_ECHOES = frozenset(
-    [
-        "ChildFailedError",
-        "ProcessExitedException",
-        "ProcessRaisedException",
-        "SignalException",
-        "CalledProcessError",
-        "SystemExit",
-        "BrokenProcessPool",
-        "KeyboardInterrupt",
-        "DistBackendError",
-        "TerminatedWorkerError",
-        "RayTaskError",
-        "RendezvousClosedError",
-        "BrokenPipeError",
-        "ConnectionResetError",
-        "ActorDiedError",
-        "EOFError",
-    ]
+_ECHOES = re.compile(
+    r"(?:ChildFailed|CalledProcess|DistBackend|TerminatedWorker|RayTask|RendezvousClosed|BrokenPipe|ConnectionReset"
+    r"|ActorDied|EOF)Error|Process(?:Exited|Raised)Exception|SignalException|SystemExit|BrokenProcessPool|KeyboardInterrupt"
 )
 _OF_OTHERS = re.compile(
     r"DataLoader worker|One of the subprocesses has abruptly died|worker died unexpectedly|NCCL|ProcessGroup|process group"
@@ -81,7 +63,7 @@ _LAST, _TRACEBACK = 12, 150
 
 
 def exceptions(stream: Stream, index: int = 0) -> list[Sign]:
-    """The exceptions that end tracebacks, or a log: the first line that is not indented behind the frames."""
+    """Return the exceptions that end tracebacks, or a log."""
     found, last, header, below = [], len(stream.lines) - _LAST, -1_000, False
     for place, line in enumerate(stream.lines):
         if "Traceback (most recent call last)" in line.text:
@@ -96,23 +78,23 @@ def exceptions(stream: Stream, index: int = 0) -> list[Sign]:
             below = False
             name = match["name"].rpartition(".")[2]
             text = line.text[match.end() :].lstrip(": ")[:200]
-            if not (name in _ECHOES or name.endswith("Warning") or _OF_OTHERS.search(text)):
+            if not (_ECHOES.fullmatch(name) or name.endswith("Warning") or _OF_OTHERS.search(text)):
                 found.append(Sign("own_exception", (line,), {"name": name, "text": text}, index, place))
     return found if len(found) <= 2 * _LAST else [*found[:_LAST], *found[-_LAST:]]
 
 
 def events(streams: Sequence[Stream], signs: Sequence[Sign]) -> list[Sign]:
-    """The signs that are events: something that happened, and not something that is spoken of."""
+    """Return the signs that are events, not mentions."""
     ends = {sign.stream: sign.place for sign in signs if sign.name == "success"}
     return [
         sign
         for sign in signs
         if sign.meaning.tier == MARK
-        or not (is_mention(streams[sign.stream], sign) or (_is_weak(sign) and ends.get(sign.stream, -1) > sign.place))
+        or not (_is_mention(streams[sign.stream], sign) or (_is_weak(sign) and ends.get(sign.stream, -1) > sign.place))
     ]
 
 
-def is_mention(stream: Stream, sign: Sign) -> bool:
+def _is_mention(stream: Stream, sign: Sign) -> bool:
     """Whether a line only speaks of it: as a source line, advice, a document, a list or somebody's question do."""
     text = stream.lines[sign.place].text if sign.place < len(stream.lines) else ""
     if "linked" in sign.values or sign.name == "own_exception":
@@ -135,23 +117,21 @@ def is_mention(stream: Stream, sign: Sign) -> bool:
 
 
 def _is_weak(sign: Sign) -> bool:
-    """Whether nobody who knows says it: then a good end makes it a mention."""
+    """Whether no program, scheduler or kernel says it: then a good end makes it a mention."""
     if "linked" in sign.values or "attempt" in sign.values or any(name.endswith("_bytes") for name in sign.values):
         return False
     return sign.meaning.tier == ENDED or not _SPEAKER.search(sign.before[-200:])
 
-
-# What was survived.
 
 _COUNTED = re.compile(r"Detected \d+ oom[-_]kill event")
 _AFTERMATH = frozenset({"collective_timeout", "terminated", "aborted", "killed", "segfault"})
 
 
 def survived(streams: Sequence[Stream], signs: Sequence[Sign], readings: Sequence[Sequence[Reading]]) -> frozenset[int]:
-    """The ids of the signs after which a job went on: counters that rise, or its own word that it caught it.
+    """Return the ids of the signs after which a job went on: its counters rise, or it says that it caught the error.
 
-    What goes on and then ends by a failure that has no other cause was not survived: the other ranks of a dead one
-    write a few steps more before they wait for it in vain.
+    A job that goes on and then ends by a failure without another cause did not survive: the other ranks of a dead one
+    run a few steps more before they wait for it in vain.
     """
     found = {
         id(one)
@@ -192,25 +172,25 @@ def _went_on(stream: Stream, readings: Sequence[Reading], sign: Sign, near: Sequ
 
 
 def is_clone(stream: Stream, sign: Sign) -> bool:
-    """Whether a sign stands in FSDP's warning that it could not copy a tensor of a checkpoint."""
+    """Return whether a sign is in FSDP's warning that it could not copy a tensor of a checkpoint."""
     start = stream.start_of(sign.place)
     return "Failedtoclone()tensor" in stream.squeezed[max(0, start - 900) : start + 400]
 
 
-# Which sign explains the others.
-
 #: Causes of which the words of doubtful rows are a consequence.
 _POISON = frozenset({"assertion", "illegal_access", "process_limit", "open_files", "device_lost"})
 _PINS = re.compile(r"pin_memory|memory_pool_host|PinMemory|cudaHostAlloc|pinned")
-#: A kernel's block names its scope so many lines before or after the line on its victim, task table between.
+#: Causes by the scheduler, which then kills.
+_BY_SCHEDULER = ("cancelled", "walltime", "preempted", "node_fail")
+#: The lines of a kernel's block between its scope and its victim.
 _BLOCK_LINES = 800
 
 
 def rank(streams: Sequence[Stream], signs: Sequence[Sign], lived: frozenset[int]) -> list[Sign]:
-    """The causes, the best explanation first.
+    """Return the causes, the best explanation first.
 
-    What proves a shortage of memory comes before other causes, these before the program's own exceptions and deaths
-    without a sender, and these before consequences. Among equals the first one in time is the cause. What was survived comes last.
+    Proofs of a shortage come before other causes, these before the program's exceptions and deaths without a sender,
+    these before consequences. Among equals the first in time is the cause. What was survived comes last.
     """
     causes = [one for one in signs if one.meaning.tier != MARK and not _is_explained(one, signs)]
     was_killed = any(one.name == "killed" for one in signs)
@@ -231,41 +211,34 @@ def rank(streams: Sequence[Stream], signs: Sequence[Sign], lived: frozenset[int]
 
 
 def is_unlinked(sign: Sign) -> bool:
-    """Whether it is somebody's death, which no number in the job's own log names."""
+    """Return whether no number in the job's log names the process or job of a witness."""
     return sign.values.get("linked", True) is None
 
 
 def _is_explained(sign: Sign, signs: Sequence[Sign]) -> bool:
     """Whether another sign says better what this one does, or it is of another process."""
     near = [one for one in signs if one is not sign and one.stream == sign.stream]
+
+    def is_near(names: tuple[str, ...], before: int = 3, behind: int = 3) -> bool:
+        return any(one.name in names and -before <= one.place - sign.place <= behind for one in near)
+
     if sign.name == "own_exception":
         return any(one.place == sign.place and one.meaning.tier != MARK and one.name != "killed" for one in near)
     if sign.name == "oom_kill":
-        reach = 12 if "pid" in sign.values else _BLOCK_LINES
-        return any(
-            one.name in ("cgroup_kill", "global_kill")
-            and one.values.get("who") in ("the kernel", "systemd-oomd", "PBS", "Flux")
-            and -12 <= one.place - sign.place <= reach
-            for one in near
-        )
+        kernels = ("the kernel", "systemd-oomd", "PBS", "Flux")
+        near = [one for one in near if one.values.get("who") in kernels]
+        return is_near(("cgroup_kill", "global_kill"), 12, 12 if "pid" in sign.values else _BLOCK_LINES)
     if sign.name == "killed" and sign.values.get("who") == "Slurm" and "linked" in sign.values:
-        return any(one.name in ("cancelled", "walltime", "preempted", "node_fail") for one in signs)
+        return any(one.name in _BY_SCHEDULER for one in signs)
     if sign.name == "killed" and re.search(r"tasks? \d", sign.text):
-        return any(
-            one.name in ("cancelled", "walltime", "preempted", "node_fail") and one.place <= sign.place for one in near
-        )
+        return is_near(_BY_SCHEDULER, sign.place, 0)
     if sign.name in ("disk_full", "open_files"):
-        return any(one.name == "shm" and abs(one.place - sign.place) <= 3 for one in near)
+        return is_near(("shm",))
     if sign.name == "host_refused" and "MemoryError" in sign.text:
-        return any(
-            one.name in ("device_refused", "device_oom", "global_kill") and abs(one.place - sign.place) <= 3
-            for one in near
-        )
+        return is_near(("device_refused", "device_oom", "global_kill"))
     if sign.name == "illegal_access":
-        return any(
-            one.name == "device_lost" and one.number <= sign.number and re.search("fallen off|is lost|Xid", one.text)
-            for one in near
-        )
+        lost = (one for one in near if one.name == "device_lost" and one.number <= sign.number)
+        return any(re.search("fallen off|is lost|Xid", one.text) for one in lost)
     return _is_of_another(sign, signs)
 
 
@@ -283,7 +256,7 @@ def _is_of_another(sign: Sign, signs: Sequence[Sign]) -> bool:
 
 
 def settle(stream: Stream, sign: Sign) -> Sign:
-    """A sign with what its figures and the frames around it say of the memory."""
+    """Return a sign with what its figures and the frames around it say of the memory."""
     if sign.name in ("device_refused", "own_exception") and (
         sign.name == "device_refused" or "CUDA error: invalid argument" in sign.text
     ):

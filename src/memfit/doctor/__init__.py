@@ -1,4 +1,4 @@
-"""What is wrong with a place, or with a command's environment, before anything runs: ``memfit doctor``."""
+"""Find what is wrong with a place, or with a command's environment, before anything runs: ``memfit doctor``."""
 
 from memfit.doctor._case import Setup
 from memfit.doctor._doctor import examine

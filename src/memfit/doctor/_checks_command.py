@@ -40,8 +40,8 @@ def _check_script(case: Case) -> Iterator[Check]:
         if error.more == "syntax":
             is_newer = case.interpreter is not None and case.interpreter.version[:2] > sys.version_info[:2]
             why = "it was read by another Python than the command's" if is_newer else "Python ends with a SyntaxError"
-            finding, verdict = f"{error.site} is no Python: {error.name}", "warning" if is_newer else "problem"
-            yield Check("script", verdict, finding, why, f"correct {error.site}", error.site)
+            finding, remedy = f"{error.site} is no Python: {error.name}", f"correct {error.site}"
+            yield Check("script", "warning" if is_newer else "problem", finding, why, remedy, error.site)
         else:
             remedy = "make it readable for this user, and of a size and depth that Python itself compiles"
             yield Check("script", "warning", f"not read: {error.site}: {error.name}", reason, remedy, error.site)

@@ -1,4 +1,4 @@
-"""Checks of settings: torch's allocator, malloc, preloaded allocators, what was left from debugging, the packages."""
+"""Check settings: torch's allocator, malloc, preloaded allocators, variables left from debugging, packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYT
 _TIGHT_MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX")
 _TUNABLE = re.compile(r"glibc\.malloc\.(mmap_threshold|trim_threshold|arena_max)=\w+")
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc", "hoard")
-#: Variables that make a run slow or large, with the values that do, why, and who says so.
+#: Variables that make a run slow or large: the values that do, the reason, the source.
 _DEBUGGING = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (r"1|true", "every allocation goes to the driver and waits for the GPU",
                                        "torch notes, CUDA semantics"),
@@ -43,14 +43,9 @@ def check_allocator(case: Case) -> Iterator[Check]:
             yield replace(fault, source=f"{name}; {fault.source}")
     if len(set(given.values())) > 1:
         first, *others = given
-        yield Check(
-            "torch allocator",
-            "problem",
-            " and ".join(f"{name}={text}" for name, text in given.items()),
-            f"torch 2.13 takes {first}; its other name is the newer one",
-            f"unset {' '.join(others)}",
-            "c10/cuda/CUDAAllocatorConfig.h (torch 2.13)",
-        )
+        finding = " and ".join(f"{name}={text}" for name, text in given.items())
+        why, source = f"torch 2.13 takes {first}; its other name is the newer one", "c10/cuda/CUDAAllocatorConfig.h"
+        yield Check("torch allocator", "problem", finding, why, f"unset {' '.join(others)}", source)
     for one in case.script.variables:
         if one.name in ALLOCATOR_VARIABLES and one.more is not None:
             late = f"{one.name} is set at {one.site}, after import {one.more}"
@@ -64,29 +59,26 @@ def check_malloc(case: Case) -> Iterator[Check]:
     preloaded = [word for word in re.split(r"[:\s]+", env.get("LD_PRELOAD", "")) if word]
     missing = [word for word in preloaded if "/" in word and not (case.place.root / word.lstrip("/")).exists()]
     if missing:
-        what = "the loader prints an error for every process and goes on without it"
+        reason = "the loader prints an error for every process and goes on without it"
         finding = f"LD_PRELOAD: {missing[0]} is not there"
-        yield Check("preload", "problem", finding, what, "unset LD_PRELOAD", "LD_PRELOAD")
+        yield Check("preload", "problem", finding, reason, "unset LD_PRELOAD", "LD_PRELOAD")
     other = next((name for name in _ALLOCATORS for word in preloaded if name in Path(word).name), None)
     tunables = ", ".join(_TUNABLE.findall(env.get("GLIBC_TUNABLES", "")))
     if other is not None:
-        is_jemalloc = other == "jemalloc"
-        yield judge(
-            "malloc",
-            f"{other} is preloaded",
-            "glibc's MALLOC_ variables do nothing then; it keeps freed memory by rules of its own",
-            f"{'export MALLOC_CONF=dirty_decay_ms:0,muzzy_decay_ms:0, or ' if is_jemalloc else ''}unset LD_PRELOAD",
-            "LD_PRELOAD",
-            warning=not (is_jemalloc and "decay_ms:0" in env.get("MALLOC_CONF", "")),
-        )
+        reason = "glibc's MALLOC_ variables do nothing then; it keeps freed memory by rules of its own"
+        is_tuned = other == "jemalloc" and "decay_ms:0" in env.get("MALLOC_CONF", "")
+        remedy = "export MALLOC_CONF=dirty_decay_ms:0,muzzy_decay_ms:0, or " if other == "jemalloc" else ""
+        remedy += "unset LD_PRELOAD"
+        yield judge("malloc", f"{other} is preloaded", reason, remedy, "LD_PRELOAD", warning=not is_tuned)
     elif tunables:
-        why = "GLIBC_TUNABLES wins over the MALLOC_ variables that memfit sets (measured with glibc 2.36)"
+        reason = "GLIBC_TUNABLES wins over the MALLOC_ variables that memfit sets (measured with glibc 2.36)"
         finding = f"GLIBC_TUNABLES sets {tunables}"
-        yield Check("malloc", "warning", finding, why, "unset GLIBC_TUNABLES", "GLIBC_TUNABLES")
+        yield Check("malloc", "warning", finding, reason, "unset GLIBC_TUNABLES", "GLIBC_TUNABLES")
     else:
-        told = ", ".join(f"{name}={env[name]}" for name in _TIGHT_MALLOC if name in env) or "glibc's defaults"
-        why = "with glibc's defaults freed memory stays with the process: resident does not follow live"
-        yield Check("malloc", "ok", told, why, source="memfit run" if case.setup.tight_malloc else "the environment")
+        finding = ", ".join(f"{name}={env[name]}" for name in _TIGHT_MALLOC if name in env) or "glibc's defaults"
+        reason = "with glibc's defaults the process keeps freed memory: resident does not follow live memory"
+        source = "memfit run" if case.setup.tight_malloc else "the environment"
+        yield Check("malloc", "ok", finding, reason, source=source)
 
 
 def check_debugging(case: Case) -> Iterator[Check]:
@@ -96,49 +88,46 @@ def check_debugging(case: Case) -> Iterator[Check]:
         _, reason, source = _DEBUGGING[name]
         yield Check("debugging", "warning", f"{name}={case.env[name]}", reason, f"unset {name}", source)
     if not found:
-        why = "they cost time or memory in every run"
-        yield Check("debugging", "ok", "no variable of a debugger is set", why, source="the environment")
+        reason = "they cost time or memory in every run"
+        yield Check("debugging", "ok", "no variable of a debugger is set", reason, source="the environment")
 
 
 def check_packages(case: Case) -> Iterator[Check]:
-    """torch and its companion packages as the command's interpreter has them."""
+    """torch and its companion packages in the command's interpreter."""
     asked, sites = case.interpreter, case.script.imports
     if asked is None or asked.error:
         return
     reason = "a package that does not match torch breaks when it is imported, often by something else that imports it"
-    pip = f"{asked.executable} -m pip install"
+    pip, source = f"{asked.executable} -m pip install", asked.executable
     torch, vision = asked.packages.get("torch"), asked.packages.get("torchvision")
     if torch is None:
-        site = f" (import at {sites['torch']})" if "torch" in sites else ""
-        yield judge(
-            "packages",
-            f"torch is not installed{site}",
-            reason,
-            f"{pip} torch",
-            asked.executable,
-            problem="torch" in sites,
-        )
+        finding = "torch is not installed" + (f" (import at {sites['torch']})" if "torch" in sites else "")
+        yield judge("packages", finding, reason, f"{pip} torch", source, problem="torch" in sites)
         return
-    found: list[tuple[bool, str, str, str]] = []
+    is_fine = True
     for name, error in asked.imports.items():
         if error and (name == "torch" or name not in asked.missing):
+            is_fine = False
             anew = "install torch anew in a fresh environment" if name == "torch" else f"{pip} --force-reinstall {name}"
-            found.append((True, f"import {name} fails: {error}", reason, anew))
+            yield Check("packages", "problem", f"import {name} fails: {error}", reason, anew, source)
     if vision and (mismatch := vision_mismatch(torch, vision)):
+        is_fine = False
         remedy = "pip uninstall torchvision, or install both from one index"
-        found.append((False, f"torch {torch} with torchvision {vision}: {mismatch}", reason, remedy))
+        yield Check(
+            "packages", "warning", f"torch {torch} with torchvision {vision}: {mismatch}", reason, remedy, source
+        )
     if absent := [name for name in asked.missing if name != "torch" and name in sites][:5]:
+        is_fine = False
         finding = f"not to be found: {', '.join(f'{name} ({sites[name]})' for name in absent)}"
-        found.append((False, finding, "the import fails, unless the script catches it", f"{pip} {' '.join(absent)}"))
-    for is_problem, finding, why, remedy in found:
-        yield judge("packages", finding, why, remedy, asked.executable, problem=is_problem, warning=True)
-    if not found:
+        why = "the import fails, unless the script catches it"
+        yield Check("packages", "warning", finding, why, f"{pip} {' '.join(absent)}", source)
+    if is_fine:
         names = ", ".join(f"{name} {version}" for name, version in asked.packages.items() if version)
-        yield Check("packages", "ok", names, reason, source=asked.executable)
+        yield Check("packages", "ok", names, reason, source=source)
 
 
 def vision_mismatch(torch: str, vision: str) -> str:
-    """Why a torchvision does not go with a torch, or empty.
+    """Return why a torchvision does not match a torch, or empty.
 
     torchvision 0.(n + 15) is made for torch 2.n, and both for the same device. Source: pytorch/vision README.
     """

@@ -1,4 +1,4 @@
-"""``examine``: all checks of a place and of a command's effective environment, the worst first."""
+"""Examine a place and a command's effective environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from memfit.doctor import _checks_host as host
 from memfit.doctor import _checks_settings as settings
 from memfit.doctor import _checks_workers as workers
 from memfit.doctor._case import Case, Setup
-from memfit.doctor._command import Command
 from memfit.doctor._interpreter import Interpreter, ask_interpreter
 from memfit.doctor._place import REAL_ROOT, Place
 from memfit.doctor._script import Outside, read_script
@@ -53,18 +52,18 @@ def examine(
     cwd: Path | None = None,
     interpreter: Interpreter | None = None,
 ) -> list[Check]:
-    """What is wrong, or may go wrong, with this place and with a command in it; the worst first.
+    """Return what is wrong, or may go wrong, with this place and with a command in it; the worst first.
 
-    The command is not run. Its script is read, not imported; its interpreter is started once, in the environment that
+    The command is not run. Its script is read, not imported. Its interpreter is started once, in the environment that
     ``memfit run`` would give it, to say what it sees.
 
     Args:
-        command: The command; without one the place alone is examined, with this interpreter.
+        command: The command; without one only the place is examined, with this interpreter.
         setup: How the command is to run.
-        root: The folder above proc and sys; in another one than ``/``, a recorded tree, no interpreter is started.
-        env: The environment; this process's own when None.
-        cwd: The folder that the command starts in; this process's when None.
-        interpreter: What the interpreter said, instead of asking it.
+        root: The folder above proc and sys; in a recorded tree no interpreter is started.
+        env: The environment; None for this process's own.
+        cwd: The folder that the command starts in; None for this process's.
+        interpreter: The answer of an interpreter, instead of starting it.
 
     Example:
         >>> checks = examine(["python", "-c", "print(1)"])
@@ -74,22 +73,6 @@ def examine(
     setup, given = setup or Setup(), dict(os.environ if env is None else env)
     folder = Path.cwd() if cwd is None else cwd.absolute()
     place = Place(root, Budget.read(root=root, env=given))
-    found: dict[Check, None] = {}  # each once: what a shell script starts shares the place
-    for parsed in commands_of(command, cwd=folder, env=given):
-        case = _case(parsed, setup, place, given, parsed.cwd or folder, interpreter)
-        found |= dict.fromkeys(check for one in _CHECKS for check in one(case))
-    return worst_first(list(found))
-
-
-def _case(
-    parsed: Command,
-    setup: Setup,
-    place: Place,
-    given: Mapping[str, str],
-    folder: Path,
-    interpreter: Interpreter | None,
-) -> Case:
-    """One command with what it is given, what its script says and what its interpreter says."""
     job = Job(
         "cmd_0001",
         command=("true",),
@@ -97,18 +80,21 @@ def _case(
         tight_malloc=setup.tight_malloc,
         cuda_allocator=setup.cuda_allocator,
     )
-    names_it = (RUN_DIR_VARIABLE, JOB_ID_VARIABLE)
-    added = {name: value for name, value in child_env(job, RunDir(setup.runs_dir)).items() if name not in names_it}
-    inside = {**given, **added, **parsed.env}
-    script = read_script(
-        parsed.script, Outside(parsed.arguments, inside, place.num_host_cpus), text=parsed.code, cwd=folder
-    )
-    executable = parsed.interpreter if parsed.words else sys.executable
-    if interpreter is None and place.is_real and executable is not None:
-        if entries := inside.get("PYTHONPATH"):  # as it is meant from the command's folder: the child starts elsewhere
-            inside["PYTHONPATH"] = os.pathsep.join(str(folder / one) for one in entries.split(os.pathsep))
-        modules = [name for name in _USED if name in script.imports] if setup.deep else []
-        wanted = {*script.imports, *filter(None, [parsed.module.partition(".")[0]])}
-        names = list(added)
-        interpreter = ask_interpreter(executable, env=inside, names=names, modules=modules, wanted=sorted(wanted))
-    return Case(place, setup, parsed, script, interpreter, given, added, folder)
+    added = child_env(job, RunDir(setup.runs_dir))
+    added = {name: value for name, value in added.items() if name not in (RUN_DIR_VARIABLE, JOB_ID_VARIABLE)}
+    found: dict[Check, None] = {}  # each once: the commands of a shell script share the place
+    for one in commands_of(command, cwd=folder, env=given):
+        inside = {**given, **added, **one.env}
+        start = one.cwd or folder
+        outside = Outside(one.arguments, inside, place.num_host_cpus)
+        script = read_script(one.script, outside, text=one.code, cwd=start)
+        asked, executable = interpreter, one.interpreter if one.words else sys.executable
+        if asked is None and place.is_real and executable is not None:
+            if entries := inside.get("PYTHONPATH"):  # relative to the command's folder: the child starts elsewhere
+                inside["PYTHONPATH"] = os.pathsep.join(str(start / entry) for entry in entries.split(os.pathsep))
+            modules = [name for name in _USED if name in script.imports] if setup.deep else []
+            wanted = sorted({*script.imports, one.module.partition(".")[0]} - {""})
+            asked = ask_interpreter(executable, env=inside, names=list(added), modules=modules, wanted=wanted)
+        case = Case(place, setup, one, script, asked, given, added, start)
+        found |= dict.fromkeys(check for checks in _CHECKS for check in checks(case))
+    return worst_first(list(found))
