@@ -1,4 +1,4 @@
-"""A batch script as text with places: its directives, the options of its commands and its variables; nothing is run."""
+"""Read a batch script with the places of its directives, options and variables; nothing is run."""
 
 from __future__ import annotations
 

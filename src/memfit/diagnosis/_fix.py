@@ -1,4 +1,4 @@
-"""The corrected batch script or Compose file: the smallest change that the diagnosis asks for, each with its reason."""
+"""Correct a batch script or a Compose file: the smallest change that the diagnosis asks for, with its reason."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Fix:
 
     @property
     def diff(self) -> str:
-        """The unified diff from the old file to the new one; empty if nothing changed."""
+        """The unified diff; empty if nothing changed."""
         old = self.path.read_text(errors="replace").splitlines()
         named = str(self.new_path or fixed_name(self.path))
         return "\n".join(difflib.unified_diff(old, self.text.splitlines(), str(self.path), named, lineterm=""))
@@ -377,7 +377,7 @@ class _Fixer:
 
 
 def _inconsistent(script: BatchScript, known: Job) -> Iterator[Check]:
-    """What does not fit together in the new script."""
+    """Contradictions within the new script."""
     job = job_of_script(script)
     if job.workers is not None and (job.cpus_per_task or 1) < job.workers + 1:
         said = f"{job.cpus_per_task or 1} CPUs per task for {job.workers} loader workers and the training"

@@ -1,4 +1,4 @@
-"""What a run was granted and did, from the accounting, its logs and its checkpoints, against what a script requests."""
+"""Compare what a run was granted and did with what a script requests."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def verify_fix(ran: Ran, against: Path, *, before: Ran | None = None) -> list[Ch
     Args:
         ran: The run that should have used it.
         against: The fixed script.
-        before: The run before it, whose steps tell the number of samples if no line does.
+        before: The run before it; its steps give the number of samples if no line does.
 
     Raises:
         UsageError: The script cannot be read.
@@ -222,12 +222,12 @@ def verify_fix(ran: Ran, against: Path, *, before: Ran | None = None) -> list[Ch
 
 
 def is_any_shown(checks: Sequence[Check]) -> bool:
-    """Whether anything that the run left shows one of the settings, in force or not."""
+    """Return whether anything shows one of the settings, in force or not."""
     return any(check.verdict == "problem" or (check.verdict == "ok" and check.source) for check in checks)
 
 
 def _resources(found: Job, fixed: Job) -> Iterator[Check]:
-    """What Slurm granted."""
+    """The shape and the memory that Slurm granted."""
     sizes = (
         ("memory", fixed.request_bytes, found.request_bytes, lambda count: f"{format_bytes(count)} of each node"),
         ("nodes", fixed.nodes, found.nodes, str),
@@ -316,7 +316,7 @@ def _environment(ran: Ran, script: BatchScript) -> Iterator[Check]:
 
 
 def _checkpoints(ran: Ran) -> Iterator[Check]:
-    """What it saved; an empty file was torn by whatever ended the run."""
+    """The checkpoints; an empty one was not fully written."""
     if not ran.checkpoints:
         return
     empty = [name for name, size in ran.checkpoints.items() if size == 0]

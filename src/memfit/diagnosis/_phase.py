@@ -1,4 +1,4 @@
-"""The phase that a job was in at a moment: by the frames of a traceback, else by what was printed around it."""
+"""Find the phase of a job at a moment: by the frames of a traceback, else by the lines around it."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Frame:
 
 
 def find_phase(streams: Sequence[Stream], sign: Sign) -> JobPhase:
-    """The phase of a job at the moment of a sign."""
+    """Return the phase of a job at the moment of a sign."""
     stream = streams[sign.stream]
     frames = _frames(stream, sign)
     of_worker = sign.name == "shm" and "mmap" not in sign.text and "nccl" not in sign.text.lower()
@@ -155,7 +155,7 @@ def find_phase(streams: Sequence[Stream], sign: Sign) -> JobPhase:
 
 
 def is_source(stream: Stream, place: int) -> bool:
-    """Whether a line is a traceback's line of source."""
+    """Return whether a line is a traceback's line of source."""
     text = stream.lines[place].text
     if _MARK.match(text):
         return True

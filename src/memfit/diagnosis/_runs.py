@@ -1,7 +1,7 @@
-"""Read a run directory of memfit: the record that each job's watcher left of the job's end.
+"""Read in a run directory of memfit how its jobs ended.
 
-It is the best witness. The watcher read the kernel's kill counters of the job's own cgroup before and after, so it can
-tell a kill for memory from one by memfit and from one by a stranger.
+Each job's watcher read the kernel's kill counters of the job's cgroup before and after. So a kill for memory, one by
+memfit and one by somebody else are three different things.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIGKILL = -9
 _NONE = type(None)
 _COUNTS = ({"own": (int, _NONE), "above": ({str: int}, _NONE)}, _NONE)
 _KILLS = {"before": _COUNTS, "after": _COUNTS}
-#: What is read of the record of an end; another record is passed over.
+#: The fields of `outcome.json` that are read; a file with other types is skipped.
 _END = {
     "state": str,
     "attempt": (int, _NONE),
@@ -37,7 +37,7 @@ _STATES = {
     "node_fail": "node_fail",
 }
 _NAME = re.compile(r"\b(\w*(?:Error|Exception|Interrupt|Exit)\b)(?::|$)")
-#: Events that a training records of itself.
+#: Events that a training records.
 _EVENTS = {
     "oom": "skipped_batches",
     "skip": "skipped_batches",
@@ -81,7 +81,7 @@ def _ends_of(folder: Path) -> Iterator[Sign]:
     earlier = sorted(folder.glob("outcome_*.json"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))
     paths = [*earlier, folder / "outcome.json"]
     if not paths[-1].is_file():
-        paths.append(folder / "status.json")  # it runs still, or its watcher died
+        paths.append(folder / "status.json")  # it still runs, or its watcher died
     records = [(path, record) for path in paths if (record := _read(path)) is not None]
     is_completed = bool(records) and records[-1][1].get("state") == "completed"
     for place, (path, record) in enumerate(records):
@@ -98,7 +98,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _end(job: str, path: Path, record: Mapping[str, Any], *, recovered: bool) -> Sign | None:
-    """The end of one attempt; None for one that runs still, or of which nothing is known."""
+    """The end of one attempt; None if it still runs, or nothing is known of it."""
     evidence, state, cause = record.get("evidence") or {}, record["state"], str(record.get("cause") or "")
     kills = evidence.get("oom_kills") or {}
     before, after = kills.get("before") or {}, kills.get("after") or {}
@@ -127,7 +127,7 @@ def _end(job: str, path: Path, record: Mapping[str, Any], *, recovered: bool) ->
 def _judge(
     record: Mapping[str, Any], evidence: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """What ended the job, and who did."""
+    """The heading for the end of a job, and who ended it."""
     state, is_killed = record.get("state"), record.get("exit_code") == _SIGKILL
     if state != "out_of_memory":
         name = _STATES.get(str(state), "")
@@ -149,7 +149,7 @@ def _judge(
 
 
 def _events(path: Path, only: str | None) -> Iterator[Sign]:
-    """What a training recorded of itself."""
+    """What a training recorded."""
     for number, text in enumerate(path.read_text(errors="replace").split("\n"), 1):
         try:
             event = json.loads(text)
