@@ -135,7 +135,7 @@ def test_a_gradient_that_overflows_is_skipped_and_recorded_and_moves_neither_sch
     history = trainer.fit(BATCHES, num_epochs=1, preflight=False).history
     assert history[0].num_skipped == history[0].num_steps == 6
     assert same(before, weights(trainer)) and ema.num_updates == 0
-    assert not trainer.optimizer.state and trainer._setup.schedule.last_epoch == 0
+    assert not trainer.optimizer.state and trainer.schedule.last_epoch == 0
     found = [(event["step"], event["scale"], event["next_scale"]) for event in events("scaler_skip")]
     assert found[0] == (1, 2.0**40, 2.0**39) and len(found) == 6
 

@@ -438,11 +438,13 @@ def test_an_unknown_setting_is_refused_with_the_nearest_known_name() -> None:
         ("cleanup", "clean_up()"),
         ("logger", "result.history"),
         ("scheduler", "schedule="),
+        ("lr_scheduler", "schedule="),
+        ("epochs", "trainer.fit(train, num_epochs=3)"),
         ("num_epochs", "fit"),
     ],
 )
 def test_a_setting_of_other_trainers_is_refused_with_what_to_write(name: str, remedy: str) -> None:
-    with pytest.raises(UsageError, match=f"no setting '{name}'") as caught:
+    with pytest.raises(UsageError, match=f"no argument '{name}'") as caught:
         make(**{name: 3})
     assert remedy in caught.value.remedy
 

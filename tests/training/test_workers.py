@@ -157,10 +157,10 @@ class Dies(InWorkers):
 DEATHS = {
     "killed": (
         -signal.SIGKILL,
-        r"was killed( by the kernel for memory| \(SIGKILL\): out of memory is to be suspected)",
+        r"was killed( by the kernel for memory| \(SIGKILL\), perhaps for memory)",
     ),
     "bus error": (-signal.SIGBUS, r"bus error \(SIGBUS\).*/dev/shm has .* \(\d+ bytes\) free of"),
-    "crash": (-signal.SIGSEGV, "was ended by SIGSEGV; where it was stands on standard error"),
+    "crash": (-signal.SIGSEGV, "was ended by SIGSEGV; its stack is on standard error"),
     "exit": (7, r"ended by itself with exit code 7 without an exception"),
 }
 

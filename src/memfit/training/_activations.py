@@ -1,4 +1,4 @@
-"""Gradient checkpointing: a block's activations are dropped in the forward pass and computed again in the backward."""
+"""Activation checkpointing: a block's activations are dropped and computed again in the backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model from several checkpoints: the mean of their weights, where that has a meaning."""
+"""Write the mean of the weights of several checkpoints of one training."""
 
 from __future__ import annotations
 
@@ -48,24 +48,22 @@ def average_checkpoints(
     """Write the mean of checkpoints' weights, tensor by tensor, summed in float64.
 
     The inputs are mapped, not loaded: beside the result, memory holds one tensor of each at a time. The output is a
-    checkpoint that ``load_checkpoint`` checks; its ``model`` is the averaged state dict, and ``sources`` lists the
-    inputs. One input gives its own values.
+    checkpoint whose ``model`` is the averaged state dict and whose ``sources`` lists the inputs.
 
-    Averaging means something for late weights of *one* training. Two trainings, the folds of a cross-validation
-    included, end in different places of a surface with many equal valleys, and the point between is in none of them:
-    average their predictions instead. So files of different trainings, or that do not say, are refused.
+    Averaging means something for late weights of *one* training. Different trainings, folds included, end in different
+    valleys, and the point between them is in none: average their predictions instead.
 
     Args:
         inputs: Checkpoints and snapshots of memfit's; files of ``torch.save`` with a state dict, bare or under
             ``model``, ``model_state_dict``, ``state_dict`` or ``module``. The prefixes ``module.`` and ``_orig_mod.``
             are dropped.
         output: The file to write; it is written aside and renamed.
-        integer_buffers: What becomes of tensors that have no mean, such as counters: ``equal`` refuses when they
-            differ, ``last`` takes them from the last input.
+        integer_buffers: For tensors without a mean, such as counters: ``equal`` refuses when they differ, ``last``
+            takes them from the last input.
         allow_unrelated: Average files of different trainings, or that do not say which they are of.
 
     Returns:
-        What went in, in order.
+        The inputs, in order.
 
     Raises:
         UsageError: If names, shapes or types differ, values are not numbers, or the files are unrelated.
@@ -101,7 +99,10 @@ def average_checkpoints(
     for name in states[0]:
         values = [state[name] for state in states]
         if all(isinstance(value, torch.Tensor) for value in values):
-            place = tuple((value.untyped_storage().data_ptr(), *_layout(value)) for value in values)
+            place = tuple(
+                (one.untyped_storage().data_ptr(), one.dtype, one.storage_offset(), one.shape, one.stride())
+                for one in values
+            )
             if place not in done:  # weights that are tied in all inputs stay tied
                 done[place] = _mean(name, values, paths, integer_buffers)
             averaged[name] = done[place]
@@ -130,13 +131,12 @@ def _check_paths(paths: Sequence[Path], output: Path) -> None:
             rule="one checkpoint is needed at least.",
             remedy="name the files to average",
         )
-    for path in paths:
-        if output.exists() and path.exists() and output.samefile(path):
-            raise UsageError(
-                f"{output} is one of the files to average.",
-                rule="the inputs stay as they are, so that the average can be checked.",
-                remedy="name another --output",
-            )
+    if output.exists() and any(path.exists() and output.samefile(path) for path in paths):
+        raise UsageError(
+            f"{output} is one of the files to average.",
+            rule="the inputs stay as they are, so that the average can be checked.",
+            remedy="name another --output",
+        )
     resolved = [path.resolve() for path in paths]
     if twice := next((path for path in resolved if resolved.count(path) > 1), None):
         raise UsageError(
@@ -145,7 +145,7 @@ def _check_paths(paths: Sequence[Path], output: Path) -> None:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """A file's content: of a checkpoint after its checksum was checked; of another file as it is."""
+    """Return a file's content; that of a checkpoint after its checksum was checked."""
     try:
         return load_checkpoint(path, mmap=True)
     except DamagedError as damaged:
@@ -169,7 +169,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _unwrap(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict in a file's content, without the prefixes of wrapped modules."""
+    """Return the state dict in a file's content, without the prefixes of wrapped modules."""
     inner: Any = next((content[name] for name in _WRAPPERS if isinstance(content.get(name), Mapping)), content)
     state = {name: value for name, value in inner.items() if name != "n_averaged"}  # of torch's AveragedModel
     if not any(isinstance(value, torch.Tensor) for value in state.values()):
@@ -197,7 +197,10 @@ def _check_related(paths: Sequence[Path], contents: Sequence[Mapping[str, Any]])
         what = f"{', '.join(silent[:_NUM_NAMED])}: nothing there says which training wrote it."
     else:
         other = next(index for index, fit in enumerate(fits) if fit != fits[0])
-        what = f"{paths[0]} and {paths[other]} are of different trainings{_difference(contents[0], contents[other])}."
+        one, two = (contents[index].get("identity") or {} for index in (0, other))
+        differing = [name for name in sorted({*one, *two}) if one.get(name) != two.get(name)][:_NUM_NAMED]
+        details = "; ".join(f"{name}: {one.get(name)} and {two.get(name)}" for name in differing)
+        what = f"{paths[0]} and {paths[other]} are of different trainings{f' ({details})' if details else ''}."
     raise UsageError(
         what,
         rule="a mean of weights means something along one training; between trainings, folds included, it lies where "
@@ -205,13 +208,6 @@ def _check_related(paths: Sequence[Path], contents: Sequence[Mapping[str, Any]])
         remedy="average the predictions of different trainings instead; or pass --allow-unrelated if the files began "
         "from the same weights",
     )
-
-
-def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    a, b = one.get("identity") or {}, other.get("identity") or {}
-    names = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
-    text = "; ".join(f"{name}: {a.get(name)} and {b.get(name)}" for name in names[:_NUM_NAMED])
-    return f" ({text})" if text else ""
 
 
 def _check_names(first: Path, expected: Mapping[str, Any], path: Path, state: Mapping[str, Any]) -> None:
@@ -233,10 +229,6 @@ def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return f"a {type(value).__name__}"
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _mean(
@@ -264,7 +256,7 @@ def _mean(
 
 
 def _same(name: str, values: list[Any], paths: Sequence[Path]) -> Any:
-    """The value that all files agree on."""
+    """Return the value that all files agree on."""
     for path, value in zip(paths[1:], values[1:], strict=True):
         if not _equal(values[0], value):
             single = isinstance(value, torch.Tensor) and value.numel() == 1
@@ -279,14 +271,13 @@ def _same(name: str, values: list[Any], paths: Sequence[Path]) -> Any:
     return values[0]
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return type(a) is type(b) and bool(a == b)
+def _equal(one: Any, other: Any) -> bool:
+    (a, structure), (b, other_structure) = map(torch.utils._pytree.tree_flatten, (one, other))
+    return structure == other_structure and all(map(_equal_leaves, a, b))
+
+
+def _equal_leaves(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b))
 
 
 def _sha256(path: Path) -> str:

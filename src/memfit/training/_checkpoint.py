@@ -1,19 +1,7 @@
-"""Checkpoint files that are whole or refused, and the folder that keeps the last good ones.
+"""Write checkpoints that are whole or refused, and keep the last good ones in a folder.
 
-A checkpoint is an ordinary file of ``torch.save``. Its SHA-256 stands at its own end, as the comment of the zip archive
-that such a file is: ``torch.load`` and ``unzip`` read it as ever, and no kill between two renames can leave a file and
-its checksum that belong to different epochs, as it could with a manifest beside it. torch itself checks nothing on
-reading (its CRC check is compiled out), so flipped bits would otherwise load silently.
-
-A folder holds one file per kept epoch, and two more names for them::
-
-    checkpoint_epoch_<n>.pt            the last few epochs, the best one, the milestones; 0 is the start
-    checkpoint_epoch_<n>_step_<s>.pt   epoch n after s of its steps: the last two, gone when the epoch's own is there
-    latest_checkpoint.pt               the newest: what a resume goes on from
-    best_model.pt                      the best by the metric of validation
-
-The two names are hard links where the file system has them, so an epoch costs its bytes once. Nothing is deleted before
-the newest file was read back and found whole.
+The SHA-256 stands inside the file, as the comment of the zip archive that ``torch.save`` writes: no kill between two
+renames can leave a file and a checksum that do not belong together.
 """
 
 from __future__ import annotations
@@ -40,7 +28,7 @@ from memfit.units import format_bytes
 LATEST, BEST = "latest_checkpoint.pt", "best_model.pt"
 _LOCK = ".lock"
 
-#: Where a fit stands: whole epochs, then steps of the next one.
+#: Where a fit is: whole epochs, then steps of the next one.
 Position = tuple[int, int]
 
 _FILE = re.compile(r"checkpoint_epoch_(\d+)(?:_step_(\d+))?\.pt")
@@ -64,7 +52,7 @@ class CheckpointWarning(UserWarning):
 
 
 class _HashingFile:
-    """A file for ``torch.save`` that hashes what goes through it."""
+    """A file for ``torch.save`` that hashes what is written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -75,7 +63,7 @@ class _HashingFile:
         self.digest.update(data)
         try:
             return self._file.write(data)
-        except Exception as error:  # torch's writer raises a RuntimeError of its own instead, which says nothing of it
+        except Exception as error:  # torch raises an error of its own instead, without the reason
             self.error = error
             raise
 
@@ -84,15 +72,12 @@ class _HashingFile:
 
 
 def save_checkpoint(path: Path | str, state: dict[str, Any], *, prove: bool = True) -> None:
-    """Write a checkpoint aside, force it to disk and rename it into place, with a checksum that loading checks.
-
-    Memory: no copy of the state; tensors go to the file one after the other.
+    """Write a checkpoint with a checksum, force it to disk and rename it into place; no tensor is copied.
 
     Args:
         path: The file; its folder must exist.
         state: Tensors and plain values.
-        prove: Also load it back (mapped, so without its bytes) before it gets its name: what a safe load refuses
-            should be known in the first epoch and not at the resume.
+        prove: Load it back before it gets its name, mapped and so without its bytes.
 
     Raises:
         OSError: For example on a full disk; what stood at ``path`` before is still there.
@@ -127,7 +112,7 @@ def save_checkpoint(path: Path | str, state: dict[str, Any], *, prove: bool = Tr
 
 
 def _seal(file: BinaryIO, digest: str) -> None:
-    """Append the checksum as the archive's comment; the digest covers the archive as it was without one."""
+    """Append the checksum as the archive's comment; it covers the archive as it was without one."""
     end = file.seek(0, os.SEEK_END)
     file.seek(end - _END_RECORD_BYTES)
     end_record = file.read(_END_RECORD_BYTES)
@@ -139,7 +124,7 @@ def _seal(file: BinaryIO, digest: str) -> None:
 
 
 def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
-    """A checkpoint's content, on the CPU, after every byte of it was checked.
+    """Return a checkpoint's content, on the CPU, after every byte of it was checked.
 
     Args:
         path: A file that a ``Trainer`` wrote.
@@ -223,12 +208,14 @@ def _damaged(path: Path, what: str) -> DamagedError:
 
 
 class CheckpointFolder:
-    """One fit's checkpoints. It has one writer: the process of the fit.
+    """Keeps the checkpoints of one fit; the process of the fit alone writes here.
 
-    Args:
-        path: The folder; it is made if need be.
-        keep_epochs: How many of the newest epochs stay, beside the best.
-        milestones: Epochs that stay as well.
+    checkpoint_epoch_<n>.pt            the newest epochs, the best one, the milestones; 0 is the start
+    checkpoint_epoch_<n>_step_<s>.pt   epoch n after s of its steps: the last two, removed with the epoch's own
+    latest_checkpoint.pt               the newest: what a resume goes on from; a hard link where there are any
+    best_model.pt                      the best by the metric of validation; likewise
+
+    Nothing is deleted before the newest file was read back and found whole.
     """
 
     def __init__(self, path: Path, keep_epochs: int, milestones: Collection[int] = ()) -> None:
@@ -239,13 +226,9 @@ class CheckpointFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Be the only process that writes here; half-written files of a killed writer are removed first.
+        """Be the only process that writes here, and remove half-written files of a killed one.
 
-        A POSIX lock: the kernel frees it with its process, and loader workers that outlive a killed one hold no part of
-        it.
-
-        Raises:
-            UsageError: If another live process writes here, or nothing can be written.
+        A POSIX lock: the kernel frees it with its process, and loader workers hold no part of it.
         """
         path = self.path / _LOCK
         try:
@@ -286,11 +269,7 @@ class CheckpointFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A disk that refuses what is written inside becomes an error that says what is lost.
-
-        Raises:
-            JobFailedError: With the free space and the last good checkpoint.
-        """
+        """Turn a disk that refuses what is written inside into a ``JobFailedError`` that says what is lost."""
         try:
             yield
         except OSError as error:
@@ -307,7 +286,7 @@ class CheckpointFolder:
             ) from error
 
     def _files(self) -> dict[Position, Path]:
-        """The files by what they have behind them, newest first."""
+        """Return the files by position, newest first."""
         found = {}
         for path in self.path.iterdir():
             if match := _FILE.fullmatch(path.name):
@@ -320,17 +299,7 @@ class CheckpointFolder:
         return self.path / (f"checkpoint_epoch_{epoch + 1}_step_{step}.pt" if step else f"checkpoint_epoch_{epoch}.pt")
 
     def check_room(self, one_bytes: int, num_epochs: int) -> None:
-        """Refuse a fit whose checkpoints the disk cannot hold.
-
-        While a checkpoint is being saved one more is there than stay.
-
-        Args:
-            one_bytes: The tensors of one checkpoint.
-            num_epochs: How far the fit goes.
-
-        Raises:
-            DoesNotFitError: With the numbers.
-        """
+        """Refuse a fit whose checkpoints, of ``one_bytes`` each, the disk cannot hold."""
         one = one_bytes + _PLAIN_VALUES_BYTES
         milestones = sum(1 for epoch in self.milestones if epoch <= num_epochs)
         number = min(self.keep_epochs, num_epochs) + milestones + _KEPT_STEPS + 2
@@ -346,7 +315,7 @@ class CheckpointFolder:
             )
 
     def save(self, position: Position, state: dict[str, Any]) -> Path:
-        """Write a checkpoint and make it the latest."""
+        """Write a checkpoint, make it the latest, and return its file."""
         path = self._file(position)
         save_checkpoint(path, state, prove=not self._proven)
         self._proven = position != (0, 0)  # before the first step an optimizer has no state that could be refused
@@ -358,10 +327,7 @@ class CheckpointFolder:
         self._name(self.path / LATEST, BEST)
 
     def prune(self, position: Position, best_epoch: int | None) -> None:
-        """Remove what need not stay beside the checkpoint of ``position``, once that was read back whole.
-
-        Files from beyond it are damaged ones that a resume passed over: they are written again in their turn.
-        """
+        """Remove what need not stay beside the checkpoint of ``position``, once that was read back whole."""
         files = {at: path for at, path in self._files().items() if at <= position}
         epochs = [epoch for epoch, step in files if step == 0]
         kept = {(epoch, 0) for epoch in {*epochs[: self.keep_epochs], best_epoch, *self.milestones}}
@@ -379,12 +345,10 @@ class CheckpointFolder:
             path.unlink()
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint, or None in a folder without any; it becomes the latest.
+        """Return the newest whole checkpoint, or None in a folder without any; it becomes the latest.
 
-        Every damaged file on the way is named by a ``CheckpointWarning`` and a ``checkpoint_damaged`` event.
-
-        Raises:
-            DamagedError: If there are checkpoints and none is whole: starting over silently would hide the loss.
+        Damaged files on the way are named by a ``CheckpointWarning``. If there is no whole one, that is a
+        ``DamagedError``: starting over silently would hide the loss.
         """
         damaged: list[DamagedError] = []
         taken = self._try(self.path / LATEST, damaged)
@@ -437,12 +401,12 @@ class CheckpointFolder:
 
 
 def position_of(state: Mapping[str, Any]) -> Position:
-    """Where a loaded checkpoint stands."""
+    """Return the position of a loaded checkpoint."""
     return state["epoch"], state.get("step", 0)
 
 
 def tensor_bytes(state: Any) -> int:
-    """The bytes of all tensors in a nest of dicts, lists and tuples, as a checkpoint holds them: each storage once.
+    """Return the bytes of all tensors in dicts, lists and tuples, each storage once.
 
     >>> weights = torch.zeros(1000)
     >>> tensor_bytes({"a": weights, "b": [weights[:500], 3]})

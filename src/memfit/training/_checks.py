@@ -1,11 +1,11 @@
-"""Settings of the wrong type or range, as errors that say what to pass."""
+"""Refuse settings of the wrong type or range with errors that say what to pass."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -15,40 +15,14 @@ from memfit.errors import UsageError, nearest
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: How records of settings are checked: no value is converted.
-STRICT = ConfigDict(arbitrary_types_allowed=True, strict=True)
+_CHECKED = "checked"
+#: The type of an argument that ``checked_arguments`` checks, converting nothing.
+Checked = Annotated[T, _CHECKED]
+
+_CONFIG = ConfigDict(arbitrary_types_allowed=True, strict=True)
 
 #: Compared by name: importing torch.distributed.fsdp only to compare takes seconds.
 _RANK_CLASSES = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule"})
-
-
-def checked(call: Callable[P, T], *args: P.args, **settings: P.kwargs) -> T:
-    """Make a pydantic record; a setting that it refuses is named with what it is.
-
-    Raises:
-        UsageError: For the first such setting.
-    """
-    try:
-        return call(*args, **settings)
-    except ValidationError as error:
-        details = error.errors(include_url=False)[0]
-    raise bad_setting(str(details["loc"][0]), details["input"], details["msg"].replace("Input should be", "it is"))
-
-
-def check_setting(name: str, value: Any, kind: Any) -> None:
-    """Refuse a value that is none of an annotated type.
-
-    >>> check_setting("seed", "3", int)
-    Traceback (most recent call last):
-    memfit.errors.UsageError: seed is '3' (str).
-      rule: it is a valid integer.
-      do:   set seed to another value
-    """
-    try:
-        TypeAdapter(kind).validate_python(value, strict=True)
-    except ValidationError as error:
-        text = " or ".join(dict.fromkeys(one["msg"] for one in error.errors(include_url=False)))
-        raise bad_setting(name, value, text.replace("Input should be", "it is")) from None
 
 
 def bad_setting(name: str, value: Any, rule: str, remedy: str = "") -> UsageError:
@@ -57,29 +31,50 @@ def bad_setting(name: str, value: Any, rule: str, remedy: str = "") -> UsageErro
     return UsageError(f"{name} is {text}.", rule=f"{rule}.", remedy=remedy or f"set {name} to another value")
 
 
-def known_arguments(call: Callable[P, T]) -> Callable[P, T]:
-    """Refuse an argument that a call does not have, and name the nearest one.
+def checked_arguments(call: Callable[P, T]) -> Callable[P, T]:
+    """Refuse an argument that a call does not have, or one whose ``Checked`` type excludes its value.
 
-    >>> known_arguments(lambda num_epochs: None)(epochs=3)
+    >>> def fit(num_epochs: Checked[int]) -> None: ...
+    >>> checked_arguments(fit)(num_epoch=3)
     Traceback (most recent call last):
-    memfit.errors.UsageError: There is no argument 'epochs'.
+    memfit.errors.UsageError: There is no argument 'num_epoch'.
       rule: the arguments are num_epochs.
       do:   did you mean 'num_epochs'?
+    >>> checked_arguments(fit)("3")
+    Traceback (most recent call last):
+    memfit.errors.UsageError: num_epochs is '3' (str).
+      rule: it is a valid integer.
+      do:   set num_epochs to another value
     """
-    known = [name for name in inspect.signature(call).parameters if name != "self"]
+    signature = inspect.signature(call)
+    known = [name for name, one in signature.parameters.items() if name != "self" and one.kind is not one.VAR_KEYWORD]
+    takes_more = len(known) < len(signature.parameters) - ("self" in signature.parameters)
 
     @functools.wraps(call)
     def wrapped(*args: P.args, **settings: P.kwargs) -> T:
         for name in settings:
-            if name not in known:
-                raise UsageError(
-                    f"There is no argument '{name}'.",
-                    rule=f"the arguments are {', '.join(known)}.",
-                    remedy=nearest(name, known),
-                )
+            if name not in known and not takes_more:
+                raise unknown_argument(name, known, f"the arguments are {', '.join(known)}")
+        types = get_type_hints(call, include_extras=True)
+        for name, value in signature.bind(*args, **settings).arguments.items():
+            if _CHECKED in get_args(types.get(name))[1:]:
+                _check(name, value, types[name])
         return call(*args, **settings)
 
     return wrapped
+
+
+def unknown_argument(name: str, known: Iterable[str], rule: str, remedy: str = "") -> UsageError:
+    """Return the error for an argument that a call does not have."""
+    return UsageError(f"There is no argument '{name}'.", rule=f"{rule}.", remedy=remedy or nearest(name, known))
+
+
+def _check(name: str, value: Any, kind: Any) -> None:
+    try:
+        TypeAdapter(kind, config=_CONFIG).validate_python(value)
+    except ValidationError as error:
+        text = " or ".join(dict.fromkeys(one["msg"] for one in error.errors(include_url=False)))
+        raise bad_setting(name, value, text.replace("Input should be", "it is")) from None
 
 
 def check_parts(model: Any, optimizer: Any, loss: Any, split: Any) -> None:
@@ -89,31 +84,26 @@ def check_parts(model: Any, optimizer: Any, loss: Any, split: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         remedy = "pass for example torch.optim.AdamW(model.parameters())"
         raise bad_setting("the optimizer", optimizer, "it is made over the model's parameters", remedy)
-    _refuse_ranks(model)
-    of_torch = getattr(loss, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional")
-    if not callable(loss) or isinstance(loss, type) or of_torch:
-        remedy = "pass loss=squared, with: def squared(model, batch): x, y = batch; "
-        remedy += "return torch.nn.functional.mse_loss(model(x), y, reduction='sum'), len(x)"
-        raise bad_setting("the loss", loss, "loss(model, batch) returns a sum and its weight", remedy)
-    is_split = hasattr(split, "count") and hasattr(split, "take") and not isinstance(split, type)
-    if split is not None and not is_split:
-        raise bad_setting("split", split, "it has count(batch) and take(batch, start, stop)", "pass split=BySample()")
-
-
-def _refuse_ranks(model: torch.nn.Module) -> None:
-    """Refuse a model that other processes train too; ``DataParallel`` is one process."""
-    found = [
-        (name, kind.__name__)
-        for name, module in model.named_modules()
-        for kind in type(module).__mro__
-        if kind.__name__ in _RANK_CLASSES
-    ]
-    found += [(name, "DTensor") for name, one in model.named_parameters() if type(one).__name__ == "DTensor"]
-    if found:
-        name, kind_name = found[0]
+    ranked = [(name, base.__name__) for name, one in model.named_modules() for base in type(one).__mro__]
+    ranked = [(name, kind) for name, kind in ranked if kind in _RANK_CLASSES]
+    ranked += [(name, "DTensor") for name, one in model.named_parameters() if type(one).__name__ == "DTensor"]
+    if ranked:
+        name, kind = ranked[0]
         raise UsageError(
-            f"{f'{name!r} in the model' if name else 'The model'} is a {kind_name}: several ranks train it.",
+            f"{f'{name!r} in the model' if name else 'The model'} is a {kind}: several ranks train it.",
             rule="memfit splits and repeats a step in one process; the other ranks would drift apart or wait for ever.",
             remedy="pass the plain model and train in one process; or keep a loop of your own for several ranks, "
             "without SafeStep and Trainer",
         )
+    of_torch = getattr(loss, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional")
+    if not callable(loss) or isinstance(loss, type) or of_torch:
+        remedy = (
+            "pass loss=lambda model, batch: (torch.nn.functional.mse_loss(model(batch[0]), batch[1], reduction='sum'), "
+            "len(batch[0]))"
+        )
+        raise bad_setting(
+            "the loss", loss, "loss(model, batch) returns the sum of a batch's losses and its weight", remedy
+        )
+    is_split = hasattr(split, "count") and hasattr(split, "take") and not isinstance(split, type)
+    if split is not None and not is_split:
+        raise bad_setting("split", split, "it has count(batch) and take(batch, start, stop)", "pass split=BySample()")

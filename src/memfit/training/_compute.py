@@ -1,4 +1,4 @@
-"""On which device and in which precision a model computes: batches are moved to it, losses run under autocast."""
+"""Move a model and its batches to a device, and run its loss in mixed precision."""
 
 from __future__ import annotations
 

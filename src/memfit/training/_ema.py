@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, and snapshots of it at listed epochs."""
+"""Average the weights exponentially over the steps, and save snapshots of that at listed epochs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from memfit.rundir import record
 from memfit.training._checkpoint import CheckpointWarning, save_checkpoint
 
 _OWN_NAMES = ("checkpoint_", "latest_checkpoint", "best_model", ".")
-_SCRATCH_ELEMENTS = 1 << 22
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -70,24 +69,21 @@ class Ema:
         self.fold = fold
         self.num_updates = 0
         self._average: dict[str, torch.Tensor] = {}
-        self._scratch: dict[torch.device, torch.Tensor] = {}
-        self._check()
-
-    def _check(self) -> None:
-        if not 0 <= self.decay < 1 or any(epoch < 1 for epoch in self.snapshot_epochs):
+        if not 0 <= decay < 1 or any(epoch < 1 for epoch in snapshot_epochs):
             raise UsageError(
                 f"decay is {self.decay}, and snapshot_epochs are {self.snapshot_epochs}.",
                 rule="the decay is at least 0 and below 1; epochs are counted from 1.",
                 remedy="pass for example Ema(0.999, snapshot_epochs=(3, 6, 10))",
             )
         try:
-            fields = {name for _, name, _, _ in string.Formatter().parse(self.snapshot_name) if name is not None}
-            readable = (
-                fields <= {"epoch", "fold"} and "epoch" in fields and ("fold" not in fields) == (self.fold is None)
-            )
+            fields = {name for _, name, _, _ in string.Formatter().parse(snapshot_name) if name is not None}
         except ValueError:
-            readable = False
-        if not readable or "/" in self.snapshot_name or self.snapshot_name.startswith(_OWN_NAMES):
+            fields = set()
+        if (
+            fields != ({"epoch"} if fold is None else {"epoch", "fold"})
+            or "/" in snapshot_name
+            or snapshot_name.startswith(_OWN_NAMES)
+        ):
             raise UsageError(
                 f"snapshots cannot be named '{self.snapshot_name}' with fold={self.fold}.",
                 rule="the name holds {epoch}, and {fold} exactly if fold is given; it is no path, and none of the "
@@ -111,22 +107,11 @@ class Ema:
                     remedy="build the model as it was, or begin with a new Ema",
                 )
         for name, parameter in parameters.items():
-            low = parameter.dtype in _LOW_PRECISION
             if parameter.requires_grad or name in self._average:
-                dtype = torch.float32 if low else parameter.dtype
+                dtype = torch.float32 if parameter.dtype in _LOW_PRECISION else parameter.dtype
                 source = self._average.get(name, parameter.detach())
                 moved = source.to(parameter.device, dtype)
                 self._average[name] = moved.clone() if moved.data_ptr() == parameter.data_ptr() else moved
-                if low:
-                    self._widen_scratch(parameter)
-
-    def _widen_scratch(self, parameter: torch.Tensor) -> None:
-        """Float32 room for whole rows of a parameter: about ``_SCRATCH_ELEMENTS``, or one row if that is longer."""
-        there = self._scratch.get(parameter.device)
-        row = parameter[0].numel() if parameter.dim() and len(parameter) else 1
-        wanted = max(row, min(parameter.numel(), _SCRATCH_ELEMENTS))
-        if there is None or len(there) < wanted:
-            self._scratch[parameter.device] = torch.empty(wanted, dtype=torch.float32, device=parameter.device)
 
     @torch.no_grad()
     def update(self, model: torch.nn.Module) -> None:
@@ -134,36 +119,23 @@ class Ema:
         tracked = {name: p for name, p in model.named_parameters() if p.requires_grad or name in self._average}
         if any(name not in self._average or self._average[name].device != p.device for name, p in tracked.items()):
             self.prepare(model)
-        weight = 1.0 - self._decay_now()
+        decay = self.decay if self.num_updates else 0.0
+        if self.warmup:
+            decay = min(decay, (1 + self.num_updates) / (10 + self.num_updates))
         averages, weights = [], []
         for name, parameter in tracked.items():
-            if parameter.dtype in _LOW_PRECISION:
-                self._blend(self._average[name], parameter, weight)
+            if parameter.dtype in _LOW_PRECISION:  # lerp_ would need a copy of the weight in float32
+                self._average[name].mul_(decay).add_(parameter, alpha=1.0 - decay)
             else:
                 averages.append(self._average[name])
                 weights.append(parameter.detach())
         if averages:
-            torch._foreach_lerp_(averages, weights, weight)
+            torch._foreach_lerp_(averages, weights, 1.0 - decay)
         self.num_updates += 1
-
-    def _decay_now(self) -> float:
-        if self.num_updates == 0:
-            return 0.0
-        return min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
-
-    def _blend(self, average: torch.Tensor, parameter: torch.Tensor, weight: float) -> None:
-        """One parameter of 16 bits, some rows after the other through memory that is there already."""
-        scratch = self._scratch[parameter.device]
-        into, source = (average, parameter.detach()) if average.dim() else (average[None], parameter.detach()[None])
-        rows = max(1, len(scratch) * len(into) // max(1, into.numel()))
-        for start in range(0, len(into), rows):
-            piece = into[start : start + rows]
-            wide = scratch[: piece.numel()].view(piece.shape)
-            piece.lerp_(wide.copy_(source[start : start + rows]), weight)
 
     @contextmanager
     def applied(self, model: torch.nn.Module) -> Iterator[None]:
-        """The model has the averaged weights inside the block, and its own again behind it.
+        """Give the model the averaged weights inside the block, and its own again behind it.
 
         Only 16-bit weights are copied for it. Only evaluate inside: an optimizer step would train the average.
         """
@@ -179,7 +151,7 @@ class Ema:
                     parameter.data = own[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """What can resume: the average, the number of updates, and what it was made with."""
+        """Return the average, the number of updates, and what it was made with."""
         return {
             "average": dict(self._average),
             "num_updates": self.num_updates,
@@ -211,7 +183,7 @@ class Ema:
         self.num_updates = state["num_updates"]
 
     def path(self, folder: Path, epoch: int) -> Path:
-        """The file of an epoch's snapshot.
+        """Return the file of an epoch's snapshot.
 
         >>> Ema(0.9, snapshot_name="ranker_fold{fold}_ema_epoch{epoch}.pt", fold=2).path(Path("models"), 3).name
         'ranker_fold2_ema_epoch3.pt'

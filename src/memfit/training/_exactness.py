@@ -1,9 +1,10 @@
-"""What may be split, and what only looks like it: layers and losses that couple the samples of a batch."""
+"""Refuse to split a batch where layers or the loss couple its samples."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from memfit.errors import UsageError
 from memfit.rundir import record
 from memfit.training._compute import PlacedLoss
-from memfit.training._oom import classify_oom, clear_caches
+from memfit.training._oom import Failed, attempt
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import Split, rebuild
 
@@ -35,8 +36,8 @@ _NO_SUM = (
 class Exactness:
     """Refuses what a safe step cannot do exactly, or records it where that is allowed."""
 
-    def __init__(self, model: torch.nn.Module, loss: Loss, split: Split, allow_inexact: bool) -> None:
-        self._model, self._loss, self._split, self._allow_inexact = model, loss, split, allow_inexact
+    def __init__(self, model: torch.nn.Module, loss: Loss, split: Split, allows_inexact: bool) -> None:
+        self._model, self._loss, self._split, self.allows_inexact = model, loss, split, allows_inexact
         self._fault: _Fault | None = None
         self._has_stepped = self._compared_buffers = False
         self._walked: list[torch.nn.Module] = []
@@ -45,7 +46,7 @@ class Exactness:
 
     def allow_step(self) -> None:
         """Refuse weights that are updated in the backward pass; looked for before the first step."""
-        if self._has_stepped or self._allow_inexact:
+        if self._has_stepped or self.allows_inexact:
             return
         for name, parameter in self._model.named_parameters():
             if parameter._post_accumulate_grad_hooks:
@@ -85,7 +86,7 @@ class Exactness:
         names, self._compared_buffers = before.changed()
         if not names:
             return
-        if not self._allow_inexact:
+        if not self.allows_inexact:
             self._compared_buffers = False
             before.restore()
         self._refuse(
@@ -95,7 +96,7 @@ class Exactness:
         )
 
     def _refuse(self, why: str, remedy: str, where: Mapping[str, Any]) -> None:
-        if not self._allow_inexact:
+        if not self.allows_inexact:
             raise UsageError(
                 f"The batch must be split in {place(where)} and cannot be split exactly: {why}.",
                 rule="a split batch gives the gradient of the whole one, or it is refused.",
@@ -106,10 +107,9 @@ class Exactness:
             record("inexact", reason=why, **where)
 
     def _compare_parts(self, batch: Any, count: int, before: Snapshot) -> _Fault | None:
-        """Why the loss of a few units is not known to be the sum of the losses of two parts, and what to do.
+        """Compare the loss of a few units with the losses of two parts of them; None if a loss is not finite.
 
-        Empty if it is the sum, or two units do not fit into memory; None if a loss is not finite. It is compared in
-        evaluation mode, where dropout draws nothing.
+        In evaluation mode, where dropout draws nothing. No fault is reported where two units do not fit.
         """
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
@@ -118,15 +118,14 @@ class Exactness:
                 count = min(_NUM_CHECKED, count)
                 while count >= 2:
                     try:
-                        return self._compare(batch, count)
+                        found = attempt(partial(self._compare, batch, count))
                     except Exception as error:
-                        if classify_oom(error) is None:
-                            text = str(error).partition("\n")[0]
-                            return _incomparable(
-                                f"raises {type(error).__name__}: {text:.80}",
-                                f"return the loss in evaluation mode too, {_INDEPENDENT}",
-                            )
-                    clear_caches()
+                        return _incomparable(
+                            f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.80}",
+                            f"return the loss in evaluation mode too, {_INDEPENDENT}",
+                        )
+                    if not isinstance(found, Failed):
+                        return found
                     count //= 2
         finally:
             for module, mode in modes:
@@ -161,7 +160,7 @@ def _incomparable(why: str, remedy: str) -> _Fault:
 
 
 def place(where: Mapping[str, Any]) -> str:
-    """Where a training is, in words.
+    """Return where a training is, in words.
 
     >>> place({"epoch": 2, "step": 3, "num_steps": 9}), place({})
     ('epoch 2, step 3 of 9', 'this step')

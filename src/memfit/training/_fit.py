@@ -1,10 +1,7 @@
-"""One fit under way: epochs of steps, checkpoints at their ends and in between, validation, and the way back.
+"""Run one fit: epochs of steps, checkpoints, validation, and the way back to a checkpoint.
 
-The order of an epoch is train, checkpoint, validate: what was trained is on disk before validation, often the hungrier
-phase, begins. A resume restores weights, optimizer, schedule, averages and random state as a checkpoint has them, takes
-the epoch's data up at its next batch, and goes on. Validation begins at its first batch and leaves the random state and
-the data's generators untouched, so it does not matter how often it ran: **bit-exact** on the same hardware with the
-same number of threads, wherever torch's own operations are deterministic.
+An epoch is trained, saved, then validated. Validation leaves the random state and the data's generators untouched, so a
+resume may repeat it and stay **bit-exact** on the same hardware with the same number of threads.
 """
 
 from __future__ import annotations
@@ -15,97 +12,72 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
-from pydantic import Field
-from pydantic.dataclasses import dataclass
+from torch.utils.data import DataLoader
 
 from memfit.errors import DataError, HalfUpdatedError, MemfitError, StoppedError, UsageError
 from memfit.memory import Budget
 from memfit.rundir import mark_phase, record
-from memfit.training._checkpoint import CheckpointFolder, position_of, tensor_bytes
-from memfit.training._checks import STRICT
-from memfit.training._compute import Precision, autocast
-from memfit.training._ema import Ema
-from memfit.training._exactness import Exactness
+from memfit.training._checkpoint import position_of, tensor_bytes
+from memfit.training._compute import autocast
 from memfit.training._keyed import TrainingData, preserved_generators, refuse_own_generators
 from memfit.training._leaks import LeakDetector
 from memfit.training._oom import classify_oom, release
 from memfit.training._preflight import find_longest, preflight
 from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
-from memfit.training._records import Direction, EpochRecord, FitResult, StepOutcome, best_epoch
+from memfit.training._records import Direction, FitResult, best_epoch
 from memfit.training._state import Progress, capture, optimizer_identity, restore
-from memfit.training._step import SafeStep
-from memfit.training._validation import MeanLoss, Recovery, evaluated
+from memfit.training._validation import Evaluate, MeanLoss, attempt_twice, evaluated
+
+if TYPE_CHECKING:
+    from memfit.training._trainer import Trainer
 
 _STEP_EVENT_SECONDS = 0.5
 _MAX_ROLLBACKS = 3
 _RESERVED_NAMES = frozenset({"epoch", "num_epochs", "train_loss", "time", "job", "kind"})
 
 
-@dataclass(frozen=True, config=STRICT)
-class Setup:
-    """What a ``Trainer`` was made with."""
-
-    model: torch.nn.Module
-    loss: Callable[..., Any]
-    precision: Precision
-    optimizer: torch.optim.Optimizer
-    step: SafeStep
-    folder: CheckpointFolder | None
-    seed: Annotated[int, Field(ge=0, lt=1 << 32)]
-    global_batch_size: Annotated[int, Field(ge=1)] | None
-    schedule: torch.optim.lr_scheduler.LRScheduler | None
-    ema: Ema | None
-    on_step: Callable[[StepOutcome], object] | None
-    on_epoch: Callable[[EpochRecord], bool | None] | None
-    checkpoint_seconds: Annotated[float, Field(ge=0)]
-    first_batch_seconds: Annotated[float, Field(gt=0)]
-    allow_inexact: bool
-    provenance: Mapping[str, Any]
-    identity: Mapping[str, Any]
-
-
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True)
 class Plan:
     """What ``Trainer.fit`` was called with."""
 
     train: Any
     valid: Any
-    num_epochs: Annotated[int, Field(ge=1)]
-    evaluate: Callable[..., Any] | None
+    num_epochs: int
+    evaluate: Evaluate | None
     best_metric: str
     direction: Direction
-    patience: Annotated[int, Field(ge=1)] | None
+    patience: int | None
     preflight: bool
 
 
 class Fit:
     """One call of ``Trainer.fit``."""
 
-    def __init__(self, setup: Setup, plan: Plan, stop: StopSignals) -> None:
-        self.setup = setup
-        self.plan = plan
-        self.stop = stop
-        self.data = TrainingData(plan.train, setup.seed, setup.first_batch_seconds)
-        if setup.folder is not None and not setup.allow_inexact:
+    def __init__(self, trainer: Trainer, plan: Plan, stop: StopSignals) -> None:
+        self.trainer, self.plan, self.stop = trainer, plan, stop
+        self.step, self.ema, self.folder = trainer.step, trainer.ema, trainer.folder
+        self.data = TrainingData(plan.train, trainer.seed, trainer.first_batch_seconds)
+        if self.folder is not None and not self.step.exactness.allows_inexact:
             self.data.check_replayable()
             refuse_own_generators(plan.valid)
-        self.batches_per_step = _batches_per_step(self.data, setup)
+        self.batches_per_step = self._count_batches_per_step()
         self.num_steps = math.ceil(len(plan.train) / self.batches_per_step)
         self.progress = Progress()
-        self.recovery = Recovery(setup.model, setup.optimizer, self._where)
-        exactness = Exactness(setup.model, setup.loss, setup.step.split, setup.allow_inexact)
-        self.mean_loss = MeanLoss(
-            setup.loss, setup.step.split, exactness, self.recovery, self._leave_validation, setup.first_batch_seconds
-        )
-        self.evaluate = plan.evaluate or self.mean_loss
-        self.identity = self._identity()
+        self.mean_loss = MeanLoss(self.step, self._where, self._leave_if_stopped, trainer.first_batch_seconds)
+        self.identity = {  # what must not change between a checkpoint and its resume, read before anything is loaded
+            "steps per epoch": self.num_steps,
+            "best": f"{plan.direction} {plan.best_metric}" if plan.valid is not None else "no validation",
+            **trainer.identity,
+            **self.data.identity(),
+            **optimizer_identity(trainer.optimizer, scheduled=trainer.schedule is not None),
+        }
         self._leaks = LeakDetector()
         self._rollbacks: Counter[tuple[int, int]] = Counter()
         self._data_state: Mapping[str, Any] | None = None
@@ -113,9 +85,8 @@ class Fit:
         self._next_step_event = self._next_save = 0.0
 
     def run(self) -> FitResult:
-        """From the newest whole checkpoint, or the start, to the last epoch's end."""
-        folder = self.setup.folder
-        with nullcontext() if folder is None else folder.held():
+        """Train from the newest whole checkpoint, or the start, to the last epoch's end."""
+        with nullcontext() if self.folder is None else self.folder.held():
             return self._run()
 
     def _run(self) -> FitResult:
@@ -134,7 +105,7 @@ class Fit:
             raise death from error
         finally:
             self.data.close(persistent_too=True)
-        self.setup.model.eval()
+        self.trainer.model.eval()
         history = tuple(self.progress.history)
         epochs_run = len(history) - (resumed_from or 0)
         return FitResult(history, self._best_epoch(), epochs_run, resumed_from, len(history) < self.plan.num_epochs)
@@ -142,20 +113,19 @@ class Fit:
     # --- the way to the first step, and back to a checkpoint
 
     def _begin(self) -> int | None:
-        """Resume or start anew; returns the whole epochs behind it after a resume."""
-        setup, folder = self.setup, self.setup.folder
-        if setup.ema is not None:
-            setup.ema.prepare(setup.model)
-        taken = folder.newest() if folder is not None else None
+        """Resume or start anew; return the number of whole epochs behind it after a resume."""
+        if self.ema is not None:
+            self.ema.prepare(self.trainer.model)
+        taken = self.folder.newest() if self.folder is not None else None
         if taken is None:
-            seed_everything(setup.seed)
+            seed_everything(self.trainer.seed)
         else:
             self._restore(*taken)
         done = len(self.progress.history)
-        if setup.ema is not None and folder is not None:
-            setup.ema.report_missing(folder.path, done=done, num_epochs=self.plan.num_epochs)
+        if self.ema is not None and self.folder is not None:
+            self.ema.report_missing(self.folder.path, done=done, num_epochs=self.plan.num_epochs)
         if done < self.plan.num_epochs and not self._is_early():
-            self._prepare(save=self._save if taken is None and folder is not None else None)
+            self._prepare(save=self._save if taken is None and self.folder is not None else None)
         return None if taken is None else done
 
     def _restore(self, path: Path, state: dict[str, Any]) -> None:
@@ -168,49 +138,41 @@ class Fit:
         self.progress = restore(path, state, self._parts(), self.identity)
         self._data_state = state["data"]
         epoch, step = self.progress.position
-        self._next_save = time.monotonic() + self.setup.checkpoint_seconds
+        self._next_save = time.monotonic() + self.trainer.checkpoint_seconds
         record("resume", path=str(path), epoch=epoch, step=step)
         where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
         say(f"goes on {where}, of {self.plan.num_epochs} epochs ({path})")
 
     def _prepare(self, save: Callable[[], Path] | None) -> None:
-        """Allocate what the first step would, and try the largest of each phase."""
-        setup, plan, epoch = self.setup, self.plan, self.progress.epoch
+        """Allocate what the first step would, and try the largest batch of each phase."""
+        plan, seconds = self.plan, self.trainer.first_batch_seconds
         if not plan.preflight:
-            setup.step.prepare()
+            self.step.prepare()
             if save is not None:
                 save()
             return
-        self.data.set_epoch(epoch)
-        longest = find_longest(plan.train, setup.first_batch_seconds)
-        longest_valid = self._longest_validation()
-        validate = None if longest_valid is None else lambda: self._try_validation(longest_valid)
+        self.data.set_epoch(self.progress.epoch)
+        longest = find_longest(plan.train, seconds)
+        validate = None
+        if not (plan.valid is None or isinstance(plan.valid, Mapping) or hasattr(plan.valid, "__array__")):
+            with suppress(TypeError, UsageError):  # only evaluate knows what it is
+                validate = partial(self._try_validation, find_longest(plan.valid, seconds).batch)
         if self.progress.position[1] or not self.progress.history:  # else a validation is still to be done before
             self._open_epoch()
-        preflight(setup.step, longest=longest, validate=validate, save=save, num_batches=self.batches_per_step)
-
-    def _longest_validation(self) -> Any:
-        """The largest batch of validation; None without one, or where validation takes something else than batches."""
-        valid = self.plan.valid
-        if valid is None or isinstance(valid, Mapping) or hasattr(valid, "__array__"):
-            return None
-        try:
-            return find_longest(valid, self.setup.first_batch_seconds).batch
-        except (TypeError, UsageError):
-            return None
+        preflight(self.step, longest=longest, validate=validate, save=save, num_batches=self.batches_per_step)
 
     def _try_validation(self, batch: Any) -> None:
-        """The loss of the largest validation batch; an ``evaluate`` of the user's sees whole validations only."""
+        """Compute the loss of the largest validation batch; the user's ``evaluate`` sees whole validations only."""
         try:
-            evaluated(self.mean_loss, self.setup.model, [batch])
+            evaluated(self.mean_loss, self.trainer.model, [batch])
         except Exception as error:  # batches that only evaluate understands
             if self.plan.evaluate is None or isinstance(error, MemfitError) or classify_oom(error) is not None:
                 raise
             record("preflight_validation", reason=f"{type(error).__name__}: {error}".partition("\n")[0])
 
     def _go_back(self, error: HalfUpdatedError) -> None:
-        """To the newest checkpoint, after an optimizer step that an out-of-memory left half-way."""
-        folder, position = self.setup.folder, self.progress.position
+        """Go back to the newest checkpoint after an optimizer step that an out-of-memory left half-way."""
+        folder, position = self.folder, self.progress.position
         self._rollbacks[position] += 1
         self.data.close()
         self._is_open = False
@@ -222,27 +184,16 @@ class Fit:
         record("rollback", from_epoch=position[0], from_step=position[1], error=error.what)
 
     def _parts(self) -> dict[str, Any]:
-        setup = self.setup
+        trainer = self.trainer
         parts = {
-            "model": setup.model,
-            "optimizer": setup.optimizer,
-            "schedule": setup.schedule,
-            "ema": setup.ema,
-            "sizes": setup.step,
+            "model": trainer.model,
+            "optimizer": trainer.optimizer,
+            "schedule": trainer.schedule,
+            "ema": trainer.ema,
+            "sizes": trainer.step,
             "validation": self.mean_loss,
         }
         return {name: part for name, part in parts.items() if part is not None}
-
-    def _identity(self) -> dict[str, Any]:
-        """What must not change between a checkpoint and its resume, read before anything is loaded."""
-        setup, plan = self.setup, self.plan
-        return {
-            "steps per epoch": self.num_steps,
-            "best": f"{plan.direction} {plan.best_metric}" if plan.valid is not None else "no validation",
-            **setup.identity,
-            **self.data.identity(),
-            **optimizer_identity(setup.optimizer, scheduled=setup.schedule is not None),
-        }
 
     # --- epochs and steps
 
@@ -270,7 +221,7 @@ class Fit:
     def _train_epoch(self) -> None:
         progress = self.progress
         mark_phase("train")
-        self.setup.model.train()
+        self.trainer.model.train()
         self._open_epoch()
         while self._step():
             if progress.num_batches >= len(self.plan.train):
@@ -278,7 +229,7 @@ class Fit:
             if self.stop.noted:
                 self._save()
                 raise self._stopped()
-            if time.monotonic() >= self._next_save and self.setup.folder is not None:
+            if time.monotonic() >= self._next_save and self.folder is not None:
                 self._save()
                 mark_phase("train")
         self.data.close()
@@ -292,18 +243,18 @@ class Fit:
         progress.end_epoch()
 
     def _step(self) -> bool:
-        """The next optimizer step; False at the epoch's end."""
+        """Make the next optimizer step; return False at the epoch's end."""
         batches = list(itertools.islice(self.data, self.batches_per_step))
         if not batches:
             return False
-        setup, progress = self.setup, self.progress
-        setup.step.where = {"epoch": progress.epoch, "step": progress.step + 1, "num_steps": self.num_steps}
-        outcome = setup.step(*batches)
+        step, progress = self.step, self.progress
+        step.where = {"epoch": progress.epoch, "step": progress.step + 1, "num_steps": self.num_steps}
+        outcome = step(*batches)
         if not outcome.skipped:
-            if setup.schedule is not None:
-                setup.schedule.step()
-            if setup.ema is not None:
-                setup.ema.update(setup.model)
+            if self.trainer.schedule is not None:
+                self.trainer.schedule.step()
+            if self.ema is not None:
+                self.ema.update(self.trainer.model)
         progress.step += 1
         progress.num_batches += len(batches)
         progress.num_skipped += outcome.skipped
@@ -313,10 +264,10 @@ class Fit:
         now = time.monotonic()
         if now >= self._next_step_event:
             self._next_step_event = now + _STEP_EVENT_SECONDS
-            fields = {**setup.step.where, "num_epochs": self.plan.num_epochs}
+            fields = {**step.where, "num_epochs": self.plan.num_epochs}
             record("step", **fields, loss=outcome.loss if outcome.weight else None)
-        if setup.on_step is not None:
-            setup.on_step(outcome)
+        if self.trainer.on_step is not None:
+            self.trainer.on_step(outcome)
         return True
 
     def _where(self) -> dict[str, Any]:
@@ -325,7 +276,7 @@ class Fit:
     # --- checkpoints and validation
 
     def _save(self) -> Path:
-        folder, progress = self.setup.folder, self.progress
+        folder, progress = self.folder, self.progress
         if folder is None:
             return Path()
         mark_phase("checkpoint")
@@ -333,31 +284,32 @@ class Fit:
         def save() -> Path:
             state = capture(self._parts(), progress, self.identity)
             state["data"] = self.data.state_dict()
-            state["provenance"] = dict(self.setup.provenance)
+            state["provenance"] = dict(self.trainer.provenance)
             if not self._has_room:
-                folder.check_room(tensor_bytes(state) + self.setup.step.pending_bytes, self.plan.num_epochs)
+                folder.check_room(tensor_bytes(state) + self.step.pending_bytes, self.plan.num_epochs)
                 self._has_room = True
             with folder.writing():
                 return folder.save(progress.position, state)
 
         remedy = "give more host memory: a checkpoint passes through it on its way to the disk"
-        path = self.recovery.twice(save, "checkpoint", remedy)
+        path = attempt_twice(self.step, "checkpoint", self._where(), save, remedy)
         epoch, step = progress.position
         record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=path.stat().st_size)
-        self._next_save = time.monotonic() + self.setup.checkpoint_seconds
+        self._next_save = time.monotonic() + self.trainer.checkpoint_seconds
         if step:
             with folder.writing():
                 folder.prune(progress.position, self._best_epoch())
         return path
 
     def _finish_epoch(self) -> bool:
-        """Validate the newest epoch if that is still to be done, keep the best; returns whether the fit ends here."""
-        setup, history = self.setup, self.progress.history
-        newest, folder = history[-1], setup.folder
-        if setup.ema is not None and folder is not None:
-            facts = {"fit": self.progress.fit, "identity": self.identity, "provenance": dict(setup.provenance)}
+        """Validate the newest epoch if that is still to be done, keep the best; return whether the fit ends here."""
+        history, folder = self.progress.history, self.folder
+        newest = history[-1]
+        if self.ema is not None and folder is not None:
+            provenance = dict(self.trainer.provenance)
+            facts = {"fit": self.progress.fit, "identity": self.identity, "provenance": provenance}
             with folder.writing():
-                setup.ema.snapshot(setup.model, newest.epoch, folder.path, facts)
+                self.ema.snapshot(self.trainer.model, newest.epoch, folder.path, facts)
         if self.plan.valid is not None and newest.metrics is None:
             newest = history[-1] = replace(newest, metrics=self._validate())
         best = self._best_epoch()
@@ -366,14 +318,13 @@ class Fit:
                 if best == newest.epoch:
                     folder.mark_best()
                 folder.prune(self.progress.position, best)
-        fields = {"epoch": newest.epoch, "num_epochs": self.plan.num_epochs, "train_loss": newest.train_loss}
-        record("epoch", **fields, **(newest.metrics or {}))
         numbers = {"train_loss": newest.train_loss, **(newest.metrics or {})}
-        told = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
-        say(f"epoch {newest.epoch}/{self.plan.num_epochs}  {told}")
+        record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **numbers)
+        text = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
+        say(f"epoch {newest.epoch}/{self.plan.num_epochs}  {text}")
         if leak := self._leaks.end_epoch():
             print(f"memfit: {leak}", file=sys.stderr)
-        is_done = setup.on_epoch is not None and setup.on_epoch(newest) is True
+        is_done = self.trainer.on_epoch is not None and self.trainer.on_epoch(newest) is True
         if self.stop.noted:
             raise self._stopped()
         return is_done or self._is_early()
@@ -384,39 +335,34 @@ class Fit:
             self.data.close(persistent_too=True)
         remedy = "make the validation batches smaller, or keep less of each in evaluate"
         try:
-            return self.recovery.twice(self._validate_once, "validate", remedy)
+            return attempt_twice(self.step, "validate", self._where(), self._validate_once, remedy)
         except RuntimeError:
-            self._leave_validation()  # the signal went to the workers of validation too, and they have gone
+            self._leave_if_stopped()  # the signal went to the workers of validation too, and they have gone
             raise
 
     def _validate_once(self) -> dict[str, float]:
         """Validate from the first batch, wherever the loader was left: by a stop, an out-of-memory or ``evaluate``."""
-        if (set_epoch := getattr(self.plan.valid, "set_epoch", None)) is not None:
+        plan, model = self.plan, self.trainer.model
+        if (set_epoch := getattr(plan.valid, "set_epoch", None)) is not None:
             set_epoch(0)
-        return self._metrics(self.plan.valid)
-
-    def _metrics(self, batches: Any) -> dict[str, float]:
-        """What validation gives, with the name in it that the best epoch is chosen by."""
-        setup = self.setup
-        precision = None if self.plan.evaluate is None else setup.precision  # the mean loss has its own
-        with preserved_generators(self.plan.valid), autocast(setup.model, precision):
-            metrics = evaluated(self.evaluate, setup.model, batches)
-        if self.plan.best_metric not in metrics or _RESERVED_NAMES & metrics.keys():
+        precision = None if plan.evaluate is None else self.trainer.precision  # the mean loss has its own
+        with preserved_generators(plan.valid), autocast(model, precision):
+            metrics = evaluated(plan.evaluate or self.mean_loss, model, plan.valid)
+        if plan.best_metric not in metrics or _RESERVED_NAMES & metrics.keys():
             raise UsageError(
-                f"Validation gave {sorted(metrics)}, and the best epoch is chosen by '{self.plan.best_metric}'.",
+                f"Validation gave {sorted(metrics)}, and the best epoch is chosen by '{plan.best_metric}'.",
                 rule=f"the chosen name is among the metrics; none is named {sorted(_RESERVED_NAMES)}.",
                 remedy="pass best_metric=... with one of the names, or return it from evaluate",
             )
         return metrics
 
     def _has_room_for_both(self) -> bool:
-        """Whether validation's workers, each as large as one of training's, fit beside persistent ones of training."""
+        """Return whether validation's worker processes fit beside persistent ones of training."""
         workers = self.data.worker_pids()
-        number = getattr(self.plan.valid, "num_workers", 0)
-        if not workers or not number:
+        if not workers or not isinstance(self.plan.valid, DataLoader):
             return True
         largest = max(psutil.Process(pid).memory_full_info().uss for pid in workers)
-        return bool(number * largest <= Budget.read().headroom_bytes)
+        return self.plan.valid.num_workers * largest <= Budget.read().headroom_bytes
 
     def _best_epoch(self) -> int | None:
         plan = self.plan
@@ -425,7 +371,7 @@ class Fit:
     # --- stops
 
     def _is_early(self) -> bool:
-        """Whether so many epochs in a row brought no better metric; a metric that was never a number counts as none."""
+        """Return whether ``patience`` epochs in a row brought no better metric."""
         history, patience = self.progress.history, self.plan.patience
         if patience is None or not history or history[-1].metrics is None:
             return False
@@ -436,17 +382,16 @@ class Fit:
         record("early_stop", epoch=done, num_epochs=self.plan.num_epochs, best_epoch=best, metric=metric)
         why = f"{metric} was best in epoch {best}" if self._is_early() else "on_epoch said so"
         say(f"stops early after epoch {done} of {self.plan.num_epochs}: {why}")
-        setup = self.setup
-        if setup.ema is not None and setup.folder is not None:
-            setup.ema.report_missing(setup.folder.path, done=done, num_epochs=done)
+        if self.ema is not None and self.folder is not None:
+            self.ema.report_missing(self.folder.path, done=done, num_epochs=done)
 
-    def _leave_validation(self) -> None:
-        if self.stop.noted and self.setup.folder is not None:
+    def _leave_if_stopped(self) -> None:
+        if self.stop.noted and self.folder is not None:
             raise self._stopped()
 
     def _stopped(self) -> StoppedError:
         epoch, step = self.progress.position
-        folder, signal_name = self.setup.folder, self.stop.noted
+        folder, signal_name = self.folder, self.stop.noted
         record("stop", signal=signal_name, epoch=epoch, step=step)
         if (epoch, step) == (0, 0):
             where, rule = "before its first step", "nothing was trained yet: nothing will be repeated."
@@ -459,22 +404,20 @@ class Fit:
                 rule = f"{folder.path} holds this very moment: nothing will be repeated."
         return StoppedError(f"Stopped by {signal_name} {where}.", rule=rule, remedy="run the same command again")
 
-
-def _batches_per_step(data: TrainingData, setup: Setup) -> int:
-    """How many batches of the loader make one optimizer step."""
-    wanted = setup.global_batch_size
-    if wanted is None:
-        return 1
-    size = getattr(data.batches, "batch_size", None)
-    if size is None and data.kind == "indexed":
-        data.set_epoch(1)
-        with preserved_rng(), preserved_generators(data.batches):
-            size = setup.step.split.count(data.batches[0])  # type: ignore[index]
-    if size is None or wanted < size or wanted % size:
-        raise UsageError(
-            f"global_batch_size is {wanted}, and a batch of the training data has "
-            f"{'a size that is not known' if size is None else size}.",
-            rule="an optimizer step takes a whole number of the loader's batches.",
-            remedy="pass a DataLoader with batch_size, and a global_batch_size that is a multiple of it",
-        )
-    return wanted // int(size)
+    def _count_batches_per_step(self) -> int:
+        wanted = self.trainer.global_batch_size
+        if wanted is None:
+            return 1
+        size = getattr(self.data.batches, "batch_size", None)
+        if size is None and self.data.kind == "indexed":
+            self.data.set_epoch(1)
+            with preserved_rng(), preserved_generators(self.data.batches):
+                size = self.step.split.count(self.plan.train[0])
+        if size is None or wanted < size or wanted % size:
+            raise UsageError(
+                f"global_batch_size is {wanted}, and a batch of the training data has "
+                f"{'a size that is not known' if size is None else size}.",
+                rule="an optimizer step takes a whole number of the loader's batches.",
+                remedy="pass a DataLoader with batch_size, and a global_batch_size that is a multiple of it",
+            )
+        return wanted // int(size)

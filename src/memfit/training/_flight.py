@@ -1,8 +1,4 @@
-"""The flight record: what filled the memory at the moment an allocation failed, one JSON file per failure.
-
-It is written beside the job's other files, so that it is there when the process dies of the next one. What it costs is
-one pass over the objects that Python's collector knows, and at most 200 small files.
-"""
+"""Write down what filled the memory when an allocation failed: the flight record, one JSON file per failure."""
 
 from __future__ import annotations
 
@@ -40,23 +36,11 @@ def write_flight_record(
     where: Mapping[str, Any],
     folder: Path | None = None,
 ) -> Path | None:
-    """Write down what was alive when an allocation failed, as ``oom_<n>.json``; it never raises.
+    """Write what is alive now as ``oom_<n>.json`` into the job's folder of the run, or into ``folder``.
 
-    Call it before ``release``: what filled the memory is then still alive. Nothing is kept alive by it. The largest
-    tensors are those that Python knows; what autograd saved without handing it to Python is the difference between
-    a device's ``allocated_bytes`` (on the host ``live_bytes``) and ``tensors_bytes``. On CUDA the allocator's snapshot
-    lies beside the first records as ``oom_<n>_snapshot.pickle``, for https://pytorch.org/memory_viz.
-
-    Args:
-        error_text: The message of the failure; its first and last 4,000 characters are kept.
-        kind: Which memory it was.
-        model: Its parameters, gradients and buffers are named.
-        optimizer: Its states are named; None where there is none.
-        where: Plain values that say where it was, such as epoch, step and microbatch size.
-        folder: Where the record goes; by default the job's folder of the run that this process belongs to.
-
-    Returns:
-        The record, or None when there is no folder, it holds 200 records already, or writing failed.
+    The largest tensors are those that Python knows: what autograd saved for itself is the difference to a device's
+    ``allocated_bytes``. On CUDA the allocator's snapshot lies beside it, for https://pytorch.org/memory_viz. It never
+    raises, and returns None if nothing was written.
     """
     try:
         current = current_run()
@@ -84,20 +68,16 @@ def write_flight_record(
         }
         path = folder / f"oom_{number}.json"
         write_json(path, content, durable=False)
-        if number <= _MAX_SNAPSHOTS and content["devices"]:
-            _write_snapshot(folder / f"oom_{number}_snapshot.pickle")
+        if number <= _MAX_SNAPSHOTS and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            snapshot = folder / f"oom_{number}_snapshot.pickle"
+            torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
         return path
     except Exception:  # a record that cannot be written must not end a training that can go on
         return None
 
 
-def _write_snapshot(path: Path) -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-
-
 def _or_reason(read: Callable[[], Any]) -> Any:
-    """A part of the record, or why it is missing: the others are worth having without it."""
+    """Return a part of the record, or why it is missing."""
     try:
         return read()
     except Exception as error:
@@ -105,24 +85,14 @@ def _or_reason(read: Callable[[], Any]) -> Any:
 
 
 def _host() -> dict[str, int]:
-    """This process and its children (loader workers), and this process's heap, in bytes."""
-    meter = TreeMeter(os.getpid())
-    sample = meter.sample()
-    tree = (
-        {
-            "num_processes": sample.num_processes,
-            "private_bytes": sample.private_bytes,
-            "pss_bytes": sample.pss_bytes,
-            "rss_bytes": sample.rss_bytes,
-        }
-        if sample is not None
-        else {}
-    )
-    return {**tree, **read_heap()}
+    """Return the bytes of this process and its children (loader workers), and of this process's heap."""
+    sample = TreeMeter(os.getpid()).sample()
+    names = ("num_processes", "private_bytes", "pss_bytes", "rss_bytes") if sample is not None else ()
+    return {**{name: getattr(sample, name) for name in names}, **read_heap()}
 
 
 def _owners(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[tuple[str, int], str]:
-    """What each storage belongs to, by its device and address."""
+    """Return what each storage belongs to, by its device and address."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owned: list[tuple[str, Any]] = [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
     for name, parameter in model.named_parameters():
@@ -134,7 +104,7 @@ def _owners(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def _storage(tensor: Any) -> tuple[str, int] | None:
-    """Where a tensor's bytes lie; None for what has none: not a tensor, empty, on meta, without one storage."""
+    """Return where a tensor's bytes lie; None if it has none, as on ``meta``, or is no tensor."""
     if not issubclass(type(tensor), torch.Tensor):  # isinstance() would ask foreign objects for their __class__
         return None
     try:
@@ -145,7 +115,7 @@ def _storage(tensor: Any) -> tuple[str, int] | None:
 
 
 def _largest_tensors(owners: Mapping[tuple[str, int], str]) -> dict[str, Any]:
-    """All living storages by device, and the largest; alike ones without an owner are one line with their number."""
+    """Return all living storages by device, and the largest; equal ones without an owner are one line."""
     seen: set[tuple[str, int]] = set()
     groups: dict[tuple[str, str, tuple[int, ...], str], list[int]] = {}
     totals: dict[str, int] = {}
@@ -172,7 +142,7 @@ def _largest_tensors(owners: Mapping[tuple[str, int], str]) -> dict[str, Any]:
 
 
 def _last_events(events_dir: Path) -> list[dict[str, Any]]:
-    """The newest events that this process recorded; a line cut off by where reading began is passed over."""
+    """Return the newest events that this process recorded."""
     lines: list[bytes] = []
     for path in sorted(events_dir.glob(f"{socket.gethostname()}-{os.getpid()}-*.jsonl")):
         with open(path, "rb") as file:

@@ -1,9 +1,7 @@
-"""An optimizer's step whose memory is tried before anything is changed.
+"""Try the memory of an optimizer's step before the step changes anything.
 
-Nothing in torch makes ``optimizer.step`` atomic: Adam multiplies the weights by the decay and moves its averages before
-it allocates the first temporary, and its state is allocated in the first step, the moment with the least room. So what
-a step will allocate is measured beforehand on a *shadow* of the optimizer without memory (``meta`` tensors), allocated
-for trial, and given back. What still fails inside the step needs a checkpoint to go back to.
+Adam multiplies the weights before it allocates, and allocates its state in the first step, the moment with the least
+room. So a *shadow* of the optimizer on ``meta`` tensors is stepped first, and what it allocates is allocated for trial.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.errors import DoesNotFitError, HalfUpdatedError, UsageError
-from memfit.training._oom import classify_oom, clear_caches, release
+from memfit.training._oom import Failed, attempt
 from memfit.training._process import preserved_rng
 from memfit.units import format_bytes
 
@@ -29,19 +27,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class OptimizerGuard:
-    """Makes an optimizer's steps after it tried whether their memory is there.
-
-    Args:
-        optimizer: The optimizer; nothing of it is replaced.
-
-    Example:
-        >>> model = torch.nn.Linear(2, 1)
-        >>> guard = OptimizerGuard(torch.optim.AdamW(model.parameters()))
-        >>> model(torch.ones(3, 2)).sum().backward()
-        >>> guard.step()
-        >>> sorted(guard.optimizer.state[model.weight])
-        ['exp_avg', 'exp_avg_sq', 'step']
-    """
+    """Steps an optimizer after it tried whether the step's memory is there."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -57,64 +43,43 @@ class OptimizerGuard:
         self._reserve: list[torch.Tensor] = []
 
     def parameters(self) -> list[torch.Tensor]:
-        """The optimizer's parameters, in its order."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         for parameter in self.parameters():
             parameter.grad = None
 
     def prepare(self) -> None:
         """Take the memory of the state that the first step will make, and try that of a step's temporaries.
 
-        The state's memory is kept until that step, so that every forward and backward pass before it has as little room
-        as those after it. Call it with gradients in place to count just the parameters that have one.
-
-        Raises:
-            DoesNotFitError: If there is no room; nothing was changed.
+        The state's memory is kept until that step: every pass before it has as little room as those after it.
         """
         groups = self.optimizer.param_groups
-        self._measure(self._with_gradient() or [[p for p in group["params"] if p.requires_grad] for group in groups])
-        if self._state and not self._reserve:
-            self._reserve = [block.fill_(0) for block in self._allocate(self._state, "state")]
-        self._allocate(self._temporaries, "temporary tensors")
+        self._try(self._with_gradient() or [[p for p in group["params"] if p.requires_grad] for group in groups])
+        for block in self._reserve:
+            block.fill_(0)
 
     @property
     def pending_bytes(self) -> int:
-        """What the state will take that the first step makes, as far as it was measured."""
+        """Bytes of the state that the first step will make, as far as it was measured."""
         return sum(size for _, size in self._state)
 
     def step(self, call: Callable[[], Any] | None = None) -> None:
-        """One optimizer step.
-
-        Args:
-            call: What makes it; by default ``optimizer.step``. It may do more around that, as a gradient scaler does.
+        """Step the optimizer, or make ``call``, which steps it.
 
         Raises:
-            DoesNotFitError: If the optimizer's state or temporaries have no room; nothing was changed.
+            DoesNotFitError: If its state or temporaries have no room; nothing was changed.
             HalfUpdatedError: If memory ran out inside the step all the same.
         """
-        self._measure(self._with_gradient())
-        if self._state and not self._reserve:
-            self._reserve = self._allocate(self._state, "state")
-        self._allocate(self._temporaries, "temporary tensors")
+        self._try(self._with_gradient())
         self._reserve = []
-        failure = None
-        try:
-            (call or self.optimizer.step)()
-        except Exception as error:
-            if classify_oom(error) is None:
-                raise
-            failure = error
-        if failure is None:
+        failed = attempt(call or self.optimizer.step)
+        if not isinstance(failed, Failed):
             self._state = []
             return
         self._layout = []
-        text = str(failure) or type(failure).__name__
-        release(failure)
         raise HalfUpdatedError(
-            f"Memory ran out inside {type(self.optimizer).__name__}.step: {text.splitlines()[0]}",
+            f"Memory ran out inside {type(self.optimizer).__name__}.step: {failed.first_line}",
             rule="some weights are updated and some are not.",
             remedy="go back to the last checkpoint, as Trainer does by itself; fused=True allocates nothing",
         )
@@ -123,26 +88,27 @@ class OptimizerGuard:
         params = [[p for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
         return params if any(params) else []
 
-    def _measure(self, params: list[list[torch.Tensor]]) -> None:
-        """Find out what a step over these parameters allocates, unless it was for as many before."""
+    def _try(self, params: list[list[torch.Tensor]]) -> None:
+        """Measure what a step over these parameters allocates, unless it was for as many, and allocate that."""
         layout = [*(len(group) for group in params), len(self.optimizer.state)]
-        if layout == self._layout:
-            return
-        self._layout, self._reserve, self._state, self._temporaries = layout, [], [], []
-        for device in dict.fromkeys(p.device for group in params for p in group):
-            state, temporaries = _sizes_on(self.optimizer, params, device)
-            self._state += [(device, size) for size in state]
-            self._temporaries += [(device, size) for size in temporaries]
+        if layout != self._layout:
+            self._layout, self._reserve, self._state, self._temporaries = layout, [], [], []
+            for device in dict.fromkeys(p.device for group in params for p in group):
+                state, temporaries = _sizes_on(self.optimizer, params, device)
+                self._state += [(device, size) for size in state]
+                self._temporaries += [(device, size) for size in temporaries]
+        if self._state and not self._reserve:
+            self._reserve = self._allocate(self._state, "state")
+        self._allocate(self._temporaries, "temporary tensors")
 
     def _allocate(self, blocks: Blocks, kind: str) -> list[torch.Tensor]:
         """Allocate blocks, the second time with empty caches; then refuse."""
         for _ in range(2):
-            try:
-                return [torch.empty(size, dtype=torch.uint8, device=device) for device, size in blocks]
-            except Exception as error:
-                if classify_oom(error) is None:
-                    raise
-            clear_caches()
+            made = attempt(
+                lambda: [torch.empty(size, dtype=torch.uint8, device=device) for device, size in blocks],
+            )
+            if not isinstance(made, Failed):
+                return made
         size, devices = format_bytes(sum(size for _, size in blocks)), sorted({str(device) for device, _ in blocks})
         raise DoesNotFitError(
             f"The step of {type(self.optimizer).__name__} needs {size} for its {kind} on {', '.join(devices)}, and has "
@@ -156,10 +122,10 @@ class OptimizerGuard:
 def _sizes_on(
     optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]], device: torch.device
 ) -> tuple[list[int], list[int]]:
-    """The sizes of the state and of the temporaries that a step over the parameters of one device allocates.
+    """Return the sizes of the state and of the temporaries that a step allocates on one device, in bytes.
 
-    An optimizer that cannot be run without memory (its step reads values, or it holds more than numbers, such as
-    another optimizer) is taken to need no more than a copy of its largest parameter.
+    An optimizer that cannot be run without memory (its step reads values, or it holds another optimizer) is taken to
+    need a copy of its largest parameter.
     """
     params = [[p for p in group if p.device == device] for group in params]
     guess = max(p.nbytes for group in params for p in group)
@@ -168,8 +134,8 @@ def _sizes_on(
         and (group.get("foreach") or (group.get("foreach", False) is None and device.type != "cpu"))
         for group in optimizer.param_groups
     )
-    if not _can_be_shadowed(optimizer):
-        return [], [guess]
+    if not all(isinstance(value, _PLAIN) for name, value in vars(optimizer).items() if name not in _base_names()):
+        return [], [guess]  # its step can reach more than its groups and its state
     try:
         shadow = _shadow(optimizer, params, foreach=foreach)
         return _peak_of(shadow, new_state=True), _peak_of(shadow)
@@ -177,19 +143,14 @@ def _sizes_on(
         return [], [guess]
 
 
-def _can_be_shadowed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step can reach nothing but its groups and its state."""
-    return all(isinstance(value, _PLAIN) for name, value in vars(optimizer).items() if name not in _base_names())
-
-
 @functools.cache
 def _base_names() -> frozenset[str]:
-    """The attributes that every optimizer has."""
+    """Return the attributes that every optimizer has."""
     return frozenset(vars(torch.optim.Optimizer([torch.empty(1, device="meta")], {})).keys() | {"step"})
 
 
 def _shadow(optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]], *, foreach: bool) -> Any:
-    """The optimizer with parameters, gradients and state of the same shapes that take no memory."""
+    """Return the optimizer over parameters, gradients and state of the same shapes that take no memory."""
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
     shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -211,7 +172,7 @@ def _shadow(optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]], 
 
 
 def _meta(state: Any) -> Any:
-    """A copy of part of a state without the memory of its tensors."""
+    """Return a copy of part of a state without the memory of its tensors."""
 
     def copy(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -224,7 +185,7 @@ def _meta(state: Any) -> Any:
 
 
 def _peak_of(shadow: Any, *, new_state: bool = False) -> list[int]:
-    """The sizes of what one step of a shadow had allocated at its peak, or of the state that it made, in bytes."""
+    """Return the sizes of what a step of a shadow had allocated at its peak, or of the state it made, in bytes."""
     before = _tensors(list(shadow.state.values()))
     step = inspect.unwrap(type(shadow).step)
     with torch.no_grad(), preserved_rng(), _LiveBytes() as live:
@@ -237,7 +198,7 @@ def _peak_of(shadow: Any, *, new_state: bool = False) -> list[int]:
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the sizes of the storages without memory that were made inside it and alive at the same time."""
+    """Notes the sizes of the ``meta`` storages that were made inside it and alive at the same time."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -246,10 +207,10 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._total = self._most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(tensor)._cdata for tensor in _tensors((args, kwargs)) if tensor.is_meta}
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs)) if tensor.is_meta}
         result = func(*args, **(kwargs or {}))
         for tensor in filter(lambda tensor: tensor.is_meta, _tensors(result)):
-            storage = _storage(tensor)
+            storage: Any = tensor.untyped_storage()
             if storage._cdata in given or storage._cdata in self._live:
                 continue
             self._live[storage._cdata] = storage.nbytes()
@@ -261,10 +222,6 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _gone(self, key: int) -> None:
         self._total -= self._live.pop(key, 0)
-
-
-def _storage(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -1,15 +1,7 @@
-"""Training data with a position: a resumed epoch goes on at its next batch.
+"""Give training data a position: a resumed epoch goes on at its next batch.
 
-While a loader makes a batch in this process, the global generators draw from a stream of (seed, epoch, number), apart
-from the one that dropout draws from; *indexed* data alone draw from that one. The ``generator=`` of a loader or sampler
-is part of each checkpoint. How a resume in mid-epoch reaches its batch depends on the data:
-
-- *indexed*: lists, and objects with ``__getitem__`` and ``set_epoch`` such as ``memfit.data.DateBatches``, by number;
-- *stateful*: loaders with ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``), by their state;
-- *keyed*: a ``DataLoader`` over ``KeyedDataset`` and ``KeyedSampler``, in the sampler, whatever its ``num_workers``;
-  its ``collate_fn`` is torch's own, or was said to draw nothing;
-- *replayed*: anything else is run forward, without training, over what is behind. Its workers' streams depend on their
-  number, so that must not change.
+How it gets there depends on the kind of the data, ``docs/training.md`` has the table: *indexed* (by number), *stateful*
+(by its ``state_dict``), *keyed* (``KeyedSampler``), or *replayed* (run forward without training).
 """
 
 from __future__ import annotations
@@ -46,8 +38,8 @@ _DATA_BITS = np.random.MT19937(0)
 def keyed_rng(*key: int) -> Iterator[None]:
     """Inside, Python, NumPy and torch on the CPU draw from a stream of this key; afterwards they go on as before.
 
-    NumPy forgets the second of a pair of normal numbers meanwhile, as it does whenever its bit generator is exchanged,
-    which takes a hundredth of the time of reading its state and putting it back.
+    NumPy's bit generator is exchanged, which takes a hundredth of the time of reading its state. NumPy then forgets the
+    second of a pair of normal numbers.
     """
     python, torch_state, bits = random.getstate(), torch.get_rng_state(), get_bit_generator()
     digest = hashlib.blake2b(repr(key).encode(), digest_size=20).digest()
@@ -64,14 +56,13 @@ def keyed_rng(*key: int) -> Iterator[None]:
 
 
 class KeyedDataset(Dataset[Any]):
-    """A map-style data set whose random draws depend on (seed, epoch, index) alone, in whatever process they happen.
+    """Makes a data set's random draws depend on (seed, epoch, index) alone, in whatever process they happen.
 
     With a ``KeyedSampler`` in a ``DataLoader``, a fit resumes in mid-epoch at once, and ``num_workers`` may change.
-    A data set with a generator of its own, which lives on from item to item, is refused.
 
     Args:
         dataset: Its ``__getitem__`` may draw from the global generators of Python, NumPy and torch (on the CPU). Its
-            ``set_epoch``, if any, is told the epoch in whatever process an item is made.
+            ``set_epoch``, if any, is called in the process that makes an item. A generator of its own is refused.
         seed: Other seeds, other draws.
 
     Example:
@@ -103,7 +94,7 @@ class KeyedDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, key: tuple[int, int] | int) -> Any:
-        """The item of an (epoch, index) as a ``KeyedSampler`` gives it; a bare index is that of epoch 0."""
+        """Return the item of an (epoch, index) from a ``KeyedSampler``; a bare index is of epoch 0."""
         epoch, index = key if isinstance(key, tuple) else (0, key)
         if isinstance(key, tuple) and epoch != self._epoch:  # in a worker that lives on from epoch to epoch
             self.set_epoch(epoch)
@@ -117,7 +108,7 @@ class KeyedDataset(Dataset[Any]):
 
 
 class KeyedSampler(Sampler[tuple[int, int]]):
-    """An order of each epoch that depends on (seed, epoch) alone, and can be entered anywhere.
+    """Orders each epoch by (seed, epoch) alone, so that an epoch can be entered anywhere.
 
     Args:
         data: What is sampled; only its length counts.
@@ -160,13 +151,7 @@ class KeyedSampler(Sampler[tuple[int, int]]):
 
 
 class TrainingData:
-    """The training batches of one fit, with a position.
-
-    Args:
-        batches: The user's.
-        seed: The trainer's.
-        first_batch_seconds: How long an epoch's first batch may take while no worker of a ``DataLoader`` does anything.
-    """
+    """The training batches of one fit, with a position."""
 
     def __init__(self, batches: Batches, seed: int, first_batch_seconds: float = FIRST_BATCH_SECONDS) -> None:
         self.batches = batches
@@ -180,7 +165,7 @@ class TrainingData:
         self._is_first = False
 
     def identity(self) -> dict[str, Any]:
-        """What must not change between a checkpoint and its resume."""
+        """Return what must not change between a checkpoint and its resume."""
         facts: dict[str, Any] = {"steps per epoch in batches": len(self.batches)}
         if isinstance(self.batches, DataLoader):
             facts |= {"batch_size": self.batches.batch_size, "sampler": type(self.batches.sampler).__name__}
@@ -189,12 +174,7 @@ class TrainingData:
         return facts
 
     def check_replayable(self) -> None:
-        """Refuse a loader whose batches cannot be had a second time.
-
-        Raises:
-            UsageError: If its workers live on from epoch to epoch or hand batches over in no fixed order, or its data
-                set holds a random generator.
-        """
+        """Refuse a loader whose batches cannot be had a second time."""
         refuse_own_generators(self.batches)
         loader = self.batches
         if not isinstance(loader, DataLoader) or loader.num_workers == 0:
@@ -214,14 +194,7 @@ class TrainingData:
     ) -> bool:
         """Begin an epoch at the batch after ``skip`` others; ``close`` first.
 
-        Args:
-            epoch: Counted from 1.
-            skip: Batches that are behind.
-            state: What ``state_dict`` gave; None in an epoch that begins without a resume.
-            stopped: Asked while batches are run forward.
-
-        Returns:
-            False if ``stopped`` said so before the batch was reached.
+        ``state`` is what ``state_dict`` gave. Returns False if ``stopped`` said so while batches were run forward.
         """
         loader: Any = self.batches
         if state is not None:
@@ -246,7 +219,7 @@ class TrainingData:
         return self._key[1] == skip or self._run_forward(skip, stopped)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the epoch to the batches and whatever they are made of that wants to know it."""
+        """Call ``set_epoch`` of the batches and of what a ``DataLoader`` is made of."""
         for part in _parts(self.batches):
             if (set_epoch := getattr(part, "set_epoch", None)) is not None:
                 set_epoch(epoch)
@@ -281,7 +254,7 @@ class TrainingData:
             return next(self._iterator)
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``open`` needs to come back here, beside epoch and number of batches."""
+        """Return what ``open`` needs to come back here, beside epoch and number of batches."""
         loader: Any = self.batches
         is_replayed = self._iterator is not None and self.kind != "indexed"
         states = self._at_start if is_replayed else [generator.get_state() for generator in self._generators]
@@ -298,12 +271,12 @@ class TrainingData:
             generator.set_state(state)
 
     def worker_pids(self) -> list[int]:
-        """The worker processes that live on between epochs."""
+        """Return the worker processes that live on between epochs."""
         iterator = getattr(self.batches, "_iterator", None)
         return [worker.pid for worker in workers_in(iterator) if worker.is_alive()]
 
     def close(self, *, persistent_too: bool = False) -> None:
-        """End the epoch's worker processes, by SIGKILL where they do not end; persistent ones only if told so."""
+        """End the epoch's worker processes; persistent ones only with ``persistent_too``."""
         iterator, self._iterator = self._iterator, None
         loader: Any = self.batches
         if getattr(loader, "persistent_workers", False):
@@ -330,22 +303,18 @@ def _kind_of(batches: Any) -> str:
 
 
 def _parts(batches: Any) -> list[Any]:
-    """The batches and what a ``DataLoader`` is made of."""
+    """Return the batches and what a ``DataLoader`` is made of."""
     return [batches, *(getattr(batches, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
 
 
 def _generators(batches: Any) -> list[torch.Generator]:
-    """The ``generator=`` of a loader and its samplers, each once."""
+    """Return the ``generator=`` of a loader and its samplers, each once."""
     held = [getattr(part, "generator", None) for part in _parts(batches)]
     return list({id(one): one for one in held if isinstance(one, torch.Generator)}.values())
 
 
 def refuse_own_generators(batches: Any) -> None:
-    """Refuse a data set that draws from a random generator of its own: a checkpoint does not hold that one's state.
-
-    Raises:
-        UsageError: It names the attribute.
-    """
+    """Refuse a data set that draws from a random generator of its own: no checkpoint holds its state."""
     kinds = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
     holder = getattr(batches, "dataset", batches)
     while holder is not None and not hasattr(holder, "load_state_dict"):
@@ -363,7 +332,7 @@ def refuse_own_generators(batches: Any) -> None:
 
 @contextmanager
 def preserved_generators(batches: Any) -> Iterator[None]:
-    """Whatever the generators of loader and samplers draw inside, they go on afterwards as if nothing had."""
+    """Put the generators of loader and samplers back afterwards."""
     states = [(generator, generator.get_state()) for generator in _generators(batches)]
     try:
         yield

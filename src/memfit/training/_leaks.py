@@ -1,8 +1,6 @@
-"""Find what grows from epoch to epoch, and one clean-up call that says what it freed.
+"""Find what grows from epoch to epoch, and clean up in one call that says what it freed.
 
-Nothing is collected on a schedule. Python frees what is no longer referred to at once, and torch reuses its cache; a
-full collection walks every living container, and an emptied cache is asked of the driver again. See
-``benchmarks/folklore.py`` and ``docs/decisions/0009-no-periodic-collection.md``.
+memfit collects nothing on a schedule: ``docs/decisions/0009-no-periodic-collection.md`` and ``benchmarks/folklore.py``.
 """
 
 from __future__ import annotations
@@ -100,9 +98,8 @@ class Leak:
 class LeakDetector:
     """Watches what lives at the end of each epoch, and names what grows.
 
-    Each epoch costs three readings of counters. Only where one rises twice in a row is garbage collected, so that what
-    a collection would free is no leak, and are objects counted, to say two epochs later which there are more of. The
-    first epoch is left out: optimizer state and caches come with it.
+    An epoch costs three readings of counters. Only where one rises twice in a row is garbage collected and are objects
+    counted. The first epoch is left out: optimizer state and caches come with it.
 
     Args:
         floor_bytes: A smaller growth per epoch is none.
@@ -126,7 +123,7 @@ class LeakDetector:
         self._num_epochs = self._silent_until = 0
 
     def end_epoch(self) -> Leak | None:
-        """Take this epoch's readings; returns what grows, when that has become sure and was not just said."""
+        """Take this epoch's readings; return what grows, once that is sure."""
         self._num_epochs += 1
         if self._num_epochs == 1 or self._num_epochs < self._silent_until:
             return None
@@ -146,14 +143,14 @@ class LeakDetector:
             return None
         values = self._series[sure]
         leak = Leak(sure, _theil_sen_slope(values), len(values), tuple(_Census().growth_since(self._earlier)))
-        self._silent_until = 2 * self._num_epochs
+        self._silent_until = 2 * self._num_epochs  # else it would be said in every epoch
         self._series.clear()
         self._earlier = None
         record("leak", **asdict(leak))
         return leak
 
     def _rising(self) -> list[str]:
-        """The series that rise, consistently and by more than the floor: devices and bytes before objects."""
+        """Return the series that rise in most epochs and by more than the floor: bytes before objects."""
         found = []
         for name, values in self._series.items():
             steps = [after > before for before, after in pairwise(values)]
@@ -176,9 +173,9 @@ def _theil_sen_slope(values: Sequence[float]) -> float:
 
 
 def _living() -> dict[str, int]:
-    """What lives now: allocated bytes by device, the C heap's live bytes, the number of Python's small objects.
+    """Return allocated bytes by device, the C heap's live bytes, and the number of Python's small objects.
 
-    Python takes the memory of its small objects from the kernel itself, so that the heap's counters miss them.
+    Python takes the memory of its small objects from the kernel itself, so the heap's counters miss them.
     """
     devices = {name: sizes["allocated_bytes"] for name, sizes in device_bytes().items()}
     heap = read_heap()  # empty where the C library does not tell
@@ -186,57 +183,53 @@ def _living() -> dict[str, int]:
 
 
 class _Census:
-    """How many objects of which kind there are, how many bytes they hold, and how long the long containers are."""
+    """The number and bytes of living objects by kind, and the lengths of long containers."""
 
     def __init__(self) -> None:
         objects = gc.get_objects()
         inner = (one for start in range(0, len(objects), 10_000) for one in gc.get_referents(*objects[start:][:10_000]))
         large = {id(one): one for one in inner if type(one) in _UNTRACKED and sys.getsizeof(one) >= _LARGE_BYTES}
-        kinds: dict[Any, tuple[int, int]] = {}
+        self.kinds: dict[str, tuple[int, int]] = {}
         for one in (*objects, *large.values()):
             kind, num_bytes = _describe(one)
-            count, total = kinds.get(kind, (0, 0))
-            kinds[kind] = count + 1, total + num_bytes
-        self.kinds = {kind if isinstance(kind, str) else kind.__qualname__: held for kind, held in kinds.items()}
+            count, total = self.kinds.get(kind, (0, 0))
+            self.kinds[kind] = count + 1, total + num_bytes
         self.lengths = {id(one): len(one) for one in objects if type(one) in _CONTAINERS and len(one) >= _LONG}
 
     def growth_since(self, earlier: _Census) -> list[str]:
-        """What there is more of than in ``earlier``: kinds by bytes, then the containers that became longer."""
-        more = [
-            (num_bytes - before[1], f"{kind}: {count - before[0]} more, {format_bytes(num_bytes - before[1])}")
-            for kind, (count, num_bytes) in self.kinds.items()
-            if num_bytes > (before := earlier.kinds.get(kind, (0, 0)))[1] and count > before[0]
-        ]
-        more.sort(reverse=True)
-        least = more[0][0] / 100 if more else 0
-        longer = [
-            (length - earlier.lengths.get(address, length), address)
-            for address, length in self.lengths.items()
-            if length > earlier.lengths.get(address, length) and address != id(earlier.lengths)
-        ]
-        longest = {address: grown for grown, address in sorted(longer, reverse=True)[:_MAX_HOLDERS]}
-        return [text for size, text in more[:_MAX_HOLDERS] if size >= least] + [
+        """Return what there is more of than in ``earlier``: kinds by bytes, then the containers that became longer."""
+        kinds = []
+        for kind, (count, num_bytes) in self.kinds.items():
+            count_before, bytes_before = earlier.kinds.get(kind, (0, 0))
+            if num_bytes > bytes_before and count > count_before:
+                text = f"{kind}: {count - count_before} more, {format_bytes(num_bytes - bytes_before)}"
+                kinds.append((num_bytes - bytes_before, text))
+        kinds = sorted(kinds, reverse=True)[:_MAX_HOLDERS]
+        longer = {address: length - earlier.lengths.get(address, length) for address, length in self.lengths.items()}
+        longer.pop(id(earlier.lengths), None)
+        longest = {address: longer[address] for address in sorted(longer, key=lambda one: -longer[one])[:_MAX_HOLDERS]}
+        return [text for size, text in kinds if size >= kinds[0][0] / 100] + [
             f"{type(one).__name__} {_name_of(one)}: {longest[id(one)]} elements more"
             for one in gc.get_objects()
-            if id(one) in longest and type(one) in _CONTAINERS
+            if longest.get(id(one), 0) > 0 and type(one) in _CONTAINERS
         ]
 
 
-def _describe(one: Any) -> tuple[type | str, int]:
-    """An object's kind, in words where its shape says more, and the bytes that are its own."""
+def _describe(one: Any) -> tuple[str, int]:
+    """Return an object's kind, with the shape of a tensor or array, and the bytes that are its own."""
     kind = type(one)  # isinstance() would ask foreign objects for their __class__
     try:
         if issubclass(kind, torch.Tensor):
             return f"Tensor {list(one.shape)} {one.dtype} on {one.device}", one.numel() * one.element_size()
         if kind is np.ndarray:
             return f"ndarray {list(one.shape)} {one.dtype}", one.nbytes if one.base is None else 0
-        return kind, sys.getsizeof(one)
+        return kind.__qualname__, sys.getsizeof(one)
     except Exception:  # a tensor without one shape or storage, an object's own __sizeof__
-        return kind, 0
+        return kind.__qualname__, 0
 
 
 def _name_of(one: Any) -> str:
-    """Where an object hangs: ``module.name`` or ``Class.attribute`` where one refers to it, else in words."""
+    """Return ``module.name`` or ``Class.attribute`` where one refers to an object, else ``of a local variable``."""
     modules = {id(vars(module)): name for name, module in sys.modules.items() if type(module) is ModuleType}
     for holder in gc.get_referrers(one):
         space = holder if type(holder) is dict else _attributes(holder)
@@ -246,9 +239,8 @@ def _name_of(one: Any) -> str:
         if id(holder) in modules:
             return f"{modules[id(holder)]}.{name}"
         owners = [other for other in gc.get_referrers(holder) if _attributes(other) is holder]
-        owner = next(iter(owners), None) if type(holder) is dict else holder
-        if owner is not None:
-            return f"{type(owner).__qualname__}.{name}"
+        if type(holder) is not dict or owners:
+            return f"{type(owners[0] if owners else holder).__qualname__}.{name}"
     return "of a local variable"
 
 

@@ -1,9 +1,4 @@
-"""What a failed allocation looks like as an exception, how to let go of all that it holds, what devices hold.
-
-The type decides first, one table of exact patterns second; a bare word never does: of ``zoom``, ``bathroom`` and
-``CUDNN_STATUS_NOT_SUPPORTED`` none is a shortage. A process that the kernel killed raised nothing, so ``DataLoader
-worker (pid 7) is killed by signal`` is none of these either: what ended it stands in the kernel's counters.
-"""
+"""Tell a failed allocation from other errors, try what may fail so, and free all that a failed try holds."""
 
 from __future__ import annotations
 
@@ -11,11 +6,18 @@ import errno
 import gc
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+
+from memfit.memory import Budget
+from memfit.units import format_bytes
+
+T = TypeVar("T")
 
 
 class OomKind(StrEnum):
@@ -64,10 +66,11 @@ _FRAME = re.compile(r"^  File .*\n(?:    .*\n)*", re.MULTILINE)
 
 
 def classify_oom(error: BaseException) -> OomKind | None:
-    """Which memory was short when ``error`` was raised, or None if it is no failed allocation.
+    """Return which memory was short when ``error`` was raised, or None if it is no failed allocation.
 
-    An error that torch relays from a loader's worker, its pinning thread or a replica is judged by the error that was
-    raised there. Causes and contexts are not looked at: an error raised while one is handled is another error.
+    The type decides first, then one table of exact texts. An error that torch relays from a loader's worker or a
+    replica is judged by the error that was raised there. Causes and contexts are not looked at. A process that the
+    kernel killed raised nothing, so the death of a ``DataLoader`` worker is no failed allocation.
 
     Example:
         >>> classify_oom(MemoryError()), classify_oom(ValueError("no room for zoom, out of memory"))
@@ -96,40 +99,65 @@ def classify_oom(error: BaseException) -> OomKind | None:
 
 
 def _is_pinning(error: BaseException, text: str) -> bool:
-    """Whether a CUDA error without numbers comes from page-locking host memory: only the line that raised it tells."""
+    """Return whether page-locking host memory raised a CUDA error: only the line of code that raised it says so."""
     if "Tried to allocate" in text:
         return False
     innermost = traceback.extract_tb(error.__traceback__)[-1:]
     return any("pin_memory" in (frame.line or "") or "cudaHost" in (frame.line or "") for frame in innermost)
 
 
-def release(error: BaseException) -> None:
-    """Clear every finished frame that ``error`` and the errors chained to it hold, so that nothing lives on in them.
+@dataclass(frozen=True)
+class Failed:
+    """An allocation that failed: in which memory, with which text, and its flight record."""
 
-    Call it after the ``except`` block was left, before the caches are emptied: until then the traceback keeps the
-    locals of all frames that failed, activations among them. Texts and chain stay; tracebacks are gone.
+    kind: OomKind
+    text: str
+    flight_record: Path | None
+
+    @property
+    def first_line(self) -> str:
+        return self.text.partition("\n")[0]
+
+
+def attempt(
+    action: Callable[[], T], write_record: Callable[[str, OomKind], Path | None] = lambda text, kind: None
+) -> T | Failed:
+    """Return what ``action`` returns, or ``Failed`` after everything it held was freed and the caches were emptied.
+
+    ``write_record(text, kind)`` is called while what filled the memory still lives.
     """
-    for link in _chain(error):
-        traceback.clear_frames(link.__traceback__)
-        link.__traceback__ = None
+    try:
+        return action()
+    except Exception as error:
+        kind = classify_oom(error)
+        if kind is None:
+            raise
+        text = str(error) or type(error).__name__
+        path = write_record(text, kind)
+        failure = error
+    release(failure)  # outside of the handler, which would keep the frames
+    del failure
+    clear_caches()
+    return Failed(kind, text, path)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error`` and what it is chained to or holds as a group, each once."""
+def release(error: BaseException) -> None:
+    """Clear every finished frame that ``error`` and the errors chained to it hold: their locals are activations."""
     pending, seen = [error], set()
     while pending:
         link = pending.pop()
         if id(link) in seen:
             continue
         seen.add(id(link))
-        yield link
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
         pending += [other for other in (link.__cause__, link.__context__) if other is not None]
         if isinstance(link, BaseExceptionGroup):
             pending += link.exceptions
 
 
 def clear_caches() -> int:
-    """Collect garbage once and hand the devices' unused cache back; returns how many objects were unreachable."""
+    """Collect garbage, hand unused device memory back, and return the number of unreachable objects."""
     num_objects = gc.collect()
     for backend in _backends():
         backend.empty_cache()
@@ -137,9 +165,9 @@ def clear_caches() -> int:
 
 
 def device_bytes() -> dict[str, dict[str, int]]:
-    """What torch holds on each device now and held at its peak, in bytes, by ``cuda:0`` and the like.
+    """Return what torch holds on each device now and held at its peak, in bytes, by ``cuda:0`` and the like.
 
-    Empty where no device was used: asking one that nothing has touched would cost this process a context.
+    Devices that nothing has used are left out: asking one would cost this process a CUDA context.
     """
     return {
         f"{backend.__name__.rpartition('.')[2]}:{index}": {
@@ -154,5 +182,23 @@ def device_bytes() -> dict[str, dict[str, int]]:
 
 
 def _backends() -> list[Any]:
-    """The device backends that this process has begun to use (ROCm calls itself cuda)."""
+    """Return the device backends that this process has begun to use (ROCm calls itself cuda)."""
     return [backend for backend in (torch.cuda, torch.xpu) if backend.is_initialized()]
+
+
+def memory_now(kind: OomKind) -> str:
+    """Return in a sentence how full the memory is in which an allocation failed."""
+    if kind in (OomKind.DEVICE, OomKind.LIBRARY) and (devices := device_bytes()):
+        return (
+            "; ".join(
+                f"{name} holds {format_bytes(sizes['allocated_bytes'])} in tensors, "
+                f"{format_bytes(sizes['allocated_peak_bytes'])} at its peak"
+                for name, sizes in devices.items()
+            )
+            + "."
+        )
+    binding = Budget.read().binding
+    return (
+        f"{format_bytes(binding.used_bytes)} of {format_bytes(binding.limit_bytes)} are taken without it "
+        f"({binding.source}, {binding.name})."
+    )

@@ -1,4 +1,4 @@
-"""The first minute of a training tries what would otherwise fail after its first epoch."""
+"""Try before the first step what would otherwise fail after the first epoch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from memfit.errors import DoesNotFitError, MemfitError, UsageError
+from memfit.errors import DoesNotFitError, UsageError
 from memfit.memory import Meter, measure
 from memfit.rundir import mark_phase, record
 from memfit.training._keyed import preserved_generators
-from memfit.training._oom import classify_oom, device_bytes, release
+from memfit.training._oom import Failed, attempt, device_bytes, memory_now
 from memfit.training._process import preserved_rng
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import held_bytes
-from memfit.training._step import SafeStep, _memory_now
+from memfit.training._step import SafeStep
 from memfit.training._workers import FIRST_BATCH_SECONDS, watched
 
 T = TypeVar("T")
@@ -115,16 +115,14 @@ def preflight(
     """Try the longest batch, the optimizer's first step, validation and a checkpoint before the training begins.
 
     What would fail later fails now, or shrinks: the step remembers how the longest batch has to be split, unless it
-    knows sizes already, of the training that it resumes. That batch is tried twice, the second time beside the
-    optimizer's state, and its gradients stay to the end. Nothing else remains: weights, buffers, gradients, modes and
-    the random state are as they were, so that the training is the same bit for bit as without.
+    knows that from the training it resumes. Weights, buffers, gradients, modes and the random state stay as they were,
+    so that the training is the same bit for bit as without.
 
     Args:
-        step: The step of the training; no gradient is kept.
+        step: The step of the training.
         longest: The batch that takes most; see ``find_longest``.
-        validate: Validates the longest batch of validation, or all of it. Called in evaluation mode without gradients.
-            Keep the training loader's iterator alive meanwhile if it will live then.
-        save: Writes a checkpoint, of the state as it was before the preflight, and gives its path.
+        validate: Validates the longest batch of validation, or all of it; called in evaluation mode without gradients.
+        save: Writes a checkpoint, of the state as it was before the preflight, and returns its path.
         num_batches: How many batches make one optimizer step; more than one are tried as two.
 
     Raises:
@@ -157,19 +155,28 @@ def preflight(
             if validate is not None:
                 validate()
 
+    before = step.state_dict()
     with ExitStack() as stack:
         for owner in (step.optimizer, model):
             stack.callback(owner.zero_grad, set_to_none=True)
         with measure(interval_seconds=_INTERVAL_SECONDS) as meter:
-            with _untouched(step), _sizes_learned_at_most(step) as count_ooms:
+            with _untouched(step):
                 microbatch_size = _take("train", train, meter, devices)
-                num_ooms = count_ooms()
+                num_ooms = step.num_ooms - before["num_ooms"]
                 if validate is not None:
                     _take("validate", evaluate, meter, devices)
             if save is not None:
                 path = _take("checkpoint", save, meter, devices)
     report = PreflightReport(
-        phases={phase: _peaks_of(meter.footprint.phases[phase], sizes) for phase, sizes in devices.items()},
+        phases={
+            phase: PhaseMemory(
+                host_bytes=(host := meter.footprint.phases[phase]).private_bytes,
+                allocated_bytes={name: one["allocated_peak_bytes"] for name, one in sizes.items()},
+                reserved_bytes={name: one["reserved_peak_bytes"] for name, one in sizes.items()},
+                seconds=host.seconds,
+            )
+            for phase, sizes in devices.items()
+        },
         longest=longest.how,
         num_seen=longest.num_seen,
         microbatch_size=microbatch_size,
@@ -182,9 +189,9 @@ def preflight(
 
 @contextmanager
 def _untouched(step: SafeStep) -> Iterator[None]:
-    """Random state, buffers and modes are afterwards what they were."""
+    """Put back random state, buffers, modes and counts; a step that knew no microbatch sizes keeps those it learned."""
     modes = [(module, module.training) for module in step.model.modules()]
-    before = Snapshot(step.model, step.optimizer, step.scaler)
+    before, state = Snapshot(step.model, step.optimizer, step.scaler), step.state_dict()
     before.take()
     try:
         yield
@@ -192,58 +199,29 @@ def _untouched(step: SafeStep) -> Iterator[None]:
         before.restore()
         for module, training in modes:
             module.training = training
-
-
-@contextmanager
-def _sizes_learned_at_most(step: SafeStep) -> Iterator[Callable[[], int]]:
-    """Afterwards the step has learned microbatch sizes, if it knew none before; its counts are what they were.
-
-    Sizes that a resumed step knows are part of what makes a resume bit-exact.
-    """
-    before = step.state_dict()
-    try:
-        yield lambda: step.num_ooms - int(before["num_ooms"])
-    finally:
-        learned = {} if before["sizes"]["limit"] is not None else {"sizes": step.state_dict()["sizes"]}
-        step.load_state_dict({**before, **learned})
+        learned = {} if state["sizes"]["limit"] is not None else {"sizes": step.state_dict()["sizes"]}
+        step.load_state_dict({**state, **learned})
 
 
 def _take(phase: str, action: Callable[[], T], meter: Meter, devices: dict[str, Any]) -> T:
-    """Run one phase and note the peaks on devices; a failed allocation becomes an error with the arithmetic."""
+    """Run one phase and note the peaks on devices; refuse a failed allocation with the numbers."""
     meter.phase(phase)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)
-    failed: Exception | None = None
-    try:
-        return action()
-    except Exception as error:
-        kind = classify_oom(error)
-        if kind is None or isinstance(error, MemfitError):
-            raise
-        failed = error
-    finally:
-        devices[phase] = device_bytes()
-    text = str(failed).partition("\n")[0] or type(failed).__name__
-    release(failed)
+    result = attempt(action)
+    devices[phase] = device_bytes()
+    if not isinstance(result, Failed):
+        return result
     raise DoesNotFitError(
-        f"The preflight ran out of {kind} memory in its phase '{phase}': {text}",
-        rule=_memory_now(kind),
+        f"The preflight ran out of {result.kind} memory in its phase '{phase}': {result.first_line}",
+        rule=memory_now(result.kind),
         remedy=_REMEDIES[phase],
     )
 
 
-def _peaks_of(host: Any, devices: Mapping[str, Mapping[str, int]]) -> PhaseMemory:
-    return PhaseMemory(
-        host_bytes=host.private_bytes,
-        allocated_bytes={name: sizes["allocated_peak_bytes"] for name, sizes in devices.items()},
-        reserved_bytes={name: sizes["reserved_peak_bytes"] for name, sizes in devices.items()},
-        seconds=host.seconds,
-    )
-
-
 def find_longest(batches: Iterable[Any], first_batch_seconds: float = FIRST_BATCH_SECONDS) -> Longest:
-    """The batch that will take most memory, without disturbing the batches or the random state.
+    """Return the batch that will take most memory; the batches and the random state stay undisturbed.
 
     In this order: what the batches' own ``longest()`` gives; for a ``DataLoader`` whose dataset has ``lengths``, one of
     its longest samples; for a list, the largest of all; else the largest of the first eight, which is a sample: a
@@ -286,44 +264,18 @@ def find_longest(batches: Iterable[Any], first_batch_seconds: float = FIRST_BATC
 
 def _longest_of_loader(loader: DataLoader[Any], seconds: float) -> Longest:
     lengths = getattr(loader.dataset, "lengths", None)
+    how: Literal["lengths", "sampled"] = "sampled"
     if isinstance(loader.dataset, IterableDataset):
-        probe = _probe(loader, batch_size=loader.batch_size, drop_last=loader.drop_last)
-        with watched(probe, seconds, "the preflight") as each:
-            return _largest(itertools.islice(each, _NUM_SAMPLED), "sampled")
-    indices = _indices(loader, _NUM_SAMPLED) if lengths is None else [_longest_indices(loader, lengths)]
-    probe = _probe_indices(loader, indices)
-    with watched(probe, seconds, "the preflight") as each:
-        return _largest(each, "sampled" if lengths is None else "lengths")
-
-
-def _indices(loader: DataLoader[Any], count: int | None = None) -> list[Any]:
-    """What the loader's samplers give first."""
-    return list(itertools.islice(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, count))
-
-
-def _longest_indices(loader: DataLoader[Any], lengths: Any) -> Any:
-    """The indices of one batch: the longest samples; of samplers that make batches as they like, the largest batch."""
-    values = torch.as_tensor(lengths).flatten()
-    if loader.batch_sampler is None:
-        return int(values.argmax())
-    if loader.batch_size is not None:
-        return values.topk(min(loader.batch_size, len(values))).indices.tolist()
-
-    def padded(batch: Any) -> int:
-        return len(batch) * max(int(values[index[-1] if isinstance(index, tuple) else index]) for index in batch)
-
-    return max(_indices(loader), key=padded)
-
-
-def _probe_indices(loader: DataLoader[Any], batches: list[Any]) -> Iterable[Any]:
-    if loader.batch_sampler is None:
-        return _probe(loader, sampler=batches, batch_size=None)
-    return _probe(loader, batch_sampler=batches)
-
-
-def _probe(loader: DataLoader[Any], **batching: Any) -> Iterable[Any]:
-    """A loader of the same samples that shares no iterator, worker or generator with the first."""
-    return DataLoader(
+        batching: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    else:
+        sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        if lengths is None:
+            chosen = list(itertools.islice(sampler, _NUM_SAMPLED))
+        else:
+            chosen, how = [_longest_indices(loader, torch.as_tensor(lengths).flatten())], "lengths"
+        of_one = {"sampler": chosen, "batch_size": None}
+        batching = of_one if loader.batch_sampler is None else {"batch_sampler": chosen}
+    probe: Iterable[Any] = DataLoader(  # shares no iterator, worker or generator with the user's
         loader.dataset,
         **batching,
         num_workers=min(loader.num_workers, 1),
@@ -332,10 +284,25 @@ def _probe(loader: DataLoader[Any], **batching: Any) -> Iterable[Any]:
         multiprocessing_context=loader.multiprocessing_context,
         generator=torch.Generator(),
     )
+    with watched(probe, seconds, "the preflight") as each:
+        return _largest(itertools.islice(each, _NUM_SAMPLED), how)
+
+
+def _longest_indices(loader: DataLoader[Any], lengths: torch.Tensor) -> Any:
+    """Return the indices of one batch: the longest samples, or the largest batch of a batch sampler of the user's."""
+    if loader.batch_sampler is None:
+        return int(lengths.argmax())
+    if loader.batch_size is not None:
+        return lengths.topk(min(loader.batch_size, len(lengths))).indices.tolist()
+
+    def padded(batch: Any) -> int:
+        return len(batch) * max(int(lengths[index[-1] if isinstance(index, tuple) else index]) for index in batch)
+
+    return max(loader.batch_sampler, key=padded)
 
 
 def _largest(batches: Iterable[Any], how: Literal["lengths", "all", "sampled"], *, shared: bool = False) -> Longest:
-    """The largest batch by its bytes; a copy of it where it is the user's own, which a loss may change in place."""
+    """Return the largest batch by its bytes; a copy of one that the user holds, which a loss may change in place."""
     best, best_size, num_seen = None, -1, 0
     for batch in batches:
         num_seen += 1

@@ -1,4 +1,4 @@
-"""What a fit shares with its process: the global random state, and the signals that ask it to stop."""
+"""Seed, save and restore the global random state, and note the signals that ask a fit to stop."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch
 
 from memfit.rundir import current_run
 
-#: What asks a training to stop at its next step.
+#: The signals that ask a training to stop at its next step.
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 
 def say(text: str) -> None:
-    """Tell the user how the training goes, where no run shows its events."""
+    """Print how the training goes, where no run shows its events."""
     if current_run() is None:
         print(f"memfit: {text}", file=sys.stderr, flush=True)
 
@@ -48,7 +48,7 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of the global generators, as tensors and plain values that ``weights_only`` loading accepts.
+    """Return the state of the global generators as tensors and plain values that ``weights_only`` loading accepts.
 
     Example:
         >>> state = rng_state()
@@ -86,7 +86,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Whatever draws inside, the generators go on afterwards as if nothing had."""
+    """Put the global generators back afterwards."""
     before = rng_state()
     try:
         yield
@@ -95,13 +95,7 @@ def preserved_rng() -> Iterator[None]:
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGUSR1 while it is entered, in place of what they did before.
-
-    Only the main thread can receive signals; entered elsewhere it notes nothing.
-
-    Args:
-        interrupt: Note the first Ctrl-C too, and say so; the second one interrupts as ever.
-    """
+    """Notes SIGTERM and SIGUSR1 while it is entered in the main thread; with ``interrupt`` also the first Ctrl-C."""
 
     def __init__(self, *, interrupt: bool = False) -> None:
         self.noted: str | None = None

@@ -1,4 +1,4 @@
-"""What a step and a fit give back, what was survived, and which batches may be left out."""
+"""Records of steps, epochs and fits, and the policy of which batches may be left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Direction = Literal["minimize", "maximize"]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did.
+    """The result of a step.
 
     Attributes:
         loss_sum: The summed loss of all its batches, before the update.
@@ -41,13 +41,13 @@ class StepOutcome:
 
     @property
     def loss(self) -> float:
-        """The mean loss; not a number when nothing was counted."""
+        """The mean loss; NaN when nothing was counted."""
         return self.loss_sum / self.weight if self.weight else math.nan
 
 
 @dataclass(frozen=True)
 class OomEvent:
-    """An out-of-memory that was survived; handed to ``on_oom`` before the step is replayed.
+    """An out-of-memory that was survived; ``on_oom`` gets it before the step is repeated.
 
     Attributes:
         kind: Which memory it was.
@@ -68,7 +68,7 @@ class OomEvent:
 
 @dataclass(frozen=True)
 class SkipPolicy:
-    """Permission to leave batches out, counted and capped. Without one, none is ever skipped.
+    """Allows batches to be left out, up to a limit. Without it, none is.
 
     Args:
         max_skipped: The most batches that may be skipped.
@@ -86,13 +86,13 @@ class SkipPolicy:
     on_nonfinite: bool = False
 
     def allows(self, num_skipped: int, num_batches: int) -> bool:
-        """Whether that many of that many may be skipped."""
+        """Return whether ``num_skipped`` of ``num_batches`` may be skipped."""
         return num_skipped <= min(self.max_skipped, max(1.0, self.max_share * num_batches))
 
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One epoch, as it was.
+    """The result of an epoch.
 
     Attributes:
         epoch: Counted from 1.
@@ -115,7 +115,7 @@ class EpochRecord:
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a fit gave back.
+    """The result of a fit.
 
     Attributes:
         history: Every epoch from the first, those before a resume included.
@@ -139,7 +139,7 @@ class FitResult:
 
 
 def best_epoch(history: Sequence[EpochRecord], metric: str, direction: Direction) -> int | None:
-    """The epoch with the best metric, the first of equals; an epoch without a number is never best.
+    """Return the epoch with the best metric, the first of equals; one without a number is never best.
 
     >>> history = [EpochRecord(n, 1.0, 5, {"ic": ic}) for n, ic in [(1, math.nan), (2, 0.1), (3, 0.4), (4, 0.4)]]
     >>> best_epoch(history, "ic", "maximize"), best_epoch(history, "ic", "minimize")

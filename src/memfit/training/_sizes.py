@@ -1,4 +1,4 @@
-"""How much of a batch fits at once, learned as a cost: bytes, tokens, nodes, frames."""
+"""Learn how much of a batch fits at once, as a cost: bytes, tokens, nodes, frames."""
 
 from __future__ import annotations
 
@@ -15,30 +15,20 @@ _RETRIES_IN_A_ROW = 2
 
 @dataclass
 class _Known:
-    """What is known so far.
+    """What is known so far."""
 
-    Attributes:
-        limit: The largest cost in use; None is whatever the batch has.
-        failed: The smallest cost above ``limit`` that failed; None if none is remembered.
-        quiet: Steps since the last change or trial.
-        wait: How many quiet steps go before a larger cost is tried.
-        retries: Steps in a row in which the device's allocator had to empty its cache and try again.
-    """
-
-    limit: int | None = None
-    failed: int | None = None
-    quiet: int = 0
-    wait: int = _FIRST_WAIT_STEPS
-    retries: int = 0
+    limit: int | None = None  # the largest cost in use; None is whatever the batch has
+    failed: int | None = None  # the smallest cost above it that failed
+    quiet: int = 0  # steps since the last change or trial
+    wait: int = _FIRST_WAIT_STEPS  # quiet steps before a larger cost is tried
+    retries: int = 0  # steps in a row in which the device's allocator emptied its cache and tried again
 
 
 class MicrobatchSizes:
-    """The largest cost of a microbatch that fits, found by halving on failure and by bounded trials upward.
+    """Finds the largest cost of a microbatch that fits, by halving on failure and by bounded trials upward.
 
-    A failure halves the cost at once. After ``wait`` quiet steps a larger one is tried once: twice as much, or half
-    way to the smallest that failed, then that one. A trial that fails doubles the wait, so failures become rare at any
-    length of run. Everything is counted in steps and nothing in seconds: a resumed run decides as the uninterrupted one
-    did.
+    After ``wait`` quiet steps a larger cost is tried once: twice as much, or half way to the smallest that failed. A
+    trial that fails doubles the wait. All is counted in steps, so that a resumed run decides as the uninterrupted one.
 
     Args:
         largest: The most units (samples, groups) of a microbatch; None is the whole batch.
@@ -95,7 +85,7 @@ class MicrobatchSizes:
         return known.failed  # half way to it was no unit more
 
     def shrink(self, failed_cost: int, half_cost: int | None = None) -> None:
-        """``failed_cost`` did not fit: the cost of half as many units is next, or the limit before it if on trial."""
+        """Take the cost of half as many units as did not fit, or the limit before it if that was a trial."""
         known = self._known
         if known.limit is None or failed_cost <= known.limit:
             known.limit = failed_cost // 2 if half_cost is None else min(half_cost, failed_cost - 1)
@@ -104,7 +94,7 @@ class MicrobatchSizes:
         known.failed, known.quiet, known.retries = failed_cost, 0, 0
 
     def succeeded(self, cost: int) -> bool:
-        """A step whose largest microbatch had this cost went through; returns whether the limit rose."""
+        """Note a step whose largest microbatch had this cost; return whether the limit rose."""
         known = self._known
         if known.limit is None:
             return False
@@ -117,10 +107,9 @@ class MicrobatchSizes:
         return True
 
     def note_alloc_retries(self, cost: int, num_retries: int) -> bool:
-        """How often the device's allocator had to empty its cache in a step that went through.
+        """Note how often the device's allocator emptied its cache in a step; return whether the limit fell.
 
-        Two such steps in a row count as a failure: the next allocation that finds nothing to give back is one, and
-        until then every step pays for freeing and allocating anew. Returns whether the limit fell.
+        Two such steps in a row count as a failure: the next allocation may find nothing to give back.
         """
         self._known.retries = self._known.retries + 1 if num_retries else 0
         is_failure = self._known.retries >= _RETRIES_IN_A_ROW
@@ -129,11 +118,11 @@ class MicrobatchSizes:
         return is_failure
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values that JSON can hold."""
+        """Return plain values that JSON can hold."""
         return asdict(self._known)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave; sizes by shape, of memfit 0.1, are found anew by a few failures.
+        """Go on from what ``state_dict`` gave; sizes of memfit 0.1 are found anew by a few failures.
 
         Raises:
             UsageError: If it is not of that form.

@@ -1,4 +1,4 @@
-"""What a forward pass changes beside gradients, noted before a step and put back before it is done again."""
+"""Note before a step what a forward pass changes beside gradients, and put it back before the step is repeated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TWISTER_BYTES = 625 * 4
 
 
 class Snapshot:
-    """What a forward pass changes beside gradients: random state and buffers; and the gradient scaler."""
+    """Random state, buffers and the gradient scaler, as they were."""
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
@@ -30,7 +30,7 @@ class Snapshot:
         self._scaler_state: dict[str, Any] = {}
 
     def take(self) -> None:
-        """Note how things are. Copies are written over those of the last time, so this allocates once."""
+        """Note how things are, over the copies of the last time: only the first call allocates."""
         self._rng = _read_rng(self._numpy)
         children = [child for module in self.modules for child in module._modules.values()]
         if children != self._children or not self.modules:  # walking the tree anew costs ten times as much
@@ -66,10 +66,7 @@ class Snapshot:
         self.reset_scaler()
 
     def changed(self) -> tuple[list[str], bool]:
-        """The names of the buffers whose values are not what they were, and whether all of them could be compared.
-
-        One that has appeared or has another shape since, as a cached table of positions, cannot.
-        """
+        """Return the names of changed buffers, and whether all could be compared: a new shape cannot."""
         before = {id(module): held for module, held in self._buffers}
         found, compared_all = [], True
         for place, module in self._model.named_modules():
@@ -89,20 +86,19 @@ class Snapshot:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether all values are the same; what is not a number is the same as itself."""
+    """Return whether all values are the same; NaN is the same as itself."""
     return torch.equal(one, other) or bool(((one == other) | (one != one) & (other != other)).all())
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether several elements share one place in memory: nothing can have been written there, and nothing can be."""
+    """Return whether several elements share one place in memory, so that nothing can be written there."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 class _NumpyState:
-    """Reads the state of numpy's global generator, which takes numpy 0.1 ms, only when it may have changed.
+    """Reads numpy's global generator, which takes 0.1 ms, only when it may have changed.
 
-    Every draw changes the 2,500 bytes of the Mersenne twister, but for a normal number that was kept from the draw
-    before; while none is kept, equal bytes are an equal state.
+    Equal bytes of the Mersenne twister are an equal state while no normal number is kept from the draw before.
     """
 
     def __init__(self) -> None:
@@ -110,7 +106,7 @@ class _NumpyState:
         self._state: Any = None
 
     def read(self) -> Any:
-        """What ``numpy.random.set_state`` takes."""
+        """Return what ``numpy.random.set_state`` takes."""
         generator = np.random.mtrand._rand._bit_generator
         seen = None
         if type(generator) is np.random.MT19937:
@@ -122,7 +118,7 @@ class _NumpyState:
 
 
 def _read_rng(numpy_state: _NumpyState) -> tuple[Any, ...]:
-    """The state of the global generators, in the generators' own form: quicker than one that a file can hold."""
+    """Return the state of the global generators in their own form: quicker than ``rng_state``."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return random.getstate(), numpy_state.read(), torch.get_rng_state(), cuda
 

@@ -1,4 +1,4 @@
-"""How a batch is cut into microbatches: by sample, by group, or not at all."""
+"""Cut a batch into microbatches: by sample, by group, or not at all."""
 
 from __future__ import annotations
 
@@ -41,11 +41,9 @@ class Split(Protocol):
 class BySample:
     """Cuts dimension 0 of every tensor and array, every list of plain values and every tuple of texts in the batch.
 
-    Looked through are mappings, tuples, named tuples, dataclasses, and lists that hold a tensor or array among their
-    first items (a loader makes such lists of tuples); of a long list that begins with a number or a text only this one
-    is looked at. A list of anything else has one item per sample. Numbers, texts, None and
-    tensors without a dimension go into every part as they are. A batch with an object of another kind is one unit:
-    nobody but its author knows what a part of it is.
+    It looks into mappings, tuples, named tuples, dataclasses, and lists with a tensor or array among their first items.
+    A list of anything else has one item per sample. Numbers, texts, None and tensors without a dimension go into every
+    part. A batch with an object of another kind is one unit.
 
     Example:
         >>> batch = {"x": torch.arange(6).view(3, 2), "name": ["a", "b", "c"], "scale": 0.5}
@@ -156,7 +154,7 @@ WHOLE = _Whole()
 
 
 def leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """What the structure of a batch holds, each with its place, such as ``['x'][0]``."""
+    """Yield what the structure of a batch holds, each with its place, such as ``['x'][0]``."""
     parts = _parts(batch)
     if parts is None:
         yield place, batch
@@ -166,7 +164,7 @@ def leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_opaque(leaf: Any) -> bool:
-    """Whether it is an object that only its author can cut, such as a batch of graphs."""
+    """Return whether it is an object that only its author can cut, such as a batch of graphs."""
     return _length(leaf) is None and not _is_shared(leaf)
 
 
@@ -199,10 +197,7 @@ def _nbytes(value: Any) -> int | None:
 
 
 def rebuild(batch: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """The same structure with every leaf changed; the containers are new, so that one may take fields out of them.
-
-    ``is_leaf`` says which containers are leaves too.
-    """
+    """Return the same structure in new containers with every leaf changed; ``is_leaf`` names containers as leaves."""
     parts = None if is_leaf is not None and is_leaf(batch) else _parts(batch)
     if parts is None:
         return change(batch)
@@ -234,22 +229,18 @@ def _parts(batch: Any) -> list[tuple[str, Any]] | None:
         return None
     if (isinstance(batch, tuple) and not _is_plain(batch)) or (isinstance(batch, list) and _holds_arrays(batch)):
         return [(f"[{index}]", part) for index, part in enumerate(batch)]
-    if _is_record(batch):
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return [(f".{field.name}", getattr(batch, field.name)) for field in dataclasses.fields(batch)]
     return None
 
 
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
 def _is_plain(values: tuple[Any, ...]) -> bool:
-    """Whether it is a long tuple of plain values, such as the names that a loader collects; told at the speed of C."""
+    """Return whether it is a long tuple of plain values, such as the names that a loader collects."""
     return len(values) > _FEW and isinstance(values[0], _PLAIN) and set(map(type, values)).issubset(_PLAIN)
 
 
 def _holds_arrays(value: Any) -> bool:
-    """Whether a tensor or array is among the first items, at any depth."""
+    """Return whether a tensor or array is among the first items, at any depth."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return True
     if isinstance(value, list | tuple):
@@ -262,7 +253,7 @@ def _holds_arrays(value: Any) -> bool:
 
 
 def _is_texts(value: Any) -> bool:
-    """Whether it is a tuple of texts, as a loader makes of the samples' names."""
+    """Return whether it is a tuple of texts, as a loader makes of the samples' names."""
     is_tuple = isinstance(value, tuple) and not hasattr(value, "_fields") and len(value) > 0
     return is_tuple and set(map(type, value)) <= {str, bytes}
 

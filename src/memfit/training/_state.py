@@ -1,4 +1,4 @@
-"""What a checkpoint of a fit holds, and how a fit goes on from it."""
+"""Make a checkpoint of a fit, and bring a fit back to one."""
 
 from __future__ import annotations
 
@@ -20,19 +20,9 @@ from memfit.training._records import EpochRecord
 
 @dataclass
 class Progress:
-    """How far a fit has come: whole epochs, and what is behind of the one under way.
+    """How far a fit has come: whole epochs, and the steps of the one under way."""
 
-    Attributes:
-        fit: A random name, drawn where a training begins anew: by it files of one training know each other.
-        history: The whole epochs.
-        step: Optimizer steps of the epoch under way.
-        num_batches: Batches that these took.
-        loss_sum: Their summed loss.
-        weight: What that is the sum of.
-        num_skipped: Steps whose batch was skipped.
-    """
-
-    fit: str = field(default_factory=lambda: uuid.uuid4().hex)
+    fit: str = field(default_factory=lambda: uuid.uuid4().hex)  # names the training in all of its files
     history: list[EpochRecord] = field(default_factory=list)
     step: int = 0
     num_batches: int = 0
@@ -42,7 +32,7 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, counted from 1."""
+        """Return the epoch under way, counted from 1."""
         return len(self.history) + 1
 
     @property
@@ -58,7 +48,7 @@ class Progress:
 
 
 def capture(parts: Mapping[str, Any], progress: Progress, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's content: the state of every part, the random state, and how far the fit has come."""
+    """Return a checkpoint's content: the state of every part, the random state, and how far the fit has come."""
     entries = asdict(progress)
     return {
         "memfit_checkpoint": 1,
@@ -76,15 +66,20 @@ def capture(parts: Mapping[str, Any], progress: Progress, identity: Mapping[str,
 
 
 def restore(path: Path, state: Mapping[str, Any], parts: Mapping[str, Any], identity: Mapping[str, Any]) -> Progress:
-    """Bring every part and the random state to where a checkpoint has them.
-
-    Raises:
-        UsageError: If it was made otherwise, or with another model.
-    """
+    """Bring every part and the random state to where a checkpoint has them; refuse one of another training."""
     saved = dict(state["identity"])
     if not any(entry["metrics"] for entry in state["history"]):
         saved["best"] = identity.get("best")  # no epoch was chosen by it yet: a wrong best_metric can be put right
-    _check_identity(path, saved, identity)
+    differing = [name for name in sorted({*saved, *identity}) if saved.get(name) != identity.get(name)]
+    if "optimizer" in differing:  # another type has other settings: they say nothing more
+        differing = [name for name in differing if not name.startswith("optimizer group ")]
+    if differing:
+        details = "; ".join(f"{name}: {saved.get(name)} then, {identity.get(name)} now" for name in differing)
+        raise UsageError(
+            f"{path} was made otherwise. {details}.",
+            rule="a resume goes on with what the checkpoint was made with; a change would mix two trainings.",
+            remedy="set these back, or pass another checkpoint_dir to start over",
+        )
     for name, part in parts.items():
         if name != "model":
             part.load_state_dict(state[name])
@@ -107,7 +102,7 @@ def restore(path: Path, state: Mapping[str, Any], parts: Mapping[str, Any], iden
 
 
 def _unsaved(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
-    """The buffers that a model's state dict leaves out: where each module stands, the module and the buffer's name."""
+    """Return the buffers that a state dict leaves out: the module's path, the module and the buffer's name."""
     return [
         (prefix, module, name)
         for prefix, module in model.named_modules()
@@ -117,7 +112,7 @@ def _unsaved(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
 
 
 def _restore_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor | None]) -> None:
-    """Put back the buffers that the state dict leaves out: in place where that can be, and only what differs."""
+    """Put back the buffers that the state dict leaves out, in place where that can be."""
     for prefix, module, name in _unsaved(model):
         path = f"{prefix}.{name}".lstrip(".")
         if path not in saved:
@@ -130,24 +125,8 @@ def _restore_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor | 
             now.copy_(then)
 
 
-def _check_identity(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    changed = [
-        f"{name}: {saved.get(name)} then, {now.get(name)} now"
-        for name in sorted({*saved, *now})
-        if saved.get(name) != now.get(name)
-    ]
-    if saved.get("optimizer") != now.get("optimizer"):  # another type has other settings: they say nothing more
-        changed = [text for text in changed if not text.startswith("optimizer group ")]
-    if changed:
-        raise UsageError(
-            f"{path} was made otherwise. {'; '.join(changed)}.",
-            rule="a resume goes on with what the checkpoint was made with; a change would mix two trainings.",
-            remedy="set these back, or pass another checkpoint_dir to start over",
-        )
-
-
 def optimizer_identity(optimizer: torch.optim.Optimizer, *, scheduled: bool) -> dict[str, Any]:
-    """The optimizer's settings; those that a schedule moves are left out."""
+    """Return the optimizer's settings without those that a schedule moves."""
     identity: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     moved = {"lr", "momentum", "betas"} if scheduled else set()
     for index, group in enumerate(optimizer.state_dict()["param_groups"]):

@@ -1,10 +1,7 @@
-"""One optimizer step that an out-of-memory cannot harm: it is split smaller and done again from its first state.
+"""Make an optimizer step that survives running out of memory: it is split smaller and repeated from its first state.
 
-A step changes nothing until all of its gradients are there, except what forward passes change: the random state and
-buffers. Both are put back, with the gradient scaler, before the step is replayed, so that a step which went out of
-memory ends with the same bytes as one that had its final split from the start. Against the unsplit step it is
-**gradient-exact**: the loss is a sum and a weight, and the divisor is the weight of all samples, known before the first
-microbatch. Dropout draws otherwise after a split: **equal in distribution**.
+A repeated step ends with the same bytes as one that had its final split from the start. Against the unsplit step it is
+**gradient-exact**; dropout draws other values after a split: **equal in distribution**.
 """
 
 from __future__ import annotations
@@ -14,24 +11,23 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 
 from memfit.errors import DoesNotFitError, JobFailedError, MemfitError, SampleTooLargeError, UsageError
-from memfit.memory import Budget
 from memfit.rundir import record
-from memfit.training._checks import check_parts, check_setting, known_arguments
+from memfit.training._checks import Checked, check_parts, checked_arguments
 from memfit.training._exactness import Exactness, Loss, place
 from memfit.training._flight import write_flight_record
 from memfit.training._guard import OptimizerGuard
-from memfit.training._oom import OomKind, classify_oom, clear_caches, device_bytes, release
+from memfit.training._oom import Failed, OomKind, attempt, memory_now
 from memfit.training._records import OomEvent, SkipPolicy, StepOutcome
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import BySample, Split, held_bytes, is_opaque, leaves, rebuild
-from memfit.units import format_bytes
 
 _MOST_UPDATES = 3
 _LEAST_SCALE = 1e-4
@@ -56,12 +52,6 @@ class _Batch:
     @property
     def largest_cost(self) -> int:
         return max(self.cost(*part) for part in self.parts)
-
-
-@dataclass
-class _Failure:
-    error: BaseException
-    kind: OomKind
 
 
 @dataclass
@@ -118,26 +108,24 @@ class SafeStep:
         (4, 2.0)
     """
 
-    @known_arguments
+    @checked_arguments
     def __init__(  # noqa: PLR0913
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         loss: Loss,
         *,
-        microbatch_size: int | Literal["auto"] | None = "auto",
+        microbatch_size: Checked[Annotated[int, Field(ge=1)] | Literal["auto"] | None] = "auto",
         split: Split | None = None,
         cost: Callable[[Any], int] | None = None,
         weight: Callable[[Any], float] | None = None,
-        max_grad_norm: float | None = None,
+        max_grad_norm: Checked[Annotated[float, Field(gt=0)] | None] = None,
         scaler: torch.amp.GradScaler | None = None,
         backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
         allow_inexact: bool = False,
         skip: SkipPolicy | None = None,
         on_oom: Callable[[OomEvent], None] | None = None,
     ) -> None:
-        check_setting("microbatch_size", microbatch_size, Annotated[int, Field(ge=1)] | Literal["auto"] | None)
-        check_setting("max_grad_norm", max_grad_norm, Annotated[float, Field(gt=0)] | None)
         check_parts(model, optimizer, loss, split)
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.split = BySample() if split is None else split
@@ -151,7 +139,7 @@ class SafeStep:
         self._never_splits = microbatch_size is None
         self._guard = OptimizerGuard(optimizer)
         self._before = Snapshot(model, optimizer, self.scaler)
-        self._exactness = Exactness(model, loss, self.split, allow_inexact)
+        self.exactness = Exactness(model, loss, self.split, allow_inexact)
         self._at: tuple[_Batch | None, tuple[int, int], str] = (None, (0, 0), "")
 
     def __call__(self, *batches: Any) -> StepOutcome:
@@ -205,7 +193,7 @@ class SafeStep:
     def _run(self, batches: Sequence[Any], *, update: bool) -> StepOutcome:
         if not batches:
             raise UsageError("A step was given no batch.", rule="a step is over one or more.", remedy="pass a batch")
-        self._exactness.allow_step()
+        self.exactness.allow_step()
         todo = [self._batch(content) for content in batches]
         self._num_batches += len(todo) if update else 0
         ooms_before, updates_left = self.num_ooms, _MOST_UPDATES
@@ -213,8 +201,8 @@ class SafeStep:
         while todo:
             self._plan(todo)
             retries = _num_alloc_retries(self._guard.parameters())
-            done = self._try(todo, update=update)
-            if isinstance(done, _Failure):
+            done = attempt(functools.partial(self._try, todo, update=update), self._note_failure)
+            if isinstance(done, Failed):
                 updates_left -= self._at[2] == "update"
                 self._recover(done, todo, updates_left)
                 continue
@@ -252,52 +240,34 @@ class SafeStep:
         return _Batch(content, max(1, count), versions, cost)
 
     def _take_snapshot(self) -> None:
-        """Note how things are; when the copies have no room, once more with empty caches.
-
-        Raises:
-            DoesNotFitError: If they have none then either.
-        """
-        for is_last in (False, True):
-            try:
-                self._before.take()
-                return
-            except Exception as error:
-                kind = classify_oom(error)
-                if kind is None:
-                    raise
-                failure = error
-            text = (str(failure) or type(failure).__name__).splitlines()[0]
-            release(failure)
-            clear_caches()
-            if is_last:
-                raise DoesNotFitError(
-                    f"In {place(self.where)} the copies of the model's buffers have no room: {text}",
-                    rule=_memory_now(kind),
-                    remedy="give more memory, or make buffers that never change plain attributes",
-                )
-            self.num_ooms += 1
-            record("oom", memory=str(kind), error=text, **self.where, phase="snapshot")
+        """Note how things are; when the copies have no room, once more with empty caches."""
+        failed = attempt(self._before.take)
+        if not isinstance(failed, Failed):
+            return
+        self.num_ooms += 1
+        record("oom", memory=str(failed.kind), error=failed.first_line, **self.where, phase="snapshot")
+        failed = attempt(self._before.take)
+        if isinstance(failed, Failed):
+            raise DoesNotFitError(
+                f"In {place(self.where)} the copies of the model's buffers have no room: {failed.first_line}",
+                rule=memory_now(failed.kind),
+                remedy="give more memory, or make buffers that never change plain attributes",
+            )
 
     def _plan(self, todo: list[_Batch]) -> None:
         for batch in todo:
             batch.parts = [(0, batch.count)] if self._never_splits else self.sizes.cut(batch.count, batch.cost)
             if len(batch.parts) > 1:
-                self._exactness.allow_split(batch.content, batch.count, self._before, self.where)
+                self.exactness.allow_split(batch.content, batch.count, self._before, self.where)
 
-    def _try(self, todo: list[_Batch], *, update: bool) -> _Gradients | _Failure:
-        try:
-            done = self._backward(todo)
-            if update and not done.bad:
-                self._update(done)
-        except Exception as error:
-            kind = classify_oom(error)
-            if kind is None:
-                raise
-            return _Failure(error, kind)
+    def _try(self, todo: list[_Batch], *, update: bool) -> _Gradients:
+        done = self._backward(todo)
+        if update and not done.bad:
+            self._update(done)
         return done
 
     def _backward(self, todo: list[_Batch]) -> _Gradients:
-        """Gradients of the mean loss over all batches, cut to the longest allowed."""
+        """Make the gradients of the mean loss over all batches, cut to the longest allowed."""
         self._at = (todo[0], todo[0].parts[0], "forward")
         self._guard.zero_grad()
         is_one = sum(len(batch.parts) for batch in todo) == 1
@@ -308,7 +278,7 @@ class SafeStep:
                 self._at = (batch, (start, stop), "forward")
                 loss_sum, weight = self._loss_of(self._part(batch, start, stop))
                 if len(batch.parts) > 1:
-                    self._exactness.allow_buffers(self._before, self.where)
+                    self.exactness.allow_buffers(self._before, self.where)
                 if divisor is None:
                     divisor = _provisional(weight, stop - start, sum(one.count for one in todo))
                 loss = loss_sum / (weight if is_one else divisor)
@@ -335,12 +305,12 @@ class SafeStep:
         return done
 
     def _part(self, batch: _Batch, start: int, stop: int) -> Any:
-        """The units of a microbatch, in containers of their own: the loss may take fields out of these."""
+        """Return the units of a microbatch in new containers: the loss may take fields out of them."""
         content = batch.content if len(batch.parts) == 1 else self.split.take(batch.content, start, stop)
         return rebuild(content, lambda leaf: leaf)
 
     def _loss_of(self, part: Any) -> tuple[torch.Tensor, Any]:
-        """The summed loss of a microbatch and its weight, which carries no graph."""
+        """Return the summed loss of a microbatch and its weight, which carries no graph."""
         found: Any = self.loss(self.model, part)
         loss_sum, weight = found if isinstance(found, tuple | list) and len(found) == 2 else (found, None)
         if not (_is_number(loss_sum) and isinstance(loss_sum, torch.Tensor) and _is_number(weight)):
@@ -397,11 +367,7 @@ class SafeStep:
         self._guard.step(step_and_adapt)  # last: what failed after it would be done twice
 
     def _lower_scale(self, scaler: torch.amp.GradScaler) -> None:
-        """Update the scaler after a gradient that was not finite.
-
-        Raises:
-            JobFailedError: If no scale helps, as with a loss that is not finite itself.
-        """
+        """Update the scaler after a gradient that was not finite; refuse where no scale helps."""
         scale = scaler.get_scale()
         scaler.update()
         next_scale = scaler.get_scale()
@@ -422,61 +388,56 @@ class SafeStep:
             self._cut_anew(largest)
 
     def _cut_anew(self, batch: _Batch) -> int:
-        """Cut a batch after what fits has changed; returns the units of its largest microbatch."""
+        """Cut a batch again after what fits has changed; return the units of its largest microbatch."""
         before = batch.size
         batch.parts = self.sizes.cut(batch.count, batch.cost)
         fields = {"size": batch.size, "previous_size": before, "count": batch.count, "cost": self.sizes.limit}
         record("microbatch", **fields, **self.where)
         return batch.size
 
-    def _recover(self, failure: _Failure, todo: list[_Batch], updates_left: int) -> None:
-        """Let go of what failed, put everything back, and choose what is tried next."""
-        batch, part, phase = self._at
-        self._at = (None, (0, 0), "")
-        size = None if batch is None else part[1] - part[0]
-        kind, text = failure.kind, str(failure.error) or type(failure.error).__name__
-        facts = {**self.where, "phase": phase, "microbatch_size": size}
-        path = write_flight_record(text, kind, model=self.model, optimizer=self.optimizer, where=facts)
-        release(failure.error)
-        del failure.error
-        self.num_ooms += 1
+    def _note_failure(self, text: str, kind: OomKind) -> Path | None:
+        """Write the flight record, then drop all gradients, so that emptying the caches hands their memory back."""
+        _, part, phase = self._at
+        where = {**self.where, "phase": phase, "microbatch_size": part[1] - part[0] or None}
+        path = write_flight_record(text, kind, model=self.model, optimizer=self.optimizer, where=where)
+        record("oom", memory=str(kind), error=text.partition("\n")[0], **where)
         for parameter in self.model.parameters():
             parameter.grad = None
         self._guard.zero_grad()
-        clear_caches()
-        self._before.restore()
-        first_line = text.splitlines()[0]
-        record("oom", memory=str(kind), error=first_line, **facts)
-        self._check_unedited(todo)
-        if batch is None:
-            if updates_left <= 0:
-                raise DoesNotFitError(
-                    f"In {place(self.where)} the update went out of memory {_MOST_UPDATES} times: {first_line}",
-                    rule="it was undone each time; it does not depend on the batch, so splitting gives it no room.",
-                    remedy="take an optimizer with a smaller state or fused=True, or give more memory",
-                )
-            next_size = None
-        else:
-            next_size = self._next_size(batch, part, todo, first_line, kind)
-        if self.on_oom is not None:
-            self.on_oom(OomEvent(kind, text, phase, size, next_size, path))
+        return path
 
-    def _next_size(
-        self, batch: _Batch, part: tuple[int, int], todo: list[_Batch], text: str, kind: OomKind
-    ) -> int | None:
+    def _recover(self, failed: Failed, todo: list[_Batch], updates_left: int) -> None:
+        """Put everything back, and choose what is tried next."""
+        batch, part, phase = self._at
+        self._at = (None, (0, 0), "")
+        self.num_ooms += 1
+        self._before.restore()
+        self._check_unedited(todo)
+        if batch is None and updates_left <= 0:
+            raise DoesNotFitError(
+                f"In {place(self.where)} the update went out of memory {_MOST_UPDATES} times: {failed.first_line}",
+                rule="it was undone each time; it does not depend on the batch, so splitting gives it no room.",
+                remedy="take an optimizer with a smaller state or fused=True, or give more memory",
+            )
+        next_size = None if batch is None else self._next_size(batch, part, todo, failed)
+        if self.on_oom is not None:
+            size = None if batch is None else part[1] - part[0]
+            self.on_oom(OomEvent(failed.kind, failed.text, phase, size, next_size, failed.flight_record))
+
+    def _next_size(self, batch: _Batch, part: tuple[int, int], todo: list[_Batch], failed: Failed) -> int | None:
         if part[1] - part[0] > 1 and not self._never_splits:
             self.sizes.shrink(batch.cost(*part), batch.cost(part[0], sum(part) + 1 >> 1))
             return self._cut_anew(batch)
         if part not in batch.tried:
             batch.tried.add(part)
             return part[1] - part[0]  # once more, now that garbage and caches are gone
-        error = self._too_large(batch, text, kind)
+        error = self._too_large(batch, failed)
         if self.skip is None:
             raise error
         self._skip([batch], todo, error)
         return None
 
-    def _too_large(self, batch: _Batch, text: str, kind: OomKind) -> SampleTooLargeError:
+    def _too_large(self, batch: _Batch, failed: Failed) -> SampleTooLargeError:
         shapes = [f"{name or 'batch'}: {tuple(one.shape)} {str(one.dtype)[6:]}" for name, one, _ in batch.versions]
         is_cut = batch.count > 1 and not self._never_splits
         opaque = next((type(leaf).__name__ for _, leaf in leaves(batch.content) if is_opaque(leaf)), "")
@@ -491,8 +452,9 @@ class SafeStep:
             remedy = f"pass split= an object with count(batch) and take(batch, start, stop) ({unit}), or: {remedy}"
         return SampleTooLargeError(
             f"{'The batch, which is not split,' if is_whole else 'A single unit of the batch'} does not fit, in "
-            f"{place(self.where)}, tried twice ({'; '.join(shapes[:6]) or type(batch.content).__name__}): {text}",
-            rule=_memory_now(kind),
+            f"{place(self.where)}, tried twice ({'; '.join(shapes[:6]) or type(batch.content).__name__}): "
+            f"{failed.first_line}",
+            rule=memory_now(failed.kind),
             remedy=remedy,
         )
 
@@ -534,7 +496,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _describe(value: Any) -> str:
-    """The kinds of what a loss returned, in few words."""
+    """Return the kinds of what a loss returned, in few words."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list):
@@ -543,10 +505,7 @@ def _describe(value: Any) -> str:
 
 
 def _provisional(weight: Any, num_units: int, num_all: int) -> Any:
-    """A divisor for a split step, near its weight: as if all units weighed what those of the first part do.
-
-    Gradients are multiplied to the true one at the end. Until then a divisor far from it could overflow float16.
-    """
+    """Return a divisor near the weight of a split step: one far from it could overflow float16."""
     if isinstance(weight, torch.Tensor):  # not read: that would wait for the device
         guess = weight.float() * (num_all / num_units)
         return torch.where(guess > 0, guess, float(num_all))
@@ -555,7 +514,7 @@ def _provisional(weight: Any, num_units: int, num_all: int) -> Any:
 
 
 def _read(values: Sequence[Any]) -> list[float]:
-    """The numbers in tensors and out of them, with one wait for each device and dtype."""
+    """Return the numbers in tensors and out of them, with one wait for each device and dtype."""
     found: dict[int, float] = {}
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):
@@ -569,26 +528,11 @@ def _read(values: Sequence[Any]) -> list[float]:
 
 
 def _num_alloc_retries(parameters: list[torch.Tensor]) -> int:
-    """How often the allocators of the parameters' devices have emptied their caches and tried again."""
+    """Return how often the devices' allocators have emptied their caches and tried again."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0
     devices = {parameter.device for parameter in parameters if parameter.is_cuda}
     return sum(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0) for device in devices)
-
-
-def _memory_now(kind: OomKind) -> str:
-    if kind in (OomKind.DEVICE, OomKind.LIBRARY) and (devices := device_bytes()):
-        held = "; ".join(
-            f"{name} holds {format_bytes(sizes['allocated_bytes'])} in tensors, "
-            f"{format_bytes(sizes['allocated_peak_bytes'])} at its peak"
-            for name, sizes in devices.items()
-        )
-        return f"{held}."
-    binding = Budget.read().binding
-    return (
-        f"{format_bytes(binding.used_bytes)} of {format_bytes(binding.limit_bytes)} are taken without it "
-        f"({binding.source}, {binding.name})."
-    )
 
 
 def _not_finite(what: str) -> JobFailedError:

@@ -1,8 +1,7 @@
-"""The trainer: a model, a loss and an optimizer, trained by epochs, exact under out-of-memory and kill."""
+"""Train a model by epochs; out-of-memory and kills change no result."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sized
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, Unpack
@@ -10,14 +9,14 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack
 import torch
 from pydantic import Field
 
-from memfit.errors import UsageError, nearest
+from memfit.errors import UsageError
 from memfit.rundir import record
 from memfit.training._checkpoint import CheckpointFolder
-from memfit.training._checks import check_parts, check_setting, checked, known_arguments
+from memfit.training._checks import Checked, check_parts, checked_arguments, unknown_argument
 from memfit.training._compute import Precision, place
 from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
-from memfit.training._fit import Fit, Plan, Setup
+from memfit.training._fit import Fit, Plan
 from memfit.training._keyed import Batches
 from memfit.training._process import StopSignals, say
 from memfit.training._records import Direction, EpochRecord, FitResult, OomEvent, SkipPolicy, StepOutcome
@@ -28,7 +27,7 @@ from memfit.training._workers import FIRST_BATCH_SECONDS
 
 
 class StepSettings(TypedDict, total=False):
-    """What a ``Trainer`` hands on to its ``SafeStep``, which says more about each."""
+    """The settings that a ``Trainer`` passes to its ``SafeStep``, which explains each."""
 
     microbatch_size: int | Literal["auto"] | None
     split: Split
@@ -90,6 +89,7 @@ class Trainer:
         (40, 2.0)
     """
 
+    @checked_arguments
     def __init__(  # noqa: PLR0913 - one each for what is trained, in which steps, and what is kept
         self,
         model: torch.nn.Module,
@@ -98,77 +98,69 @@ class Trainer:
         optimizer: torch.optim.Optimizer | None = None,
         device: str | torch.device | None = None,
         precision: Precision | None = None,
-        schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
-        ema: Ema | None = None,
-        seed: int = 0,
-        global_batch_size: int | None = None,
+        schedule: Checked[torch.optim.lr_scheduler.LRScheduler | None] = None,
+        ema: Checked[Ema | None] = None,
+        seed: Checked[Annotated[int, Field(ge=0, lt=1 << 32)]] = 0,
+        global_batch_size: Checked[Annotated[int, Field(ge=1)] | None] = None,
         checkpoint_dir: Path | str | None = None,
-        checkpoint_seconds: float = 600.0,
-        keep_epochs: int = 2,
+        checkpoint_seconds: Checked[Annotated[float, Field(ge=0)]] = 600.0,
+        keep_epochs: Checked[Annotated[int, Field(ge=1)]] = 2,
         milestones: Collection[int] = (),
-        first_batch_seconds: float = FIRST_BATCH_SECONDS,
-        on_step: Callable[[StepOutcome], object] | None = None,
-        on_epoch: Callable[[EpochRecord], bool | None] | None = None,
+        first_batch_seconds: Checked[Annotated[float, Field(gt=0)]] = FIRST_BATCH_SECONDS,
+        on_step: Checked[Callable[[StepOutcome], object] | None] = None,
+        on_epoch: Checked[Callable[[EpochRecord], bool | None] | None] = None,
         provenance: Mapping[str, Any] | None = None,
         **step: Unpack[StepSettings],
     ) -> None:
-        check_setting("keep_epochs", keep_epochs, Annotated[int, Field(ge=1)])
-        _check_schedule(schedule)
-        _refuse_unknown(step)
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise UsageError(
+                "ReduceLROnPlateau cannot be the schedule.",
+                rule="the schedule is stepped after each optimizer step, and this one wants a metric.",
+                remedy="take one that depends on the number of steps alone, such as OneCycleLR or CosineAnnealingLR",
+            )
+        for name in step.keys() - StepSettings.__annotations__:
+            known = {*Trainer.__init__.__annotations__, *StepSettings.__annotations__} - {"step", "return"}
+            rule = "Trainer takes its own settings and those of SafeStep"
+            raise unknown_argument(name, known, rule, _ELSEWHERE.get(name, ""))
         given: Any = model
         if optimizer is None and isinstance(given, torch.nn.Module):
             optimizer = torch.optim.AdamW(model.parameters())
         check_parts(model, optimizer, loss, step.get("split"))
         assert optimizer is not None
-        loss, precision = place(model, optimizer, loss, device, precision)
-        if precision == "fp16-mixed" and step.get("scaler") is None:
+        loss, self.precision = place(model, optimizer, loss, device, precision)
+        if self.precision == "fp16-mixed" and step.get("scaler") is None:
             step["scaler"] = torch.amp.GradScaler(next(model.parameters()).device.type)
         scaler = step.get("scaler")
-        safe_step = SafeStep(model, optimizer, loss, on_oom=_tell_oom, **step)
-        self.model = model
-        self.optimizer = optimizer
-        self.step = safe_step
-        self._setup = checked(
-            Setup,
-            model=model,
-            loss=loss,
-            precision=precision,
-            optimizer=optimizer,
-            step=safe_step,
-            folder=None if checkpoint_dir is None else CheckpointFolder(Path(checkpoint_dir), keep_epochs, milestones),
-            seed=seed,
-            global_batch_size=global_batch_size,
-            schedule=schedule,
-            ema=ema,
-            on_step=on_step,
-            on_epoch=on_epoch,
-            checkpoint_seconds=checkpoint_seconds,
-            first_batch_seconds=first_batch_seconds,
-            allow_inexact=step.get("allow_inexact", False),
-            provenance=dict(provenance or {}),
-            identity={
-                "seed": seed,
-                "max_grad_norm": step.get("max_grad_norm"),
-                "precision": None if precision == "float32" else precision,
-                "global_batch_size": global_batch_size,
-                "scaler": None if scaler is None else type(scaler).__name__,
-                "schedule": None if schedule is None else _describe(schedule),
-                "average": ema is not None,
-            },
+        self.model, self.optimizer, self.schedule, self.ema = model, optimizer, schedule, ema
+        self.step = SafeStep(model, optimizer, loss, on_oom=_say_oom, **step)
+        self.seed, self.global_batch_size = seed, global_batch_size
+        self.folder = (
+            None if checkpoint_dir is None else CheckpointFolder(Path(checkpoint_dir), keep_epochs, milestones)
         )
+        self.checkpoint_seconds, self.first_batch_seconds = checkpoint_seconds, first_batch_seconds
+        self.on_step, self.on_epoch, self.provenance = on_step, on_epoch, dict(provenance or {})
+        self.identity = {  # read now: some schedules change what they are made of
+            "seed": seed,
+            "max_grad_norm": step.get("max_grad_norm"),
+            "precision": None if self.precision == "float32" else self.precision,
+            "global_batch_size": global_batch_size,
+            "scaler": None if scaler is None else type(scaler).__name__,
+            "schedule": None if schedule is None else _describe(schedule),
+            "average": ema is not None,
+        }
 
-    @known_arguments
+    @checked_arguments
     def fit(  # noqa: PLR0913 - one each for the data, how long, and what is best
         self,
         train: Batches,
         valid: Batches | None = None,
         *,
-        num_epochs: int,
-        evaluate: Evaluate | None = None,
-        best_metric: str = "valid_loss",
-        direction: Direction = "minimize",
-        patience: int | None = None,
-        preflight: bool = True,
+        num_epochs: Checked[Annotated[int, Field(ge=1)]],
+        evaluate: Checked[Evaluate | None] = None,
+        best_metric: Checked[str] = "valid_loss",
+        direction: Checked[Direction] = "minimize",
+        patience: Checked[Annotated[int, Field(ge=1)] | None] = None,
+        preflight: Checked[bool] = True,
     ) -> FitResult:
         """Train up to ``num_epochs`` epochs in all, going on from the newest whole checkpoint if there is one.
 
@@ -202,48 +194,18 @@ class Trainer:
             UsageError: If the checkpoint was made with another model, optimizer, seed or amount of data, or validation
                 does not give ``best_metric``.
         """
-        plan = checked(
-            Plan,
-            train=train,
-            valid=valid,
-            num_epochs=num_epochs,
-            evaluate=evaluate,
-            best_metric=best_metric,
-            direction=direction,
-            patience=patience,
-            preflight=preflight,
-        )
+        plan = Plan(train, valid, num_epochs, evaluate, best_metric, direction, patience, preflight)
         _check(plan)
         record(
             "trainer",
             optimizer=_describe(self.optimizer),
-            schedule=self._setup.identity["schedule"],
-            precision=self._setup.precision,
+            schedule=self.identity["schedule"],
+            precision=self.precision,
             device=str(next(self.model.parameters()).device),
             num_parameters=sum(one.numel() for one in self.model.parameters() if one.requires_grad),
         )
-        with StopSignals(interrupt=self._setup.folder is not None) as stop:
-            return Fit(self._setup, plan, stop).run()
-
-
-def _check_schedule(schedule: torch.optim.lr_scheduler.LRScheduler | None) -> None:
-    """Refuse a schedule that wants a metric."""
-    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise UsageError(
-            "ReduceLROnPlateau cannot be the schedule.",
-            rule="the schedule is stepped after each optimizer step, and this one wants a metric.",
-            remedy="take one that depends on the number of steps alone, such as OneCycleLR or CosineAnnealingLR",
-        )
-
-
-def _refuse_unknown(step: Mapping[str, Any]) -> None:
-    known = {*inspect.signature(Trainer).parameters, *StepSettings.__annotations__} - {"step"}
-    for name in step.keys() - known:
-        raise UsageError(
-            f"Trainer has no setting '{name}'.",
-            rule="a setting of its own or one of SafeStep's.",
-            remedy=_ELSEWHERE.get(name) or nearest(name, known),
-        )
+        with StopSignals(interrupt=self.folder is not None) as stop:
+            return Fit(self, plan, stop).run()
 
 
 #: What other trainers take, and what to write here.
@@ -252,7 +214,10 @@ _ELSEWHERE = {
     "logger": "log in on_step= and on_epoch=, or read fit's result: result.history",
     "cleanup": "call memfit.training.clean_up() in on_step= or on_epoch=",
     "scheduler": "pass schedule=, which is stepped after each optimizer step",
+    "lr_scheduler": "pass schedule=, which is stepped after each optimizer step",
     "num_epochs": "pass it to fit: trainer.fit(train, num_epochs=3)",
+    "epochs": "write trainer.fit(train, num_epochs=3)",
+    "max_epochs": "write trainer.fit(train, num_epochs=3)",
 }
 
 #: What a schedule counts in, beside its constants.
@@ -260,7 +225,7 @@ _COUNTERS = frozenset({"last_epoch", "verbose"})
 
 
 def _describe(part: torch.optim.lr_scheduler.LRScheduler | torch.optim.Optimizer) -> str:
-    """A schedule or an optimizer with its constants; of an optimizer, those of its first group of parameters.
+    """Return a schedule or an optimizer with its constants, those of its first group of parameters.
 
     >>> weights = [torch.nn.Parameter(torch.ones(1))]
     >>> _describe(torch.optim.lr_scheduler.StepLR(torch.optim.SGD(weights, lr=0.5), step_size=9))
@@ -280,7 +245,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, int | float | str)
 
 
-def _tell_oom(event: OomEvent) -> None:
+def _say_oom(event: OomEvent) -> None:
     how = f" with {event.microbatch_size} at once; goes on with {event.next_size}" if event.next_size else ""
     say(f"out of {event.kind} memory in {event.phase}{how}: {event.error.splitlines()[0]}")
 

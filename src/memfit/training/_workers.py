@@ -1,4 +1,4 @@
-"""The worker processes of a ``DataLoader``: they end with the trainer, and one that hangs or dies is explained.
+"""Watch the worker processes of a ``DataLoader``: end them with the trainer, and explain one that hangs or dies.
 
 ``DataLoader(timeout=0)``, the default, waits for ever for workers that hang. A usual cause is a fork while a thread of
 a library (Polars, gRPC, OpenMP) held a lock: the worker gets the lock without the thread that would free it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import math
+import multiprocessing.process
 import os
 import re
 import shutil
@@ -17,7 +17,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +44,6 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHM_FULL = re.compile(r"</?torch_\w+>.*: No space left on device \(28\)")
 # Sources: torch/csrc/DataLoader.cpp and torch/utils/data/dataloader.py (PyTorch 2.6 to 2.13)
 _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: |exited unexpectedly)")
-_CODE = re.compile(r"exited unexpectedly with exit code (-?\d+)")
 _FEWER = "lower num_workers or prefetch_factor"
 _MORE_SHM = "give /dev/shm more room (docker run --shm-size=..., mount -o remount,size=... /dev/shm)"
 
@@ -58,7 +56,7 @@ class Workers:
         seconds: How long a first batch may take while no worker computes or reads.
     """
 
-    def __init__(self, loader: Any, seconds: float = FIRST_BATCH_SECONDS) -> None:
+    def __init__(self, loader: Any, seconds: float) -> None:
         self.loader = loader
         self.seconds = seconds
         self._stacks = ""
@@ -67,8 +65,8 @@ class Workers:
     def start(self) -> Iterator[Any]:
         """Return an iterator over the loader, with workers that end when this process ends.
 
-        Workers ignore what asks a fit to stop: a job's processes all get its signals, and a worker that ended by one
-        would take the batches of the step under way with it.
+        Workers ignore the signals that stop a fit: all processes of a job get them, and a worker that ended would take
+        its batches with it.
         """
         loader = self.loader
         if not isinstance(loader, DataLoader) or loader.num_workers == 0:
@@ -84,7 +82,7 @@ class Workers:
         loader.worker_init_fn = _WorkerInit(then, 0 if method == "forkserver" else os.getpid(), self._stacks)
         try:
             return iter(loader)
-        except BaseException:  # one has died at once: nobody has a hold on the others, and SIGTERM does not end them
+        except BaseException:  # one has died at once; Python would wait for the others, which ignore SIGTERM
             for child in set(active_children()) - others:
                 child.kill()
             raise
@@ -119,9 +117,14 @@ class Workers:
             iterator._timeout = 0  # type: ignore[attr-defined]
 
     def _stuck(self, phase: str, workers: Sequence[Any]) -> JobFailedError:
-        """End the workers; their stacks go to standard error."""
+        """End the workers, and print their stacks to standard error."""
         stacks = stacks_of([worker.pid for worker in workers], self._stacks)
-        _end(workers)
+        for _ in range(2):
+            with contextlib.suppress(RuntimeError):  # torch raises their end from a signal handler: anywhere, once
+                for worker in workers:
+                    worker.kill()
+                for worker in workers:
+                    worker.join()
         remedy = "run with num_workers=0 to see it in this process"
         if any(stack.start == "fork" for stack in stacks.values()):
             remedy = "pass multiprocessing_context='forkserver' (or 'spawn') to the DataLoader, or num_workers=0"
@@ -137,7 +140,7 @@ class Workers:
         return error
 
     def explain(self, error: RuntimeError) -> JobFailedError | None:
-        """The error for a worker, of whatever ``DataLoader``, that died or found ``/dev/shm`` full; None for others."""
+        """Return the error for a worker, of any ``DataLoader``, that died or found ``/dev/shm`` full; else None."""
         if _SHM_FULL.search(str(error)):
             record("shm_full", room=_shm_room())
             return JobFailedError(
@@ -149,7 +152,7 @@ class Workers:
         if match is None:
             return None
         pids = [int(pid) for pid in match[1].split(",")]
-        code = _exit_code(error, match, pids)
+        code = _exit_code(pids)
         what, remedy = self._cause_of(code)
         record("loader_worker_died", pids=pids, exit_code=code, cause=what)
         return JobFailedError(
@@ -159,15 +162,11 @@ class Workers:
         )
 
     def _cause_of(self, code: int | None) -> tuple[str, str]:
-        """What happened, and what to do."""
+        """Return what happened, and what to do."""
         if code == -signal.SIGKILL:
             before, now = self._kills, _count_oom_kills()
-            rose = [
-                f"{place} ({before[place]} -> {now[place]})"
-                for place in now
-                if now[place] > before.get(place, math.inf)
-            ]
-            what = "was killed (SIGKILL): out of memory is to be suspected, though the kernel counts no such kill here"
+            rose = [f"{name} ({before.get(name, 0)} -> {now[name]})" for name in now if now[name] > before.get(name, 0)]
+            what = "was killed (SIGKILL), perhaps for memory, though the kernel counts no such kill here"
             if rose:
                 what = f"was killed by the kernel for memory: its count of such kills rose in {', '.join(rose)}"
             return what, f"{_FEWER}, give more memory, or pack lists of objects: memfit.data.pack(objects)"
@@ -178,10 +177,7 @@ class Workers:
             )
         if code is not None and code < 0:
             name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-            return (
-                f"was ended by {name}; where it was stands on standard error",
-                "run with num_workers=0 to see it here",
-            )
+            return f"was ended by {name}; its stack is on standard error", "run with num_workers=0 to see it here"
         ended = "ended" if code is None else f"ended by itself with exit code {code}"
         return f"{ended} without an exception", "look for exit() or os._exit() in the data set; try num_workers=0"
 
@@ -203,22 +199,16 @@ class Workers:
 
 @dataclass(frozen=True)
 class _WorkerInit:
-    """A worker's first act: to die with the process that started it, and to show its stacks; then the user's own.
-
-    Attributes:
-        then: The loader's own ``worker_init_fn``.
-        parent: The pid of the process that starts the worker; 0 if it is the fork server.
-        stacks: The folder where it writes its stacks when it is asked for them.
-    """
+    """A worker's ``worker_init_fn``: it dies with its parent and can show its stacks; then the user's own runs."""
 
     then: Callable[[int], None] | None
-    parent: int
+    parent: int  # 0 if that is the fork server
     stacks: str
 
     def __call__(self, number: int) -> None:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if self.parent and os.getppid() != self.parent:  # it died before it was asked to be followed
+            if self.parent and os.getppid() != self.parent:  # it died before this line
                 os._exit(1)
         with contextlib.suppress(OSError):
             register_stack_dump(self.stacks)
@@ -251,23 +241,14 @@ def _remove(folder: str, pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end(workers: Sequence[Any]) -> None:
-    for _ in range(2):
-        with contextlib.suppress(RuntimeError):  # torch raises their end from a signal handler: anywhere, once
-            for worker in workers:
-                worker.kill()
-            for worker in workers:
-                worker.join()
-
-
 def workers_in(iterator: Any) -> list[Any]:
-    """The worker processes of a ``DataLoader``'s iterator; none of anything else."""
+    """Return the worker processes of a ``DataLoader``'s iterator; none of anything else."""
     workers = getattr(iterator, "_workers", None)
     return workers if isinstance(workers, list) else []
 
 
 def _activity(workers: Sequence[Any]) -> tuple[float, int, int]:
-    """What workers and the processes that they started have done: CPU seconds, bytes read; and how many they are."""
+    """Return CPU seconds and bytes read of workers and the processes they started; and how many these are."""
     cpu, read, number = 0.0, 0, 0
     for worker in workers:
         with contextlib.suppress(psutil.Error):
@@ -278,27 +259,20 @@ def _activity(workers: Sequence[Any]) -> tuple[float, int, int]:
     return cpu, read, number
 
 
-def _exit_code(error: RuntimeError, match: re.Match[str], pids: Sequence[int]) -> int | None:
-    """A worker's exit code, negative for a signal, as the error's text or its process says; None if neither does."""
-    text = str(error)
-    if number := _CODE.search(text):
-        return int(number[1])
-    for one in signal.valid_signals():
-        if (name := signal.strsignal(one)) and text[match.end() :].startswith(name):
-            return -one
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        for worker in workers_in(frame.f_locals.get("self")):  # the loader's iterator, which nothing else holds
-            if worker.pid in pids:
-                worker.join(1.0)
-                if worker.exitcode is not None:
-                    return int(worker.exitcode)
+def _exit_code(pids: Sequence[int]) -> int | None:
+    """Return the exit code of the first of these workers that ended, negative for a signal; None if it is not known."""
+    for worker in list(multiprocessing.process._dangling):  # type: ignore[attr-defined]  # all that something refers to
+        if worker.pid in pids:
+            worker.join(1.0)
+            if worker.exitcode is not None:
+                return int(worker.exitcode)
     return None
 
 
 def _count_oom_kills() -> dict[str, int]:
-    """The kernel's counts of processes that it killed for memory, by place."""
+    """Return the kernel's counts of processes that it killed for memory, by place."""
     group = memory_group()
-    kills = {str(place): number for place, number in oom_kills_above(group).items()} if group is not None else {}
+    kills = {str(name): number for name, number in oom_kills_above(group).items()} if group is not None else {}
     with contextlib.suppress(OSError, ValueError, IndexError):
         kills["the machine"] = int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split()[0])
     return kills
