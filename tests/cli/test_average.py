@@ -7,8 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memfit.training import load_checkpoint  # noqa: E402
-from memfit.training._checkpoint import save_checkpoint  # noqa: E402
+from memfit.training import load_checkpoint, save_checkpoint  # noqa: E402
 
 
 @pytest.fixture

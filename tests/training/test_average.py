@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from memfit.errors import DamagedError, UsageError
-from memfit.training import average_checkpoints, load_checkpoint
-from memfit.training._checkpoint import save_checkpoint
+from memfit.training import average_checkpoints, load_checkpoint, save_checkpoint
 
 
 def weights(seed, **changes):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
-from memfit.training import CheckpointWarning, Trainer, average_checkpoints, load_checkpoint
-from memfit.training._checkpoint import _PARTS, CheckpointFolder, save_checkpoint
+from memfit.training import CheckpointWarning, Trainer, average_checkpoints, load_checkpoint, save_checkpoint
+from memfit.training._checkpoint import _PARTS, CheckpointFolder
 
 STATE = {"epoch": 3, "model": {"weight": torch.arange(6.0)}, "note": (1, None, "x")}
 

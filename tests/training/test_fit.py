@@ -399,6 +399,27 @@ def test_training_workers_do_not_live_in_validation_without_room_for_both(monkey
     assert not torch.multiprocessing.active_children()
 
 
+class MadeByThreads(list):
+    """Batches of a loader whose workers are threads, as those of ``memfit.data.Loader``."""
+
+    num_workers = 64
+
+
+def test_validation_batches_that_threads_make_end_no_training_workers(monkeypatch):
+    monkeypatch.setattr(_fit.Budget, "read", lambda: pytest.fail("threads need no room of their own"))
+    train = DataLoader(
+        (data := KeyedDataset(X, seed=4)), 4, sampler=KeyedSampler(data), num_workers=2, persistent_workers=True
+    )
+    living = []
+
+    def evaluate(model, valid):
+        living.append(len(torch.multiprocessing.active_children()))
+        return {"valid_loss": 1.0}
+
+    make().fit(train, MadeByThreads([X[:4]]), num_epochs=2, evaluate=evaluate, preflight=False)
+    assert living == [2, 2]
+
+
 class Signalling(torch.utils.data.Dataset):
     """Its sample 12 sends SIGTERM to the process of the fit and to the worker that makes it, as a scheduler does."""
 

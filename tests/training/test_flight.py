@@ -8,9 +8,8 @@ import torch
 
 from memfit import rundir
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, record
-from memfit.training import _flight
+from memfit.training import OomKind, _flight
 from memfit.training._flight import write_flight_record
-from memfit.training._oom import OomKind
 
 pytestmark = pytest.mark.slow
 

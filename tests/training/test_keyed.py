@@ -17,9 +17,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from memfit.errors import DataError, UsageError
-from memfit.training import KeyedDataset, KeyedSampler, seed_everything
+from memfit.training import KeyedDataset, KeyedSampler, rng_state, seed_everything
 from memfit.training._keyed import TrainingData, keyed_rng
-from memfit.training._process import rng_state
 
 
 class Augmented(torch.utils.data.Dataset):

@@ -1,5 +1,6 @@
 """Random state and signals, which a fit shares with its process."""
 
+import contextlib
 import os
 import random
 import signal
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from memfit.training._process import StopSignals, preserved_rng, rng_state, seed_everything, set_rng_state
+from memfit.errors import StoppedError
+from memfit.training import Trainer, find_longest, rng_state, seed_everything, set_rng_state
 
 
 def draws():
@@ -33,23 +35,42 @@ def test_the_random_state_survives_a_safe_file(tmp_path):
     assert draws() == expected
 
 
-def test_preserved_rng_puts_back_every_generator_also_after_an_error():
+class Drawing(torch.utils.data.Dataset):
+    def __init__(self, *, fails):
+        self.fails = fails
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        draws()
+        return 1 / (not self.fails)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_look_at_the_data_puts_back_every_generator_also_after_an_error(fails):
     seed_everything(1)
     expected = draws()
     seed_everything(1)
-    with pytest.raises(ZeroDivisionError), preserved_rng():
-        draws()
-        _ = 1 / 0
+    loader = torch.utils.data.DataLoader(Drawing(fails=fails), 2, shuffle=True)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        find_longest(loader)
     assert draws() == expected
 
 
-def test_a_stop_signal_is_noted_and_the_earlier_handler_is_back_afterwards():
+def test_a_stop_signal_ends_the_fit_and_the_earlier_handler_is_back_afterwards():
     received = []
     before = signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
+    model = torch.nn.Linear(1, 1)
+    trainer = Trainer(
+        model,
+        loss=lambda model, x: (model(x).sum(), len(x)),
+        on_step=lambda outcome: os.kill(os.getpid(), signal.SIGUSR1),
+    )
     try:
-        with StopSignals() as stop:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert (stop.noted, received) == ("SIGUSR1", [])
+        with pytest.raises(StoppedError, match="Stopped by SIGUSR1 in epoch 1, after its step 1 of 3"):
+            trainer.fit([torch.ones(2, 1)] * 3, num_epochs=1)
+        assert received == []
         os.kill(os.getpid(), signal.SIGUSR1)
         assert received == [1]
     finally:

@@ -376,6 +376,15 @@ def test_a_setting_of_the_wrong_kind_is_named(settings, text):
         Trainer(torch.nn.Linear(2, 1), **{"loss": lambda model, x: (model(x).sum(), 1), **settings})
 
 
+def test_for_a_loss_of_torchs_a_function_is_given_that_works():
+    with pytest.raises(UsageError, match="returns the sum of a batch's losses and its weight") as caught:
+        Trainer(torch.nn.Linear(2, 1), loss=torch.nn.MSELoss())
+    written = eval(caught.value.remedy.removeprefix("pass loss="), {"torch": torch})
+    batch = torch.ones(3, 2), torch.zeros(3, 1)
+    result = Trainer(torch.nn.Linear(2, 1), loss=written).fit([batch], [batch], num_epochs=1)
+    assert result.history[0].train_loss > 0
+
+
 class SumOfSquares(torch.nn.MSELoss):
     def forward(self, model, batch):
         return squared(model, batch)

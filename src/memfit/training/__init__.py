@@ -1,25 +1,4 @@
-"""Training that survives running out of memory, and that can be killed at any moment and goes on bit-exact.
-
-    Trainer                  trains a model by epochs, validates, saves, resumes
-    FitResult, EpochRecord   what a fit gave back, as a whole and by epoch
-    Ema                      an average of the weights over the steps, with snapshots at listed epochs
-    average_checkpoints      the mean of late checkpoints of one training
-    SafeStep, StepOutcome    one optimizer step that is split and replayed when memory runs out, for any loop
-    autocast, find_device, to_device   what the trainer does for precision= and device=, for code of your own
-    SkipPolicy, OomEvent     which batches may be left out; what was survived
-    BySample, ByGroup, WHOLE how a batch may be cut; Split is what they are
-    MicrobatchSizes          which cost of a microbatch fits
-    KeyedDataset, KeyedSampler   data whose order and random draws allow a resume at once, with any num_workers
-    preflight, find_longest  tries the longest batch, validation and a checkpoint first; gives a report
-    checkpoint_activations   trades a third more time for the memory of a model's blocks
-    clean_up, Cleanup        collects garbage and empties caches, and says what that freed
-    LeakDetector, Leak       names what grows from epoch to epoch
-    classify_oom, OomKind    whether an exception is a failed allocation, and of which memory
-    load_checkpoint          a checkpoint's content, after its checksum was checked
-    save_checkpoint          writes one, whole or not at all, from any loop
-    rng_state, set_rng_state   the state of all global generators, for such a checkpoint
-    seed_everything          seeds Python, NumPy and torch; call it before building a model
-    CheckpointWarning        a damaged checkpoint was passed over, or a resume cannot be bit-exact
+"""Training that survives running out of memory and resumes bit-exact after a kill: see ``docs/training.md``.
 
 This is the only package of memfit that imports torch.
 """

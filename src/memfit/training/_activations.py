@@ -17,12 +17,12 @@ _LAYER = "GradientCheckpointingLayer"  # what Transformers, since 4.52, derives 
 
 @dataclass(frozen=True)
 class CheckpointedBlocks:
-    """What is checkpointed now.
+    """The blocks that are checkpointed now.
 
     Attributes:
-        names: The blocks' names in the model.
+        names: Their names in the model.
         by: ``memfit``, or ``transformers`` where the model's own method did it.
-        caches_off: The configurations whose ``use_cache`` was switched off, by their modules' names.
+        caches_off: The modules whose ``use_cache`` was switched off.
     """
 
     names: tuple[str, ...]
@@ -35,19 +35,16 @@ def checkpoint_activations(
 ) -> CheckpointedBlocks:
     """Keep only the inputs of some blocks for the backward pass; gradients stay the same bit for bit.
 
-    The forward pass of each block runs a second time in the backward pass, with the random state of the first, so that
-    dropout draws the same. It saves what the blocks hold in between, at about a third more time for a step. Names and
-    shapes in ``state_dict`` stay. A cache for generation, which would keep what checkpointing drops, is switched off.
+    Each block's forward pass runs again in the backward pass, with the same dropout: a step takes about a third longer.
+    Names and shapes in ``state_dict`` stay. A cache for generation is switched off.
 
     Args:
         model: Changed in place, once.
-        blocks: Some of the model's modules, or their class (the outermost of it); by default what a Transformers model
-            checkpoints itself, else the modules in the longest ``ModuleList`` (in all of them, if several are equally
-            long).
+        blocks: Some of the model's modules, or their class; by default what a Transformers model checkpoints itself,
+            else the modules in the longest ``ModuleList``.
 
     Raises:
-        UsageError: If there is no such block, one is checkpointed already, or one changes its own buffers in training
-            mode, as BatchNorm does: they would be changed twice.
+        UsageError: If there is no such block, or one is checkpointed already or changes its buffers, as BatchNorm does.
 
     Source: torch/utils/checkpoint.py (PyTorch 2.13), the variant that is not reentrant.
 
@@ -79,19 +76,13 @@ def checkpoint_activations(
 
 
 class _Checkpointed(torch.nn.Module):
-    """Comes before a block's own class: its forward pass under checkpointing.
-
-    Changing the class, as FSDP2 does, leaves names, ``isinstance`` and copies as they are; a ``forward`` set on the
-    block would refer back to it, and the model would live until the next collection.
-    """
+    """Comes before a block's own class, which leaves names, ``isinstance`` and copies as they are."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = super().forward
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        _refuse_batch_norm(
-            type(self).__name__, self
-        )  # it may have been in eval() mode; and it leaves no version behind
+        _refuse_batch_norm(type(self).__name__, self)  # it may have been in eval() mode before
         versions = [(name, one, one._version) for name, one in self.named_buffers()]
         output = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
         changed = [name for name, one, version in versions if one._version != version]

@@ -128,18 +128,14 @@ def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
 
     Args:
         path: A file that a ``Trainer`` wrote.
-        mmap: Map the tensors' bytes instead of reading them: they come as they are used, and can go again.
+        mmap: Map the tensors' bytes instead of reading them.
 
     Returns:
-        ``model`` and ``optimizer`` (state dicts), ``rng``, ``epoch`` (the epochs that it has behind it), ``history``,
-        and what it was made with.
+        ``model`` and ``optimizer`` (state dicts), ``rng``, ``epoch`` (whole epochs), ``history``, and more.
 
     Raises:
         DamagedError: If the file is cut short or differs from its checksum.
         UsageError: If it cannot be read, or holds objects that a safe load refuses.
-
-    Source:
-        ``torch.load(weights_only=True)``: tensors and plain values only, never code.
 
     Example:
         >>> import tempfile

@@ -83,9 +83,7 @@ def choose_precision(precision: Precision | None, device: torch.device) -> Preci
 
 
 def to_device(batch: Any, device: str | torch.device) -> Any:
-    """Return the batch on the device: tensors in mappings, sequences and dataclasses, and objects with a method ``to``.
-
-    NumPy arrays and other objects stay as they are. Pinned tensors are copied without waiting.
+    """Return the batch with its tensors, and its objects with a method ``to``, on the device; other objects stay.
 
     Example:
         >>> batch = {"x": torch.ones(2, 3), "name": ["a", "b"]}
@@ -103,14 +101,7 @@ def to_device(batch: Any, device: str | torch.device) -> Any:
 
 @dataclass(frozen=True)
 class PlacedLoss:
-    """A loss that runs on the model's device, under autocast.
-
-    Attributes:
-        loss: The user's.
-        device: Where the model lies.
-        moves: Whether batches are moved there.
-        dtype: That of autocast; None for none.
-    """
+    """The user's loss, run on the model's device under autocast to ``dtype``."""
 
     loss: Callable[[Any, Any], Any]
     device: torch.device
@@ -131,11 +122,7 @@ def place(
     device: str | torch.device | None,
     precision: Precision | None,
 ) -> tuple[Callable[[Any, Any], Any], Precision]:
-    """Move the model to the device, and return the loss as it runs there and the precision as it was chosen.
-
-    Raises:
-        UsageError: If device or precision is unknown, or does not go with the model or optimizer.
-    """
+    """Move the model to the device; return the loss as it runs there, and the precision as it was chosen."""
     target = _device_of(model) if device is None else find_device(device)
     chosen = choose_precision(precision, target)
     half = [name for name, one in model.named_parameters() if one.requires_grad and one.dtype == torch.float16]
@@ -146,21 +133,17 @@ def place(
             remedy="pass model.float()",
         )
     if device is not None:
-        _move(model, optimizer, target)
+        before = [parameter.device for parameter in model.parameters()]
+        model.to(target)
+        if optimizer.state and before != [parameter.device for parameter in model.parameters()]:
+            raise UsageError(
+                f"device='{target}' moves the model, and its {type(optimizer).__name__} has a state already.",
+                rule="the optimizer's state lies where the weights lie.",
+                remedy="call model.to(...) before the optimizer is made or loaded",
+            )
     if device is None and chosen == "float32":
         return loss, chosen
     return PlacedLoss(loss, target, device is not None, _DTYPES[chosen]), chosen
-
-
-def _move(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    before = [parameter.device for parameter in model.parameters()]
-    model.to(device)
-    if optimizer.state and before != [parameter.device for parameter in model.parameters()]:
-        raise UsageError(
-            f"device='{device}' moves the model, and its {type(optimizer).__name__} has a state already.",
-            rule="the optimizer's state lies where the weights lie.",
-            remedy="call model.to(...) before the optimizer is made or loaded",
-        )
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -22,18 +22,14 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class Ema:
     """Averages a model's weights over the optimizer steps: ``average = decay * average + (1 - decay) * weights``.
 
-    The first update takes the weights as they are. What is averaged are the parameters that are trained; frozen ones
-    and buffers (statistics of normalization) are the model's own. Parameters of 16 bits are averaged in float32, for in
-    their own precision a small step is lost to rounding. Once ``prepare`` was called an update allocates nothing, so it
-    cannot run out of memory half-way.
+    Averaged are the parameters that are trained, those of 16 bits in float32. Once ``prepare`` was called, an update
+    allocates nothing.
 
     Args:
-        decay: The share of the average that stays at each step, from 0 to below 1. The average looks back over about
-            ``1 / (1 - decay)`` steps: keep that well below the number of steps.
-        snapshot_epochs: The epochs at whose end ``snapshot`` writes a file. Choose late ones: an average with weights
-            from before the training had settled is worse than the last weights.
-        warmup: Begin with a smaller decay, ``min(decay, (1 + n) / (10 + n))`` at update ``n``, so that the first
-            weights are soon forgotten.
+        decay: The share of the average that stays at each step, from 0 to below 1. It looks back over about
+            ``1 / (1 - decay)`` steps.
+        snapshot_epochs: The epochs at whose end ``snapshot`` writes a file. Choose late ones.
+        warmup: Begin with a smaller decay, ``min(decay, (1 + n) / (10 + n))`` at update ``n``.
         snapshot_name: How the files are named, by ``{epoch}`` and ``{fold}``.
         fold: What ``{fold}`` stands for.
 
@@ -92,11 +88,7 @@ class Ema:
             )
 
     def prepare(self, model: torch.nn.Module) -> None:
-        """Allocate the average of every parameter that is trained; what is there already stays as it is.
-
-        Raises:
-            UsageError: If an average that was loaded is of another model.
-        """
+        """Allocate the average of every trained parameter that has none; refuse an average of another model."""
         parameters = dict(model.named_parameters())
         for name, average in self._average.items():
             if name not in parameters or parameters[name].shape != average.shape:
@@ -160,11 +152,7 @@ class Ema:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave.
-
-        Raises:
-            UsageError: If it was made with another decay or warm-up.
-        """
+        """Go on from what ``state_dict`` gave; another decay or warm-up is a ``UsageError``."""
         if (state["decay"], state["warmup"]) != (self.decay, self.warmup):
             raise UsageError(
                 f"The average was made with decay={state['decay']}, warmup={state['warmup']}, and this Ema has "
@@ -193,18 +181,14 @@ class Ema:
     def snapshot(self, model: torch.nn.Module, epoch: int, folder: Path, facts: Mapping[str, Any]) -> Path | None:
         """Write the averaged model at the end of an epoch, if that epoch is listed.
 
-        Call it again after a resume: it writes the same again. The file is a checkpoint: ``load_checkpoint`` checks it,
-        and its ``model`` is a state dict of the averaged weights and the model's own buffers.
-
         Args:
             model: The model that is averaged.
             epoch: The epoch that has ended, counted from 1.
             folder: Where the file goes.
-            facts: What else goes into it, for example the ``fit`` and ``identity`` of the training's checkpoints, by
-                which ``memfit average`` tells whether files are of one training.
+            facts: What else goes into it: by ``fit`` and ``identity``, ``memfit average`` knows files of one training.
 
         Returns:
-            The file, or None for an epoch that is not listed.
+            The file, which ``load_checkpoint`` reads, or None for an epoch that is not listed.
         """
         if epoch not in self.snapshot_epochs or self.num_updates == 0:
             return None
@@ -224,15 +208,12 @@ class Ema:
         return path
 
     def report_missing(self, folder: Path, *, done: int, num_epochs: int) -> tuple[int, ...]:
-        """Name the listed epochs that will have no snapshot, by a ``CheckpointWarning`` and an event.
+        """Warn of listed epochs that have no snapshot and will have none; return them.
 
         Args:
             folder: Where the snapshots go.
             done: The epochs that have ended; a snapshot of the last of them may still be written.
-            num_epochs: The epochs that will be trained; ``done`` if the training stops here.
-
-        Returns:
-            These epochs: those past the end, and those that were passed without a file.
+            num_epochs: The epochs that will be trained.
         """
         missing = tuple(
             epoch

@@ -198,7 +198,15 @@ class TrainingData:
         """
         loader: Any = self.batches
         if state is not None:
-            self._set_generators(state["generators"])
+            states = state["generators"]
+            if len(states) != len(self._generators):
+                raise UsageError(
+                    f"The training data hold {len(self._generators)} random generators, and {len(states)} are saved.",
+                    rule="a resume puts the generator= of loader and samplers back to where it was.",
+                    remedy="build the data as they were, or pass another checkpoint_dir",
+                )
+            for generator, saved in zip(self._generators, states, strict=True):
+                generator.set_state(saved)
         self._at_start = [generator.get_state() for generator in self._generators]
         self.set_epoch(epoch)
         if self.kind == "indexed":
@@ -259,16 +267,6 @@ class TrainingData:
         is_replayed = self._iterator is not None and self.kind != "indexed"
         states = self._at_start if is_replayed else [generator.get_state() for generator in self._generators]
         return {"generators": states, "loader": loader.state_dict() if self.kind == "stateful" else None}
-
-    def _set_generators(self, states: Sequence[torch.Tensor]) -> None:
-        if len(states) != len(self._generators):
-            raise UsageError(
-                f"The training data hold {len(self._generators)} random generators, and {len(states)} are saved.",
-                rule="a resume puts the generator= of loader and samplers back to where it was.",
-                remedy="build the data as they were, or pass another checkpoint_dir",
-            )
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
 
     def worker_pids(self) -> list[int]:
         """Return the worker processes that live on between epochs."""

@@ -36,13 +36,13 @@ _LARGE_BYTES = 512
 
 @dataclass(frozen=True)
 class Cleanup:
-    """What one clean-up freed and cost.
+    """The result of a clean-up.
 
     Attributes:
         num_objects: Unreachable objects that were found.
-        host_bytes: By how much the heap's live bytes fell (see ``read_heap``).
+        host_bytes: By how much the heap's live bytes fell.
         reserved_bytes: How much of torch's cache went back to the driver, over all devices.
-        seconds: What it took.
+        seconds: Its duration.
     """
 
     num_objects: int
@@ -53,9 +53,6 @@ class Cleanup:
 
 def clean_up() -> Cleanup:
     """Collect garbage, empty the devices' cache, and return what that freed and cost; record it as ``cleanup``.
-
-    memfit calls it nowhere by itself. For a model that leaves cycles behind, call it in the trainer's ``on_step`` or
-    ``on_epoch``, or after a fit.
 
     Example:
         >>> clean_up().seconds > 0

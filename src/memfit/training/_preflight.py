@@ -43,8 +43,8 @@ class Longest:
 
     Attributes:
         batch: As the loader gives it.
-        how: ``given`` by the user; ``known`` by the batches' own ``longest()``; made of the samples with the largest of
-            the dataset's ``lengths``; the largest of ``all`` batches of a list; the largest of those ``sampled``.
+        how: ``given`` by the user; ``known`` by the batches' own ``longest()``; by the dataset's ``lengths``; the
+            largest of ``all`` batches of a list; the largest of those ``sampled``.
         num_seen: How many batches were looked at.
     """
 
@@ -66,7 +66,7 @@ class PhaseMemory:
         host_bytes: Non-reclaimable memory of this process and its loader workers.
         allocated_bytes: By device such as ``cuda:0``: what tensors took.
         reserved_bytes: By device: what torch's allocator held for them.
-        seconds: How long it took.
+        seconds: Its duration.
     """
 
     host_bytes: int
@@ -81,8 +81,8 @@ class PreflightReport:
 
     Attributes:
         phases: ``train``, ``validate`` and ``checkpoint``, as far as they were tried.
-        longest: How the longest batch was found; ``sampled`` promises least.
-        num_seen: How many batches were looked at for it.
+        longest: How the longest batch was found, see ``Longest``.
+        num_seen: How many batches were looked at.
         microbatch_size: What the longest batch is split into.
         num_ooms: How often it had to be split smaller until it fitted.
         checkpoint_bytes: The size of the checkpoint; None if none was written.
@@ -223,10 +223,9 @@ def _take(phase: str, action: Callable[[], T], meter: Meter, devices: dict[str, 
 def find_longest(batches: Iterable[Any], first_batch_seconds: float = FIRST_BATCH_SECONDS) -> Longest:
     """Return the batch that will take most memory; the batches and the random state stay undisturbed.
 
-    In this order: what the batches' own ``longest()`` gives; for a ``DataLoader`` whose dataset has ``lengths``, one of
-    its longest samples; for a list, the largest of all; else the largest of the first eight, which is a sample: a
-    longer batch may come later. Of a ``DataLoader`` a second one is made for it, with at most one worker, so that
-    neither its iterator nor its workers are touched; the generators of loader, samplers and data set are put back.
+    In this order: the batches' own ``longest()``; for a ``DataLoader`` whose dataset has ``lengths``, its longest
+    samples; for a list, the largest of all; else the largest of the first eight, which is only a sample. For a
+    ``DataLoader`` a second one is made, with at most one worker.
 
     Args:
         batches: What a training iterates over once per epoch.

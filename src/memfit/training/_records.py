@@ -19,7 +19,7 @@ class StepOutcome:
 
     Attributes:
         loss_sum: The summed loss of all its batches, before the update.
-        weight: What it is the sum of: samples, tokens.
+        weight: The samples or tokens that it is the sum of.
         grad_norm: The gradient's 2-norm before it was cut; None if nothing was updated.
         num_microbatches: How many forward passes made the gradient.
         microbatch_size: The largest of them, in units of the split.

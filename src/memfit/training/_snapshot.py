@@ -31,7 +31,8 @@ class Snapshot:
 
     def take(self) -> None:
         """Note how things are, over the copies of the last time: only the first call allocates."""
-        self._rng = _read_rng(self._numpy)
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        self._rng = random.getstate(), self._numpy.read(), torch.get_rng_state(), cuda
         children = [child for module in self.modules for child in module._modules.values()]
         if children != self._children or not self.modules:  # walking the tree anew costs ten times as much
             self.modules = list(self._model.modules())
@@ -51,7 +52,11 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back; allocates nothing."""
-        _write_rng(self._rng)
+        random.setstate(self._rng[0])
+        np.random.set_state(self._rng[1])
+        torch.set_rng_state(self._rng[2])
+        if self._rng[3]:
+            torch.cuda.set_rng_state_all(self._rng[3])
         for module, before in self._buffers:
             if isinstance(module, torch.jit.ScriptModule):  # what it shows are not its own dicts
                 for name, buffer in before.items():
@@ -115,17 +120,3 @@ class _NumpyState:
         if seen is None or seen != self._seen or self._state["has_gauss"]:
             self._state, self._seen = np.random.get_state(legacy=False), seen
         return self._state
-
-
-def _read_rng(numpy_state: _NumpyState) -> tuple[Any, ...]:
-    """Return the state of the global generators in their own form: quicker than ``rng_state``."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return random.getstate(), numpy_state.read(), torch.get_rng_state(), cuda
-
-
-def _write_rng(state: tuple[Any, ...]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
-    if state[3]:
-        torch.cuda.set_rng_state_all(state[3])

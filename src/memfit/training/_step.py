@@ -67,28 +67,26 @@ class SafeStep:
     """Makes optimizer steps that survive running out of memory, in any training loop.
 
     Args:
-        model: The model, in the mode in which it shall train, and of this process alone: DDP and FSDP are refused.
-            Plain attributes that its forward pass changes are not put back; buffers are, so keep running values there.
+        model: The model, of this process alone: DDP and FSDP are refused. Buffers are put back before a step is
+            repeated, plain attributes that the forward pass changes are not.
         optimizer: The optimizer over its parameters.
-        loss: ``loss(model, batch) -> (sum, weight)``: the summed loss of a batch and the weight (number of samples,
-            tokens) that it is the sum of. A step descends ``sum / weight``. It must not edit the batch's tensors.
-        microbatch_size: ``"auto"`` begins with whole batches and finds what fits; a number is the largest to try; None
-            never splits.
+        loss: ``loss(model, batch) -> (sum, weight)``: the summed loss and the weight (number of samples, tokens) that
+            it is the sum of. A step descends ``sum / weight``. It must not edit the batch's tensors.
+        microbatch_size: The most units at once; ``"auto"`` finds what fits; None never splits.
         split: How a batch is cut.
-        cost: ``cost(batch) -> int``: what memory grows with, such as tokens, nodes or frames; more units never cost
-            less. What fits is learned as a cost. By default the bytes of the batch's tensors.
-        weight: ``weight(batch)``: the same weight as the loss returns, known before; without it, gradients of a split
-            step are made with the number of units and multiplied at its end.
+        cost: ``cost(batch) -> int``: what memory grows with, such as tokens, nodes or frames; by default the bytes of
+            the batch's tensors. More units must not cost less.
+        weight: ``weight(batch)``: the weight that the loss returns, known before the first microbatch.
         max_grad_norm: Longer gradients are cut to this 2-norm; None leaves them.
         scaler: The gradient scaler of mixed precision with float16.
         backward: ``backward(loss)`` in place of ``loss.backward()``, for example ``accelerator.backward``.
-        allow_inexact: Split also what couples samples (batch statistics, losses over the whole batch), where the result
-            differs from the unsplit batch's; recorded as an ``inexact`` event.
+        allow_inexact: Split also where the result differs from the unsplit batch's (batch statistics, losses over the
+            whole batch); recorded as an ``inexact`` event.
         skip: Which batches may be left out; None: none.
         on_oom: Called after each out-of-memory that was survived.
 
     Attributes:
-        where: Plain values that say where the training is, such as epoch and step, for errors, events and records.
+        where: Plain values such as epoch and step, for errors, events and records.
         sizes: The largest cost of a microbatch that fits.
         num_ooms: How often memory ran out so far.
         num_skipped: How many batches the policy skipped so far.
@@ -143,19 +141,19 @@ class SafeStep:
         self._at: tuple[_Batch | None, tuple[int, int], str] = (None, (0, 0), "")
 
     def __call__(self, *batches: Any) -> StepOutcome:
-        """One optimizer step over the loader batches given; several are accumulated.
+        """Make one optimizer step over the batches; several are accumulated. After an error the weights are as before.
 
         Raises:
-            SampleTooLargeError: If a single unit does not fit; the weights are as before.
-            DoesNotFitError: If the optimizer's own memory has no room; the weights are as before.
+            SampleTooLargeError: If a single unit does not fit.
+            DoesNotFitError: If the optimizer's own memory has no room.
             HalfUpdatedError: If memory ran out inside the update and it could not be undone.
-            JobFailedError: If a loss or gradient is not finite; the weights are as before.
-            UsageError: If a split would not be exact, or the loss edited the batch; the weights are as before.
+            JobFailedError: If a loss or gradient is not finite.
+            UsageError: If a split would not be exact, or the loss edited the batch.
         """
         return self._run(batches, update=True)
 
     def gradients(self, *batches: Any) -> StepOutcome:
-        """The step without its update: gradients are left in place, and the weights as they are."""
+        """Make the gradients of a step and leave the weights as they are."""
         return self._run(batches, update=False)
 
     def prepare(self) -> None:
@@ -169,11 +167,11 @@ class SafeStep:
 
     @property
     def pending_bytes(self) -> int:
-        """What the state will take that the optimizer's first step makes; known once ``prepare`` was called."""
+        """Bytes of the state that the optimizer's first step will make; known once ``prepare`` was called."""
         return self._guard.pending_bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs beside model, optimizer and random state: sizes, scaler, counts; plain values."""
+        """Return what a resume needs beside model, optimizer and random state."""
         return {
             "sizes": self.sizes.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -276,7 +274,9 @@ class SafeStep:
         for batch in todo:
             for start, stop in batch.parts:
                 self._at = (batch, (start, stop), "forward")
-                loss_sum, weight = self._loss_of(self._part(batch, start, stop))
+                part = batch.content if len(batch.parts) == 1 else self.split.take(batch.content, start, stop)
+                loss_sum, weight = self._loss_of(rebuild(part, lambda leaf: leaf))  # the loss may take fields out of it
+                del part
                 if len(batch.parts) > 1:
                     self.exactness.allow_buffers(self._before, self.where)
                 if divisor is None:
@@ -303,11 +303,6 @@ class SafeStep:
             done.bad = list(todo)
             self._refuse_bad(f"the gradient's norm is {done.norm}; the loss is {done.loss_sum / done.weight}.")
         return done
-
-    def _part(self, batch: _Batch, start: int, stop: int) -> Any:
-        """Return the units of a microbatch in new containers: the loss may take fields out of them."""
-        content = batch.content if len(batch.parts) == 1 else self.split.take(batch.content, start, stop)
-        return rebuild(content, lambda leaf: leaf)
 
     def _loss_of(self, part: Any) -> tuple[torch.Tensor, Any]:
         """Return the summed loss of a microbatch and its weight, which carries no graph."""
@@ -357,7 +352,13 @@ class SafeStep:
         found_inf = scaler._found_inf_per_device(self.optimizer).values()
         done.skipped_by_scaler = any(found.item() for found in found_inf)
         if done.skipped_by_scaler:  # the optimizer stays as it is, with the room kept for its state
-            self._lower_scale(scaler)
+            scale = scaler.get_scale()
+            scaler.update()
+            next_scale = scaler.get_scale()
+            record("scaler_skip", scale=scale, next_scale=next_scale, **self.where)
+            if next_scale < _LEAST_SCALE:  # no scale helps, as with a loss that is not finite itself
+                what = f"the gradient is not finite, however small its scale: {scale:.2g} now."
+                raise _not_finite(f"In {place(self.where)} {what}")
             return
 
         def step_and_adapt() -> None:
@@ -365,16 +366,6 @@ class SafeStep:
             scaler.update()
 
         self._guard.step(step_and_adapt)  # last: what failed after it would be done twice
-
-    def _lower_scale(self, scaler: torch.amp.GradScaler) -> None:
-        """Update the scaler after a gradient that was not finite; refuse where no scale helps."""
-        scale = scaler.get_scale()
-        scaler.update()
-        next_scale = scaler.get_scale()
-        record("scaler_skip", scale=scale, next_scale=next_scale, **self.where)
-        if next_scale < _LEAST_SCALE:
-            what = f"the gradient is not finite, however small its scale: {scale:.2g} now."
-            raise _not_finite(f"In {place(self.where)} {what}")
 
     def _remember(self, todo: list[_Batch], num_retries: int) -> None:
         if self._never_splits or (self.sizes.limit is None and num_retries == 0):

@@ -48,31 +48,28 @@ class Trainer:
         loss: ``loss(model, batch) -> (sum, weight)``: the summed loss of a batch, and the weight (number of samples,
             tokens, lists) that it is the sum of. A step descends ``sum / weight``.
         optimizer: Made over the model's parameters; by default ``torch.optim.AdamW(model.parameters())``.
-        device: ``"cuda"``, ``"cuda:1"``, ``"cpu"``, or ``"auto"`` for the granted GPU and else the CPU. The model is
-            moved there now, each microbatch before the loss gets it; an ``evaluate`` of your own moves its batches.
-            None leaves both where they are: the loss moves the batch to the model.
-        precision: ``"bf16-mixed"`` and ``"fp16-mixed"`` run loss and evaluation under autocast, the weights stay in
-            float32; float16 also gets a ``GradScaler``. ``"auto"`` is bf16-mixed on a GPU that computes in it,
-            fp16-mixed on another GPU, float32 on the CPU. None is ``"float32"``: no autocast.
-        schedule: A schedule of the learning rate, stepped after each optimizer step; a skipped step does not count.
+        device: ``"cuda"``, ``"cuda:1"``, ``"cpu"``, or ``"auto"``: the granted GPU, else the CPU. The model moves there
+            now, each microbatch before the loss gets it. None leaves both where they are.
+        precision: ``"bf16-mixed"`` and ``"fp16-mixed"`` run loss and evaluation under autocast; float16 also gets a
+            ``GradScaler``. ``"auto"`` chooses by the device. None is ``"float32"``: no autocast.
+        schedule: A schedule of the learning rate, stepped after each optimizer step that was not skipped.
         ema: An average of the weights, updated after each optimizer step; its snapshots go to ``checkpoint_dir``.
-        seed: Seeds the global generators when a fit begins anew (dropout), and the stream that data draw from. The
-            model's first weights are drawn before: call ``seed_everything`` ahead of building it.
-        global_batch_size: Samples of an optimizer step, a multiple of the loader's batch; None is one batch. An epoch's
-            last step may have fewer.
+        seed: Seeds the global generators when a fit begins anew, and the stream that data draw from. Call
+            ``seed_everything`` before the model is built: its first weights are drawn there.
+        global_batch_size: Samples of an optimizer step, a multiple of the loader's batch; None is one batch.
         checkpoint_dir: Where checkpoints are written and looked for; None saves nothing.
-        checkpoint_seconds: A checkpoint is also written within an epoch when the last one is so old.
+        checkpoint_seconds: Write a checkpoint within an epoch too when the last one is so old.
         keep_epochs: How many of the newest epochs' checkpoints stay, beside the best.
         milestones: Epochs whose checkpoints stay as well.
-        first_batch_seconds: How long the workers of a ``DataLoader`` may do nothing before an epoch's first batch; then
-            they are ended, and the fit fails with their stacks.
+        first_batch_seconds: Seconds that the workers of a ``DataLoader`` may do nothing before an epoch's first batch;
+            then the fit fails with their stacks.
         on_step: ``on_step(outcome)``, called with the ``StepOutcome`` after each optimizer step.
         on_epoch: ``on_epoch(record)``, called with the ``EpochRecord`` after each epoch's checkpoint and validation;
             True ends the fit there. After a resume it is called again for the last whole epoch.
-        provenance: Plain values that say where this training belongs, such as its run, fold and training dates. Every
-            checkpoint and snapshot holds them as ``provenance``; a resume does not compare them.
+        provenance: Plain values that say where this training belongs, such as its run and fold; kept in every
+            checkpoint and snapshot. A resume does not compare them.
         **step: Settings of the ``SafeStep``: ``microbatch_size``, ``split``, ``cost``, ``weight``, ``max_grad_norm``,
-            ``scaler``, ``backward``, ``allow_inexact``, ``skip``. A ``scaler`` replaces the one that fp16-mixed makes.
+            ``scaler``, ``backward``, ``allow_inexact``, ``skip``.
 
     Example:
         >>> import torch
@@ -164,35 +161,29 @@ class Trainer:
     ) -> FitResult:
         """Train up to ``num_epochs`` epochs in all, going on from the newest whole checkpoint if there is one.
 
-        On SIGTERM, SIGUSR1 or, with a ``checkpoint_dir``, a first Ctrl-C the step under way is finished, a checkpoint
-        written and the fit stopped; the previous handlers are put back at the end. The model is left in evaluation mode
-        with the weights of the *last* epoch. Those of the best one lie in ``best_model.pt``; chosen on the validation
-        set, they look better there than they are. Outside a run of memfit's, each epoch, a resume and what was survived
-        are told on standard error.
+        SIGTERM, SIGUSR1 and, with a ``checkpoint_dir``, a first Ctrl-C stop the fit after the step under way, with a
+        checkpoint. The model is left in evaluation mode with the weights of the *last* epoch; those of the best one lie
+        in ``best_model.pt``.
 
         Args:
             train: The training batches.
-            valid: The validation batches; None validates nothing. Each validation begins at the first of them, after
-                ``set_epoch(0)`` where they have it, and leaves their random generators as they were.
+            valid: The validation batches; None validates nothing.
             num_epochs: The epochs to reach, those before a resume included.
             evaluate: ``evaluate(model, valid) -> {name: value}``, called in evaluation mode without gradients; by
                 default the mean loss as ``valid_loss``.
             best_metric: Which of these names decides what is best.
             direction: Whether less or more of it is better.
-            patience: Stop early when so many epochs in a row brought no better ``best_metric``; None never does.
-            preflight: Before the first step, try the largest batch of training and of validation, the optimizer's
-                memory and a checkpoint: what would fail later fails now, and nothing else changes.
+            patience: Stop after so many epochs in a row without a better ``best_metric``; None never does.
+            preflight: Before the first step, try the largest batches, the optimizer's memory and a checkpoint.
 
         Raises:
-            StoppedError: After a signal; the same call goes on where it was. A script that does not catch it ends with
-                status 75.
+            StoppedError: After a signal; the same call goes on where it was. Uncaught, the script's status is 75.
             SampleTooLargeError: If a single sample does not fit.
             DoesNotFitError: If the optimizer's memory, or the checkpoints on their disk, do not fit.
             JobFailedError: If a loss or gradient is not finite, validation or saving went out of memory twice, the
-                disk refuses a checkpoint, or a worker of a ``DataLoader`` is stuck before the first batch or has died.
+                disk refuses a checkpoint, or a worker of a ``DataLoader`` is stuck or has died.
             DamagedError: If there are checkpoints and none is whole.
-            UsageError: If the checkpoint was made with another model, optimizer, seed or amount of data, or validation
-                does not give ``best_metric``.
+            UsageError: If the checkpoint is of another training, or validation does not give ``best_metric``.
         """
         plan = Plan(train, valid, num_epochs, evaluate, best_metric, direction, patience, preflight)
         _check(plan)
@@ -251,17 +242,12 @@ def _say_oom(event: OomEvent) -> None:
 
 
 def _check(plan: Plan) -> None:
-    if plan.evaluate is not None and plan.valid is None:
+    needs_valid = {"evaluate": plan.evaluate, "patience": plan.patience}
+    if without := [name for name, value in needs_valid.items() if value is not None and plan.valid is None]:
         raise UsageError(
-            "evaluate was given without validation batches.",
-            rule="evaluate(model, valid) is called with them after each epoch.",
-            remedy="pass valid=...",
-        )
-    if isinstance(plan.valid, Sized) and len(plan.valid) == 0:
-        raise UsageError(
-            "There are no validation batches: valid has the length 0.",
-            rule="validation looks at one batch at least.",
-            remedy="check how the validation data were filtered, or leave valid out",
+            f"{without[0]} was given without validation batches.",
+            rule=f"{without[0]} is used in the validation after each epoch.",
+            remedy=f"pass valid=..., or leave {without[0]} out",
         )
     if plan.valid is not None and plan.evaluate is None and plan.best_metric != "valid_loss":
         raise UsageError(
@@ -270,22 +256,17 @@ def _check(plan: Plan) -> None:
             remedy="pass evaluate=..., which returns it by name, or leave best_metric out",
         )
     try:
-        num_batches = len(plan.train)
+        len(plan.train)
     except TypeError as error:
         raise UsageError(
             f"The training data have no length: {error}.",
             rule="the steps of an epoch are known before it begins.",
             remedy="give the data set a __len__: samples, or of an IterableDataset those of one epoch",
         ) from error
-    if num_batches == 0:
-        raise UsageError(
-            "There are no training batches: an epoch has 0.",
-            rule="there is at least one batch to an epoch.",
-            remedy="check how the training data were filtered",
-        )
-    if plan.patience is not None and plan.valid is None:
-        raise UsageError(
-            "patience was given without validation batches.",
-            rule="an early stop compares what validation gave after each epoch.",
-            remedy="pass valid=..., or leave patience out",
-        )
+    for name, batches in (("training", plan.train), ("validation", plan.valid)):
+        if isinstance(batches, Sized) and len(batches) == 0:
+            raise UsageError(
+                f"There are no {name} batches: an epoch has 0.",
+                rule="there is at least one batch to an epoch.",
+                remedy=f"check how the {name} data were filtered",
+            )
