@@ -277,7 +277,7 @@ def test_keyeds_whose_batches_cannot_be_had_again_are_refused():
 
 def test_data_that_end_before_where_the_resume_should_be_are_refused():
     data = TrainingData(DataLoader(TensorDataset(torch.ones(4)), 2), 0)
-    with pytest.raises(DataError, match="Epoch 1 ended after 2 batches, and 3 are behind"):
+    with pytest.raises(DataError, match="Epoch 1 ended after 2 batches, and 3 were trained"):
         data.open(1, 3)
 
 

@@ -301,7 +301,7 @@ def test_a_resume_with_another_model_or_other_data_is_refused(tmp_path):
 
 def test_a_fit_cannot_go_back_to_fewer_epochs(tmp_path):
     make(tmp_path).fit(Shuffled(), num_epochs=3)
-    with pytest.raises(UsageError, match="has 3 epochs behind it, and num_epochs is 2"):
+    with pytest.raises(UsageError, match="has 3 whole epochs, and num_epochs is 2"):
         make(tmp_path).fit(Shuffled(), num_epochs=2)
 
 

@@ -104,14 +104,14 @@ def _checkpointed(base: type) -> Any:
 
 
 def _rebuild(base: type) -> Any:
-    """An empty block for ``pickle`` and ``copy``, which do not find a class that was made on the way."""
+    """Return an empty block for ``pickle`` and ``copy``, which do not find a class that was made on the way."""
     return object.__new__(_checkpointed(base))
 
 
 def _choose(
     model: torch.nn.Module, blocks: Sequence[torch.nn.Module] | type[torch.nn.Module] | None
 ) -> dict[str, torch.nn.Module]:
-    """The blocks by name, none inside another."""
+    """Return the blocks by name, none inside another."""
     if isinstance(blocks, type):
         wanted: Iterable[torch.nn.Module] = [one for one in model.modules() if isinstance(one, blocks)]
     elif blocks is None:

@@ -256,7 +256,6 @@ def _mean(
 
 
 def _same(name: str, values: list[Any], paths: Sequence[Path]) -> Any:
-    """Return the value that all files agree on."""
     for path, value in zip(paths[1:], values[1:], strict=True):
         if not _equal(values[0], value):
             single = isinstance(value, torch.Tensor) and value.numel() == 1

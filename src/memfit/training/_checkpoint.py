@@ -148,19 +148,20 @@ def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
         <All keys matched successfully>
     """
     try:
-        opened = open(path, "rb")  # noqa: SIM115 - closed below; what fails while reading is another matter
+        with open(path, "rb") as file:
+            _verify(file, Path(path))
+            if mmap:
+                return _load(Path(path), mmap=True)
+            file.seek(0)  # the same open file: no rename in between can change what is loaded
+            return _load(file)
     except OSError as error:
+        if error.errno == errno.ENOMEM:  # of memory
+            raise
         raise UsageError(
             f"{path} cannot be read: {error.strerror}.",
             rule="a checkpoint is a file that a Trainer wrote, such as latest_checkpoint.pt in its checkpoint_dir.",
             remedy="check the path",
         ) from error
-    with opened as file:
-        _verify(file, Path(path))
-        if mmap:
-            return _load(Path(path), mmap=True)
-        file.seek(0)  # the same open file: no rename in between can change what is loaded
-        return _load(file)
 
 
 def _load(source: Path | BinaryIO, *, mmap: bool = False) -> dict[str, Any]:

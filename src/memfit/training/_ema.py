@@ -127,7 +127,7 @@ class Ema:
 
     @contextmanager
     def applied(self, model: torch.nn.Module) -> Iterator[None]:
-        """Give the model the averaged weights inside the block, and its own again behind it.
+        """Give the model the averaged weights inside the block, and its own again after it.
 
         Only 16-bit weights are copied for it. Only evaluate inside: an optimizer step would train the average.
         """

@@ -26,6 +26,8 @@ _HALF_TOLERANCE = 2e-2
 
 _Fault = tuple[str, str] | tuple[()]
 _INDEPENDENT = "or pass allow_inexact=True if no sample's loss depends on the others"
+_IN_EVALUATION = "in evaluation mode the loss"
+_NOT_COMPARED = "so memfit cannot compare it with the losses of its parts"
 _NO_SUM = (
     "the loss of a batch is not the sum of the losses of its parts",
     "return a sum and its weight; pass split=ByGroup(...) if samples of one group are coupled, split=WHOLE if all are; "
@@ -45,7 +47,7 @@ class Exactness:
         self._said: set[str] = set()
 
     def allow_step(self) -> None:
-        """Refuse weights that are updated in the backward pass; looked for before the first step."""
+        """Refuse weights that are updated in the backward pass."""
         if self._has_stepped or self.allows_inexact:
             return
         for name, parameter in self._model.named_parameters():
@@ -117,16 +119,13 @@ class Exactness:
             with torch.no_grad():
                 count = min(_NUM_CHECKED, count)
                 while count >= 2:
-                    try:
-                        found = attempt(partial(self._compare, batch, count))
-                    except Exception as error:
-                        return _incomparable(
-                            f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.80}",
-                            f"return the loss in evaluation mode too, {_INDEPENDENT}",
-                        )
+                    found = attempt(partial(self._compare, batch, count))
                     if not isinstance(found, Failed):
                         return found
                     count //= 2
+        except Exception as error:
+            why = f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.80}"
+            return f"{_IN_EVALUATION} {why}, {_NOT_COMPARED}", f"return the loss in evaluation mode too, {_INDEPENDENT}"
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -134,29 +133,26 @@ class Exactness:
         return ()
 
     def _compare(self, batch: Any, count: int) -> _Fault | None:
-        ranges = [(0, count), (0, count), (0, count // 2), (count // 2, count)]
-        found = [
-            self._loss(self._model, rebuild(self._split.take(batch, *bounds), lambda leaf: leaf)) for bounds in ranges
-        ]
+        found = []
+        for start, stop in ((0, count), (0, count), (0, count // 2), (count // 2, count)):
+            part = rebuild(self._split.take(batch, start, stop), lambda leaf: leaf)
+            found.append(self._loss(self._model, part))
         dtypes = {found[0][0].dtype, *(parameter.dtype for parameter in self._model.parameters())}
         if isinstance(self._loss, PlacedLoss) and self._loss.dtype is not None:
             dtypes.add(self._loss.dtype)
-        (whole, weight), (again, _), *parts = [(float(loss_sum), float(weight)) for loss_sum, weight in found]
-        if not all(map(math.isfinite, (whole, again, *(part for part, _ in parts)))):
+        (whole, weight), (again, _), (first, first_weight), (second, second_weight) = (
+            (float(loss_sum), float(one)) for loss_sum, one in found
+        )
+        if not all(map(math.isfinite, (whole, again, first, second))):
             return None
         tolerance = max(_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes)
-        scale = tolerance * (abs(whole) + sum(abs(part) for part, _ in parts))
-        if not abs(whole - again) <= scale:
-            return _incomparable(
-                f"gives {whole:.6g}, then {again:.6g} for the same samples: it draws random numbers",
-                f"draw random numbers only in training mode (model.training), {_INDEPENDENT}",
-            )
-        is_sum = abs(whole - sum(part for part, _ in parts)) <= scale
-        return () if is_sum and math.isclose(weight, sum(part for _, part in parts), rel_tol=1e-6) else _NO_SUM
-
-
-def _incomparable(why: str, remedy: str) -> _Fault:
-    return f"in evaluation mode the loss {why}, so memfit cannot compare it with the losses of its parts", remedy
+        tolerance *= abs(whole) + abs(first) + abs(second)
+        if abs(whole - again) > tolerance:
+            why = f"gives {whole:.6g}, then {again:.6g} for the same samples: it draws random numbers"
+            remedy = f"draw random numbers only in training mode (model.training), {_INDEPENDENT}"
+            return f"{_IN_EVALUATION} {why}, {_NOT_COMPARED}", remedy
+        is_sum = abs(whole - first - second) <= tolerance
+        return () if is_sum and math.isclose(weight, first_weight + second_weight, rel_tol=1e-6) else _NO_SUM
 
 
 def place(where: Mapping[str, Any]) -> str:

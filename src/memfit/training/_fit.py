@@ -113,7 +113,7 @@ class Fit:
     # --- the way to the first step, and back to a checkpoint
 
     def _begin(self) -> int | None:
-        """Resume or start anew; return the number of whole epochs behind it after a resume."""
+        """Resume or start anew; return the number of whole epochs that a resume goes on from."""
         if self.ema is not None:
             self.ema.prepare(self.trainer.model)
         taken = self.folder.newest() if self.folder is not None else None
@@ -131,7 +131,7 @@ class Fit:
     def _restore(self, path: Path, state: dict[str, Any]) -> None:
         if position_of(state) > (self.plan.num_epochs, 0):
             raise UsageError(
-                f"{path} has {state['epoch']} epochs behind it, and num_epochs is {self.plan.num_epochs}.",
+                f"{path} has {state['epoch']} whole epochs, and num_epochs is {self.plan.num_epochs}.",
                 rule="a fit goes on from its newest checkpoint; it cannot go back.",
                 remedy=f"pass num_epochs={state['epoch'] + bool(state['step'])} or more, or another checkpoint_dir",
             )
@@ -390,18 +390,14 @@ class Fit:
             raise self._stopped()
 
     def _stopped(self) -> StoppedError:
-        epoch, step = self.progress.position
-        folder, signal_name = self.folder, self.stop.noted
+        (epoch, step), signal_name = self.progress.position, self.stop.noted
         record("stop", signal=signal_name, epoch=epoch, step=step)
+        where = f"in epoch {epoch + 1}, after its step {step} of {self.num_steps}" if step else f"after epoch {epoch}"
+        rule = "without checkpoint_dir nothing is saved: it will start over."
+        if self.folder is not None:
+            rule = f"{self.folder.path} holds this very moment: nothing will be repeated."
         if (epoch, step) == (0, 0):
             where, rule = "before its first step", "nothing was trained yet: nothing will be repeated."
-        else:
-            where = (
-                f"in epoch {epoch + 1}, after its step {step} of {self.num_steps}" if step else f"after epoch {epoch}"
-            )
-            rule = "without checkpoint_dir nothing is saved: it will start over."
-            if folder is not None:
-                rule = f"{folder.path} holds this very moment: nothing will be repeated."
         return StoppedError(f"Stopped by {signal_name} {where}.", rule=rule, remedy="run the same command again")
 
     def _count_batches_per_step(self) -> int:

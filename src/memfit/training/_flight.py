@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memfit.memory import Budget, TreeMeter
-from memfit.rundir import current_run, read_heap, write_json
+from memfit.rundir import current_run, read_heap, record, write_json
 from memfit.training._oom import OomKind, device_bytes
 
 MAX_RECORDS = 200
@@ -25,6 +25,13 @@ _MAX_TEXT = 8000
 _NUM_EVENTS = 20
 _TAIL_BYTES = 1 << 14
 _RECORD_NAME = re.compile(r"oom_(\d+)\.json")
+
+
+def record_oom(text: str, kind: OomKind, *, model: Any, optimizer: Any, where: Mapping[str, Any]) -> Path | None:
+    """Write the flight record of an out-of-memory and the event ``oom``; return the record's file."""
+    path = write_flight_record(text, kind, model=model, optimizer=optimizer, where=where)
+    record("oom", memory=str(kind), error=text.partition("\n")[0], **where)
+    return path
 
 
 def write_flight_record(

@@ -217,7 +217,7 @@ class TrainingData:
             loader.sampler.skip(skip * (loader.batch_size or 1))
         elif self.kind == "stateful" and state is not None:
             loader.load_state_dict(state["loader"])
-            if not skip:  # saved between two epochs, so it stands at the end of the one before
+            if not skip:  # saved between two epochs, so it is at the end of the one before
                 self.set_epoch(epoch)
         else:
             self._key = (epoch, 0)
@@ -239,7 +239,7 @@ class TrainingData:
                 return False
             if next(self, self) is self:
                 raise DataError(
-                    f"Epoch {self._key[0]} ended after {self._key[1] - 1} batches, and {skip} are behind.",
+                    f"Epoch {self._key[0]} ended after {self._key[1] - 1} batches, and {skip} were trained.",
                     rule="a resume in mid-epoch runs the data forward to where it was.",
                     remedy="give back the training data as they were, or pass another checkpoint_dir",
                 )

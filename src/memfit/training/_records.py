@@ -121,8 +121,7 @@ class FitResult:
         history: Every epoch from the first, those before a resume included.
         best_epoch: The epoch whose metric is best; None without validation, or if the metric was never a number.
         epochs_run: How many epochs this call trained to their end.
-        resumed_from: How many whole epochs the checkpoint had behind it that this call went on from; None if it began
-            anew.
+        resumed_from: Whole epochs of the checkpoint that this call went on from; None if it began anew.
         stopped_early: Whether ``patience`` ended it before the last epoch.
 
     Example:

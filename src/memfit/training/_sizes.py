@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from memfit.errors import UsageError
@@ -65,11 +67,8 @@ class MicrobatchSizes:
         while start < count:
             stop = min(start + most, count)
             if limit is not None and cost(start, stop) > limit:
-                fits, too_far = start + 1, stop
-                while too_far - fits > 1:
-                    middle = (fits + too_far) // 2
-                    fits, too_far = (middle, too_far) if cost(start, middle) <= limit else (fits, middle)
-                stop = fits
+                ends = range(start + 1, stop)
+                stop = start + max(1, bisect_right(ends, limit, key=partial(cost, start)))
             ranges.append((start, stop))
             start = stop
         return ranges

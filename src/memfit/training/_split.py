@@ -55,7 +55,7 @@ class BySample:
     """
 
     def count(self, batch: Any) -> int:
-        """The common length; 1 if there is nothing to cut, or something that cannot be.
+        """Return the common length; 1 if there is nothing to cut, or something that cannot be.
 
         Raises:
             UsageError: If two lengths differ; it names both places.
@@ -63,23 +63,18 @@ class BySample:
         return self.count_of(leaves(batch))
 
     def count_of(self, content: Iterable[tuple[str, Any]]) -> int:
-        """``count`` of what ``leaves`` gave of a batch."""
-        found: tuple[str, int] | None = None
-        whole = False
-        for place, leaf in content:
-            length = _length(leaf)
-            if length is None:
-                whole = whole or is_opaque(leaf)
-            elif found is None:
-                found = (place, length)
-            elif found[1] != length:
+        """Return ``count`` of what ``leaves`` gave of a batch."""
+        content = list(content)
+        lengths = [(place, length) for place, leaf in content if (length := _length(leaf)) is not None]
+        for place, length in lengths:
+            if length != lengths[0][1]:
                 raise UsageError(
-                    f"The batch has {found[1]} samples at batch{found[0]} and {length} at batch{place}.",
+                    f"The batch has {lengths[0][1]} samples at batch{lengths[0][0]} and {length} at batch{place}.",
                     rule="BySample cuts the first dimension of all tensors, arrays and lists, so all are equally long.",
                     remedy="put the samples first in each, or pass split= an object with count(batch) and "
                     "take(batch, start, stop), or split=WHOLE",
                 )
-        return 1 if whole or found is None else found[1]
+        return lengths[0][1] if lengths and not any(is_opaque(leaf) for _, leaf in content) else 1
 
     def take(self, batch: Any, start: int, stop: int) -> Any:
         """Samples ``start`` up to ``stop``, in the batch's own structure."""
@@ -137,7 +132,7 @@ class ByGroup:
 
 
 class _Whole:
-    """Never cuts: the batch is one unit, as one date's list is in ranking."""
+    """Never cuts."""
 
     def count(self, batch: Any) -> int:
         return 1
@@ -165,7 +160,8 @@ def leaves(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 def is_opaque(leaf: Any) -> bool:
     """Return whether it is an object that only its author can cut, such as a batch of graphs."""
-    return _length(leaf) is None and not _is_shared(leaf)
+    is_number = isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim == 0
+    return _length(leaf) is None and not is_number and not isinstance(leaf, _SAME_IN_EVERY_PART)
 
 
 def held_bytes(batch: Any) -> int:
@@ -174,17 +170,17 @@ def held_bytes(batch: Any) -> int:
     >>> held_bytes({"x": torch.zeros(3, 2), "name": ["a", "b"]})
     26
     """
-    return sum(_held_bytes(leaf) for _, leaf in leaves(batch))
-
-
-def _held_bytes(leaf: Any) -> int:
-    if (size := _nbytes(leaf)) is not None:
-        return size
-    if isinstance(leaf, list) and leaf and is_opaque(leaf[0]):
-        return sum(map(held_bytes, leaf))
-    if is_opaque(leaf) and hasattr(leaf, "__dict__"):
-        return sum(_nbytes(one) or 0 for _, one in leaves(vars(leaf)))
-    return len(leaf) if isinstance(leaf, Sized) else 0
+    total = 0
+    for _, leaf in leaves(batch):
+        if (size := _nbytes(leaf)) is not None:
+            total += size
+        elif isinstance(leaf, list) and leaf and is_opaque(leaf[0]):
+            total += sum(map(held_bytes, leaf))
+        elif is_opaque(leaf) and hasattr(leaf, "__dict__"):
+            total += sum(_nbytes(one) or 0 for _, one in leaves(vars(leaf)))
+        else:
+            total += len(leaf) if isinstance(leaf, Sized) else 0
+    return total
 
 
 def _nbytes(value: Any) -> int | None:
@@ -227,16 +223,12 @@ def _parts(batch: Any) -> list[tuple[str, Any]] | None:
         return [(f".{name}", part) for name, part in zip(batch._fields, batch, strict=True)]
     if _is_texts(batch):
         return None
-    if (isinstance(batch, tuple) and not _is_plain(batch)) or (isinstance(batch, list) and _holds_arrays(batch)):
+    is_plain = len(batch) > _FEW and set(map(type, batch)).issubset(_PLAIN) if isinstance(batch, tuple) else True
+    if not is_plain or (isinstance(batch, list) and _holds_arrays(batch)):
         return [(f"[{index}]", part) for index, part in enumerate(batch)]
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return [(f".{field.name}", getattr(batch, field.name)) for field in dataclasses.fields(batch)]
     return None
-
-
-def _is_plain(values: tuple[Any, ...]) -> bool:
-    """Return whether it is a long tuple of plain values, such as the names that a loader collects."""
-    return len(values) > _FEW and isinstance(values[0], _PLAIN) and set(map(type, values)).issubset(_PLAIN)
 
 
 def _holds_arrays(value: Any) -> bool:
@@ -262,7 +254,3 @@ def _length(leaf: Any) -> int | None:
     if isinstance(leaf, torch.Tensor | np.ndarray):
         return len(leaf) if leaf.ndim else None
     return len(leaf) if isinstance(leaf, list) or _is_texts(leaf) else None
-
-
-def _is_shared(leaf: Any) -> bool:
-    return isinstance(leaf, _SAME_IN_EVERY_PART) or (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim == 0)

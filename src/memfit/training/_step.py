@@ -21,7 +21,7 @@ from memfit.errors import DoesNotFitError, JobFailedError, MemfitError, SampleTo
 from memfit.rundir import record
 from memfit.training._checks import Checked, check_parts, checked_arguments
 from memfit.training._exactness import Exactness, Loss, place
-from memfit.training._flight import write_flight_record
+from memfit.training._flight import record_oom
 from memfit.training._guard import OptimizerGuard
 from memfit.training._oom import Failed, OomKind, attempt, memory_now
 from memfit.training._records import OomEvent, SkipPolicy, StepOutcome
@@ -239,12 +239,12 @@ class SafeStep:
 
     def _take_snapshot(self) -> None:
         """Note how things are; when the copies have no room, once more with empty caches."""
-        failed = attempt(self._before.take)
-        if not isinstance(failed, Failed):
-            return
-        self.num_ooms += 1
-        record("oom", memory=str(failed.kind), error=failed.first_line, **self.where, phase="snapshot")
-        failed = attempt(self._before.take)
+        where = {**self.where, "phase": "snapshot"}
+        note = functools.partial(record_oom, model=self.model, optimizer=self.optimizer, where=where)
+        failed = attempt(self._before.take, note)
+        if isinstance(failed, Failed):
+            self.num_ooms += 1
+            failed = attempt(self._before.take)
         if isinstance(failed, Failed):
             raise DoesNotFitError(
                 f"In {place(self.where)} the copies of the model's buffers have no room: {failed.first_line}",
@@ -387,11 +387,10 @@ class SafeStep:
         return batch.size
 
     def _note_failure(self, text: str, kind: OomKind) -> Path | None:
-        """Write the flight record, then drop all gradients, so that emptying the caches hands their memory back."""
+        """Record the out-of-memory, then drop all gradients, so that emptying the caches frees their memory."""
         _, part, phase = self._at
         where = {**self.where, "phase": phase, "microbatch_size": part[1] - part[0] or None}
-        path = write_flight_record(text, kind, model=self.model, optimizer=self.optimizer, where=where)
-        record("oom", memory=str(kind), error=text.partition("\n")[0], **where)
+        path = record_oom(text, kind, model=self.model, optimizer=self.optimizer, where=where)
         for parameter in self.model.parameters():
             parameter.grad = None
         self._guard.zero_grad()

@@ -11,8 +11,8 @@ import torch
 
 from memfit.errors import JobFailedError, UsageError
 from memfit.rundir import record
-from memfit.training._flight import write_flight_record
-from memfit.training._oom import Failed, OomKind, attempt
+from memfit.training._flight import record_oom
+from memfit.training._oom import Failed, attempt
 from memfit.training._process import preserved_rng, rng_state, set_rng_state
 from memfit.training._snapshot import Snapshot
 from memfit.training._step import SafeStep
@@ -26,11 +26,7 @@ T = TypeVar("T")
 def attempt_phase(step: SafeStep, phase: str, where: Mapping[str, Any], action: Callable[[], T]) -> T | Failed:
     """Return the result of a phase; or ``Failed``, with the random state as it was."""
 
-    def note(text: str, kind: OomKind) -> None:
-        facts = {**where, "phase": phase}
-        write_flight_record(text, kind, model=step.model, optimizer=step.optimizer, where=facts)
-        record("oom", memory=str(kind), error=text.partition("\n")[0], **facts)
-
+    note = partial(record_oom, model=step.model, optimizer=step.optimizer, where={**where, "phase": phase})
     before = rng_state()
     result = attempt(action, note)
     if isinstance(result, Failed):

@@ -1,7 +1,6 @@
 """Watch the worker processes of a ``DataLoader``: end them with the trainer, and explain one that hangs or dies.
 
-``DataLoader(timeout=0)``, the default, waits for ever for workers that hang. A usual cause is a fork while a thread of
-a library (Polars, gRPC, OpenMP) held a lock: the worker gets the lock without the thread that would free it.
+A usual cause is a fork while a thread of a library (Polars, gRPC) held a lock: no thread of the worker will free it.
 """
 
 from __future__ import annotations
@@ -49,12 +48,7 @@ _MORE_SHM = "give /dev/shm more room (docker run --shm-size=..., mount -o remoun
 
 
 class Workers:
-    """Starts a loader's workers, watches them until a first batch is there, and ends them.
-
-    Args:
-        loader: Any batches; nothing is done for those that have no workers.
-        seconds: How long a first batch may take while no worker computes or reads.
-    """
+    """Starts a loader's workers, watches them until a first batch is there, and ends them; any loader may have none."""
 
     def __init__(self, loader: Any, seconds: float) -> None:
         self.loader = loader
@@ -65,8 +59,7 @@ class Workers:
     def start(self) -> Iterator[Any]:
         """Return an iterator over the loader, with workers that end when this process ends.
 
-        Workers ignore the signals that stop a fit: all processes of a job get them, and a worker that ended would take
-        its batches with it.
+        They ignore the signals that stop a fit: all processes of a job get them, and batches would be lost.
         """
         loader = self.loader
         if not isinstance(loader, DataLoader) or loader.num_workers == 0:
@@ -91,11 +84,7 @@ class Workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def first(self, iterator: Iterator[Any], phase: str) -> Any:
-        """Return the first batch of a phase, such as ``epoch 3``; workers that compute or read are waited for.
-
-        Raises:
-            JobFailedError: If they did nothing for so long; they have been ended.
-        """
+        """Return the first batch of a phase; end workers that neither compute nor read for ``seconds``."""
         workers: Any = workers_in(iterator)
         if not workers or getattr(iterator, "_timeout", True):  # a timeout of the user's own
             return next(iterator)
@@ -220,7 +209,7 @@ class _WorkerInit:
 
 @contextmanager
 def watched(batches: Iterable[Any], seconds: float, phase: str) -> Iterator[Iterator[Any]]:
-    """Iterate over the batches inside; workers are watched until the first one is there, and ended behind the block."""
+    """Iterate over the batches inside; workers are watched until the first one is there, and ended at its end."""
     workers = Workers(batches, seconds)
     iterator = workers.start()
 
