@@ -114,7 +114,7 @@ def test_what_does_not_fit_gives_3_with_the_arithmetic_and_runs_by_force(memfit,
     assert "prepare completed" in refused.err
     error = three_parts(refused.err[refused.err.rindex("memfit: ") :])
     assert error["what"].startswith("fold_1 needs 900.00 TiB of host memory (as declared); ")
-    assert " may be lent = " in error["what"] and "--force" in error["remedy"]
+    assert " available = " in error["what"] and "--force" in error["remedy"]
     forced = memfit("run", path, "--force", "--units", 1)
     assert forced.exit_code == 0
     assert "forced: not checked against the budget" in forced.out

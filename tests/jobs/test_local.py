@@ -697,7 +697,7 @@ def test_a_file_in_shared_memory_that_the_wall_above_all_jobs_refuses_is_a_lack_
     submit(backend, Job("full", command=(sys.executable, "-c", textwrap.dedent(code))), Grant(50 * MIB, 400 * MIB))
     status = wait_for_end(backend, "full")
     assert (status.state, status.exit_code) == ("out_of_memory", 1), status.cause
-    assert "has met its wall" in status.cause
+    assert "has met its limit" in status.cause
 
 
 ORDER = {"phases": [], "num_devices": 0, "env": {}}

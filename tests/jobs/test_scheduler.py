@@ -135,7 +135,7 @@ def test_a_neighbour_that_takes_memory_holds_jobs_back(tmp_path):
     machine.neighbour = 250
     scheduler.run()
     assert backend.most_at_once == 2
-    assert any("may be lent" in fields["arithmetic"] for kind, fields in events if kind == "wait")
+    assert any("available = " in fields["arithmetic"] for kind, fields in events if kind == "wait")
     assert "memory" in {fields["on"] for kind, fields in events if kind == "wait"}
 
 
@@ -150,7 +150,7 @@ def test_a_job_that_grows_past_its_likes_raises_the_reservation_of_those_to_come
 
 def test_a_declared_size_that_cannot_fit_is_refused_with_the_arithmetic(tmp_path):
     scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob()}, limit=2 * GIB, declared=Footprint.declared("3GiB"))
-    with pytest.raises(DoesNotFitError, match=r"a needs 3\.00 GiB .* 2\.00 GiB may be lent = 2\.00 GiB free"):
+    with pytest.raises(DoesNotFitError, match=r"a needs 3\.00 GiB .* 2\.00 GiB available = 2\.00 GiB free"):
         scheduler.run()
     assert backend.submitted == []
     assert DoesNotFitError.exit_code == 3
@@ -274,9 +274,9 @@ def test_what_is_used_is_told_before_each_job_and_after_it(tmp_path):
     assert told == {"admit": (1000, 0), "end": (1000, 0)}
     assert all(f["used_bytes"] >= 0 for kind, f in events if kind in told)
     [start] = [f["text"] for kind, f in events if kind == "admit"]
-    assert start == "a starts and its memory is measured (1 running); 0 B of 1000 B used"
+    assert start == "a started. Measuring its memory (700 B free)"
     [end] = [f["text"] for kind, f in events if kind == "end"]
-    assert end.startswith("a completed") and ", peak 100 B; " in end and end.endswith(" of 1000 B used")
+    assert end.startswith("a completed") and end.endswith(", peak 100 B")
 
 
 def of_kind(events, kind):
@@ -330,7 +330,7 @@ def test_when_all_that_run_wait_at_their_walls_the_cheapest_steps_aside_and_come
     assert len(of_kind(events, "aside")) == 1
     assert backend.peak_bytes <= 400
     again = of_kind(events, "retry")
-    assert [fields["reason"] for fields in again] == ["it stepped aside for others"]
+    assert [fields["reason"] for fields in again] == ["it gave way to other jobs"]
     assert len(backend.submitted) == 3
 
 
@@ -341,7 +341,7 @@ def test_a_job_that_wants_more_than_the_whole_budget_is_ended_with_the_arithmeti
     assert statuses["big"].state == "out_of_memory"
     assert "needs more than the" in statuses["big"].cause
     assert statuses["small"].state == "completed"
-    assert all("stepped aside" in fields["reason"] for fields in of_kind(events, "retry"))
+    assert all("gave way" in fields["reason"] for fields in of_kind(events, "retry"))
     assert backend.peak_bytes <= 1000
 
 
@@ -567,9 +567,9 @@ def test_what_other_runs_took_since_the_last_reading_is_not_free(tmp_path):
     _, _, machine, _ = make(tmp_path, {"a": FakeJob()}, limit=1000)
     watch = BudgetWatch(machine.read, lambda: 0.0, lambda: others_of(1, 0, 300))
     watch.read(Counter())
-    assert watch.lendable(Counter(), [])[HOST].bytes == 700
+    assert watch.rooms(Counter(), Counter())[HOST].bytes == 700
     watch.others = others_of(1, 200, 100)  # as told at a decision, before the budget is read again
-    assert watch.lendable(Counter(), [])[HOST].bytes == 700
+    assert watch.rooms(Counter(), Counter())[HOST].bytes == 700
 
 
 def use_gpus(scheduler, backend, gpus, name="GPU"):
@@ -671,7 +671,7 @@ def test_a_reservation_on_a_gpu_grows_with_its_job_and_holds_others_back(tmp_pat
             [(80, 30), (80, 0)],
             2,
             60,
-            r"60\.00 GiB on 2 GPUs \(as declared\); 49\.75 GiB may be lent on GPU 0 \(GPU-0\) = 50\.00 GiB free",
+            r"60\.00 GiB on 2 GPUs \(as declared\); 49\.75 GiB available on GPU 0 \(GPU-0\) = 50\.00 GiB free",
         ),
     ],
 )
@@ -884,7 +884,7 @@ def test_what_others_like_it_took_is_no_reason_to_refuse_a_job(tmp_path):
     params = {name: {"x": name[1:]} for name in scripts}
     scheduler, _, _, events = make(tmp_path, scripts, limit=100, slack=0.0, params=params, max_parallel=1)
     assert {status.state for status in scheduler.run().values()} == {"completed"}
-    assert any("others like it took 180 B" in fields["why"] for fields in of_kind(events, "admit"))
+    assert any("similar jobs took 180 B" in fields["text"] for fields in of_kind(events, "admit"))
 
 
 def test_numbers_too_large_for_a_line_are_names(tmp_path):

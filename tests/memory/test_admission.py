@@ -1,22 +1,15 @@
 """The arithmetic of admission."""
 
-from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.memory import DEFAULT_SLACK, HOST, Claim, Footprint, Lendable, reservation_bytes
+from memfit.memory import DEFAULT_SLACK, HOST, Budget, Device, Footprint, Lendable, reservation_bytes, rooms_of
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 SIZES = st.integers(0, 1 << 44)
-
-
-def claim(reserved, used):
-    return Claim(Counter({HOST: reserved}), Counter({HOST: used}))
-
-
-CLAIMS = st.lists(st.builds(claim, SIZES, SIZES), max_size=5)
 
 
 def test_a_measured_job_reserves_its_peak_and_the_slack_and_a_declared_one_what_it_declared():
@@ -33,34 +26,47 @@ def test_shared_bytes_and_device_bytes_are_not_reserved_for_each_job():
     assert reservation_bytes(Footprint(100, shared_bytes=10**9, device_bytes={"GPU-1": 10**9}), slack=0) == 100
 
 
-@given(SIZES, SIZES, CLAIMS)
-def test_what_may_be_lent_is_what_is_free_less_the_reserve_and_what_is_promised_and_not_yet_used(free, reserve, claims):
-    promised = sum(max(0, one.reserved[HOST] - one.used[HOST]) for one in claims)
-    assert Lendable.now(free, reserve, claims).bytes == free - reserve - promised
+def budget_of(tmp_path, *limits, device=None):
+    """A budget of 100 GiB under further limits: (scope, limit, free), in GiB."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 104857600 kB\nMemAvailable: 104857600 kB\n")
+    budget = Budget.read(root=tmp_path, env={}, reserve_bytes=GIB)
+    found = [
+        replace(budget.binding, scope=scope, limit_bytes=size * GIB, headroom_bytes=free * GIB)
+        for scope, size, free in limits
+    ]
+    devices = (Device(0, "GPU-0", "stand-in", 80 * GIB, device * GIB, 0, ()),) if device is not None else ()
+    return replace(budget, limits=(*found, *budget.limits), devices=devices)
 
 
-@given(SIZES, SIZES, CLAIMS, st.builds(claim, SIZES, SIZES))
-def test_one_more_job_never_makes_more_to_lend(free, reserve, claims, one_more):
-    before = Lendable.now(free, reserve, claims).bytes
-    assert Lendable.now(free, reserve, [*claims, one_more]).bytes <= before
+def test_each_place_offers_what_is_free_less_its_reserve_and_what_is_reserved_and_not_used(tmp_path):
+    rooms = rooms_of(budget_of(tmp_path, device=60), unused={HOST: 5 * GIB, "GPU-0": 20 * GIB})
+    assert rooms[HOST].bytes == 94 * GIB
+    assert rooms["GPU-0"].bytes == 40 * GIB - 256 * MIB
 
 
-def test_a_job_that_takes_what_it_reserved_leaves_what_may_be_lent_as_it_was():
-    # What it takes is gone from the headroom and from what is promised alike.
-    before = Lendable.now(10 * GIB, GIB, [claim(4 * GIB, GIB)])
-    after = Lendable.now(8 * GIB, GIB, [claim(4 * GIB, 3 * GIB)])
-    assert before.bytes == after.bytes == 6 * GIB
+def test_the_smallest_limit_decides_and_what_jobs_give_back_may_bring_another(tmp_path):
+    budget = budget_of(tmp_path, ("group", 50, 10), ("group", 20, 15))
+    assert rooms_of(budget)[HOST].bytes == 9 * GIB
+    assert rooms_of(budget, {HOST: 30 * GIB})[HOST].bytes == 19 * GIB  # all of the second limit
 
 
-def test_a_job_that_took_more_than_it_reserved_has_nothing_left_to_take():
-    assert claim(100, 300).unused == {}
+def test_other_runs_take_of_the_limits_that_they_share_alone(tmp_path):
+    rooms = rooms_of(budget_of(tmp_path, ("job", 30, 30), device=60), others={HOST: 40 * GIB, "GPU-0": 10 * GIB})
+    assert rooms[HOST].bytes == 29 * GIB
+    assert rooms["GPU-0"].bytes == 50 * GIB - 256 * MIB
+
+
+def test_a_place_that_is_free_offers_no_more_than_it_has(tmp_path):
+    rooms = rooms_of(budget_of(tmp_path, device=60), {"GPU-0": 50 * GIB})
+    assert rooms["GPU-0"].headroom_bytes == 80 * GIB
 
 
 @pytest.mark.parametrize(
     ("lendable", "text"),
     [
-        (Lendable(8 * GIB, GIB, 0), "7.00 GiB may be lent = 8.00 GiB free - 1.00 GiB reserve - 0 B reserved"),
-        (Lendable(GIB, 2 * GIB, GIB), "-2.00 GiB may be lent = 1.00 GiB free - 2.00 GiB reserve - 1.00 GiB reserved"),
+        (Lendable(8 * GIB, GIB, 0), "7.00 GiB available = 8.00 GiB free - 1.00 GiB reserve - 0 B reserved"),
+        (Lendable(GIB, 2 * GIB, GIB), "-2.00 GiB available = 1.00 GiB free - 2.00 GiB reserve - 1.00 GiB reserved"),
     ],
 )
 def test_the_sum_is_told_in_words_also_when_it_is_below_zero(lendable, text):

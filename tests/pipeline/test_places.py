@@ -113,7 +113,7 @@ def test_a_job_whose_torch_refuses_more_comes_again_with_more(gpus):
     [
         (
             ("--gpu-memory", "9GiB"),
-            "needs 9.00 GiB on 1 GPU (as declared); 7.75 GiB may be lent on GPU 1 (GPU-1) = 8.00 GiB free - 256.0 MiB",
+            "needs 9.00 GiB on 1 GPU (as declared); 7.75 GiB available on GPU 1 (GPU-1) = 8.00 GiB free - 256.0 MiB",
         ),
         (("--num-gpus", "3"), "it needs 3 GPUs and 2 are here"),
     ],

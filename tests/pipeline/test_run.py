@@ -56,7 +56,7 @@ def test_folds_are_trained_measured_tabled_and_kept(tiny):
     measured = min(event["time"] for event in events_of(result, "footprint") if event["job"] == "fold_1")
     assert all(admitted[f"fold_{i}"]["time"] >= measured for i in (2, 3))
     assert max(event["num_running"] for event in admitted.values()) >= 2
-    assert "may be lent" in admitted["fold_2"]["why"]
+    assert "available = " in admitted["fold_2"]["why"]
 
     # What was forecast from the first fold is what the others took.
     peaks = [status.peak_bytes for status in folds_of(result).values()]

@@ -325,7 +325,7 @@ cgroup_kill; by ECS
 cgroup_kill; by Dask's nanny
     exceeded (?!0%|0\.0*%) [\d.]+% memory budget\. Restarting
 cgroup_kill; by memfit
-    ended at its wall by memfit
+    ended at its (?:wall|limit) by memfit
 cgroup_kill; by the container's limit
     OOM ?Killed (?!\\?\"?[:=]\"?(?:false|0)) | container oom (?=[0-9a-f]{12}) | \"(?:status|Action)\":\"oom\"
         | [Cc]ontainer \S{1,80}? was OOM[- ]?killed

@@ -1,4 +1,4 @@
-"""Decides whether a job may start now: by the budget, by what other runs on this host claim, and by the forecast."""
+"""Decides whether a job may start now: by the budget, by the other runs on this host, and by the forecast."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from memfit.errors import DoesNotFitError
-from memfit.jobs._budget_watch import BudgetWatch, ReadBudget
+from memfit.jobs._budget_watch import DEVICE, BudgetWatch, ReadBudget
 from memfit.jobs._forecast import Forecast
 from memfit.jobs._job import Job
 from memfit.jobs._placement import choose, count_gpus
 from memfit.jobs._policy import Policy
-from memfit.jobs._reservation import Reservation, Wait
-from memfit.memory import HOST, Budget, Claim, Claims, Footprint, Lendable, Others, Sizes, reservation_bytes
+from memfit.jobs._reservation import Reservation, Wait, kind_of
+from memfit.memory import HOST, Budget, Claims, Footprint, Lendable, Others, Sizes, reservation_bytes
 from memfit.units import format_bytes
 
-#: A job that stepped aside so often runs alone the next time.
+#: A job that gave way so often runs alone the next time.
 _MOST_ASIDES = 3
-#: A job that is to have so much starts with this share of it: what is free is never to the byte what it was.
+#: A job that is to have so much starts with this share of it: what is free changes by some bytes all the time.
 _ALMOST = 0.97
 HELD_BY_OTHERS = "another run on this host has the memory that it needs"
 
@@ -30,26 +30,26 @@ class Admitted(NamedTuple):
     """A job may start.
 
     Attributes:
-        reserved: What it reserves by place; nothing on the host when its size is unknown and it has the whole budget.
+        reserved: Bytes by place; nothing on the host when its size is unknown and it has the whole budget.
         why: Why it fits, in words.
-        is_routine: Whether that is only the sum of what may be lent, which the log need not repeat.
+        note: What of that the log must say.
     """
 
     reserved: Sizes
     why: str
-    is_routine: bool = False
+    note: str = ""
 
 
 class LocalAdmission:
     """Admits jobs under the budget of this host.
 
-    A queued job, one that was submitted and has not started, counts for nothing here.
+    A job in the backend's queue counts for nothing here.
 
     Args:
-        read_budget: Gives the budget as it is now.
+        read_budget: Reads the budget.
         policy: How jobs are admitted.
         known: Footprints measured earlier, each with the stage and the parameters of its job.
-        claims: What other supervisors on this host have lent; None when there is none to ask.
+        claims: The list of this user's runs on this host; None for no list.
         now: Monotonic seconds.
 
     Attributes:
@@ -72,73 +72,69 @@ class LocalAdmission:
             self.forecast.learn(Job("known", command=("-",), params=params, stage=stage), footprint)
         self.running: dict[str, Reservation] = {}
 
-    # What is there
-
     def in_use(self) -> Sizes:
-        """What the running jobs use now, by place."""
+        """Return what the running jobs use now, by place."""
         return sum((entry.used for entry in self.running.values()), Counter[str]())
 
+    def unused(self, *, expected: bool = True) -> Sizes:
+        """Return what the running jobs have reserved, or are also expected to take, and do not use yet."""
+        return sum((entry.unused(expected=expected) for entry in self.running.values()), Counter[str]())
+
     def read_budget(self) -> Budget:
-        """The budget, read anew when the last reading is too old."""
+        """Return the budget, read anew when the last reading is too old."""
         if self.budget.is_due:
             self.budget.read(self.in_use())
         return self.budget.now
 
-    def rooms(self, claim_of: Callable[[Reservation], Claim] = Reservation.expectation) -> dict[str, Lendable]:
-        """What may be lent now at each place, beside what running jobs are expected to take."""
+    def rooms(self, *, expected: bool = True) -> dict[str, Lendable]:
+        """Return what is available at each place, beside what the running jobs have reserved or will take."""
         self.read_budget()
-        return self.budget.lendable(self.in_use(), self._claims(claim_of))
+        return self.budget.rooms(self.in_use(), self.unused(expected=expected))
 
     def parts(self) -> Sizes:
-        """What of the free bytes at each place this run may hand out to its running jobs."""
+        """Return what of the free bytes at each place this run may give to its running jobs."""
         self.read_budget()
-        return self.budget.parts(self.in_use(), self._claims(Reservation.claim))
+        return self.budget.parts(self.in_use(), self.unused(expected=False))
 
     def capacity_bytes(self) -> int:
-        """What all jobs may take now: of what is free, other runs on this host may take a part at the same time."""
-        return self.budget.capacity_bytes - max(0, self.rooms(Reservation.claim)[HOST].bytes) + self.parts()[HOST]
+        """Return what all jobs may take now: other runs on this host may take a part of what is free meanwhile."""
+        return self.budget.capacity_bytes - max(0, self.rooms(expected=False)[HOST].bytes) + self.parts()[HOST]
 
-    def _claims(self, claim_of: Callable[[Reservation], Claim]) -> list[Claim]:
-        return [claim_of(entry) for entry in self.running.values()]
-
-    def memory(self) -> tuple[dict[str, int], str]:
-        """What is used under the limit that binds now, and what the running jobs map (PSS): in bytes, and in words."""
+    def memory(self) -> dict[str, int]:
+        """Return the limit that binds now, what is used under it, and what the running jobs map (PSS), in bytes."""
         binding, pss = self.read_budget().binding, sum(entry.status.pss_bytes for entry in self.running.values())
-        sizes = {"limit_bytes": binding.limit_bytes, "used_bytes": binding.used_bytes, "pss_bytes": pss}
-        own = f", {format_bytes(pss)} of it by the jobs (PSS)" if pss else ""
-        return sizes, f"; {format_bytes(binding.used_bytes)} of {format_bytes(binding.limit_bytes)} used{own}"
+        return {"limit_bytes": binding.limit_bytes, "used_bytes": binding.used_bytes, "pss_bytes": pss}
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
-        """Keep other runs from deciding, so that no two give the same free bytes away; tell them what was decided."""
+        """Keep other runs from deciding meanwhile, so that no two give the same free bytes away."""
         with self.claims.deciding() if self.claims else nullcontext(Others()) as self.budget.others:
             yield
             if self.claims is not None:
-                unused = sum((claim.unused for claim in self._claims(Reservation.expectation)), Counter[str]())
-                self.claims.write(used=self.in_use(), unused=unused)
-
-    # What jobs take
+                self.claims.write(used=self.in_use(), unused=self.unused())
 
     def learn(self) -> list[dict[str, Any]]:
-        """Take in what the running jobs took so far, and let the reservations of those like them follow.
+        """Learn what the running jobs took so far, and revise the reservations of similar ones.
 
         Returns:
             The fields of a ``footprint`` event for each job that changed what is known.
         """
         for entry in self.running.values():
-            entry.hold_devices(self._measured(entry), self.policy.slack)
+            entry.hold_devices(self.measured(entry.job), self.policy.slack)
         found = [self._learn(entry) for entry in self.running.values()]
         if any(fields is not None for fields in found):
-            self._revise()
+            for entry in self.running.values():
+                if measured := self.measured(entry.job):
+                    entry.revise(measured, self.policy.slack)
         return [fields for fields in found if fields]
 
     def _learn(self, entry: Reservation) -> dict[str, Any] | None:
-        """Take in what a job took so far if that speaks for its like, else return None; the event when it is news."""
+        """Learn what a job took so far if that is enough to judge similar ones; return the event if it is news."""
         status, footprint = entry.status, entry.status.footprint
         self.budget.checkpoint_bytes = max(self.budget.checkpoint_bytes, status.checkpoint_bytes)
         if footprint is None or (footprint.sizes <= entry.learned and status.state != "completed"):
             return None
-        known, is_whole = self._measured(entry), status.state == "completed" or status.settled
+        known, is_whole = self.measured(entry.job), status.state == "completed" or status.settled
         outgrew = known is not None and (status.peak_bytes > known.private_bytes or footprint.exceeds(known))
         if not (is_whole or outgrew):
             return None
@@ -148,20 +144,20 @@ class LocalAdmission:
         self.forecast.learn(entry.job, footprint, is_final=status.state == "completed")
         if known is not None and not footprint.exceeds(known, 1.01):
             return {}
-        needed = reservation_bytes(footprint, self.policy.slack)
-        told = {"footprint": footprint.to_dict(), "reservation_bytes": needed, "in_use_bytes": self.in_use()[HOST]}
-        return {"job": entry.job.id} | told
+        return {
+            "job": entry.job.id,
+            "footprint": footprint.to_dict(),
+            "reservation_bytes": reservation_bytes(footprint, self.policy.slack),
+            "in_use_bytes": self.in_use()[HOST],
+        }
 
-    def _revise(self) -> None:
-        """Reservations of running jobs follow what was measured on their like; a hint may also turn out too large."""
-        for entry in self.running.values():
-            if expected := self._measured(entry):
-                entry.revise(expected, self.policy.slack)
-
-    # Who may start
+    def measured(self, job: Job) -> Footprint | None:
+        """Return the forecast for a job if it was measured on similar ones, not declared."""
+        expected = self.forecast.predict(job)
+        return expected if expected is not None and expected.method == "measured" else None
 
     def why_none_starts(self) -> Wait | None:
-        """Why no job at all may start now; None when one may."""
+        """Return why no job at all may start now; None when one may."""
         most = self.policy.max_parallel
         if most is not None and len(self.running) >= most:
             return Wait("max_parallel", f"at most {most} at once (max_parallel)")
@@ -179,92 +175,79 @@ class LocalAdmission:
         return all(entry.is_queued for entry in self.running.values())
 
     def admit(self, entry: Reservation) -> Admitted | Wait:
-        """Admit a job if it fits now; else say why it does not."""
-        alone, rooms = self.is_alone, self.rooms()
+        """Admit a job if it fits now at each place; else return why it does not."""
+        job, alone, rooms = entry.job, self.is_alone, self.rooms()
         if self.policy.force:
-            devices = choose(rooms, entry.job.num_devices, 1, held=())
-            reserved = Counter[str]() if isinstance(devices, Wait) else devices
-            return Admitted(reserved, "forced: not checked against the budget")
-        needed, room, is_inferred = self.needed(entry, alone=alone), rooms[HOST], self.forecast.is_inferred(entry.job)
-        if needed is None and not alone:
+            devices = choose(rooms, job.num_devices, held=())
+            sizes = Counter(() if isinstance(devices, Wait) else devices)
+            return Admitted(sizes, "forced: not checked against the budget", "not checked against the budget (--force)")
+        needs, note = self._needs(entry, rooms)
+        if needs[HOST] is None and not alone:
             return Wait("measuring", "its size is unknown, so it runs alone first")
         if entry.num_asides >= _MOST_ASIDES and not alone:
-            return Wait("memory", f"it stepped aside {entry.num_asides} times, so it runs alone next")
-        why, is_routine = room.explain(), True
-        if (needed or 1) > room.bytes and alone and is_inferred and entry.needed_bytes is None:
-            why = f"others like it took {format_bytes(needed or 1)}; it has all there is and its wall"
-            needed, is_routine = None, False
-        elif alone and needed is not None:
-            if entry.needed_bytes is not None and room.bytes >= _ALMOST * needed:
-                needed = min(needed, room.bytes)
-            # The slack is for those beside whom it will run.
-            needed = max(1, needed, min(self.needed(entry, alone=False) or 0, room.bytes))
-        devices = self._devices_for(entry, rooms)
+            return Wait("memory", f"it gave way {entry.num_asides} times, so it runs alone next")
+        held = self.budget.devices_of_others.union(*(other.devices for other in self.running.values()))
+        held |= set() if alone else {HOST}
+        devices = choose(rooms, job.num_devices, held, is_unknown=needs.get(DEVICE, ()) is None)
         if isinstance(devices, Wait):
             return devices
-        reserved = Counter({HOST: max(1, needed)} if needed is not None else {}) + devices
-        for place, size in {HOST: 1, **reserved}.items():
-            if size > rooms[place].bytes:
-                return _lack(entry, place, size, rooms[place])
-        return Admitted(reserved, "; ".join([why, *(rooms[place].explain() for place in devices)]), is_routine)
+        reserved = Counter[str]()
+        for place in (HOST, *devices):
+            need, room = needs[kind_of(place)], rooms[place].bytes
+            if need is None:  # all there is
+                size = room
+            elif place in held:
+                size = need[1]
+            else:  # the slack is for jobs beside it
+                size = min(need[1], max(need[0], room))
+            if max(1, size) > room:
+                return _lack(entry, place, max(1, size), rooms[place])
+            if need is not None or place != HOST:
+                reserved[place] = max(1, size)
+        return Admitted(reserved, "; ".join(rooms[place].explain() for place in (HOST, *devices)), note)
 
-    def _devices_for(self, entry: Reservation, rooms: Mapping[str, Lendable]) -> Sizes | Wait:
-        """What a job would reserve on each of its devices, whether or not there is room; or why there are none."""
-        num = entry.job.num_devices
-        held = self.budget.devices_of_others.keys() | {
-            place for other in self.running.values() for place in other.devices
-        }
-        least, need = self._device_needs(entry)
-        devices = choose(rooms, num, need, held)
-        if need is None or least is None or isinstance(devices, Wait):
-            return devices
-        for place in devices.keys() - held:  # the slack is for those beside whom it runs
-            if least <= rooms[place].bytes < need:
-                devices[place] = rooms[place].bytes
-        too_large = any(size > rooms[place].bytes for place, size in devices.items())
-        if too_large and self.is_alone and self.forecast.is_inferred(entry.job) and not entry.needed_device_bytes:
-            return choose(rooms, num, None, held)  # others like it took more: it has all there is
-        return devices
+    def _needs(
+        self, entry: Reservation, rooms: Mapping[str, Lendable]
+    ) -> tuple[dict[str, tuple[int, int] | None], str]:
+        """Return what a job needs on the host and on each device, and what the log must say about that."""
+        num, note = entry.job.num_devices, ""
+        needs = {kind: self.need(entry, kind) for kind in (HOST, DEVICE)[: 1 + bool(num)]}
+        if self.is_alone and self.forecast.is_inferred(entry.job):  # what similar jobs took is no reason to refuse it
+            devices = sorted((room.bytes for place, room in rooms.items() if place != HOST), reverse=True)
+            most = {HOST: rooms[HOST].bytes, DEVICE: devices[num - 1] if 0 < num <= len(devices) else 0}
+            for kind, need in needs.items():
+                if need is not None and need[0] > most[kind] and not entry.needed[kind]:
+                    needs[kind], note = None, f"similar jobs took {format_bytes(need[0])}, it gets all there is"
+        return needs, note
 
-    def needed(self, entry: Reservation, *, alone: bool) -> int | None:
-        """What a job reserves; None for one of unknown size, which runs alone."""
-        expected = self.forecast.predict(entry.job)
-        if entry.needed_bytes is not None:
-            measured = self._measured(entry)
-            return min(max(entry.needed_bytes, measured.private_bytes if measured else 0), self.budget.most_bytes)
-        if expected is None:
-            return None
-        # A job that runs alone may use all there is, so its like's peak is enough without the slack.
-        return expected.private_bytes if alone else reservation_bytes(expected, self.policy.slack)
+    def need(self, entry: Reservation, kind: str) -> tuple[int, int] | None:
+        """Return the least that a job can start with on the host or on each device, and what it is to have.
 
-    def _device_needs(self, entry: Reservation) -> tuple[int | None, int | None]:
-        """The least and what a job is to have of each of its devices; None when that is not known."""
-        measured = self._measured(entry)
-        if entry.needed_device_bytes:
-            need = min(entry.needed_device_bytes, self.budget.most_device_bytes(entry.job.num_devices))
-            return round(_ALMOST * need), need
-        return entry.device_need(measured, 0.0), entry.device_need(measured, self.policy.slack)
-
-    def _measured(self, entry: Reservation) -> Footprint | None:
-        """What a job will take, if that was measured on its like."""
-        expected = self.forecast.predict(entry.job)
-        return expected if expected is not None and expected.method == "measured" else None
+        None if its size is unknown: then it gets all there is.
+        """
+        job, slack = entry.job, self.policy.slack
+        if needed := entry.needed[kind]:
+            needed = max(needed, entry.forecast_bytes(kind, self.measured(job)) or 0)
+            needed = min(needed, self.budget.most(job.num_devices)[kind])
+            return round(_ALMOST * needed), needed
+        expected = self.forecast.predict(job)
+        least, wanted = entry.forecast_bytes(kind, expected), entry.forecast_bytes(kind, expected, slack)
+        return None if least is None or wanted is None else (least, wanted)
 
     def waits_for_others(self, entry: Reservation) -> bool:
-        """True if a job that does not fit will fit once other runs on this host have ended."""
-        budget, num = self.budget, entry.job.num_devices
-        if (self.needed(entry, alone=True) or 1) > budget.most_bytes:
+        """Return True if a job that does not fit will fit once other runs on this host have ended."""
+        num = entry.job.num_devices
+        most = self.budget.most(num)
+        needs = {kind: self.need(entry, kind) or (1, 1) for kind in (HOST, DEVICE)[: 1 + bool(num)]}
+        if any(max(1, need[0]) > most[kind] for kind, need in needs.items()):
             return False
-        if num and (self._device_needs(entry)[0] or 1) > budget.most_device_bytes(num):
-            return False
-        return budget.can_others_help or bool(num and budget.devices_of_others)
+        return self.budget.can_others_help or bool(num and self.budget.devices_of_others)
 
     def refusal(self, entry: Reservation, wait: Wait) -> DoesNotFitError:
         """Return the error for a job that waits although no other runs."""
-        job, expected, binding = entry.job, self.forecast.predict(entry.job), self.read_budget().binding
-        measured = expected if expected is not None and expected.method == "measured" else None
+        job, binding, measured = entry.job, self.read_budget().binding, self.measured(entry.job)
         if wait.on == "memory":
-            source = "measured on a job like it" if measured else "as declared" if expected else "to start at all"
+            source = "measured on a similar job" if measured else "as declared" if job.footprint else "to start at all"
             return DoesNotFitError(
                 f"{job.id} needs {format_bytes(wait.lacks)} of host memory ({source}); {wait.detail}.",
                 rule=f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}).",
@@ -273,7 +256,7 @@ class LocalAdmission:
         what = f"{job.id}: {wait.reason}"
         if wait.lacks:
             source = "as declared" if job.device_bytes else "to start at all"
-            source = "measured on a job like it" if measured and measured.bytes_per_device else source
+            source = "measured on a similar job" if measured and measured.bytes_per_device else source
             what = f"{job.id} needs {format_bytes(wait.lacks)} on {count_gpus(job.num_devices)} ({source})"
         return DoesNotFitError(
             f"{'; '.join(filter(None, (what, wait.detail)))}.",
@@ -285,4 +268,4 @@ class LocalAdmission:
 def _lack(entry: Reservation, place: str, needed_bytes: int, room: Lendable) -> Wait:
     where = "" if place == HOST else f" on {count_gpus(entry.job.num_devices)}"
     on = "memory" if place == HOST else "device"
-    return Wait(on, f"it needs {format_bytes(needed_bytes)}{where}", room.explain(), needed_bytes)
+    return Wait(on, f"it needs {format_bytes(needed_bytes)}{where}", room.explain(), needed_bytes, room.bytes)

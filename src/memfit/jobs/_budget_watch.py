@@ -1,37 +1,32 @@
-"""The budget as the scheduler follows it: read again and again, and what of it may be lent."""
+"""The budget as the scheduler follows it: read again and again, and what of it is available."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
-from memfit.memory import HOST, Budget, Claim, Lendable, Others, Sizes, lendable_on_devices, rooms_of
+from memfit.memory import HOST, Budget, Lendable, Others, Sizes, bounds_of, rooms_of
 
-#: The budget as it is now, given the private bytes that running jobs use now (a cap of the user's counts those).
+#: Reads the budget, given the private bytes that running jobs use now (the user's own limit counts those).
 ReadBudget = Callable[[int], Budget]
 
+#: Stands for each device of a job, in bytes by place.
+DEVICE = "device"
 #: How old a reading may be; what jobs took since is subtracted from it.
 _FRESH_SECONDS = 0.25
-#: What holds for all runs of this host together; the user's cap and a Slurm job bound this run alone.
-_SHARED = frozenset({"group", "host"})
 #: What other runs hold is worth a wait from this share of one's own capacity on.
 _NOTABLE = 0.05
-#: The share of the reserve up to which neighbours outside memfit may grow before jobs must give way.
-_LENT_TO_OUTSIDERS = 0.75
+#: The share of the reserve that neighbours outside memfit may take before jobs must give way.
+_FOR_OUTSIDERS = 0.75
 
 
 class BudgetWatch:
-    """Follows the budget.
-
-    Args:
-        read_budget: Reads it.
-        clock: Monotonic seconds.
-        read_others: Reads what other runs on this host took and lent.
+    """The last reading of the budget, and what changed since.
 
     Attributes:
-        others: What other runs took and lent, as last seen.
-        checkpoint_bytes: The largest checkpoint that a job of this run reported: so much is never lent, so that a job
-            that is asked to step aside has the room to write one.
+        others: What other runs on this host use and have reserved, as last seen.
+        checkpoint_bytes: The largest checkpoint that a job reported. So much is kept free, so that a job that is asked
+            to stop can write one.
         read_at: When the budget was read last, by the clock.
         outsiders_bytes: By how much others than memfit's jobs have grown since the first reading, at the least.
     """
@@ -49,7 +44,7 @@ class BudgetWatch:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last reading is too old."""
+        """True if the last reading is too old."""
         return self._budget is None or self._clock() - self.read_at >= _FRESH_SECONDS
 
     @property
@@ -61,85 +56,81 @@ class BudgetWatch:
 
     def read(self, in_use: Sizes) -> None:
         """Read the budget, while jobs use so many bytes at each place."""
-        # First what others lent: what their jobs take between the two readings counts twice, and not never.
+        # The other runs first: what their jobs take between the two readings then counts twice, and not never.
         self.others = self._others_then = self.read_others()
         self._budget = self.read_budget(in_use[HOST])
         self.read_at, self._in_use_then = self._clock(), in_use
         self.outsiders_bytes = self._measure_outsiders()
-        # The reserve, less what others took since the first reading: it is there for them.
+        # The reserve is there for others: what they took since the first reading comes out of it.
         reserve = self._budget.reserve_bytes
-        self._reserve_left = reserve - min(self.outsiders_bytes, int(reserve * _LENT_TO_OUTSIDERS))
+        self._reserve_left = reserve - min(self.outsiders_bytes, int(reserve * _FOR_OUTSIDERS))
 
-    def lendable(self, in_use: Sizes, claims: Collection[Claim]) -> dict[str, Lendable]:
-        """What may be lent now at each place, beside the claims of the jobs that run."""
-        headroom = min(self._headroom_bytes - (in_use[HOST] - self._in_use_then[HOST]), self.now.limit_bytes)
-        host = Lendable.now(headroom, self._reserve_left + self.checkpoint_bytes, claims)
-        unused = sum((claim.unused for claim in claims), self._lent_by_others)
-        taken = in_use - self._in_use_then  # what was given back, the reading may have seen before the job told it
-        return {HOST: host, **lendable_on_devices(self.now.devices, taken=taken, unused=unused)}
+    def rooms(self, in_use: Sizes, unused: Sizes) -> dict[str, Lendable]:
+        """Return what is available at each place, given what jobs use now and have reserved beyond that."""
+        freed = self._freed(in_use)
+        return rooms_of(self.now, freed, unused=unused, others=self._new_of_others, reserve_bytes=self._kept_bytes)
 
-    def parts(self, in_use: Sizes, claims: Collection[Claim]) -> Sizes:
-        """Return this run's part of what may be lent: other runs may take theirs of a shared limit at the same time."""
-        rooms, num = self.lendable(in_use, claims), 1 + self.others.num
-        whole = rooms.pop(HOST)
-        kept = in_use[HOST] - self._in_use_then[HOST] + whole.reserve_bytes + whole.unused_bytes
-        shared = [(free - kept) // num for is_shared, free in self._rooms() if is_shared]
-        host = max(0, min([whole.bytes, *shared]))
-        return Counter({HOST: host, **{place: max(0, room.bytes) // num for place, room in rooms.items()}})
+    def parts(self, in_use: Sizes, unused: Sizes) -> Sizes:
+        """Return this run's part of what is available: other runs may take theirs of a shared limit meanwhile."""
+        found, kept = Counter[str](), self._kept_bytes
+        bounds = bounds_of(self.now, self._freed(in_use), unused=unused, others=self._new_of_others, reserve_bytes=kept)
+        for place, is_shared, room in bounds:
+            size = max(0, room.bytes) // (1 + self.others.num * is_shared)
+            found[place] = min(found.get(place, size), size)
+        return found
 
     @property
-    def devices_of_others(self) -> Sizes:
-        """What other runs on this host hold of each device, in use or not."""
+    def devices_of_others(self) -> set[str]:
+        """The devices of which other runs on this host hold a part."""
         held = self.others.used + self.others.unused
-        return Counter({device.uuid: held[device.uuid] for device in self.now.devices if held[device.uuid]})
-
-    def most_device_bytes(self, num_devices: int) -> int:
-        """What one job could take on each of so many devices if no other ran, of this run or of another."""
-        rooms = rooms_of(self.now, self._in_use_then + self._others_then.used)
-        sizes = sorted((room.bytes for place, room in rooms.items() if place != HOST), reverse=True)
-        return max(0, sizes[num_devices - 1]) if 0 < num_devices <= len(sizes) else 0
+        return {device.uuid for device in self.now.devices if held[device.uuid]}
 
     @property
     def capacity_bytes(self) -> int:
         """What all jobs of this run may take together."""
-        return self._headroom_bytes + self._in_use_then[HOST] - self._reserve_left - self.checkpoint_bytes
-
-    @property
-    def held_by_others_bytes(self) -> int:
-        """How much more this run could take if all other runs on this host ended; 0 where its own limit binds."""
-        theirs = self._lent_by_others[HOST] + self._others_then.used[HOST]
-        return min(free + theirs * is_shared for is_shared, free in self._rooms()) - self._headroom_bytes
+        return self._capacity(self._new_of_others)[HOST]
 
     @property
     def can_others_help(self) -> bool:
-        """Return True if this run could take notably more when other runs on this host end."""
-        return self.held_by_others_bytes > max(0.0, _NOTABLE * self.capacity_bytes)
+        """True if this run could take notably more when other runs on this host end."""
+        here = self.capacity_bytes
+        return self._capacity_alone()[HOST] - here > max(0.0, _NOTABLE * here)
+
+    def most(self, num_devices: int) -> Sizes:
+        """Return what one job could take on the host and on each of so many devices, if no job of any run ran."""
+        whole = self._capacity_alone()
+        devices = sorted((size for place, size in whole.items() if place != HOST), reverse=True)
+        on_device = max(0, devices[num_devices - 1]) if 0 < num_devices <= len(devices) else 0
+        return Counter({HOST: max(1, whole[HOST] if self.can_others_help else self.capacity_bytes), DEVICE: on_device})
 
     @property
-    def most_bytes(self) -> int:
-        """What one job could take if no other ran, of this run or of another."""
-        return max(1, self.capacity_bytes + (self.held_by_others_bytes if self.can_others_help else 0))
+    def _kept_bytes(self) -> int:
+        return self._reserve_left + self.checkpoint_bytes
+
+    def _freed(self, in_use: Sizes) -> dict[str, int]:
+        """Return what the reading counts as taken and is free; negative for what was taken since."""
+        freed = {place: self._in_use_then[place] - in_use[place] for place in self._in_use_then | in_use}
+        # A device's reading may be newer than the last report of its jobs, and have seen what they gave back.
+        return {place: size if place == HOST else min(0, size) for place, size in freed.items()}
+
+    def _capacity(self, others: Sizes) -> dict[str, int]:
+        rooms = rooms_of(self.now, self._in_use_then, others=others, reserve_bytes=self._kept_bytes)
+        return {place: room.bytes for place, room in rooms.items()}
+
+    def _capacity_alone(self) -> dict[str, int]:
+        """Return what there is once all other runs have ended."""
+        return self._capacity(Counter({place: -size for place, size in self._others_then.used.items()}))
 
     @property
-    def _headroom_bytes(self) -> int:
-        return min(free for _, free in self._rooms())
-
-    @property
-    def _lent_by_others(self) -> Sizes:
-        """What other runs have lent, and took since the last reading."""
+    def _new_of_others(self) -> Sizes:
+        """What other runs have reserved, and took since the last reading."""
         return self.others.unused + (self.others.used - self._others_then.used)
-
-    def _rooms(self) -> list[tuple[bool, int]]:
-        """For each limit, whether other runs share it, and what is free under it beside them."""
-        limits = [limit for limit in self.now.limits if limit.binds] or [self.now.binding]
-        taken = self._lent_by_others[HOST]
-        return [(is_shared := limit.scope in _SHARED, limit.headroom_bytes - taken * is_shared) for limit in limits]
 
     def _measure_outsiders(self) -> int:
         binding, others = self.now.binding, self._others_then
-        if binding.scope not in _SHARED:
+        if binding.scope not in ("group", "host"):
             others = Others()
         outside = binding.limit_bytes - binding.headroom_bytes - self._in_use_then[HOST] - others.used[HOST]
         first = self._outside_first.setdefault(f"{binding.name} {binding.source}", outside)
-        # What other runs lent may be in use already: they tell of it later than the kernel does.
+        # Other runs may use what they reserved already: the kernel shows that before they do.
         return max(0, outside - others.unused[HOST] - first)

@@ -167,8 +167,8 @@ def _shortage(death: Death) -> str:
         return at_wall
     texts = [*_last_lines(death), str((death.error or {}).get("text", ""))]
     if death.met_above and (death.returncode == -signal.SIGBUS or any(_REFUSED.search(text) for text in texts)):
-        # Files in /dev/shm and forks fail at the wall of any group, where all else waits.
-        return f"the kernel probably refused it memory, as for files in /dev/shm: {death.met_above} has met its wall"
+        # Files in /dev/shm and forks fail at the limit of any group, where all else waits.
+        return f"the kernel probably refused it memory, as for files in /dev/shm: {death.met_above} has met its limit"
     return ""
 
 

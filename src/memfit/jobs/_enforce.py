@@ -1,8 +1,8 @@
-"""Keeps running jobs within the budget: grows reservations, moves walls, and asks jobs to step aside.
+"""Keeps running jobs within the budget: grows reservations, moves limits, and asks jobs to give way.
 
-A job that passes its reservation gets more from what is free. When nothing is free, no job is admitted until
-neighbours have ended; a job that reaches its wall waits there. Only when that lasts, the job whose end loses the least
-work is asked to checkpoint and step aside, and comes again later with what it needs.
+A job that passes its reservation gets more from what is free. When nothing is free, no job starts until others have
+ended, and a job at its limit waits. When that lasts, the job whose end loses the least work is asked to checkpoint and
+stop. It is restarted later with what it needs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from memfit.jobs._reservation import Reservation, Wait, cheapest
 from memfit.memory import HOST, Sizes
 from memfit.units import format_bytes
 
-#: How long a job may wait at its wall for neighbours to end, and how long when all that run wait there.
+#: How long a job may wait at its limit, and how long when all that run wait at theirs.
 _STALL_SECONDS, _DEADLOCK_SECONDS = 10.0, 0.5
-#: What is free is parted among so many jobs at least, so that not every start and end moves the walls of all others.
+#: What is free is divided by this number at least, so that not every start and end moves the limits of all jobs.
 _LEAST_PARTS = 8
-#: How long a grown reservation stands before what it holds for nothing goes back, and how long a job that waits at its
-#: wall may take to leave.
+#: How long a grown reservation stays before its unused part goes back; how long a job that waits at its limit may take
+#: to stop.
 _GROWN_SECONDS, _LEAVING_SECONDS = 1.0, 2.0
 #: A reservation grows by at least this factor: smaller steps are not worth a word.
 _LEAST_GROWTH = 1.02
@@ -31,10 +31,7 @@ _LEAST_GROWTH = 1.02
 class Enforcement:
     """Holds the running jobs of one run within its budget.
 
-    Args:
-        backend: Where they run.
-        admission: Knows the budget, the policy and the running jobs.
-        say: Called with the kind and the fields of each event: ``grow``, ``short``, ``aside``.
+    ``say`` is called with the kind and the fields of each event: ``grow``, ``short``, ``aside``.
     """
 
     def __init__(self, backend: Backend, admission: LocalAdmission, say: Callable[..., None]) -> None:
@@ -47,15 +44,15 @@ class Enforcement:
         self._capped_at: float | None = None
 
     def why_none_starts(self) -> Wait | None:
-        """Why running jobs need what is free; None when they do not."""
+        """Return why running jobs need what is free; None when they do not."""
         if self._short:
             return Wait("memory", self._short)
         if self._favoured is not None:
-            return Wait("memory", f"{self._favoured} goes first, for which another job stepped aside")
+            return Wait("memory", f"{self._favoured} goes first: another job gave way to it")
         return None
 
     def first_grant(self, entry: Reservation) -> Sizes:
-        """Give a job that is about to start its grant; what it may take of each of its devices, which stays so."""
+        """Give a job that is about to start its grant; return what it may take of each of its devices."""
         if self._is_forced:
             return Counter()
         free, num = self.admission.parts(), max(_LEAST_PARTS, len(self._running))
@@ -67,7 +64,7 @@ class Enforcement:
         return Counter({place: entry.reserved[place] + free[place] // num for place in entry.devices})
 
     def relieve(self) -> None:
-        """Grow what outgrows its reservation, hand out grants, and see to those that wait at their wall."""
+        """Grow reservations, hand out grants, and help jobs that wait at their limit."""
         self._review_favour()
         self.admission.read_budget()
         if self._capped_at != self.admission.budget.read_at:
@@ -81,26 +78,24 @@ class Enforcement:
             if entry.status.stalled and self._now() - (entry.set_aside or 0.0) > _LEAVING_SECONDS:
                 self.backend.cancel(entry.job.id, now=True, verdict=entry.verdict)
         if leaving or self._is_forced:
-            return  # one that was asked to step aside gives its memory back first
+            return  # one that was asked to stop gives its memory back first
         self._relieve_stalled()
         self._enforce_headroom()
 
     def _grow_all(self) -> int:
-        """Grow reservations from what is free, and shrink those that hold too much; what is free on the host then."""
+        """Grow and shrink reservations; return what is free on the host then."""
         free, short = self.admission.parts(), ""
         for entry in sorted(self._running.values(), key=Reservation.seconds_since_checkpoint, reverse=True):
             for place in entry.reserved:
                 lack = self._grow(entry, place, free)
                 short = short or lack
         if short and not self._short:
-            self._say(
-                "short", job=None, reason=short, text=f"memory is short: {short}; no job starts until there is more"
-            )
+            self._say("short", job=None, reason=short, text=f"Memory is short, no job starts now: {short}")
         self._short = short
         return free[HOST]
 
     def _grow(self, entry: Reservation, place: str, free: Sizes) -> str:
-        """Bring a reservation to what its job wants there, of what is free; why that was not enough, or nothing."""
+        """Grow a reservation to what its job wants there; return why what is free was not enough, or nothing."""
         now = self._now()
         if now - entry.grew.get(place, now) > _GROWN_SECONDS:
             spare = entry.spare_bytes(place)
@@ -114,31 +109,30 @@ class Enforcement:
         if held + more > _LEAST_GROWTH * before:
             entry.reserved[place], entry.grew[place] = held + more, now
             free[place] -= more
-            room = self.admission.rooms().get(place)
-            where = f" {room.where}" if room and room.where else ""
-            told = {"from_bytes": before, "to_bytes": held + more, "place": place}
-            why = f"{format_bytes(free[place])} is left to lend{where}"
+            where = self.admission.rooms()[place].where
+            why = f"{format_bytes(free[place])} available{where and ' '}{where}"
             sizes = f"from {format_bytes(before)} to {format_bytes(held + more)}"
-            told["text"] = f"{entry.job.id} grows: its reservation rises {sizes}; {why}"
-            self._say("grow" if place == HOST else "grow_device", job=entry.job.id, why=why, **told)
+            fields = {"from_bytes": before, "to_bytes": held + more, "place": place, "why": why}
+            text = f"{entry.job.id} grew: its reservation rose {sizes} ({why})"
+            self._say("grow" if place == HOST else "grow_device", job=entry.job.id, **fields, text=text)
         # One that outgrows its part of a device takes nothing from jobs elsewhere: those may start.
         if place == HOST and more < wanted - held and entry.wants_more():
-            return f"{entry.job.id} outgrows its {format_bytes(before)} and nothing is free"
+            return f"{entry.job.id} outgrew its {format_bytes(before)} and nothing is free"
         return ""
 
     def _cap(self) -> None:
-        """Move the wall above all jobs, which is for what their own miss: those lie within the budget."""
+        """Move the limit above all jobs, a second barrier above their own limits."""
         admission, budget = self.admission, self.admission.budget
         self._capped_at = budget.read_at
         if self.walls is None:
             return
         spare = budget.checkpoint_bytes + budget.now.reserve_bytes // 8
-        # Other runs have counted what this one lent: it stands, whatever they take meanwhile.
-        lent = sum(entry.reserved[HOST] for entry in self._running.values()) if budget.others.num else 0
-        self.walls.cap(max(1, lent, admission.capacity_bytes()) + spare)
+        # Other runs have counted what this one reserved: it stays, whatever they take meanwhile.
+        reserved = sum(entry.reserved[HOST] for entry in self._running.values()) if budget.others.num else 0
+        self.walls.cap(max(1, reserved, admission.capacity_bytes()) + spare)
 
     def _review_favour(self) -> None:
-        """The job for which another stepped aside goes first, until it has ended or wanted no more for a while."""
+        """Let the job that another gave way to go first, until it has ended or wanted no more for a while."""
         entry = self._running.get(self._favoured or "")
         if entry is not None and entry.wants_more():
             self._favoured_at = self._now()
@@ -146,17 +140,17 @@ class Enforcement:
             self._favoured = None
 
     def _free_for(self, entry: Reservation, free_bytes: int) -> int:
-        """What of the free bytes this job may take: while one goes first, the others get none."""
+        """Return what of the free bytes this job may take: while one goes first, the others get none."""
         return free_bytes if self._favoured in (None, entry.job.id) else 0
 
     def _hand_out(self, free_bytes: int) -> None:
-        """Bring the walls up to date, those that come down first."""
+        """Move the limits of all jobs, those that come down first."""
         if self._is_forced:
             return
         if self.admission.budget.others.num:  # with a part alone, it follows each reservation at once
             self._cap()
         changes, capacity = [], self.admission.capacity_bytes()
-        # Each has a part for a burst: all walls together stay within the budget, so none is held back by another.
+        # Each has a part for a burst. All limits together stay within the budget, so no job is held back by another.
         num = max(_LEAST_PARTS, len(self._running)) if self._favoured is None else 1
         for job_id, entry in self._running.items():
             if entry.set_aside is not None:
@@ -176,7 +170,7 @@ class Enforcement:
                 self.walls.grant(job_id, grant)
 
     def _relieve_stalled(self) -> None:
-        """Have a job give way when others have waited at their walls for too long."""
+        """Ask a job to give way when others have waited at their limits for too long."""
         now = self._now()
         for entry in self._running.values():
             entry.stalled_since = (entry.stalled_since or now) if entry.status.stalled else None
@@ -197,15 +191,15 @@ class Enforcement:
         first = favoured or max(stalled, key=Reservation.seconds_since_checkpoint)
         others = [entry for entry in self._running.values() if entry is not first]
         self._favoured, self._favoured_at = first.job.id, now
-        self._set_aside(cheapest(others), f"{first.job.id} waits at its wall and nothing is free")
+        self._set_aside(cheapest(others), f"{first.job.id} waits for memory and nothing is free")
 
     def _enforce_headroom(self) -> None:
-        """Have a job give way before the kernel ends one: without walls, or when a neighbour took all the reserve."""
+        """Ask a job to give way before the kernel kills one: without groups, or when others took the reserve."""
         admission, budget = self.admission, self.admission.budget
         least = admission.read_budget().reserve_bytes // 8
         if admission.rooms()[HOST].headroom_bytes >= least:
             return
-        budget.read(admission.in_use())  # nobody gives way to a figure that was reckoned
+        budget.read(admission.in_use())  # measured, not reckoned
         headroom, least = admission.rooms()[HOST].headroom_bytes, budget.now.reserve_bytes // 8
         if headroom >= least:
             return
@@ -217,26 +211,25 @@ class Enforcement:
             self._set_aside(first, f"only {format_bytes(max(0, headroom))} is left of {budget.now.binding.name}")
 
     def _set_aside(self, entry: Reservation, reason: str) -> None:
-        """Ask a job to checkpoint and end; it comes again."""
+        """Ask a job to checkpoint and stop; it is restarted later."""
         entry.set_aside = self._now()
         if entry.grant and self.walls is not None:
-            # What waits in the kernel runs no handler: it gets the room to leave, from what is never lent.
+            # A job that waits in the kernel runs no signal handler. It gets the room to leave, from the reserve.
             more = self.admission.budget.checkpoint_bytes + self.admission.read_budget().reserve_bytes // 8
             self.walls.grant(entry.job.id, replace(entry.grant, wall_bytes=entry.grant.wall_bytes + more))
-        text = f"memfit asks {entry.job.id} to checkpoint and make room: {reason}"
+        text = f"{entry.job.id} gives way and is restarted later: {reason}"
         self._say("aside", job=entry.job.id, reason=reason, now=False, text=text)
         self.backend.cancel(entry.job.id)
 
     def _give_up(self, entry: Reservation) -> None:
-        """End a job that had the whole budget to itself and wants more."""
+        """End a job that had the whole budget and wants more."""
         budget = self.admission.read_budget()
         binding, capacity_bytes = budget.binding, self.admission.budget.capacity_bytes
         entry.verdict = Verdict(
             "out_of_memory",
-            f"it needs more than the {format_bytes(capacity_bytes)} that it had alone, all that may be lent under "
-            f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}), "
-            f"{format_bytes(budget.reserve_bytes)} of which are kept back (--reserve): ended at its wall "
-            "by memfit, before the kernel would; raise that limit or make the job smaller",
+            f"it needs more than the whole budget of {format_bytes(capacity_bytes)} under {binding.name} of "
+            f"{format_bytes(binding.limit_bytes)} ({binding.source}; {format_bytes(budget.reserve_bytes)} reserve): "
+            "ended at its limit by memfit, before the kernel would; raise that limit or make the job smaller",
         )
         entry.set_aside = self._now()
         self.backend.cancel(entry.job.id, now=True, verdict=entry.verdict)

@@ -1,4 +1,4 @@
-"""Which devices a job gets, and what it is told of them."""
+"""Chooses the devices of a job, and shows it those alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -23,43 +22,36 @@ _FIRST_TORCH = (2, 10)
 
 
 def choose(
-    rooms: Mapping[str, Lendable], num_devices: int, needed_bytes: int | None, held: Container[str]
-) -> Sizes | Wait:
-    """Return what a job reserves on each of its devices, which are those with the most room; or why it gets none.
+    rooms: Mapping[str, Lendable], num_devices: int, held: Container[str], *, is_unknown: bool = False
+) -> list[str] | Wait:
+    """Return the devices of a job, those with the most room; or why it gets none.
 
-    One of unknown size gets all that may be lent of devices on which no other job is. CUDA gives a process one MIG
-    instance at most, so a job that needs several devices gets whole GPUs.
+    CUDA gives a process one MIG instance at most, so a job that needs several devices gets whole GPUs.
 
     Args:
-        rooms: What may be lent at each place.
+        rooms: What is available at each place.
         num_devices: How many devices the job needs.
-        needed_bytes: What it needs of each; None when that is not known.
         held: The devices of which other jobs hold a part.
+        is_unknown: What it needs there is unknown, so it gets devices on which no other job is.
 
     Source: NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES: "CUDA can only enumerate a single compute instance".
 
     >>> rooms = {"GPU-a": Lendable(900, 100, 0), "GPU-b": Lendable(700, 100, 0), "GPU-c": Lendable(500, 100, 0)}
-    >>> choose(rooms, 2, 300, held=()), choose(rooms, 2, None, held={"GPU-b"})
-    (Counter({'GPU-a': 300, 'GPU-b': 300}), Counter({'GPU-a': 800, 'GPU-c': 400}))
-    >>> choose(rooms, 4, 300, held=()).reason
+    >>> choose(rooms, 2, held=()), choose(rooms, 2, held={"GPU-b"}, is_unknown=True)
+    (['GPU-a', 'GPU-b'], ['GPU-a', 'GPU-c'])
+    >>> choose(rooms, 4, held=()).reason
     'it needs 4 GPUs and 3 are here'
     """
-    devices = [place for place in rooms if place != HOST]
+    devices, here, why = [place for place in rooms if place != HOST], "are here", ""
     if num_devices > 1 and any(place.startswith("MIG-") for place in devices):
         devices = [place for place in devices if not place.startswith("MIG-")]
-        if len(devices) < num_devices:
-            here = f"{len(devices)} whole ones are here, beside MIG instances"
-            reason = f"it needs {count_gpus(num_devices)} and {here}: a process can use only one MIG instance"
-            return Wait("device", reason)
-    if len(devices) < num_devices:
-        return Wait("device", f"it needs {count_gpus(num_devices)} and {len(devices)} are here")
-    if needed_bytes is None:
+        here = "whole ones are here, beside MIG instances: a process can use only one MIG instance"
+    if len(devices) >= num_devices and is_unknown:
         devices = [place for place in devices if place not in held]
+        here, why = "have no other job", " for itself, for its size there is unknown,"
     if len(devices) < num_devices:
-        reason = f"it needs {count_gpus(num_devices)} for itself, for its size there is unknown"
-        return Wait("device", reason, f"{len(devices)} have no other job")
-    chosen = sorted(devices, key=lambda place: -rooms[place].bytes)[:num_devices]
-    return Counter({place: max(1, rooms[place].bytes) if needed_bytes is None else needed_bytes for place in chosen})
+        return Wait("device", f"it needs {count_gpus(num_devices)}{why} and {len(devices)} {here}")
+    return sorted(devices, key=lambda place: -rooms[place].bytes)[:num_devices]
 
 
 def count_gpus(num: int) -> str:
@@ -84,16 +76,16 @@ def device_env(
 
     Source: torch 2.13, c10/cuda/CUDAAllocatorConfig.h.
     """
-    told = {"CUDA_VISIBLE_DEVICES": ",".join(given)}
+    found = {"CUDA_VISIBLE_DEVICES": ",".join(given)}
     fraction = min([1.0, *(most[one.uuid] / one.total_bytes for one in devices if one.uuid in most)])
     own = job.cuda_allocator or next(filter(None, map(env.get, _ALLOCATOR)), "")
     if fraction >= 1 or _FRACTION in own or not _knows_fraction(job):
-        return told
-    return told | dict.fromkeys(_ALLOCATOR, f"{own}{own and ','}{_FRACTION}:{fraction:.4f}")
+        return found
+    return found | dict.fromkeys(_ALLOCATOR, f"{own}{own and ','}{_FRACTION}:{fraction:.4f}")
 
 
 def _knows_fraction(job: Job) -> bool:
-    """Whether the torch that the job will load knows the fraction: it is the one beside this interpreter."""
+    """Return True if the job will load the torch beside this interpreter, and that knows the fraction."""
     if job.command:
         program = shutil.which(job.command[0])
         if program is None or Path(program).parent != Path(sys.executable).parent:

@@ -1,9 +1,8 @@
-"""Runs jobs side by side: takes them from a source, submits them to a backend, and sees each to its last end.
+"""Runs jobs side by side: takes them from a source, submits them to a backend, follows each to its last end.
 
-A job of which nothing is known runs alone until it has passed each of its phases once, or stopped growing; its measured
-footprint then speaks for its like. From then on a job is admitted as soon as what may be lent covers what it reserves:
-no batches, no pauses. Whether a job may start is decided in ``_admission``; what keeps those that run within the budget
-is in ``_enforce``.
+A job of unknown size runs alone until it has passed each of its phases once, or stopped growing. Its measured footprint
+is the forecast for similar jobs, which start as soon as they fit (``_admission``). ``_enforce`` keeps those that run
+within the budget.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from memfit.memory import HOST
 from memfit.units import format_bytes
 
 _TICK_SECONDS = 0.1
-#: The kernel brings a group's counters up to date within two seconds: so long must a lack of memory last to be one.
+#: How long a lack of memory must last: the kernel brings a group's counters up to date within two seconds.
 _LACK_SECONDS = 3.0
 #: How many waiting jobs are looked at when the first does not fit, and how many may pass it by.
 _BACKFILL, _MOST_PASSED = 32, 64
-#: How a job may end that was asked to step aside.
+#: How a job may end that was asked to give way.
 _ASIDE = frozenset({"preempted", "cancelled", "node_fail", "out_of_memory"})
 
 
@@ -38,12 +37,11 @@ class Scheduler:
     """Runs the jobs of a source on a backend, as many at once as the admission lets in.
 
     Args:
-        source: Where the jobs come from; they start in the order in which it hands them over.
-        backend: Where they run.
+        source: Hands over the jobs, in the order in which they start.
+        backend: Runs them.
         admission: Decides which of them may start.
         say: Called with the kind and the fields of each event: ``admit``, ``wait``, ``footprint``, ``grow``,
-            ``short``, ``aside``, ``retry``, ``stop``, ``cpu``, ``end``. Around each job (``admit``, ``end``) they hold
-            what is used under the binding limit, in bytes. Those that tell of one moment hold it in words as ``text``.
+            ``short``, ``aside``, ``retry``, ``stop``, ``cpu``, ``end``. The line for the log is its ``text``.
     """
 
     def __init__(
@@ -76,14 +74,14 @@ class Scheduler:
         still_running: Collection[str] = (),
         stopped: Callable[[str], str] = lambda job_id: "",
     ) -> dict[str, JobStatus]:
-        """Run jobs until the source is done; the last status of every job that was started, by id.
+        """Run jobs until the source is done; return the last status of every job that was started, by id.
 
         Args:
             stop: Lets the caller stop the run from a signal handler.
             on_tick: Called at least ten times a second, for a live view.
-            still_running: The ids of the jobs that the backend adopted. They are taken over when the source hands them
-                over, whatever is free: their memory is in use already.
-            stopped: Why the user wants a job of this id, which waits, not to be started any more; empty when it is to.
+            still_running: The ids of the jobs that the backend adopted. They count as started when the source hands
+                them over, whatever is free: their memory is in use already.
+            stopped: Returns why the user wants a queued job of this id not to start any more; empty if it may.
 
         Raises:
             DoesNotFitError: If no job of a stage was started, because none fits although no other runs.
@@ -114,7 +112,8 @@ class Scheduler:
             self._clear_waiting(reason, stage)
         taken = [entry for entry in found if entry.job.id in still_running]
         for entry in taken:
-            reserved = Counter({HOST: self.admission.needed(entry, alone=False) or 0})
+            need = self.admission.need(entry, HOST)
+            reserved = Counter({HOST: need[1] if need else 0})
             self._start(entry, Admitted(reserved, "it still runs and is taken over"), is_adopted=True)
         if taken:  # what they use was read before they were known
             self._poll()
@@ -125,8 +124,6 @@ class Scheduler:
         most = self.policy.max_parallel
         free = len(self._running) + 1 if most is None else most
         return max(0, free - len(self._running) - len(self._waiting))
-
-    # What became of the jobs
 
     def _poll(self) -> None:
         found = self.backend.poll()
@@ -146,16 +143,15 @@ class Scheduler:
         if isinstance(again, str):
             self._end(entry, again)
             return
-        told = {"state": status.state, "cause": status.cause, "reservation_bytes": again.needed_bytes}
-        number, size = status.attempt + 1, again.needed_bytes
-        reserved = f" with {format_bytes(size)} reserved" if size else ""
-        text = f"{entry.job.id} will start again as attempt {number}{reserved}: {again.reason}"
-        self.say("retry", job=entry.job.id, attempt=number, reason=again.reason, **told, text=text)
-        entry.take_back(again.needed_bytes, again.device_bytes)
+        number, size = status.attempt + 1, again.needed[HOST] or None
+        found = {"state": status.state, "cause": status.cause, "reservation_bytes": size}
+        text = f"{entry.job.id} will be restarted (attempt {number}): {again.reason}"
+        self.say("retry", job=entry.job.id, attempt=number, reason=again.reason, **found, text=text)
+        entry.take_back(again.needed)
         self._waiting.insert(0, entry)
 
     def _what_follows(self, entry: Reservation) -> Retry | str:
-        """Another start, or why there is none."""
+        """Return another start, or why there is none."""
         status, budget = entry.status, self.admission.budget
         if status.state == "completed":
             return "it completed"
@@ -166,28 +162,23 @@ class Scheduler:
         self.admission.read_budget()
         if entry.set_aside is not None and status.state in _ASIDE:
             grown = round(1.25 * status.peak_bytes) if entry.stalled_since is not None else 0
-            needed = min(max(entry.reserved[HOST], entry.expected[HOST], grown), budget.most_bytes)
+            needed = min(max(entry.reserved[HOST], entry.expected[HOST], grown), budget.most(0)[HOST])
             entry.num_asides += 1
-            return Retry("it stepped aside for others", needed or None)
-        again = decide(
-            status,
-            had_bytes=entry.had_bytes(),
-            capacity_bytes=max(0, budget.capacity_bytes) and budget.most_bytes,
-            is_last=entry.num_retries + 1 >= self.policy.retries,
-            had_device_bytes=max((entry.reserved[place] for place in entry.devices), default=0),
-            device_capacity_bytes=budget.most_device_bytes(entry.job.num_devices),
-            was_preempted=entry.was_preempted,
-        )
+            return Retry("it gave way to other jobs", Counter({HOST: needed}) if needed else Counter())
+        capacity = budget.most(entry.job.num_devices)
+        capacity[HOST] *= budget.capacity_bytes > 0
+        is_last = entry.num_retries + 1 >= self.policy.retries
+        again = decide(status, had=entry.had(), capacity=capacity, is_last=is_last, was_preempted=entry.was_preempted)
         if isinstance(again, Retry) and status.state == "preempted" and self.policy.retries:
             entry.was_preempted = True
             return again
         if isinstance(again, Retry) and entry.num_retries >= self.policy.retries:
-            return f"it was started again {entry.num_retries} times already (retries)"
+            return f"it was restarted {entry.num_retries} times already (retries)"
         entry.num_retries += isinstance(again, Retry)
         return again
 
     def _end(self, entry: Reservation, why_final: str) -> None:
-        """Take a job's end as its last, and draw the consequences for the others."""
+        """Record a job's last end, and stop what must not start after it."""
         is_short = entry.status.state == "out_of_memory" and entry.status.evidence.get("place") != "device"
         if is_short and entry.verdict is None:
             self._record(entry, Verdict("out_of_memory", f"{entry.status.cause}; {why_final}"))
@@ -200,7 +191,7 @@ class Scheduler:
             reason = f"{entry.job.id}, the first to end, failed by an error of its own"
             self._failed_stages[stage] = reason
             if self._clear_waiting(reason, stage):
-                text = f"no more is started: {reason}; --on-failure continue starts the others all the same"
+                text = f"No more jobs start: {reason}. --on-failure continue starts them"
                 self.say("stop", level=0, num_running=len(self._running), reason=reason, text=text)
         self._tried_stages.add(stage)
 
@@ -211,24 +202,22 @@ class Scheduler:
         self._clear_waiting("the run was asked to stop")
         num = len(self._running)
         jobs = f"{num} running job{'' if num == 1 else 's'}"
-        text = f"asking {jobs} to stop at a checkpoint; a second Ctrl-C, or memfit stop --now, ends them now"
-        text = f"ending {jobs} now" if level > 1 else text if num else "nothing more is started"
+        text = f"Stopping {jobs} at a checkpoint. A second Ctrl-C (or memfit stop --now) ends them now"
+        text = f"Ending {jobs} now" if level > 1 else text if num else "Stopping: no more jobs start"
         self.say("stop", level=level, num_running=num, text=text)
         for job_id in self._running:
             self.backend.cancel(job_id, now=level > 1)
 
     def _clear_waiting(self, reason: str, stage: str | None = None) -> bool:
-        """Give up the jobs that wait, all or those of one stage; whether there were any."""
+        """Give up the queued jobs, all or those of one stage; return whether there were any."""
         given_up = [entry for entry in self._waiting if stage in (None, entry.job.stage)]
         self._waiting = [entry for entry in self._waiting if entry not in given_up]
         for entry in given_up:
             status = JobStatus(entry.job.id, "pending", cause=reason, attempt=0)
-            if entry.job.id in self.statuses:  # it was to be started again
+            if entry.job.id in self.statuses:  # it was to be restarted
                 status = self.statuses[entry.job.id] = replace(status, attempt=entry.status.attempt)
             self.source.ended(status)
         return bool(given_up)
-
-    # Who starts
 
     def _admit(self, stopped: Callable[[str], str]) -> None:
         """Start the jobs that may start now."""
@@ -259,7 +248,7 @@ class Scheduler:
     def _start(self, entry: Reservation, admitted: Admitted, *, is_adopted: bool = False) -> None:
         self._waiting.remove(entry)
         self._why_waiting, self._lacking_since = "", None
-        (before, in_words), job = self.admission.memory(), entry.job
+        before, job, was_started = self.admission.memory(), entry.job, entry.job.id in self.statuses
         entry.reserve(admitted.reserved, self.admission.forecast.predict(job))
         entry.status = JobStatus(job.id, "pending")
         self._running[job.id], self.statuses[job.id] = entry, entry.status
@@ -272,19 +261,22 @@ class Scheduler:
             limit_bytes = entry.grant.wall_bytes if entry.grant is not None else None
             self.backend.submit([Submission(job, Request(limit_bytes))])
         size, num = entry.reserved[HOST] or None, len(self._running)
-        told: dict[str, object] = {"reservation_bytes": size, "num_running": num, "why": admitted.why}
-        told["devices"] = {place: entry.reserved[place] for place in entry.devices}
-        reserved = f"with {format_bytes(size)} reserved" if size else "and its memory is measured"
-        why = "" if admitted.is_routine else f": {admitted.why}"
-        text = f"{job.id} starts {reserved} ({num} running){why}{in_words}"
-        self.say("admit", job=job.id, **told, **before, text=text)
+        found: dict[str, object] = {"reservation_bytes": size, "num_running": num, "why": admitted.why}
+        found["devices"] = {place: entry.reserved[place] for place in entry.devices}
+        verb = "taken over" if is_adopted else "restarted" if was_started else "started"
+        others = " before starting the others" if self._waiting else ""
+        how = f" with {format_bytes(size)} reserved" if size else f". Measuring its memory{others}"
+        note = f", {admitted.note}" if admitted.note else ""
+        free = format_bytes(max(0, self.admission.read_budget().headroom_bytes))
+        running = f"{num} running, " if size else ""
+        self.say("admit", job=job.id, **found, **before, text=f"{job.id} {verb}{how}{note} ({running}{free} free)")
 
     def _wait(self, entry: Reservation, wait: Wait) -> None:
         if wait.reason != self._why_waiting:
             self._why_waiting, running = wait.reason, len(self._running)
-            told = {"reason": wait.reason, "arithmetic": wait.detail, "on": wait.on}
-            text = f"{entry.job.id} waits: {'; '.join(filter(None, (wait.reason, wait.detail)))}"
-            self.say("wait", job=entry.job.id, num_running=running, **told, text=text)
+            fields = {"reason": wait.reason, "arithmetic": wait.detail, "on": wait.on, "num_running": running}
+            available = f", {format_bytes(max(0, wait.available))} available" if wait.lacks else ""
+            self.say("wait", job=entry.job.id, **fields, text=f"{entry.job.id} queued: {wait.reason}{available}")
 
     def _refuse(self, entry: Reservation, wait: Wait) -> None:
         """Drop a job that does not fit although no other runs, when that has lasted; the others may fit."""
@@ -293,7 +285,7 @@ class Scheduler:
             return
         now = self.admission.now()
         self._lacking_since = self._lacking_since or now
-        # One that has given way before came in when there was room, so there will be some again.
+        # One that gave way had room when it started, so there will be some again.
         if now - self._lacking_since < _LACK_SECONDS * (1 + 20 * entry.num_asides):
             return
         error = self.admission.refusal(entry, wait)
@@ -304,17 +296,17 @@ class Scheduler:
 
     def _say_cpus(self) -> None:
         wanted, num = sum(entry.status.wanted_cpus for entry in self._running.values()), len(self._running)
-        if told := self._cpu.take(wanted, num, self.admission.read_budget().num_cpus, self.admission.now()):
-            self.say("cpu", **told)
+        if fields := self._cpu.take(wanted, num, self.admission.read_budget().num_cpus, self.admission.now()):
+            self.say("cpu", **fields)
 
     def _record(self, entry: Reservation, verdict: Verdict) -> None:
-        """Have a job that does not run end so, wherever its end is read."""
+        """Record the end of a job that does not run, wherever its end is read."""
         self.backend.cancel(entry.job.id, verdict=verdict)
         entry.status = replace(entry.status, state=verdict.state, cause=verdict.cause)
         self.statuses[entry.job.id] = entry.status
 
     def _drop(self, entry: Reservation, state: State, cause: str) -> None:
-        """Have a job that waits end so, without another start."""
+        """End a queued job without another start."""
         self._waiting.remove(entry)
         if entry.job.id not in self.statuses:
             entry.status = replace(entry.status, attempt=0)
@@ -322,9 +314,9 @@ class Scheduler:
         self._say_end(entry, exit_code=None)
 
     def _say_end(self, entry: Reservation, **fields: object) -> None:
-        status, (memory, in_words) = entry.status, self.admission.memory()
+        status = entry.status
         ended = {name: getattr(status, name) for name in ("state", "cause", "exit_code")} | fields
-        text = f"{status.job_id} {status.describe_end(entry.reserved[HOST])}{in_words}"
-        text += f": {status.cause}" if status.cause else ""
-        self.say("end", job=status.job_id, **ended, **memory, text=text)
+        cause = f": {status.cause}" if status.cause else ""
+        text = f"{status.job_id} {status.describe_end(entry.reserved[HOST])}{cause}"
+        self.say("end", job=status.job_id, **ended, **self.admission.memory(), text=text)
         self.source.ended(status)

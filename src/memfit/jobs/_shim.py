@@ -77,8 +77,8 @@ class Unsupervised:
         waited = now - self._since
         if waited >= self._ends_after:
             return (
-                f"it waited {waited:.0f} s at its wall with {format_bytes(state.used_bytes)} in use, no supervisor was "
-                "there, and none of its run's memory was free: ended by its watcher"
+                f"it waited {waited:.0f} s at its limit with {format_bytes(state.used_bytes)} in use, no supervisor "
+                "was there, and none of its run's memory was free: ended by its watcher"
             )
         if waited >= ALONE_SECONDS and (run := JobGroup(self._group.path.parent, self._group.version).state()):
             self._group.set_wall(run.wall_bytes)
@@ -329,7 +329,7 @@ class _Shim:
         return evidence, state.shared_memory_bytes
 
     def _death(self, monitor: Monitor, before: Counters, returncode: int, stopped_by: str | None) -> Death:
-        refused = "its wall" if monitor.known.wants_more else ""
+        refused = "its limit" if monitor.known.wants_more else ""
         if self.job["data_limit_bytes"] is not None:
             refused = f"its limit of {format_bytes(self.job['data_limit_bytes'])} of data"
         return Death(

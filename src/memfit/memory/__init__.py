@@ -1,12 +1,13 @@
 """Budgets, footprints, and measuring: what may be used, what will be or was used. Loads no torch."""
 
+from typing import Any
+
 from memfit.memory._admission import (
     DEFAULT_SLACK,
     DEVICE_RESERVE_BYTES,
-    Claim,
     Lendable,
+    bounds_of,
     count_fitting,
-    lendable_on_devices,
     reservation_bytes,
     rooms_of,
 )
@@ -22,13 +23,13 @@ from memfit.memory._meter import Meter, Sample, TreeMeter, measure
 from memfit.memory._process import ProcReader
 from memfit.memory._series import SeriesWriter, read_series
 from memfit.memory._walls import Walls, systemd_scope_command, why_no_walls
+from memfit.successors import missing_name
 
 __all__ = [
     "DEFAULT_SLACK",
     "DEVICE_RESERVE_BYTES",
     "HOST",
     "Budget",
-    "Claim",
     "Claims",
     "Device",
     "DeviceProcess",
@@ -49,10 +50,10 @@ __all__ = [
     "Swap",
     "TreeMeter",
     "Walls",
+    "bounds_of",
     "count_fitting",
     "device_reader",
     "is_locked",
-    "lendable_on_devices",
     "list_entries",
     "live_jobs",
     "lock_file",
@@ -67,3 +68,7 @@ __all__ = [
     "systemd_scope_command",
     "why_no_walls",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name)

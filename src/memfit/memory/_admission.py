@@ -1,24 +1,25 @@
-"""The arithmetic of admission: what a job reserves, what may still be lent, how many fit. Pure functions."""
+"""The arithmetic of admission: what a job reserves, what is available at each place, how many jobs fit."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from memfit.memory._footprint import HOST, Footprint, Sizes
+from memfit.memory._footprint import HOST, Footprint
 from memfit.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from memfit.memory._budget import Budget
-    from memfit.memory._devices import Device
 
-#: What a job reserves on top of its like's measured peak, as a share of it.
+#: What a job reserves on top of the measured peak, as a share of it.
 DEFAULT_SLACK = 0.10
-#: Never lent on a device: what the driver and a second context take on top of what was measured.
+#: Kept free on each device: what the driver and a second context take on top of what was measured.
 DEVICE_RESERVE_BYTES = 256 * MIB
+#: Limits that all runs on this host share; the user's limit and a Slurm job's hold for one run alone.
+_SHARED = frozenset({"group", "host"})
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 def reservation_bytes(footprint: Footprint, slack: float = DEFAULT_SLACK) -> int:
@@ -32,30 +33,13 @@ def reservation_bytes(footprint: Footprint, slack: float = DEFAULT_SLACK) -> int
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A running job's part of the budget, in bytes by place: what it reserved and what it uses now.
-
-    >>> Claim(Counter({HOST: 100, "GPU-1": 50}), Counter({HOST: 30, "GPU-1": 60})).unused
-    Counter({'host': 70})
-    """
-
-    reserved: Sizes
-    used: Sizes
-
-    @property
-    def unused(self) -> Sizes:
-        """What it may still take; nothing at a place where it has taken more than it reserved."""
-        return Counter(self.reserved) - self.used
-
-
-@dataclass(frozen=True)
 class Lendable:
-    """What may be lent at one place to one more job now, as a sum that can be shown.
+    """What is available at one place for one more job, as a sum that can be shown.
 
     Attributes:
         headroom_bytes: What is free there, as measured now.
-        reserve_bytes: What is never lent.
-        unused_bytes: What running jobs reserved and do not use yet.
+        reserve_bytes: What is kept free.
+        unused_bytes: What running jobs have reserved and do not use yet.
         where: The place in words, such as ``on GPU 0``; empty for the host.
     """
 
@@ -64,55 +48,69 @@ class Lendable:
     unused_bytes: int
     where: str = ""
 
-    @classmethod
-    def now(cls, headroom_bytes: int, reserve_bytes: int, claims: Iterable[Claim]) -> Lendable:
-        """Return the sum for the host, given its headroom and reserve in bytes and the claims of the running jobs."""
-        return cls(headroom_bytes, reserve_bytes, sum(claim.unused[HOST] for claim in claims))
-
     @property
     def bytes(self) -> int:
-        """What may be lent; below 0 when more is promised than there is."""
+        """What is available; below 0 when more is reserved than there is."""
         return self.headroom_bytes - self.reserve_bytes - self.unused_bytes
 
     def explain(self) -> str:
-        """The sum in words.
+        """Return the sum in words.
 
         >>> Lendable(8 << 30, 1 << 30, 2 << 30).explain()
-        '5.00 GiB may be lent = 8.00 GiB free - 1.00 GiB reserve - 2.00 GiB reserved and not yet used'
+        '5.00 GiB available = 8.00 GiB free - 1.00 GiB reserve - 2.00 GiB reserved and not yet used'
         """
         return (
-            f"{format_bytes(self.bytes)} may be lent{self.where and ' '}{self.where} = "
+            f"{format_bytes(self.bytes)} available{self.where and ' '}{self.where} = "
             f"{format_bytes(self.headroom_bytes)} free - {format_bytes(self.reserve_bytes)} reserve - "
             f"{format_bytes(self.unused_bytes)} reserved and not yet used"
         )
 
 
-def lendable_on_devices(devices: Iterable[Device], *, taken: Sizes, unused: Sizes) -> dict[str, Lendable]:
-    """Return what may be lent on each device.
+def bounds_of(
+    budget: Budget,
+    in_use: Mapping[str, int] = _NOTHING,
+    *,
+    unused: Mapping[str, int] = _NOTHING,
+    others: Mapping[str, int] = _NOTHING,
+    reserve_bytes: int | None = None,
+) -> list[tuple[str, bool, Lendable]]:
+    """Return, for each limit: its place, whether other runs share it, and what is available under it.
 
     Args:
-        devices: As they were read.
-        taken: What jobs took of each since then; below 0 what they gave back.
-        unused: What running jobs reserved of each and do not use yet.
+        budget: The limits on the host, each with what is free under it, and the devices.
+        in_use: Bytes by place that the reading counts as taken and that are free; negative for what was taken since.
+        unused: Bytes by place that running jobs have reserved and do not use yet.
+        others: Bytes by place that other runs will take of the limits that they share.
+        reserve_bytes: What is kept free on the host; the budget's own reserve when None.
     """
-    return {
-        one.uuid: Lendable(
-            one.free_bytes - taken[one.uuid],
-            DEVICE_RESERVE_BYTES,
-            unused[one.uuid],
-            f"on GPU {one.index} ({one.uuid})",
-        )
-        for one in devices
-    }
+    kept = budget.reserve_bytes if reserve_bytes is None else reserve_bytes
+    limits = [one for one in budget.limits if one.binds] or [budget.binding]
+    found = [(HOST, one.scope in _SHARED, one.headroom_bytes, one.limit_bytes, kept, "") for one in limits]
+    found += [
+        (one.uuid, True, one.free_bytes, one.total_bytes, DEVICE_RESERVE_BYTES, f"on GPU {one.index} ({one.uuid})")
+        for one in budget.devices
+    ]
+    bounds = []
+    for place, is_shared, free_bytes, limit_bytes, reserve, where in found:
+        free = min(free_bytes + in_use.get(place, 0), limit_bytes) - others.get(place, 0) * is_shared
+        bounds.append((place, is_shared, Lendable(free, reserve, unused.get(place, 0), where)))
+    return bounds
 
 
-def rooms_of(budget: Budget, in_use: Mapping[str, int] = MappingProxyType({})) -> dict[str, Lendable]:
-    """Return what may be lent at each place once the jobs have ended that use so much there."""
-    used = Counter(in_use)
-    host = Lendable(min(budget.headroom_bytes + used[HOST], budget.limit_bytes), budget.reserve_bytes, 0)
-    # What a job told last may be free already.
-    given_back = Counter({one.uuid: max(-used[one.uuid], one.free_bytes - one.total_bytes) for one in budget.devices})
-    return {HOST: host, **lendable_on_devices(budget.devices, taken=given_back, unused=Counter())}
+def rooms_of(
+    budget: Budget,
+    in_use: Mapping[str, int] = _NOTHING,
+    *,
+    unused: Mapping[str, int] = _NOTHING,
+    others: Mapping[str, int] = _NOTHING,
+    reserve_bytes: int | None = None,
+) -> dict[str, Lendable]:
+    """Return what is available at each place, under the smallest limit there; arguments as in ``bounds_of``."""
+    rooms: dict[str, Lendable] = {}
+    for place, _, room in bounds_of(budget, in_use, unused=unused, others=others, reserve_bytes=reserve_bytes):
+        if place not in rooms or room.bytes < rooms[place].bytes:
+            rooms[place] = room
+    return rooms
 
 
 def count_fitting(
@@ -121,7 +119,7 @@ def count_fitting(
     """Return how many jobs of one size fit side by side; each runs on as many different devices as it needs.
 
     Args:
-        rooms: What may be lent at each place.
+        rooms: What is available at each place.
         needed_bytes: What a job reserves on the host, at least 1.
         num_devices: How many devices it needs.
         needed_device_bytes: What it reserves on each of them, at least 1.
