@@ -6,7 +6,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-from memfit.jobs._stop import running_jobs
+from memfit.jobs import running_jobs
 from memfit.memory import list_entries
 from memfit.rundir import RunDir
 from memfit.testing import wait_until

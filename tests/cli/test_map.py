@@ -150,7 +150,7 @@ def test_commands_that_want_more_cores_than_there_are_hear_of_max_parallel_once(
         told = next(line for line in process.stdout if "--max-parallel" in line)
         (tmp_path / "told").touch()
         rest = process.stdout.read()
-    assert re.search(r"the 4 running jobs want \d\.\d cores and there are 1, .*; --max-parallel [12] ", told), told
+    assert re.search(r"4 running jobs want \d cores of 1\. Faster: --max-parallel [12]\b", told), told
     assert process.returncode == 0 and "--max-parallel" not in rest
     assert re.search(r"4 at once; the jobs kept [01]\.\d cores busy", rest), rest
 

@@ -9,8 +9,7 @@ from collections import Counter
 import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, running
-from memfit.jobs import stop
-from memfit.jobs._stop import find_supervisor
+from memfit.jobs import find_supervisor, stop
 from memfit.memory import Claims
 from memfit.rundir import RunDir
 from nobody import UID, as_nobody, needs_root, shared_folder

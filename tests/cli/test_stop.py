@@ -10,9 +10,7 @@ import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, memfit_command, running
 from memfit.errors import UsageError
-from memfit.jobs import LocalBackend, read_status
-from memfit.jobs._job import Job
-from memfit.jobs._stop import find_supervisor, running_jobs, stop
+from memfit.jobs import Job, LocalBackend, find_supervisor, read_status, running_jobs, stop
 from memfit.memory import list_entries
 from memfit.rundir import RunDir
 from memfit.testing import submit, wait_until

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli.live_run import die, in_a_folder_of_jobs, memfit_command, running
-from memfit.jobs._stop import running_jobs, stop
+from memfit.jobs import running_jobs, stop
 from memfit.rundir import RunDir, write_json
 from memfit.testing import wait_until
 

@@ -1,8 +1,12 @@
 """What jobs that were measured say about the others."""
 
-from memfit.jobs import Job
-from memfit.jobs._forecast import Forecast
+from memfit.jobs import Job, LocalAdmission
 from memfit.memory import Footprint
+
+
+def make():
+    """The forecast of a scheduler that knows nothing yet."""
+    return LocalAdmission(lambda in_use_bytes: None).forecast
 
 
 def job(declared=None, stage="", **params):
@@ -11,7 +15,7 @@ def job(declared=None, stage="", **params):
 
 
 def test_jobs_of_another_stage_say_nothing_even_with_the_same_parameters():
-    forecast = Forecast()
+    forecast = make()
     for size in (10, 20, 30, 40):
         forecast.learn(job(stage="prepare", size=str(size)), Footprint(size))
     assert forecast.predict(job(stage="fold", size="20")) is None
@@ -20,11 +24,11 @@ def test_jobs_of_another_stage_say_nothing_even_with_the_same_parameters():
 
 
 def test_of_a_job_of_which_nothing_is_known_nothing_is_said():
-    assert Forecast().predict(job(seed="1")) is None
+    assert make().predict(job(seed="1")) is None
 
 
 def test_a_declared_size_stands_until_one_like_it_was_measured():
-    forecast = Forecast()
+    forecast = make()
     assert forecast.predict(job(500, lr="1")).private_bytes == 500
     forecast.learn(job(lr="2"), Footprint(100))
     assert forecast.predict(job(500, lr="1")).private_bytes == 500
@@ -33,14 +37,14 @@ def test_a_declared_size_stands_until_one_like_it_was_measured():
 
 
 def test_a_job_without_parameters_is_like_every_other():
-    forecast = Forecast()
+    forecast = make()
     forecast.learn(job(), Footprint(100))
     forecast.learn(job(), Footprint(80))
     assert forecast.predict(job(500)).private_bytes == 100
 
 
 def test_jobs_with_the_same_names_count_before_the_whole_stage_and_the_largest_of_them():
-    forecast = Forecast()
+    forecast = make()
     for model, batch, size in (("a", "1", 10), ("a", "2", 20), ("b", "1", 500), ("b", "2", 900)):
         forecast.learn(job(model=model, batch=batch, seed="0"), Footprint(size))
     assert forecast.predict(job(model="a", batch="2", seed="1")).private_bytes == 20
@@ -49,14 +53,14 @@ def test_jobs_with_the_same_names_count_before_the_whole_stage_and_the_largest_o
 
 
 def test_device_footprints_are_kept_although_the_host_peak_is_smaller():
-    forecast = Forecast()
+    forecast = make()
     forecast.learn(job(), Footprint(1000))
     forecast.learn(job(), Footprint(900, device_bytes={"GPU-1": 7}))
     assert forecast.predict(job()).device_bytes == {"GPU-1": 7}
 
 
 def test_a_peak_that_follows_a_number_is_told_along_the_line_with_its_largest_error():
-    forecast = Forecast()
+    forecast = make()
     for size, peak in ((10, 1010), (20, 1020), (30, 1036), (40, 1040), (50, 1050)):
         forecast.learn(job(kind="a", size=str(size), seed=str(size % 7)), Footprint(peak))
     predicted = forecast.predict(job(kind="a", size="100", seed="9")).private_bytes
@@ -65,21 +69,21 @@ def test_a_peak_that_follows_a_number_is_told_along_the_line_with_its_largest_er
 
 
 def test_sizes_are_numbers_too():
-    forecast = Forecast()
+    forecast = make()
     for mib in (10, 20, 30, 40):
         forecast.learn(job(cache=f"{mib}MiB"), Footprint(mib << 20))
     assert forecast.predict(job(cache="100MiB")).private_bytes == 100 << 20
 
 
 def test_where_each_job_was_declared_apart_its_own_hint_counts_until_there_is_a_line():
-    forecast = Forecast()
+    forecast = make()
     for size in (100, 900):
         forecast.learn(job(declared=size, kind="a", name=f"n{size}"), Footprint(size))
     assert forecast.predict(job(declared=200, kind="a", name="n200")).private_bytes == 200
 
 
 def test_kinds_have_lines_of_their_own():
-    forecast = Forecast()
+    forecast = make()
     for size in (10, 20, 30, 40):
         forecast.learn(job(kind="small", size=str(size)), Footprint(size))
         forecast.learn(job(kind="large", size=str(size)), Footprint(10 * size))
@@ -88,14 +92,14 @@ def test_kinds_have_lines_of_their_own():
 
 
 def test_declared_sizes_that_are_all_ten_times_too_large_are_read_as_such():
-    forecast = Forecast()
+    forecast = make()
     for size in (100, 200, 300, 400):
         forecast.learn(job(declared=size, name="same", seed=str(size % 7)), Footprint(size // 10))
     assert forecast.predict(job(declared=1000, name="same", seed="8")).private_bytes == 100
 
 
 def test_numbers_that_say_nothing_leave_it_to_the_largest():
-    forecast = Forecast()
+    forecast = make()
     for seed, peak in ((1, 100), (2, 900), (3, 120), (4, 800), (5, 90)):
         forecast.learn(job(kind="a", seed=str(seed)), Footprint(peak))
     assert forecast.predict(job(kind="a", seed="6")).private_bytes == 900

@@ -529,6 +529,15 @@ def test_segments_named_after_a_process_of_the_job_are_removed_and_others_are_no
         other.unlink(missing_ok=True)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are inherited on Linux only")
+@pytest.mark.parametrize(("seconds", "words"), [("0.05", ""), ("60", "1 process(es) that it left running were ended")])
+def test_a_helper_that_is_about_to_leave_is_let_go_and_one_that_stays_is_ended(run_dir, seconds, words):
+    backend = LocalBackend(run_dir)
+    submit(backend, python("parent", f"import subprocess; subprocess.Popen(['sleep', '{seconds}'])"))
+    status = wait_for_end(backend, "parent")
+    assert (status.state, status.cause) == ("completed", words)
+
+
 @pytest.mark.root
 def test_shared_memory_that_a_job_leaves_is_told_and_kept(run_dir, walls):
     left = Path(f"/dev/shm/memfit-test-{os.getpid()}")

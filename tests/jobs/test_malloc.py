@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.jobs import Job
-from memfit.jobs._local import child_env
+from memfit.jobs import Job, child_env
 from memfit.rundir import RunDir, read_heap
 
 # Blocks below glibc's default threshold for a mapping of their own, every fiftieth kept: the holes between stay.

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from memfit.errors import DoesNotFitError
 from memfit.jobs import Job, LocalAdmission, Policy, Request, Scheduler, StopRequest, Submission, Verdict
-from memfit.jobs._budget_watch import BudgetWatch
 from memfit.memory import HOST, Budget, Device, Footprint, Others
 from memfit.testing import FakeBackend, FakeJob, ListSource
 
@@ -22,7 +21,7 @@ class FakeMachine:
     """A budget of which the fake jobs, and a neighbour, use a part."""
 
     def __init__(self, tmp_path: Path, backend: FakeBackend, limit: int, reserve: int = 0) -> None:
-        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc").mkdir(parents=True)
         (tmp_path / "proc/meminfo").write_text("MemTotal: 1048576 kB\nMemAvailable: 1048576 kB\n")
         self._budget = Budget.read(root=tmp_path, env={}, reserve_bytes=reserve)
         self._backend, self.limit, self.neighbour, self.num_cpus = backend, limit, 0, 64
@@ -359,6 +358,44 @@ def test_out_of_memory_is_tried_again_with_more_and_only_so_often(tmp_path):
     assert "ran out of memory" in mine[0]["reason"]
 
 
+def run_one(tmp_path, job, *, limit=10_000, **fields):
+    """Run one job whose status also has these fields; its starts, its events."""
+    scheduler, backend, _, events = make(tmp_path, {"a": job}, limit=limit, slack=0.0)
+    poll = backend.poll
+    backend.poll = lambda: {name: replace(status, **fields) for name, status in poll().items()}
+    scheduler.run()
+    return backend.submitted.count("a"), events
+
+
+def test_a_retry_gets_no_more_than_there_is_and_a_job_that_had_it_all_is_not_tried_again(tmp_path):
+    num_starts, events = run_one(tmp_path, FakeJob((9000,), state="out_of_memory"), evidence={"data_limit_bytes": 8000})
+    assert num_starts == 1
+    assert "the whole budget is" in of_kind(events, "end")[0]["why_final"]
+    scheduler, _, _, events = make(tmp_path / "b", {"a": FakeJob((7000,), ends=("out_of_memory",))}, limit=10_000)
+    scheduler.admission.forecast.learn(like({}), Footprint(7000))
+    assert scheduler.run()["a"].state == "completed"
+    assert [fields["reservation_bytes"] for fields in of_kind(events, "retry")] == [10_000]
+
+
+def test_an_allocation_refused_at_the_limit_is_a_lack_of_memory_whatever_the_exit_code_says(tmp_path):
+    scheduler, backend, _, events = make(tmp_path, {"a": FakeJob((100,), ends=("failed",))}, limit=10_000, slack=0.0)
+    scheduler.admission.forecast.learn(like({}), Footprint(100))
+    poll = backend.poll
+    backend.poll = lambda: {name: replace(status, wants_more=True) for name, status in poll().items()}
+    assert scheduler.run()["a"].state == "completed"
+    assert "ran out of memory" in of_kind(events, "retry")[0]["reason"]
+
+
+@pytest.mark.parametrize("state", ["preempted", "cancelled", "out_of_memory"])
+def test_an_end_that_was_asked_for_is_an_end(tmp_path, state):
+    assert run_one(tmp_path, FakeJob(state=state), asked=True)[0] == 1
+
+
+def test_a_job_without_a_gpu_that_ran_out_of_device_memory_is_shown_the_flag(tmp_path):
+    _, events = run_one(tmp_path, FakeJob(state="out_of_memory"), evidence={"place": "device"})
+    assert "--num-gpus 1" in of_kind(events, "end")[0]["why_final"]
+
+
 @pytest.mark.parametrize(("state", "num_starts"), [("failed", 1), ("timeout", 1), ("node_fail", 3), ("preempted", 2)])
 def test_what_was_not_a_lack_of_memory_is_tried_again_only_when_the_job_was_not_at_fault(tmp_path, state, num_starts):
     scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob((100,), state=state)}, limit=1000)
@@ -549,27 +586,25 @@ def test_the_wall_above_all_jobs_stays_above_what_was_lent_when_other_runs_take_
     assert min(caps[3:-1]) >= 200
 
 
-def test_what_other_runs_may_have_taken_of_what_they_lent_is_no_growth_of_outsiders(tmp_path):
-    _, _, machine, _ = make(tmp_path, {"a": FakeJob()}, limit=1000)
-    others = others_of(1, 0, 300)
-    watch = BudgetWatch(machine.read, lambda: 0.0, lambda: others)
-    watch.read(Counter())
-    assert watch.outsiders_bytes == 0
+def test_what_other_runs_may_have_taken_of_what_they_reserved_is_no_growth_of_outsiders(tmp_path):
+    claims = FakeClaims(unused=300)
+    scheduler, _, machine, _ = make(tmp_path, {"a": FakeJob()}, limit=1000, claims=claims)
+    budget = scheduler.admission.budget
+    budget.read(Counter())
     machine.neighbour = 300  # the kernel says it before the other run does
-    watch.read(Counter())
-    assert watch.outsiders_bytes == 0
-    machine.neighbour, others = 500, others_of(1, 300, 0)
-    watch.read(Counter())
-    assert watch.outsiders_bytes == 200
+    budget.read(Counter())
+    assert budget.outsiders_bytes == 0
+    machine.neighbour, claims.now = 500, others_of(1, 300, 0)
+    budget.read(Counter())
+    assert budget.outsiders_bytes == 200
 
 
 def test_what_other_runs_took_since_the_last_reading_is_not_free(tmp_path):
-    _, _, machine, _ = make(tmp_path, {"a": FakeJob()}, limit=1000)
-    watch = BudgetWatch(machine.read, lambda: 0.0, lambda: others_of(1, 0, 300))
-    watch.read(Counter())
-    assert watch.rooms(Counter(), Counter())[HOST].bytes == 700
-    watch.others = others_of(1, 200, 100)  # as told at a decision, before the budget is read again
-    assert watch.rooms(Counter(), Counter())[HOST].bytes == 700
+    scheduler, _, _, _ = make(tmp_path, {"a": FakeJob()}, limit=1000, claims=FakeClaims(unused=300))
+    admission = scheduler.admission
+    assert admission.rooms()[HOST].bytes == 700
+    admission.budget.others = others_of(1, 200, 100)  # as told at a decision, before the budget is read again
+    assert admission.rooms()[HOST].bytes == 700
 
 
 def use_gpus(scheduler, backend, gpus, name="GPU"):

@@ -251,7 +251,7 @@ def test_a_child_without_a_limit_sees_the_limit_of_its_real_parent_group(memory_
     parent = memory_group(700 * MIB)
     child = memory_group(-1, parent)
     code = (
-        "import json, time; from memfit.memory._budget import Budget; kept = bytearray(b'x') * (50 << 20)\n"
+        "import json, time; from memfit.memory import Budget; kept = bytearray(b'x') * (50 << 20)\n"
         "for _ in range(60):\n"  # the kernel sums up its counters of each core every other second
         "    found = Budget.read().to_dict()\n"
         "    if found['headroom_bytes'] < 650 << 20: break\n"
@@ -272,7 +272,7 @@ def test_a_child_without_a_limit_sees_the_limit_of_its_real_parent_group(memory_
 @pytest.mark.slow
 @pytest.mark.container
 def test_a_real_container_sees_its_own_limit(podman):
-    code = "import json; from memfit.memory._budget import Budget; print(json.dumps(Budget.read().to_dict()))"
+    code = "import json; from memfit.memory import Budget; print(json.dumps(Budget.read().to_dict()))"
     found = json.loads(podman("--memory=200m", "--shm-size=32m", command=[sys.executable, "-c", code]))
     assert found["limit_bytes"] == 200 * MIB
     assert found["binding"]["scope"] == "group"

@@ -12,16 +12,19 @@ from memfit.jobs._job import (
     Enforcer,
     Grant,
     Job,
+    JobSource,
     JobStatus,
+    OnFailure,
+    Policy,
     Request,
     State,
+    StopRequest,
     Submission,
     Traits,
     Verdict,
     name_jobs,
 )
 from memfit.jobs._local import LocalBackend, child_env
-from memfit.jobs._policy import JobSource, OnFailure, Policy, StopRequest
 from memfit.jobs._scheduler import Scheduler
 from memfit.jobs._stop import ASK_SIGNAL, NOW_SIGNAL, find_supervisor, forget_stops, running_jobs, stop, take_stop
 from memfit.jobs._threads import limit_threads

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from memfit.errors import DoesNotFitError
 from memfit.jobs._budget_watch import DEVICE, BudgetWatch, ReadBudget
 from memfit.jobs._forecast import Forecast
-from memfit.jobs._job import Job
+from memfit.jobs._job import Job, Policy
 from memfit.jobs._placement import choose, count_gpus
-from memfit.jobs._policy import Policy
 from memfit.jobs._reservation import Reservation, Wait, kind_of
 from memfit.memory import HOST, Budget, Claims, Footprint, Lendable, Others, Sizes, reservation_bytes
 from memfit.units import format_bytes

@@ -1,4 +1,4 @@
-"""What runs inside a function job's own interpreter: call the function, leave its result or its error as a file."""
+"""Runs a function in an interpreter of its own, which leaves a result or an error as a file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def load_target(target: str) -> Any:
-    """The object that ``module:name`` names.
+    """Return the object that ``module:name`` names.
 
     Raises:
         UsageError: If there is no such module or no such name in it.
@@ -64,7 +64,7 @@ def load_target(target: str) -> Any:
 
 
 def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Any:
-    """A function's result, computed in a new interpreter whose memory is gone afterwards.
+    """Return a function's result, computed in a new interpreter whose memory is gone afterwards.
 
     Args:
         target: The function as ``module:name``.
@@ -72,8 +72,8 @@ def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, s
         env: The child's whole environment; this process's when None.
 
     Raises:
-        MemfitError: The one that the function raised, rebuilt.
-        UsageError: For any other failure, with the place and the child's last words.
+        MemfitError: The one that the function raised.
+        UsageError: For any other failure, with its place and the last lines of stderr.
     """
     with tempfile.TemporaryDirectory(prefix="memfit-") as name:
         folder = Path(name)
@@ -99,12 +99,12 @@ def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, s
     raise UsageError(
         f"{_place(done.stderr) or target} failed: {(error or {}).get('text') or f'exit code {done.returncode}'}",
         rule=f"{target} runs in an interpreter of its own and must end with 0.",
-        remedy=f"correct that code; its last words were:\n{done.stderr[-2000:].rstrip()}",
+        remedy=f"correct that code; its last lines were:\n{done.stderr[-2000:].rstrip()}",
     )
 
 
 def _place(stderr: str) -> str:
-    """Where the last frame of a traceback lies, as ``file:line``; empty without one."""
+    """Return the last frame of a traceback as ``file:line``; empty without one."""
     found = re.findall(r'^  File "(.+)", line (\d+)', stderr, re.MULTILINE)
     return ":".join(found[-1]) if found else ""
 
@@ -116,7 +116,7 @@ def _rebuilt(error: Mapping[str, Any]) -> MemfitError:
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """An error as JSON: its type, its last line and, for memfit's own, the three parts."""
+    """Return an error as JSON: its type, its last line and, for memfit's own, the three parts."""
     found = {"type": type(error).__name__, "memfit": isinstance(error, MemfitError)}
     if isinstance(error, MemfitError):
         return {**found, "text": error.what, "what": error.what, "rule": error.rule, "remedy": error.remedy}
@@ -125,7 +125,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def _is_memory_error(error: BaseException) -> bool:
-    """By type alone: Python's own, or torch's for a device; other texts are for the diagnosis to read."""
+    """Return True for Python's MemoryError and torch's OutOfMemoryError, by type alone."""
     names = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     return isinstance(error, MemoryError) or bool(names & {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"})
 
@@ -139,7 +139,7 @@ def die_with(parent: int) -> None:
 
 
 def main(folder: Path) -> int:
-    """Call the function that ``request.json`` names; the exit code is the job's."""
+    """Call the function that ``request.json`` names; return the job's exit code."""
     request = read_whole(folder / REQUEST)
     if request is None:
         print(f"{folder / REQUEST} is missing", file=sys.stderr)
@@ -169,7 +169,7 @@ def main(folder: Path) -> int:
 
 
 def raise_error_of(job_dir: Path) -> None:
-    """Raise again the error of memfit's own that a job's interpreter left in its folder, if it left one."""
+    """Raise the memfit error that a job left in its folder, if it left one."""
     error = read_json(job_dir / ERROR, ERROR_SHAPE)
     if error is not None and error["memfit"]:
         raise _rebuilt(error)

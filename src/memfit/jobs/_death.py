@@ -1,4 +1,4 @@
-"""Why a job ended: from its exit, memfit's own signals and the kernel's counters, never from a bare 137."""
+"""Explains why a job ended: from its exit, memfit's own signals and the kernel's counters, never from a bare 137."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memfit.jobs._job import EndedBy, State
 from memfit.memory import JobGroup, memory_group, oom_kills_above
 from memfit.units import format_bytes
 
-#: What a program says last when it got no memory: by the type of the error alone, and by texts that others say too.
+#: The last lines of a program that got no memory: the types of errors, and texts that alone prove nothing.
 _ERROR_TYPES = re.compile(r"^(?:[\w.]+\.)?(?:_Array)?MemoryError\b|^(?P<device>torch\.(?:cuda\.)?OutOfMemoryError)\b")
 _ERROR_TEXTS = re.compile(
     r"can(?:'t|not) allocate memory|\bbad_alloc\b|out of memory|unable to allocate", re.IGNORECASE
@@ -22,18 +22,16 @@ _ERROR_TEXTS = re.compile(
 #: ENOMEM in words, as libc and Python write it.
 _REFUSED = re.compile(r"cannot allocate memory", re.IGNORECASE)
 _LAST_LINES = 8
-#: How a job ends that a platform stops: it knows no other signals.
+#: The signals with which a platform stops a job.
 _STOPPING = (-signal.SIGTERM, -signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class Counters:
-    """The kernel's counts of processes that it has killed for memory.
+    """The kernel's counts of OOM kills: by group, and on the whole host (``oom_kill`` in /proc/vmstat).
 
-    Attributes:
-        groups: Kills by group: of the job's own alone, else of the group that it runs in and of those above.
-        is_own: The one group is the job's own. Its count is proof both ways; those of others are not.
-        host: Kills on the whole host (``oom_kill`` in /proc/vmstat), or None.
+    If ``is_own``, the one group is the job's own, and its count is proof both ways. Else they are the group that the
+    job runs in and those above.
     """
 
     groups: Mapping[str, int] = field(default_factory=dict)
@@ -42,7 +40,7 @@ class Counters:
 
     @classmethod
     def read(cls, group: JobGroup | None = None, root: Path = Path("/")) -> Counters:
-        """The counts for a job in this group, or in the group of this process."""
+        """Read the counts for a job in this group, or in the group of this process."""
         if group is not None and (own := oom_kills_above(group.path).get(group.path)) is not None:
             return cls({group.path.name: own}, is_own=True)
         directory = memory_group(root=root)
@@ -55,12 +53,12 @@ class Counters:
         return cls(above, host=host)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form, for the evidence."""
+        """Return a JSON-ready form, for the evidence."""
         own = next(iter(self.groups.values())) if self.is_own else None
         return {"own": own, "above": {} if self.is_own else dict(self.groups), "host": self.host}
 
     def rise_since(self, before: Counters) -> str:
-        """Which group's count rose, in words; empty when none did."""
+        """Return which group's count rose, in words; empty when none did."""
         for name, count in self.groups.items():
             if count > before.groups.get(name, count):
                 return f"the oom_kill counter of {name} rose from {before.groups[name]} to {count}"
@@ -74,13 +72,10 @@ class Death:
     Attributes:
         returncode: As in ``subprocess``: negative for a signal.
         stopped_by: The signal that the job's watcher sent it, or None.
-        counters_before, counters_after: The kernel's counts when the job started and after it ended.
         error: What the job's interpreter left in ``error.json``, or None.
-        has_result: Whether a function job left its result.
-        peak_bytes: Its non-reclaimable peak.
-        phase: The phase that it was in.
-        refused: How it was held back: an allocation met this wall; empty when none did.
-        met_above: The nearest group, its own or one above it, whose wall was met by anyone; empty when none was.
+        has_result: A function job left its result.
+        refused: The limit at which an allocation of it was refused or delayed; empty when none was.
+        met_above: The nearest group, its own or one above it, whose limit was met by anyone; empty when none was.
         last_words: The end of what it wrote to standard error.
         starved: Why its shim ended it for want of memory; empty when it did not.
         is_asked: memfit or its user asked for the end.
@@ -102,7 +97,7 @@ class Death:
 
 
 def explain(death: Death) -> tuple[State, str, EndedBy]:
-    """The job's final state, its cause in words, and who ended it."""
+    """Return the job's final state, its cause in words, and who ended it."""
     state, cause = _explain(death)
     if state == "preempted" and not death.is_asked:
         return state, cause, "platform"
@@ -116,7 +111,7 @@ def _explain(death: Death) -> tuple[State, str]:
         return ("completed", "") if death.has_result else ("failed", "ended with 0 but left no result")
     if death.returncode == StoppedError.exit_code:
         return "preempted", f"stopped after a checkpoint{where}; it goes on from there"
-    # A SIGKILL while memfit waited for the end that it had asked for with SIGTERM is somebody else's.
+    # If memfit sent SIGTERM alone, a SIGKILL is somebody else's.
     if death.stopped_by == "SIGKILL" or (death.stopped_by and death.returncode != -signal.SIGKILL):
         if death.starved:
             return "out_of_memory", death.starved
@@ -143,15 +138,15 @@ def _explain(death: Death) -> tuple[State, str]:
 
 
 def place_of(death: Death) -> str:
-    """Where the memory ran out of a job that ran out of memory: ``host`` or ``device``."""
-    lines = [str((death.error or {}).get("type", "")), *_last_lines(death)]
-    told = (_ERROR_TYPES.match(line) for line in lines)
-    in_error = (death.error or {}).get("memory") and lines[0] == "OutOfMemoryError"
-    return "device" if in_error or any(found and found["device"] for found in told) else "host"
+    """Return where the memory ran out of a job that ran out of memory: ``host`` or ``device``."""
+    if death.error and death.error.get("memory") and death.error["type"] == "OutOfMemoryError":
+        return "device"
+    types = (_ERROR_TYPES.match(line) for line in _last_lines(death))
+    return "device" if any(found and found["device"] for found in types) else "host"
 
 
 def _shortage(death: Death) -> str:
-    """What shows that a job which ended by itself got no memory; empty when nothing does."""
+    """Return what shows that a job which ended by itself got no memory; empty when nothing does."""
     rise = death.counters_after.rise_since(death.counters_before)
     if rise and death.counters_after.is_own:
         return f"{rise}; the kernel killed a process of it"
@@ -173,7 +168,7 @@ def _shortage(death: Death) -> str:
 
 
 def _explain_kill(death: Death, where: str) -> tuple[State, str]:
-    """Who sent a SIGKILL that was not memfit's."""
+    """Say who sent a SIGKILL that was not memfit's."""
     before, after = death.counters_before, death.counters_after
     peak = f"at a peak of {format_bytes(death.peak_bytes)}"
     killed = f"killed by the kernel for memory{where} {peak}"

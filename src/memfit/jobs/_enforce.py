@@ -36,7 +36,7 @@ class Enforcement:
 
     def __init__(self, backend: Backend, admission: LocalAdmission, say: Callable[..., None]) -> None:
         self.backend, self.walls, self.admission = backend, backend.enforcer, admission
-        self._is_forced, self._running = admission.policy.force, admission.running
+        self._running = admission.running
         self._now, self._say = admission.now, say
         self._short = ""
         self._favoured: str | None = None
@@ -53,7 +53,7 @@ class Enforcement:
 
     def first_grant(self, entry: Reservation) -> Sizes:
         """Give a job that is about to start its grant; return what it may take of each of its devices."""
-        if self._is_forced:
+        if self.admission.policy.force:
             return Counter()
         free, num = self.admission.parts(), max(_LEAST_PARTS, len(self._running))
         entry.grant = entry.grant_of(free[HOST] // num, self.admission.capacity_bytes())
@@ -65,6 +65,8 @@ class Enforcement:
 
     def relieve(self) -> None:
         """Grow reservations, hand out grants, and help jobs that wait at their limit."""
+        if self.admission.policy.force:
+            return
         self._review_favour()
         self.admission.read_budget()
         if self._capped_at != self.admission.budget.read_at:
@@ -77,7 +79,7 @@ class Enforcement:
         for entry in leaving:
             if entry.status.stalled and self._now() - (entry.set_aside or 0.0) > _LEAVING_SECONDS:
                 self.backend.cancel(entry.job.id, now=True, verdict=entry.verdict)
-        if leaving or self._is_forced:
+        if leaving:
             return  # one that was asked to stop gives its memory back first
         self._relieve_stalled()
         self._enforce_headroom()
@@ -102,7 +104,7 @@ class Enforcement:
             entry.reserved[place] -= spare
             free[place] += spare
         before, wanted = entry.reserved[place], entry.wanted_bytes(free[place], place)
-        if self._is_forced or not before or wanted <= before:
+        if not before or wanted <= before:
             return ""
         held = max(before, entry.used[place])  # what it has taken already is not free any more
         more = min(wanted - held, self._free_for(entry, free[place]) if place == HOST else free[place])
@@ -145,8 +147,6 @@ class Enforcement:
 
     def _hand_out(self, free_bytes: int) -> None:
         """Move the limits of all jobs, those that come down first."""
-        if self._is_forced:
-            return
         if self.admission.budget.others.num:  # with a part alone, it follows each reservation at once
             self._cap()
         changes, capacity = [], self.admission.capacity_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, get_args
 from memfit.errors import DamagedError
 from memfit.jobs._job import STATES, EndedBy, JobStatus
 from memfit.memory import is_locked, lock_file
-from memfit.rundir import FOOTPRINT, RunDir, read_json
+from memfit.rundir import FOOTPRINT, RunDir, read_json, write_atomic
 
 LOCK, JOB, STATUS, OUTCOME = "lock", "job.json", "status.json", "outcome.json"
 #: Asks the shim to have its job checkpoint and end, or to end it at once when the file says ``now``.
@@ -35,12 +36,12 @@ _STATUS_SHAPE: Mapping[str, Any] = {
 
 
 def is_held(folder: Path) -> bool:
-    """Return True if a shim holds this job's lock: the sure sign that the job runs."""
+    """Return True if a shim holds this job's lock, which proves that the job runs."""
     return is_locked(folder / LOCK)
 
 
 def take_lock(folder: Path) -> int | None:
-    """Take a job's lock; the descriptor that holds it, or None when a shim has it."""
+    """Take a job's lock; return the descriptor that holds it, or None when a shim has it."""
     return lock_file(folder / LOCK)
 
 
@@ -61,14 +62,20 @@ def read_record(job_id: str, path: Path) -> JobStatus | None:
 
 
 def read_status(run: RunDir, job_id: str) -> JobStatus:
-    """A job's status from its files alone, for readers that did not submit it."""
+    """Return a job's status from its files alone, for readers that did not submit it."""
     folder = run.job_dir(job_id)
     found = read_record(job_id, folder / OUTCOME) or read_record(job_id, folder / STATUS)
     return found or JobStatus(job_id, "pending")
 
 
+def write_outcome(folder: Path, status: JobStatus) -> None:
+    """Write how a job ended, which replaces its status."""
+    write_atomic(folder / OUTCOME, json.dumps(status.to_dict()) + "\n")
+    (folder / STATUS).unlink(missing_ok=True)
+
+
 def read_order(folder: Path) -> dict[str, Any]:
-    """Return what was ordered last (``job.json``); nothing when it is not there or damaged."""
+    """Return ``job.json``; nothing when it is not there or damaged."""
     with suppress(DamagedError):
         return read_json(folder / JOB, _JOB_SHAPE) or {}
     return {}

@@ -1,4 +1,4 @@
-"""Forecasts what a job will take from jobs that were measured."""
+"""Forecasts the footprint of a job from jobs that were measured."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from memfit.jobs._job import Job
 from memfit.memory import Footprint
 from memfit.units import parse_bytes
 
-#: A line needs so many jobs, and is drawn through so many of the last.
+#: A line needs so many jobs, and uses at most so many of the last.
 _LEAST_POINTS, _MOST_POINTS = 4, 64
-#: A line is used when its largest error is within this share of what the jobs took.
+#: A line counts if its largest error is within this share of the largest peak.
 _GOOD = 0.25
-#: A larger number is a name: its squares would overflow.
+#: The square of a larger number would overflow.
 _LARGEST = 1e15
-#: The number that stands for a job's declared size.
+#: Names a job's declared size among its numbers.
 _DECLARED = "(declared)"
 
 _Key = tuple[str, ...]
@@ -29,12 +29,14 @@ _NO_LINE: _Line = (math.inf, 0.0, 0.0)
 
 
 class Forecast:
-    """The measured footprints of a run's jobs, and what they say about other jobs of the same stage.
+    """The measured footprints of a run's jobs, as a forecast for other jobs of the same stage.
 
-    A job takes what an earlier job with the same parameters took. Else, its peak lies on the straight line that the
-    peaks of earlier jobs follow over one number: a parameter, or the declared size. Else, it takes the most that a job
-    took with the same names (parameters that are no numbers) or, if there is none, any job of its stage. A job with a
-    declared size of its own uses that instead of the last two.
+    The first of these that is known counts:
+
+    1. what an earlier job with the same parameters took;
+    2. the straight line that peaks follow over one number: a parameter, or the declared size;
+    3. the job's declared size, if it is not one for the whole stage;
+    4. the most that a job took with the same names (parameters that are no numbers), else any job of its stage.
     """
 
     def __init__(self) -> None:
@@ -44,7 +46,7 @@ class Forecast:
         self._declared: defaultdict[str, set[int]] = defaultdict(set)
 
     def learn(self, job: Job, footprint: Footprint, *, is_final: bool = True) -> None:
-        """Take in what a job took; one that still runs adds no point to a line."""
+        """Learn what a job took; one that still runs adds no point to a line."""
         for key in _keys(job):
             known = self._largest.get(key)
             self._largest[key] = footprint if known is None else known.merge(footprint)
@@ -56,7 +58,7 @@ class Forecast:
             self._lines[key] = _fit(self._points[key])
 
     def predict(self, job: Job) -> Footprint | None:
-        """What the job will take: measured on similar jobs, else as declared; None when nothing is known."""
+        """Return what the job will take, measured on similar jobs or declared; None when nothing is known."""
         same, kind, stage = _keys(job)
         if same in self._largest:
             return self._largest[same]
@@ -82,7 +84,7 @@ class Forecast:
 
 
 def _fit(points: Collection[tuple[float, int]]) -> _Line:
-    """The straight line through the peaks of jobs over one of their numbers, if there is a good one."""
+    """Return the straight line through the peaks of jobs over one of their numbers, if there is a good one."""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     if len(xs) < _LEAST_POINTS:
         return _NO_LINE
@@ -97,9 +99,9 @@ def _fit(points: Collection[tuple[float, int]]) -> _Line:
 def _keys(job: Job) -> tuple[_Key, _Key, _Key]:
     """Return a job's stage with all its parameters, with its names alone, and with none."""
     numbers = _numbers(job)
-    told = [(name, f"{name}={value}") for name, value in sorted(job.params.items())]
-    names = [text for name, text in told if name not in numbers]
-    return (job.stage, "all", *(text for _, text in told)), (job.stage, "names", *names), (job.stage,)
+    texts = {name: f"{name}={value}" for name, value in sorted(job.params.items())}
+    names = [text for name, text in texts.items() if name not in numbers]
+    return (job.stage, "all", *texts.values()), (job.stage, "names", *names), (job.stage,)
 
 
 def _numbers(job: Job) -> dict[str, float]:

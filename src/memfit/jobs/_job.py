@@ -1,4 +1,4 @@
-"""A job, its states and the one seam through which jobs are run."""
+"""A job and its states, the source of jobs, and the backend that runs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from memfit.errors import UsageError
-from memfit.memory import Footprint
+from memfit.memory import DEFAULT_SLACK, Footprint
 from memfit.units import format_bytes, format_duration
 
 #: Slurm's states in lower case.
@@ -18,6 +18,7 @@ State = Literal[
 ]
 STATES: tuple[State, ...] = get_args(State)
 EndedBy = Literal["", "job", "user", "platform"]
+OnFailure = Literal["stop", "first", "continue"]
 ENDED: frozenset[State] = frozenset(STATES) - {"pending", "running"}
 
 
@@ -30,22 +31,22 @@ class Job:
         target: The function, as ``module:name``; called in a new interpreter with ``arguments`` as keywords.
         arguments: JSON values.
         command: The command, instead of a function.
-        footprint: What it is declared or known to take; None when that is to be measured.
-        phases: The phases that must each be passed once before the job's measured footprint speaks for its like.
+        footprint: Its declared footprint; None to measure it.
+        phases: The phases that it must pass once before its measured footprint is a forecast for similar jobs.
         threads: Threads for its numerical libraries; fixed, however many jobs run beside it.
         tight_malloc: Make glibc give freed memory back at once, so that resident memory follows live memory.
-        cuda_allocator: What torch's allocator for CUDA is told, as in ``PYTORCH_CUDA_ALLOC_CONF``; None for what the
-            environment says.
+        cuda_allocator: Settings of torch's CUDA allocator, as in ``PYTORCH_CUDA_ALLOC_CONF``; the environment's if
+            None.
         env: Further variables for the child.
-        params: What tells it from its like, as ``{"fold": "3", "lr": "1e-3"}``: the footprints of those that share the
-            most of them speak for it.
+        params: What differs between the jobs of its stage, as ``{"fold": "3", "lr": "1e-3"}``: the footprints of those
+            that share the most of them are its forecast.
         cwd: The folder that its process starts in; the supervisor's when None.
         stdin: The file that it reads as its standard input, at its first attempt; nothing when None.
         num_devices: How many devices it needs; it sees no others.
-        device_bytes: What it is declared to take on each of them; None when that is to be measured.
-        keeps_group: Its control group outlives it until the run ends, so that the page cache which it filled (a
-            shared panel) is charged there and not to the jobs that read it.
-        stage: The name of its stage. Only jobs of one stage are alike: they share forecasts and ``on_failure: first``.
+        device_bytes: What it is declared to take on each of them; None to measure it.
+        keeps_group: Keep its control group until the run ends, so that the page cache which it filled (a shared panel)
+            is charged there and not to the jobs that read it.
+        stage: The name of its stage. Jobs of one stage share forecasts and ``on_failure: first``.
         unit: Which part of its stage it is (a fold, a trial, a shard), as a JSON value.
 
     Example:
@@ -104,7 +105,7 @@ class Job:
 
     @classmethod
     def of(cls, id: str, function: Callable[..., Any], **arguments: Any) -> Job:
-        """A job that calls a function by its import path; the function must be importable in a new interpreter."""
+        """Return a job that calls a function by its import path, in a new interpreter."""
         if "<" in function.__qualname__ or function.__module__ == "__main__":
             raise UsageError(
                 f"job {id}: {function.__qualname__} cannot be imported by a new interpreter.",
@@ -116,19 +117,19 @@ class Job:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What is known of a job now.
+    """The state of a job.
 
     Attributes:
         job_id: The job's id.
         state: One of Slurm's states in lower case.
         phase: The phase that it marked last or, without marks, the one that its log suggests; or None.
         phase_source: How the phase is known: ``marks``, or guessed from its ``log``.
-        settled: Its measured footprint speaks for its like: it has entered and left each of the job's ``phases`` or,
-            when it names none, has stopped growing.
+        settled: Its measured footprint is a forecast for similar jobs: it has passed each of its ``phases`` or, if it
+            names none, has stopped growing.
         used_bytes: Its non-reclaimable memory now, of its whole control group where it has one.
         peak_bytes: The peak of that.
         pss_bytes: The proportional sizes of its processes at the last sweep; 0 before the first and after its end.
-        device_used_bytes: Its device memory now, by device UUID; a device that it was given and does not use has 0.
+        device_used_bytes: Its device memory now, by the UUID of each device that it was given.
         footprint: The measured footprint so far, or None before the first sample.
         started, ended: Unix seconds, or None.
         exit_code: The child's exit code; negative for a signal, as in ``subprocess``.
@@ -180,7 +181,7 @@ class JobStatus:
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     def ended_as(self, state: State, cause: str, ended_by: EndedBy) -> JobStatus:
-        """The status of a job that ended just now: it uses and wants nothing any more."""
+        """Return the status of a job that ended just now: it uses and wants nothing any more."""
         return replace(
             self,
             state=state,
@@ -195,13 +196,13 @@ class JobStatus:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form, as in ``status.json`` and ``outcome.json``; the id is the folder's name."""
+        """Return a JSON-ready form, as in ``status.json`` and ``outcome.json``; the id is the folder's name."""
         found = {name: value for name, value in vars(self).items() if name != "job_id"}
         return found | {"footprint": self.footprint.to_dict() if self.footprint else None}
 
     @classmethod
     def from_dict(cls, job_id: str, found: Mapping[str, Any]) -> JobStatus:
-        """The status that ``to_dict`` gave; what is not there or unknown is left out."""
+        """Return the status that ``to_dict`` gave; what is missing or unknown is left out."""
         names = {one.name for one in fields(cls)} - {"job_id", "footprint"}
         plain = {name: value for name, value in found.items() if name in names and value is not None}
         footprint = found.get("footprint")
@@ -221,8 +222,8 @@ class Grant:
     """What a running job may take, in non-reclaimable bytes.
 
     Attributes:
-        soft_bytes: Its reservation; the supervisor wants to hear at once when the job passes it.
-        wall_bytes: Where the kernel holds it back (it waits, it is not killed); never below ``soft_bytes``.
+        soft_bytes: Its reservation.
+        wall_bytes: Its limit, where the kernel makes it wait and does not kill it; never below ``soft_bytes``.
     """
 
     soft_bytes: int
@@ -231,7 +232,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The state and the cause that a job's end is to be recorded with, by whoever ends it and knows why."""
+    """The state and the cause that a job's end is recorded with, from whoever ends it and knows why."""
 
     state: State
     cause: str
@@ -242,7 +243,7 @@ class Request:
     """What one attempt of a job asks for.
 
     Attributes:
-        limit_bytes: The most host memory that it may take where no enforcer holds it back; None for no limit.
+        limit_bytes: The most host memory that it may take where there is no enforcer; None for no limit.
     """
 
     limit_bytes: int | None = None
@@ -271,13 +272,13 @@ class Traits:
 
 
 class Enforcer(Protocol):
-    """Holds running jobs back at walls. Only a backend on this host can offer one."""
+    """Makes running jobs wait at their limits. Only a backend on this host can offer one."""
 
     def grant(self, job_id: str, grant: Grant) -> None:
-        """Say what a job may take: before its start, and again while it runs. Does nothing for one that has ended."""
+        """Set what a job may take: before its start, and again while it runs. Does nothing for one that has ended."""
 
     def cap(self, total_bytes: int) -> None:
-        """Say what all jobs together may take now."""
+        """Set what all jobs together may take now."""
 
     def left_bytes(self) -> int:
         """Return the memory that jobs left behind when they ended, such as files in /dev/shm."""
@@ -295,7 +296,7 @@ class Backend(Protocol):
 
     @property
     def enforcer(self) -> Enforcer | None:
-        """What holds running jobs back; None where nothing can."""
+        """What makes running jobs wait at their limits; None where nothing can."""
 
     def submit(self, batch: Sequence[Submission]) -> None:
         """Start jobs. Returns before they end.
@@ -305,23 +306,23 @@ class Backend(Protocol):
         """
 
     def adopt(self, job_ids: Iterable[str]) -> set[str]:
-        """Follow those of these jobs that an earlier supervisor started and that still run; their ids.
+        """Follow those of these jobs that an earlier supervisor started and that still run; return their ids.
 
-        A job that ran when this object was made counts even if it has ended since, so that it is not started again;
-        ``poll`` tells its end. One that was cancelled or submitted here does not count.
+        A job that ran when this object was made counts even if it has ended since, so that it is not restarted. One
+        that was cancelled or submitted here does not count.
         """
 
     def poll(self) -> Mapping[str, JobStatus]:
-        """The status of every job that was submitted or adopted here, by id. Never raises because a queue is down."""
+        """Return the status of every job submitted or adopted here, by id. Never raises because a queue is down."""
 
     def wait(self, seconds: float) -> None:
-        """Wait until something of note happened (a job ended, passed its soft bytes, met its wall), or so long."""
+        """Wait until a job ended, passed its reservation or met its limit, and at most so long."""
 
     def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
         """Ask a job to checkpoint and end (SIGTERM); with ``now``, end it and all its processes at once.
 
-        A job that then ends by this, and not by itself, is recorded with the verdict where there is one. So is, at
-        once, a job that does not run, whether it ended or never started.
+        A job that ends by this, and not by itself, is recorded with the verdict if there is one. A job that does not
+        run is recorded with it at once.
 
         Raises:
             UsageError: If there is no job of this id and no verdict.
@@ -331,8 +332,65 @@ class Backend(Protocol):
         """Follow no job any more; those that run go on."""
 
 
+@dataclass(frozen=True)
+class Policy:
+    """How jobs are admitted.
+
+    Attributes:
+        max_parallel: The most jobs at once; None for as many as fit.
+        on_failure: When a job fails, ``stop`` stops the run and ``continue`` goes on. ``first`` starts no more jobs of
+            a stage if the first one that ends failed by an error of its own.
+        slack: The share that is reserved on top of a measured footprint.
+        force: Admit without asking whether it fits, and without measuring one job first.
+        retries: How often a job is restarted when it ran out of memory, its watcher died or it was preempted.
+        proven_stages: Stages of which a job completed in an earlier run: ``first`` means ``continue`` for them.
+    """
+
+    max_parallel: int | None = None
+    on_failure: OnFailure = "continue"
+    slack: float = DEFAULT_SLACK
+    force: bool = False
+    retries: int = 2
+    proven_stages: frozenset[str] = frozenset()
+
+
+class StopRequest:
+    """Stops a run from a signal handler: ``ask`` its jobs to checkpoint and end, or end them ``now``."""
+
+    level = 0
+
+    def ask(self) -> None:
+        self.level = max(self.level, 1)
+
+    def now(self) -> None:
+        self.level = 2
+
+
+class JobSource(Protocol):
+    """Hands over jobs and hears how they ended.
+
+    The scheduler calls both methods from one thread. It asks for jobs ten times a second, so ``next`` must be cheap.
+    """
+
+    def next(self, num_free: int) -> Sequence[Job]:
+        """Return the jobs that may start now and were not handed over before; the scheduler keeps their order.
+
+        A source that makes up its jobs, such as a search, returns at most ``num_free``.
+        """
+
+    def ended(self, status: JobStatus) -> None:
+        """Take note of a job's last end. Called once for each job that was handed over.
+
+        A job that was given up before a start or a restart has the state ``pending``; ``cause`` says why.
+        """
+
+    @property
+    def is_done(self) -> bool:
+        """True when no job will be handed over any more."""
+
+
 def name_jobs(jobs: Sequence[str]) -> str:
-    """Return some jobs in words.
+    """Return the names of jobs in words.
 
     >>> name_jobs(["prepare"]), name_jobs(["fold_1", "fold_2"]), name_jobs([f"fold_{n}" for n in range(1, 6)])
     ('prepare', 'fold_1 and fold_2', 'fold_1 to fold_5 (5 jobs)')

@@ -1,9 +1,8 @@
-"""The local backend: each job in a process of its own beside a shim that owns its outcome."""
+"""The local backend: runs each job as a process of this host, beside a shim that owns its outcome."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ from memfit.jobs._folder import (
     read_order,
     read_record,
     take_lock,
+    write_outcome,
 )
 from memfit.jobs._job import Grant, Job, JobStatus, Request, Submission, Traits, Verdict
 from memfit.jobs._processes import end_group
@@ -30,16 +30,15 @@ from memfit.jobs._threads import thread_env
 from memfit.memory import JobGroup, Walls
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, write_atomic, write_masked
 
-#: glibc: freed memory goes back to the kernel at once, so that resident follows live memory.
+#: Has glibc give freed memory back to the kernel at once.
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
-#: torch reads them once, when it is imported, 2.13 the first that is set, later versions perhaps the second alone.
+#: torch 2.13 reads the first that is set; later versions perhaps the second alone.
 _CUDA_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-#: Jobs are looked at so often: for their ends, and for those that wait at their wall.
 _LOOK_SECONDS = 0.05
 
 
 def child_env(job: Job, run: RunDir) -> dict[str, str]:
-    """The variables that a job's process gets on top of this one's, before it imports anything.
+    """Return the variables that a job's process gets on top of this one's.
 
     >>> child_env(Job("fold_1", command=("true",), threads=2), RunDir(Path("/runs/r")))["OMP_NUM_THREADS"]
     '2'
@@ -58,13 +57,8 @@ def child_env(job: Job, run: RunDir) -> dict[str, str]:
 class _Followed:
     """A job that this backend follows.
 
-    Attributes:
-        folder: Its folder.
-        status: Its last status.
-        group: Its control group, or None.
-        shim_pid: The process id of its shim if that is a child of this process; else the job's lock tells that it runs.
-        changed: When its status file was written that was read last.
-        verdict: What its end is to be called, if it ends because it was cancelled.
+    ``shim_pid`` is None if its shim is no child of this process: then the job's lock shows that it runs. ``changed`` is
+    when the status file was written that was read last, in nanoseconds.
     """
 
     folder: Path
@@ -76,14 +70,12 @@ class _Followed:
 
 
 class LocalBackend:
-    """Runs jobs as processes of this host.
-
-    All state lies in the run directory: a new supervisor adopts the jobs that still run.
+    """Runs jobs as processes of this host. All state lies in the run directory.
 
     Args:
         run: The run directory.
         grace_seconds: How long a job that was asked to stop may take to checkpoint.
-        walls: Makes a control group for each job that has a grant; without it such a job's data segment is limited.
+        walls: Makes a control group for each job that has a grant. Without it, RLIMIT_DATA limits the job's processes.
     """
 
     def __init__(self, run: RunDir, *, grace_seconds: float = 60.0, walls: Walls | None = None) -> None:
@@ -97,7 +89,7 @@ class LocalBackend:
         self._granted: dict[str, JobGroup] = {}
         for lock in sorted((run.path / "jobs").glob(f"*/{LOCK}")):
             folder = lock.parent
-            # The lock first: a job that is not held now has written its outcome before, or never will.
+            # Look at the lock first: a job that is not held now has written its outcome, or never will.
             if is_held(folder):
                 self._adopt(folder)
             elif (folder / STATUS).exists() and not (folder / OUTCOME).exists():
@@ -109,7 +101,7 @@ class LocalBackend:
         return self if self.walls is not None else None
 
     def adopt(self, job_ids: Iterable[str]) -> set[str]:
-        """Follow those of these jobs that an earlier supervisor started and that still run; their ids."""
+        """Follow those of these jobs that an earlier supervisor started and that still run; return their ids."""
         wanted = set(job_ids)
         for job_id in wanted.difference(self._adopted, self._live, self._ended):
             if is_held(self.run.job_dir(job_id)):
@@ -169,10 +161,7 @@ class LocalBackend:
         self._live[job.id] = _Followed(folder, JobStatus(job.id, "pending", attempt=attempt), group, shim_pid)
 
     def _start_shim(self, job_id: str, folder: Path, lock: int) -> int | None:
-        """Start the shim of a job in a session of its own; None when no process can be had.
-
-        The shim inherits the lock: there is no moment in which a job was ordered and nobody holds it.
-        """
+        """Start the shim of a job in a session of its own, with the job's lock; None when no process can be had."""
         # Without -P a file in this folder named like one of Python's modules would be imported in its place.
         command = [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(self.run.path), "--job", job_id]
         command += ["--lock", str(lock)]
@@ -191,28 +180,28 @@ class LocalBackend:
             return None
 
     def grant(self, job_id: str, grant: Grant) -> None:
-        """Make the group of a job that is to start, or move the wall of one that runs."""
+        """Make the group of a job that is to start, or move the limit of one that runs."""
         followed = self._live.get(job_id)
         if self.walls is None or (followed is not None and followed.group is None):
             return
-        with contextlib.suppress(OSError):  # gone with its job, or refused: then its data segment is limited instead
+        with contextlib.suppress(OSError):  # gone with its job, or refused: then RLIMIT_DATA holds instead
             if followed is None:
                 self._granted[job_id] = self.walls.make(job_id, grant.wall_bytes)
             else:
                 self.walls.resize(job_id, grant.wall_bytes)
 
     def cap(self, total_bytes: int) -> None:
-        """Move the wall of all jobs together."""
+        """Move the limit of all jobs together."""
         if self.walls is not None:
-            with contextlib.suppress(OSError):  # as little to be had as in ``grant``
+            with contextlib.suppress(OSError):
                 self.walls.set_capacity(total_bytes)
 
     def left_bytes(self) -> int:
-        """What jobs that ended left charged to the run."""
+        """Return what jobs that ended left charged to the run."""
         return self.walls.left_bytes() if self.walls is not None else 0
 
     def poll(self) -> dict[str, JobStatus]:
-        """The status of every job followed here, by id."""
+        """Return the status of every job followed here, by id."""
         for job_id, followed in list(self._live.items()):
             self._look(job_id, followed)
         return self._ended | {job_id: followed.status for job_id, followed in self._live.items()}
@@ -230,7 +219,7 @@ class LocalBackend:
             status = _settle(followed.folder)
         if followed.verdict is not None and status.ended_by == "user":
             status = replace(status, state=followed.verdict.state, cause=followed.verdict.cause)
-            _write_outcome(followed.folder, status)
+            write_outcome(followed.folder, status)
         (followed.folder / STOP_REQUESTED).unlink(missing_ok=True)  # obeyed
         self._ended[job_id] = status
         del self._live[job_id]
@@ -242,10 +231,7 @@ class LocalBackend:
         time.sleep(max(0.0, min(seconds, _LOOK_SECONDS)))
 
     def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
-        """Ask a job to checkpoint and end; with ``now``, end it and all its processes at once.
-
-        With a verdict, one that does not run is recorded with it.
-        """
+        """Ask a job to checkpoint and end, or end it ``now``; record one that does not run with the verdict."""
         followed = self._live.get(job_id)
         if followed is not None:
             self._adopted.discard(job_id)
@@ -256,7 +242,7 @@ class LocalBackend:
             folder.mkdir(parents=True, exist_ok=True)
             known = read_record(job_id, folder / OUTCOME) or JobStatus(job_id, "pending", attempt=0, ended=time.time())
             self._ended[job_id] = replace(known, state=verdict.state, cause=verdict.cause)
-            _write_outcome(folder, self._ended[job_id])
+            write_outcome(folder, self._ended[job_id])
         elif job_id not in self._ended:
             raise UsageError(
                 f"there is no job {job_id} here.",
@@ -277,13 +263,13 @@ def _has_shim(followed: _Followed) -> bool:
 
 
 def _read_running(followed: _Followed) -> None:
-    """Read a running job's status from its file, when that has changed, and from its group."""
+    """Read a running job's status from its file, if that has changed, and from its group."""
     known, path = followed.status, followed.folder / STATUS
     with contextlib.suppress(OSError):
         changed = path.stat().st_mtime_ns
         if changed != followed.changed:
-            told = read_record(known.job_id, path) or known
-            known = replace(told, wants_more=told.wants_more or known.wants_more)  # its shim may not have seen that
+            found = read_record(known.job_id, path) or known
+            known = replace(found, wants_more=found.wants_more or known.wants_more)  # its shim may not have seen that
             followed.changed = changed
     if followed.group is not None and (state := followed.group.state()) is not None:
         known = replace(
@@ -297,26 +283,21 @@ def _read_running(followed: _Followed) -> None:
 
 
 def _settle(folder: Path) -> JobStatus:
-    """Give a job whose shim died without an outcome one: end what its group still holds, and write that down."""
+    """End what is left of a job whose shim died without an outcome, and write one."""
     order = read_order(folder)
     if order.get("group"):
         end_group(JobGroup.at(Path(order["group"])), keep=bool(order.get("keeps_group")))
     last = JobStatus(folder.name, "pending", attempt=order.get("attempt", 1))
     with contextlib.suppress(DamagedError):
         last = read_record(folder.name, folder / STATUS) or last
-    cause = f"its watcher died without a word (see {folder / 'shim.log'}); its processes were ended"
+    cause = f"its watcher died (see {folder / 'shim.log'}); its processes were ended"
     status = last.ended_as("node_fail", cause, "platform")
-    _write_outcome(folder, status)
+    write_outcome(folder, status)
     return status
 
 
-def _write_outcome(folder: Path, status: JobStatus) -> None:
-    write_atomic(folder / OUTCOME, json.dumps(status.to_dict()) + "\n")
-    (folder / STATUS).unlink(missing_ok=True)
-
-
 def _next_attempt(folder: Path) -> int:
-    """The next attempt's number; the last attempt's outcome is kept under its number."""
+    """Return the next attempt's number; keep the last attempt's outcome under its number."""
     with contextlib.suppress(DamagedError):
         known = read_record(folder.name, folder / OUTCOME)
         if known is not None and known.attempt == 0:  # recorded without a start

@@ -1,4 +1,4 @@
-"""What a shim knows of its job while it runs: memory, wall, phases, checkpoints."""
+"""Follows a running job for its shim: memory, limit, phases, checkpoints."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import DamagedError
-from memfit.jobs._cpu import CpuMeter
 from memfit.jobs._job import JobStatus
 from memfit.memory import HOST, Footprint, GroupState, JobGroup, Sample, SeriesWriter, Sizes, TreeMeter, device_reader
 from memfit.rundir import EventTail, EventWriter, RunDir, fits
@@ -22,9 +21,9 @@ from memfit.rundir import EventTail, EventWriter, RunDir, fits
 STATUS_SECONDS = 0.5
 _SETTLED_SECONDS, _GROWN = 3.0, 1.02
 _MOST_LOG_BYTES = 1 << 16
-#: A refusal counts from this part of the wall on; below it the kernel reclaimed page cache.
+#: A refusal counts from this part of the limit on; below it the kernel reclaimed page cache.
 _AT_WALL = 0.9
-# In one line the first that matches counts: a line "saved model after epoch 3" tells of a checkpoint.
+# The first that matches a line counts: "saved model after epoch 3" is a checkpoint.
 _PATTERNS = tuple(
     (phase, re.compile(pattern, re.IGNORECASE))
     for phase, pattern in (
@@ -40,18 +39,36 @@ _PATTERNS = tuple(
 )
 
 
+class CpuMeter:
+    """Measures how many cores a process tree wants, by what each thread ran and waited since the last look."""
+
+    def __init__(self) -> None:
+        self.wanted = 0.0
+        self._threads: dict[int, float] = {}
+        self._read_at = 0.0
+
+    def look(self, pids: Iterable[int]) -> None:
+        """Measure anew, given the processes that live."""
+        before, now = self._threads, time.monotonic()
+        seconds, self._read_at, self._threads = now - self._read_at, now, _read_seconds(pids)
+        if before and seconds > 0:
+            spent = (total - before.get(thread, 0.0) for thread, total in self._threads.items())
+            self.wanted = sum(min(max(0.0, one), seconds) for one in spent) / seconds
+
+
 @dataclass
 class Monitor:
     """A running job under observation.
 
     Attributes:
-        job: What was ordered (``job.json``).
-        known: What is known of it, but for its memory: that comes with ``status``.
+        job: ``job.json``.
+        known: What is known of it, without its memory.
         group: Its control group, or None.
-        first: What the kernel said of its group before it began; the wall may be moved before the first look.
+        first: The state of its group before it began.
         older: Event files that were there before it.
         devices: The devices that it was given, by UUID, in the order in which it numbers them.
-        born: When it began, by the monotonic clock.
+        last_peak_bytes: The private peak that the kernel gave at the end; a burst after the last sample shows there
+            alone.
     """
 
     run: RunDir
@@ -67,19 +84,18 @@ class Monitor:
     sample: Sample | None = None
     state: GroupState | None = None
     passed: list[str] = field(default_factory=list)
-    #: The private peak that the kernel told at the end: what the job took after the last sample shows there alone.
     last_peak_bytes: int = 0
     cpu: CpuMeter = field(default_factory=CpuMeter)
     _tails: dict[Path, EventTail] = field(default_factory=dict)
     _log_sizes: dict[Path, int] = field(default_factory=dict)
-    #: What torch in each process said that it holds, now and at its peak, by event file and device.
+    #: What torch holds in each process, now and at its peak, by event file and device.
     _reports: dict[tuple[Path, str], tuple[int, int]] = field(default_factory=dict)
     _looked: float = 0.0
     _settled: Sizes = field(default_factory=Counter)
     _grown_at: float = 0.0
     _num_met: int = 0
     _wall_bytes: int = sys.maxsize
-    _told_stopped: bool = False
+    _was_stopped: bool = False
 
     def __post_init__(self) -> None:
         self._grown_at = self.born
@@ -119,7 +135,7 @@ class Monitor:
             self._settled, self._grown_at = self._settled | sizes, time.monotonic()
 
     def look_at_group(self) -> None:
-        """Note what the kernel says of its group."""
+        """Note the state of its group."""
         if self.group is None:
             return
         self.state = self.group.state()
@@ -127,28 +143,28 @@ class Monitor:
             self.note_refusals(self.state, self.state.used_bytes)
 
     def note_refusals(self, state: GroupState, used_bytes: int) -> None:
-        """Whether an allocation was refused or delayed at the wall, given the most that was used."""
-        # The wall may have been raised since it was met.
+        """Note whether an allocation was refused or delayed at its limit, given the most that was used."""
+        # The limit may have been raised since it was met.
         wall_bytes = min(state.wall_bytes, self._wall_bytes)
         refused = state.met_wall > self._num_met and used_bytes >= _AT_WALL * wall_bytes
         self.note(wants_more=self.known.wants_more or state.stalled or refused, stalled=state.stalled)
         self._num_met, self._wall_bytes = state.met_wall, state.wall_bytes
 
     def look_for_stopped(self) -> None:
-        """Note a process of the job that a signal stopped, and record that it stays stopped or goes on."""
+        """Note a process of the job that SIGSTOP stopped; record that it stays stopped or goes on."""
         before, pid = self.known.stopped_pid, min(filter(_is_stopped, self.meter.pids), default=None)
         self.note(stopped_pid=pid)
         is_stopped = pid is not None
-        if is_stopped == self._told_stopped or (is_stopped and before is None):  # it may be for a moment
+        if is_stopped == self._was_stopped or (is_stopped and before is None):  # it may be for a moment
             return
-        self._told_stopped = is_stopped
+        self._was_stopped = is_stopped
         with suppress(OSError):
             writer = EventWriter(self.run.events_dir, self.known.job_id)
             writer.write("stopped", pid=pid)
             writer.close()
 
     def open_series(self) -> None:
-        """Begin to write the memory's course; when it cannot be written, the job runs all the same."""
+        """Begin the memory series; if it cannot be written, the job runs all the same."""
         suffix = "" if self.known.attempt == 1 else f"_{self.known.attempt}"
         path = self.run.job_dir(self.known.job_id) / f"memory{suffix}.jsonl"
         try:
@@ -158,11 +174,11 @@ class Monitor:
 
     def guess_phase(self) -> None:
         """Guess the phase of a job that marks none."""
-        if self.known.phase_source != "marks" and (told := phase_of_log(self._read_logs())) is not None:
-            self.note(phase=told, phase_source="log")
+        if self.known.phase_source != "marks" and (phase := phase_of_log(self._read_logs())) is not None:
+            self.note(phase=phase, phase_source="log")
 
     def _read_logs(self) -> str:
-        """What the logs gained since the last call, of each the last 64 KiB."""
+        """Return what the logs gained since the last call, of each the last 64 KiB."""
         chunks = []
         for path in (self.run.job_dir(self.known.job_id) / name for name in ("out.log", "err.log")):
             with suppress(OSError), open(path, "rb") as log:
@@ -183,8 +199,8 @@ class Monitor:
             for record in tail.read():
                 if record.get("job") != self.known.job_id:
                     continue
-                if fits(told := record.get("devices"), [{"bytes": int, "peak_bytes": int}]):
-                    for uuid, held in zip(self.devices, told or (), strict=False):
+                if fits(held_by := record.get("devices"), [{"bytes": int, "peak_bytes": int}]):
+                    for uuid, held in zip(self.devices, held_by or (), strict=False):
                         self._reports[path, uuid] = held["bytes"], held["peak_bytes"]
                 if record.get("kind") == "phase":
                     self._enter(str(record.get("phase")))
@@ -200,17 +216,17 @@ class Monitor:
         self.meter.enter_phase(phase)
 
     def device_used_bytes(self) -> dict[str, int]:
-        """What it holds on each device now: as NVML counts it, or as torch does where NVML cannot see its processes."""
+        """Return what it holds on each device now, by NVML, or by torch where NVML cannot see its processes."""
         alive = {str(pid) for pid in self.meter.pids}
         seen = self.sample.device_bytes if self.sample else {}
-        told = Counter(dict.fromkeys(self.devices, 0))
+        found = Counter(dict.fromkeys(self.devices, 0))
         for (path, uuid), (held, _) in self._reports.items():
-            told[uuid] += held if _pid_of(path) in alive else 0
-        return {uuid: max(told[uuid], seen.get(uuid, 0)) for uuid in {**told, **seen}}
+            found[uuid] += held if _pid_of(path) in alive else 0
+        return {uuid: max(found[uuid], seen.get(uuid, 0)) for uuid in {**found, **seen}}
 
     @property
     def settled(self) -> bool:
-        """Whether its footprint speaks for its like."""
+        """True if its footprint is a forecast for similar jobs."""
         if self.job["phases"]:
             return all(phase in self.passed for phase in self.job["phases"])
         if {"train", "validate"} <= {*self.passed}:  # a training by memfit's own marks: it was in each phase once
@@ -219,28 +235,26 @@ class Monitor:
         return self.sample is not None and now - self._grown_at >= max(_SETTLED_SECONDS, (now - self.born) / 2)
 
     def note_last_peak(self, resident_bytes: int, most_bytes: int | None) -> None:
-        """Take in the resident peak that the kernel told at the end; mapped files in it do not count.
+        """Take in the resident peak of the largest process, which the kernel gives at the end.
 
-        Args:
-            resident_bytes: Of the largest process.
-            most_bytes: The most that was charged to the job's group beside page cache; None without a group.
+        Mapped files in it do not count. ``most_bytes`` is the most that was charged to its group beside page cache.
         """
         resident_bytes -= self.sample.shared_bytes if self.sample else 0
         self.last_peak_bytes = resident_bytes if most_bytes is None else min(resident_bytes, most_bytes)
 
     def footprint(self) -> Footprint:
-        """The peaks so far."""
+        """Return the peaks so far."""
         found = self.meter.footprint()
-        told = Counter[str]()
+        reported = Counter[str]()
         for (_, uuid), (_, peak) in self._reports.items():
-            told[uuid] += peak
-        found = replace(found, device_bytes=dict(told | Counter(found.device_bytes)))
+            reported[uuid] += peak
+        found = replace(found, device_bytes=dict(reported | Counter(found.device_bytes)))
         late = max(0, self.last_peak_bytes - found.private_bytes)
         parts = {**found.parts, "anonymous": found.parts.get("anonymous", 0) + late}
         return replace(found, private_bytes=found.private_bytes + late, parts=parts)
 
     def status(self) -> JobStatus:
-        """What is known of the job while it runs."""
+        """Return the status of the job while it runs."""
         footprint = self.footprint()
         is_measured = self.sample is not None or self.last_peak_bytes > 0  # without /proc by its end alone
         return replace(
@@ -256,19 +270,19 @@ class Monitor:
 
 
 def _pid_of(event_file: Path) -> str:
-    """The number of the process that writes an event file."""
+    """Return the number of the process that writes an event file, as text."""
     return "".join(event_file.stem.split("-")[-2:-1])
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether a signal such as SIGSTOP stopped a process. Source: proc_pid_stat(5), state ``T``."""
+    """Return True if a signal such as SIGSTOP stopped a process. Source: proc_pid_stat(5), state ``T``."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split(maxsplit=1)[:1] == ["T"]
     return False
 
 
 def phase_of_log(text: str) -> str | None:
-    """The phase that the last telling line of a log speaks of; None when none does.
+    """Return the phase that the last telling line of a log speaks of; None when none does.
 
     >>> [phase_of_log(line) for line in ("Loading dataset ...", "Epoch 3/10: loss 0.1", "val_loss=0.3", "hello")]
     ['load', 'train', 'validate', None]
@@ -278,3 +292,18 @@ def phase_of_log(text: str) -> str | None:
     # A progress bar writes its lines over one another.
     lines = reversed(text.replace("\r", "\n").splitlines())
     return next((phase for line in lines for phase, pattern in _PATTERNS if pattern.search(line)), None)
+
+
+def _read_seconds(pids: Iterable[int]) -> dict[int, float]:
+    """Return, by thread, for how many seconds it ran, or was ready to run and waited.
+
+    Source: Linux Documentation/scheduler/sched-stats.rst, /proc/<pid>/schedstat.
+    """
+    found: dict[int, float] = {}
+    for pid in pids:
+        with suppress(OSError):
+            for thread in os.scandir(f"/proc/{pid}/task"):
+                with suppress(OSError), open(f"{thread.path}/schedstat") as file:
+                    ran, waited, _ = file.read().split()
+                    found[int(thread.name)] = (int(ran) + int(waited)) / 1e9
+    return found

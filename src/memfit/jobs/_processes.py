@@ -1,4 +1,4 @@
-"""A job's processes: their start inside its group, bound to its shim, and their end with all that they leave behind."""
+"""Starts a job's processes in its group, and ends them with all that they leave behind."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from memfit.jobs._child import ERROR, REQUEST, RESULT, die_with
-from memfit.memory import JobGroup
+from memfit.memory import JobGroup, ProcReader
 from memfit.rundir import write_masked
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-#: When memory does run out, let the kernel take a job and never the shim, the supervisor or a stranger.
+#: If memory runs out, the kernel kills a job and not the shim, the supervisor or another program.
 _OOM_SCORE_ADJ = "500"
-#: Names of torch, the standard library's users, OpenMP and joblib, each with the number of the process that made it.
+#: Names in /dev/shm with the number of the process that made them: torch, Python, OpenMP, joblib.
 _SEGMENT = re.compile(r"(?:torch_|pym-|__KMP_REGISTERED_LIB_|joblib_memmapping_folder_)(\d+)(?:[_-]|$)")
 _PATIENCE_SECONDS = 2.0
 #: Helpers such as multiprocessing's resource tracker end by themselves just after their parent.
@@ -33,21 +33,16 @@ _SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "busybox"})
 
 
 def become_subreaper() -> None:
-    """Have orphaned grandchildren handed to this process, so that none escapes the watch (Linux only)."""
+    """Inherit orphaned grandchildren, so that none escapes the watch (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def spawn(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None) -> subprocess.Popen[bytes]:
-    """Start the process of a job; its program runs when this returns.
-
-    Args:
-        job: ``job.json``.
-        job_dir: The folder of its files.
-        group: The control group that it enters before its program begins.
+    """Start the process of a job (``job.json``) in its group; its program runs when this returns.
 
     Raises:
-        OSError: If its program, its folder or its group cannot be had.
+        OSError: If its program, its folder or its group is missing.
     """
     if job["attempt"] > 1:
         for name in (RESULT, ERROR):
@@ -59,12 +54,12 @@ def spawn(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None) -> subp
     watcher, limit_bytes = os.getpid(), job["data_limit_bytes"]
 
     def become() -> None:
-        die_with(watcher)  # so no later attempt runs beside a job whose watcher died
-        with contextlib.suppress(OSError):  # there is none but on Linux
+        die_with(watcher)  # so that no later attempt runs beside it
+        with contextlib.suppress(OSError):  # Linux only
             Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ)
         if group is not None:
             group.enter()
-        if limit_bytes is not None:  # allocations beyond it fail in the program itself; the hard limit stays
+        if limit_bytes is not None:  # allocations beyond it fail in the program
             hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
             soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
@@ -84,17 +79,17 @@ def spawn(job: Mapping[str, Any], job_dir: Path, group: JobGroup | None) -> subp
                 start_new_session=True,
                 preexec_fn=become,
             )
-        except subprocess.SubprocessError as error:  # raised in ``become``, which tells no more
+        except subprocess.SubprocessError as error:  # raised in ``become``
             raise OSError(errno.EACCES, "it cannot enter its group", str(group.path if group else "")) from error
 
 
 def end_children() -> set[int]:
-    """End what the job left running, all of which this process has inherited; which processes these were."""
+    """End what the job left running, which this process has inherited; return the ended processes."""
     ended: set[int] = set()
     now = time.monotonic()
     while _has_children() and time.monotonic() < now + _LEAVING_SECONDS + _PATIENCE_SECONDS:
         if time.monotonic() > now + _LEAVING_SECONDS:
-            left = _children()
+            left = set(ProcReader().children(os.getpid()))
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -104,7 +99,7 @@ def end_children() -> set[int]:
 
 
 def end_group(group: JobGroup, *, keep: bool) -> None:
-    """End all processes in a job's control group and remove the group, unless it is to be kept."""
+    """End all processes in a job's control group, and remove the group unless it is to be kept."""
     if group.pids():
         group.kill()
     if not keep:
@@ -112,10 +107,10 @@ def end_group(group: JobGroup, *, keep: bool) -> None:
 
 
 def stop_targets(pid: int) -> set[int]:
-    """Who is to hear that a job is to stop: its process and, where that is a shell, what the shell runs as well.
+    """Return who gets the SIGTERM: the job's process and, if that is a shell, what it runs.
 
-    A shell dies of SIGTERM at once, and what it runs hears of nothing. All processes of the job are not asked: the
-    workers of a data loader would die of it under a trainer that is about to save.
+    A shell dies at once and passes nothing on. The other processes get none: data loader workers would die while their
+    trainer saves.
     """
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
@@ -127,7 +122,7 @@ def stop_targets(pid: int) -> set[int]:
 
 
 def wait_for(pids: set[int], is_over: Callable[[], bool]) -> set[int]:
-    """Wait until these children have ended or it is over; the exit codes of those that ended."""
+    """Wait until these children have ended or it is over; return the exit codes."""
     codes: set[int] = set()
     while pids and not is_over():
         for pid in list(pids):
@@ -144,7 +139,7 @@ def wait_for(pids: set[int], is_over: Callable[[], bool]) -> set[int]:
 
 
 def _has_children() -> bool:
-    """Whether any child is alive; reaps the dead."""
+    """Return True if any child is alive; reap the dead."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -152,20 +147,10 @@ def _has_children() -> bool:
     return False
 
 
-def _children() -> set[int]:
-    own = os.getpid()
-    with contextlib.suppress(OSError):
-        return {int(word) for word in Path(f"/proc/{own}/task/{own}/children").read_text().split()}
-    return set()
-
-
 def remove_segments(pids: Iterable[int], *, since: float, folder: Path = Path("/dev/shm")) -> list[str]:
-    """Remove what dead processes left in /dev/shm under names that hold their numbers; the names.
+    """Remove what dead processes left in /dev/shm under names that hold their numbers; return the names.
 
-    Args:
-        pids: The job's processes.
-        since: Unix seconds of its start; what is older is another process's that had the same number.
-        folder: Where shared memory has its names.
+    What is older than ``since`` (Unix seconds) belongs to an earlier process of the same number.
     """
     removed: list[str] = []
     ours = {str(pid) for pid in pids}

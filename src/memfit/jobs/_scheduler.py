@@ -14,11 +14,9 @@ from dataclasses import replace
 
 from memfit.errors import DoesNotFitError
 from memfit.jobs._admission import HELD_BY_OTHERS, Admitted, LocalAdmission
-from memfit.jobs._cpu import CpuDemand
 from memfit.jobs._enforce import Enforcement
-from memfit.jobs._job import ENDED, Backend, JobStatus, Request, State, Submission, Verdict
+from memfit.jobs._job import ENDED, Backend, JobSource, JobStatus, Request, State, StopRequest, Submission, Verdict
 from memfit.jobs._placement import device_env
-from memfit.jobs._policy import JobSource, StopRequest
 from memfit.jobs._reservation import Reservation, Wait
 from memfit.jobs._retry import Retry, decide
 from memfit.memory import HOST
@@ -29,6 +27,8 @@ _TICK_SECONDS = 0.1
 _LACK_SECONDS = 3.0
 #: How many waiting jobs are looked at when the first does not fit, and how many may pass it by.
 _BACKFILL, _MOST_PASSED = 32, 64
+#: Jobs want too much from so many times the cores on, when it lasts so long.
+_TOO_MANY_CPUS, _CROWDED_SECONDS = 1.5, 5.0
 #: How a job may end that was asked to give way.
 _ASIDE = frozenset({"preempted", "cancelled", "node_fail", "out_of_memory"})
 
@@ -64,7 +64,8 @@ class Scheduler:
         self._why_waiting = ""
         self._lacking_since: float | None = None
         self._num_passed = 0
-        self._cpu = CpuDemand()
+        self._crowded_since: float | None = None
+        self._has_said_cpus = False
 
     def run(
         self,
@@ -295,9 +296,18 @@ class Scheduler:
             self._obey(1)
 
     def _say_cpus(self) -> None:
+        """Say once when all running jobs together want too many cores for some seconds."""
         wanted, num = sum(entry.status.wanted_cpus for entry in self._running.values()), len(self._running)
-        if fields := self._cpu.take(wanted, num, self.admission.read_budget().num_cpus, self.admission.now()):
-            self.say("cpu", **fields)
+        num_cpus, now = self.admission.read_budget().num_cpus, self.admission.now()
+        if num < 2 or wanted <= _TOO_MANY_CPUS * num_cpus:
+            self._crowded_since = None
+            return
+        self._crowded_since = now if self._crowded_since is None else self._crowded_since
+        if not self._has_said_cpus and now - self._crowded_since >= _CROWDED_SECONDS:
+            self._has_said_cpus = True
+            fewer = max(1, round(num * num_cpus / wanted))
+            text = f"{num} running jobs want {wanted:.0f} cores of {num_cpus}. Faster: --max-parallel {fewer}"
+            self.say("cpu", wanted_cpus=round(wanted, 1), num_cpus=num_cpus, num_running=num, text=text)
 
     def _record(self, entry: Reservation, verdict: Verdict) -> None:
         """Record the end of a job that does not run, wherever its end is read."""

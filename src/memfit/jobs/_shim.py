@@ -1,13 +1,10 @@
 """The small process beside each local job: it watches the job and writes its outcome.
 
-It starts by itself: ``python -m memfit.jobs shim RUN_DIR --job ID``. It starts the job's process in the job's control
-group, samples the memory of the whole tree ten times a second, follows its events, passes a request to stop on to it,
-ends what it leaves behind, and writes ``outcome.json``. It holds ``lock`` in the job's folder as long as it lives, so
-that a supervisor that starts anew knows a running job from a dead one by the lock, not by a process id. It imports the
-standard library only.
+It starts by itself: ``python -m memfit.jobs shim RUN_DIR --job ID``, and holds ``lock`` in the job's folder while it
+lives. It imports the standard library only.
 
-The file ``stop_requested`` in the job's folder asks the job to checkpoint and end, and ends it after a grace; with the
-word ``now`` in it, at once. A SIGTERM to the shim does the same as the file, but then the platform asked.
+The file ``stop_requested`` in that folder asks the job to checkpoint and end within a grace; with the word ``now``, it
+ends the job at once. A SIGTERM to the shim does the same as the file, but then the platform asked.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from typing import Any
 from memfit.errors import DamagedError, StoppedError, UsageError
 from memfit.jobs._child import ERROR, ERROR_SHAPE, RESULT
 from memfit.jobs._death import Counters, Death, explain, place_of
-from memfit.jobs._folder import JOB, OUTCOME, STATUS, STOP_REQUESTED, read_record, take_lock
+from memfit.jobs._folder import JOB, OUTCOME, STATUS, STOP_REQUESTED, read_record, take_lock, write_outcome
 from memfit.jobs._job import EndedBy, JobStatus, State
 from memfit.jobs._monitor import STATUS_SECONDS, Monitor
 from memfit.jobs._processes import (
@@ -49,15 +46,15 @@ from memfit.units import MIB, format_bytes
 _SAMPLE_SECONDS = 0.1
 #: Source: getrusage(2): ru_maxrss is in KiB on Linux, in bytes on macOS.
 _MAXRSS_UNIT = 1024 if sys.platform == "linux" else 1
-#: Less shared memory than that may be the kernel's lag in counting.
+#: Less may be the kernel's lag in counting.
 _LEFT_BYTES = MIB
-#: After so many seconds without a supervisor the job may take what the run has; later it is ended. The jobs of one run
-#: end at different times, so that the others can have what the first gives back.
+#: After so long without a supervisor a job may take what the run has, and is ended. The jobs of a run end at different
+#: times, so that the others get what the first gives back.
 ALONE_SECONDS, STARVED_SECONDS = 5.0, 60.0
 
 
 class Unsupervised:
-    """Follows one job that may wait at its wall while no supervisor holds the run's ``supervisor.lock``."""
+    """Follows one job that may wait at its limit while no supervisor holds the run's ``supervisor.lock``."""
 
     def __init__(self, run_path: Path, group: JobGroup) -> None:
         self._lock, self._group = run_path / "supervisor.lock", group
@@ -66,7 +63,7 @@ class Unsupervised:
         self._since: float | None = None
 
     def look(self, state: GroupState | None, now: float) -> str:
-        """Raise a stalled job's wall to that of the whole run; the reason to end the job when that did not help."""
+        """Raise a stalled job's limit to that of the whole run; return why to end the job if that did not help."""
         if state is not None and state.stalled and now < self._look_at:
             return ""
         self._look_at = now + 1.0
@@ -86,14 +83,13 @@ class Unsupervised:
 
 
 class _Stop:
-    """Why the job is to end, and how soon: by the file, memfit or its user asks; by a signal alone, the platform."""
+    """Why the job is to end, and how soon. By the file, memfit or its user asks; by a signal alone, the platform."""
 
     def __init__(self, job_dir: Path) -> None:
         self._file = job_dir / STOP_REQUESTED
         self.since: float | None = None
         self.now = self.is_asked = False
-        #: Why the shim itself ends the job; nobody asked for that.
-        self.reason = ""
+        self.reason = ""  # why the shim itself ends the job
         signal.signal(signal.SIGTERM, self.begin)
         # Not SIG_IGN, which the job would inherit.
         signal.signal(signal.SIGINT, lambda *_: None)
@@ -103,7 +99,7 @@ class _Stop:
         self.since = self.since or time.monotonic()
 
     def is_over(self, grace_seconds: float) -> bool:
-        """Whether the job has to end now: that was asked for, or the grace is over."""
+        """Return True if the job has to end now: that was asked for, or the grace is over."""
         return self.now or (self.since is not None and time.monotonic() - self.since > grace_seconds)
 
     def read_request(self) -> None:
@@ -149,8 +145,7 @@ def _run(job_dir: Path) -> JobStatus:
     stop = _Stop(job_dir)
     become_subreaper()
     status = _Shim(job, job_dir, stop).run()
-    write_atomic(job_dir / OUTCOME, json.dumps(status.to_dict()) + "\n")
-    (job_dir / STATUS).unlink(missing_ok=True)
+    write_outcome(job_dir, status)
     return status
 
 
@@ -164,8 +159,7 @@ class _Shim:
         self.unsupervised = Unsupervised(self.run_dir.path, self.group) if self.group else None
         self.attempt, self.grace_seconds = int(job["attempt"]), float(job["grace_seconds"])
         self.env_differs: dict[str, Any] = {}
-        #: The processes that were asked to stop.
-        self.told: set[int] = set()
+        self.asked: set[int] = set()
 
     def run(self) -> JobStatus:
         """Start the job, watch it to its end, and explain that end."""
@@ -201,7 +195,7 @@ class _Shim:
             write_atomic(self.job_dir / STATUS, json.dumps(status.to_dict()) + "\n", durable=False)
 
     def _follow(self, process: subprocess.Popen[bytes], monitor: Monitor) -> tuple[int, str | None]:
-        """Watch until the job's process has ended; its exit code, and the signal that memfit ended it with."""
+        """Watch until the job's process has ended; return its exit code and the signal that memfit ended it with."""
         stopped_by, next_tick, is_first = None, 0.0, True
         while True:
             monitor.observe()
@@ -223,7 +217,7 @@ class _Shim:
                 return process.wait(_SAMPLE_SECONDS), stopped_by
 
     def _pass_on_stop(self, pid: int, sent: str | None) -> str | None:
-        """Pass a request to stop on; the strongest signal that was sent so far."""
+        """Pass a request to stop on; return the strongest signal that was sent so far."""
         stop = self.stop
         if stop.since is None:
             return None
@@ -233,14 +227,14 @@ class _Shim:
                 os.killpg(pid, signal.SIGKILL)
             return "SIGKILL"
         if sent is None:
-            self.told = stop_targets(pid)
-            for one in self.told:
+            self.asked = stop_targets(pid)
+            for one in self.asked:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(one, signal.SIGTERM)
         return "SIGTERM"
 
     def _end_starved(self, monitor: Monitor, now: float) -> None:
-        """End a job that no supervisor helped for too long."""
+        """End a job that waited too long without a supervisor."""
         if self.unsupervised is None or self.stop.now:
             return
         if reason := self.unsupervised.look(monitor.state, now):
@@ -268,7 +262,7 @@ class _Shim:
         self._write(replace(monitor.status(), pid=None))  # its number may be another's soon
         resident_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * _MAXRSS_UNIT
         if stopped_by == "SIGTERM":  # those whom a shell ran, and who were asked too, use what is left of the grace
-            codes = wait_for(self.told - {monitor.known.pid or 0}, lambda: self.stop.is_over(self.grace_seconds))
+            codes = wait_for(self.asked - {monitor.known.pid or 0}, lambda: self.stop.is_over(self.grace_seconds))
             returncode = StoppedError.exit_code if StoppedError.exit_code in codes else returncode
         monitor.observe()
         left = end_children()
@@ -293,7 +287,7 @@ class _Shim:
             f"it left {format_bytes(left_bytes)} in /dev/shm or another tmpfs" if left_bytes >= _LEFT_BYTES else "",
         ]
         cause = "; ".join(filter(None, (cause, *notes)))
-        # Its last words may repeat its arguments.
+        # The end of its log may repeat its arguments.
         cause = mask({"command": self.job["command"], "params": self.job.get("params"), "cause": cause})["cause"]
         if self.group is not None:
             end_group(self.group, keep=bool(self.job["keeps_group"]))
@@ -303,7 +297,7 @@ class _Shim:
         return status.ended_as(state, cause, ended_by)
 
     def _group_evidence(self, monitor: Monitor, resident_bytes: int) -> tuple[dict[str, Any], int]:
-        """What the job's group tells at the end, and the shared memory that is still charged to it."""
+        """Return the evidence of the job's group, and the shared memory that is still charged to it."""
         evidence: dict[str, Any] = {"env_differs": self.env_differs} if self.env_differs else {}
         if self.job["data_limit_bytes"] is not None:
             evidence["data_limit_bytes"] = self.job["data_limit_bytes"]

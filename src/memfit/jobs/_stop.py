@@ -19,8 +19,7 @@ from memfit.rundir import RunDir, check_owner, write_atomic
 
 _LOCK = "supervisor.lock"
 _STEP_SECONDS = 0.1
-#: What a supervisor takes as a request to have its jobs checkpoint and end, and to end them now: however often it
-#: comes, it means the same, unlike Ctrl-C.
+#: Ask a supervisor to have its jobs checkpoint and end, and to end them now. Unlike Ctrl-C, twice means the same.
 ASK_SIGNAL, NOW_SIGNAL = signal.SIGUSR1, signal.SIGUSR2
 _NEVER_BEGAN = "stopped by memfit stop while it waited"
 
@@ -34,17 +33,17 @@ def stop(
 ) -> list[JobStatus]:
     """Ask a run, or one of its jobs, to checkpoint and end, and wait until it has.
 
-    A supervisor that lives is asked too, so that it starts no more jobs; asking twice never ends a job sooner. A job
-    that waits for its turn is not started any more by the supervisor that lives; a later one starts it again.
+    The live supervisor is asked too, so that it starts no more jobs; a later one starts a queued job again. Asking
+    twice never ends a job sooner.
 
     Args:
         run: The run.
-        job_id: The job; None for all of the run.
+        job_id: The job; None for the whole run.
         now: End them at once, without a checkpoint.
         on_tick: Called ten times a second with the ids of the jobs that still run.
 
     Returns:
-        The last statuses of the jobs that ran or waited; empty when there was nothing to stop.
+        The last statuses of the jobs that ran or were queued; empty when there was nothing to stop.
 
     Raises:
         UsageError: If the run belongs to another user, or its supervisor is on another host.
@@ -66,25 +65,25 @@ def stop(
     while left or (supervisor is not None and _holds(supervisor, run.path / _LOCK)):
         on_tick(left)
         time.sleep(_STEP_SECONDS)
-        # A supervisor that was about to start a job when it was asked ends that one too.
+        # The supervisor may have been about to start a job.
         left = [one for one in running_jobs(run) if job_id in (None, one)]
         asked += [one for one in left if one not in asked]
     return [read_status(run, one) for one in asked]
 
 
 def running_jobs(run: RunDir) -> list[str]:
-    """The ids of the jobs that run now: a watcher holds their locks."""
+    """Return the ids of the jobs that run now: a watcher holds their locks."""
     return list(live_jobs(run.path))
 
 
 def forget_stops(run: RunDir, job_ids: Iterable[str]) -> None:
-    """Forget the requests of an earlier time to stop these jobs: they are to run."""
+    """Remove earlier requests to stop these jobs: they are to run."""
     for job_id in job_ids:
         (run.job_dir(job_id) / STOP_REQUESTED).unlink(missing_ok=True)
 
 
 def take_stop(run: RunDir, job_id: str) -> str:
-    """Take the request to stop a job that waits; why it is not to start any more, empty when there is none."""
+    """Remove the request to stop a queued job; return why it is not to start, empty if there was none."""
     if not os.access(f"{run.path}/jobs/{job_id}/{STOP_REQUESTED}", os.F_OK):
         return ""
     (run.job_dir(job_id) / STOP_REQUESTED).unlink(missing_ok=True)
@@ -92,12 +91,10 @@ def take_stop(run: RunDir, job_id: str) -> str:
 
 
 def find_supervisor(run: RunDir) -> int | None:
-    """The process id of the run's supervisor, or None when it has none.
-
-    A process counts only when it holds the run's lock file open, so that a number that was used again is never taken.
+    """Return the process id of the run's supervisor, or None when it has none.
 
     Raises:
-        UsageError: If it has one that this process cannot see, on another host for example.
+        UsageError: If it has one that this process cannot see, for example on another host.
     """
     lock = run.path / _LOCK
     for pid in _lock_owners(lock):
@@ -114,7 +111,7 @@ def find_supervisor(run: RunDir) -> int | None:
 
 
 def _holds(pid: int, lock: Path) -> bool:
-    """True if a process of this user has the lock file open."""
+    """Return True if a process of this user has the lock file open, so that a reused number is never taken."""
     with contextlib.suppress(OSError):
         wanted = lock.lstat()
         if not stat.S_ISREG(wanted.st_mode) or Path(f"/proc/{pid}").stat().st_uid != os.geteuid():
@@ -127,7 +124,7 @@ def _holds(pid: int, lock: Path) -> bool:
 
 
 def _lock_owners(path: Path) -> list[int]:
-    """Who holds a ``flock`` on a file, as far as the kernel tells this process.
+    """Return who holds a ``flock`` on a file, as far as this process can see.
 
     Source: proc(5), ``/proc/locks``: ``1: FLOCK  ADVISORY  WRITE 4711 fe:01:1835033 0 EOF``.
     """

@@ -1,4 +1,4 @@
-"""Threads of numerical libraries: fixed by variables that must stand before the libraries are loaded."""
+"""Threads of numerical libraries: fixed by variables that the libraries read once, when they are loaded."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ _VARIABLES = (
     "POLARS_MAX_THREADS",
     "RAYON_NUM_THREADS",
 )
-#: What reads these variables once, when it is imported.
 _READERS = ("torch", "numpy", "polars", "numexpr")
 
 
 def thread_env(threads: int) -> dict[str, str]:
-    """The variables that give each numerical library so many threads."""
+    """Return the variables that give each numerical library so many threads."""
     return dict.fromkeys(_VARIABLES, str(threads))
 
 
 def limit_threads(
     threads: int, *, env: MutableMapping[str, str] = os.environ, modules: Container[str] = sys.modules
 ) -> None:
-    """Give the numerical libraries of this process so many threads; to be called before any of them is imported.
+    """Give the numerical libraries of this process so many threads. Call it before any of them is imported.
 
-    Jobs need not call it: memfit sets the same in their environment before their interpreter starts.
+    Jobs need not call it: memfit sets the same in their environment.
 
     Args:
         threads: Threads for each library, at least 1.
@@ -39,7 +38,7 @@ def limit_threads(
         modules: The modules that are loaded.
 
     Raises:
-        UsageError: If one of them is imported already, for it would not notice; or if there is no thread.
+        UsageError: If one of them is imported already, or if there is no thread.
 
     Example:
         >>> env = {}

@@ -1,4 +1,4 @@
-"""What may be used here, and who says so: every limit with its source, the smallest first."""
+"""The memory budget: every limit that holds here with its source, the smallest first."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Budget:
 
     Attributes:
         limits: Every limit on host memory, the binding one first, then by headroom; those that never bind last.
-        reserve_bytes: What is kept back of the headroom and never lent.
+        reserve_bytes: What is kept free.
         reserve_note: How the reserve was worked out.
-        swap: Swap space; shown and never lent.
+        swap: Swap space; shown and never used for jobs.
         shm: /dev/shm, or None where there is none.
         devices: The GPUs that this process may use, with the processes of others on them.
         num_cpus: CPUs, by affinity, by the groups' CPU quota and by Slurm.
@@ -86,13 +86,12 @@ class Budget:
         Args:
             root: The folder above proc and sys; another one than ``/`` is a recorded tree.
             env: The environment; this process's own when None.
-            cap_bytes: The user's own cap on what memfit starts from here on.
+            cap_bytes: The user's own limit on what memfit starts from here on.
             cap_used_bytes: What that takes already.
-            reserve_bytes: What to keep back of the headroom; worked out when None.
-            nvml: A module with nvidia-ml-py's names. When None, that package is asked for the real root, and no device
-                is read for a recorded tree.
-            last: An earlier reading of this process's, from which the CPUs and the permission are taken: what holds as
-                long as it lives.
+            reserve_bytes: What to keep free; worked out when None.
+            nvml: A module with nvidia-ml-py's names; that package when None, and for a recorded tree none.
+            last: An earlier reading, from which the CPUs and the permission are taken: they stay as long as a process
+                lives.
 
         Raises:
             UsageError: If a size is not possible, or the recorded tree holds no proc/meminfo.
@@ -147,17 +146,16 @@ class Budget:
         return max(0, self.headroom_bytes - self.reserve_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form; every size is in bytes."""
+        """Return a JSON-ready form; every size is in bytes."""
         figures = {name: getattr(self, name) for name in ("limit_bytes", "headroom_bytes", "lendable_bytes")}
         return {"binding": asdict(self.binding), **figures, **asdict(self)}
 
 
 def default_reserve_of(binding: Limit, swap: Swap) -> tuple[int, str]:
-    """The reserve when the user names none, and its arithmetic in words.
+    """Return the reserve when the user names none, and its arithmetic in words.
 
-    It covers the supervisor itself, what the kernel charges in batches per CPU, and what is measured late. Without
-    usable swap nothing else takes an excess up, so the share doubles. It stays within an eighth of the limit, so that
-    a small container can still be used.
+    It covers the supervisor, what the kernel charges in batches per CPU, and what is measured late. Without usable swap
+    the share doubles. It stays within an eighth of the limit, so that a small container can still be used.
     """
     percent, why = (2, "swap can be used") if swap.usable_bytes else (4, "no swap can be used")
     share, ceiling = binding.limit_bytes * percent // 100, binding.limit_bytes // 8
@@ -195,12 +193,12 @@ def _collect(root: Path, env: Mapping[str, str], host: Host, placement: _cgroup.
 
 
 def _in_order(found: list[Limit], host: Host) -> tuple[Limit, ...]:
-    """By headroom, those that never bind last; at equal headroom the kernel's before the others."""
+    """Return the limits by headroom, those that never bind last; the kernel's before the others."""
     return tuple(sorted((_judge(one, host) for one in found), key=lambda one: (not one.binds, one.headroom_bytes)))
 
 
 def _judge(one: Limit, host: Host) -> Limit:
-    """The limit, marked as never binding when it allows more than the machine has."""
+    """Mark a limit as never binding when it allows more than the machine has."""
     if one.scope not in ("group", "job") or one.limit_bytes <= host.total_bytes:
         return one
     note = f"larger than the host's memory ({format_bytes(host.total_bytes)}): never binds"
@@ -208,7 +206,7 @@ def _judge(one: Limit, host: Host) -> Limit:
 
 
 def _job_used(placement: _cgroup.Placement | None, job: str, status: Mapping[str, str]) -> tuple[int, str]:
-    """What this Slurm job uses already: its group where there is one, and else this process alone."""
+    """Return what this Slurm job uses already: its group where there is one, and else this process alone."""
     if placement and job:
         for group in placement.groups:
             if group.path.rpartition("/")[2] == f"job_{job}":
@@ -224,7 +222,7 @@ def _usable_swap(swap: Swap, placement: _cgroup.Placement | None) -> Swap:
 
 
 def _cpus(root: Path, env: Mapping[str, str]) -> tuple[int, str]:
-    """The CPUs that can be used at once, at least 1, and who says so."""
+    """Return the CPUs that can be used at once, at least 1, and the source of that."""
     allowed = parse_status(read_text(root / "proc/self/status")).get("Cpus_allowed_list", "")
     counts = [(parse_cpu_list(allowed), "affinity") if allowed else (os.cpu_count() or 1, "the operating system")]
     if quota := _cgroup.cpu_quota(root):
@@ -235,7 +233,7 @@ def _cpus(root: Path, env: Mapping[str, str]) -> tuple[int, str]:
 
 
 def _permission(root: Path, placement: _cgroup.Placement | None) -> tuple[Permission, str]:
-    """Which groups can be made here, and what holds for jobs, in words."""
+    """Return which groups can be made here, and what holds for jobs, in words."""
     base = find_base(root, placement)
     if isinstance(base, str):
         return "none", (

@@ -1,8 +1,9 @@
-"""Memory limits of control groups, v1 and v2, up through every ancestor that can be seen, and of those that cannot.
+"""Memory limits of control groups, v1 and v2, up through every ancestor, visible or hidden.
 
-The group of this process is found from /proc/self/cgroup (its path as its namespace names it) and
-/proc/self/mountinfo (which part of the hierarchy is mounted where). A container may see only a part: then the path is
-translated by the mount's root; where that does not do it, the group is the one whose cgroup.procs lists this process.
+/proc/self/cgroup names the group of this process, /proc/self/mountinfo says which part of the hierarchy is mounted
+where. In a container the path is translated by the mount's root, else the group is found by its cgroup.procs.
+
+Source: Linux Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; cgroup_namespaces(7).
 
 Source: Linux Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; cgroup_namespaces(7).
 """
@@ -59,11 +60,9 @@ class Placement:
     """Where this process is in one hierarchy.
 
     Attributes:
-        version: 1 or 2.
         groups: Its group first, then each visible ancestor.
-        hidden: Whether groups above the last one exist and cannot be seen.
-        read_only: Whether the hierarchy is mounted read-only.
-        pid: The process, as its own namespace numbers it; 0 when nothing tells.
+        hidden: Groups above the last one exist and cannot be seen.
+        pid: The process, as its own namespace numbers it; 0 if unknown.
     """
 
     version: int
@@ -74,7 +73,7 @@ class Placement:
 
 
 def parse_cgroup(text: str | None) -> dict[str, str]:
-    """The path of this process by controller, from /proc/self/cgroup; the unified hierarchy is the controller ``""``.
+    """Return the path by controller, from /proc/self/cgroup; the unified hierarchy is the controller ``""``.
 
     >>> parse_cgroup("4:memory:/slurm/uid_7/job_42\\n3:cpu,cpuacct:/\\n1:name=systemd:/\\n0::/init.scope\\n")
     {'memory': '/slurm/uid_7/job_42', 'cpu': '/', 'cpuacct': '/', 'name=systemd': '/', '': '/init.scope'}
@@ -88,7 +87,7 @@ def parse_cgroup(text: str | None) -> dict[str, str]:
 
 
 def parse_limit(text: str | None) -> int | None:
-    """The limit that a file holds, or None when it says unlimited or there is no file.
+    """Return the limit that a file holds, or None when it says unlimited or there is no file.
 
     >>> parse_limit("2147483648\\n"), parse_limit("max\\n"), parse_limit("9223372036854771712\\n")
     (2147483648, None, None)
@@ -98,7 +97,7 @@ def parse_limit(text: str | None) -> int | None:
 
 
 def owner_of(path: str) -> str:
-    """Who made a group, by the names that schedulers and container engines give; empty when nothing tells.
+    """Return who made a group, by the names that schedulers and container engines give; empty if unknown.
 
     >>> owner_of("/slurm/uid_1000/job_42/step_0"), owner_of("/user.slice"), owner_of("/x")
     ('Slurm job 42', 'systemd unit user.slice', '')
@@ -112,10 +111,9 @@ def owner_of(path: str) -> str:
 
 
 def non_reclaimable_v2(stat: Mapping[str, int]) -> int:
-    """Anonymous, shared and kernel bytes of a v2 memory.stat: what reclaim cannot give back without swap.
+    """Return anonymous, shared and kernel bytes of a v2 memory.stat: what reclaim cannot free without swap.
 
-    Clean page cache is not in it. ``kernel`` (Linux 5.18) covers the single kernel figures; its reclaimable slab is
-    taken out.
+    ``kernel`` (Linux 5.18) covers the single kernel figures; its reclaimable slab is taken out.
 
     >>> non_reclaimable_v2({"anon": 100, "file": 70, "shmem": 20, "kernel": 9, "slab_reclaimable": 4, "sock": 1})
     126
@@ -129,7 +127,7 @@ def non_reclaimable_v2(stat: Mapping[str, int]) -> int:
 
 
 def non_reclaimable_v1(stat: Mapping[str, int], kernel_bytes: int) -> int:
-    """Anonymous, shared and kernel bytes of a v1 memory.stat, of the group and all below it.
+    """Return anonymous, shared and kernel bytes of a v1 memory.stat, of the group and all below it.
 
     Before ``shmem`` was shown, shared memory is what the anonymous LRU lists hold above ``rss``.
 
@@ -144,10 +142,7 @@ def non_reclaimable_v1(stat: Mapping[str, int], kernel_bytes: int) -> int:
 
 
 def locate(root: Path, controller: str, pid: int | None = None) -> Placement | None:
-    """Where this process (or ``pid``) is in the hierarchy that has ``controller``.
-
-    v1 wins where a hybrid layout has it there.
-    """
+    """Return where this process (or ``pid``) is in the hierarchy with ``controller``; v1 wins in a hybrid layout."""
     who = root / "proc" / str(pid or "self")
     paths = parse_cgroup(read_text(who / "cgroup"))
     mounts = parse_mountinfo(read_text(root / "proc/self/mountinfo"))
@@ -204,12 +199,12 @@ def _is_below_another(version: int, top: Path) -> bool:
 
 
 def read_group_limits(placement: Placement) -> tuple[Limit, ...]:
-    """Every memory limit of the group of this process and of its ancestors."""
+    """Return every memory limit of the group of this process and of its ancestors."""
     return tuple(_limits_v2(placement) if placement.version == 2 else _limits_v1(placement))
 
 
 def group_used(placement: Placement, group: Group) -> int:
-    """The non-reclaimable bytes of a group and all below it; its whole usage where it has no memory.stat."""
+    """Return the non-reclaimable bytes of a group; its whole usage where it has no memory.stat."""
     stat = parse_pairs(read_text(group.directory / "memory.stat"))
     usage = read_text(group.directory / ("memory.current" if placement.version == 2 else "memory.usage_in_bytes"))
     usage_bytes = int(usage) if usage else 0
@@ -260,7 +255,7 @@ def _limits_v1(placement: Placement) -> Iterator[Limit]:
 
 
 def swap_rooms(placement: Placement) -> Iterator[tuple[int, str]]:
-    """What of swap each group with a swap limit may use still, and who says so."""
+    """Yield what each group with a swap limit may still use of swap, and the limit's source."""
     for group in placement.groups:
         source = _source(placement, group)
         if placement.version == 2:
@@ -277,7 +272,7 @@ def swap_rooms(placement: Placement) -> Iterator[tuple[int, str]]:
 
 
 def cpu_quota(root: Path) -> tuple[float, str] | None:
-    """The smallest CPU quota of this process's groups, in CPUs, and who says so; None without one."""
+    """Return the smallest CPU quota of this process's groups, in CPUs, and its source; None without one."""
     placement = locate(root, "cpu")
     quotas = []
     for group in placement.groups if placement else ():
@@ -292,13 +287,13 @@ def cpu_quota(root: Path) -> tuple[float, str] | None:
 
 
 def memory_group(*, root: Path = REAL_ROOT) -> Path | None:
-    """The directory of the memory group of this process; None where there is none to be seen."""
+    """Return the directory of the memory group of this process; None where none is visible."""
     placement = locate(root, "memory")
     return placement.groups[0].directory if placement is not None else None
 
 
 def oom_kills_above(directory: Path) -> dict[Path, int]:
-    """The kills of a group and of each visible group above it, by directory, its own first.
+    """Return the OOM kills of a group and of each visible group above it, by directory, its own first.
 
     >>> oom_kills_above(Path("/nowhere"))
     {}

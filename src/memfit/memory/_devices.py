@@ -1,4 +1,4 @@
-"""GPUs as NVML shows them: their memory, and who takes it. All of memfit reads NVML here."""
+"""GPUs as NVML shows them: their memory, and who uses it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Device:
 
 
 class _Handle(NamedTuple):
-    """A device that CUDA could see: its GPU's index, its UUID and what NVML knows it by."""
+    """A device that CUDA could see: its GPU's index, its UUID and its NVML handle."""
 
     gpu: int
     uuid: str
@@ -68,7 +68,7 @@ class _Handle(NamedTuple):
 
 @cache
 def _handles(nvml: Any) -> list[_Handle]:
-    """The GPUs, and instead of one that is split its MIG instances; NVML stays open from here on."""
+    """Return the GPUs, and instead of one that is split its MIG instances; NVML stays open from here on."""
     nvml.nvmlInit()
     found = []
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -91,13 +91,7 @@ def _instances(nvml: Any, handle: Any) -> list[Any]:
 
 
 def read_devices(nvml: Any, *, root: Path, env: Mapping[str, str]) -> tuple[tuple[Device, ...], str]:
-    """The GPUs that this process may use by CUDA_VISIBLE_DEVICES, and a note on what is missing.
-
-    Args:
-        nvml: A module with nvidia-ml-py's names.
-        root: Where /proc lies: names and users of processes are read there.
-        env: The environment.
-    """
+    """Return the GPUs that this process may use by CUDA_VISIBLE_DEVICES, and a note on what is missing."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     try:
         handles = _handles(nvml)
@@ -117,11 +111,8 @@ def read_devices(nvml: Any, *, root: Path, env: Mapping[str, str]) -> tuple[tupl
 def device_reader(nvml: Any = None, *, has_devices: bool = False) -> DeviceReader | None:
     """Return a reader of device bytes by process, or None on a machine without GPUs.
 
-    In a container with process numbers of its own, NVML gives the host's numbers and no process is found.
-
-    Args:
-        nvml: A module with nvidia-ml-py's names; that package when None, imported only where there is a GPU.
-        has_devices: There is a GPU: this need not be looked for.
+    In a container with process numbers of its own, NVML gives the host's numbers and no process is found. With
+    ``has_devices`` there is a GPU: this need not be looked for.
 
     Source: NVML API reference, nvmlDeviceGetComputeRunningProcesses.
     """
@@ -149,7 +140,7 @@ def real_nvml() -> Any:
 
 
 def select_visible(devices: Sequence[tuple[int, str]], visible: str | None) -> list[int]:
-    """The positions in ``devices`` (index, UUID) that CUDA_VISIBLE_DEVICES leaves visible, in its order.
+    """Return the positions in ``devices`` (index, UUID) that CUDA_VISIBLE_DEVICES leaves visible, in its order.
 
     As CUDA reads it: the list ends at the first entry that names no device; a UUID may be shortened; naming a device
     twice hides all. The number of a GPU that is split into MIG instances stands for its first instance.
@@ -202,7 +193,7 @@ def _device(nvml: Any, device: _Handle, root: Path) -> Device:
 
 
 def _processes(nvml: Any, handle: Any) -> dict[int, int | None]:
-    """Device memory by process, compute and graphics; None where the driver does not say (WSL, some MIG setups)."""
+    """Return device memory by process; None where the driver does not say (WSL, some MIG setups)."""
     found: dict[int, int | None] = {}
     for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
         with suppress(nvml.NVMLError):

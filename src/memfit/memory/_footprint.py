@@ -1,4 +1,4 @@
-"""What a job will take or took: by part, by phase and by place."""
+"""What a job takes: by part, by phase and by place."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PhasePeak:
     """The peaks of one phase.
 
     Attributes:
-        private_bytes: Non-reclaimable memory (anonymous + shared memory + kernel) of the job's process tree; this is
-            what admission counts. An upper bound that includes high-water marks between two samples.
+        private_bytes: Non-reclaimable memory (anonymous + shared memory + kernel) of the process tree, high-water marks
+            between two samples included; this is what admission counts.
         shared_bytes: Mapped file pages that other processes map too or that the kernel can drop, such as a panel.
         pss_bytes: Proportional set size, from sweeps; 0 when no sweep fell into the phase.
         device_bytes: Device memory by device UUID; never added to host memory.
@@ -37,7 +37,7 @@ class PhasePeak:
     seconds: float = 0.0
 
     def merge(self, other: PhasePeak) -> PhasePeak:
-        """The larger of two, figure by figure."""
+        """Return the larger of two, figure by figure."""
         return PhasePeak(
             private_bytes=max(self.private_bytes, other.private_bytes),
             shared_bytes=max(self.shared_bytes, other.shared_bytes),
@@ -51,14 +51,11 @@ class PhasePeak:
 class Footprint:
     """A job's memory: private and shared host bytes apart, device bytes by device, peaks by phase.
 
-    Host and device are never added.
-
     Attributes:
         private_bytes: The peak of *non-reclaimable* memory (anonymous + shared memory + kernel) of the process tree.
         shared_bytes: The peak of mapped file pages, each once.
-        device_bytes: Peaks of device memory by device UUID.
-        parts: What the private peak was made of, by name; beside it ``file`` and ``charged_peak``, which are no parts
-            of it.
+        device_bytes: Peaks of device memory by device UUID; never added to host memory.
+        parts: The private peak by name; beside it ``file`` and ``charged_peak``, which are no parts of it.
         phases: The peaks by phase, in order of appearance.
         method: ``declared`` by a user or ``measured``.
 
@@ -84,7 +81,7 @@ class Footprint:
 
     @classmethod
     def declared(cls, host: str | int) -> Footprint:
-        """A footprint as a user declares it: a hint until the job has been measured."""
+        """Return a footprint as a user declares it: a hint until the job has been measured."""
         return cls(private_bytes=parse_bytes(host), method="declared")
 
     @property
@@ -98,7 +95,7 @@ class Footprint:
         return max(self.device_bytes.values(), default=0)
 
     def exceeds(self, other: Footprint, factor: float = 1.0) -> bool:
-        """Whether it takes more than so many times another one, on the host or on a device that both use.
+        """Return True if it takes more than so many times another one, on the host or on a device.
 
         >>> Footprint(100, device_bytes={"a": 9}).exceeds(Footprint(100, device_bytes={"b": 8}))
         True
@@ -112,9 +109,7 @@ class Footprint:
         return max(self.phases, key=lambda name: self.phases[name].private_bytes) if self.phases else None
 
     def merge(self, other: Footprint) -> Footprint:
-        """The larger of two footprints of jobs of the same kind, part by part and phase by phase.
-
-        A measured one stands in for a declared one, which is only a hint.
+        """Return the larger of two footprints, part by part and phase by phase; a measured one replaces a declared one.
 
         >>> Footprint(100, shared_bytes=7).merge(Footprint(90, shared_bytes=8)).shared_bytes
         8
@@ -135,7 +130,7 @@ class Footprint:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form; ``from_dict`` reads it back."""
+        """Return a JSON-ready form; ``from_dict`` reads it back."""
         # Not asdict, which copies all that lies deeper one by one.
         phases = {name: {**vars(peak), "device_bytes": dict(peak.device_bytes)} for name, peak in self.phases.items()}
         return {
@@ -147,7 +142,7 @@ class Footprint:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Footprint:
-        """The footprint that ``to_dict`` gave.
+        """Return the footprint that ``to_dict`` gave.
 
         Raises:
             DamagedError: If it is another version's, or damaged.

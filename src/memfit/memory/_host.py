@@ -25,14 +25,14 @@ class Limit:
 
     Attributes:
         name: The file, variable or option that holds the limit, such as ``memory.max``.
-        source: Who says so, such as ``cgroup v2 /user.slice`` or ``Slurm job 42``.
+        source: Where it is set, such as ``cgroup v2 /user.slice`` or ``Slurm job 42``.
         limit_bytes: The limit.
-        used_bytes: What is taken of it, in the metric that ``metric`` names.
+        used_bytes: What is used of it, as ``metric`` counts.
         headroom_bytes: ``limit_bytes - used_bytes``; below 0 when the limit is passed already.
         scope: What the limit bounds: a control ``group``, the ``host``, each ``process`` by itself, or this ``job``.
         note: What a reader must know to judge it.
         metric: What ``used_bytes`` counts.
-        binds: False for a limit that is shown and can never be the smallest, with the reason in ``note``.
+        binds: False for a limit that can never be the smallest, with the reason in ``note``.
     """
 
     name: str
@@ -55,13 +55,13 @@ def limit(
     note: str = "",
     metric: str = "non-reclaimable",
 ) -> Limit:
-    """A limit with its headroom worked out."""
+    """Return a limit with its headroom."""
     return Limit(name, source, limit_bytes, used_bytes, limit_bytes - used_bytes, scope, note, metric)
 
 
 @dataclass(frozen=True)
 class Mount:
-    """One line of /proc/self/mountinfo: what part of which file system is seen where."""
+    """One line of /proc/self/mountinfo: which part of which file system is seen where."""
 
     root: str
     point: str
@@ -71,13 +71,13 @@ class Mount:
 
 @dataclass(frozen=True)
 class Swap:
-    """Swap space. It is shown and never lent: a job that swaps has stopped to work.
+    """Swap space. It is shown and never used for jobs: a job that swaps hardly goes on.
 
     Attributes:
         total_bytes: The host's swap space.
         free_bytes: What is free of it.
-        usable_bytes: What of it this process's groups may use still.
-        source: Who says so.
+        usable_bytes: What of it this process's groups may still use.
+        source: Where that is set.
     """
 
     total_bytes: int
@@ -88,12 +88,12 @@ class Swap:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """The file system at /dev/shm. What lies there is charged to the group that wrote it, beside its other memory.
+    """The file system at /dev/shm. What lies there is charged to the group that wrote it.
 
     Attributes:
         total_bytes: Its size.
-        free_bytes: What is free; None in a recorded tree, where nothing says it.
-        source: Who says so.
+        free_bytes: What is free; None in a recorded tree.
+        source: Where that was read.
     """
 
     total_bytes: int
@@ -115,7 +115,7 @@ _PAIR = re.compile(r"^([^\s:]+):?[ \t]+(\d+)(?: (kB)$|$|(?=\s))", re.M | re.A)
 
 
 def read_text(path: Path | str) -> str | None:
-    """The text of a file of the kernel's, or None where there is none or it may not be read."""
+    """Return the text of a kernel file, or None where there is none or it may not be read."""
     # Bare system calls: a file object costs twice as much, ten times a second and for each process and group.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -130,7 +130,7 @@ def read_text(path: Path | str) -> str | None:
 
 
 def parse_pairs(text: str | None) -> dict[str, int]:
-    """Names and numbers, one pair a line, as memory.stat and /proc/meminfo hold them. Units ``kB`` become bytes.
+    """Return names and numbers, one pair a line, as in memory.stat and /proc/meminfo. Units ``kB`` become bytes.
 
     >>> parse_pairs("MemTotal:       24684092 kB\\nHugePages_Total:       0\\n")
     {'MemTotal': 25276510208, 'HugePages_Total': 0}
@@ -142,7 +142,7 @@ def parse_pairs(text: str | None) -> dict[str, int]:
 
 
 def parse_status(text: str | None) -> dict[str, str]:
-    """The fields of /proc/<pid>/status as text.
+    """Return the fields of /proc/<pid>/status as text.
 
     >>> parse_status("Name:\\tpython3\\nPPid:\\t17\\nVmSize:\\t   12052 kB\\n")
     {'Name': 'python3', 'PPid': '17', 'VmSize': '12052 kB'}
@@ -152,14 +152,14 @@ def parse_status(text: str | None) -> dict[str, str]:
 
 
 def descends(root: Path, pid: int, ancestor: int) -> bool:
-    """True if a process is another one or below it, by the parents in /proc."""
+    """Return True if a process is another one or below it, by the parents in /proc."""
     while pid > 1 and pid != ancestor:
         pid = int(parse_status(read_text(root / f"proc/{pid}/status")).get("PPid", "0"))
     return pid == ancestor
 
 
 def parse_mountinfo(text: str | None) -> tuple[Mount, ...]:
-    r"""The mounts of /proc/self/mountinfo, in its order; a later one hides an earlier one at the same point.
+    r"""Return the mounts of /proc/self/mountinfo, in its order; a later one hides an earlier one at the same point.
 
     >>> parse_mountinfo(
     ...     "35 31 0:32 /docker/4f /sys/fs/cgroup/memory ro,nosuid master:17 - cgroup cgroup rw,memory\n"
@@ -184,7 +184,7 @@ def _unescape(text: str) -> str:
 
 
 def parse_limits(text: str | None) -> dict[str, int]:
-    """The soft limits of /proc/<pid>/limits that are set; ``unlimited`` ones are left out.
+    """Return the soft limits of /proc/<pid>/limits that are set.
 
     >>> parse_limits(
     ...     "Limit                     Soft Limit           Hard Limit           Units     \\n"
@@ -199,7 +199,7 @@ def parse_limits(text: str | None) -> dict[str, int]:
 
 
 def parse_cpu_list(text: str) -> int:
-    """The number of CPUs in a list such as the status field Cpus_allowed_list.
+    """Return the number of CPUs in a list such as the status field Cpus_allowed_list.
 
     >>> parse_cpu_list("0-3,8"), parse_cpu_list("")
     (5, 0)
@@ -209,7 +209,7 @@ def parse_cpu_list(text: str) -> int:
 
 
 def parse_tmpfs_size(options: tuple[str, ...], total_bytes: int) -> int:
-    """The size of a tmpfs by its mount options; without one, half of the memory, as the kernel takes it.
+    """Return the size of a tmpfs by its mount options; without one, half of the memory, as in the kernel.
 
     >>> parse_tmpfs_size(("rw", "size=65536k"), 0), parse_tmpfs_size(("size=25%",), 4096), parse_tmpfs_size((), 4096)
     (67108864, 1024, 2048)
@@ -222,7 +222,7 @@ def parse_tmpfs_size(options: tuple[str, ...], total_bytes: int) -> int:
 
 
 def read_host(root: Path) -> Host:
-    """The host's memory, swap and /dev/shm.
+    """Return the host's memory, swap and /dev/shm.
 
     Raises:
         UsageError: If ``root`` is not the machine's own and holds no proc/meminfo.
@@ -254,7 +254,7 @@ def read_host(root: Path) -> Host:
 
 
 def host_by_psutil() -> Host:
-    """The host's memory where there is no /proc: macOS and Windows, through psutil."""
+    """Return the host's memory where there is no /proc, through psutil."""
     import psutil
 
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
@@ -275,10 +275,10 @@ def _read_shm(root: Path, mounts: tuple[Mount, ...], total_bytes: int) -> Shared
 
 
 def read_rlimits(root: Path, status: dict[str, str]) -> tuple[Limit, ...]:
-    """The limits on address space and data of this process.
+    """Return the limits on address space and data of this process.
 
-    They bound one process at a time and not a tree. They are still taken as limits of the budget, because a job may be
-    one process and would die of them: the cautious reading.
+    They bound one process at a time and not a tree. They still count as limits of the budget: a job of one process
+    would die of them.
 
     Source: getrlimit(2), RLIMIT_AS and RLIMIT_DATA.
     """

@@ -1,8 +1,7 @@
-"""This user's runs on this host: what each has promised to its jobs, so that several supervisors share one budget.
+"""Lists this user's runs on this host and what each has reserved, so that several supervisors share one budget.
 
-Each run has one file in a folder that only its user may open. The supervisor holds a ``flock`` on that file as long as
-it lives: unlike a process id, a lock never passes to another process. What other users' runs take is measured with
-everything else on the host. Only the standard library is imported here, as in all that a job's watcher may load.
+Each run has one file in a folder that only its user may open. Its supervisor holds a ``flock`` on it while it lives.
+What other users' runs take is measured with everything else on the host. Standard library only.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ class Entry:
     Attributes:
         run: The run directory.
         host: The host's name.
-        pid: The supervisor's process id; only to be used while ``alive``.
+        pid: The supervisor's process id; only valid while ``alive``.
         started: When the supervisor began, in Unix seconds.
         used: What its jobs use, in bytes by place.
-        unused: What it has promised to jobs that do not use it yet, in bytes by place.
+        unused: What its jobs have reserved and do not use yet, in bytes by place.
         group: The folder of its parent control group, or empty.
-        alive: Whether its supervisor lives.
+        alive: True if its supervisor lives.
     """
 
     run: Path
@@ -60,7 +59,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Others:
-    """All other live runs of this user on this host together: how many, and the sums of their entries."""
+    """All other live runs of this user on this host: how many, and the sums of their entries."""
 
     num: int = 0
     used: Sizes = field(default_factory=Counter)
@@ -70,12 +69,13 @@ class Others:
 class Claims:
     """This run's entry in its user's list, from now until ``close``.
 
-    A list that cannot be used fails nothing. The run goes on without an entry, and ``problem`` says why. It tries again
-    whenever its claims change.
+    If the list cannot be used, the run goes on without an entry, and ``problem`` says why. It tries again whenever the
+    entry changes.
 
     Args:
         run: The run directory.
         folder: The list; ``MEMFIT_CLAIMS_DIR`` or ``/var/tmp/memfit-<uid>`` when None.
+        patience_seconds: How long to wait for another supervisor's decision.
 
     Attributes:
         problem: Why the run has no entry; empty when it has one.
@@ -102,7 +102,7 @@ class Claims:
         self._put()
 
     def others(self) -> Others:
-        """What all other live runs of this user on this host took and promised."""
+        """Return what all other live runs of this user on this host use and have reserved."""
         here = [
             one for _, one in _read_all(self._folder) if one.host == self._entry.host and one.run != self._entry.run
         ]
@@ -112,10 +112,9 @@ class Claims:
 
     @contextmanager
     def deciding(self) -> Iterator[Others]:
-        """Hold the list's lock; gives what all other live runs of this user took and promised.
+        """Hold the list's lock, so that no two runs give the same free bytes away; yield what the others have.
 
-        What is written within the block is seen by whoever decides next, so no two runs promise the same free bytes. A
-        holder that does not go on (it was stopped) is waited for ten seconds and then passed by.
+        A holder that was stopped is waited for once, and then passed by.
         """
         lock = None
         with contextlib.suppress(OSError):  # no list, or a file system without locks
@@ -132,15 +131,15 @@ class Claims:
 
         Args:
             used: What the run's jobs use, in bytes by place.
-            unused: What it has promised to jobs that do not use it yet, in bytes by place.
-            group: The folder of its parent control group, so that what a dead run left there can be swept.
+            unused: What they have reserved and do not use yet, in bytes by place.
+            group: The folder of its parent control group, so that a later start can remove what is left there.
         """
         group = self._entry.group if group is None else group
         self._entry = replace(self._entry, used=used.copy(), unused=unused.copy(), group=group)
         self._put()
 
     def close(self, *, keep: bool = False) -> None:
-        """Take the entry off the list; with ``keep`` it stays, for jobs that go on without a supervisor."""
+        """Remove the entry; with ``keep`` it stays, for jobs that go on without a supervisor."""
         if self._descriptor is None:
             return
         if not keep:
@@ -165,20 +164,12 @@ class Claims:
 
 
 def list_entries(folder: Path | None = None) -> list[Entry]:
-    """Every run of this user on this host, oldest first; damaged entries are passed over.
-
-    Args:
-        folder: The list; ``MEMFIT_CLAIMS_DIR`` or ``/var/tmp/memfit-<uid>`` when None.
-    """
+    """Return every run of this user on this host, oldest first; damaged entries are left out."""
     return sorted((entry for _, entry in _read_all(_path_of(folder))), key=lambda entry: (entry.started, entry.run))
 
 
 def sweep_entries(folder: Path | None = None) -> list[Entry]:
-    """Take the entries off the list whose supervisor is dead and of which no job runs any more.
-
-    Returns:
-        What was taken off, so that what those runs left in their control groups can be swept too.
-    """
+    """Remove the entries without a supervisor and without running jobs; return them."""
     removed = []
     for path, entry in _read_all(_path_of(folder)):
         if entry.alive or entry.host != socket.gethostname() or _is_orphaned(entry.run):
@@ -197,11 +188,7 @@ def _path_of(folder: Path | None) -> Path:
 
 
 def _own(folder: Path) -> Path:
-    """Return the folder of a list. Nobody else can make an entry in it, so entries are not doubted.
-
-    Raises:
-        OSError: If it is not there, or not this user's alone.
-    """
+    """Return the folder of a list, if it is there and this user's alone; else raise OSError."""
     found = os.lstat(folder)
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077:
         return folder
@@ -242,7 +229,7 @@ def _is_orphaned(run: Path) -> bool:
 
 
 def live_jobs(run: Path) -> Iterator[str]:
-    """The ids of a run's jobs that have a watcher: each holds a lock in its job's folder."""
+    """Yield the ids of a run's jobs that have a watcher: each holds a lock in its job's folder."""
     for path in sorted(run.glob("jobs/*/lock")):
         # One with an outcome has ended, and its watcher ends within the instant.
         if not (path.parent / "outcome.json").exists() and is_locked(path):

@@ -1,4 +1,4 @@
-"""The control group of one job: its state, its wall, its end. A handle by path, for supervisor and shim."""
+"""The control group of one job, by its path: its state, its limit, its end."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class GroupState:
         used_bytes: Non-reclaimable bytes: anonymous, shared and kernel memory.
         charged_bytes: All that is charged, page cache included.
         shared_memory_bytes: The shared part of ``used_bytes``: tmpfs, /dev/shm, shared mappings.
-        wall_bytes: Where the kernel holds its processes back; ``NO_WALL_BYTES`` without a wall.
-        stalled: A process of it waits for memory, at its own wall or at the wall of the group above.
-        met_wall: How often a charge met the wall; the reclaim of page cache counts too.
-        oom_kills: Processes of it that the kernel killed for memory (v2: at least one per kill, sometimes more).
+        wall_bytes: Its limit; ``NO_WALL_BYTES`` without one.
+        stalled: A process of it waits for memory, at its own limit or at that of the group above.
+        met_wall: How often a charge met the limit; the reclaim of page cache counts too.
+        oom_kills: Its OOM kills (v2: at least one per kill, sometimes more).
     """
 
     used_bytes: int
@@ -47,19 +47,14 @@ class GroupState:
 
 @dataclass(frozen=True)
 class JobGroup:
-    """A control group by its directory.
-
-    Attributes:
-        path: Its absolute directory.
-        version: 1 or 2.
-    """
+    """A control group by its absolute directory; ``version`` is 1 or 2."""
 
     path: Path
     version: int
 
     @classmethod
     def at(cls, path: Path) -> JobGroup:
-        """The group of a directory; its version by the files there or, when it is gone, above it."""
+        """Return the group of a directory; its version by the files there or, when it is gone, above it."""
         if os.access(f"{path}/memory.limit_in_bytes", os.F_OK):
             return cls(path, 1)
         marks = (one for one in (path, *path.parents) if (one / "cgroup.procs").exists())
@@ -73,7 +68,7 @@ class JobGroup:
         return f"cgroup v{self.version} /{self.path.relative_to(top)}"
 
     def enter(self) -> None:
-        """Move the calling process into the group; meant for the child between fork and exec.
+        """Move the calling process into the group; for the child between fork and exec.
 
         Raises:
             OSError: If the group is gone, or this user may not.
@@ -81,7 +76,7 @@ class JobGroup:
         put(f"{self.path}/cgroup.procs", "0")
 
     def state(self) -> GroupState | None:
-        """What the kernel says of it now, or None when it is gone."""
+        """Return what the kernel says of it now, or None when it is gone."""
         text = self._text("memory.stat")
         if text is None:
             return None
@@ -110,7 +105,7 @@ class JobGroup:
         )
 
     def used_bytes(self) -> int:
-        """Its non-reclaimable bytes now; 0 when it is gone."""
+        """Return its non-reclaimable bytes now; 0 when it is gone."""
         return self._used(parse_pairs(self._text("memory.stat")))
 
     def _used(self, stat: dict[str, int]) -> int:
@@ -130,19 +125,19 @@ class JobGroup:
         return int(text) if text.isdigit() else 0
 
     def wall_bytes(self) -> int:
-        """Where the kernel holds its processes back; ``NO_WALL_BYTES`` without a wall."""
+        """Return its limit; ``NO_WALL_BYTES`` without one."""
         return parse_limit(self._text("memory.limit_in_bytes" if self.version == 1 else "memory.high")) or NO_WALL_BYTES
 
     def charged_bytes(self) -> int:
-        """All that is charged to it now, page cache included; 0 when it is gone."""
+        """Return all that is charged to it now, page cache included; 0 when it is gone."""
         return self._number("memory.usage_in_bytes" if self.version == 1 else "memory.current")
 
     def charged_peak(self) -> int:
-        """The most that was charged to it at once, page cache included; 0 where the kernel keeps none (v2 < 5.19)."""
+        """Return the most that was charged at once, page cache included; 0 where there is none (v2 < 5.19)."""
         return self._number("memory.max_usage_in_bytes" if self.version == 1 else "memory.peak")
 
     def first_met(self) -> str:
-        """The nearest of this group and those above it whose hard wall was met since it was made; empty if none was.
+        """Return the nearest of this group and those above it whose hard limit was ever met; empty if none was.
 
         The reclaim of page cache counts too, so that this is a hint and no proof.
         """
@@ -157,9 +152,9 @@ class JobGroup:
         return ""
 
     def set_wall(self, wall_bytes: int) -> None:
-        """Set the wall, or as near above it as what is used allows; does nothing when the group is gone.
+        """Set the limit, or as near above it as what is used allows; do nothing when the group is gone.
 
-        Lowering it reclaims page cache first, in this call. On v2 nothing is killed by it: the backstop stays above
+        Lowering it reclaims page cache first, in this call. On v2 nothing is killed by it: ``memory.max`` stays above
         what is charged.
         """
         with contextlib.suppress(FileNotFoundError):
@@ -184,7 +179,7 @@ class JobGroup:
                 return
 
     def pids(self) -> list[int]:
-        """The processes of the group and its descendants."""
+        """Return the processes of the group and its descendants."""
         try:
             has_children = self.path.stat().st_nlink != 2
         except OSError:
@@ -193,7 +188,7 @@ class JobGroup:
         return [pid for folder in folders for pid in pids_in(folder) if pid > 0]
 
     def kill(self) -> int:
-        """End everything in it with SIGKILL and wait until it is empty, at most 2 s; how many there were."""
+        """Kill all processes in it and wait until it is empty, at most 2 s; return how many there were."""
         seen: set[int] = set()
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while (pids := self.pids()) and time.monotonic() < deadline:
@@ -208,7 +203,7 @@ class JobGroup:
         return len(seen)
 
     def remove(self) -> bool:
-        """Remove it and its descendants; False when processes are still in it."""
+        """Remove it and its descendants; return False when processes are still in it."""
         for _ in range(40):
             for folder, _, _ in os.walk(self.path, topdown=False):
                 with contextlib.suppress(OSError):  # a process is in it, or has left it this moment
@@ -220,17 +215,17 @@ class JobGroup:
 
 
 def pids_in(directory: Path | str) -> tuple[int, ...]:
-    """The processes of one group, without the groups below it."""
+    """Return the processes of one group, without the groups below it."""
     return tuple(int(pid) for pid in (read_text(f"{directory}/cgroup.procs") or "").split())
 
 
 def backstop_bytes(wall_bytes: int) -> int:
-    """Where a group of v2 is killed whose processes pass the wall: far enough for a burst between two slowdowns."""
+    """Return ``memory.max`` for a limit (v2): far enough above for a burst between two slowdowns."""
     return wall_bytes + max(256 * MIB, wall_bytes // 2)
 
 
 def put(file: Path | str, text: str) -> None:
-    """Write a knob in one write, so that its refusal is seen; never makes a file."""
+    """Write a kernel file in one write, so that its refusal is seen; never make a file."""
     handle = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(handle, text.encode())
@@ -247,17 +242,15 @@ def _is_throttled(charged_bytes: int, used_bytes: int, wall_bytes: int) -> bool:
 
 
 def _any_sleeps(pids: list[int]) -> bool:
-    """Whether a thread of these processes sleeps in the kernel beyond the reach of signals other than SIGKILL."""
+    """Return True if a thread of these processes sleeps in the kernel, where only SIGKILL reaches it."""
     stats = (read_text(task / "stat") for pid in pids for task in Path(f"/proc/{pid}/task").glob("*"))
     return any((text or "").rpartition(")")[2].split()[:1] == ["D"] for text in stats)
 
 
 def sweep_groups(parent: Path, *, uid: int | None = None) -> int:
-    """End and remove what a dead run left below its parent group, and that group; how many processes were ended.
+    """Kill and remove what a dead run left below its parent group; return how many processes were killed.
 
-    Args:
-        parent: The parent group's directory, as ``Walls.parent.path``. Another folder is left alone.
-        uid: Only when that user owns it.
+    Another folder than a ``memfit-`` group, or one that is not of user ``uid``, is left alone.
     """
     try:
         owner = parent.stat().st_uid

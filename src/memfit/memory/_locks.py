@@ -1,6 +1,6 @@
 """Locks on files: the kernel frees a lock when its holder ends, so a held lock proves that the holder lives.
 
-The files lie in folders that other users may reach. Opening one never follows a link and never waits for a FIFO.
+Opening a file here never follows a link and never waits for a FIFO: other users may reach the folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
     """Open a regular file, readable by its owner alone if this call makes it.
 
     Raises:
-        OSError: If there is no such file, or if the name is a link, a FIFO or anything else that is no regular file.
+        OSError: If there is no such file, or it is a link, a FIFO or anything else that is no regular file.
     """
     safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags | safe, 0o600)
@@ -29,7 +29,7 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Take a lock if nobody else holds it; False if somebody does."""
+    """Take a lock if nobody else holds it; return False if somebody does."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -40,9 +40,7 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
 def lock_file(path: Path | str, seconds: float = 0.2) -> int | None:
     """Lock a file until its descriptor is closed, and make the file if there is none.
 
-    Args:
-        path: The file.
-        seconds: How long to wait. A process that only looks whether the file is locked holds the lock for a moment.
+    Waits at most so many seconds: a process that looks whether the file is locked holds the lock for a moment.
 
     Returns:
         The descriptor; None if another process holds the lock.
@@ -59,7 +57,7 @@ def lock_file(path: Path | str, seconds: float = 0.2) -> int | None:
 
 
 def is_locked(path: Path | str) -> bool:
-    """True if a process holds a lock on this file; False if there is no such regular file."""
+    """Return True if a process holds a lock on this file; False if there is no such regular file."""
     try:
         descriptor = open_regular(path)
     except OSError:
@@ -71,7 +69,7 @@ def is_locked(path: Path | str) -> bool:
 
 
 def is_at(descriptor: int, path: Path | str) -> bool:
-    """True if an open file is still the one of that name."""
+    """Return True if an open file is still the one of that name."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), Path(path).lstat())
     return False

@@ -1,4 +1,4 @@
-"""Measuring a process tree by cheap counters often and by proportional sizes seldom; only stdlib imports."""
+"""Measures a process tree by cheap counters often and by proportional sizes seldom. Standard library only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sample:
     Attributes:
         time: Unix seconds.
         num_processes: How many processes live.
-        private_bytes: Non-reclaimable memory now; pages shared within the tree count once as far as a sweep told.
+        private_bytes: Non-reclaimable memory now; pages shared within the tree count once.
         shared_bytes: Mapped file pages, each once (at least this much).
         rss_bytes: The sum of the resident sizes; counts shared pages once per process.
         pss_bytes: The sum of the proportional sizes at the last sweep; 0 before the first.
@@ -49,7 +49,7 @@ class Sample:
 
 
 class _Paced:
-    """Lets an action run as often as a share of one core pays for it, by the CPU time that each run took itself."""
+    """Runs an action as often as a share of one core pays for it, by the CPU time of the last run."""
 
     def __init__(self, share: float, clock: Callable[[], float], cpu: Callable[[], float]) -> None:
         self._wait_per_cost, self._clock, self._cpu = 1 / share - 1, clock, cpu
@@ -67,21 +67,19 @@ class _Paced:
 
 
 class TreeMeter:
-    """Measures a process tree each time that ``sample`` is called; ten times a second is meant.
+    """Measures a process tree each time that ``sample`` is called, usually ten times a second.
 
     **Private bytes** are non-reclaimable: anonymous (swapped included), mapped shared memory, page tables. A page that
-    forked or sharing processes map together counts once, as the last sweep told (see ``Sharing``); a new child counts
-    with what it can have written since its fork. Before the first sweep of a process the figure is an upper bound.
+    processes of the tree share counts once, as of the last sweep (see ``Sharing``); a new child counts with what it can
+    have written since its fork. Before the first sweep of a process the figure is an upper bound.
 
     **High-water marks**: where a process's ``VmHWM`` rose since the sample before, the peak in between was ``VmHWM``
-    less the file pages mapped then or now, whichever are more. So a panel that is mapped or unmapped is not taken for
-    private memory, and an allocation of some milliseconds is seen. It is understated by file pages of that interval
-    that were not mapped while it lasted. A spike below an earlier mark of the same process is seen by samples only,
-    and a process that lived between two samples not at all; the peak of ``group`` misses neither, but counts page
-    cache.
+    less the file pages mapped then or now, whichever are more. So a panel that is mapped is not taken for private
+    memory, and an allocation of some milliseconds is seen. A spike below an earlier mark, and a process that lived
+    between two samples, show only in the peak of ``group``, which counts page cache too.
 
-    **Not seen**: files in ``/dev/shm`` that no process maps, and memory pinned by a device driver, unless whoever knows
-    the job's own control group sets ``floor_bytes``. ``clear_refs`` is never written: the job would see it.
+    **Not seen**: files in ``/dev/shm`` that no process maps, and memory pinned by a device driver, unless
+    ``floor_bytes`` is set from the job's control group. ``clear_refs`` is never written: the job would see it.
 
     Args:
         pid: The root of the tree; children count at any depth, also after their parents died.
@@ -89,12 +87,12 @@ class TreeMeter:
         clock: Seconds for pacing and phases.
         group: The job's own control group; its peak is reported as the part ``charged_peak``.
         devices: Gives device bytes; see ``device_reader``.
-        reader: Where figures of processes come from; ``/proc`` below ``root`` when None.
+        reader: Reads figures of processes; ``/proc`` below ``root`` when None.
         cpu: CPU seconds of the calling thread; they bound the cost of sweeps to 1 % of one core.
 
     Attributes:
         pids, pids_seen: The processes that were alive at the last sample, and all that were ever seen.
-        floor_bytes: What the tree's own control group holds in non-reclaimable memory; samples tell at least that much.
+        floor_bytes: Non-reclaimable memory of the tree's own control group; samples show at least that much.
         counts_from_birth: What the tree did before the first sample is part of the measurement.
 
     Example:
@@ -133,7 +131,7 @@ class TreeMeter:
         self._whole, self._phases = PhasePeak(0), dict[str, PhasePeak]()
 
     def sample(self) -> Sample | None:
-        """The tree now, or None when no process of it is left."""
+        """Return the tree now, or None when no process of it is left."""
         now = self._read()
         self.pids = set(now)
         self._add_seconds()
@@ -178,10 +176,8 @@ class TreeMeter:
     def enter_phase(self, name: str, *, exact: bool = False) -> None:
         """Begin a phase; a name may come again, its peaks merge and its seconds add up.
 
-        Args:
-            name: For example ``train``.
-            exact: This is the moment of the change. Otherwise the mark was read some time after the job wrote it, so
-                what happened since the last sample can belong to both phases, and counts for both.
+        With ``exact`` this is the moment of the change. Otherwise the mark was read later, so what happened since the
+        last sample counts for both phases.
         """
         taken = self.sample()
         self._phase = name
@@ -192,11 +188,11 @@ class TreeMeter:
         self._take(name, begin)
 
     def footprint(self) -> Footprint:
-        """The peaks so far, whole and by phase.
+        """Return the peaks so far, whole and by phase.
 
-        Parts at the whole peak: ``anonymous`` (swapped and high-water marks included), ``shared_memory`` and
-        ``page_tables`` and, given a floor, ``other`` (kernel memory, files that no process maps) make up the private
-        bytes; beside them ``file`` (the shared bytes then) and, given a group, ``charged_peak``.
+        Parts at the whole peak: ``anonymous`` (swapped and high-water marks included), ``shared_memory``,
+        ``page_tables`` and, given a floor, ``other`` make up the private bytes. Beside them: ``file`` (the shared bytes
+        then) and, given a group, ``charged_peak``.
         """
         charged = {"charged_peak": self._charged_peak} if self._charged_peak else {}
         whole = self._whole
@@ -227,7 +223,7 @@ class TreeMeter:
         self._phase_since = now
 
     def _note_forks(self, now: Mapping[int, tuple[Stat, Status]]) -> None:
-        """Count a child that was forked since the last sample with what it can have written, not with all it maps."""
+        """Count a child that was forked since the last sample with what it can have written."""
         sizes = {pid: status.held for pid, (_, status) in now.items()}
         families = {stat.image: pid for pid, (stat, _) in self._before.items() if stat.image}
         for pid, (stat, status) in now.items():
@@ -242,7 +238,7 @@ class TreeMeter:
                 self._held.fork(relative, pid, max(0, inherited - stat.faults * mmap.PAGESIZE), sizes)
 
     def _sweep(self, now: Mapping[int, tuple[Stat, Status]]) -> int:
-        """Read the proportional sizes; their sum."""
+        """Read the proportional sizes; return their sum."""
         with self._sweeps.run():
             rollups: dict[int, Rollup] = {pid: rollup for pid in now if (rollup := self._reader.rollup(pid))}
         self._held.sweep({p: s.held for p, (_, s) in now.items()}, {p: r.held for p, r in rollups.items()})
@@ -264,7 +260,7 @@ class TreeMeter:
         }
 
     def _spike(self, pid: int, stat: Stat, status: Status) -> int:
-        """How far the process rose, between two samples, above both of them."""
+        """Return how far the process rose, between two samples, above both of them."""
         if not self._before and not (self.counts_from_birth and pid == self._root):
             return 0  # what was before the measurement is not part of it
         earlier, level, file = self._before.get(pid), status.private, status.file
@@ -278,7 +274,7 @@ class TreeMeter:
 
 
 class Meter:
-    """What ``measure`` gives: marks phases, and tells the footprint so far."""
+    """Marks phases, and gives the footprint so far; made by ``measure``."""
 
     def __init__(self, tree: TreeMeter) -> None:
         self._tree = tree
@@ -286,7 +282,7 @@ class Meter:
         self._error: BaseException | None = None
 
     def phase(self, name: str) -> None:
-        """Begin a phase, for example ``train``; peaks are told by phase."""
+        """Begin a phase, for example ``train``."""
         with self._lock:
             self._tree.enter_phase(name, exact=True)
 

@@ -1,7 +1,4 @@
-"""What the kernel says about processes: pure parsers, a reader of ``/proc``, and the walk over a process tree.
-
-Only the standard library is imported here, because the small process that watches a job lives as long as the job does.
-"""
+"""Reads what the kernel says about processes: pure parsers, and the walk over a process tree. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,12 +16,9 @@ class Stat:
     """Who a process is.
 
     Attributes:
-        pid: Its number, which the kernel uses again.
-        parent: Its parent's number; 1 or a sub-reaper's after the parent died.
-        group, session: Its process group and its session.
-        start: When it began; together with ``pid`` it names a process for good.
+        start: When it began; with ``pid`` it names a process for good.
         image: The address of its stack, drawn anew by every ``exec`` and kept by ``fork``: processes with the same one
-            were forked from each other and may share anonymous pages. 0 when the kernel hides it.
+            may share anonymous pages. 0 when the kernel hides it.
         faults: Page faults so far.
     """
 
@@ -39,7 +33,7 @@ class Stat:
 
 @dataclass(frozen=True)
 class Status:
-    """The cheap counters of a process, in bytes: anonymous, swapped, shared memory, page tables, file, high-water."""
+    """The cheap counters of a process, in bytes."""
 
     anonymous: int
     swapped: int
@@ -50,7 +44,7 @@ class Status:
 
     @property
     def held(self) -> int:
-        """Anonymous memory wherever it lies: in memory or in swap."""
+        """Anonymous memory, in memory or in swap."""
         return self.anonymous + self.swapped
 
     @property
@@ -74,9 +68,7 @@ class Rollup:
 
 
 def parse_stat(text: str) -> Stat | None:
-    """A process from ``/proc/<pid>/stat``; None for a zombie, a dead one, or a text that is not whole.
-
-    The name in brackets may hold spaces and brackets, so the fields are counted from the last bracket.
+    """Parse ``/proc/<pid>/stat``; None for a zombie, a dead process, or a text that is not whole.
 
     Source: proc_pid_stat(5).
 
@@ -98,7 +90,9 @@ def parse_stat(text: str) -> Stat | None:
 
 
 def parse_counters(text: str) -> Status | None:
-    """The counters in ``/proc/<pid>/status``; None for a process without memory (dying) or a text that is not whole.
+    """Parse ``/proc/<pid>/status``; None for a dying process or a text that is not whole.
+
+    Since Linux 6.2 the counters are kept per CPU and may be off by some hundred KiB per CPU.
 
     Source: proc_pid_status(5); Linux fs/proc/task_mmu.c, task_mem: VmHWM is never below the present resident size.
     Since Linux 6.2 the counters are kept per CPU and may be off by some hundred KiB per CPU.
@@ -115,7 +109,7 @@ def parse_counters(text: str) -> Status | None:
 
 
 def parse_rollup(text: str) -> Rollup | None:
-    """The proportional sizes in ``/proc/<pid>/smaps_rollup``; None where the kernel (before 5.4) does not split them.
+    """Parse ``/proc/<pid>/smaps_rollup``; None where the kernel (before 5.4) does not split it.
 
     Source: Linux Documentation/ABI/testing/procfs-smaps_rollup.
 
@@ -153,7 +147,7 @@ class ProcReader:
         return parse_rollup(self._read(f"{pid}/smaps_rollup"))
 
     def children(self, pid: int) -> list[int]:
-        """The children of the main thread; those that other threads made are found by ``pids``."""
+        """Return the children of the main thread; those of other threads are found by ``pids``."""
         return [int(word) for word in self._read(f"{pid}/task/{pid}/children").split() if word.isdigit()]
 
     def pids(self) -> list[int]:
@@ -169,8 +163,8 @@ class ProcReader:
 class Tree:
     """A process and all that descends from it, also after the parents in between died.
 
-    A process once seen is kept by its number *and* its start time. One whose parent died before it was ever seen is
-    adopted when its session or process group is led by a process of the tree; so start a job in a session of its own.
+    A process whose parent died before it was seen is found if its session or process group is led by a process of the
+    tree; so start a job in a session of its own.
     """
 
     def __init__(self, pid: int, reader: ProcReader) -> None:
@@ -180,7 +174,7 @@ class Tree:
         self.members: dict[int, Stat] = {pid: root} if root else {}
 
     def refresh(self, *, scan: bool) -> dict[int, Stat]:
-        """The members alive now; ``scan`` finds what threads forked and what was re-parented, among all processes."""
+        """Return the members alive now; with ``scan``, look for new ones among all processes."""
         current = {pid: self._reader.stat(pid) for pid in self.members}
         self.members = {pid: now for pid, now in current.items() if now and now.start == self.members[pid].start}
         parents = list(self.members)
@@ -210,7 +204,7 @@ class Tree:
 
 @dataclass
 class _Holding:
-    """One process: its bytes at the last sweep, the fewest since, and how many of them others can share with it."""
+    """One process: its bytes at the last sweep, the fewest since, and how many of them it can share."""
 
     base: int
     low: int
@@ -222,12 +216,12 @@ class _Holding:
 
 
 class Sharing:
-    """Counts bytes that several processes of a tree map (after a fork, or by shared memory) once and not per process.
+    """Counts bytes that several processes of a tree map (by a fork or shared memory) once.
 
-    A sweep tells the *excess*: the sum over the processes less what is there once, which is at least the largest
-    process and at least the sum of PSS. (PSS alone would give away what is shared with processes outside of the tree.)
-    Between sweeps the excess stays, less what processes gave back since: their shared bytes are then held by fewer.
-    What a write to a shared page copies shows at the next sweep.
+    A sweep gives the *excess*: the sum over the processes less what is there once, which is at least the largest
+    process and at least the sum of PSS. (PSS alone would leave out what is shared with processes outside of the tree.)
+    Between sweeps the excess stays, less what processes gave back since. What a write to a shared page copies shows at
+    the next sweep.
     """
 
     def __init__(self) -> None:
@@ -235,7 +229,7 @@ class Sharing:
         self._holdings: dict[int, _Holding] = {}
 
     def sweep(self, sizes: Mapping[int, int], proportional: Mapping[int, int]) -> None:
-        """Take the truth of a sweep: each process's bytes, and its proportional share of them where it is known."""
+        """Take in a sweep: each process's bytes, and its proportional share of them where it is known."""
         shares = {pid: min(size, proportional.get(pid, size)) for pid, size in sizes.items()}
         once = max(max(sizes.values(), default=0), sum(shares.values()))
         self._excess = sum(sizes.values()) - once
@@ -243,7 +237,7 @@ class Sharing:
         self._holdings = {p: _Holding(size, size, min(size, 2 * (size - shares[p]))) for p, size in sizes.items()}
 
     def fork(self, parent: int, child: int, shared_bytes: int, sizes: Mapping[int, int]) -> None:
-        """Note that a new child still shares bytes with the process it was forked from."""
+        """Note that a new child shares bytes with the process it was forked from."""
         self._excess += shared_bytes
         for pid in (parent, child):
             size = sizes.get(pid, 0)
@@ -257,7 +251,7 @@ class Sharing:
             self._holdings[pid].low = 0
 
     def unique(self, sizes: Mapping[int, int]) -> int:
-        """The bytes that are there once, given each process's bytes now."""
+        """Return the bytes that are there once, given each process's bytes now."""
         for pid, holding in self._holdings.items():
             holding.low = min(holding.low, sizes.get(pid, 0))
         given_back = sum(holding.given_back for holding in self._holdings.values())

@@ -1,4 +1,4 @@
-"""A job's memory over time: one JSON object a line, in a file of bounded length."""
+"""Writes a job's memory over time: one JSON object a line, in a file of bounded length."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ MAX_LINES = 8192
 class SeriesWriter:
     """Appends samples to a file: one at each change of the phase, and one in each second.
 
-    Each line is written at once, so that a kill loses none, and holds the highest ``peak_bytes`` of all samples since
-    the line before. A file of ``MAX_LINES`` lines keeps every second one, and from then on the time between two lines
-    is twice as long. So no peak is lost.
+    Each line is written at once and holds the highest ``peak_bytes`` since the line before. A file of ``MAX_LINES``
+    lines keeps every second one, and from then on the time between two lines is twice as long.
 
     Args:
-        path: The file, for example ``jobs/fold_1/memory.jsonl``; its folder must exist. One that is there is continued.
+        path: The file, for example ``jobs/fold_1/memory.jsonl``. One that is there is continued.
 
     Example:
         >>> import tempfile
@@ -83,10 +82,10 @@ class SeriesWriter:
 
 
 def read_series(path: Path) -> list[Sample]:
-    """Return a job's memory over time, oldest first; a line that a kill cut is passed over.
+    """Return a job's memory over time, oldest first; a line that a kill cut is left out.
 
     Raises:
-        DamagedError: If no line of the file is a sample. A series of memfit 0.1 (``memory.arrows``) is none.
+        DamagedError: If no line of the file is a sample.
     """
     samples, lines = [], path.read_bytes().split(b"\n")
     for line in lines:

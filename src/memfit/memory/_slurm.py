@@ -1,4 +1,4 @@
-"""What Slurm granted, read from the variables that it sets in a job."""
+"""Reads what Slurm granted from the variables that it sets in a job."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from memfit.units import MIB
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """One count per node, from the form that Slurm abbreviates.
-
-    >>> expand_counts("16(x2),8")
-    (16, 16, 8)
+    """Return one count per node, from Slurm's short form.
 
     Raises:
         ConfigError: If the text is not of this form.
+
+    >>> expand_counts("16(x2),8")
+    (16, 16, 8)
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -33,7 +33,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def cpus_on_node(env: Mapping[str, str]) -> int | None:
-    """The CPUs that the job has on this node, or None outside of Slurm.
+    """Return the CPUs that the job has on this node, or None outside of Slurm.
 
     >>> cpus_on_node({"SLURM_JOB_CPUS_PER_NODE": "16(x2),8", "SLURM_NODEID": "2"})
     8
@@ -49,7 +49,7 @@ def cpus_on_node(env: Mapping[str, str]) -> int | None:
 
 
 def gpus_on_node(env: Mapping[str, str]) -> int | None:
-    """The GPUs that the job has on this node, or None where no variable says so.
+    """Return the GPUs that the job has on this node, or None where no variable says so.
 
     >>> gpus_on_node({"SLURM_GPUS_PER_NODE": "a100:4"}), gpus_on_node({"SLURM_STEP_GPUS": "0,2"})
     (4, 2)
@@ -66,7 +66,7 @@ def gpus_on_node(env: Mapping[str, str]) -> int | None:
 
 
 def read_slurm(env: Mapping[str, str], used_bytes: int, used_note: str) -> tuple[Limit, ...]:
-    """The memory that Slurm granted on this node; Slurm's MB are MiB, and 0 stands for all of the node.
+    """Return the memory limits that Slurm set on this node; its MB are MiB, and 0 stands for the whole node.
 
     Args:
         env: The environment.

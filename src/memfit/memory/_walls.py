@@ -1,14 +1,15 @@
-"""Walls: a control group per job, at whose limit the kernel makes the job wait instead of killing it.
+"""Control groups for jobs: at its limit the kernel makes a job wait instead of killing it.
 
-All jobs of a run live below one parent group, the supervisor outside of it. A wall is
+All jobs of a run live below one parent group, the supervisor outside of it. The limit is
 
-- on v1 ``memory.limit_in_bytes`` with the killer off (``memory.oom_control``): a page fault beyond it sleeps until the
-  limit is raised or memory is freed; what the kernel itself allocates for the job (fork, a write to tmpfs) fails with
-  ENOMEM;
-- on v2 ``memory.high``, at which the kernel reclaims and then slows allocations down to a crawl, with ``memory.max``
-  well above it as a backstop, where it kills.
+- on v1 ``memory.limit_in_bytes`` with the killer off (``memory.oom_control``): a page fault beyond it sleeps; what the
+  kernel itself allocates for the job (fork, a write to tmpfs) fails with ENOMEM;
+- on v2 ``memory.high``, at which the kernel slows allocations down to a crawl, with ``memory.max`` well above it, where
+  it kills.
 
-Clean page cache meets a wall too and is reclaimed there: it neither stalls a job nor counts as used.
+Clean page cache is reclaimed at the limit: it neither stalls a job nor counts as used.
+
+Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst, sections 9 and 10; cgroup-v2.rst, "Memory".
 
 Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst, sections 9 and 10; cgroup-v2.rst, "Memory".
 """
@@ -36,13 +37,11 @@ _FOREIGN_LIMITS = ("memory.max", "memory.high", "cpu.max", "cpuset.cpus")
 
 @dataclass(frozen=True)
 class Base:
-    """The group that memfit's own can be made below.
+    """The group below which memfit's own can be made.
 
     Attributes:
-        version: 1 or 2.
-        group: That group.
         enables: Its children have no memory controller yet (v2): it must be enabled for them.
-        moves: What must leave it before that: the process and its descendants, if they are in it.
+        moves: The processes that must leave it before that: this one and its descendants, if they are in it.
     """
 
     version: int
@@ -54,17 +53,11 @@ class Base:
 def find_base(
     root: Path, placement: Placement | None, *, may_write: Callable[[Path], bool] | None = None
 ) -> Base | str:
-    """Where memfit's groups can be made for the process that was located, or why they cannot; nothing is made.
+    """Return where memfit's groups can be made, or why they cannot; make nothing.
 
-    v1: below its own group. v2: below the nearest group, from its own upward, that has the memory controller and may be
-    written, and in which either no process is (the root excepted) or only this one and its descendants. A group with a
-    limit of its own is never left, since its jobs would escape that limit.
-
-    Args:
-        root: The folder above proc and sys.
-        placement: What ``locate`` found.
-        may_write: Whether this user may write a directory or file. By default the kernel is asked or, in a recorded
-            tree, the mount's options and the recorded user, since its folders are the reader's own.
+    v1: below its own group. v2: below the nearest group, from its own upward, that has the memory controller, may be
+    written, and holds no process but this one and its descendants (the root may). A group with a limit is never left:
+    its jobs would escape that limit. ``may_write`` stands in for the kernel's answer in tests.
 
     Source: Linux Documentation/admin-guide/cgroup-v2.rst, "No Internal Process Constraint", "Delegation Containment".
     """
@@ -93,7 +86,7 @@ def find_base(
 
 
 def _judge_v2(root: Path, placement: Placement, group: Group, may_write: Callable[[Path], bool]) -> Base | str:
-    """The group as a base, or why it cannot be one."""
+    """Return the group as a base, or why it cannot be one."""
     name, directory = f"cgroup v2 {group.path}", group.directory
     if "memory" not in (read_text(directory / "cgroup.controllers") or "").split():
         return f"{name} has no memory controller"
@@ -110,7 +103,7 @@ def _judge_v2(root: Path, placement: Placement, group: Group, may_write: Callabl
 
 
 def _is_set(text: str | None) -> bool:
-    """Whether a v2 knob limits anything: ``max``, ``max 100000`` and an empty list do not."""
+    """Return True if a v2 file sets a limit: ``max``, ``max 100000`` and an empty list do not."""
     return bool((text or "").strip()) and not (text or "").startswith("max")
 
 
@@ -122,16 +115,16 @@ def _may_write(root: Path) -> Callable[[Path], bool]:
 
 
 def why_no_walls(*, root: Path = REAL_ROOT, pid: int | None = None) -> str:
-    """Why ``Walls.build`` can make no groups here, in words; empty when nothing is known against it."""
+    """Return why ``Walls.build`` can make no groups here; empty when nothing is known against it."""
     base = find_base(root, locate(root, "memory", pid))
     return base if isinstance(base, str) else ""
 
 
 def systemd_scope_command(*, env: Mapping[str, str] | None = None, root: Path = REAL_ROOT) -> list[str] | None:
-    """The words that start a command in a delegated group of its own, or None where no user manager answers.
+    """Return the words that start a command in a delegated group of its own; None without a user manager.
 
-    An ordinary user's session lies in a group that only root may change; systemd's user manager gives a scope that the
-    user may.
+    An ordinary user's session lies in a group that only root may change; systemd's user manager gives one that the user
+    may.
 
     Source: systemd-run(1); systemd.resource-control(5), Delegate=.
     """
@@ -146,11 +139,11 @@ def systemd_scope_command(*, env: Mapping[str, str] | None = None, root: Path = 
 
 
 class Walls:
-    """The groups of one run's jobs; one object per supervisor.
+    """The control groups of one run's jobs; one object per supervisor.
 
     Attributes:
-        parent: The group above all jobs. Its wall is the run's capacity.
-        permission: Which control groups these are.
+        parent: The group above all jobs. Its limit is the run's capacity.
+        permission: The version of these control groups.
     """
 
     parent: JobGroup
@@ -164,13 +157,13 @@ class Walls:
 
     @classmethod
     def build(cls, name: str, capacity_bytes: int, *, root: Path = REAL_ROOT, pid: int | None = None) -> Walls | None:
-        """Make the parent group ``memfit-<name>`` or take over the one that a dead supervisor left.
+        """Make the parent group ``memfit-<name>``, or take over the one that a dead supervisor left.
 
-        On v2 a group with processes can have no groups with memory below it. Where only this process and its
-        descendants are in the way they are moved to a leaf beside the parent group until ``close``.
+        On v2, this process and its descendants move to a leaf beside the parent group until ``close`` if they are in
+        the way.
 
         Args:
-            name: What tells this run from all others on the host.
+            name: Differs from that of all other runs on the host.
             capacity_bytes: What all jobs may take together.
             root: The folder above proc and sys.
             pid: The process below whose group to build; this one when None.
@@ -196,7 +189,7 @@ class Walls:
         return cls(parent, base)
 
     def make(self, job_id: str, wall_bytes: int) -> JobGroup:
-        """Return the group of a job with this wall: made now or, for one that runs, as it is.
+        """Return the group of a job with this limit: made now or, for one that runs, as it is.
 
         Raises:
             OSError: If the kernel refuses it.
@@ -215,32 +208,29 @@ class Walls:
         return group
 
     def resize(self, job_id: str, wall_bytes: int) -> None:
-        """Give a job another wall; does nothing for one whose group is gone."""
+        """Set a job's limit; does nothing for one whose group is gone."""
         group = self._group(job_id)
         group.set_wall(wall_bytes)
         self._live[job_id] = group
 
     def set_capacity(self, capacity_bytes: int) -> None:
-        """Set the wall of all jobs together.
+        """Set the limit of all jobs together.
 
-        What jobs that ended left behind (files in /dev/shm) stays charged to the parent group, and a budget counts it
-        as in use already: the wall is higher by that, or it would count twice.
+        What ended jobs left behind (files in /dev/shm) stays charged to the parent group and counts in the budget as in
+        use: the limit is higher by that, or it would count twice.
         """
         self.parent.set_wall(capacity_bytes + self.left_bytes())
 
     def left_bytes(self) -> int:
-        """What jobs that ended left charged to the run: files in /dev/shm that are still there, above all."""
+        """Return what ended jobs left charged to the run, such as files in /dev/shm."""
         return max(0, self.parent.used_bytes() - sum(group.used_bytes() for group in self._live.values()))
 
     def forget(self, job_id: str) -> None:
-        """Take a job for one that has ended; its group stays."""
+        """Count a job as ended; its group stays."""
         self._live.pop(job_id, None)
 
     def close(self, *, remove: bool = True) -> None:
-        """With ``remove``, remove all groups that hold no process.
-
-        When nothing is left of them on v2, this process and its own go back to the group that they came from.
-        """
+        """Remove all groups that hold no process; on v2, go back to the group that this process came from."""
         if remove and self.parent.remove():
             _restore(self._base, _leaf(self.parent))
 
@@ -253,7 +243,7 @@ def _leaf(parent: JobGroup) -> Path:
 
 
 def _prepare(parent: JobGroup) -> None:
-    """What all groups of jobs take over from their parent."""
+    """Set what all groups of jobs inherit from their parent."""
     if parent.version == 2:
         put(parent.path / "cgroup.subtree_control", "+memory")
         with contextlib.suppress(FileNotFoundError):  # No swap in this kernel
@@ -267,7 +257,7 @@ def _prepare(parent: JobGroup) -> None:
 
 
 def _enable(base: Base, leaf: Path) -> None:
-    """Give the children of the base a memory controller, after its own processes have gone to the leaf."""
+    """Give the children of the base a memory controller, after its own processes have moved to the leaf."""
     directory = base.group.directory
     if base.moves:
         leaf.mkdir(exist_ok=True)
