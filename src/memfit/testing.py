@@ -73,7 +73,7 @@ class FakeJob:
     Attributes:
         bytes_by_step: Its private bytes at each step; it ends after the last.
         device_bytes: What it takes at each step of each device that it was given; nothing after the last.
-        settles_at: The step from which its footprint speaks for its like.
+        settles_at: The step from which its footprint is a forecast for similar jobs.
         state: How it ends.
         ends: How its first attempts end; after these comes ``state``.
         checkpoint_bytes: The size of the checkpoint that it reports at its first step.
@@ -98,7 +98,7 @@ class FakeJob:
 class FakeBackend:
     """A backend without processes: ``wait`` moves all jobs on by one step, and its clock by a tenth of a second.
 
-    A job whose next step needs more than its wall, or than all may take together, stands still as in the kernel.
+    A job whose next step needs more than its limit, or than all may take together, stands still as in the kernel.
 
     Attributes:
         most_at_once: The most jobs that ran at the same time.

@@ -249,7 +249,6 @@ def test_after_a_crash_the_same_name_takes_the_groups_over(build):
     with Running(group) as hog:
         hog.take(100)
         wait_until(lambda: waits(group))
-        walls.close(remove=False)
         taken = build(512 * MIB, name)
         assert groups_of(taken) == {"a": group}
         assert taken.parent.state().wall_bytes >= 512 * MIB + 60 * MIB  # what the job has is not what may be lent
@@ -279,7 +278,6 @@ def test_a_sweep_ends_what_a_dead_run_left_and_removes_it(build):
     with Running(group) as hog:
         hog.take(100)
         wait_until(lambda: waits(group))
-        walls.close(remove=False)
         assert sweep_groups(walls.parent.path, uid=os.getuid() + 1) == 0
         assert sweep_groups(group.path) == 0  # Not a parent group.
         assert hog.process.poll() is None

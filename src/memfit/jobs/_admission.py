@@ -245,23 +245,19 @@ class LocalAdmission:
     def refusal(self, entry: Reservation, wait: Wait) -> DoesNotFitError:
         """Return the error for a job that waits although no other runs."""
         job, binding, measured = entry.job, self.read_budget().binding, self.measured(entry.job)
-        if wait.on == "memory":
-            source = "measured on a similar job" if measured else "as declared" if job.footprint else "to start at all"
-            return DoesNotFitError(
-                f"{job.id} needs {format_bytes(wait.lacks)} of host memory ({source}); {wait.detail}.",
-                rule=f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source}).",
-                remedy="free memory or raise that limit, make the job smaller, or run it all the same with --force",
-            )
-        what = f"{job.id}: {wait.reason}"
-        if wait.lacks:
-            source = "as declared" if job.device_bytes else "to start at all"
-            source = "measured on a similar job" if measured and measured.bytes_per_device else source
-            what = f"{job.id} needs {format_bytes(wait.lacks)} on {count_gpus(job.num_devices)} ({source})"
-        return DoesNotFitError(
-            f"{'; '.join(filter(None, (what, wait.detail)))}.",
-            rule="a job gets as many GPUs as it asks for, each with room for what it takes there.",
-            remedy="free a GPU, make the job smaller, or ask for less with --gpu-memory or --num-gpus",
-        )
+        if is_host := wait.on == "memory":
+            is_measured, is_declared, where = measured is not None, job.footprint is not None, "of host memory"
+            rule = f"{binding.name} of {format_bytes(binding.limit_bytes)} ({binding.source})."
+            remedy = "free memory or raise that limit, make the job smaller, or run it all the same with --force"
+        else:
+            is_measured = measured is not None and measured.bytes_per_device > 0
+            is_declared, where = bool(job.device_bytes), f"on {count_gpus(job.num_devices)}"
+            rule = "a job gets as many GPUs as it asks for, each with room for what it takes there."
+            remedy = "free a GPU, make the job smaller, or ask for less with --gpu-memory or --num-gpus"
+        source = "measured on a similar job" if is_measured else "as declared" if is_declared else "to start at all"
+        what = f"{job.id} needs {format_bytes(wait.lacks)} {where} ({source})" if wait.lacks or is_host else ""
+        what = what or f"{job.id}: {wait.reason}"
+        return DoesNotFitError(f"{'; '.join(filter(None, (what, wait.detail)))}.", rule=rule, remedy=remedy)
 
 
 def _lack(entry: Reservation, place: str, needed_bytes: int, room: Lendable) -> Wait:

@@ -55,7 +55,7 @@ class BudgetWatch:
         return self._budget
 
     def read(self, in_use: Sizes) -> None:
-        """Read the budget, while jobs use so many bytes at each place."""
+        """Read the budget, given what jobs use at each place."""
         # The other runs first: what their jobs take between the two readings then counts twice, and not never.
         self.others = self._others_then = self.read_others()
         self._budget = self.read_budget(in_use[HOST])
@@ -81,7 +81,7 @@ class BudgetWatch:
 
     @property
     def devices_of_others(self) -> set[str]:
-        """The devices of which other runs on this host hold a part."""
+        """The devices that other runs on this host use."""
         held = self.others.used + self.others.unused
         return {device.uuid for device in self.now.devices if held[device.uuid]}
 
@@ -97,7 +97,7 @@ class BudgetWatch:
         return self._capacity_alone()[HOST] - here > max(0.0, _NOTABLE * here)
 
     def most(self, num_devices: int) -> Sizes:
-        """Return what one job could take on the host and on each of so many devices, if no job of any run ran."""
+        """Return what one job could take on the host and on each of its devices, if no job of any run ran."""
         whole = self._capacity_alone()
         devices = sorted((size for place, size in whole.items() if place != HOST), reverse=True)
         on_device = max(0, devices[num_devices - 1]) if 0 < num_devices <= len(devices) else 0

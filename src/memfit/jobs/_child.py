@@ -23,6 +23,7 @@ from memfit.rundir import read_devices, read_json, read_whole, record, write_jso
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
 #: What ``error.json`` must hold, as ``describe_error`` makes it.
 ERROR_SHAPE = {"type": str, "memfit": bool, "text": str}
+_MEMORY_ERRORS = ("builtins.MemoryError", "torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -96,17 +97,16 @@ def call_in_child(target: str, arguments: Mapping[str, Any], env: Mapping[str, s
         error = read_json(folder / ERROR, ERROR_SHAPE)
     if error is not None and error["memfit"]:
         raise _rebuilt(error)
+    frames = re.findall(r'^  File "(.+)", line (\d+)', done.stderr, re.MULTILINE)
+    where, said = (
+        ":".join(frames[-1]) if frames else target,
+        (error or {}).get("text") or f"exit code {done.returncode}",
+    )
     raise UsageError(
-        f"{_place(done.stderr) or target} failed: {(error or {}).get('text') or f'exit code {done.returncode}'}",
+        f"{where} failed: {said}",
         rule=f"{target} runs in an interpreter of its own and must end with 0.",
         remedy=f"correct that code; its last lines were:\n{done.stderr[-2000:].rstrip()}",
     )
-
-
-def _place(stderr: str) -> str:
-    """Return the last frame of a traceback as ``file:line``; empty without one."""
-    found = re.findall(r'^  File "(.+)", line (\d+)', stderr, re.MULTILINE)
-    return ":".join(found[-1]) if found else ""
 
 
 def _rebuilt(error: Mapping[str, Any]) -> MemfitError:
@@ -121,13 +121,8 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     if isinstance(error, MemfitError):
         return {**found, "text": error.what, "what": error.what, "rule": error.rule, "remedy": error.remedy}
     lines = traceback.format_exception_only(error)
-    return {**found, "text": lines[-1].strip()[:2000], "memory": _is_memory_error(error)}
-
-
-def _is_memory_error(error: BaseException) -> bool:
-    """Return True for Python's MemoryError and torch's OutOfMemoryError, by type alone."""
     names = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
-    return isinstance(error, MemoryError) or bool(names & {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"})
+    return {**found, "text": lines[-1].strip()[:2000], "memory": not names.isdisjoint(_MEMORY_ERRORS)}
 
 
 def die_with(parent: int) -> None:

@@ -113,9 +113,8 @@ class Enforcement:
             free[place] -= more
             where = self.admission.rooms()[place].where
             why = f"{format_bytes(free[place])} available{where and ' '}{where}"
-            sizes = f"from {format_bytes(before)} to {format_bytes(held + more)}"
             fields = {"from_bytes": before, "to_bytes": held + more, "place": place, "why": why}
-            text = f"{entry.job.id} grew: its reservation rose {sizes} ({why})"
+            text = f"{entry.job.id} grew: {format_bytes(before)} to {format_bytes(held + more)} reserved ({why})"
             self._say("grow" if place == HOST else "grow_device", job=entry.job.id, **fields, text=text)
         # One that outgrows its part of a device takes nothing from jobs elsewhere: those may start.
         if place == HOST and more < wanted - held and entry.wants_more():

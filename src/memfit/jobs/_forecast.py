@@ -13,7 +13,7 @@ from memfit.jobs._job import Job
 from memfit.memory import Footprint
 from memfit.units import parse_bytes
 
-#: A line needs so many jobs, and uses at most so many of the last.
+#: A line needs this number of jobs, and uses at most the last 64.
 _LEAST_POINTS, _MOST_POINTS = 4, 64
 #: A line counts if its largest error is within this share of the largest peak.
 _GOOD = 0.25

@@ -137,10 +137,10 @@ class JobStatus:
         attempt: How many times it was started.
         pid: The process id of the job itself, or None before its start.
         watcher_pid: The process id of its shim; None before the start of that.
-        stalled: It waits at its wall: the kernel lets it allocate no more until the wall is raised.
+        stalled: It waits at its limit: the kernel lets it allocate no more until the limit is raised.
         stopped_pid: A process of it that a signal such as SIGSTOP stopped; None when all of them can run.
-        wants_more: An allocation of it was refused or delayed at its wall in this attempt.
-        wanted_cpus: How many cores it kept busy or waited for in the last half second, as threads told it.
+        wants_more: An allocation of it was refused or delayed at its limit in this attempt.
+        wanted_cpus: How many cores it kept busy or waited for in the last half second.
         cpu_seconds: The CPU time of all its processes; 0 before its end.
         checkpointed: When it last reported a checkpoint, in Unix seconds; None when it never did.
         checkpoint_bytes: The largest checkpoint that it reported.

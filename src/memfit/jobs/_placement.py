@@ -31,7 +31,7 @@ def choose(
     Args:
         rooms: What is available at each place.
         num_devices: How many devices the job needs.
-        held: The devices of which other jobs hold a part.
+        held: The devices that other jobs use.
         is_unknown: What it needs there is unknown, so it gets devices on which no other job is.
 
     Source: NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES: "CUDA can only enumerate a single compute instance".

@@ -101,7 +101,7 @@ class Reservation:
         return bool(self.reserved[HOST]) or self.status.settled
 
     def reserve(self, sizes: Sizes, forecast: Footprint | None) -> None:
-        """Hold so many bytes at each place from its start on."""
+        """Hold these bytes at each place from its start on."""
         self.reserved, self.expected = sizes, sizes.copy()
         is_declared = forecast is not None and forecast.method == "declared"
         self.by_hint = frozenset(

@@ -27,7 +27,7 @@ _TICK_SECONDS = 0.1
 _LACK_SECONDS = 3.0
 #: How many waiting jobs are looked at when the first does not fit, and how many may pass it by.
 _BACKFILL, _MOST_PASSED = 32, 64
-#: Jobs want too much from so many times the cores on, when it lasts so long.
+#: Jobs want too many cores from this multiple of those here on, when it lasts so many seconds.
 _TOO_MANY_CPUS, _CROWDED_SECONDS = 1.5, 5.0
 #: How a job may end that was asked to give way.
 _ASIDE = frozenset({"preempted", "cancelled", "node_fail", "out_of_memory"})
@@ -146,7 +146,7 @@ class Scheduler:
             return
         number, size = status.attempt + 1, again.needed[HOST] or None
         found = {"state": status.state, "cause": status.cause, "reservation_bytes": size}
-        text = f"{entry.job.id} will be restarted (attempt {number}): {again.reason}"
+        text = f"{entry.job.id} restarts as attempt {number}: {again.reason}"
         self.say("retry", job=entry.job.id, attempt=number, reason=again.reason, **found, text=text)
         entry.take_back(again.needed)
         self._waiting.insert(0, entry)
@@ -203,7 +203,7 @@ class Scheduler:
         self._clear_waiting("the run was asked to stop")
         num = len(self._running)
         jobs = f"{num} running job{'' if num == 1 else 's'}"
-        text = f"Stopping {jobs} at a checkpoint. A second Ctrl-C (or memfit stop --now) ends them now"
+        text = f"Stopping {jobs} at a checkpoint. Ctrl-C again ends them now"
         text = f"Ending {jobs} now" if level > 1 else text if num else "Stopping: no more jobs start"
         self.say("stop", level=level, num_running=num, text=text)
         for job_id in self._running:

@@ -21,7 +21,7 @@ _READERS = ("torch", "numpy", "polars", "numexpr")
 
 
 def thread_env(threads: int) -> dict[str, str]:
-    """Return the variables that give each numerical library so many threads."""
+    """Return the variables that give each numerical library this number of threads."""
     return dict.fromkeys(_VARIABLES, str(threads))
 
 

@@ -185,11 +185,10 @@ def _check_sizes(cap_bytes: int | None, reserve_bytes: int | None) -> None:
 
 def _collect(root: Path, env: Mapping[str, str], host: Host, placement: _cgroup.Placement | None) -> list[Limit]:
     """All limits that the machine sets."""
-    status = parse_status(read_text(root / "proc/self/status"))
+    fields = parse_pairs(read_text(root / "proc/self/status"))
     found = [*(_cgroup.read_group_limits(placement) if placement else ()), *host.limits]
-    found += read_slurm(env, *_job_used(placement, env.get("SLURM_JOB_ID", ""), status))
-    found += read_rlimits(root, status)
-    return found
+    found += read_slurm(env, *_job_used(placement, env.get("SLURM_JOB_ID", ""), fields))
+    return [*found, *read_rlimits(root, fields)]
 
 
 def _in_order(found: list[Limit], host: Host) -> tuple[Limit, ...]:
@@ -205,13 +204,12 @@ def _judge(one: Limit, host: Host) -> Limit:
     return replace(one, binds=False, note="; ".join(filter(None, (note, one.note))))
 
 
-def _job_used(placement: _cgroup.Placement | None, job: str, status: Mapping[str, str]) -> tuple[int, str]:
+def _job_used(placement: _cgroup.Placement | None, job: str, fields: Mapping[str, int]) -> tuple[int, str]:
     """Return what this Slurm job uses already: its group where there is one, and else this process alone."""
     if placement and job:
         for group in placement.groups:
             if group.path.rpartition("/")[2] == f"job_{job}":
                 return _cgroup.group_used(placement, group), ""
-    fields = parse_pairs("\n".join(f"{name} {value}" for name, value in status.items()))
     return fields.get("RssAnon", 0) + fields.get("RssShmem", 0), "used counts this process only"
 
 
@@ -237,19 +235,19 @@ def _permission(root: Path, placement: _cgroup.Placement | None) -> tuple[Permis
     base = find_base(root, placement)
     if isinstance(base, str):
         return "none", (
-            "jobs are admitted by measured non-reclaimable bytes and watched by sampling; each process that needs no "
-            "device has a soft wall (RLIMIT_DATA), and oom_score_adj makes the kernel end a job before a stranger; "
-            f"one that outgrows its like between two samples can still meet the limits above ({base})"
+            "jobs are admitted by measured non-reclaimable bytes and watched by sampling; RLIMIT_DATA limits each "
+            "process that needs no device, and oom_score_adj makes the kernel kill a job before another program; a job "
+            f"that outgrows its forecast between two samples can still meet the limits above ({base})"
         )
-    where = f"each job runs in a group of its own with a wall, below cgroup v{base.version} {base.group.path}; "
+    where = f"each job runs in a group of its own with a limit, below cgroup v{base.version} {base.group.path}; "
     if base.version == 1:
         return "cgroup v1", where + (
-            "at the wall the kernel makes it wait (it is not killed) until there is memory for it; a fork or a write "
+            "at the limit the kernel makes it wait (it is not killed) until there is memory for it; a fork or a write "
             "to /dev/shm fails there"
         )
     return "cgroup v2", where + (
-        "at the wall the kernel slows it down until it all but stands (it is not killed) until there is memory for it; "
-        "a burst beyond the wall by half of it, and by 256 MiB, is killed"
+        "at the limit the kernel slows it down (it is not killed) until there is memory for it; "
+        "a burst beyond the limit by half of it, and by 256 MiB, is killed"
     )
 
 

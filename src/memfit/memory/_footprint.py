@@ -91,11 +91,11 @@ class Footprint:
 
     @property
     def bytes_per_device(self) -> int:
-        """What it takes of the device of which it takes the most; 0 when it uses none."""
+        """The largest peak on one device; 0 when it uses none."""
         return max(self.device_bytes.values(), default=0)
 
     def exceeds(self, other: Footprint, factor: float = 1.0) -> bool:
-        """Return True if it takes more than so many times another one, on the host or on a device.
+        """Return True if it takes more than ``factor`` times another one, on the host or on a device.
 
         >>> Footprint(100, device_bytes={"a": 9}).exceeds(Footprint(100, device_bytes={"b": 8}))
         True

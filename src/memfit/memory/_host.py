@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -240,9 +241,7 @@ def read_host(root: Path) -> Host:
     mounts = parse_mountinfo(read_text(root / "proc/self/mountinfo"))
     virtual = any(mount.point == "/proc/meminfo" and "lxcfs" in mount.kind for mount in mounts)
     source = "/proc/meminfo (lxcfs: the container's)" if virtual else "/proc/meminfo"
-    # MemAvailable is missing before Linux 3.14: what `free` used then.
-    spare = memory.get("MemFree", 0) + memory.get("Buffers", 0) + memory.get("Cached", 0) - memory.get("Shmem", 0)
-    total, available = memory["MemTotal"], memory.get("MemAvailable", spare)
+    total, available = memory["MemTotal"], memory["MemAvailable"]
     limits = [limit("MemAvailable", source, total, total - available, "host", metric="MemTotal - MemAvailable")]
     if (read_text(root / "proc/sys/vm/overcommit_memory") or "").strip() == "2":
         note = "the host allows no overcommit: address space counts, touched or not"
@@ -274,7 +273,7 @@ def _read_shm(root: Path, mounts: tuple[Mount, ...], total_bytes: int) -> Shared
     return SharedMemory(parse_tmpfs_size(mount.options, total_bytes), None, "mountinfo /dev/shm")
 
 
-def read_rlimits(root: Path, status: dict[str, str]) -> tuple[Limit, ...]:
+def read_rlimits(root: Path, fields: Mapping[str, int]) -> tuple[Limit, ...]:
     """Return the limits on address space and data of this process.
 
     They bound one process at a time and not a tree. They still count as limits of the budget: a job of one process
@@ -283,7 +282,6 @@ def read_rlimits(root: Path, status: dict[str, str]) -> tuple[Limit, ...]:
     Source: getrlimit(2), RLIMIT_AS and RLIMIT_DATA.
     """
     limits = parse_limits(read_text(root / "proc/self/limits"))
-    fields = parse_pairs("\n".join(f"{name} {value}" for name, value in status.items()))
     note = "bounds each process by itself and not their sum; counted because a job of one process cannot pass it"
     kinds = (("RLIMIT_AS", "Max address space", "VmSize"), ("RLIMIT_DATA", "Max data size", "VmData"))
     return tuple(

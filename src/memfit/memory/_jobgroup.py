@@ -15,7 +15,7 @@ from memfit.memory._cgroup import non_reclaimable_v1, non_reclaimable_v2, parse_
 from memfit.memory._host import parse_pairs, read_text
 
 MIB = 1 << 20
-#: Stands for a wall that was never set.
+#: Stands for a limit that was never set.
 NO_WALL_BYTES = 1 << 62
 _PATIENCE_SECONDS = 2.0
 #: The name of the leaf that a supervisor is moved to, beside the group of its jobs, ends so (v2).
@@ -86,12 +86,12 @@ class JobGroup:
             events, met_wall = parse_pairs(self._text("memory.oom_control")), self._number("memory.failcnt")
             stalled = events.get("under_oom", 0) > 0
             if stalled and parse_pairs(read_text(self.path.parent / "memory.oom_control")).get("under_oom"):
-                # The mark is set on all groups below the one whose wall was met: only some of them wait.
+                # The mark is set on all groups below the one whose limit was met: only some of them wait.
                 stalled = _any_sleeps(pids)
         else:
             events = parse_pairs(self._text("memory.events"))
             met_wall = events.get("high", 0) + events.get("max", 0)
-            # Near the wall and never held back there: on its way to it.
+            # Near the limit and never held back there: on its way to it.
             stalled = met_wall > 0 and _is_throttled(charged, used, wall)
             stalled = stalled or (JobGroup(self.path.parent, 2)._is_full() and _any_sleeps(pids))
         return GroupState(
@@ -237,7 +237,7 @@ def put(file: Path | str, text: str) -> None:
 
 
 def _is_throttled(charged_bytes: int, used_bytes: int, wall_bytes: int) -> bool:
-    # The kernel charges in batches per CPU, so that a group at its wall may show a little less.
+    # The kernel charges in batches per CPU, so that a group at its limit may show a little less.
     return charged_bytes >= wall_bytes - MIB and used_bytes >= wall_bytes * 9 // 10
 
 

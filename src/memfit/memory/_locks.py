@@ -40,7 +40,7 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
 def lock_file(path: Path | str, seconds: float = 0.2) -> int | None:
     """Lock a file until its descriptor is closed, and make the file if there is none.
 
-    Waits at most so many seconds: a process that looks whether the file is locked holds the lock for a moment.
+    Waits at most ``seconds``: a process that looks whether the file is locked holds the lock for a moment.
 
     Returns:
         The descriptor; None if another process holds the lock.

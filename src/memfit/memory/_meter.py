@@ -313,7 +313,7 @@ def measure(pid: int | None = None, *, interval_seconds: float = 0.1) -> Iterato
 
     Args:
         pid: The root of the tree; by default this process.
-        interval_seconds: Time between samples; memory that came and went in between is told by high-water marks.
+        interval_seconds: Time between samples; memory that came and went in between shows in high-water marks.
 
     Yields:
         A meter: ``phase(name)`` marks a phase, ``footprint`` gives the peaks, also after the block.

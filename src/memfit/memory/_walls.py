@@ -70,7 +70,7 @@ def find_base(
     if placement.version == 1:
         # Kernels may be built without; a group whose killer stays on cannot hold a job without ending it.
         if root == REAL_ROOT and not (own.directory / "memory.oom_control").exists():
-            return f"cgroup v1 {own.path} has no memory.oom_control: a job at its wall would be killed"
+            return f"cgroup v1 {own.path} has no memory.oom_control: a job at its limit would be killed"
         return Base(1, own) if may_write(own.directory) else f"cgroup v1 {own.path} cannot be written by this user"
     reason = ""
     for number, group in enumerate(placement.groups):
@@ -229,9 +229,9 @@ class Walls:
         """Count a job as ended; its group stays."""
         self._live.pop(job_id, None)
 
-    def close(self, *, remove: bool = True) -> None:
+    def close(self) -> None:
         """Remove all groups that hold no process; on v2, go back to the group that this process came from."""
-        if remove and self.parent.remove():
+        if self.parent.remove():
             _restore(self._base, _leaf(self.parent))
 
     def _group(self, job_id: str) -> JobGroup:
