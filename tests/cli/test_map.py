@@ -28,10 +28,8 @@ def test_a_range_of_folds_runs_one_at_a_time_with_times_memory_and_a_summary(mem
     assert (done.exit_code, done.err) == (0, "")
     assert (tmp_path / "ran").read_text() == "2\n3\n4\n5\n"
     for number in range(1, 5):
-        assert re.search(rf"(?m)^{STAMP}cmd_000{number} fold={number + 1} starts .* of .* used$", done.out)
-        assert re.search(
-            rf"(?m)^{STAMP}cmd_000{number} fold={number + 1} completed \(\d+\.\ds\), peak .* used", done.out
-        )
+        assert re.search(rf"(?m)^{STAMP}cmd_000{number} fold={number + 1} started.* \(.*\d [KMG]?i?B free\)$", done.out)
+        assert re.search(rf"(?m)^{STAMP}cmd_000{number} fold={number + 1} completed \(\d+\.\ds\), peak \S+", done.out)
     [run] = RunDir.all(tmp_path / "runs", "folds")
     assert [e["num_running"] for e in run.events() if e["kind"] == "admit"] == [1, 1, 1, 1]
     assert (run.job_dir("cmd_0003") / "out.log").read_text() == "trained 4\n"
