@@ -45,20 +45,18 @@ def evaluate_days(
     num_quantiles: int = 5,
     fold: int = 0,
 ) -> pa.Table:
-    """The day table of some scores: one row per date.
+    """Return the day table of some scores: one row per date.
 
-    ``fold``, ``date``, ``num_assets`` (assets with a score for any of the horizons), and for each horizon h
+    Its columns are ``fold``, ``date``, ``num_assets`` (assets with a score for any horizon), and for each horizon h
 
     - ``h{h}_rank_ic``: `rank_ic`;
-    - ``h{h}_p_at_k_pos``: `precision_at_k`, the share of the k best-scored assets with a return above 0;
-    - ``h{h}_random_p_at_k_pos``: `positive_rate`, that share among all eligible assets;
-    - ``h{h}_delta_p_at_k_pos``: the first less the second, 0 for random scores in expectation;
+    - ``h{h}_p_at_k_pos``: `precision_at_k`; ``h{h}_random_p_at_k_pos``: `positive_rate`;
+    - ``h{h}_delta_p_at_k_pos``: the first less the second, on average 0 for random scores;
     - ``h{h}_ndcg_at_k``: `ndcg_at_k`;
     - ``h{h}_spread``: `quantile_spread`, in returns over h dates;
     - ``h{h}_hit_rate``: `hit_rate`.
 
-    A figure that is undefined on a date is NaN; each function says when. What two tables must share to be comparable
-    (k, the quantiles, the assets) is in the table's metadata.
+    An undefined figure is NaN. The table's metadata hold what a comparison must share: k, quantiles and assets.
 
     Args:
         scores: Of one fold, or of folds that share no date.
@@ -90,16 +88,11 @@ def evaluate_folds(
     k_ratio: float | None = None,
     num_quantiles: int = 5,
 ) -> pa.Table:
-    """The day table of several folds, as `evaluate_days` for each; sorted by date, then fold.
-
-    A date may be tested by several folds (combinatorial splits): it has a row of each.
+    """Return the day table of several folds, sorted by date, then fold; a date has a row of each fold that tests it.
 
     Args:
-        folds: The scores, or tables for `read_scores`, by the number of the fold.
-        horizons: As in `evaluate_days`, like the rest.
-        k: Number of assets to select.
-        k_ratio: In place of k, the share of the eligible assets to select.
-        num_quantiles: Groups of the spread.
+        folds: The scores, or tables for `read_scores`, by the number of the fold. The rest is as in `evaluate_days`.
+        horizons, k, k_ratio, num_quantiles: As in `evaluate_days`.
 
     Raises:
         DataError: If a table is not one of scores, or a horizon has no score or no target.
@@ -138,14 +131,14 @@ def evaluate_folds(
 
 
 def read_days(path: Path) -> pa.Table:
-    """The day table in a file (.feather, .csv or .parquet), or in the ``days.feather`` of a run's folder.
+    """Return the day table in a file or in a run's folder.
 
-    A CSV file does not hold what the table was evaluated with, so that a comparison cannot check it. The ``days.csv``
-    of a backtest is refused: its metrics are those of the scores that were traded, which on a date of several folds are
-    the mean of theirs, and a day table has the metrics of each fold's.
+    A CSV file does not hold k, quantiles and assets, so a comparison cannot check them. The ``days.csv`` of a backtest
+    is refused: it joins the folds of a date.
 
     Args:
-        path: A file; or a folder that has ``days.feather`` in it or in ``checkpoints/stage_backtest/``.
+        path: A .feather, .csv or .parquet file, or a folder that has ``days.feather`` in it or in
+            ``checkpoints/stage_backtest/``.
 
     Raises:
         UsageError: If it is not there, or its name is not one of a day table.
@@ -185,14 +178,14 @@ def read_days(path: Path) -> pa.Table:
     if set(table.column_names) >= _OF_BACKTEST:
         raise DataError(
             f"{path} holds what a backtest earned by date.",
-            rule="its metrics are of the scores that were traded, which join the folds; a day table has each fold's.",
+            rule="it joins the folds of a date; a day table has a row for each fold.",
             remedy=f"name {path.with_suffix('.feather')}, or the run's folder",
         )
     return table
 
 
 def _file_of(path: Path) -> Path:
-    """The day table of a run's folder, or the path itself."""
+    """Return the day table of a run's folder, or the path itself."""
     if not path.is_dir():
         return path
     inside = [path / name for name in _IN_FOLDER if (path / name).is_file()]
@@ -206,18 +199,16 @@ def _file_of(path: Path) -> Path:
 
 
 def common_days(path_a: Path, path_b: Path) -> tuple[pa.Table, pa.Table]:
-    """The day tables of two runs, made anew from the dates and assets that both scored.
+    """Return the day tables of two runs, evaluated anew on the dates and assets that both scored.
 
-    Each is evaluated with its own k and quantiles, from the ``scores.feather`` beside its day table.
+    Each keeps its own k and quantiles. Its scores are the ``scores.feather`` beside its day table.
 
     Args:
-        path_a: As for `read_days`: a run's folder, or the ``..._days.feather`` of a backtest.
-        path_b: The same.
+        path_a, path_b: A run's folder, or the ``..._days.feather`` of a backtest.
 
     Raises:
         UsageError: If one is not there.
-        DataError: If one has no scores beside it, they have no asset in common, or a date was scored by several folds:
-            of such a date one mean score is kept.
+        DataError: If one has no scores beside it or dates of several folds, or the two have no asset in common.
     """
     (days_a, a), (days_b, b) = _with_scores(path_a), _with_scores(path_b)
     a, b = in_common(a, b)
@@ -225,7 +216,7 @@ def common_days(path_a: Path, path_b: Path) -> tuple[pa.Table, pa.Table]:
 
 
 def _with_scores(path: Path) -> tuple[pa.Table, Scores]:
-    """A day table, a row for each date, and the scores beside it."""
+    """Return a day table with one row per date, and the scores beside it."""
     import pyarrow.feather
 
     path = _file_of(path)
@@ -246,14 +237,14 @@ def _with_scores(path: Path) -> tuple[pa.Table, Scores]:
 
 
 def _anew(scores: Scores, days: pa.Table) -> pa.Table:
-    """The day table of some scores, evaluated as another one was, with its folds."""
-    told = description(days)
+    """Return the day table of some scores, evaluated as another one was, with its folds."""
+    used = description(days)
     found = evaluate_days(
         scores,
         horizons=scores.horizons,
-        k=told.get("k"),
-        k_ratio=told.get("k_ratio"),
-        num_quantiles=told.get("num_quantiles", 5),
+        k=used.get("k"),
+        k_ratio=used.get("k_ratio"),
+        num_quantiles=used.get("num_quantiles", 5),
     )
     folds = dict(zip(days.column("date").to_pylist(), days.column("fold").to_pylist(), strict=True))
     of_date = pa.array([folds.get(date, 0) for date in found.column("date").to_pylist()], pa.int32())
@@ -261,10 +252,9 @@ def _anew(scores: Scores, days: pa.Table) -> pa.Table:
 
 
 def summarize_days(days: pa.Table) -> dict[str, Summary]:
-    """Each metric of a day table with its mean, number of dates and standard error, by the name of its column.
+    """Return the `Summary` of each metric of a day table by column.
 
-    The standard error is right for labels that overlap, with the horizon in the column's name; it is NaN for a column
-    that names none. A date of several folds counts once, with their mean.
+    The column's name gives the horizon of the standard error. A date of several folds counts once, with their mean.
 
     Raises:
         DataError: If the table has no dates, or a metric is no number.
@@ -285,10 +275,7 @@ def summarize_days(days: pa.Table) -> dict[str, Summary]:
 
 
 def description(days: pa.Table) -> dict[str, Any]:
-    """What a day table was evaluated with, of its metadata: k, k_ratio, num_quantiles, num_codes and universe.
-
-    Empty where the table does not say, as one that was read from a CSV file.
-    """
+    """Return what a day table was evaluated with, of its metadata; empty for one that was read from a CSV file."""
     text = (days.schema.metadata or {}).get(_METADATA)
     if text is None:
         return {}
@@ -319,7 +306,7 @@ class Series:
 
 
 def by_date(days: pa.Table, metric: str, which: str) -> Series:
-    """A metric by distinct date: the mean of the date's folds, NaN where none of them defines it."""
+    """Return a metric by distinct date: the mean of the date's folds, NaN where none defines it."""
     for name in ("date", metric):
         if name not in days.column_names:
             known = [column for column in days.column_names if column not in _KEYS]

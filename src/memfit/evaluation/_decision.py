@@ -1,4 +1,4 @@
-"""Whether A is better than B on the dates that both have, corrected for all comparisons that were tried."""
+"""Decide whether A is better than B, corrected for all comparisons that were tried."""
 
 from __future__ import annotations
 
@@ -48,40 +48,30 @@ class FoldEffect:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a comparison of A with B came to. A higher metric is better.
+    """The result of a comparison of A with B. A higher metric is better.
 
     Attributes:
-        verdict: ``A better`` or ``B better`` where both conditions hold: the adjusted p-value is below ``1 - level``,
-            and the interval lies on that side of 0. Otherwise ``no difference shown``, which is not "equal":
-            ``minimal_detectable_effect`` says what the dates could have shown.
+        verdict: ``A better`` or ``B better`` if the adjusted p-value is below ``1 - level`` and the interval lies on
+            that side of 0. ``no difference shown`` is not "equal": see ``minimal_detectable_effect``.
         metric: The column compared.
         horizon: Dates that a label spans.
         level: Of the interval; the test's alpha is ``1 - level``.
         effect: Mean of A less B over the paired dates.
-        lower: Lower end of the interval, of `bootstrap_interval`.
-        upper: Upper end.
-        standard_error: Of the effect, for labels that overlap.
+        lower, upper: Ends of the interval, of `bootstrap_interval`.
+        standard_error, statistic, p_value, kernel: Of the test, see `DieboldMariano`.
         num_dates: Paired dates.
         num_folds: Folds of A among them.
-        statistic: Of `diebold_mariano`; NaN where all differences are equal.
-        p_value: Of that test.
-        num_comparisons: Comparisons tried, this one among them.
-        adjusted_p_value: After Holm's correction for them, of `adjust_p_value`.
-        minimal_detectable_effect: Smallest true effect that the test would show 4 times in 5, at the alpha that
-            Bonferroni's correction leaves for one comparison.
-        mean_a: Mean of A over the paired dates.
-        mean_b: Mean of B.
-        kernel: How the variance was estimated, see `DieboldMariano`.
+        num_comparisons: Comparisons tried, this one included.
+        adjusted_p_value: After Holm's correction for them.
+        minimal_detectable_effect: Smallest true effect that the test shows 4 times in 5, at Bonferroni's alpha.
+        mean_a, mean_b: Means over the paired dates.
         block_length: Dates in a block of the bootstrap.
-        num_only_a: Dates that only A has, dropped.
-        num_only_b: Dates that only B has, dropped.
-        num_undefined: Dates that both have but on which the metric of either is undefined, dropped.
-        num_other_assets: Paired dates on which A and B scored different numbers of assets; the verdict may then owe
-            something to the assets.
-        is_slow: The difference varies slowly: it stays above or below its mean for longer than labels overlap. Then
-            the standard error is too small, and a verdict is false more often than ``1 - level``.
-        slow_statistic: Of the test for that, see `SlowVariation`.
-        slow_error_factor: How many times as large the standard error is with the slow variation.
+        num_only_a, num_only_b: Dates that only one has, dropped.
+        num_undefined: Common dates on which either metric is undefined, dropped.
+        num_other_assets: Paired dates on which A and B scored different numbers of assets.
+        is_slow: The difference stays above or below its mean for longer than labels overlap. Then the standard error is
+            too small, and a verdict is false more often than ``1 - level``.
+        slow_statistic, slow_error_factor: See `SlowVariation`.
         folds: The effect in each fold of A.
     """
 
@@ -114,14 +104,14 @@ class Decision:
     folds: tuple[FoldEffect, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; a figure that is undefined or infinite is None."""
+        """Return plain values for JSON; an undefined or infinite figure is None."""
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in (dataclasses.asdict(self) | {"folds": [*map(dataclasses.asdict, self.folds)]}).items()
         }
 
     def explain(self) -> dict[str, str]:
-        """Return what the verdict rests on, in words: a line for each title."""
+        """Return the evidence in words: a line for each title."""
         kernel = "" if self.kernel == "rectangular" else f", {self.kernel} kernel"
         tried = "this one alone" if self.num_comparisons == 1 else f"{self.num_comparisons} tried"
         lost = {"only in A": self.num_only_a, "only in B": self.num_only_b, "undefined": self.num_undefined}
@@ -145,7 +135,7 @@ class Decision:
 
     @property
     def slow_note(self) -> str:
-        """What it means that the difference varies slowly; empty if it does not."""
+        """A warning if the difference varies slowly; else empty."""
         if not self.is_slow:
             return ""
         return (
@@ -173,19 +163,18 @@ def decide(
 ) -> Decision:
     """Compare a metric of two day tables on the dates that both have.
 
-    Both conditions must hold for a verdict: the paired test's p-value, corrected for all comparisons that were tried,
-    is below ``1 - level``; and the block bootstrap's interval excludes 0 on the same side. A date that a table has in
-    several folds counts once, with the mean of its folds. The models are taken as they are: how far another training
-    with another seed would differ is not in the figures.
+    A verdict needs two things: the paired test's p-value, corrected for all comparisons, is below ``1 - level``, and
+    the block bootstrap's interval excludes 0 on the same side. A date of several folds counts once, with their mean.
+    How far a training with another seed would differ is not in the figures.
 
     Args:
         days_a: The day table of A, of `evaluate_days`.
-        days_b: That of B, or ``random``: scores without information, of which the expectation is known.
+        days_b: That of B, or ``random``: scores without information.
         metric: A column of both, higher being better, for example ``h5_rank_ic``.
         horizon: Dates that the metric's labels span.
         level: At least 0.5, below 1.
-        num_comparisons: Comparisons tried in all, this one among them.
-        other_p_values: The p-values of the others, as far as they are known; `adjust_p_value` says how they enter.
+        num_comparisons: Comparisons tried in all, this one included.
+        other_p_values: Known p-values of the others, as for `adjust_p_value`.
 
     Raises:
         DataError: If a table lacks the metric, the tables say that they were evaluated on different k, quantiles or
@@ -268,7 +257,7 @@ def _check(metric: str, level: float, *, is_random: bool) -> None:
 def _pair(
     a: Series, b: Series, horizon: int
 ) -> tuple[NDArray[np.datetime64], NDArray[np.float64], NDArray[np.float64], dict[str, int]]:
-    """Return the dates on which both are defined, the values of each, and what was dropped, as `Decision` counts it."""
+    """Return the dates on which both are defined, the values of each, and what was dropped."""
     dates, of_a, of_b = np.intersect1d(a.dates, b.dates, assume_unique=True, return_indices=True)
     both = ~(np.isnan(a.values[of_a]) | np.isnan(b.values[of_b]))
     of_a, of_b, num_common = of_a[both], of_b[both], len(dates)
@@ -276,8 +265,7 @@ def _pair(
         raise DataError(
             f"{len(of_a)} dates can be paired: A has {len(a.dates)}, B {len(b.dates)}, both {num_common}, and on "
             f"{num_common - len(of_a)} of these the metric of either is undefined.",
-            rule=f"labels over {horizon} dates are compared on at least {minimum_dates(horizon)} dates: 30, and 12 "
-            "labels that do not overlap.",
+            rule=f"labels over {horizon} dates are compared on at least {minimum_dates(horizon)} dates.",
             remedy="evaluate both on the same dates, and more of them, or compare a shorter horizon",
         )
     sizes = np.column_stack([a.num_assets[of_a], b.num_assets[of_b]])
@@ -325,25 +313,19 @@ def decide_on_record(
     level: float = 0.95,
     names: tuple[str, str] = ("A", "B"),
 ) -> Decision:
-    """`decide`, corrected for all comparisons in a record, to which this one is appended.
+    """Decide as `decide` does, corrected for all comparisons in a record, and append this one to it.
 
-    A comparison that was tried before, of the same values of the same metric, in whatever order and from whatever
-    files, counts once. Use one record for all variants that compete for one decision. A verdict holds for the record
-    as it was then: comparisons that are tried later make it weaker, and asking again gives the verdict of now.
+    A comparison of the same values of the same metric counts once. Use one record for all variants that compete for one
+    decision. Comparisons that are tried later make a verdict weaker: ask again.
 
     Args:
-        days_a: As in `decide`, like the next four.
-        days_b: A day table, or ``random``.
-        metric: The column to compare.
-        horizon: Dates that the metric's labels span.
+        days_a, days_b, metric, horizon, level: As in `decide`.
         record: A file of one JSON object a line; made if absent, with its folder.
-        level: At least 0.5, below 1.
         names: What to call the two in the record, for example their files.
 
     Raises:
         DataError: As `decide`; or if A and B are the same, or a line of the record cannot be read.
-        UsageError: As `decide`.
-        MissingExtraError: As `decide`.
+        UsageError, MissingExtraError: As `decide`.
         OSError: If the record cannot be written.
     """
     ours, theirs = _digest(days_a, metric), _digest(days_b, metric)
@@ -369,9 +351,7 @@ def decide_on_record(
 
 
 def read_record(path: Path) -> dict[str, float]:
-    """The p-value of each distinct comparison of a record, by its key; none where there is no record.
-
-    A last line that a kill cut short is left out.
+    """Return the p-value of each distinct comparison of a record by its key; a cut last line is left out.
 
     Raises:
         DataError: If another line cannot be read: then it is not known how many comparisons were tried.
@@ -398,7 +378,7 @@ def read_record(path: Path) -> dict[str, float]:
 
 
 def _digest(days: pa.Table | Literal["random"], metric: str) -> str:
-    """A digest of a metric's values by date: the same for tables that no comparison of the metric can tell apart."""
+    """Return a digest of a metric's values by date."""
     if isinstance(days, str):
         return days
     series = by_date(days, metric, "the table")

@@ -1,4 +1,4 @@
-"""The mean of a daily series: its standard error where labels overlap, a test, an interval, and what it could show."""
+"""Statistics of the mean of a daily series whose labels overlap: standard error, test, interval, power."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Summary:
     """A metric over dates. A figure that is undefined is NaN.
 
     Attributes:
-        mean: Mean over the dates on which the metric is defined.
-        sd: Standard deviation over those dates, with divisor ``num_dates - 1``.
-        num_dates: Number of dates on which the metric is defined.
-        standard_error: Standard error of the mean, of `standard_error`; NaN where the horizon is not known.
-        num_undefined: Number of dates that were left out.
+        mean: Mean over the ``num_dates`` dates on which the metric is defined.
+        sd: Standard deviation over them, with divisor ``num_dates - 1``.
+        num_dates: Dates on which the metric is defined.
+        standard_error: Of the mean; NaN without a horizon.
+        num_undefined: Dates left out.
     """
 
     mean: float
@@ -50,7 +50,7 @@ class Summary:
 
     @property
     def icir(self) -> float:
-        """``mean / sd``, of a rank IC: per date, not annualised. No factor makes it annual when labels overlap."""
+        """``mean / sd`` per date. No factor makes it annual when labels overlap."""
         return self.mean / self.sd if self.sd > 0 else math.nan
 
 
@@ -59,8 +59,7 @@ def summarize(series: ArrayLike, horizon: int | None = None) -> Summary:
 
     Args:
         series: The metric of each date in ascending order, shape (D,); NaN where it is undefined.
-        horizon: Number of dates that a label spans. Without it no standard error is given: taking overlapping labels
-            as independent would make it too small, by about the square root of the horizon.
+        horizon: Dates that a label spans. None gives no standard error, because overlapping labels are not independent.
 
     Raises:
         UsageError: If the horizon is less than 1.
@@ -86,27 +85,12 @@ def summarize(series: ArrayLike, horizon: int | None = None) -> Summary:
 
 
 def standard_error(values: NDArray[Any], horizon: int) -> tuple[float, Kernel]:
-    """Return the standard error of the mean of a daily series whose labels span ``horizon`` dates, and the kernel.
+    """Return the standard error of the mean of n daily values and the kernel; NaN below ``max(2, 2 * horizon)`` values.
 
-    Labels of dates less than ``horizon`` apart share returns, so the variance of the mean adds the autocovariances of
-    the first ``horizon - 1`` lags, each in full (the rectangular kernel), and is enlarged by the small-sample factor
-    of Harvey, Leybourne and Newbold. With a horizon of 1 that is exactly sd / sqrt(n). The rectangular kernel does not
-    promise a positive variance; where it gives none, the Bartlett kernel with ``2 * horizon - 1`` lags is taken, which
-    is positive unless all values are equal. Equal values have the standard error 0, without a kernel.
-
-    Lags count rows. Dates that are absent, and the borders of folds, bring rows together that lie further apart, never
-    the reverse: every pair whose labels overlap is counted, and a pair over a gap adds a covariance of about 0.
-
-    Args:
-        values: Shape (n,), finite, in ascending order of dates.
-        horizon: Dates that a label spans, at least 1.
-
-    Returns:
-        NaN where there are fewer than ``max(2, 2 * horizon)`` values.
-
-    Raises:
-        UsageError: If the horizon is less than 1.
-        MissingExtraError: If the horizon is more than 1 and statsmodels is not installed.
+    Labels less than ``horizon`` dates apart share returns. So the variance adds the first ``horizon - 1``
+    autocovariances in full (rectangular kernel), with the small-sample factor of Harvey, Leybourne and Newbold. Where
+    that is not positive, the Bartlett kernel with ``2 * horizon - 1`` lags replaces it. Lags count rows: over a gap or
+    a fold's border a pair only adds a covariance of about 0.
 
     Source:
         D. Harvey, S. Leybourne, P. Newbold, Testing the equality of prediction mean squared errors (1997), equation 9;
@@ -141,12 +125,12 @@ def standard_error(values: NDArray[Any], horizon: int) -> tuple[float, Kernel]:
 
 @dataclass(frozen=True)
 class SlowVariation:
-    """Whether a series stays above or below its mean for longer than its labels overlap.
+    """Whether a series stays above or below its mean for longer than its labels overlap; NaN where unknown.
 
     Attributes:
-        statistic: Sum of the autocorrelations beyond the overlap, in its standard errors under none; NaN where unknown.
-        error_factor: How many times as large the standard error of the mean is with them; NaN where unknown.
-        is_shown: The statistic is above 1.645. By chance that is so in 5 % of series without slow variation.
+        statistic: Sum of the autocorrelations beyond the overlap, in standard errors.
+        error_factor: By how much they multiply the standard error of the mean.
+        is_shown: The statistic is above 1.645, as in 5 % of series without slow variation.
     """
 
     statistic: float
@@ -157,9 +141,8 @@ class SlowVariation:
 def slow_variation(values: NDArray[Any], horizon: int) -> SlowVariation:
     """Test a daily series for dependence beyond the overlap of its labels.
 
-    Overlapping labels explain the autocorrelations of the first ``horizon - 1`` lags, and `standard_error` counts only
-    these. Skill that comes and goes over weeks adds positive ones after them. The next `SLOW_DATES` lags, at most an
-    eighth of the dates, are added up, each corrected for the mean that was taken off.
+    Skill that comes and goes over weeks adds autocorrelations after the first ``horizon - 1`` lags. The next 40 lags,
+    at most an eighth of the dates, are added up.
 
     Args:
         values: Shape (n,), finite, in ascending order of dates.
@@ -200,12 +183,11 @@ class DieboldMariano:
 
     Attributes:
         mean: The mean difference, in the unit of the differences.
-        standard_error: Of the mean, for labels that overlap; 0 where all differences are equal.
-        statistic: ``mean / standard_error``; NaN where all differences are equal.
-        p_value: Two-sided, by Student's t with ``num_dates - 1`` degrees of freedom; 1 where there is no statistic.
+        standard_error: Of the mean, for labels that overlap; 0 if all differences are equal.
+        statistic: ``mean / standard_error``; NaN if all differences are equal.
+        p_value: Two-sided, by Student's t with ``num_dates - 1`` degrees of freedom; 1 without a statistic.
         num_dates: Number of differences.
-        kernel: How the variance was estimated: ``rectangular``; ``bartlett`` where that gave no positive variance;
-            ``none`` where all differences are equal.
+        kernel: ``rectangular``; ``bartlett`` if that gave no positive variance; ``none`` if all differences are equal.
     """
 
     mean: float
@@ -217,9 +199,7 @@ class DieboldMariano:
 
 
 def minimum_dates(horizon: int) -> int:
-    """The fewest dates that a comparison is made on: 12 labels that do not overlap, and 30 dates.
-
-    With fewer, the test and the interval promise more than they hold; ``benchmarks/decision.py`` shows by how much.
+    """Return the fewest dates that can be compared: 12 labels that do not overlap, and 30 dates.
 
     >>> minimum_dates(1), minimum_dates(5)
     (30, 60)
@@ -230,15 +210,12 @@ def minimum_dates(horizon: int) -> int:
 def diebold_mariano(differences: ArrayLike, horizon: int) -> DieboldMariano:
     """Test whether the mean of paired daily differences is 0, with labels that span several dates.
 
-    The variance is that of `standard_error`: the first ``horizon - 1`` autocovariances in full, since optimal
-    forecasts of overlapping labels have errors that are correlated so far and no further; the small-sample factor; and
-    the Bartlett kernel where the estimate is not positive. Student's t is the reference. What the test does not see:
-    how far another training of the same model would differ, and dependence over more than ``horizon - 1`` dates.
-    `bootstrap_interval` sees some of the latter.
+    The variance holds the first ``horizon - 1`` autocovariances in full, with the small-sample factor; the Bartlett
+    kernel replaces an estimate that is not positive. The test does not see how far another training would differ, nor
+    dependence over more than ``horizon - 1`` dates. `bootstrap_interval` sees some of the latter.
 
     Args:
-        differences: One per date in ascending order of dates, shape (D,); NaN, where undefined, are left out. Dates of
-            several folds are put together into one series: `standard_error` says why their borders do no harm.
+        differences: One per date in ascending order of dates, shape (D,); NaN are left out.
         horizon: Dates that a label spans.
 
     Raises:
@@ -269,14 +246,13 @@ def diebold_mariano(differences: ArrayLike, horizon: int) -> DieboldMariano:
 
 
 def _check_differences(differences: ArrayLike, horizon: int) -> NDArray[np.float64]:
-    """The defined differences, shape (n,), enough of them for a horizon."""
+    """Return the defined differences; refuse too few for the horizon."""
     values = np.asarray(differences, np.float64).ravel()
     values = values[~np.isnan(values)]
     if len(values) < minimum_dates(horizon) or np.isinf(values).any():
         raise DataError(
             f"{len(values)} dates are there to compare on, {int(np.isinf(values).sum())} of them infinite.",
-            rule=f"labels over {horizon} dates are compared on at least {minimum_dates(horizon)} finite differences: "
-            f"30, and 12 labels that do not overlap.",
+            rule=f"labels over {horizon} dates need at least {minimum_dates(horizon)} finite differences.",
             remedy="evaluate more dates or folds, or a shorter horizon",
         )
     return values
@@ -315,9 +291,9 @@ def power(effect: float, standard_error: float, num_dates: int, *, alpha: float 
 def minimal_detectable_effect(
     standard_error: float, num_dates: int, *, alpha: float = 0.05, wanted_power: float = 0.8
 ) -> float:
-    """The smallest true effect that the two-sided test shows with the wanted power; 0 for a standard error of 0.
+    """Return the smallest true effect that the two-sided test shows with the wanted power.
 
-    Where a test showed no difference, this is what the data could have shown: a smaller effect may well be there.
+    Where a test showed no difference, a smaller effect than this may well be there.
 
     Args:
         standard_error: Of the mean difference.
@@ -351,13 +327,12 @@ def minimal_detectable_effect(
 
 
 def adjust_p_value(p_value: float, others: Sequence[float] = (), *, num_comparisons: int = 1) -> float:
-    """A p-value after Holm's correction for every comparison that was tried.
+    """Return a p-value after Holm's correction for every comparison that was tried.
 
     Args:
-        p_value: Of the comparison in question.
-        others: p-values of the other comparisons, as far as they are known.
-        num_comparisons: Of all comparisons, this one among them. Those whose p-value is not known count as if they had
-            this one's, which is the worst for it; with none known that is Bonferroni's correction.
+        p_value: Of this comparison.
+        others: Known p-values of the other comparisons.
+        num_comparisons: All comparisons, this one included. Unknown p-values count as this one's, the worst case.
 
     Raises:
         UsageError: If a p-value is not from 0 to 1.
@@ -386,7 +361,7 @@ class Interval:
     """An interval for a mean.
 
     Attributes:
-        lower: Lower end, in the unit of the differences; -inf where the blocks do not tell.
+        lower: Lower end, in the unit of the differences; -inf if the blocks cannot tell.
         upper: Upper end.
         level: The share of such intervals that hold the true mean, for example 0.95.
         block_length: Dates in a block.
@@ -403,17 +378,11 @@ class Interval:
 def bootstrap_interval(
     differences: ArrayLike, horizon: int, level: float = 0.95, *, seed: int = 0, num_resamples: int = 1000
 ) -> Interval:
-    """An interval for the mean of paired daily differences, by a studentised circular block bootstrap.
+    """Return an interval for the mean of paired daily differences, by a studentised circular block bootstrap.
 
-    Blocks are as long as the data ask for (Politis and White's rule), at least ``horizon`` and at most an eighth of
-    the dates. In each resample the mean's deviation is divided by the standard error that its own blocks give; the
-    interval is the mean plus and minus the quantile of the absolute ratios, times `standard_error`. The plain (basic
-    or percentile) interval covers too little: 90 % in place of 95 at 240 dates and labels over 5, since resampled
-    means vary less than means do. ``benchmarks/decision.py`` measures both.
-
-    Dates of several folds are one series; a block over the border of two folds joins dates that are not neighbours,
-    which concerns at most one block length of dates a border. Where all differences are equal the interval is that
-    value.
+    Blocks have Politis and White's length, at least ``horizon`` and at most an eighth of the dates. The interval is the
+    mean plus and minus the quantile of the studentised deviations, times the standard error. A basic interval covers
+    90 % in place of 95 (240 dates, labels over 5 dates); ``benchmarks/decision.py`` measures both.
 
     Args:
         differences: One per date in ascending order of dates, shape (D,); NaN are left out.

@@ -28,13 +28,11 @@ def rank_ic(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
     """Return the rank IC of each date: Spearman's correlation over the assets that have both a score and a target.
 
     Equal values share the average of their ranks; infinities rank as the largest and smallest values. A date is NaN
-    with fewer than 2 assets in common, or where all their scores or all their targets are equal. With 2 assets it can
-    only be -1 or 1: ask for more where that matters.
+    with fewer than 2 assets in common, or if all their scores or all their targets are equal.
 
     Args:
         scores: What the model ranks by, shape (D, A).
-        targets: What was to be ranked, shape (D, A), for example forward returns. Only their order within a date
-            counts: taking the date's mean off, or scaling by a positive factor, changes nothing.
+        targets: For example forward returns, shape (D, A). Only their order within a date counts.
 
     Returns:
         Shape (D,), float64, from -1 to 1; equal to ``scipy.stats.spearmanr`` date by date.
@@ -144,10 +142,8 @@ def ndcg_at_k(
 ) -> NDArray[np.float64]:
     """Return the normalised discounted cumulative gain of each date's k best-scored assets.
 
-    The gain of an asset is its target's average rank within the date, scaled from 0 (the lowest) to 1 (the highest):
-    so one extreme return cannot carry a date, and losses have no negative gain. The discount of place i, from 1, is
-    ``1 / log2(i + 1)``, and 0 beyond k. The sum is divided by that of the best order. It is not 0 for random scores:
-    compare two models by it, or a model with its own shuffled scores.
+    An asset's gain is its target's average rank within the date, scaled from 0 to 1. The discount of place i, from 1,
+    is ``1 / log2(i + 1)``, and 0 beyond k. The sum is divided by that of the best order. It is not 0 for random scores.
 
     Args and Raises are those of `precision_at_k`.
 
@@ -182,9 +178,8 @@ def ndcg_at_k(
 def quantile_spread(scores: ArrayLike, targets: ArrayLike, *, num_quantiles: int = 5) -> NDArray[np.float64]:
     """Return the mean target of each date's top quantile by score, less that of its bottom quantile.
 
-    Both groups hold ``floor(n / num_quantiles)`` of the n eligible assets; what does not divide goes to the groups
-    between them. Equal scores at a group's border belong to it in equal parts. It is the whole difference: libraries
-    that give the return of a portfolio half long and half short give half of it.
+    Both groups hold ``floor(n / num_quantiles)`` of the n eligible assets. Equal scores at a group's border share it.
+    It is the whole difference: a portfolio half long and half short returns half of it.
 
     Args:
         scores: Higher is better, shape (D, A).
@@ -224,8 +219,7 @@ def quantile_spread(scores: ArrayLike, targets: ArrayLike, *, num_quantiles: int
 def hit_rate(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
     """Return the share of each date's eligible assets whose score and target are on the same side of their medians.
 
-    The medians are those of the date, so that neither the market's move nor an offset of the scores counts. An asset
-    at either median counts one half. Random scores have the expectation 0.5.
+    The medians are those of the date. An asset at either median counts one half. Random scores give 0.5 on average.
 
     Returns:
         Shape (D,), from 0 to 1; NaN where fewer than 2 assets are eligible.
@@ -245,14 +239,11 @@ def hit_rate(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
 
 def _side(values: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return 1 above the median of the row's common cells, -1 below it, 0 elsewhere; (D, A) in and out."""
-    median = np.full(len(values), np.nan)
-    rows = common.any(axis=1)
+    cells = np.where(common, values, np.nan)
+    cells[~common.any(axis=1)] = 0  # an empty row has no median
     with np.errstate(invalid="ignore"):  # between -inf and inf lies no median, and no cell is on a side of it
-        median[rows] = np.nanmedian(np.where(common, values, np.nan)[rows], axis=1)
-    side: NDArray[np.int64] = np.zeros(values.shape, np.int64)
-    side[common & (values > median[:, None])] = 1
-    side[common & (values < median[:, None])] = -1
-    return side
+        median = np.nanmedian(cells, axis=1, keepdims=True) if cells.size else 0.0
+        return (cells > median).astype(np.int64) - (cells < median)
 
 
 def _by_rank(scores: NDArray[Any], common: NDArray[np.bool_], weights: NDArray[Any]) -> NDArray[np.float64]:
@@ -292,11 +283,7 @@ def _by_date(name: str, scores: ArrayLike, targets: ArrayLike, metric: _Block) -
 
 
 def _share_ties(values: NDArray[Any], weights: NDArray[Any]) -> NDArray[np.float64]:
-    """Return what each cell gets when a row's weights are dealt out in ascending order of its values, shape (D, A).
-
-    Equal values get the mean of their weights, which is what each would get on average if chance broke the tie. NaN
-    come last.
-    """
+    """Deal each row's weights to its cells in ascending order; equal values get their mean weight, NaN come last."""
     if not values.size:
         return np.empty(values.shape)
     order = np.argsort(values, axis=1, kind="stable")

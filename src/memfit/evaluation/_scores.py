@@ -38,7 +38,7 @@ class Scores:
         return tuple(sorted(horizon for horizon in named if f"target_h{horizon}" in self.values))
 
     def of(self, name: str) -> NDArray[np.float64]:
-        """The matrix of one name, for example ``score_h5``.
+        """Return the matrix of one name, for example ``score_h5``.
 
         Raises:
             DataError: If there is none.
@@ -53,7 +53,7 @@ class Scores:
 
 
 def in_common(a: Scores, b: Scores) -> tuple[Scores, Scores]:
-    """Two models' scores on the dates, assets and horizons that both have; NaN where either has none."""
+    """Return two models' scores on what both have; NaN where either has none."""
     _, *of_date = np.intersect1d(a.dates, b.dates, return_indices=True)
     _, *of_code = np.intersect1d(a.codes, b.codes, return_indices=True)
     horizons = sorted({*a.horizons} & {*b.horizons})
@@ -77,7 +77,7 @@ def in_common(a: Scores, b: Scores) -> tuple[Scores, Scores]:
 
 
 def read_scores(table: pa.Table) -> Scores:
-    """The matrices of a long table: one row per date and asset, in any order.
+    """Return the matrices of a long table: one row per date and asset, in any order.
 
     Args:
         table: ``date``, ``code``, and any of ``score_h{h}`` and ``target_h{h}`` (forward simple return over h dates).
@@ -115,17 +115,32 @@ def read_scores(table: pa.Table) -> Scores:
     codes = pc.array_sort_indices(pc.unique(code_column))
     distinct = pc.unique(code_column).take(codes)
     column = pc.index_in(code_column, distinct).to_numpy(zero_copy_only=False).astype(np.int64)
-    _refuse_duplicates(dates, distinct, row, column)
+    _, first, counts = np.unique(row * len(distinct) + column, return_index=True, return_counts=True)
+    if len(twice := first[counts > 1]):
+        at = twice.min()
+        raise DataError(
+            f"{len(twice)} pairs of date and code come more than once, first {dates[row[at]]}, {distinct[column[at]]}.",
+            rule="a table of scores has one row per date and asset.",
+            remedy="keep one row of each; scores of several folds for one date are evaluated fold by fold",
+        )
     values = {}
     for name in names:
-        cells = _finite(table, name)
+        cells = numbers(table, name)
+        infinite = np.flatnonzero(np.isinf(cells))
+        if len(infinite):
+            where = f"{table.column('date')[infinite[0]]}, {table.column('code')[infinite[0]]}"
+            raise DataError(
+                f"{name} is infinite in {len(infinite)} of {len(cells)} rows, first on {where}.",
+                rule="scores and returns are finite, or absent.",
+                remedy="find the price of 0 or the diverged model behind it",
+            )
         values[name] = np.full((len(dates), len(distinct)), np.nan)
         values[name][row, column] = cells
     return Scores(dates, tuple(distinct.to_pylist()), values)
 
 
 def as_days(column: pa.ChunkedArray) -> NDArray[np.datetime64]:
-    """A column of dates, timestamps or ISO texts as ``datetime64[D]``, shape (n,)."""
+    """Return a column of dates, timestamps or ISO texts as ``datetime64[D]``."""
     try:
         days = pc.cast(column, pa.timestamp("s") if pa.types.is_string(column.type) else pa.date32(), safe=False)
         return np.asarray(days.to_numpy()).astype("datetime64[D]")
@@ -138,7 +153,7 @@ def as_days(column: pa.ChunkedArray) -> NDArray[np.datetime64]:
 
 
 def numbers(table: pa.Table, name: str) -> NDArray[np.float64]:
-    """A column of numbers; nulls are NaN; shape (n,)."""
+    """Return a column of numbers; nulls are NaN."""
     try:
         return np.asarray(pc.cast(table.column(name), pa.float64()).to_numpy(), np.float64)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
@@ -147,31 +162,3 @@ def numbers(table: pa.Table, name: str) -> NDArray[np.float64]:
             rule="scores, targets and metrics are numbers, or absent.",
             remedy="convert the column to float32, or name another one",
         ) from error
-
-
-def _finite(table: pa.Table, name: str) -> NDArray[np.float64]:
-    cells = numbers(table, name)
-    infinite = np.flatnonzero(np.isinf(cells))
-    if len(infinite):
-        where = f"{table.column('date')[infinite[0]]}, {table.column('code')[infinite[0]]}"
-        raise DataError(
-            f"{name} is infinite in {len(infinite)} of {len(cells)} rows, first on {where}.",
-            rule="scores and returns are finite, or absent.",
-            remedy="a price of 0 gives an infinite return and a diverged model an infinite score: mend the cause",
-        )
-    return cells
-
-
-def _refuse_duplicates(
-    dates: NDArray[np.datetime64], codes: pa.Array, row: NDArray[np.int64], column: NDArray[np.int64]
-) -> None:
-    cell = row * len(codes) + column
-    _, first, counts = np.unique(cell, return_index=True, return_counts=True)
-    twice = first[counts > 1]
-    if len(twice):
-        at = twice.min()
-        raise DataError(
-            f"{len(twice)} pairs of date and code come more than once, first {dates[row[at]]}, {codes[column[at]]}.",
-            rule="a table of scores has one row per date and asset.",
-            remedy="keep one row of each; scores of several folds for one date are evaluated fold by fold",
-        )

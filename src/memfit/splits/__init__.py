@@ -1,9 +1,7 @@
 """Splits into train and test that let no label leak: of dated rows, and of rows in groups.
 
-`PurgedKFold` tests every date once, and trains on both sides of the test block; `WalkForward` trains on its past alone;
-`CombinatorialPurged` tests every date several times. `StratifiedGroups` keeps near-duplicates together, and puts a test
-set aside. All are used like scikit-learn's splitters. `SplitSummary` and
-`sizes_table` say what each fold keeps and drops.
+`PurgedKFold` trains on both sides of the test block, `WalkForward` on its past, and `CombinatorialPurged` tests every
+date several times. `StratifiedGroups` keeps near-duplicates together. All are used like scikit-learn's splitters.
 
 Example:
     >>> import numpy as np

@@ -1,4 +1,4 @@
-"""Combinatorial purged splits: skfolio's ``CombinatorialPurgedCV`` over dates, for rows that carry a date."""
+"""Combinatorial purged splits over dates, by skfolio's ``CombinatorialPurgedCV``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from memfit.splits._purged import Indices, PurgedKFold
 class CombinatorialPurged:
     """Folds that each test another choice of ``n_test_blocks`` of ``n_blocks`` blocks of dates, and train on the rest.
 
-    Dates are purged and embargoed around every test block as by `PurgedKFold`. Each date is tested once in each *path*
-    (`test_paths`): a series of out-of-fold scores over all dates. The spread of the paths shows how much a result owes
-    to the choice of training dates. Paths share dates and models, so they are no independent samples.
+    Dates are purged and embargoed around every test block as by `PurgedKFold`. A *path* (`test_paths`) tests each date
+    once. Paths share dates and models, so they are no independent samples.
 
     Args:
         n_blocks: Blocks of contiguous dates; the last one also has the remainder.

@@ -1,8 +1,7 @@
 """Purged folds for rows that carry a date, any number of rows (assets) per date.
 
-Everything is done on *date numbers*: the position of a row's date among the sorted distinct dates. A label that ends
-between two dates is moved back to the earlier one. That is exact, because a label interval can only begin on a date:
-nothing begins between the label's true end and the date before it.
+A *date number* is a date's position among the sorted distinct dates. A label that ends between two dates moves back to
+the earlier one, which is exact: no other label begins between the two.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ class SplitSummary:
 
     Attributes:
         fold: Number of the fold, from 1.
-        num_train_rows: Rows to train on.
-        num_train_dates: Distinct dates of those rows.
-        num_test_rows: Rows to test on.
-        num_test_dates: Distinct dates of those rows; they are neighbours.
+        num_train_rows, num_train_dates: Rows to train on, and their distinct dates.
+        num_test_rows, num_test_dates: Rows to test on, and their distinct dates.
         num_purged_before: Rows dated before the test block whose label reaches into it.
         num_purged_after: Rows dated after the test block while one of its labels is still open.
         num_embargoed: Rows dropped by the embargo.
@@ -67,7 +64,7 @@ class DatedRows:
     num_dates: int
 
     def blocks(self, number: int) -> Iterator[tuple[int, int]]:
-        """First and last date number of each of so many blocks; a remainder goes one by one to the first blocks."""
+        """Yield the first and last date number of each block; a remainder goes one by one to the first blocks."""
         size, remainder = divmod(self.num_dates, number)
         first = 0
         for block in range(number):
@@ -78,7 +75,7 @@ class DatedRows:
 
 @dataclass(frozen=True, eq=False)
 class DateSplitter(ABC):
-    """What the splitters of dated rows share: how they take dates and labels, and what they say of their folds."""
+    """Take dates and labels, and describe folds; the base of the splitters of dated rows."""
 
     n_splits: int = 5
     label_end: ArrayLike | None = field(default=None, kw_only=True)
@@ -96,7 +93,7 @@ class DateSplitter(ABC):
 
     @abstractmethod
     def _roles(self, rows: DatedRows) -> Iterator[NDArray[np.int8]]:
-        """What each row is, fold by fold; shape (num_rows,)."""
+        """Yield what each row is, fold by fold; shape (num_rows,)."""
 
     def _num_blocks(self) -> int:
         return self.n_splits
@@ -106,20 +103,16 @@ class DateSplitter(ABC):
         return self.n_splits
 
     def split(self, X: Any, y: Any = None, groups: ArrayLike | None = None) -> Iterator[tuple[Indices, Indices]]:
-        """Return the row numbers to train and to test on, fold by fold in the order of the test blocks.
-
-        All folds are checked at the call, before the first is handed out.
+        """Return the row numbers to train and to test on, fold by fold. The call checks all folds.
 
         Args:
             X: Gives the number of rows. A 1-D ``datetime64`` array is taken as the dates when ``groups`` is None.
             y: Ignored.
-            groups: The date of each row, in any order and any number of rows per date: ``datetime64``, numbers, ISO
-                8601 text, or anything else that sorts. None: each row is a date of its own, in order, numbered from
-                0; a pandas index that says otherwise is refused.
+            groups: The date of each row, in any order: ``datetime64``, numbers, ISO 8601 text, or anything else that
+                sorts. None: each row is a date of its own, numbered from 0; a pandas index must agree.
 
         Returns:
-            An iterator of pairs (train, test) of ascending int64 row numbers. Memory: a few arrays of one number per
-            row; time: one sort.
+            An iterator of pairs (train, test) of ascending int64 row numbers.
 
         Raises:
             SplitError: If a fold has nothing to train on, there are fewer dates than blocks, or dates and label ends
@@ -140,10 +133,7 @@ class DateSplitter(ABC):
         return ((np.flatnonzero(one == _TRAIN), np.flatnonzero(one == _TEST)) for one in self._roles(rows))
 
     def describe(self, X: Any, y: Any = None, groups: ArrayLike | None = None) -> list[SplitSummary]:
-        """Return what each fold keeps and drops, also when a fold would be empty; the arguments are those of `split`.
-
-        Rows that a fold of `WalkForward` does not look at are counted nowhere.
-        """
+        """Return what each fold keeps and drops, also for an empty fold; the arguments are those of `split`."""
         return self._describe(self.rows(X, groups))
 
     def rows(self, X: Any, groups: ArrayLike | None) -> DatedRows:
@@ -181,26 +171,21 @@ class DateSplitter(ABC):
 class PurgedKFold(DateSplitter):
     """K-fold over dates that trains on no row whose label overlaps a label of the test block in time.
 
-    The distinct dates are cut into ``n_splits`` contiguous blocks whose sizes differ by at most one, and each block is
-    tested once. The label of a row is open from its date to its ``label_end``, both included. From the other rows these
-    are dropped, in this order:
+    The distinct dates are cut into ``n_splits`` contiguous blocks of nearly equal size; each is tested once. A row's
+    label is open from its date to its ``label_end``, both included. These other rows are dropped, in this order:
 
-    * *purged*: the label's interval meets the interval of any test row, on either side. The test block's interval runs
-      from its first date to the *latest* end of its labels, which need not be the end of the last row.
+    * *purged*: the label's interval meets the test block's, from its first date to the *latest* end of its labels.
     * *embargoed*: the row lies on one of the ``embargo_size`` dates that follow the end of the test block's labels.
-    * *look-back*, only with ``lookback_size``: the row's date lies in a feature window of the test block, or the row's
-      own feature window reaches a test date. Overlapping features are no leak of the label: at prediction time the past
-      features of a test row are known. This rule is for features that were fitted over their window, and it is costly
-      (in 484 dates and 5 folds a look-back of 200 leaves 0 training dates in the middle fold).
+    * *look-back*, only with ``lookback_size``: a feature window of the row or of the test block reaches the other. Use
+      it for features that were fitted over their window; other overlapping features leak nothing.
 
     Args:
         n_splits: Number of folds.
-        label_end: For each row, in the order of the rows, the date on which its label is known. It may lie between two
-            dates or past the last one. Give this or ``purged_size``.
-        purged_size: Number of dates that each label reaches ahead: the label of the i-th distinct date is open on the
-            dates i to i + ``purged_size``. For a forward return over h days this is h (h - 1 leaks one day per fold).
-        embargo_size: Number of distinct dates dropped after the test block's labels have ended.
-        lookback_size: Number of dates that a feature window reaches back before its row: n - 1 for windows of n dates.
+        label_end: For each row the date on which its label is known; it may lie between two dates or past the last one.
+            Give this or ``purged_size``.
+        purged_size: Dates that each label reaches ahead: h for a forward return over h days (h - 1 leaks).
+        embargo_size: Distinct dates dropped after the test block's labels have ended.
+        lookback_size: Dates that a feature window reaches back before its row: n - 1 for windows of n dates.
 
     Raises:
         SplitError: If a size is no whole number or negative, or not exactly one of ``label_end`` and ``purged_size``
@@ -247,18 +232,14 @@ class PurgedKFold(DateSplitter):
 class WalkForward(DateSplitter):
     """Folds in the order of time, each trained on dates before its test block and on no label that reaches into it.
 
-    The distinct dates are cut into ``n_splits + 1`` contiguous blocks whose sizes differ by at most one. The first is
-    trained on only; each of the others is tested once. From the rows dated before a test block these are dropped:
+    The distinct dates are cut into ``n_splits + 1`` contiguous blocks of nearly equal size. The first is only trained
+    on; each of the others is tested once. Rows after a test block are not used. Of the rows before it are dropped:
 
-    * *purged*: the label's interval, from the row's date to its end, both included, reaches the first test date.
-    * *embargoed*: the label ends on one of the ``embargo_size`` dates before the test block: so many dates lie free
-      between the last label that was learned and the first test date.
-    * with ``train_size``, all dates but the last so many of those that are left: a window that rolls in place of one
-      that expands.
+    * *purged*: the label's interval reaches the first test date.
+    * *embargoed*: the label ends on one of the ``embargo_size`` dates before the test block.
+    * with ``train_size``, all dates but the last so many of those that are left (a rolling window).
 
-    Rows dated after a test block are not used in its fold. What a fold learns, a trader of its first test date knew:
-    so an estimate by these folds is that of a strategy that was trained anew now and then. It rests on less data in
-    the early folds than `PurgedKFold`, and it tests no date of the first block.
+    Early folds train on less data than those of `PurgedKFold`.
 
     Args:
         n_splits: Number of folds.
@@ -309,7 +290,7 @@ class WalkForward(DateSplitter):
 
 
 def sizes_table(summaries: Sequence[SplitSummary]) -> str:
-    """The folds as a plain table of row counts, one line a fold.
+    """Return the folds as a plain table of row counts, one line a fold.
 
     Example:
         >>> print(sizes_table(PurgedKFold(2, purged_size=1).describe(range(6))))
@@ -333,7 +314,20 @@ def _column(name: str, values: ArrayLike | None, num_rows: int) -> NDArray[Any]:
             remedy=f"pass {name} as a 1-D array of {num_rows} dates",
         )
     _refuse_text(name, column)
-    _refuse_missing(name, column)
+    if column.dtype.kind == "M":
+        missing = np.isnat(column)
+    elif column.dtype.kind == "f":
+        missing = ~np.isfinite(column)
+    else:
+        values = column.tolist() if column.dtype.kind == "O" else []
+        missing = np.array([value is None or value != value for value in values], bool)
+    if missing.any():
+        what, rule = _MISSING[name]
+        raise SplitError(
+            f"{int(missing.sum())} of {len(column)} {what} in {name} (first: row {int(missing.argmax())}).",
+            rule=rule,
+            remedy=f"drop those rows first, from X, groups and label_end alike: the rows where {name} is missing",
+        )
     return column
 
 
@@ -376,27 +370,8 @@ def _refuse_text(name: str, column: NDArray[Any]) -> None:
     )
 
 
-def _refuse_missing(name: str, column: NDArray[Any]) -> None:
-    """Refuse NaT, NaN, infinite and None entries: a row without a date or a label's end can be in no fold."""
-    if column.dtype.kind == "M":
-        missing = np.isnat(column)
-    elif column.dtype.kind == "f":
-        missing = ~np.isfinite(column)
-    elif column.dtype.kind == "O":
-        missing = np.fromiter((value is None or value != value for value in column), bool, len(column))
-    else:
-        return
-    if missing.any():
-        what, rule = _MISSING[name]
-        raise SplitError(
-            f"{int(missing.sum())} of {len(column)} {what} in {name} (first: row {int(missing.argmax())}).",
-            rule=rule,
-            remedy=f"drop those rows first, from X, groups and label_end alike: the rows where {name} is missing",
-        )
-
-
 def _distinct(dates: NDArray[Any]) -> tuple[NDArray[Any], Indices]:
-    """The sorted distinct dates and the number of each row's date among them."""
+    """Return the sorted distinct dates and the number of each row's date among them."""
     try:
         distinct, number = np.unique(dates, return_inverse=True)
     except TypeError as error:
@@ -409,7 +384,7 @@ def _distinct(dates: NDArray[Any]) -> tuple[NDArray[Any], Indices]:
 
 
 def _end_numbers(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any]) -> Indices:
-    """The number of the last date that is not after each label's end."""
+    """Return the number of the last date that is not after each label's end."""
     dates, distinct, ends = _comparable(dates, distinct, ends)
     try:
         early = ends < dates
@@ -427,7 +402,7 @@ def _end_numbers(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any]
 
 
 def _comparable(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """The three arrays in one type in which they compare exactly."""
+    """Return the three arrays in one type in which they compare exactly."""
     kinds = {"number" if column.dtype.kind in "iuf" else column.dtype.kind for column in (dates, ends)}
     if len(kinds) > 1:
         raise _unlike(dates, ends)

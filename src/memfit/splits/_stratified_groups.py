@@ -19,8 +19,7 @@ from memfit.splits._purged import Indices
 class StratifiedGroups:
     """A test set of whole groups that is put aside first, and stratified folds of whole groups over the rest.
 
-    A group holds what is alike: the clips of one video, the pictures of one person. If a group is split, a model
-    validates on near-duplicates of its training rows. The folds estimate and compare; the last word is the test set's.
+    A group holds near-duplicates, such as the clips of one video. Compare by the folds; report the test set.
 
     Args:
         n_splits: Folds over the rows that are not put aside.
