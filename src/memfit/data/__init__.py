@@ -1,7 +1,4 @@
-"""Data that many processes read and none copies: the panel, its windows and its batches.
-
-The names load their modules when they are first used: importing this package loads no Arrow.
-"""
+"""Data that many processes read and none copies: the panel, its windows and its batches. Modules load when used."""
 
 from __future__ import annotations
 

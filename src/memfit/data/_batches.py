@@ -1,4 +1,4 @@
-"""Batches of panel windows by number: the assets of one date, or so many windows of any dates."""
+"""Make batches of panel windows by number: the assets of one date, or windows of any dates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CACHED_BYTES = 1 << 22
 
 
 def windows(panel: Panel, date_index: int, lookback: int) -> Array:
-    """The last ``lookback`` dates of every asset up to a date: a read-only view into the panel, no copy.
+    """Return the last ``lookback`` dates of every asset up to a date: a read-only view of the panel.
 
     Args:
         panel: The panel.
@@ -74,13 +74,11 @@ class DateBatch:
 
 @dataclass(frozen=True, eq=False)
 class WindowBatch:
-    """Windows of any dates and assets.
+    """Windows of any dates and assets: ``windows`` and ``targets`` as in `DateBatch`.
 
     Attributes:
         date_indices: (n,) int64, the last date of each window, indices into ``panel.dates``.
         asset_indices: (n,) int64, indices into ``panel.assets``.
-        windows: (n, lookback, num_features) float32, contiguous, finite, this batch's own memory.
-        targets: (n,) float32; all NaN when the batches were asked for no target.
     """
 
     date_indices: npt.NDArray[np.int64]
@@ -93,11 +91,6 @@ class WindowReader:
     """Copies windows and targets of a panel once, from its map into the memory of a batch.
 
     A *cell* is a date and an asset in one number, ``date * num_assets + asset``: its window ends on this date.
-
-    Args:
-        panel: The panel.
-        lookback: Dates per window.
-        target: The target's name; None for NaN.
     """
 
     def __init__(self, panel: Panel, lookback: int, target: str | None) -> None:
@@ -130,15 +123,7 @@ class WindowReader:
         return aligned(self.window_bytes(size)) + size * 4
 
     def read(self, cells: npt.NDArray[np.int64], memory: Array) -> tuple[Array, Array]:
-        """Fill memory with the windows and targets of n cells.
-
-        Args:
-            cells: (n,), whose windows lie in the panel.
-            memory: At least ``nbytes(n)`` bytes, uint8.
-
-        Returns:
-            Views of the memory: (n, lookback, num_features) and (n,), float32.
-        """
+        """Fill memory (uint8, at least ``nbytes(n)``) with the windows and targets of n cells; return float32 views."""
         size = self.window_bytes(len(cells))
         rows = memory[:size].view(np.float32).reshape(-1, self.num_features)
         targets = memory[aligned(size) :][: len(cells) * 4].view(np.float32)
@@ -189,20 +174,62 @@ def _to_float32(values: Array) -> npt.NDArray[np.float32]:
             ) from None
 
 
-class DateBatches:
+class _Batches:
+    """Batches over the dates with enough eligible assets, in an order drawn for each (seed, epoch)."""
+
+    def __init__(
+        self,
+        panel: Panel,
+        date_indices: Sequence[int] | npt.NDArray[np.integer],
+        lookback: int,
+        target: str | None,
+        shuffle_seed: int | None,
+        min_assets: int,
+    ) -> None:
+        check_counts(DataError, 1, lookback=lookback, min_assets=min_assets)
+        check_counts(DataError, 0, shuffle_seed=shuffle_seed)
+        given = np.asarray(date_indices)
+        is_list = given.ndim == 1 and (given.size == 0 or np.issubdtype(given.dtype, np.integer))
+        _require(is_list, "date_indices are no list of whole numbers", "each is an index into panel.dates.")
+        if given.size:
+            last = panel.shape[0] - 1
+            what = f"date_indices go from {given.min()} to {given.max()}"
+            _require(given.min() >= 0 and given.max() <= last, what, f"the panel has dates 0 to {last}.")
+            _require(len(np.unique(given)) == len(given), "date_indices hold a date twice", "each comes once.")
+        self.panel, self.lookback, self.target, self._seed = panel, lookback, target, shuffle_seed
+        counts = np.array([len(self.reader.eligible(date)) for date in given], np.int64)
+        kept = counts >= min_assets
+        if not kept.any():
+            raise DataError(
+                f"none of {len(counts)} dates has {min_assets} eligible assets; the most is {counts.max(initial=0)}.",
+                rule=f"an asset needs {lookback} dates in a row with all features finite"
+                + (f", and a finite '{target}'." if target else "."),
+                remedy="give more dates, a shorter lookback, or a smaller min_assets",
+            )
+        self._kept, self._counts = given[kept].astype(np.int64), counts[kept]
+        self.num_skipped = int(np.count_nonzero(~kept))
+
+    @cached_property
+    def reader(self) -> WindowReader:
+        """Copies the windows and targets of cells."""
+        return WindowReader(self.panel, self.lookback, self.target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "reader"}
+
+
+class DateBatches(_Batches):
     """Batches of whole dates: every asset with a full finite window, and with a finite target if one is asked for.
 
-    Iterable, and addressable by number, so that it also serves as a map-style data set. What a batch holds depends on
-    (panel, arguments, epoch, number) alone, never on who asks or in which order. Pickles as the panel's path and the
-    list of dates.
+    Iterable, and addressable by number as a map-style data set. A batch depends on (panel, arguments, epoch, number)
+    alone. Pickles as the panel's path and the list of dates.
 
     Args:
         panel: The panel.
         date_indices: The dates to take, indices into ``panel.dates``, each once.
         lookback: Dates per window, the batch's own date included.
         target: The target's name, or None to score without one.
-        shuffle_seed: None keeps the dates' order. With a seed, the order, and which assets of a large date go into
-            which chunk, are drawn anew for every (seed, epoch).
+        shuffle_seed: None keeps the dates' order. A seed draws order and chunks anew for every (seed, epoch).
         min_assets: A date with fewer eligible assets is dropped and counted in ``num_skipped``.
         max_assets: A date with more eligible assets is cut into chunks of nearly equal size, none larger than this.
 
@@ -237,15 +264,13 @@ class DateBatches:
         min_assets: int = 2,
         max_assets: int | None = None,
     ) -> None:
-        self.panel, self.lookback, self.target = panel, lookback, target
-        self._seed = shuffle_seed
-        _check(panel, date_indices, lookback, min_assets, shuffle_seed)
-        kept, counts, self.num_skipped = _kept_dates(self.reader, date_indices, target, min_assets)
+        super().__init__(panel, date_indices, lookback, target, shuffle_seed, min_assets)
+        counts = self._counts
         least = 2 * min_assets - 1
         rule = f"it is at least 2 * min_assets - 1 = {least}, so that every chunk has min_assets."
         _require(max_assets is None or max_assets >= least, f"max_assets is {max_assets}", rule)
         num_chunks = np.ones_like(counts) if max_assets is None else -(-counts // max_assets)
-        self._dates = np.repeat(kept, num_chunks)
+        self._dates = np.repeat(self._kept, num_chunks)
         self._num_chunks = np.repeat(num_chunks, num_chunks)
         self._chunks = np.concatenate([np.arange(count) for count in num_chunks])
         sizes = np.repeat(-(-counts // num_chunks), num_chunks)
@@ -283,13 +308,8 @@ class DateBatches:
     def number_of_longest(self) -> int:
         return int(np.flatnonzero(self._order == self._largest)[0])
 
-    @cached_property
-    def reader(self) -> WindowReader:
-        """Copies the windows and targets of cells."""
-        return WindowReader(self.panel, self.lookback, self.target)
-
     def cells(self, number: int) -> npt.NDArray[np.int64]:
-        """(n,): what a batch holds, each as date * num_assets + asset."""
+        """Return the (n,) cells of a batch."""
         place = self._order[number]
         date = int(self._dates[place])
         assets = self.reader.eligible(date)
@@ -300,16 +320,13 @@ class DateBatches:
         return date * self.panel.shape[1] + assets
 
     def record(self, cells: npt.NDArray[np.int64], windows: Array, targets: Array) -> DateBatch:
-        """The batch of these cells, which are all of one date."""
+        """Return the batch of these cells, which are all of one date."""
         date = int(cells[0]) // self.panel.shape[1]
         return DateBatch(date, cells - date * self.panel.shape[1], windows, targets)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "reader"}
 
-
-class WindowBatches:
-    """Batches of ``size`` windows, drawn over all eligible cells of some dates: see `Loader`. Used as `DateBatches`."""
+class WindowBatches(_Batches):
+    """Batches of ``size`` windows, drawn over all eligible cells of some dates: see `Loader`."""
 
     number_of_longest = 0
 
@@ -326,13 +343,9 @@ class WindowBatches:
         drop_last: bool = False,
     ) -> None:
         check_counts(DataError, 1, batch=size)
-        self.panel = panel
-        self._seed, self._size = shuffle_seed, size
-        _check(panel, date_indices, lookback, min_assets, shuffle_seed)
-        self.reader = WindowReader(panel, lookback, target)
-        kept, _, self.num_skipped = _kept_dates(self.reader, date_indices, target, min_assets)
-        found = [date * panel.shape[1] + self.reader.eligible(date) for date in kept]
-        self._cells = np.concatenate(found)
+        super().__init__(panel, date_indices, lookback, target, shuffle_seed, min_assets)
+        self._size = size
+        self._cells = np.concatenate([date * panel.shape[1] + self.reader.eligible(date) for date in self._kept])
         self._num_batches = len(self._cells) // size if drop_last else -(-len(self._cells) // size)
         few = f"batch is {size} with drop_last=True, and {len(self._cells)} windows are eligible"
         _require(self._num_batches > 0, few, "an epoch has at least one batch, and drop_last leaves out smaller ones.")
@@ -355,36 +368,6 @@ class WindowBatches:
     def record(self, cells: npt.NDArray[np.int64], windows: Array, targets: Array) -> WindowBatch:
         dates, assets = np.divmod(cells, self.panel.shape[1])
         return WindowBatch(dates, assets, windows, targets)
-
-
-def _kept_dates(
-    reader: WindowReader, date_indices: Sequence[int] | npt.NDArray[np.integer], target: str | None, min_assets: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-    """The dates with enough eligible assets, how many each has, and the number of the other dates."""
-    dates = np.asarray(date_indices, np.int64)
-    counts = np.array([len(reader.eligible(date)) for date in dates], np.int64)
-    kept = counts >= min_assets
-    if not kept.any():
-        raise DataError(
-            f"none of {len(counts)} dates has {min_assets} eligible assets; the most is {counts.max(initial=0)}.",
-            rule=f"an asset needs {reader.lookback} dates in a row with all features finite"
-            + (f", and a finite '{target}'." if target else "."),
-            remedy="give more dates, a shorter lookback, or a smaller min_assets",
-        )
-    return dates[kept], counts[kept], int(np.count_nonzero(~kept))
-
-
-def _check(panel: Panel, date_indices: Sequence[int] | Array, lookback: int, min_assets: int, seed: int | None) -> None:
-    check_counts(DataError, 1, lookback=lookback, min_assets=min_assets)
-    check_counts(DataError, 0, shuffle_seed=seed)
-    given = np.asarray(date_indices)
-    is_list = given.ndim == 1 and (given.size == 0 or np.issubdtype(given.dtype, np.integer))
-    _require(is_list, "date_indices are no list of whole numbers", "each is an index into panel.dates.")
-    if given.size:
-        last = panel.shape[0] - 1
-        what = f"date_indices go from {given.min()} to {given.max()}"
-        _require(given.min() >= 0 and given.max() <= last, what, f"the panel has dates 0 to {last}.")
-        _require(len(np.unique(given)) == len(given), "date_indices hold a date twice", "each comes once.")
 
 
 def _require(holds: bool, what: str, rule: str) -> None:

@@ -1,7 +1,6 @@
-"""Writing a panel's files: a build, or a later version that goes on from another one; one process at a time.
+"""Write a panel's files: a build, or a later version that shares the files of the one before it.
 
-A build is an append to nothing. What a version adds to an array goes into one new file, and the files of the version
-before it are shared.
+A build is an append to nothing. What a version adds to an array goes into one new file.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class PanelSpec:
         return self.features + self.targets
 
     def empty_arrays(self, num_assets: int) -> dict[str, dict[str, Any]]:
-        """Dtype and shape of each array of a panel without dates, as its manifest has them."""
+        """Return the dtype and shape of each array of a panel without dates."""
         values, targets = storage(self.dtype).str, storage(target_dtype(self.dtype)).str
         return {
             "values": {"dtype": values, "shape": [0, num_assets, len(self.features)]},
@@ -221,7 +220,7 @@ class _Growth:
         return {"dtype": self.dtype, "shape": list(self.shape), **more}
 
     def create(self, base: Base | None, aside: Path) -> tuple[np.memmap[Any, Any], Array]:
-        """The new file, mapped, with what it repeats of the old ones; and in it the new dates, all zeros."""
+        """Map the new file with what it repeats of the old ones; return it and the new dates in it, all zeros."""
         path = aside / self.file
         with open(path, "wb") as file:
             file.truncate(self.end - self.start)
@@ -237,7 +236,7 @@ class _Growth:
         return content, np.ndarray(shape, np.dtype(self.dtype), buffer=content.data, offset=size)
 
     def _repeated(self, base: Base) -> bytes:
-        """The last bytes of the old version, from the cut on, once they are checked; of `history` all it has."""
+        """Check and return the last bytes of the old version, from the cut on; check all of `history`."""
         old, at = array_files(self.name, base.manifest.arrays[self.name])[-1]
         check_from(base.path / old, base.manifest.files[old], self.start - at if self.name != "history" else 0)
         with open(base.path / old, "rb") as file:
@@ -257,15 +256,9 @@ def write_panel(
     progress: Progress | None = None,
     free: FreeBytes = free_bytes,
 ) -> Built:
-    """Find the panel of a source in a cache folder, or write it there; see `Panel.build` and `Panel.append`.
+    """Find the panel of a source in a cache folder, or write it there; with a base, the source has later dates.
 
-    Args:
-        spec: What to build.
-        source: The rows; with a base, those of later dates.
-        directory: The cache folder.
-        base: The version that the panel goes on from.
-        progress: Called with (rows done, rows in all).
-        free: Gives the bytes that may still be written in a folder.
+    ``free`` gives the bytes that may still be written in a folder.
     """
     stamp = source.stamp()
     key = _key(spec, source) | ({"parent": base.manifest.fingerprint} if base else {})
@@ -301,7 +294,7 @@ def write_panel(
 
 
 def _key(spec: PanelSpec, source: Source) -> dict[str, Any]:
-    """All that the values depend on: content of the source, columns and types, parameters, code version."""
+    """Return all that the values depend on."""
     columns = check_columns(source, date=spec.date, asset=spec.asset, numbers=spec.numbers)
     content = source.content_digest(date=spec.date, asset=spec.asset, numbers=spec.numbers)
     versions = {"format": FORMAT_VERSION, "build_version": BUILD_VERSION}
@@ -310,12 +303,12 @@ def _key(spec: PanelSpec, source: Source) -> dict[str, Any]:
 
 
 def fingerprint_of(key: Mapping[str, Any]) -> str:
-    """64 hex digits that stand for a key."""
+    """Return 64 hex digits that stand for a key."""
     return blake2b(canonical_json(key), digest_size=32).hexdigest()
 
 
 def _differences(directory: Path, key: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parts of the key in which a new panel differs from the newest one beside it: why that one was a miss."""
+    """Return the parts of the key in which a new panel differs from the newest one beside it."""
     try:
         old = Manifest.read(newest(directory)).key
     except DataError:
@@ -324,11 +317,7 @@ def _differences(directory: Path, key: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _share(base: Base, new: Path, growths: list[_Growth], free: FreeBytes) -> dict[str, Any]:
-    """Name the old version's files in the new folder too; where the file system has no links, copy them.
-
-    Returns:
-        What the old manifest says of the shared files.
-    """
+    """Link the old version's files into the new folder, or copy them; return their facts of the old manifest."""
     files = [ASSETS, *(file for growth in growths for file, _ in growth.kept)]
     with panel_lock(base.path):  # so that nobody removes the old version meanwhile
         for number, file in enumerate(files):
@@ -358,7 +347,7 @@ def _fsync(file: Path) -> None:
 
 
 def _force(aside: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Force each file to disk; its size and checksums by name, those of shared files as they are known."""
+    """Force each new file to disk; return the size and checksums of all by name."""
     files = dict(known)
     for file in sorted(aside.iterdir()):
         if file.name not in known:
@@ -421,7 +410,7 @@ def _scatter(source: Source, spec: PanelSpec, axes: _Axes, arrays: Mapping[str, 
 
 
 def _places(batch: pa.RecordBatch, spec: PanelSpec, axes: _Axes) -> tuple[Array, Array]:
-    """Each row's date and asset, as indices."""
+    """Return each row's date and asset as indices."""
     dates = decode_dates(batch.column(spec.date), spec.date)
     asset = pc.index_in(decode_assets(batch.column(spec.asset), spec.asset), value_set=axes.assets)
     date = np.minimum(np.searchsorted(axes.dates, dates), len(axes.dates) - 1)
@@ -431,10 +420,9 @@ def _places(batch: pa.RecordBatch, spec: PanelSpec, axes: _Axes) -> tuple[Array,
 
 
 def _refuse_duplicates(cell: npt.NDArray[np.int64], present: Array, axes: _Axes) -> None:
-    again = present[cell]
-    is_first = np.zeros(len(cell), bool)
-    is_first[np.unique(cell, return_index=True)[1]] = True
-    again |= ~is_first
+    again = np.ones(len(cell), bool)
+    again[np.unique(cell, return_index=True)[1]] = False
+    again |= present[cell]
     if again.any():
         date, asset = np.divmod(cell[again][:3], len(axes.assets))
         pairs = ", ".join(f"({axes.dates[d]}, {axes.assets[int(a)]})" for d, a in zip(date, asset, strict=True))
@@ -446,7 +434,7 @@ def _refuse_duplicates(cell: npt.NDArray[np.int64], present: Array, axes: _Axes)
 
 
 def _block(batch: pa.RecordBatch, columns: tuple[str, ...], dtype: str) -> Array:
-    """Columns side by side as (rows, columns), as they are stored."""
+    """Return columns side by side as (rows, columns), as they are stored."""
     block = np.empty((batch.num_rows, len(columns)), storage(dtype))
     for j, name in enumerate(columns):
         block[:, j] = encode(dtype, decode_numbers(batch.column(name)), name)
@@ -454,13 +442,7 @@ def _block(batch: pa.RecordBatch, columns: tuple[str, ...], dtype: str) -> Array
 
 
 def _finish(arrays: Mapping[str, Array], spec: PanelSpec, before: Array | None) -> None:
-    """What stands for missing in each cell without a row, and for each cell the number of full dates in a row.
-
-    Args:
-        arrays: The new dates of each array.
-        spec: What they hold.
-        before: (num_assets,) the history of the date before the first one, if there is one.
-    """
+    """Fill cells without a row, and count each cell's full dates in a row, from (num_assets,) ``before`` on."""
     run = np.zeros(arrays["history"].shape[1], np.int32) if before is None else before
     for date, present in enumerate(arrays["present"]):
         values = arrays["values"][date]

@@ -1,4 +1,4 @@
-"""A panel's rows as one table in a file that pandas, polars and R read."""
+"""Write a panel's rows as one table that pandas, polars and R read."""
 
 from __future__ import annotations
 
@@ -98,11 +98,7 @@ def _writer(path: Path, sink: Any, schema: pa.Schema) -> Any:
 
 @contextmanager
 def _written_whole(path: Path, needed: int) -> Iterator[Any]:
-    """A file that is renamed into place at the end; after an error, or a kill, the old one is what it was.
-
-    What a killed export left is a hidden file that the next one to the same name writes over; its lock tells whether
-    another process writes it now.
-    """
+    """Give a locked hidden file that is renamed into place at the end; after an error or a kill the old one stays."""
     aside = path.with_name(f".{path.name}.exporting")
     with naming_full_disk(str(path), needed, path.absolute().parent), open(aside, "ab") as sink:
         if not _is_mine(sink, aside):

@@ -26,9 +26,8 @@ Transform = Callable[[Any, Any, np.random.Generator], None]
 class Loader(PositionedLoader[Batch]):
     """Batches of panel windows, each copied once, straight into memory that is used again when the batch is gone.
 
-    What batch k of an epoch holds depends on (panel, arguments, epoch, k) alone, whatever ``num_workers`` is. A
-    batch that is kept never changes. An iteration is the rest of the present epoch; after its end the next one is the
-    same epoch from its start, until ``set_epoch`` names another.
+    Batch k of an epoch depends on (panel, arguments, epoch, k) alone, and never changes while it is kept. An iteration
+    is the rest of the present epoch; the next one repeats that epoch until ``set_epoch`` names another.
 
     Args:
         panel: The panel.
@@ -43,11 +42,10 @@ class Loader(PositionedLoader[Batch]):
         drop_last: By number only: leave out the last batch if it has fewer windows. With ``shuffle`` each epoch leaves
             out others; without, the same ones always.
         num_workers: Threads that make batches ahead, each one batch. 0 makes a batch when it is asked for.
-        pin_memory: Page-lock the batches if there is a CUDA device: a copy with ``non_blocking=True`` then does not
-            wait. Queue it on the stream that is current when the next batch is asked for, as a training does.
-        transform: ``transform(windows, targets, generator)`` changes each batch in place, where it is made, and returns
-            None. What it draws from the ``numpy.random.Generator`` given depends on (shuffle or 0, epoch, number)
-            alone. With ``num_workers`` several threads call it at once.
+        pin_memory: Page-lock the batches if there is a CUDA device, for copies with ``non_blocking=True``. Queue them
+            on the stream that is current when the next batch is asked for.
+        transform: ``transform(windows, targets, generator)`` changes each batch in place and returns None. The
+            ``numpy.random.Generator`` is that of (shuffle or 0, epoch, number). Several threads may call it at once.
 
     Attributes:
         num_skipped: Dates left out: too little history before them, or too few eligible assets.
@@ -190,14 +188,11 @@ def _check_batch(batch: Any, max_assets: int | None, drop_last: Any) -> None:
 
 
 def _fingerprint_of(panel: Panel, arguments: Mapping[str, Any]) -> str:
-    """16 hex digits that stand for all that the order of the batches depends on."""
+    """Return 16 hex digits that stand for all that the order of the batches depends on."""
     names = ("lookback", "target", "batch", "shuffle", "min_assets", "max_assets")
-    values = {name: _plain(arguments[name]) for name in names}
+    values = {name: arguments[name] for name in names}
+    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
     if arguments["drop_last"]:  # else as it was before there was a choice, so that states from then are taken
         values["drop_last"] = True
     dates = np.asarray(arguments["date_indices"], np.int64).tolist()
     return fingerprint_of({"panel": panel.fingerprint, "dates": dates, **values})[:16]
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value

@@ -1,4 +1,4 @@
-"""What loaders will take before they run: worker processes, their copies of the data, and the batches ahead."""
+"""Forecast the memory of loaders: worker processes, their copies of the data, and the batches ahead."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), range)
 
 @dataclass
 class _Loader:
-    """Bytes of one rank's loader by part, the files that it maps, and whether its workers live on between epochs."""
+    """One rank's loader: bytes by part, mapped files, and whether its workers live on between epochs."""
 
     parts: dict[str, int]
     mapped: dict[Any, int]
@@ -45,12 +45,11 @@ class _Loader:
 def loader_footprint(
     train: Any, valid: Any = None, *, num_ranks: int = 1, num_validating: int | None = None, release: bool = False
 ) -> Footprint:
-    """What loaders will take on one machine, before any of them runs.
+    """Forecast the memory of loaders on one machine, before any of them runs.
 
-    Counted are the interpreters of a ``DataLoader``'s workers, measured on an idle one that is started for it; their
-    copies of the data set (a list of dicts is copied by every worker that reads it, arrays by those that are not
-    forked, mapped files by none); the batches ahead, from one that is made here; and the data set in each rank itself.
-    The random generators of Python, NumPy and torch are put back; one that the data set holds draws on.
+    It counts the workers of a ``DataLoader`` (measured on an idle one), their copies of the data set (a list of dicts
+    is copied by every worker that reads it, arrays by those that are not forked, mapped files by none), the batches
+    ahead (from one that is made here), and the data set of each rank. Global random generators keep their state.
 
     Args:
         train: A PyTorch ``DataLoader`` over a map-style data set, a `Loader` or a `SequenceLoader`.
@@ -84,11 +83,10 @@ def loader_footprint(
             remedy="leave num_ranks and num_validating out for 1",
         )
     loaders = [_look_at(one) for one in (train, valid) if one is not None]
-    data = sum(
-        {
-            id(_data_of(one)): found.parts.pop("data", 0) for one, found in zip((train, valid), loaders, strict=False)
-        }.values()
-    )
+    by_data = {
+        id(_data_of(one)): found.parts.pop("data", 0) for one, found in zip((train, valid), loaders, strict=False)
+    }
+    data = sum(by_data.values())
     phases = {"train": [(num_ranks, loaders[0].parts)]}
     if valid is not None:
         lives_on = loaders[0].stays and not release
@@ -163,7 +161,7 @@ def _look_at_torch(loader: Any) -> _Loader:
 
 
 def _batch_of(loader: Any) -> tuple[int, int]:
-    """Bytes of a batch of the loader, and of the pinned memory that it takes."""
+    """Return the bytes of a batch, and of its pinned memory."""
     import torch
 
     number = loader.batch_size
@@ -185,7 +183,7 @@ def _batch_of(loader: Any) -> tuple[int, int]:
 
 
 def _imports_of(loader: Any) -> tuple[str, ...]:
-    """Modules that a worker imports: those of the data set and of collating, and what a script imported by name."""
+    """Return the modules that a worker imports: of the data set, of collating, and of the script."""
     parts = (type(loader.dataset), loader.collate_fn, type(getattr(loader.dataset, "dataset", None)))
     names = {getattr(part, "__module__", "") for part in parts}
     if "__main__" in names:
@@ -197,7 +195,7 @@ def _imports_of(loader: Any) -> tuple[str, ...]:
 
 @functools.lru_cache
 def idle_torch_worker(method: str, modules: Sequence[str]) -> int:
-    """What a ``DataLoader`` worker that does nothing holds for itself, measured on one, in bytes."""
+    """Measure the private bytes of a ``DataLoader`` worker that does nothing."""
     folders = os.pathsep.join(folder for folder in sys.path if folder)
     command = [sys.executable, "-P", str(Path(__file__).with_name("_idle.py")), method, *modules]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": folders})
@@ -211,10 +209,9 @@ def idle_torch_worker(method: str, modules: Sequence[str]) -> int:
 
 
 def data_size(data: Any) -> dict[str, int]:
-    """The bytes of a data set, by what becomes of them in workers: ``object``, ``array``, ``mapped`` and ``tensor``.
+    """Return the bytes of a data set as ``object``, ``array``, ``mapped`` and ``tensor``, sampling large containers.
 
-    Of large containers some elements are looked at, and stand for the others. Panels and packed objects are left out,
-    and so is what other libraries hold outside of arrays.
+    Panels and packed objects are left out, and so is what other libraries hold outside of arrays.
     """
     sizes = dict.fromkeys(("object", "array", "mapped", "tensor"), 0.0)
     weights: dict[int, tuple[Any, float, int]] = {}
@@ -238,12 +235,12 @@ def data_size(data: Any) -> dict[str, int]:
 
 
 def _held(size: Mapping[str, int]) -> int:
-    """What the process of a data set itself holds."""
+    """Return what the process of a data set itself holds."""
     return size["object"] + size["array"] + size["tensor"]
 
 
 def _sampled(one: Any, most: int) -> tuple[list[Any], float]:
-    """Parts of an object, and how many each stands for."""
+    """Return parts of an object, and how many each stands for."""
     is_objects = isinstance(one, np.ndarray) and one.dtype.hasobject and one.dtype.names is None
     if isinstance(one, _PLAIN) or (_numbers(one)[0] and not is_objects):
         return [], 1.0
@@ -259,7 +256,7 @@ def _sampled(one: Any, most: int) -> tuple[list[Any], float]:
 
 
 def _numbers(one: Any) -> tuple[str, int]:
-    """Where the numbers of an array lie, and their bytes; an empty name for all else."""
+    """Return where the numbers of an array lie, and their bytes; an empty name for all else."""
     if isinstance(one, np.ndarray):
         return ("mapped" if _is_mapped(one) else "array"), 0 if one.dtype.hasobject else int(one.nbytes)
     if (torch := sys.modules.get("torch")) is not None and isinstance(one, torch.Tensor):

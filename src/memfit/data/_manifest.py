@@ -1,4 +1,4 @@
-"""The manifest of a folder that is written once: what it holds, and how each byte of it is checked."""
+"""Read and write the manifest of a folder, and check its files against it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Manifest:
     """What a panel's folder holds.
 
     Attributes:
-        fingerprint: SHA-256-sized hash of ``key``; the folder's name is its first 16 digits.
+        fingerprint: Hash of ``key``, 64 hex digits; the folder's name is the first 16.
         key: All that the values depend on: content of the source, columns and types, parameters, code version.
         num_rows: Rows in the source, one per date and asset.
         arrays: By name, the dtype and shape of ``<name>.npy``; ``segments`` where an array lies in several files.
@@ -89,13 +89,7 @@ def write_sealed(folder: Path, fields: Mapping[str, Any]) -> None:
 
 
 def read_sealed(folder: Path, kind: str, formats: Iterable[int]) -> dict[str, Any]:
-    """Return what a folder's manifest says.
-
-    Args:
-        folder: The folder.
-        kind: What it is to hold: ``panel`` or ``packed objects``.
-        formats: The format versions that are read.
-    """
+    """Return the manifest of a folder of this kind (``panel`` or ``packed objects``) in one of the formats."""
     file = folder / MANIFEST
     try:
         text = file.read_bytes()
@@ -141,14 +135,7 @@ def damaged(file: Path, what: str) -> DamagedError:
 def check_files(
     folder: Path, files: Mapping[str, Any], check: Check, *, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Compare files with what the manifest says: the sizes and a panel's labels always, and what ``check`` names.
-
-    Args:
-        folder: The folder.
-        files: By file name, its size and checksums, as `file_facts` gives them.
-        check: How much of the files to read.
-        progress: Called with (bytes read, bytes in all).
-    """
+    """Compare files with the manifest: sizes and a panel's labels always, and what ``check`` names."""
     done, total = 0, sum(int(facts["bytes"]) for facts in files.values())
     for name, facts in files.items():
         file = folder / name
@@ -167,10 +154,7 @@ def _advance(progress: Callable[[int, int], None], before: int, total: int, done
 
 
 def _check_sample(folder: Path, files: Mapping[str, Any]) -> None:
-    """Check 64 blocks of 1 MiB: the first and last of up to 16 files, and others that each call draws anew.
-
-    Of a folder with fewer blocks it checks all. A file without checksums of blocks is left out.
-    """
+    """Check 64 blocks of 1 MiB: the first and last of up to 16 files that have checksums of blocks, and random ones."""
     names = [name for name, facts in files.items() if facts.get("blocks")]
     starts = list(accumulate((len(files[name]["blocks"]) // 8 for name in names), initial=0))
     draw = random.SystemRandom()

@@ -34,19 +34,16 @@ def measure_loader(
 ) -> list[LoaderReport]:
     """Measure a loader with each count of workers: cold, warm and beside a trainer.
 
-    Every byte of a batch is read once: by the consumer, or else here and within the time waited. So a loader that
-    hands out a view of a map pays for the pages that it has not read.
+    Every byte of a batch is read once, so a loader that hands out a view of a map pays for its pages.
 
     Args:
-        make_loader: Makes, for a number of workers, a new loader: any iterable of batches with a batch after the
-            first, a PyTorch ``DataLoader`` for one. A batch is an array or tensor, or a dict, sequence or dataclass of
-            them. Its ``set_epoch`` and ``close`` are called where it has them.
+        make_loader: Makes a new loader for a number of workers: any iterable of batches, such as a PyTorch
+            ``DataLoader``. A batch is an array or tensor, or a dict, sequence or dataclass of them.
         num_workers: The counts to measure.
-        seconds: How long each of up to three measurements per count goes on; a batch that is begun is waited for.
-        consume: What the trainer does with a batch, or the seconds of one of its steps; then the batch is read and the
-            rest of the step slept, as on a device that computes by itself.
-        files: The data's files, to be dropped from and read into the page cache; those of the panel or the packed
-            objects that the loader holds, when None.
+        seconds: The length of each of up to three measurements per count.
+        consume: A function that trains on a batch, or the seconds of a step: the batch is read and the rest slept.
+        files: The data's files, dropped from and read into the page cache; None for those of the loader's panel or
+            packed objects.
 
     Raises:
         DataError: If the loader gives no batch.
@@ -93,19 +90,14 @@ def choose_mode(
 ) -> Choice:
     """Measure a loader in each mode beside its trainer, and choose the simplest one that keeps it from waiting.
 
-    Each is judged over a whole training: its start, a first epoch with the data out of the page cache, later ones from
-    the cache if there is room for the data, and from the disk if there is none. Chosen is the first of ``safe``,
-    ``preload`` and ``workers`` with which the trainer waits at most 2 % of its time, or else the one with which it
-    waits least; without a trainer, the first that reaches 95 % of the best rate.
+    A training is its start, a first epoch without the page cache, and later ones from the cache if the data fit, else
+    from the disk. The choice is the first of ``safe``, ``preload`` and ``workers`` with which the trainer waits at most
+    2 % of its time, else the one with which it waits least; without a trainer, the first with 95 % of the best rate.
 
     Args:
-        make_loader: Makes, for a number of workers, a new loader; see `measure_loader`.
+        make_loader, seconds, consume, files: See `measure_loader`. Without files, ``preload`` is refused.
         num_workers: The counts to try for ``workers``.
-        seconds: How long each measurement goes on.
-        consume: What the trainer does with a batch, or the seconds of one of its steps; see `measure_loader`.
         num_epochs: Epochs of the training.
-        files: The data's files; None for those of the panel or the packed objects that the loader holds. Without any,
-            nothing can be read in before, and the first epoch counts as the later ones.
         budget_bytes: What workers and data may take; None for no limit.
 
     Raises:
@@ -146,7 +138,7 @@ def choose_mode(
 
 
 def _read_seconds(files: Sequence[Path], most_seconds: float) -> float:
-    """What reading files into the page cache takes, from as much as is read in some seconds."""
+    """Return the seconds that reading files into the page cache takes, extrapolated."""
     drop_pages(files)
     before = cached_share(files) or 0.0
     began = time.perf_counter()
@@ -156,7 +148,7 @@ def _read_seconds(files: Sequence[Path], most_seconds: float) -> float:
 
 
 def _judged(name: Literal["safe", "preload", "workers"], report: LoaderReport, training: _Training) -> ModeReport:
-    """A mode over a whole training, from its measured paces."""
+    """Return a mode over a whole training, from its measured paces."""
     pace = report.trained or report.warm
     warm, computed = pace.wait_seconds / pace.num_batches, pace.compute_seconds / pace.num_batches
     cold = warm
@@ -229,7 +221,7 @@ def _pace(
     num_epochs: int | None = None,
     at_end: Callable[[], object] | None = None,
 ) -> tuple[Pace, float]:
-    """A measurement, and the seconds to its first batch; ``at_end`` is called while the workers live."""
+    """Return a measurement and the seconds to its first batch; call ``at_end`` while the workers live."""
     clock = time.perf_counter
     waited = computed = first = 0.0
     num_batches = num_samples = num_bytes = 0
@@ -260,7 +252,7 @@ def _pace(
 
 
 def _endless(loader: Iterable[Any], num_epochs: int | None) -> Generator[Any, None, None]:
-    """The batches of epoch after epoch."""
+    """Yield the batches of epoch after epoch."""
     for epoch in itertools.count(1) if num_epochs is None else range(1, num_epochs + 1):
         if (set_epoch := getattr(loader, "set_epoch", None)) is not None:
             set_epoch(epoch)
@@ -277,7 +269,7 @@ def _endless(loader: Iterable[Any], num_epochs: int | None) -> Generator[Any, No
 
 
 def _step_of(seconds: float) -> Callable[[Any], object]:
-    """A trainer whose step reads the batch and takes so long."""
+    """Return a step that reads the batch and takes so many seconds."""
 
     def step(batch: Any) -> None:
         end = time.perf_counter() + seconds
@@ -288,7 +280,7 @@ def _step_of(seconds: float) -> Callable[[Any], object]:
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """The arrays, tensors, texts and numbers of a batch."""
+    """Yield the arrays, tensors, texts and numbers of a batch."""
     if isinstance(batch, Mapping):
         parts: Iterable[Any] = batch.values()
     elif isinstance(batch, list | tuple | set):
@@ -303,15 +295,12 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 
 def size_of(batch: Any) -> tuple[int, int]:
-    """Samples and bytes of a batch."""
+    """Return the samples and bytes of a batch."""
     num_samples, num_bytes = 0, 0
     for leaf in leaves(batch):
         shape: Sequence[int] = getattr(leaf, "shape", ())
         num_samples = num_samples or (int(shape[0]) if len(shape) else 0)
-        if isinstance(leaf, str | bytes):
-            num_bytes += len(leaf)
-        else:
-            num_bytes += int(getattr(leaf, "nbytes", 0))
+        num_bytes += len(leaf) if isinstance(leaf, str | bytes) else int(getattr(leaf, "nbytes", 0))
     return num_samples or (len(batch) if hasattr(batch, "__len__") else 1), num_bytes
 
 
@@ -324,7 +313,7 @@ def _read(batch: Any) -> None:
 
 
 def _as_array(leaf: Any) -> np.ndarray[Any, Any] | None:
-    """An array, or a tensor on the CPU as the array of its bytes; None for all else."""
+    """Return an array, or the bytes of a tensor on the CPU; None for all else."""
     if isinstance(leaf, np.ndarray):
         return None if leaf.dtype.hasobject else leaf
     if (torch := sys.modules.get("torch")) is None or not isinstance(leaf, torch.Tensor):
@@ -336,13 +325,13 @@ def _as_array(leaf: Any) -> np.ndarray[Any, Any] | None:
 
 
 def files_of(loader: Any) -> list[Path]:
-    """The files of the panels and packed objects that a loader reads."""
+    """Return the files of the panels and packed objects that a loader reads."""
     folders = [path for path in mapped_in(loader) if isinstance(path, Path)]
     return sorted(file for folder in folders for kind in ("*.npy", "*.bin") for file in folder.glob(kind))
 
 
 def mapped_in(data: Any) -> dict[Any, int]:
-    """Folder and bytes of each panel and packed objects that a loader holds, to a depth of a few attributes."""
+    """Return folder and bytes of each panel and packed data set that a loader holds, a few attributes deep."""
     found: dict[Any, int] = {}
     todo = [(data, 0)]
     for one, depth in todo:
@@ -368,7 +357,7 @@ def _descendants() -> set[int]:
 
 
 def _memory_of_new(others: set[int]) -> tuple[int, int]:
-    """Non-reclaimable bytes and PSS of this process's descendants without the others."""
+    """Return the non-reclaimable bytes and PSS of this process's descendants without the others."""
     import psutil
 
     reader = ProcReader()

@@ -1,4 +1,4 @@
-"""Which examples make which batch: those of about one length together, drawn for each (seed, epoch)."""
+"""Choose the examples of each batch: those of about one length together, drawn for each (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Order:
             )
 
     def key(self) -> dict[str, Any]:
-        """What the order depends on, as plain values."""
+        """Return what the order depends on, as plain values."""
         is_sorted = self.max_tokens is not None or (self.seed is not None and self.bucket > 1)
         values = np.ascontiguousarray(self.widths, "<i8").tobytes() if is_sorted else b""
         numbers = [self.number, self.batch, self.max_tokens, self.seed, self.bucket]
@@ -49,7 +49,7 @@ class Order:
         return {"numbers": plain, "widths": blake2b(values, digest_size=16).hexdigest()}
 
     def batches(self, epoch: int) -> list[Array]:
-        """The indices of each batch."""
+        """Return the indices of each batch."""
         if self.seed is None:
             return self._cut(np.arange(self.number))
         generator = np.random.default_rng((self.seed, epoch))
@@ -65,7 +65,7 @@ class Order:
         return [parts[place] for place in generator.permutation(len(parts))]
 
     def _sorted(self, indices: Array) -> Array:
-        """From the longest to the shortest; those of one width as they come."""
+        """Sort from the longest to the shortest, stably."""
         assert self.widths is not None
         ordered: Array = indices[np.argsort(-self.widths[indices], kind="stable")]
         return ordered
@@ -85,7 +85,7 @@ class Order:
         return [order[start:end] for start, end in zip(starts, [*starts[1:], len(order)], strict=True)]
 
     def longest(self) -> Array:
-        """A batch of the most numbers: with ``batch`` alone, of the longest examples."""
+        """Return the batch of the most numbers."""
         assert self.widths is not None
         if self.max_tokens is None:
             return self._sorted(np.arange(self.number))[: self.batch]

@@ -1,4 +1,4 @@
-"""Lists of Python objects as mapped files: any number of processes read them, and none copies them."""
+"""Keep lists of Python objects in mapped files that many processes read and none copies."""
 
 from __future__ import annotations
 
@@ -36,26 +36,21 @@ _ALIGNMENT = 16
 
 
 def pack(objects: Iterable[Any], path: Path | str | None = None) -> PackedDataset:
-    """The objects, written once into a folder, as a data set that every process maps and none copies.
+    """Write objects into a folder, once, as a data set that every process maps and none copies.
 
-    Each worker that reads a list of Python objects copies it: reading an object changes its count of references, and
-    with it the page it lies on (PyTorch issue 13246). These are bytes in a file instead.
-
-    What can be packed: str, bytes, int, float, bool, None, NumPy arrays and scalars, tensors (which come back as
-    arrays), and lists, tuples, sets and dicts of all these; of each the type itself, no class derived from it. The
-    objects are taken one at a time, with a few MiB of them in memory. The folder is written aside, forced to disk and
-    renamed, so nobody ever sees a part of it; several processes that pack to one path do so one after another, and all
-    but the first are refused.
+    A forked worker that reads a list of Python objects copies it, because reading an object changes its reference count
+    (PyTorch issue 13246). These are bytes in a file instead. They may be str, bytes, int, float, bool, None, NumPy
+    arrays and scalars, tensors (which come back as arrays), and lists, tuples, sets and dicts of these; no derived
+    classes. They are taken one at a time. The folder appears whole or not at all.
 
     Args:
         objects: Any iterable of objects.
-        path: The folder to make; None makes one in ``tempfile.gettempdir()`` that is removed when the data set is no
-            longer used or this process ends, though not if it is killed. Where that is a tmpfs it takes memory.
+        path: The folder to make. None makes a temporary one, removed when the data set is no longer used or this
+            process ends (not if it is killed). A tmpfs takes memory.
 
     Raises:
-        DataError: If an object is of another kind (its number is named), if the folder is there already, or if the disk
-            is full, if ``objects`` is one text, bytes or mapping, or if the folder cannot be made. Nothing is left
-            behind.
+        DataError: If an object is of another kind (its number is named), the folder is there already or cannot be made,
+            the disk is full, or ``objects`` is one text, bytes or mapping. Nothing is left behind.
 
     Example:
         >>> data = pack({"text": text, "ids": np.arange(len(text))} for text in ("one", "three"))
@@ -85,9 +80,8 @@ def pack(objects: Iterable[Any], path: Path | str | None = None) -> PackedDatase
 class PackedDataset(Sequence[Any]):
     """Objects in mapped files, in place of a list: made by `pack` or `PackedDataset.open`.
 
-    An object is made anew each time it is asked for, equal to the one that was packed. Its arrays are not: they are
-    read-only views of the file map (``.copy()`` one that is to be written, or for torch, which warns of such). A slice
-    is a view too. A pickled data set is its path, so that each worker maps for itself, whatever the start method.
+    An object is made anew each time. Its arrays are read-only views of the file map: ``.copy()`` one to write into it.
+    A slice is a view too. A pickled data set is its path.
 
     Example:
         >>> import pickle
@@ -108,9 +102,8 @@ class PackedDataset(Sequence[Any]):
 
         Args:
             path: The folder.
-            verify: ``sizes`` checks the manifest against its own checksum, and the size of each file. ``sample`` also
-                checks 64 blocks of 1 MiB, which each call draws anew: all bytes of a data set of about 60 MiB. ``full``
-                checks every byte.
+            verify: ``sizes`` checks the manifest and the size of each file, ``sample`` also 64 random blocks of 1 MiB,
+                ``full`` every byte.
 
         Raises:
             DataError: If the folder holds no packed objects.

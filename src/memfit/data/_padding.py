@@ -1,4 +1,4 @@
-"""Texts as token ids, and examples of several lengths as rectangular arrays with masks. Loads no torch."""
+"""Turn texts into token ids, and examples of several lengths into rectangular arrays with masks; without torch."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ class Tokenized(Sequence[Any]):
         examples: A text or a mapping each, in anything with a length and an index; a `PackedDataset` is copied by no
             worker.
         tokenize: Makes ids of one text: a tokenizer of ``transformers``, ``encode`` of one of ``tokenizers`` or
-            ``sentencepiece``, or a function. What it returns is a sequence of ids, or has them as ``["input_ids"]`` or
-            ``ids``. It adds the special tokens and cuts what is too long, since it knows which to keep. To be used in
-            worker processes it is one that can be pickled.
-        fields: Which field of a mapping goes by which name: of a text its ids do, anything else as it is. The others
-            are left out. None for examples that are texts, which become ``input_ids``.
-        batched: ``tokenize`` takes a list of texts and returns the ids of each: a tokenizer of ``transformers``, or
-            ``encode_batch_fast`` of one of ``tokenizers``. Saves time by the call, and uses all cores where the
-            library does.
+            ``sentencepiece``, or a function. It returns a sequence of ids, or has them as ``["input_ids"]`` or ``ids``.
+            It adds the special tokens and cuts what is too long.
+        fields: The field's new name by its old one; others are left out. Texts become ids. None for examples that are
+            texts, which become ``input_ids``.
+        batched: ``tokenize`` takes a list of texts and returns the ids of each, as a tokenizer of ``transformers`` or
+            ``encode_batch_fast`` of one of ``tokenizers`` does.
 
     Example:
         >>> rows = [{"text": "to be", "label": 1, "source": "a play"}, {"text": "or not to be", "label": 0}]
@@ -106,7 +104,7 @@ class Tokenized(Sequence[Any]):
 
 @dataclass(frozen=True)
 class _Field:
-    """A field of a batch: the name, what a row is filled up with (None: it is one number each), and its type."""
+    """A field of a batch: its name, padding (None for single numbers), type and mask."""
 
     name: str
     pad: int | None
@@ -119,9 +117,8 @@ class Padding:
     """Makes rectangular arrays of examples of several lengths: ``padding(examples)``.
 
     An example is a mapping of sequences of ids and of single numbers, all examples the same names. The batch has
-    (examples, width) int64 for a sequence, and (examples,) int64 or float32 for a number. The width is that of the
-    longest sequence. It holds a mask beside ``input_ids``, ``attention_mask``, and beside ``decoder_input_ids``,
-    ``decoder_attention_mask``: 1 where there is a token, 0 where there is none; given ones are padded and kept.
+    (examples, width) int64 for a sequence, and (examples,) int64 or float32 for a number. ``attention_mask`` beside
+    ``input_ids`` and ``decoder_attention_mask`` beside ``decoder_input_ids`` are added: 1 for a token, 0 for padding.
     ``labels`` are padded with ``label_pad``, what ends in ``mask`` or ``type_ids`` with 0, all else with ``pad_id``.
 
     Attributes:
@@ -164,7 +161,7 @@ class Padding:
             )
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
-        """The batch of at least one example.
+        """Return the batch of at least one example.
 
         Raises:
             DataError: If an example's fields are not those of the first, or if one holds anything but numbers.
@@ -172,12 +169,12 @@ class Padding:
         return self.fill(self.fields_of(examples[0]), examples)
 
     def width(self, length: Any) -> Any:
-        """What a sequence, or each of an array of lengths, is filled up to by itself."""
+        """Return the width that a sequence, or each of an array of lengths, is padded to."""
         most = np.iinfo(np.int64).max // 2 if self.max_length is None else self.max_length
         return -(-np.minimum(np.maximum(length, 1), most) // self.multiple_of) * self.multiple_of
 
     def fields_of(self, example: Mapping[str, Any]) -> tuple[_Field, ...]:
-        """What each batch will hold, as an example shows it."""
+        """Return the fields of each batch, from one example."""
         if not isinstance(example, Mapping) or not example:
             raise DataError(
                 f"an example is {example!r:.80}.",
@@ -199,7 +196,7 @@ class Padding:
         return tuple(fields)
 
     def fill(self, fields: Sequence[_Field], examples: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
-        """The batch."""
+        """Return the batch."""
         columns = [self._column(field, examples) for field in fields]
         batch: dict[str, Array] = {}
         for field, column in zip(fields, columns, strict=True):
@@ -235,7 +232,7 @@ class Padding:
 
 
 def _checked(name: str, value: Any) -> Array:
-    """A number or a sequence of ids as an array."""
+    """Return a number or a sequence of ids as an array."""
     array = np.asarray(value)
     if array.size == 0 and array.ndim == 1:
         return array.astype(np.int64)

@@ -1,4 +1,4 @@
-"""The page cache of files: what share of them it holds, dropped and filled on purpose, for measurements."""
+"""Measure, drop and fill the page cache of files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _PIECE_BYTES = 8 << 20
 
 
 def drop_pages(files: Iterable[Path]) -> bool:
-    """Have the kernel drop files from its page cache; True where the kernel could be asked.
-
-    The kernel keeps pages that a process maps. This process's own maps are emptied first (they fill again when they
-    are touched); pages that others map stay. What share is left is told by `cached_share`.
+    """Have the kernel drop files from its page cache; return False off Linux. Pages that other processes map stay.
 
     Source: Linux mm/fadvise.c, POSIX_FADV_DONTNEED; madvise(2), MADV_DONTNEED on a shared file map.
     """
@@ -48,7 +45,7 @@ def _maps_of(paths: set[str], maps: str) -> list[tuple[int, int]]:
 
 
 def cached_share(files: Iterable[Path]) -> float | None:
-    """The share of the files' pages that the page cache holds, 0 to 1; None where there is no way to tell.
+    """Return the share of the files' pages in the page cache, 0 to 1; None if unknown.
 
     Source: mincore(2); since Linux 5.2 it tells the truth of files that the caller owns or may write.
     """
@@ -73,7 +70,7 @@ def cached_share(files: Iterable[Path]) -> float | None:
 
 
 def warm_pages(files: Iterable[Path], most_seconds: float) -> None:
-    """Read files through, so that the page cache holds them as far as they fit, for so many seconds at most."""
+    """Read files into the page cache, for so many seconds at most."""
     deadline = time.monotonic() + most_seconds
     buffer = bytearray(_PIECE_BYTES)
     for path in files:

@@ -28,11 +28,8 @@ Array = npt.NDArray[Any]
 class Panel:
     """A panel of numbers by date, asset and feature, built once and mapped read-only by any number of processes.
 
-    Every array is a view of a file map: it costs no private memory, processes share its pages, and writing into it
-    fails. Files are mapped when first used. A pickled panel is its path, so that each process maps for itself.
-
-    The folder holds plain ``.npy`` files, ``assets.json`` and ``manifest.json``; it is never changed after it was
-    renamed into place. Make one with `Panel.build`, `Panel.open`, or `append` for a later version.
+    Every array is a read-only view of a file map: processes share its pages, and it costs no private memory. A pickled
+    panel is its path. The folder never changes. Make one with `Panel.build`, `Panel.open` or `append`.
 
     Shapes:
         values: (num_dates, num_assets, num_features), the build's dtype; a missing value or row is NaN. bfloat16,
@@ -79,21 +76,15 @@ class Panel:
         parameters: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> Panel:
-        """The panel of a source, taken from the cache folder if it is there and built into it otherwise.
+        """Return the panel of a source from the cache folder; build it there if it is missing.
 
-        However many processes ask at once, exactly one builds (an advisory lock beside the panel, which the kernel
-        frees when its holder dies); the others wait and map what it built. It streams: a first pass collects dates
-        and assets, a second puts each row into its cell of a mapped file, with a few thousand rows in memory. The
-        folder is written aside, forced to disk and renamed, so nobody ever sees a part of it; what a killed builder
-        left is removed by the next one.
+        One process builds, under a lock; the others wait and map what it built. It streams the source twice, with a few
+        thousand rows in memory. The folder appears whole or not at all. The next builder removes what a killed
+        one left.
 
-        A panel is found by its fingerprint: the content of the source, the columns and their types, dtype,
-        parameters, and the version of this code. Of files the content is their bytes, so the same values encoded
-        anew are a miss; of a table it is the values of the columns used. Every byte of a panel that lies in the cache
-        is checked before it is used again. Old panels are left where they are.
-
-        On NFS the lock works where flock does (Linux maps it to the server's locks); Lustre needs the mount option
-        ``flock``.
+        The fingerprint covers the content of the source (the bytes of files, the values of a table), the columns and
+        their types, dtype, parameters, and the version of this code. Every byte of a panel in the cache is checked
+        before it is used again. On NFS the lock works where flock does; Lustre needs the mount option ``flock``.
 
         Args:
             source: A Parquet or Arrow IPC file, a folder of them, a list of them, or a table; rows in any order.
@@ -104,14 +95,12 @@ class Panel:
             targets: Columns of numbers, kept apart from the features.
             dtype: ``float32``, ``float64``, ``float16`` or ``bfloat16``.
             parameters: Whatever else the values depend on, as plain values; part of the fingerprint.
-            progress: Called by the process that builds with (rows done, rows in all) in the second pass; in a job of
-                a run these are its events when None.
+            progress: Called by the process that builds with (rows done, rows in all); None writes a job's events.
 
         Raises:
-            DataError: If a column is not there, has the wrong type or a value that cannot be held, if a date and
-                asset come twice, if there is too little room on disk (with the bytes needed and free), or if the
-                source changes meanwhile. Nothing is left behind.
-            DamagedError: If the panel lies there already and is not as it was written.
+            DataError: If a column is missing or has the wrong type or a value that cannot be held, a date and asset
+                come twice, the disk is too full, or the source changes meanwhile. Nothing is left behind.
+            DamagedError: If the panel is there already and is not as it was written.
         """
         # Imported here: who maps a panel needs no Arrow, and each of a loader's workers would pay for it.
         from memfit.data._build import PanelSpec, write_panel
@@ -128,14 +117,12 @@ class Panel:
 
     @classmethod
     def open(cls, path: Path | str, *, verify: Check = "sample") -> Panel:
-        """The panel in a folder.
+        """Return the panel in a folder.
 
         Args:
             path: The panel's folder.
-            verify: ``sizes`` checks the manifest, the size of each file, and the dates and assets. ``sample`` also
-                checks 64 blocks of 1 MiB, which each call draws anew: all bytes of a panel of about 60 MiB. ``full``
-                checks every byte, as the process that prepares a run does once. A pickled panel, as a worker gets
-                it, is opened with ``sizes``.
+            verify: ``sizes`` checks the manifest, file sizes, dates and assets, ``sample`` also 64 random blocks of
+                1 MiB, ``full`` every byte. A pickled panel is opened with ``sizes``.
 
         Raises:
             DataError: If the folder is no panel.
@@ -150,7 +137,7 @@ class Panel:
 
     @classmethod
     def newest(cls, path: Path | str) -> Panel:
-        """The panel in a folder, or the newest one in a cache folder.
+        """Return the panel in a folder, or the newest one in a cache folder.
 
         Raises:
             DataError: If there is none.
@@ -160,12 +147,10 @@ class Panel:
         return cls.open(newest(Path(path)))
 
     def append(self, source: SourceLike, *, progress: Progress | None = None) -> Panel:
-        """The version of this panel that goes on with a source's later dates, written beside it if it is not there.
+        """Return the version of this panel with a source's later dates, written beside it if it is missing.
 
-        This version stays as it is. The new one shares its bytes: the folder names the same files (hard links) and
-        has new ones for the new dates, which readers map behind the old ones as one array. At most 64 KiB of each
-        array are written twice. Where the file system has no hard links, the old files are copied. A shared file that
-        is damaged is damaged in each version.
+        This version stays as it is. The new folder shares its files (hard links; copies where there are none) and has
+        new files for the new dates. A shared file that is damaged is damaged in each version.
 
         Args:
             source: As for `build`, with the same columns and no new asset; only dates after the last.
@@ -191,9 +176,8 @@ class Panel:
     def export(self, file: Path | str, *, progress: Progress | None = None) -> int:
         """Write the rows that are present as one table for pandas, polars or R; returns their number.
 
-        Columns are the date, the asset, the features and the targets; a column of two roles comes once. Missing values
-        are null; float16 and bfloat16 become float32. Rows come by date. A few MiB are in memory at once; the file
-        appears whole or not at all.
+        Columns are the date, the asset, the features and the targets, each once; rows come by date. Missing values are
+        null; float16 and bfloat16 become float32. The file appears whole or not at all.
 
         Args:
             file: ``.parquet``; or ``.feather``, ``.arrow`` or ``.ipc`` (Arrow file, not compressed, so that it can be

@@ -1,4 +1,4 @@
-"""One iteration for all loaders: an epoch, a position in it that can be saved, and batches that threads make ahead."""
+"""Iterate over an epoch from a position that can be saved, with batches that threads make ahead."""
 
 from __future__ import annotations
 
@@ -145,11 +145,10 @@ class PositionedLoader(ABC, Generic[BatchT]):
 def made_ahead(
     task_of: Callable[[int], Callable[[], BatchT]], start: int, stop: int, num_threads: int
 ) -> Generator[BatchT, None, None]:
-    """Yield the results of numbered tasks in order; each thread makes one ahead of what is asked for.
+    """Yield the results of numbered tasks in order, or a task's error; each thread makes one ahead.
 
-    The calling thread makes the first one, and all while one of the last few took less than `_LEAST_SECONDS`. An error
-    of a task is raised where its result would come. No thread is waited for when the generator is closed: each ends
-    with the task that it has begun.
+    The calling thread makes the first one, and all while one of the last few took less than `_LEAST_SECONDS`. When the
+    generator is closed, each thread ends with the task that it has begun.
     """
     if num_threads == 0:
         yield from (task_of(number)() for number in range(start, stop))

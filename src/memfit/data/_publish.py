@@ -1,4 +1,4 @@
-"""A folder appears whole or not at all: one writer at a time, written aside, forced to disk, renamed."""
+"""Write a folder whole or not at all: one writer at a time, aside, forced to disk, renamed."""
 
 from __future__ import annotations
 
@@ -23,21 +23,18 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that may still be written there."""
+    """Return the bytes that may still be written there."""
     return shutil.disk_usage(directory).free
 
 
 def panel_lock(path: Path) -> FileLock:
-    """The lock of whoever writes or removes a folder."""
+    """Return the lock of whoever writes or removes a folder."""
     return FileLock(path.with_name(f".{path.name}.lock"))
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a folder that is written; after an error its file is gone too.
-
-    The file goes while its lock is held: who waited for it finds that it has no name any more, and takes a new one's.
-    """
+    """Hold the lock of a folder that is written; after an error remove the lock's file while it is held."""
     lock = panel_lock(path)
     try:  # where none can be made, FileLock may wait for it for good
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,13 +82,7 @@ def check_space(directory: Path, what: str, needed: int, free: int) -> None:
 
 @contextmanager
 def writing(path: Path, what: str, needed: int | None = None) -> Iterator[Path]:
-    """Give a folder to write into, under its lock: renamed into place at the end, gone after an error.
-
-    Args:
-        path: The folder to make.
-        what: What it holds, for the error of a full disk.
-        needed: Bytes that are written, if known.
-    """
+    """Give a folder to write into, under its lock; rename it into place at the end, remove it after an error."""
     aside = path.with_name(f".{path.name}.building")
     shutil.rmtree(aside, ignore_errors=True)  # of a writer that was killed: its lock is held here
     with naming_full_disk(what, needed, path.parent):
@@ -124,7 +115,7 @@ def naming_full_disk(what: str, needed: int | None, folder: Path) -> Iterator[No
 
 
 def progress_events() -> Progress:
-    """Progress for whoever watches the run: an event at most twice a second; nothing outside a run."""
+    """Return a progress function that writes an event at most twice a second; nothing outside a run."""
     due = 0.0
 
     def say(done: int, total: int) -> None:
@@ -137,7 +128,7 @@ def progress_events() -> Progress:
 
 
 def source_changed() -> DataError:
-    """The error for a source that is not what it was when its fingerprint was taken."""
+    """Return the error for a source that changed since its fingerprint was taken."""
     return DataError(
         "the source changed while the panel was built from it.",
         rule="the fingerprint was taken of the content before; nothing was left behind.",

@@ -1,9 +1,7 @@
-"""Arrays over several files: one stream of bytes, cut at whole pages, mapped side by side as one read-only array.
+"""Map an array that lies in several files as one read-only array.
 
-The stream of an array is its ``.npy`` file: a header, then the values. A later version of a panel has more dates, so
-its stream is the old one and more. The new bytes go into a file of their own that begins at the last cut before the end
-of the old ones, so that each file can be mapped at a page's border where the one before it ends: up to `CUT_BYTES` of
-the old version are written twice, all others are shared.
+Its stream is that of a ``.npy`` file. A later version's bytes go into a file that begins at the last multiple of
+`CUT_BYTES` before the end of the old ones, so that each file can be mapped at a page's border.
 """
 
 from __future__ import annotations
@@ -30,17 +28,17 @@ CUT_BYTES = 1 << 16
 
 
 def array_files(name: str, facts: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """The files of an array in order, each with the byte of the stream at which it begins."""
+    """Return the files of an array in order, each with the byte of the stream at which it begins."""
     return [(file, start) for file, start in facts.get("segments", [(f"{name}.npy", 0)])]
 
 
 def file_name(name: str, start: int) -> str:
-    """The name of the file that holds an array's stream from a byte on."""
+    """Return the name of the file that holds an array's stream from a byte on."""
     return f"{name}.npy" if start == 0 else f"{name}.{start}.bin"
 
 
 def header(dtype: str, shape: Sequence[int]) -> bytes:
-    """What stands before the values in a ``.npy`` file; its length does not depend on the first axis."""
+    """Return the header of a ``.npy`` file; its length does not depend on the first axis."""
     text = io.BytesIO()
     facts = {"descr": dtype, "fortran_order": False, "shape": tuple(shape)}
     np.lib.format.write_array_header_1_0(text, facts)
@@ -48,12 +46,12 @@ def header(dtype: str, shape: Sequence[int]) -> bytes:
 
 
 def num_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of an array's stream."""
+    """Return the bytes of an array's stream."""
     return len(header(dtype, shape)) + np.dtype(dtype).itemsize * math.prod(shape)
 
 
 def map_array(folder: Path, name: str, facts: Mapping[str, Any]) -> Array:
-    """A read-only array that is a view of the maps of its files (PROT_READ, shared)."""
+    """Return a read-only view of the maps of an array's files."""
     dtype, shape = np.dtype(facts["dtype"]), tuple(facts["shape"])
     files = array_files(name, facts)
     if len(files) == 1:

@@ -22,22 +22,20 @@ Array = npt.NDArray[Any]
 class SequenceLoader(PositionedLoader[dict[str, Array]]):
     """Padded batches of sequences: those of about one length together, in an order drawn for each (seed, epoch).
 
-    What batch k of an epoch holds depends on (examples, arguments, epoch, k) alone, whatever ``num_workers`` is. An
-    iteration is the rest of the present epoch; after its end the next one is the same epoch from its start, until
-    ``set_epoch`` names another. A batch is a dict of arrays, see `Padding`; one that is kept never changes.
+    Batch k of an epoch depends on (examples, arguments, epoch, k) alone. It is a dict of arrays, see `Padding`. An
+    iteration is the rest of the present epoch; the next one repeats that epoch until ``set_epoch`` names another.
 
     Args:
-        examples: Mappings of ids and numbers, in anything with a length and an index: a list, `Tokenized`, or a
-            `PackedDataset`, which is mapped. ``pack(Tokenized(...))`` tokenises once and for all epochs.
+        examples: Mappings of ids and numbers in a list, `Tokenized` or `PackedDataset`. ``pack(Tokenized(...))``
+            tokenises once for all epochs.
         padding: How a batch is filled up.
         batch: Examples in a batch; the last one holds what is left. With ``max_tokens`` the most.
-        max_tokens: No array of a batch has more numbers than this, filled up: memory stays the same for long and for
-            short examples. The number of batches is the same in each epoch.
+        max_tokens: No array of a batch has more numbers than this, padding included.
         shuffle: None keeps the order of the examples; a seed, a whole number, draws one for each (seed, epoch).
-        bucket: When shuffled with ``batch`` alone: so many batches' worth of examples are drawn and then sorted by
-            length; 1 for none. With ``max_tokens`` all are sorted, those of one width in random order.
-        lengths: Of each example the length of its longest sequence; None for the examples' own ``lengths``, or to read
-            all of them once where lengths are needed (``max_tokens``, ``bucket``).
+        bucket: Shuffled with ``batch`` alone, examples are sorted by length within this many batches; 1 does not sort.
+            With ``max_tokens`` all are sorted.
+        lengths: The length of each example's longest sequence. None takes ``examples.lengths``, or reads all examples
+            once if lengths are needed (``max_tokens``, ``bucket``).
         num_workers: Threads that make batches ahead, each one batch. 0 makes a batch when it is asked for.
 
     Raises:
@@ -68,7 +66,16 @@ class SequenceLoader(PositionedLoader[dict[str, Array]]):
         **gone: Any,
     ) -> None:
         check_workers("SequenceLoader", num_workers, gone)
-        _check(len(examples), (batch, max_tokens, bucket), shuffle)
+        check_counts(UsageError, 1, batch=batch, max_tokens=max_tokens, bucket=bucket)
+        check_counts(UsageError, 0, shuffle=shuffle)
+        if not len(examples):
+            raise DataError("there are no examples.", rule="an epoch has a batch.", remedy="pass some examples")
+        if batch is None and max_tokens is None:
+            raise UsageError(
+                "neither batch nor max_tokens is given.",
+                rule="one of them, or both, say how large a batch is.",
+                remedy="pass for example batch=32 or max_tokens=8192",
+            )
         self.examples, self.padding = examples, padding
         is_sorted = shuffle is not None and (batch is None or bucket > 1)
         widths = None
@@ -86,7 +93,7 @@ class SequenceLoader(PositionedLoader[dict[str, Array]]):
 
     @property
     def indices(self) -> list[Array]:
-        """Of each batch of the present epoch, which examples it holds, in their order."""
+        """The indices of the examples in each batch of the present epoch."""
         return list(self._plan)
 
     def _draw(self, epoch: int) -> None:
@@ -106,7 +113,7 @@ class SequenceLoader(PositionedLoader[dict[str, Array]]):
 
 
 def examples_at(examples: Any, indices: Array) -> list[Any]:
-    """The examples of one batch, all at once where they can be had so."""
+    """Return the examples of one batch, by one call of ``__getitems__`` if there is one."""
     if (several := getattr(examples, "__getitems__", None)) is not None:
         return list(several(indices.tolist()))
     return [examples[index] for index in indices.tolist()]
@@ -126,17 +133,3 @@ def _lengths_of(examples: Sequence[Any], lengths: Any) -> Array:
             remedy="give the length of each example's longest sequence, or leave lengths out",
         )
     return array
-
-
-def _check(number: int, counts: tuple[Any, ...], shuffle: Any) -> None:
-    if number == 0:
-        raise DataError("there are no examples.", rule="an epoch has a batch at least.", remedy="pass some examples")
-    batch, max_tokens, bucket = counts
-    check_counts(UsageError, 1, batch=batch, max_tokens=max_tokens, bucket=bucket)
-    check_counts(UsageError, 0, shuffle=shuffle)
-    if batch is None and max_tokens is None:
-        raise UsageError(
-            "neither batch nor max_tokens is given.",
-            rule="one of them, or both, say how large a batch is.",
-            remedy="pass for example batch=32 or max_tokens=8192",
-        )

@@ -1,4 +1,4 @@
-"""What a source's columns take on disk and will take in memory."""
+"""Measure what a source's columns take on disk and in memory."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ class ColumnSize:
 
 
 def column_sizes(source: SourceLike) -> list[ColumnSize]:
-    """What each column takes on disk and will take in memory, before anything is loaded.
+    """Return what each column takes on disk and in memory, before anything is loaded.
 
-    Numbers and dates of 32 bits and more in Parquet are predicted from the file's footer. Other columns are measured by
-    streaming them once, because a footer does not hold their decoded size.
+    Numbers and dates of 32 bits and more in Parquet come from the footer; other columns are streamed once.
 
     Args:
         source: As for `Panel.build`.
@@ -112,7 +111,7 @@ def _parquet_size(file: pq.ParquetFile, field: pa.Field) -> ColumnSize:
 
 
 def _batch_bytes(columns: Iterable[pa.Array]) -> int:
-    """Bytes of one row group's column: the rows of all its batches, but its dictionary once."""
+    """Return the bytes of one row group's column: the rows of all its batches, but its dictionary once."""
     rows, dictionary = 0, 0
     for column in columns:
         is_dictionary = pa.types.is_dictionary(column.type)

@@ -1,4 +1,4 @@
-"""The rows a panel is built from: Parquet and Arrow files and in-memory tables, read a few thousand rows at a time."""
+"""Read the rows of Parquet and Arrow files and in-memory tables, a few thousand at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Source:
 
     @classmethod
     def of(cls, source: SourceLike) -> Source:
-        """The source that a path, a folder (all its Parquet and Arrow files), a list of them or a table stands for."""
+        """Return the source of a path, a folder (all its Parquet and Arrow files), a list of them or a table."""
         if isinstance(source, pa.Table):
             return cls(table=source)
         named = [source] if isinstance(source, str | Path) else list(source)
@@ -56,7 +56,7 @@ class Source:
         return cls(paths=paths)
 
     def schemas(self) -> Iterator[tuple[str, pa.Schema]]:
-        """Each part's name and schema, from the files' headers alone."""
+        """Yield each part's name and schema, from the files' headers alone."""
         if self.table is not None:
             yield "the table", self.table.schema
         for path in self.paths:
@@ -65,7 +65,7 @@ class Source:
             yield str(path), schema
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The rows of the columns named, in the source's order, about 4 MiB decoded at once."""
+        """Yield the rows of some columns in the source's order, about 4 MiB decoded at once."""
         wanted = list(dict.fromkeys(columns))
         num_rows = int(np.clip(_DECODED_BYTES // (8 * len(wanted)), 1024, 65536))
         if self.table is not None:
@@ -78,16 +78,12 @@ class Source:
                         yield batch.slice(start, num_rows)
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """Inode, size and time of change of each file: the same before and after a read that saw one state."""
+        """Return inode, size and time of change of each file, to notice a change during a read."""
         facts = [path.stat() for path in self.paths]
         return tuple((fact.st_ino, fact.st_size, fact.st_mtime_ns) for fact in facts)
 
     def content_digest(self, *, date: str, asset: str, numbers: Sequence[str]) -> str:
-        """A hash of what the source holds.
-
-        Of files it is a hash of their bytes, whatever their names and order: a file that was encoded anew with equal
-        values has another one. Of a table it is a hash of the decoded values of the columns used, whatever its chunks.
-        """
+        """Return a hash of the bytes of files, in any order, or of the values of a table's columns, in any chunks."""
         if self.table is None:
             files = sorted(f"{path.stat().st_size}:{''.join(chunk_digests(path))}" for path in self.paths)
             return blake2b("\n".join(files).encode(), digest_size=32).hexdigest()
@@ -114,11 +110,8 @@ def _expand(path: Path) -> list[Path]:
     elif path.is_file():
         return [path]
     remedy = "name an existing file or folder"
-    if path.is_dir():
-        what = "holds no Parquet or Arrow file"
-    elif path.exists():
-        what = "is neither a file nor a folder"
-    else:
+    what = "holds no Parquet or Arrow file" if path.is_dir() else "is neither a file nor a folder"
+    if not path.exists():
         what = "is not there"
         if set("*?[") & set(str(path)):
             remedy += "; a pattern is expanded by the shell, where it is not in quotes and files match it"
@@ -146,10 +139,7 @@ def _is_parquet(path: Path) -> bool:
 
 @contextmanager
 def opened(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
-    """Give a Parquet file or a reader of a mapped Arrow IPC file, of which only some columns are decoded.
-
-    What pyarrow raises over a file becomes a DataError that names it; running out of memory stays what it is.
-    """
+    """Open a Parquet or a mapped Arrow IPC file for some columns; an error of pyarrow becomes a DataError."""
     try:
         if _is_parquet(path):
             # pyarrow's default keeps every byte read until the file is closed.
@@ -233,7 +223,7 @@ def match_columns(source: SourceLike, patterns: Sequence[str], *, taken: Sequenc
 
 
 def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[str]) -> dict[str, list[str]]:
-    """The Arrow types of the columns used, by column; a column may have several over several files."""
+    """Check the columns used; return the Arrow types of each over all files."""
     types: dict[str, set[str]] = {}
     for part, schema in source.schemas():
         for name in dict.fromkeys([date, asset, *numbers]):
@@ -262,7 +252,7 @@ def _check_type(part: str, name: str, kind: pa.DataType, fits: Callable[[pa.Data
 
 
 def _is(kind: pa.DataType, *names: str) -> bool:
-    """Whether a column's values, decoded if they are encoded, are of one of pyarrow.types' kinds."""
+    """Tell whether a column's decoded values are of one of pyarrow.types' kinds."""
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         kind = kind.value_type
     return any(getattr(pa.types, f"is_{name}")(kind) for name in names)
@@ -299,7 +289,7 @@ def _refuse_nulls(column: pa.Array, name: str) -> None:
 
 
 def decode_dates(column: pa.Array, name: str) -> npt.NDArray[np.datetime64]:
-    """A column's dates as ``datetime64[D]``; a timestamp with a time zone counts in that zone."""
+    """Return a column's dates as ``datetime64[D]``; a timestamp with a time zone counts in that zone."""
     column = _plain(column)
     _refuse_nulls(column, name)
     if _is(column.type, *_TEXT):
@@ -331,14 +321,14 @@ def decode_dates(column: pa.Array, name: str) -> npt.NDArray[np.datetime64]:
 
 
 def decode_assets(column: pa.Array, name: str) -> pa.Array:
-    """A column's asset codes as text (Arrow ``large_string``)."""
+    """Return a column's asset codes as text (Arrow ``large_string``)."""
     column = _plain(column)
     _refuse_nulls(column, name)
     return column.cast(pa.large_string())
 
 
 def decode_numbers(column: pa.Array) -> npt.NDArray[Any]:
-    """A column's numbers as floats, or as integers when none is missing; missing ones are NaN."""
+    """Return a column's numbers as floats with NaN for missing ones, or as integers when none is missing."""
     column = _plain(column)
     if pa.types.is_boolean(column.type) or pa.types.is_decimal(column.type):
         column = column.cast(pa.float64())

@@ -1,4 +1,4 @@
-"""What was measured of a loader, whether it holds the trainer up, and which way to run it is the simplest good one."""
+"""Judge a measured loader: whether the trainer waits for it, and the simplest good way to run it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ _AS_GOOD = 0.95
 
 @dataclass(frozen=True)
 class Pace:
-    """What a loader delivered in one measurement, counted from its first batch on.
+    """What a loader delivered in one measurement, after its first batch.
 
     Attributes:
-        num_batches: Batches after the first.
-        num_samples: Their samples: the length of the first array of each.
-        num_bytes: Their bytes: all arrays, texts and byte strings.
-        wait_seconds: Time in which a batch was waited for; without a consumer, reading its bytes included.
-        compute_seconds: Time in which the consumer had it; 0 without a consumer.
-        cached_share: The share of the data's pages in the page cache before the start; None where nobody can tell.
+        num_batches, num_samples, num_bytes: What it delivered; the first array of a batch gives its samples.
+        wait_seconds: Time waited for batches; without a consumer, reading their bytes included.
+        compute_seconds: Time in the consumer; 0 without one.
+        cached_share: The share of the data in the page cache before the start; None if unknown.
     """
 
     num_batches: int
@@ -51,14 +49,13 @@ class LoaderReport:
 
     Attributes:
         num_workers: The workers asked for.
-        start_seconds: From the making of the loader to its first batch, the data in the page cache.
+        start_seconds: To the first batch, the data in the page cache.
         warm: As fast as the loader goes, the data in the page cache.
-        cold: The same with the data dropped from the page cache, one epoch at most; None where there are no files to
-            drop, or a single batch is all there is.
+        cold: The same with the data dropped from the page cache, one epoch at most; None without files or with a
+            single batch.
         trained: The same beside the consumer, the data in the page cache; None without a consumer.
-        worker_private_bytes: Non-reclaimable bytes (anonymous and shared memory, swap) of all processes that the loader
-            started, a page that several map split between them; 0 without any.
-        worker_pss_bytes: Their proportional set size: pages of the data are counted once for all who map them.
+        worker_private_bytes: Non-reclaimable bytes of the processes that the loader started.
+        worker_pss_bytes: Their proportional set size.
     """
 
     num_workers: int
@@ -80,15 +77,15 @@ class ModeReport:
     """One way to run a loader, over a training of some epochs.
 
     Attributes:
-        name: ``safe``: batches are made when they are asked for. ``preload``: so too, and all data are read into the
-            page cache before the first, once for all processes. ``workers``: they are made ahead.
-        num_workers: By how many; 0 for the others.
+        name: ``safe`` makes a batch when it is asked for. ``preload`` also reads all data into the page cache first.
+            ``workers`` makes batches ahead.
+        num_workers: Workers; 0 for the other modes.
         start_seconds: To the first batch, the reading of the data included.
         samples_per_second: Over the whole training.
-        wait_share: The share of it that the trainer waits for data, 0 to 1; None where no trainer was measured.
-        private_bytes: What worker processes hold for themselves.
+        wait_share: The share of it that the trainer waits for data, 0 to 1; None without a trainer.
+        private_bytes: Private memory of the worker processes.
         data_bytes: What has to stay in the page cache.
-        refused: Why it cannot be chosen, with the arithmetic; empty if it can.
+        refused: Why it cannot be chosen; empty if it can.
     """
 
     name: Literal["safe", "preload", "workers"]
@@ -111,14 +108,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Choice:
-    """The way to run a loader, and the arithmetic that led to it: the rule, then a line for each way that was measured.
-
-    Attributes:
-        num_workers: Workers to take.
-        text: The arithmetic.
-        name: The mode, of `choose_mode`.
-        modes: All that it compared.
-    """
+    """The chosen number of workers; the text with a line for each way; of `choose_mode`, the mode and all modes."""
 
     num_workers: int
     text: str
@@ -127,9 +117,7 @@ class Choice:
 
 
 def verdict(report: LoaderReport, most_wait_share: float = MOST_WAIT_SHARE) -> Verdict:
-    """Whether the loader holds the trainer up: the time waited for data against the time computed.
-
-    A loader that is faster than the trainer is no bottleneck, however much faster it could be made.
+    """Say whether the trainer waits for its loader more than the share that is allowed.
 
     Example:
         >>> warm, trained = Pace(100, 3200, 0, 1.0), Pace(10, 320, 0, wait_seconds=0.001, compute_seconds=1.0)
@@ -154,7 +142,7 @@ def verdict(report: LoaderReport, most_wait_share: float = MOST_WAIT_SHARE) -> V
 def choose_num_workers(
     reports: Sequence[LoaderReport], most_wait_share: float = MOST_WAIT_SHARE, budget_bytes: int | None = None
 ) -> Choice:
-    """The fewest workers that keep the trainer from waiting, among those that fit the budget.
+    """Choose the fewest workers that keep the trainer from waiting, among those that fit the budget.
 
     If none does, the count with which it waits least. Without a trainer: the fewest that reach 95 % of the best rate.
 
@@ -211,7 +199,7 @@ def choose_num_workers(
 
 
 def too_large(nbytes: int, what: str, budget_bytes: float | None) -> str:
-    """Why something does not fit into a budget; empty if it does."""
+    """Return why something does not fit into a budget; empty if it does."""
     if budget_bytes is None or nbytes <= budget_bytes:
         return ""
     return f"{format_bytes(nbytes)} of {what}, more than the {format_bytes(int(budget_bytes))} that are left"
@@ -220,7 +208,7 @@ def too_large(nbytes: int, what: str, budget_bytes: float | None) -> str:
 def simplest(
     ways: Sequence[ModeReport], labels: Sequence[str], most_wait_share: float = MOST_WAIT_SHARE
 ) -> tuple[ModeReport, str]:
-    """The first way with which the trainer hardly waits, else the one with which it waits least; and the arithmetic."""
+    """Return the first way with which the trainer hardly waits, else the best one; and the figures as text."""
     fitting = [way for way in ways if not way.refused]
     shares = [way.wait_share for way in fitting if way.wait_share is not None]
     if len(shares) < len(fitting):

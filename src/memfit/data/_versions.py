@@ -1,4 +1,4 @@
-"""The versions of panels in a cache folder: which is the newest, which may go."""
+"""Order the versions of panels in a cache folder, and remove old ones."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class Version:
 def versions(directory: Path) -> list[Path]:
     """Return the folders of the panels in a cache folder, oldest first.
 
-    A version comes after the one that it was appended to, whatever their files' times: a copy changes those. So a
-    version is at most as new as each that goes on from it. Times order only panels that do not descend from each other.
+    A version comes after the one that it was appended to. Times order only unrelated panels: a copy changes them.
     """
     times = {file.parent.resolve(): file.stat().st_mtime_ns for file in directory.glob(f"[!.]*/{MANIFEST}")}
     parents = {path: _parent(path) for path in times}
@@ -59,7 +58,7 @@ def _parent(path: Path) -> Path | None:
 
 
 def newest(path: Path) -> Path:
-    """The panel's folder that a path stands for: itself, or the newest one in a cache folder."""
+    """Return the panel's folder at a path, or the newest one in it."""
     if (path / MANIFEST).exists():
         return path
     found = versions(path)
@@ -77,9 +76,8 @@ def prune(
 ) -> tuple[Version, ...]:
     """Remove the old panels of a cache folder, and what killed writers left there.
 
-    The newest ``keep`` stay, whatever they hold. So does one that a living process has mapped, as far as this user may
-    look (``/proc/<pid>/maps``), and one whose lock somebody holds. A process that has opened a panel and mapped none of
-    its files yet cannot be seen.
+    The newest ``keep`` stay. So does one whose lock is held, or that a process has mapped (``/proc/<pid>/maps``, as far
+    as this user may look).
 
     Args:
         directory: The cache folder.
@@ -126,7 +124,7 @@ def prune(
 
 
 def _remove(path: Path, inodes: Sequence[int], proc: Path, *, dry_run: bool) -> str:
-    """Remove a panel's folder; or why it has to stay."""
+    """Remove a panel's folder, or return why it has to stay."""
     try:
         with panel_lock(path).acquire(timeout=0):
             users = _users(path.name, inodes, proc)
@@ -144,7 +142,7 @@ def _remove(path: Path, inodes: Sequence[int], proc: Path, *, dry_run: bool) -> 
 
 
 def _users(folder: str, inodes: Sequence[int], proc: Path) -> list[int]:
-    """The processes that map one of these files by its name in a folder, as far as this user may look."""
+    """Return the processes that map one of these files by its name in a folder."""
     wanted = {str(inode) for inode in inodes}
     found = []
     for entry in proc.glob("[0-9]*") if proc.is_dir() else ():

@@ -190,11 +190,22 @@ def decide(
         >>> found.verdict, found.num_dates
         ('A better', 121)
     """
-    _check(metric, level, is_random=isinstance(days_b, str))
+    if not 0.5 <= level < 1:
+        raise UsageError(
+            f"the level is {level}.",
+            rule="a level is the share of intervals that hold the truth, at least 0.5 and less than 1.",
+            remedy="0.95 is usual; the test's alpha is 1 less the level",
+        )
+    constant = next((value for end, value in _RANDOM.items() if metric.endswith(end)), None)
+    if isinstance(days_b, str) and constant is None:
+        raise UsageError(
+            f"what random scores have for {metric} is not known beforehand.",
+            rule=f"it is known of metrics that end in {', '.join(_RANDOM)}.",
+            remedy="compare with the day table of a baseline, for example of shuffled scores",
+        )
     a = by_date(days_a, metric, "A")
     if isinstance(days_b, str):
-        constant = next(value for end, value in _RANDOM.items() if metric.endswith(end))
-        b = Series(a.dates, np.full(len(a.dates), constant), a.num_assets)
+        b = Series(a.dates, np.full(len(a.dates), constant, np.float64), a.num_assets)
     else:
         _refuse_unlike(description(days_a), description(days_b))
         b = by_date(days_b, metric, "B")
@@ -237,21 +248,6 @@ def decide(
         slow_error_factor=slow.error_factor,
         folds=folds,
     )
-
-
-def _check(metric: str, level: float, *, is_random: bool) -> None:
-    if not 0.5 <= level < 1:
-        raise UsageError(
-            f"the level is {level}.",
-            rule="a level is the share of intervals that hold the truth, at least 0.5 and less than 1.",
-            remedy="0.95 is usual; the test's alpha is 1 less the level",
-        )
-    if is_random and not metric.endswith(tuple(_RANDOM)):
-        raise UsageError(
-            f"what random scores have for {metric} is not known beforehand.",
-            rule=f"it is known of metrics that end in {', '.join(_RANDOM)}.",
-            remedy="compare with the day table of a baseline, for example of shuffled scores",
-        )
 
 
 def _pair(
