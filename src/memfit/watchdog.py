@@ -1,7 +1,6 @@
 """Why a process does nothing: its Python stacks, and what the kernel says that it waits for.
 
-A worker calls ``register_stack_dump`` as early as it can; from then on the process that started it can ask for its
-stacks, even if the worker hangs in C with the interpreter's lock held. Nothing but the standard library is needed.
+Needs the standard library only: a worker registers before it imports anything else.
 """
 
 from __future__ import annotations
@@ -14,27 +13,12 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal
 
-_PROC = Path("/proc")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 _dump_files: dict[str, IO[str]] = {}
-
-Start = Literal["fork", "forkserver", "spawn", "exec", ""]
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A Python call: file, line and function."""
-
-    file: str
-    line: str
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.function} ({'/'.join(self.file.split('/')[-3:])}:{self.line})"
 
 
 @dataclass(frozen=True)
@@ -43,13 +27,12 @@ class Stack:
 
     Attributes:
         pid: The process.
-        text: The stacks of all its Python threads as ``faulthandler`` writes them; empty if the process did not answer
-            or had registered nothing.
+        text: The stacks of all its Python threads as ``faulthandler`` writes them; empty if the process did not answer.
         state: The kernel's letter for its main thread (R runs, S sleeps, D waits for a device, T stopped, Z ended);
             empty if there is no such process, or no ``/proc``.
         wchan: The kernel function that its main thread sleeps in; empty if it runs or this is not shown.
-        num_threads: Threads of the process, those that Python does not know included.
-        start: How it came to be, as far as its command line tells.
+        num_threads: All threads of the process, not only Python's.
+        start: How it was started, by its command line.
     """
 
     pid: int
@@ -57,25 +40,24 @@ class Stack:
     state: str = ""
     wchan: str = ""
     num_threads: int = 0
-    start: Start = ""
+    start: Literal["fork", "forkserver", "spawn", "exec", ""] = ""
 
     @property
-    def frames(self) -> tuple[Frame, ...]:
-        """The calls of the main thread, the innermost first."""
+    def frames(self) -> tuple[str, ...]:
+        """The calls of the main thread, the innermost first, such as ``collect (x/polars/frame.py:7)``."""
         sections = re.split(r"\n(?=(?:Current thread|Thread) )", self.text.strip())
         chosen = next((section for section in sections if section.startswith("Current thread")), sections[-1])
-        found = (_FRAME.match(line) for line in chosen.splitlines())
-        return tuple(Frame(match["file"], match["line"], match["function"]) for match in found if match)
+        found = filter(None, map(_FRAME.match, chosen.splitlines()))
+        return tuple(f"{one['function']} ({'/'.join(one['file'].split('/')[-3:])}:{one['line']})" for one in found)
 
 
 def register_stack_dump(folder: Path | str) -> None:
-    """Let this process write the stacks of all its threads to ``<folder>/<pid>.stack`` whenever SIGUSR2 comes.
+    """Let this process write the stacks of all its threads to ``<folder>/<pid>.stack`` when it gets SIGUSR2.
 
-    Call it in the process that is to be watched. The file is opened at once, so it may be called before anything else
-    is imported. What SIGUSR2 did before in this process is replaced.
+    It answers even if it hangs in C and holds the interpreter's lock. It replaces what SIGUSR2 did before.
 
     Args:
-        folder: A folder that is there.
+        folder: An existing folder.
 
     Raises:
         OSError: If the file cannot be written.
@@ -85,7 +67,7 @@ def register_stack_dump(folder: Path | str) -> None:
         >>> folder = tempfile.mkdtemp()
         >>> register_stack_dump(folder)
         >>> stack = stacks_of([os.getpid()], folder)[os.getpid()]
-        >>> any(frame.function == "stacks_of" for frame in stack.frames)
+        >>> any(frame.startswith("stacks_of ") for frame in stack.frames)
         True
     """
     file = open(Path(folder, f"{os.getpid()}.stack"), "w")  # noqa: SIM115 - stays open as long as the process lives
@@ -97,16 +79,12 @@ def register_stack_dump(folder: Path | str) -> None:
 
 
 def stacks_of(pids: Iterable[int], folder: Path | str, *, wait_seconds: float = 2.0) -> dict[int, Stack]:
-    """What each process is doing now; those that registered are asked for their Python stacks.
+    """Return what each process is doing now, with the Python stacks of those that registered.
 
     Args:
         pids: Processes of this user.
-        folder: The one that the processes gave to ``register_stack_dump``.
-        wait_seconds: How long to wait for the answers of all of them together. A process that the kernel holds in a
-            device's queue, or that is stopped, never answers.
-
-    Returns:
-        A ``Stack`` for each pid.
+        folder: The folder that the processes gave to ``register_stack_dump``.
+        wait_seconds: How long to wait for all answers together. A stopped process, or one in state D, never answers.
     """
     asked: dict[int, tuple[Path, int]] = {}
     stacks = {pid: _kernel_view(pid) for pid in pids}
@@ -118,60 +96,51 @@ def stacks_of(pids: Iterable[int], folder: Path | str, *, wait_seconds: float = 
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR2)
     texts = _read_answers(asked, time.monotonic() + wait_seconds)
-    return {pid: Stack(**{**vars(stack), "text": texts.get(pid, "")}) for pid, stack in stacks.items()}
+    return {pid: replace(stack, text=texts.get(pid, "")) for pid, stack in stacks.items()}
 
 
 def _read_answers(asked: Mapping[int, tuple[Path, int]], deadline: float) -> dict[int, str]:
-    """What each has written since; an answer is whole when it ends in a line and stays as it is."""
+    """Return what each has written; an answer is whole when it ends in a line and no longer grows."""
     texts: dict[int, str] = dict.fromkeys(asked, "")
-    open_ones = set(asked)
-    while open_ones and time.monotonic() < deadline:
+    waiting = set(asked)
+    while waiting and time.monotonic() < deadline:
         time.sleep(0.02)
-        for pid in sorted(open_ones):
+        for pid in sorted(waiting):
             path, size = asked[pid]
             text = path.read_bytes()[size:].decode(errors="replace")
-            if text and text.endswith("\n") and text == texts[pid]:
-                open_ones.remove(pid)
+            if text.endswith("\n") and text == texts[pid]:
+                waiting.remove(pid)
             texts[pid] = text
     return texts
 
 
 def _kernel_view(pid: int) -> Stack:
-    """State, wait channel, threads and start of a process, before it is disturbed."""
-    status = _read(_PROC / str(pid) / "status")
+    status = _read(pid, "status")
     if not status:
         return Stack(pid)
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-    state = fields.get("State", "").strip()[:1]
-    wchan = _read(_PROC / str(pid) / "wchan").strip()
-    start = _start_of(pid, int(fields.get("PPid", "0")))
-    return Stack(pid, "", state, "" if wchan == "0" else wchan, int(fields.get("Threads", "0")), start)
-
-
-def _start_of(pid: int, parent: int) -> Start:
-    own, parents = (_read(_PROC / str(number) / "cmdline") for number in (pid, parent))
-    if "multiprocessing.forkserver" in own:
-        return "forkserver"
-    if "multiprocessing.spawn" in own:
-        return "spawn"
-    return "" if not own else "fork" if own == parents else "exec"
+    wchan = _read(pid, "wchan").strip().removeprefix("0")
+    own, parents = _read(pid, "cmdline"), _read(int(fields["PPid"]), "cmdline")
+    ways = {"multiprocessing.forkserver": "forkserver", "multiprocessing.spawn": "spawn"}
+    start = next((way for name, way in ways.items() if name in own), "fork" if own == parents else "exec")
+    num_threads = int(fields.get("Threads", "0"))
+    return Stack(pid, "", fields["State"].strip()[:1], wchan, num_threads, start if own else "")  # type: ignore[arg-type]
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal; assumed where there is no ``/proc``."""
-    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _read(_PROC / str(pid) / "status"), re.MULTILINE)
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _read(pid, "status"), re.MULTILINE)
     return match is None or bool(int(match[1], 16) >> (number - 1) & 1)
 
 
-def _read(path: Path) -> str:
+def _read(pid: int, name: str) -> str:
     try:
-        return path.read_text(errors="replace")
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
     except OSError:
         return ""
 
 
 def likely_cause(stacks: Mapping[int, Stack]) -> str:
-    """In one sentence, what holds most of these processes up, and where.
+    """Return in one sentence what holds most of these processes up, and where.
 
     Example:
         >>> text = 'Current thread 0x1 (most recent call first):\\n  File "/x/polars/frame.py", line 7 in collect\\n'
@@ -182,28 +151,28 @@ def likely_cause(stacks: Mapping[int, Stack]) -> str:
         return "no process was found."
     causes = {pid: _cause_of(stack) for pid, stack in stacks.items()}
     cause, count = Counter(causes.values()).most_common(1)[0]
-    places = Counter(str(stack.frames[0]) for pid, stack in stacks.items() if causes[pid] == cause and stack.frames)
+    places = Counter(stack.frames[0] for pid, stack in stacks.items() if causes[pid] == cause and stack.frames)
     place = f" It is in {places.most_common(1)[0][0]}." if places else ""
     return f"{count} of {len(stacks)}: {cause}.{place}"
 
 
+_STATES = {
+    "": "has ended",
+    "Z": "has ended",
+    "T": "is stopped by a signal (SIGSTOP, Ctrl-Z)",
+    "t": "is stopped by a debugger",
+}
 _DISK_WAITS = ("folio_wait", "wait_on_page", "io_schedule", "filemap", "rpc_wait", "nfs", "fuse", "blk_", "jbd2")
 _PIPE_WAITS = ("pipe_read", "unix_stream", "sk_wait", "poll_schedule", "ep_poll", "do_select", "anon_pipe_read")
 
 
 def _cause_of(stack: Stack) -> str:
     frames, wchan = stack.frames, stack.wchan
-    by_state = {
-        "": "has ended",
-        "Z": "has ended",
-        "T": "is stopped by a signal (SIGSTOP, Ctrl-Z)",
-        "t": "is stopped by a debugger",
-    }
-    if stack.state in by_state and (stack.state or not stack.text):
-        return by_state[stack.state]
+    if stack.state in _STATES and (stack.state or not stack.text):
+        return _STATES[stack.state]
     if stack.state == "D" or wchan.startswith(_DISK_WAITS):
         return f"waits for a disk or a network file system ({wchan or 'state D'})"
-    importing = any("importlib._bootstrap" in frame.file for frame in frames)
+    importing = any("importlib._bootstrap" in frame for frame in frames)
     if "futex" in wchan and stack.start == "fork" and stack.num_threads == 1:
         return (
             "waits for a lock that no thread is left to free: it was forked, fork copies locks but not the threads "
@@ -218,5 +187,5 @@ def _cause_of(stack: Stack) -> str:
     if wchan.startswith(_PIPE_WAITS):
         return f"waits for data of another process or the network ({wchan})"
     if not frames:
-        return f"has not come to its first line of Python yet (state {stack.state}{', ' + wchan if wchan else ''})"
+        return f"has not reached its first line of Python (state {stack.state}{', ' + wchan if wchan else ''})"
     return "computes" if stack.state == "R" else f"sleeps in the kernel ({wchan or 'state ' + stack.state})"
