@@ -521,9 +521,10 @@ def current_run() -> tuple[RunDir, str] | None:
 
 
 def record(kind: str, **fields: Any) -> None:
-    """Append an event of this job's to the run directory; does nothing outside a run.
+    """Append an event of this job to the run directory; do nothing outside a run.
 
-    An event that cannot be written, on a full disk for example, is lost and said so once: it never fails the job.
+    The live view shows the field ``text`` behind the job's name. A full disk loses events, says so once, and never
+    fails the job.
     """
     current = current_run()
     if current is None:
@@ -535,6 +536,8 @@ def record(kind: str, **fields: Any) -> None:
                 writer.close()
             _Current.writer = None
             writer = _Current.writer = EventWriter(events_dir, job_id)
+        if "text" in fields:
+            fields["text"] = f"{job_id} {fields['text']}"
         writer.write(kind, **fields)
     except OSError as error:
         if not _Current.said:

@@ -43,7 +43,7 @@ def run_command(*settings, env=None):
     result = run_commands([sys.executable, "-c", AT_START], settings=resolved)
     run_dir = RunDir(result.path)
     seen = json.loads((run_dir.job_dir("cmd_0001") / "out.log").read_text())
-    told = [event["why"] for event in run_dir.events() if event["kind"] == "plan" and "allocator" in event["why"]]
+    told = [event["text"] for event in run_dir.events() if event["kind"] == "plan" and "allocator" in event["text"]]
     return seen, run_dir, told
 
 

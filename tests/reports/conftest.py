@@ -108,9 +108,9 @@ def finished(made):
     made.stage(9, "judge", "waiting")
     made.job("prepare", at=2, seconds=7)
     made.admit(10, "fold_1", 1, None)
-    made.event(1000, "epoch", "fold_1", "host-2-2", epoch=1, num_epochs=2, train_loss=2.93071, num_steps=12)
+    made.event(1000, "epoch", "fold_1", "host-2-2", epoch=1, num_epochs=2, text="fold_1 epoch 1/2  train_loss 2.9307")
     made.event(1001, "footprint", job="fold_1", reservation_bytes=300 * MIB)
-    made.event(1002, "plan", why="2 of 3 at once (no more fit)", num_parallel=2)
+    made.event(1002, "plan", text="2 of 3 at once (no more fit)", num_parallel=2)
     made.admit(1003, "fold_2", 2, limit_bytes=8 * GIB, used_bytes=GIB, pss_bytes=512 * MIB)
     wait = {"reason": "it needs 300.0 MiB", "arithmetic": "1.0 MiB may be lent", "on": "memory"}
     made.event(1004, "wait", "fold_3", num_running=2, **wait, text="fold_3 waits: it needs 300.0 MiB")

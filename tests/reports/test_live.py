@@ -5,8 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from memfit.reports import LiveRun, RunView
-from memfit.reports._live import Room, describe, read_pressure, read_room, render
+from memfit.reports import LiveRun, Room, RunView, describe, read_room, render
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -14,7 +13,7 @@ LINES = """\
 2026-11-21 09:00:02  prepare starts (1 running)
 2026-11-21 09:00:09  prepare completed
 2026-11-21 09:00:10  fold_1 starts (1 running)
-2026-11-21 09:16:40  fold_1 epoch 1/2  train_loss 2.9307  num_steps 12
+2026-11-21 09:16:40  fold_1 epoch 1/2  train_loss 2.9307
 2026-11-21 09:16:42  2 of 3 at once (no more fit)
 2026-11-21 09:16:43  fold_2 starts (2 running)
 2026-11-21 09:16:44  fold_3 waits: it needs 300.0 MiB
@@ -45,10 +44,10 @@ class Shown:
         return self.file.getvalue().splitlines()
 
 
-def table_lines(view, width, room=None, pressure=None):
+def table_lines(view, width, room=None):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, record=True)
     room = room or Room(64 * GIB, 14 * GIB, "MemAvailable")
-    console.print(render(view, room, width, pressure))
+    console.print(render(view, room, width))
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
@@ -84,10 +83,10 @@ def test_each_event_is_one_stamped_line_where_there_is_no_terminal(finished):
 def test_what_an_earlier_command_did_is_not_shown_again(finished):
     shown = Shown()
     tick = shown.live.show(finished.run)
-    finished.event(8000, "resume", "fold_2", epoch=3, path="x")
+    finished.event(8000, "resume", "fold_2", epoch=3, path="x", text="fold_2 continues after epoch 3")
     tick()
     shown.live.close()
-    assert shown.lines[1:] == ["2026-11-21 11:13:20  fold_2 goes on after epoch 3"]
+    assert shown.lines[1:] == ["2026-11-21 11:13:20  fold_2 continues after epoch 3"]
 
 
 def test_what_happens_after_the_last_tick_is_shown_at_the_end(made):
@@ -105,12 +104,12 @@ def test_a_line_that_is_still_being_written_waits_for_its_rest(made):
     shown = Shown()
     tick = shown.live.show(made.run)
     path = made.path / "events" / "host-1-1.jsonl"
-    path.write_text('{"time":1795248000.0,"job":null,"kind":"plan","wh')
+    path.write_text('{"time":1795248000.0,"job":null,"kind":"plan","te')
     tick()
     shown.live._print_new_lines()
     assert len(shown.lines) == 1
     with open(path, "a") as lines:
-        lines.write('y":"3 of 3 at once"}\n')
+        lines.write('xt":"3 of 3 at once"}\n')
     shown.live.close()
     assert shown.lines[1:] == ["2026-11-21 09:00:00  3 of 3 at once"]
 
@@ -121,13 +120,13 @@ def test_a_line_that_is_still_being_written_waits_for_its_rest(made):
         {"kind": "epoch", "job": "fold_1", "epoch": 3},
         {"kind": "epoch", "job": "fold_1", "epoch": "three", "num_epochs": 4},
         {"kind": "step", "job": "fold_1"},
-        {"kind": "oom", "job": "fold_1"},
+        {"kind": "oom", "job": "fold_1", "text": 7},
         {"kind": "microbatch", "job": "fold_1", "size": 4},
         {"kind": "run", "job": "fold_1", "state": "started"},
         {"kind": "end", "job": "fold_1"},
         {"kind": "admit", "job": "fold_1", "num_running": None, "why": "", "reservation_bytes": 1},
         {"kind": 7},
-        {"kind": "plan", "why": "x", "time": "noon"},
+        {"kind": "plan", "text": "x", "time": "noon"},
         {"kind": "budget", "job": None, "binding": 3, "limits": []},
     ],
     ids=lambda fields: "-".join(map(str, fields.values()))[:30],
@@ -138,7 +137,7 @@ def test_what_a_job_records_under_a_known_name_cannot_make_its_readers_fail(made
     made.job("fold_1", "running", name="status.json")
     made.event(1, **({"time": made.start} | fields) if "time" not in fields else {"kind": "none"})
     if "time" in fields:
-        (made.path / "events" / "host-9-9.jsonl").write_text('{"time":"noon","job":null,"kind":"plan","why":"x"}\n')
+        (made.path / "events" / "host-9-9.jsonl").write_text('{"time":"noon","job":null,"kind":"plan","text":"x"}\n')
     shown.live.close()
     assert len(shown.lines) == 1
     view = RunView(made.run, now=lambda: made.start + 5)
@@ -271,23 +270,6 @@ def test_a_reservation_that_grows_by_little_has_no_line(made, kind):
     assert describe(grown | {"to_bytes": 2 * GIB}, view_of(made)) == ""
 
 
-def test_what_a_training_survived_is_told_in_lines(commands):
-    place = {"job": "cmd_0003", "phase": "forward", "epoch": 2, "step": 7}
-    tell = {
-        "oom": {"memory": "device", "microbatch_size": 8, "error": "CUDA out of memory.", **place},
-        "microbatch": {"job": "cmd_0003", "size": 4, "previous_size": 8, "count": 8},
-        "skip": {"job": "cmd_0003", "reason": "the loss is nan", "num_skipped": 1, "num_batches": 90},
-        "inexact": {"job": "cmd_0003", "reason": "bn1 is a BatchNorm"},
-    }
-    view = RunView(commands(3).run)
-    assert [describe({"time": 0.0, "kind": kind, **fields}, view) for kind, fields in tell.items()] == [
-        "cmd_0003 is out of device memory in phase forward, epoch 2, step 7, microbatch size 8: CUDA out of memory.",
-        "cmd_0003 changes its microbatch size: 8 -> 4 (batch of 8)",
-        "cmd_0003 skips a batch, number 1 of 90: the loss is nan",
-        "cmd_0003 trains inexactly, as allowed: bn1 is a BatchNorm",
-    ]
-
-
 def test_a_commands_start_and_end_name_its_parameters(commands):
     made = commands(2)
     made.admit(0, "cmd_0002", 1)
@@ -304,12 +286,11 @@ def test_a_stalled_job_and_a_guessed_phase_are_told_as_such(commands):
     made.job("cmd_0001", "running", name="status.json", phase="train", phase_source="marks")
     made.job("cmd_0002", "running", name="status.json", phase="checkpoint", phase_source="log")
     made.job("cmd_0003", "running", name="status.json", phase="train", phase_source="shape", stalled=True)
-    lines = table_lines(view_of(made, 5), 80, pressure=1.25)
+    lines = table_lines(view_of(made, 5), 80)
     assert [line.split()[3] for line in lines[1:4]] == ["train", "checkpoint", "stalled"]
     assert "checkpoint ~log" in lines[2] and "~" not in lines[1]
     assert lines[0].split() == ["job", "phase", "memory", "peak", "reserved", "time", "ETA"]
     assert lines[4] == "running 3; 1 waiting for memory"
-    assert lines[7] == "memory pressure 1.2 % of the last ten seconds"
     assert max(map(len, lines)) <= 80
 
 
@@ -342,15 +323,6 @@ def test_the_bar_shows_others_jobs_reserved_and_free_as_shares_of_the_limit(comm
     assert bar == f"[{'o' * 10}{'#' * 10}{'=' * 10}{'.' * 10}] # jobs = reserved o others . free"
     full = table_lines(view_of(made), 80, Room(GIB, 3 * GIB, "cap"))[-2]
     assert full.partition("]")[0] == "[" + "o" * 40
-
-
-def test_pressure_is_read_where_the_kernel_tells_it(tmp_path):
-    (tmp_path / "proc/pressure").mkdir(parents=True)
-    (tmp_path / "proc/pressure/memory").write_text("some avg10=1.53 avg60=0.87 avg300=0.29 total=18209\nfull avg10=0\n")
-    assert read_pressure(tmp_path) == 1.53
-    (tmp_path / "proc/pressure/memory").write_text("")
-    assert read_pressure(tmp_path) is None
-    assert read_pressure(tmp_path / "nowhere") is None
 
 
 def test_a_cause_of_several_lines_is_shown_in_one(made):

@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 
 from memfit.jobs import JobStatus
-from memfit.reports import JobRow
-from memfit.reports._summary import count_kills, explain_record, forecast_error
+from memfit.reports import JobRow, count_kills, explain_record, forecast_error
 from memfit.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +23,9 @@ def test_kills_are_counted_over_the_experiments_runs_that_ended(tmp_path):
     (runs[2].path / "outcome.json").write_text("torn")
     found = count_kills(runs[3])
     assert (found["num_killed"], found["num_jobs"], found["num_runs"]) == (1, 5, 2)
-    assert explain_record(runs[3], []) == [("record", "1 of 5 jobs in 2 runs of this experiment ended out of memory")]
+    assert explain_record(runs[3], []) == [
+        ("OOM kills", "1 of 5 jobs in 2 runs of this experiment ended out of memory")
+    ]
 
 
 def test_a_record_without_a_kill_is_in_the_json_form_alone(tmp_path):

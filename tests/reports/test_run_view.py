@@ -3,8 +3,7 @@
 import pytest
 
 from memfit.errors import DamagedError
-from memfit.reports import RunView
-from memfit.reports._run_view import summarize_metrics
+from memfit.reports import RunView, summarize_metrics
 
 MIB = 1 << 20
 

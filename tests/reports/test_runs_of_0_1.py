@@ -42,7 +42,7 @@ def test_folds_are_shown_as_jobs_with_what_they_returned(recorded):
     ]  # fmt: skip
     assert found["jobs"][1]["result"] == {"rank_ic": pytest.approx(0.0530, abs=1e-4)}
     assert found["stages"][1]["metrics"]["rank_ic"]["n"] == 4
-    assert "238.6 MiB private at its peak, in phase checkpoint (measured on fold_1); 121.7 MiB of mapped files" in text
+    assert "peak 238.6 MiB in phase checkpoint (measured on fold_1); 121.7 MiB shared by all jobs" in text
     assert "mean of 4" in text and "0.0138" in text
 
 

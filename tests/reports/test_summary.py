@@ -7,16 +7,14 @@ import pytest
 from rich.console import Console
 
 from memfit.memory import Footprint, PhasePeak
-from memfit.reports import RunView, print_summary, summarize
-from memfit.reports._numbers import format_column, format_number
+from memfit.reports import RunView, format_column, format_number, print_summary, summarize
 from memfit.rundir import write_json
 
 GIB, MIB = 1 << 30, 1 << 20
 
 WIDE = """
-budget    7.00 GiB free of 8.00 GiB, set by memory.max (cgroup v2 /job); 1.00 GiB of it is never lent
-promise   none
-one job   270.0 MiB private at its peak, in phase train (measured on fold_1); 140.0 MiB of mapped files beside it
+budget    7.00 GiB free of 8.00 GiB (memory.max); 1.00 GiB is kept free
+one job   peak 270.0 MiB in phase train (measured on fold_1); 140.0 MiB shared by all jobs
 at once   2 of 3 at once (no more fit). 2 ran at once
 
 prepare   completed
@@ -37,11 +35,9 @@ fold_2 out_of_memory: killed by the kernel for memory in phase train
 
 jobs      completed 3, out_of_memory 1, skipped 1
 Total:    1h 59m 00s wall clock, 2 at once
-bound by  1.4 at once on average, 35 % of the time others waited for memory, the host's cores were 41 % busy, 3 % idle for a disk
-forecast  reservations were 3 % above the peaks (median of 1 job); too small: 0
 run       runs/demo/run_20261121_090000_0123abcd (failed)
             checkpoints
-            jobs (out.log and err.log of each, its memory)
+            jobs (the logs and the memory of each)
 """
 
 NARROW = """
@@ -61,14 +57,24 @@ sd of 2    0.0619        0.7      0.0090
 """
 
 
-def printed(run, width):
+def printed(run, width, verbose=False):
     console = Console(file=io.StringIO(), width=width)
-    print_summary(run, console)
+    print_summary(run, console, verbose=verbose)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
 def test_the_summary_of_a_wide_console_is_this(finished):
     assert printed(finished.run, 120) == WIDE
+
+
+def test_verbose_adds_what_enforces_the_limit_what_jobs_waited_for_and_how_exact_the_forecasts_were(finished):
+    added = [line for line in printed(finished.run, 120, verbose=True).splitlines() if line not in WIDE.splitlines()]
+    assert added == [
+        "limit     set by cgroup v2 /job; none",
+        "waits     1.4 at once on average, 35 % of the time others waited for memory, the host's cores were 41 % busy, "
+        "3 % idle for a disk",
+        "forecast  reservations were 3 % above the peaks (median of 1 job); too small: 0",
+    ]
 
 
 def test_at_80_columns_the_table_goes_on_in_a_second_one_and_no_name_is_cut(finished):
@@ -191,7 +197,7 @@ def test_a_run_in_mid_run_is_summed_up(made):
 
 def test_an_empty_run_directory_is_summed_up(made):
     assert summarize(made.run)["jobs"] == []
-    assert printed(made.run, 80).splitlines()[-1].strip() == "jobs (out.log and err.log of each, its memory)"
+    assert printed(made.run, 80).splitlines()[-1].strip() == "jobs (the logs and the memory of each)"
 
 
 @pytest.fixture
@@ -227,11 +233,10 @@ cmd_0002 fold=2 lr=1e-3 failed: exit code 7 in phase train
   log: runs/demo/run_20261121_090000_0123abcd/jobs/cmd_0002/out.log
 
 jobs      completed 3, waiting 1, failed 1
-restarts  memfit started jobs again 1 time
+restarts  memfit restarted jobs 1 time
 Total:    1m 45s wall clock, 2 at once
-forecast  reservations were 11 % above the peaks (median of 3 jobs); too small: 0
 run       runs/demo/run_20261121_090000_0123abcd (failed)
-            jobs (out.log and err.log of each, its memory)
+            jobs (the logs and the memory of each)
 """
 
 
@@ -248,7 +253,7 @@ def test_what_bounds_a_run_is_left_out_where_it_is_not_known(commands, cpu):
         made.end(50, f"cmd_000{number}")
         made.job(f"cmd_000{number}", at=number, seconds=49)
     made.event(60, "run", state="completed", cpu=cpu)
-    assert "bound by" not in printed(made.run, 120)
+    assert "waits" not in printed(made.run, 120, verbose=True)
     assert summarize(made.run)["host_cpu"] == {}
 
 

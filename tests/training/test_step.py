@@ -794,6 +794,10 @@ def test_what_happened_is_told_and_written_into_the_run_directory(tmp_path, monk
     events = [event for event in run.events() if event["kind"] != "phase"]
     assert [event["kind"] for event in events] == ["oom", "microbatch", "oom", "oom", "skip", "inexact"]
     oom, size, *_, skip, inexact = events
+    assert oom["text"].startswith("fold_1 is out of host memory in phase forward, epoch 1, step 4, microbatch size 8: ")
+    assert size["text"] == "fold_1 changes its microbatch size: 8 -> 4 (batch of 8)"
+    assert skip["text"].startswith("fold_1 skips a batch, number 1 of ")
+    assert inexact["text"].startswith("fold_1 trains inexactly, as allowed: ")
     assert (oom["memory"], oom["phase"], oom["microbatch_size"], oom["step"]) == ("host", "forward", 8, 4)
     assert (size["size"], size["previous_size"], size["count"]) == (4, 8, 8)
     assert skip["num_skipped"] == 1 and "does not fit" in skip["reason"]

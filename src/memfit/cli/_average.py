@@ -1,4 +1,4 @@
-"""``memfit average``: one model from several checkpoints of one training."""
+"""``memfit average``: average checkpoints of one training."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def average(
         bool, typer.Option("--allow-unrelated", help="Average files of different trainings, or that do not say which.")
     ] = False,
 ) -> None:
-    """Average the weights of checkpoints of one training into one checkpoint.
+    """Average the weights of several checkpoints of one training.
 
-    memfit average --param fold=1..5 'fold_{fold}/ema_epoch_*.pt' --output 'blended_fold{fold}.pt'
+    \b
+    memfit average 'ema_epoch_*.pt' --output blended.pt
+    memfit average --param fold=1..5 'fold_{fold}/ema_*.pt' --output 'blended_fold{fold}.pt'
 
-    Names, shapes and types must agree in all files, and the files must be of one training: late snapshots average well,
-    while the weights of two trainings, two folds for example, have no mean that is a good model. The output lists its
-    sources. Compare it on validation with the last weights before you use it.
+    Names, shapes and types must agree in all files. Checkpoints of different trainings are refused: their mean is not
+    a good model. Compare the result with the last checkpoint on validation data.
 
     Exit codes: 0 done, 2 bad input.
     """

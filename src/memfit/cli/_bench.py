@@ -1,4 +1,4 @@
-"""``memfit bench loader``: how fast a workload's loader is beside its trainer, and how many workers are enough."""
+"""``memfit bench loader``: how fast a workload's loader is, and how many workers are enough."""
 
 from __future__ import annotations
 
@@ -34,15 +34,19 @@ def _bench() -> None:
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of this verb: what is measured, and how."""
+    """The flags of this verb."""
 
-    num_workers: Annotated[str, Option(help="The counts of workers to measure.", metavar="N,N,...")] = "0,1,2,4"
-    seconds: Annotated[float, Option(help="How long each measurement goes on.")] = 5.0
-    step_ms: Annotated[float | None, Option(help="Milliseconds of a training step on a device of its own.")] = None
+    num_workers: Annotated[str, Option(help="Numbers of workers to measure.", metavar="N,N,...")] = "0,1,2,4"
+    seconds: Annotated[float, Option(help="Seconds of each measurement.")] = 5.0
+    step_ms: Annotated[float | None, Option(help="Milliseconds of a training step on a GPU.")] = None
     with_model: Annotated[bool, Option("--with-model", help="Train the workload's model on the batches.")] = False
-    limit: Annotated[str | None, Option(help="What workers may take; without it what is free.", metavar="SIZE")] = None
-    modes: Annotated[bool, Option("--modes", help="Compare modes: safe, preload, workers, and choose one.")] = False
-    epochs: Annotated[int, Option(help="With --modes: the epochs of the training they are compared over.")] = 10
+    limit: Annotated[
+        str | None, Option(help="Memory that workers may use; by default what is free.", metavar="SIZE")
+    ] = None
+    modes: Annotated[bool, Option("--modes", help="Compare the modes safe, preload and workers, and choose one.")] = (
+        False
+    )
+    epochs: Annotated[int, Option(help="With --modes: epochs of the training.")] = 10
     set_: Set = None
     as_json: AsJson = False
 
@@ -52,17 +56,17 @@ class Flags:
 def loader(
     config: Annotated[Path, typer.Argument(help="A config, a YAML file.", show_default=False)], *, flags: Flags
 ) -> None:
-    """Measure the loader of CONFIG's workload for each count of workers, and choose the fewest that are enough.
+    """Measure a workload's loader with several numbers of workers, and choose the fewest that are enough.
 
-    Measured are samples, batches and bytes per second with the data in the page cache (warm) and dropped from it (cold;
-    the share that was still there is shown), the time to the first batch, what the workers take, and beside a trainer
-    (--step-ms or --with-model) the share of its time that it waits for data. A loader that is faster than the trainer
-    is no bottleneck.
+    \b
+    memfit bench loader config.yaml --step-ms 120
+    memfit bench loader config.yaml --modes --with-model
 
-    --modes compares, over a training of --epochs: safe (batches are made when they are asked for), preload (all data
-    are read into memory before) and workers, and chooses the simplest that fits and is fast enough.
+    It prints the samples and bytes per second with the data in the page cache (warm) and not (cold), the memory of the
+    workers, and how long a trainer waits for data. --modes compares safe (a batch is made when it is asked for),
+    preload (all data in memory) and workers.
 
-    Exit codes: 0 done, 2 bad config or input, or a workload without a loader, 3 no count of workers fits.
+    Exit codes: 0 done, 2 bad config or input, or a workload without a loader, 3 no number of workers fits.
     """
     if flags.step_ms is not None and flags.with_model:
         raise UsageError(

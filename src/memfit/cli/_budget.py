@@ -1,4 +1,4 @@
-"""``memfit budget``: what may be used here, who says so, under which permission."""
+"""``memfit budget``: how much memory jobs may use, and which limit says so."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from memfit.units import parse_bytes
 def budget(
     as_json: AsJson = False,
     limit: Annotated[
-        str | None, typer.Option(help="Your own cap on what memfit starts, for example 8GiB.", metavar="SIZE")
+        str | None, typer.Option(help="The most memory of all jobs together, for example 8GiB.", metavar="SIZE")
     ] = None,
     reserve: Annotated[
-        str | None, typer.Option(help="What to keep back of the headroom, for example 512MiB.", metavar="SIZE")
+        str | None, typer.Option(help="Memory to keep free, for example 512MiB.", metavar="SIZE")
     ] = None,
 ) -> None:
-    """Show what memory may be used here, who says so, and under which permission.
+    """Show how much memory jobs may use here, and which limit says so.
 
-    Every limit is shown: control groups up through their ancestors, Slurm, ulimit, the host, your own cap; the one that
-    leaves least binds. GPUs are shown with the processes of others on them.
+    \b
+    memfit budget
+    memfit budget --limit 8GiB --json
+
+    It reads the limits of cgroups, Slurm, ulimit and the host. The one that leaves least counts. GPUs are listed with
+    the processes of others on them.
 
     Exit codes: 0 done, 2 a size that cannot be read.
     """

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of this verb: what is compared, how, and where comparisons are listed."""
+    """The flags of this verb."""
 
     metric: Annotated[str, Option(help="The column to compare; higher is better.", metavar="COLUMN")]
     horizon: Annotated[
-        int | None, Option(help="Dates that a label spans; without it the number in h5_...", metavar="DATES", min=1)
+        int | None, Option(help="Dates that a label spans; by default the number in h5_...", metavar="DATES", min=1)
     ] = None
-    level: Annotated[float, Option(help="Of the interval; the test's alpha is 1 less it.")] = 0.95
-    record: Annotated[
-        Path, Option(help="Where the comparisons that were tried are listed and counted.", metavar="FILE")
-    ] = Path("comparisons.jsonl")
+    level: Annotated[float, Option(help="Confidence level of the interval; alpha of the test is 1 - level.")] = 0.95
+    record: Annotated[Path, Option(help="The file that lists and counts all comparisons.", metavar="FILE")] = Path(
+        "comparisons.jsonl"
+    )
     common_assets: Annotated[
-        bool, Option("--common-assets", help="Evaluate both anew on the assets that both scored.")
+        bool, Option("--common-assets", help="Evaluate both again on the assets that both scored.")
     ] = False
     as_json: AsJson = False
 
@@ -46,19 +46,17 @@ def compare(
     *,
     flags: Flags,
 ) -> None:
-    """Say whether A is better than B on a metric, by the dates that both have.
+    """Say whether A is better than B on a metric, on the dates that both have.
 
+    \b
     memfit compare runs/new runs/baseline --metric h5_rank_ic
+    memfit compare runs/new random --metric h5_rank_ic
 
-    A run's folder holds days.feather, or has it in results/. A is better when two conditions hold: the paired test of
-    Diebold and Mariano, right for labels that overlap, rejects after Holm's correction for every comparison in the
-    record; and a block bootstrap's interval for the difference lies above 0. B is better likewise. Otherwise no
-    difference is shown, and the smallest effect that these dates could show is given.
+    A is better if the Diebold-Mariano test rejects, after Holm's correction for every comparison in the record, and a
+    block bootstrap's interval for the difference lies above 0. Otherwise the smallest effect that these dates could
+    show is printed. A run's folder holds days.feather, also in results/.
 
-    Runs that scored different assets are refused; with --common-assets the scores beside both day tables are evaluated
-    anew, on the dates and assets that both have.
-
-    Exit codes: 0 done, whatever the verdict; 2 bad input, or too few dates.
+    Exit codes: 0 done, whatever the verdict, 2 bad input, or too few dates.
     """
     from memfit.evaluation import common_days, decide_on_record, read_days
 
@@ -78,7 +76,7 @@ def compare(
 
 
 def _horizon(metric: str, given: int | None) -> int:
-    """How many dates the metric's labels span: as given, or as its name says."""
+    """Return how many dates the metric's labels span, as given or as its name says."""
     found = re.match(r"h([1-9]\d*)_", metric)
     named = int(found[1]) if found else None
     if given is not None and given < (named or 1):

@@ -1,4 +1,4 @@
-"""``memfit diagnose``: what killed a job, the lines that prove it, what to do, and the corrected script."""
+"""``memfit diagnose``: what killed a job, the line that proves it, and what to do."""
 
 from __future__ import annotations
 
@@ -32,41 +32,47 @@ _RULES = {
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of this verb: what a job left, and what is made of it."""
+    """The flags of this verb."""
 
-    sacct: Annotated[Text, Option(help="What sacct printed of the job, or its number.", metavar="FILE|JOBID")] = None
-    script: Annotated[Path | None, Option(help="Its batch script or Compose file.", metavar="FILE")] = None
-    kernel_log: Annotated[Path | None, Option(help="What dmesg or journalctl -k printed.", metavar="FILE")] = None
-    hf_config: Annotated[
-        Path | None, Option(help="The model's config.json: remedies come with their bytes.", metavar="FILE")
+    sacct: Annotated[
+        Text, Option(help="The job's number, or a file with the output of sacct.", metavar="FILE|JOBID")
     ] = None
-    fix: Annotated[bool, Option("--fix", help="Write the corrected --script beside the old one.")] = False
+    script: Annotated[Path | None, Option(help="The job's batch script or Compose file.", metavar="FILE")] = None
+    kernel_log: Annotated[
+        Path | None, Option(help="A file with the output of dmesg or journalctl -k.", metavar="FILE")
+    ] = None
+    hf_config: Annotated[
+        Path | None, Option(help="The model's config.json, to say how many bytes each remedy saves.", metavar="FILE")
+    ] = None
+    fix: Annotated[bool, Option("--fix", help="Write a corrected copy of --script beside it.")] = False
     report: Annotated[Path | None, Option(help="Write an incident report in Markdown.", metavar="FILE")] = None
-    verify: Annotated[Path | None, Option(help="A run that should have used a fixed script.", metavar="RUN")] = None
+    verify: Annotated[Path | None, Option(help="Check whether this run used the fixed script.", metavar="RUN")] = None
     against: Annotated[Path | None, Option(help="The fixed script.", metavar="FIXED")] = None
-    verbose: Annotated[
-        bool, Option("--verbose", help="Also the timeline, the arithmetic, every remedy with its reason.")
-    ] = False
+    verbose: Annotated[bool, Option("--verbose", help="Also print the timeline, the arithmetic and every remedy.")] = (
+        False
+    )
     as_json: AsJson = False
 
 
 @with_flags
 def diagnose(
     paths: Annotated[
-        list[str] | None, typer.Argument(help="Run directories, logs, folders of logs, or -.", metavar="PATH...")
+        list[str] | None,
+        typer.Argument(help="Run directories, logs, folders of logs, or - for standard input.", metavar="PATH..."),
     ] = None,
     *,
     flags: Flags,
 ) -> None:
-    """Say what killed a job, with the lines that prove it, or that it is not known.
+    """Say what killed a job, which line proves it, and what to do.
 
+    \b
+    memfit diagnose runs/demo
     memfit diagnose slurm-123.err --sacct 123 --script train.slurm --fix
 
-    It says whether memory ran out and of which kind, the line that proves it, and what to do, the cheapest in speed
-    first; --verbose and --json tell the rest. --fix writes NAME.fixed.EXT with a reason for each line; later --verify
-    RUN --against NAME.fixed.EXT says whether its settings were really in force, and PATH may then be the run before.
+    --fix writes NAME.fixed.EXT with a reason for each changed line. After the next run, --verify RUN --against
+    NAME.fixed.EXT says whether its settings were in force.
 
-    Exit codes: 0 diagnosed, or all that is shown was in force; 2 bad input; 4 a setting was not in force; 5 not known.
+    Exit codes: 0 diagnosed, or all settings were in force, 2 bad input, 4 a setting was not in force, 5 not known.
     """
     if (flags.verify is None) != (flags.against is None):
         raise UsageError(
@@ -115,7 +121,7 @@ def _no_report(report: Path, what: str) -> UsageError:
 
 
 def _newest_run(path: Path) -> Path:
-    """The newest run of an experiment's folder, which is said; any other path as it is."""
+    """Return the newest run of an experiment's folder, and say so; any other path as it is."""
     if not path.is_dir() or (path / "run.json").is_file() or any(one.suffix in _LOGS for one in path.iterdir()):
         return path
     runs = RunDir.all(path.parent, path.name)

@@ -1,4 +1,4 @@
-"""``memfit doctor``: what is wrong with this place, or with a command's environment, before anything runs."""
+"""``memfit doctor``: find problems of this machine, or of a command, before it runs."""
 
 from __future__ import annotations
 
@@ -30,27 +30,29 @@ _STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green"}
 class Flags:
     """The flags of this verb."""
 
-    workers: Annotated[int | None, Option(min=0, help="Loader workers, when the script does not tell.")] = None
-    batch: Annotated[Text, Option(help="The size of a batch, such as 64MiB: held against /dev/shm.")] = None
+    workers: Annotated[int | None, Option(min=0, help="Loader workers, if the script does not say.")] = None
+    batch: Annotated[Text, Option(help="The size of a batch, such as 64MiB, to check /dev/shm.")] = None
     threads: Annotated[int | None, Option(min=1, help="Threads of each job's numerical libraries.")] = None
     deep: Annotated[
-        bool, Option("--deep", help="Import what the script imports, in a child, and count its threads.")
+        bool, Option("--deep", help="Import the script's modules in a child process and count its threads.")
     ] = False
-    strict: Annotated[bool, Option("--strict", help="Warnings count as problems.")] = False
-    verbose: Annotated[bool, Option("--verbose", help="Also the checks that are fine.")] = False
+    strict: Annotated[bool, Option("--strict", help="Treat warnings as problems.")] = False
+    verbose: Annotated[bool, Option("--verbose", help="Also print the checks that passed.")] = False
     as_json: AsJson = False
 
 
 @with_flags
 def doctor(context: typer.Context, *, flags: Flags) -> None:
-    """Examine this place and, behind --, a command's environment; the command is not run.
+    """Find problems of this machine, or of a command, without running the command.
 
+    \b
+    memfit doctor
     memfit doctor -- python train.py
 
-    Its script is read for imports, loaders and forks; its interpreter is started once, in the environment that memfit
-    run gives it, to say what it sees. Each finding comes with its reason and a remedy.
+    It reads the script's imports, loaders and forks, and starts its interpreter once. Each finding has a reason and a
+    remedy.
 
-    Exit codes: 0 no problem was found, 2 a problem (with --strict also a warning), or bad usage.
+    Exit codes: 0 no problem, 2 a problem (with --strict also a warning), or bad usage.
     """
     from memfit.doctor import examine
 
@@ -64,7 +66,7 @@ def doctor(context: typer.Context, *, flags: Flags) -> None:
 
 
 def _setup(flags: Flags) -> Setup:
-    """How the command is to run: by flags, then by the settings that ``memfit run`` would use."""
+    """Return how the command is to run: by the flags, then by the settings of ``memfit run``."""
     from memfit.config import DEFAULT
     from memfit.doctor import Setup
     from memfit.pipeline import resolve_settings
@@ -83,7 +85,7 @@ def _setup(flags: Flags) -> Setup:
 
 
 def _print(checks: Sequence[Check], out: Console, *, verbose: bool) -> None:
-    """Print what is wrong, with reason and remedy, and the counts; what is fine only with ``verbose``."""
+    """Print problems and warnings with their remedies, and the counts; all checks if verbose."""
     bad = [check for check in checks if verbose or check.verdict != "ok"]
     width = max((len(check.check) for check in bad), default=0)
     for check in bad:

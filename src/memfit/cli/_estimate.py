@@ -1,4 +1,4 @@
-"""``memfit estimate``: the device memory of a training, before it runs and without the device."""
+"""``memfit estimate``: the device memory of a training, before it runs and without a GPU."""
 
 from __future__ import annotations
 
@@ -28,30 +28,33 @@ _OF_CONFIGS = ("config", "gpu", "allocator", "time_limit", "set_", "as_json")
 
 @dataclass(frozen=True)
 class Flags(Training):
-    """The flags of this verb: how a model is trained, on which device, and how it is estimated."""
+    """The flags of this verb."""
 
     gpu: Annotated[
         str | None,
-        Option(help="A100-80GB, 24GiB, or none; default: the free memory of GPU 0.", metavar="NAME|SIZE"),
+        Option(help="Such as A100-80GB or 24GiB; none: any; by default GPU 0 of this machine.", metavar="NAME|SIZE"),
     ] = None
-    allocator: Annotated[str | None, Option(help="Instead of PYTORCH_CUDA_ALLOC_CONF.", metavar="KEY:VALUE,...")] = None
-    formula: Annotated[bool, Option("--formula", help="Compute from the config; do not trace.")] = False
-    time_limit: Annotated[float, Option(min=0, help="Compute if the trace takes longer.", metavar="SECONDS")] = (
-        TIME_LIMIT
-    )
+    allocator: Annotated[
+        str | None,
+        Option(help="Settings of torch's allocator, in place of PYTORCH_CUDA_ALLOC_CONF.", metavar="KEY:VALUE,..."),
+    ] = None
+    formula: Annotated[bool, Option("--formula", help="Use a formula; do not trace the model.")] = False
+    time_limit: Annotated[
+        float, Option(min=0, help="Trace at most this long; then use the formula.", metavar="SECONDS")
+    ] = TIME_LIMIT
     set_: Set = None
     as_json: AsJson = False
 
     @property
     def allocator_text(self) -> str | None:
-        """Return the allocator's settings: the flag's, else those of the environment."""
+        """The settings of torch's allocator: the flag, else the user's own variables."""
         return self.allocator or next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), None)
 
 
 @with_flags
 def estimate(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="A config, a YAML file.", show_default=False)] = None,
+    config: Annotated[Path | None, typer.Argument(help="A YAML config.", show_default=False)] = None,
     hf_config: Annotated[
         Path | None,
         Option("--hf-config", help="The model's config.json, or its folder.", metavar="FILE", show_default=False),
@@ -59,20 +62,18 @@ def estimate(
     *,
     flags: Flags,
 ) -> None:
-    """Estimate the device memory of a training step: four figures, each with an upper bound.
+    """Estimate the device memory of a training step, with an upper bound for each figure.
 
+    \b
     memfit estimate --hf-config config.json --batch 8 --seq-len 512 --gpu A100-80GB
+    memfit estimate config.yaml --gpu 24GiB
 
-    memfit estimate CONFIG takes the step of a workload on the longest batch of its data; only --gpu, --allocator,
-    --time-limit, --set and --json go with it.
+    The step runs on fake tensors, without a GPU, in seconds. If that fails, a formula gives a wider bound. The figures
+    are allocated (tensors), reserved (torch's allocator) and device (as nvidia-smi shows it). With --gpu it says
+    whether the training fits, and the cheapest change after which it does. Beside a config only --gpu, --allocator,
+    --time-limit, --set and --json have an effect.
 
-    The step runs twice on fake tensors, in seconds and without a GPU; a model of torch's caching allocator replays what
-    CUDA would allocate. If that fails or takes too long, or torch and transformers are not installed, the memory is
-    computed from the config, with a wider bound. Figures: allocated (live tensors), active, reserved (held by torch's
-    allocator) and device (all of the process, as nvidia-smi shows it). With --gpu also: whether it fits, and the
-    cheapest change that makes it fit.
-
-    Exit codes: 0 done, 2 bad config or input, 3 the bound is above the device: it does not fit, or may not.
+    Exit codes: 0 done, 2 bad config or input, 3 it does not fit, or only may.
     """
     _check_source(context, config, hf_config)
     gpu, available, others = _this_gpu(flags.gpu)
@@ -128,7 +129,7 @@ def _check_source(context: typer.Context, config: Path | None, hf_config: Path |
 
 
 def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> dict[str, Any]:
-    """Estimate a model's config.json; ``how``: device, allocator and time limit."""
+    """Return the answer for a model's config.json; ``how`` names the device and the time limit."""
     from memfit.estimation import describe_batches, read_lengths
     from memfit.planning import Question, ask
 
@@ -149,7 +150,7 @@ def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> di
 
 
 def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
-    """Return the device's name or size, its free bytes, and a note on the rest; of GPU 0 if none is named."""
+    """Return a GPU's name or size, its free bytes and who uses the rest; by default of this machine's first GPU."""
     if gpu is not None:
         return (None if gpu.lower() == "none" else gpu), None, []
     devices = Budget.read().devices
@@ -173,7 +174,7 @@ def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
 
 
 def _tracing(time_limit: float) -> AbstractContextManager[object]:
-    """Show the time of the trace on a terminal."""
+    """Show on a terminal how long the trace takes."""
     from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
     log = console(stderr=True)

@@ -1,4 +1,4 @@
-"""``memfit run`` and ``memfit map``: run a workload's stages, a function, or commands under one budget."""
+"""``memfit run`` and ``memfit map``: run a workload, a function, or commands under one budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer import Option
 
-from memfit.cli._settings import Flags, Text, with_flags
+from memfit.cli._settings import Flags, Output, Text, with_flags
 from memfit.cli._terminal import Console, console, survive_hangup
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
 from memfit.masking import mask
@@ -35,13 +35,17 @@ _CHOOSING = frozenset({"until", "stage", "from_", "skip", "units"})
 
 @dataclass(frozen=True)
 class RunFlags(Flags):
-    """The flags of this verb alone: which stages and units of a config are run."""
+    """The flags of this verb alone: which stages and units of a config run."""
 
-    until: Annotated[Text, Option(help="The last stage.", metavar="STAGE")] = None
-    stage: Annotated[Text, Option(help="This stage alone; all that it needs must be valid.", metavar="STAGE")] = None
-    from_: Annotated[Text, Option("--from", help="This stage and all after it again.", metavar="STAGE")] = None
-    skip: Annotated[list[str] | None, Option(help="A stage that counts as passed. Repeatable.", metavar="STAGE")] = None
-    units: Annotated[Text, Option(help="Units (folds, files ...), such as 2-5 or 1,3.", metavar="RANGE")] = None
+    until: Annotated[Text, Option(help="Run up to this stage.", metavar="STAGE")] = None
+    stage: Annotated[
+        Text, Option(help="Run this stage only; the results that it needs must exist.", metavar="STAGE")
+    ] = None
+    from_: Annotated[Text, Option("--from", help="Run this stage and all later ones again.", metavar="STAGE")] = None
+    skip: Annotated[list[str] | None, Option(help="Treat this stage as done. Repeatable.", metavar="STAGE")] = None
+    units: Annotated[
+        Text, Option(help="Run these units only (folds, files ...), such as 2-5 or 1,3.", metavar="RANGE")
+    ] = None
 
 
 @with_flags
@@ -49,26 +53,23 @@ def run(
     context: typer.Context,
     source: Annotated[
         str | None,
-        typer.Argument(help="A config, a YAML file; or a function, module:name.", metavar="CONFIG", show_default=False),
+        typer.Argument(help="A YAML config, or a function: module:name.", metavar="CONFIG", show_default=False),
     ] = None,
     *,
     flags: RunFlags,
 ) -> None:
-    """Run what CONFIG says, a function, or the command behind --, under one memory budget.
+    """Run a config, a function or a command within one memory budget.
 
-    memfit run config.yaml runs the stages of a workload: what is valid is kept, what changed runs again. The first unit
-    of a stage (a fold, for example) is measured; as many others run at once as fit.
+    \b
+    memfit run -- python train.py
+    memfit run --param fold=1..5 -- python train.py --fold {fold}
+    memfit run config.yaml
 
-    memfit run train:train --param fold=1..5 runs a plain function once for each value.
-
-    memfit run -- python train.py --fold 3 runs any command. Its output is shown as it comes, and kept. With --param it
-    runs once for each combination: memfit run --param fold=1..5 -- python train.py --fold {fold}
-
-    The same command goes on where the last one stood. Ctrl-C once stops the jobs at a checkpoint (exit code 75),
-    twice ends them now (130).
+    memfit measures the first job and runs as many others at once as fit. The same command continues the newest run.
+    Ctrl-C stops the jobs at a checkpoint; a second Ctrl-C kills them.
 
     Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 a job failed, 10 or 11 a stage stopped the run, 75
-    stopped and can go on. A single command that failed gives its own code, or 128 + n when signal n ended it.
+    stopped, 130 interrupted. A single command that failed gives its own code.
     """
     command: tuple[str, ...] | None = context.obj
     if bool(command) == (source is not None):
@@ -89,20 +90,21 @@ def run(
         again = _start_of(context, but=_CHOOSING | {"new"})
         _close_plan(plan_run(source or "", overrides=given, choice=choice, new=flags.new, start=again), flags)
     start = partial(run_config, source or "", overrides=given, choice=choice, new=flags.new, force=flags.force)
-    show_run(start, quiet=flags.quiet, as_json=flags.as_json)
+    show_run(start, flags)
 
 
 @with_flags
 def map_(context: typer.Context, *, flags: Flags) -> None:
-    """Run the command behind -- for every combination of parameters, under one memory budget.
+    """Run a command for every combination of parameters within one memory budget.
 
-    memfit map --param fold=1..5 --param lr=1e-3,1e-4 -- python train.py --fold {fold} --lr {lr}
+    \b
+    memfit map --param fold=1..5 -- python train.py --fold {fold}
+    memfit map --param-file grid.csv --plan -- python train.py --lr {lr}
 
-    Values are ranges (1..5, 1..9..2), lists, or both; quotes as in CSV keep a comma: name="a,b". {name} is replaced
-    wherever it stands in the command; all other braces stay. The first commands are measured; as many run at once as
-    fit. The same command goes on where the last one stood, with what is not done yet.
+    Values are ranges (1..5, 1..9..2), lists (1e-3,1e-4), or both; write name="a,b" for a value with a comma. {name} is
+    replaced anywhere in the command. The same command continues the newest run.
 
-    Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a command failed, 75 stopped and can go on.
+    Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a command failed, 75 stopped, 130 interrupted.
     """
     command: tuple[str, ...] | None = context.obj
     if not command:
@@ -120,16 +122,16 @@ def map_(context: typer.Context, *, flags: Flags) -> None:
     start_commands(context, command, flags)
 
 
-def show_run(start: Callable[..., RunResult], *, quiet: bool, as_json: bool) -> NoReturn:
-    """Show a run while it goes on, print what it came to, and exit with its code."""
-    log = console(stderr=as_json)
+def show_run(start: Callable[..., RunResult], output: Output) -> NoReturn:
+    """Show a run while it goes on, print its summary, and exit with its code."""
+    log = console(stderr=output.as_json)
     survive_hangup()
-    live = LiveRun(log, quiet=quiet)
+    live = LiveRun(log, quiet=output.quiet)
     try:
         result = start(view=live.show)
     finally:
         live.close()
-    _close(result, log, live.view, as_json=as_json, exit_code=result.exit_code)
+    _close(result, log, live.view, output, exit_code=result.exit_code)
 
 
 def _check_no_stages(flags: RunFlags) -> None:
@@ -143,11 +145,11 @@ def _check_no_stages(flags: RunFlags) -> None:
 
 
 def _start_of(context: typer.Context, *, but: AbstractSet[str]) -> str:
-    """The command line as it was given, less some parameters, and less those of what is printed."""
+    """Return the command line without some flags and without those of the output."""
     words = ["memfit", "run"]
     for one in sorted(context.command.params, key=lambda one: one.param_type_name):  # arguments, then options
         source = context.get_parameter_source(one.name or "")
-        if source is None or source.name != "COMMANDLINE" or one.name in but | {"plan", "quiet", "as_json"}:
+        if source is None or source.name != "COMMANDLINE" or one.name in but | {"plan", "quiet", "verbose", "as_json"}:
             continue
         value = context.params[one.name or ""]
         flag = one.opts[:1] if one.param_type_name == "option" else []
@@ -169,16 +171,16 @@ def start_commands(context: typer.Context, command: tuple[str, ...], flags: Flag
         run_commands, command, params=params, param_file=param_file, settings=settings, new=flags.new, force=flags.force
     )
     if params or param_file is not None:
-        show_run(run_them, quiet=flags.quiet, as_json=flags.as_json)
-    _show_command(run_them, quiet=flags.quiet, as_json=flags.as_json)
+        show_run(run_them, flags)
+    _show_command(run_them, flags)
 
 
-def _show_command(start: Callable[..., RunResult], *, quiet: bool, as_json: bool) -> NoReturn:
-    """Pass on what a single command prints, and exit with its code; standard output is its own, or the JSON's."""
+def _show_command(start: Callable[..., RunResult], output: Output) -> NoReturn:
+    """Pass on what a single command prints, and exit with its code; with ``--json`` it prints to standard error."""
     log = console(stderr=True)
     log._force_terminal = False  # lines alone: a table that is drawn anew would mix with the command's own output
     survive_hangup()
-    live, echo = LiveRun(log, quiet=quiet), _Echo(to_stderr=as_json)
+    live, echo = LiveRun(log, quiet=output.quiet), _Echo(to_stderr=output.as_json)
 
     def view(run_dir: RunDir) -> Callable[[], None]:
         tick = live.show(run_dir)
@@ -195,11 +197,11 @@ def _show_command(start: Callable[..., RunResult], *, quiet: bool, as_json: bool
     finally:
         echo.pass_on()
         live.close()
-    _close(result, log, live.view, as_json=as_json, exit_code=_tell_end(result, log, quiet=quiet))
+    _close(result, log, live.view, output, exit_code=_tell_end(result, log, quiet=output.quiet))
 
 
 def _tell_end(result: RunResult, log: Console, *, quiet: bool) -> int:
-    """Print how a single command ended; its own code when it failed, as a shell gives it: 128 + n for signal n."""
+    """Print how a single command ended; return the code that a shell gives: 128 + n for signal n."""
     status = result.statuses.get(_JOB)
     code = None if status is None else status.exit_code
     if status is None or code is None:
@@ -213,7 +215,7 @@ def _tell_end(result: RunResult, log: Console, *, quiet: bool) -> int:
 
 
 def _close_plan(plan: RunPlan, flags: Flags) -> NoReturn:
-    """Print what would run and how much of it fits, and exit: with 3 when a job does not fit even alone."""
+    """Print the plan, and exit: with 3 when a job does not fit even alone."""
     if flags.as_json:
         typer.echo(json.dumps(plan.to_dict(), indent=2))
     else:
@@ -221,20 +223,20 @@ def _close_plan(plan: RunPlan, flags: Flags) -> NoReturn:
     raise typer.Exit(0 if plan.fits else DoesNotFitError.exit_code)
 
 
-def _close(result: RunResult, log: Console, view: RunView | None, *, as_json: bool, exit_code: int) -> NoReturn:
-    """Print what a run came to, and exit; ``view`` has followed it so far."""
+def _close(result: RunResult, log: Console, view: RunView | None, output: Output, *, exit_code: int) -> NoReturn:
+    """Print the summary of a run, and exit; ``view`` has followed it so far."""
     run_dir = RunDir(result.path)
-    if as_json:
+    if output.as_json:
         typer.echo(json.dumps(summarize(run_dir, view), indent=2, allow_nan=False))
     else:
-        print_summary(run_dir, log, view)
+        print_summary(run_dir, log, view, verbose=output.verbose)
         if result.exit_code == StoppedError.exit_code:
             log.say(f"\n{_how_to_go_on(result)}")
     raise typer.Exit(exit_code)
 
 
 def _how_to_go_on(result: RunResult) -> str:
-    """Say how a run that was stopped goes on, and which of its jobs then start from the beginning."""
+    """Return how to continue a stopped run, and which of its jobs then start from the beginning."""
     anew = [
         status.job_id
         for status in result.statuses.values()
@@ -249,7 +251,7 @@ def _how_to_go_on(result: RunResult) -> str:
 
 
 class _Echo:
-    """Passes on what a job writes to its logs, from when it begins."""
+    """Passes on what a job writes to its logs."""
 
     def __init__(self, *, to_stderr: bool) -> None:
         self._to_stderr = {"out.log": to_stderr, "err.log": True}

@@ -1,4 +1,4 @@
-"""``memfit watch``, ``ps``, ``stop`` and ``resume``: the runs that are there, and what becomes of them."""
+"""``memfit watch``, ``ps``, ``stop`` and ``resume``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from memfit.cli._settings import Quiet
+from memfit.cli._settings import Output, with_flags
 from memfit.cli._terminal import AsJson, Console, console
 from memfit.errors import InterruptedRunError
 from memfit.jobs import stop as stop_run
@@ -27,13 +27,16 @@ _STEP_SECONDS, _TELL_SECONDS = 0.2, 5.0
 def watch(
     run: Annotated[
         str | None,
-        typer.Argument(help="A run's folder, name or experiment; the newest run when left out.", show_default=False),
+        typer.Argument(help="A run's folder, name or experiment; by default the newest run.", show_default=False),
     ] = None,
 ) -> None:
-    """Show a run that goes on: its jobs, their phases, and their memory against what they have reserved.
+    """Show a run while it goes on: its jobs, their phases and their memory.
 
-    On a terminal a table is kept up to date; elsewhere each event is a line with its time. Watching changes nothing:
-    Ctrl-C ends the watching and leaves the run as it is.
+    \b
+    memfit watch
+    memfit watch runs/demo
+
+    Watching changes nothing: Ctrl-C ends the watching, not the run.
 
     Exit codes: 0 the run has ended, 2 no such run, 130 the watching was interrupted.
     """
@@ -65,11 +68,13 @@ def watch(
 
 def ps(
     as_json: AsJson = False,
-    all_: Annotated[bool, typer.Option("--all", help="Also your runs below ./runs that do not run any more.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Also list the runs below ./runs that have ended.")] = False,
 ) -> None:
-    """Show your live runs on this host and their jobs: what they use, took at most and have reserved.
+    """List your runs on this host: the memory that each job uses, its peak and its reservation.
 
-    A run whose supervisor died is live as long as jobs of it run; memfit resume takes them over.
+    \b
+    memfit ps
+    memfit ps --all
 
     Exit codes: 0 done.
     """
@@ -120,14 +125,17 @@ def stop(
         str,
         typer.Argument(help="A run (folder, name or experiment) or a job (RUN/cmd_0003 or its id).", metavar="RUN|JOB"),
     ],
-    now: Annotated[bool, typer.Option("--now", help="End it at once, without a checkpoint.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Kill it now, without a checkpoint.")] = False,
 ) -> None:
-    """Ask a run, or one of its jobs, to checkpoint and end, and wait until it has.
+    """Stop a run, or one of its jobs, at a checkpoint, and wait until it has ended.
 
-    It works with and without a supervisor. A job that waits for its turn is not started any more. The run goes on with
-    memfit resume, such a job too. Asking twice is as asking once: only --now ends a job without its checkpoint.
+    \b
+    memfit stop runs/demo
+    memfit stop cmd_0003 --now
 
-    Exit codes: 0 it has ended, or there was nothing to stop, 2 no such run, 130 the waiting was interrupted.
+    Queued jobs do not start. memfit resume continues the run. Without --now no job is killed.
+
+    Exit codes: 0 it has ended, or nothing ran, 2 no such run, 130 the waiting was interrupted.
     """
     found, log = find_target(target), console()
     name = f"{found.run.path}/{found.job_id}" if found.job_id else str(found.run.path)
@@ -158,20 +166,20 @@ def stop(
         log.say(f"to go on: memfit resume {found.run.path}")
 
 
-def resume(
-    run: Annotated[str, typer.Argument(help="A run's folder, name or experiment.")],
-    quiet: Quiet = False,
-    as_json: AsJson = False,
-) -> None:
-    """Go on with a run in the folder and with the settings that it was started with.
+@with_flags
+def resume(run: Annotated[str, typer.Argument(help="A run's folder, name or experiment.")], *, output: Output) -> None:
+    """Continue a run that was stopped or killed, with its own settings.
 
-    Jobs that are done are kept, jobs that still run are taken over, interrupted ones go on from their checkpoints. The
-    others start in the run's order, failed ones among them: with --on-failure stop the one that failed is tried again
-    before those that never started. A run in which all is done stays as it is.
+    \b
+    memfit resume runs/demo
+    memfit resume run_20261121_090000_0123abcd --json
 
-    Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a job failed, 75 stopped and can go on.
+    Completed jobs are kept, and jobs that still run are taken over. Interrupted jobs continue from their checkpoints.
+    Failed jobs start again.
+
+    Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a job failed, 75 stopped, 130 interrupted.
     """
     from memfit.cli._run import show_run
     from memfit.pipeline import resume as resume_run
 
-    show_run(partial(resume_run, find_run(run).path), quiet=quiet, as_json=as_json)
+    show_run(partial(resume_run, find_run(run).path), output)

@@ -1,4 +1,4 @@
-"""Records of flags, and how typer sees them; the flags that ``memfit run`` and ``memfit map`` share."""
+"""The flags that several verbs share, and how typer reads them from a record."""
 
 from __future__ import annotations
 
@@ -18,58 +18,72 @@ from memfit.errors import ConfigError
 Text = str | None
 Set = Annotated[
     list[str] | None,
-    Option("--set", help="A setting, for example memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
+    Option("--set", help="Change a setting, for example memory.slack=0.2. Repeatable.", metavar="KEY=VALUE"),
 ]
-Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only what goes wrong, and the summary.")]
 
 
 @dataclass(frozen=True)
-class Flags:
-    """The flags that both verbs have; each is written here and nowhere else."""
+class Output:
+    """How a run is shown."""
+
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Print only failures and the summary.")] = False
+    verbose: Annotated[bool, Option("--verbose", help="Say more in the summary: waits, forecasts, OOM kills.")] = False
+    as_json: AsJson = False
+
+
+@dataclass(frozen=True)
+class Flags(Output):
+    """The flags that ``run`` and ``map`` share."""
 
     param: Annotated[
         list[str] | None,
-        Option(help="Values of a parameter: fold=1..5, lr=1e-3,1e-4. Repeatable.", metavar="NAME=VALUES"),
+        Option(help="Values of a parameter: fold=1..5 or lr=1e-3,1e-4. Repeatable.", metavar="NAME=VALUES"),
     ] = None
-    param_file: Annotated[Path | None, Option(help="A CSV file whose rows are combinations.", metavar="CSV")] = None
-    plan: Annotated[bool, Option("--plan", help="Say what would run, why, and how much fits; start nothing.")] = False
-    max_parallel: Annotated[Text, Option(help="The most jobs at once; auto: as many as fit.", metavar="auto|N")] = None
+    param_file: Annotated[
+        Path | None, Option(help="A CSV file: each row is a combination of parameters.", metavar="CSV")
+    ] = None
+    plan: Annotated[bool, Option("--plan", help="Print what would run, why, and how many jobs fit. Start nothing.")] = (
+        False
+    )
+    max_parallel: Annotated[
+        Text, Option(help="Run at most N jobs at once; auto: as many as fit.", metavar="auto|N")
+    ] = None
     memory: Annotated[
-        Text, Option(help="What one job takes, as a hint, or '{name}' of a parameter; it is measured.", metavar="SIZE")
+        Text, Option(help="Expected peak of one job, until it is measured; '{name}' is a parameter.", metavar="SIZE")
     ] = None
-    num_gpus: Annotated[Text, Option(help="GPUs that one job needs; it sees no others.", metavar="N")] = None
-    gpu_memory: Annotated[Text, Option(help="The same as --memory, on each of its GPUs.", metavar="SIZE")] = None
-    limit: Annotated[Text, Option(help="Your own cap on all jobs together.", metavar="SIZE")] = None
-    reserve: Annotated[Text, Option(help="What is never lent to jobs.", metavar="SIZE")] = None
+    num_gpus: Annotated[Text, Option(help="GPUs for each job. A job sees no others.", metavar="N")] = None
+    gpu_memory: Annotated[Text, Option(help="Expected peak of one job on each of its GPUs.", metavar="SIZE")] = None
+    limit: Annotated[Text, Option(help="The most memory of all jobs together.", metavar="SIZE")] = None
+    reserve: Annotated[Text, Option(help="Memory that is kept free.", metavar="SIZE")] = None
     retries: Annotated[
-        Text, Option(help="How often a job that ran out of memory, or was killed, starts again.", metavar="N")
+        Text, Option(help="How often a job that was killed or ran out of memory is restarted.", metavar="N")
     ] = None
     on_failure: Annotated[
         Text,
         Option(
-            help="When a job fails: stop the others, or continue with them; 'first': start no more if it is the first "
-            "to end and has a bug.",
+            help="After a failure: stop all jobs, or continue. first: stop if the first job to end has a bug.",
             metavar="stop|first|continue",
         ),
     ] = None
-    name: Annotated[Text, Option(help="The experiment: names the folder below the runs.", metavar="NAME")] = None
+    name: Annotated[Text, Option(help="The name of the experiment, a folder below the runs.", metavar="NAME")] = None
     runs_dir: Annotated[Text, Option(help="The folder of all runs.", metavar="FOLDER")] = None
     threads: Annotated[Text, Option(help="Threads of each job's numerical libraries.", metavar="N")] = None
-    grace: Annotated[Text, Option(help="Time to save for a job that is stopped.", metavar="SECONDS")] = None
+    grace: Annotated[
+        Text, Option(help="Time to write a checkpoint before a stopped job is killed.", metavar="SECONDS")
+    ] = None
     no_tight_malloc: Annotated[
-        bool, Option("--no-tight-malloc", help="Leave glibc's allocator as it is: faster, and keeps freed memory.")
+        bool, Option("--no-tight-malloc", help="Keep glibc's default allocator: faster, but freed memory stays in use.")
     ] = False
     cuda_allocator: Annotated[
-        Text, Option(help="torch's; a PYTORCH_CUDA_ALLOC_CONF of your own wins.", metavar="KEY:VALUE,...")
+        Text,
+        Option(help="Settings of torch's allocator, unless PYTORCH_CUDA_ALLOC_CONF is set.", metavar="KEY:VALUE,..."),
     ] = None
     set_: Set = None
-    new: Annotated[bool, Option("--new", help="Start over instead of going on with the newest run.")] = False
-    force: Annotated[bool, Option("--force", help="Run also what does not fit the budget.")] = False
-    quiet: Quiet = False
-    as_json: AsJson = False
+    new: Annotated[bool, Option("--new", help="Start a new run; do not continue the newest.")] = False
+    force: Annotated[bool, Option("--force", help="Also run jobs that do not fit the budget.")] = False
 
     def overrides(self, **more: str | None) -> list[Override]:
-        """What was given, as overrides of settings; ``more`` are settings that have a flag of the same name.
+        """Return the flags as overrides of settings; ``more`` are settings that have a flag of the same name.
 
         Raises:
             ConfigError: If a setting is given by its flag and with ``--set``.
@@ -113,7 +127,7 @@ _SETTINGS = {
 
 
 def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb whose last parameter is a record of flags, as typer is to see it: with each flag a parameter."""
+    """Return a verb in which each field of its last parameter, a record of flags, is a parameter for typer."""
     *own, last = inspect.signature(verb, eval_str=True).parameters.values()
     record, keyword = last.annotation, inspect.Parameter.KEYWORD_ONLY
     hints = get_type_hints(record, include_extras=True)

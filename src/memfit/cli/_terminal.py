@@ -1,4 +1,4 @@
-"""What the verbs share of the terminal: a console whose reader may go, and a hangup that ends nothing."""
+"""The console of the verbs: closing the terminal or its reader does not stop a run."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Annotated
 import rich.console
 from typer import Option
 
-AsJson = Annotated[bool, Option("--json", help="Print it as JSON; sizes in bytes, times in seconds.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON: sizes in bytes, times in seconds.")]
 
 
 class Console(rich.console.Console):
-    """A console whose reader may go: ``| head``, and a Ctrl-C that also ends ``| tee``, leave the run as it is."""
+    """A console that goes on when its reader ends, as ``| head`` does."""
 
     def on_broken_pipe(self) -> None:
         _to_nowhere(2 if self.stderr else 1)
 
     def say(self, text: str, style: str | None = None) -> None:
-        """Print text as it is: it may hold brackets, and a long line is not folded."""
+        """Print text without markup and without folding long lines."""
         self.print(text, style=style, markup=False, soft_wrap=True)
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that does not fold tables at 80 columns where the output goes to a file."""
+    """Return a console; one that writes to a file has at least 120 columns."""
     made = Console(stderr=stderr, highlight=False)
     if not made.is_terminal:
         made.width = max(made.width, 120)
@@ -32,7 +32,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def survive_hangup() -> None:
-    """Go on unseen when the terminal is closed; ``nohup`` stays as it is."""
+    """Go on without output when the terminal is closed; respect ``nohup``."""
     if signal.getsignal(signal.SIGHUP) != signal.SIG_DFL:
         return
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]

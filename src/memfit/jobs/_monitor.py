@@ -160,7 +160,9 @@ class Monitor:
         self._was_stopped = is_stopped
         with suppress(OSError):
             writer = EventWriter(self.run.events_dir, self.known.job_id)
-            writer.write("stopped", pid=pid)
+            job = self.known.job_id
+            text = f"{job} is stopped: process {pid} got SIGSTOP. To continue it: kill -CONT {pid}"
+            writer.write("stopped", pid=pid, text=text if is_stopped else f"{job} continues")
             writer.close()
 
     def open_series(self) -> None:

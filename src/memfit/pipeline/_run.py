@@ -215,7 +215,7 @@ def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | N
         supervisor.adopt(lambda job_id: planned().goes_on_with(job_id))
         _write_order(order, run)
         if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
-            supervisor.events.write("plan", why=f"torch's allocator: {settings.memory.cuda_allocator}, from {origin}")
+            supervisor.events.write("plan", text=f"torch's allocator: {settings.memory.cuda_allocator}, from {origin}")
         say = supervisor.events.write
         graph = Graph(order, run, earlier=earlier, say=say, make_job=functools.partial(_job, order, run))
         graph.advance()

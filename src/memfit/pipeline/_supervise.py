@@ -144,7 +144,7 @@ class Supervisor:
         self._adopted = {job_id for job_id in running if goes_on_with(job_id)}
         left, level = running - self._adopted, 0
         for job_id in sorted(left):
-            self.events.write("plan", why=f"stopping {job_id}: it still runs, and this start does not ask for it")
+            self.events.write("plan", text=f"{job_id} still runs and this run does not need it: memfit stops it")
             self.backend.cancel(job_id)
         while any(self.backend.poll()[job_id].state not in ENDED for job_id in left):
             if self.stop.level > 1 and level < 2:
@@ -179,14 +179,14 @@ class Supervisor:
                 num_devices=num_devices,
             )
         except DoesNotFitError as error:
-            # The measured job still runs; the scheduler lets the others wait.
-            self.events.write("plan", why=error.what)
+            # The measured job runs all the same; the scheduler holds the others back.
+            self.events.write("plan", text=error.what)
             return
         measured = {"measured_on": measured_on, "tight_malloc": memory.tight_malloc}
         write_json(self.run.path / "plan.json", decided.to_dict() | measured)
         if decided.num_parallel != self._num_parallel:
             self._num_parallel = decided.num_parallel
-            self.events.write("plan", why=decided.explain(), num_parallel=decided.num_parallel)
+            self.events.write("plan", text=decided.explain(), num_parallel=decided.num_parallel)
 
     def settle(
         self,

@@ -4,13 +4,13 @@ from memfit.reports._budget import print_budget
 from memfit.reports._charts import COLOURS, Frame, Layer, Mark, draw_stack
 from memfit.reports._diagnosis import explain_in_a_line, print_diagnosis, print_fix, print_verification
 from memfit.reports._estimate import print_estimate
-from memfit.reports._live import LiveRun
-from memfit.reports._numbers import plain_table
+from memfit.reports._live import LiveRun, Room, describe, read_room, render
+from memfit.reports._numbers import format_column, format_number, plain_table
 from memfit.reports._page import write_page
 from memfit.reports._plan import print_run_plan
-from memfit.reports._run_view import JobRow, RunView
+from memfit.reports._run_view import JobRow, RunView, summarize_metrics
 from memfit.reports._runs import Overview, Target, find_run, find_target, has_supervisor, is_live, list_runs
-from memfit.reports._summary import print_summary, summarize
+from memfit.reports._summary import count_kills, explain_record, forecast_error, print_summary, summarize
 
 __all__ = [
     "COLOURS",
@@ -20,12 +20,19 @@ __all__ = [
     "LiveRun",
     "Mark",
     "Overview",
+    "Room",
     "RunView",
     "Target",
     "draw_stack",
+    "count_kills",
+    "describe",
     "explain_in_a_line",
+    "explain_record",
     "find_run",
     "find_target",
+    "forecast_error",
+    "format_column",
+    "format_number",
     "has_supervisor",
     "is_live",
     "list_runs",
@@ -37,6 +44,9 @@ __all__ = [
     "print_run_plan",
     "print_summary",
     "print_verification",
+    "read_room",
+    "render",
     "summarize",
     "write_page",
+    "summarize_metrics",
 ]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from memfit.memory import Budget
-from memfit.reports._numbers import format_number, plain_table
+from memfit.reports._numbers import plain_table
 from memfit.reports._run_view import Event, JobRow, RunView, StageView, is_number
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
@@ -31,22 +29,24 @@ _STYLE = {
 }
 _REFRESH_SECONDS = 0.5
 _HEADINGS = ("job", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
-#: The width that the table keeps within, and for that of its longest phase: out_of_memory is a state of that width.
+#: The table's width, and that of its longest state: out_of_memory.
 _COLUMNS, _PHASE_COLUMNS = 80, 13
-#: A run of so many jobs is shown whole; of a larger one those that run, so many at most, and the last that ended.
+#: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
 _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
-#: What jobs of every sweep wait for.
+#: Waits that are normal in a run of many jobs.
 _ROUTINE = ("memory", "device", "max_parallel")
-#: Events that say nothing new where a single command runs: the summary has it.
+#: Events that are not shown for a single command: the summary says the same.
 _OF_MANY = frozenset({"admit", "plan", "end", "grow", "grow_device"})
-#: A reservation that grows by less of the limit is in the events and not on the terminal.
+#: Events without a text that memfit 0.1 showed.
+_TOLD_BY_0_1 = frozenset({"admit", "aside", "end", "grow", "plan", "retry", "short", "stop", "wait"})
+#: The least share of the limit by which a reservation grows for a line on the terminal.
 _WORTH_A_LINE = 0.02
 
 
 @dataclass(frozen=True)
 class Room:
-    """The limit that binds a run now: how much it is, how much of it is used by all, and its name."""
+    """The limit that binds a run now, and how much of it everyone uses."""
 
     limit_bytes: int
     used_bytes: int
@@ -54,16 +54,15 @@ class Room:
 
 
 class LiveRun:
-    """Shows a run until it is closed; ``show(run)`` gives the function that is to be called at each tick.
+    """Show a run until it is closed: call what ``show(run)`` returns at each tick.
 
-    Each event that matters is printed once as a line. On a terminal a table of the jobs, with their counts and the time
-    that is left, stands below the lines and goes at the end. Of many commands only what is no routine has a line: each
-    end, or on a terminal, where they are counted, each that is no success.
+    Each event is printed once as a line. A terminal also shows a table of the jobs with the time that is left. A run of
+    many jobs prints their ends only, and on a terminal only failures.
 
     Args:
         console: Where to show it.
-        here: Whether this process runs the jobs; a watcher from elsewhere may be under other limits.
-        quiet: Print failures alone.
+        here: True if this process runs the jobs; a watcher may have other limits.
+        quiet: Print failures only.
 
     Example:
         >>> import tempfile; from pathlib import Path
@@ -84,7 +83,7 @@ class LiveRun:
         self._next = 0.0
 
     def show(self, run: RunDir) -> Callable[[], None]:
-        """Begin to show a run: what happens from now on, not what an earlier command did."""
+        """Begin to show what happens in a run from now on."""
         self.view = RunView(run)
         self.view.read()
         if self.quiet:
@@ -101,11 +100,11 @@ class LiveRun:
         self._next = time.monotonic() + _REFRESH_SECONDS
         self._print_new_lines()
         if self._live is not None and self.view is not None:
-            table = render(self.view, read_room(self.view, here=self.here), self.console.width, read_pressure())
+            table = render(self.view, read_room(self.view, here=self.here), self.console.width)
             self._live.update(table, refresh=True)
 
     def close(self) -> None:
-        """Print what happened since the last tick, and give the terminal back."""
+        """Print what happened since the last tick, and clear the table."""
         self._print_new_lines()
         if self._live is not None:
             self._live.stop()
@@ -115,7 +114,7 @@ class LiveRun:
         if self.view is None:
             return
         events = self.view.read()
-        # What is left is said once in each look: counting it reads all rows.
+        # Once a look for each stage: counting what is left reads all rows.
         ends = {self.view.stage_of(event["job"]): event for event in events if event["kind"] == "end"}
         lines = [
             f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(float(event['time'])))}  "
@@ -139,12 +138,7 @@ class LiveRun:
 
 
 def describe(event: Event, view: RunView) -> str:
-    """Return an event as a line, or an empty text for one that only the table shows.
-
-    >>> describe({"kind": "wait", "job": "fold_2", "text": "fold_2 waits: fold_1 is being measured"},
-    ...     RunView(RunDir(Path("."))))
-    'fold_2 waits: fold_1 is being measured'
-    """
+    """Return an event as a line; empty for one that only the table shows."""
     kind, job, text = str(event["kind"]), event.get("job"), event.get("text")
     if view.kind == "commands" and len(view.params) == 1 and kind in _OF_MANY:
         return f"the command completed: {event['cause']}" if _left_something(event) else ""
@@ -153,16 +147,13 @@ def describe(event: Event, view: RunView) -> str:
         if event["to_bytes"] - event["from_bytes"] < limit * _WORTH_A_LINE:
             return ""
     if not isinstance(text, str):
-        line = _LINES.get(kind, "")
-        try:
-            text = line(event) if callable(line) else line.format_map(_fields(event))
-        except (KeyError, TypeError, ValueError):  # a job may record what it likes under any name
-            return ""
+        why = next((f": {event[name]}" for name in ("reason", "why", "cause") if event.get(name)), "")
+        return f"{job or 'the run'}: {event.get('state', kind)}{why}" if kind in _TOLD_BY_0_1 else ""
     return text.replace(job, view.name(job), 1) if job and kind in ("admit", "end") else text
 
 
 def describe_left(event: Event, view: RunView) -> str:
-    """After the end of a unit: how many of its stage are left, and for how long; empty after the last one."""
+    """Return how many units of a stage are left after this end, and for how long; empty after the last one."""
     stage, rows = view.stage_of(event["job"]), view.rows()
     num_left, seconds = view.left(stage, rows)
     if not num_left:
@@ -173,60 +164,12 @@ def describe_left(event: Event, view: RunView) -> str:
 
 
 def _left_something(event: Event) -> bool:
-    """Return whether a job completed and left something behind: processes, or shared memory."""
+    """True if a job completed and left processes or shared memory behind."""
     return event["kind"] == "end" and event["state"] == "completed" and bool(event["cause"])
 
 
-def _epoch(event: Event) -> str:
-    known = ("time", "job", "kind", "epoch", "num_epochs")
-    numbers = [f"{name} {format_number(v)}" for name, v in event.items() if name not in known and is_number(v)]
-    return f"{event['job']} epoch {event['epoch']}/{event['num_epochs']}  {'  '.join(numbers)}".rstrip()
-
-
-def _of_older_memfit(event: Event) -> str:
-    why = next((f": {event[name]}" for name in ("reason", "why", "cause") if event.get(name)), "")
-    return f"{event['job'] or 'the run'}: {event.get('state', event['kind'])}{why}"
-
-
-#: The line of an event that carries no ``text``, by its kind: a function, or a template for ``_fields``.
-_LINES: Mapping[str, str | Callable[[Event], str]] = {
-    **dict.fromkeys(("admit", "aside", "end", "grow", "retry", "short", "stop", "wait"), _of_older_memfit),
-    "epoch": _epoch,
-    "inexact": "{job} trains inexactly, as allowed: {reason}",
-    "microbatch": "{job} changes its microbatch size{place}: {previous_size} -> {size} (batch of {count})",
-    "oom": "{job} is out of {memory} memory{place}{microbatch}: {error}",
-    "plan": "{why}",
-    "resume": "{job} goes on after epoch {epoch}{steps}",
-    "skip": "{job} skips a batch, number {num_skipped} of {num_batches}{place}: {reason}",
-    "stopped": "{job} {stopped}",
-}
-
-
-def _fields(event: Event) -> dict[str, Any]:
-    """Return an event's fields, and parts of lines that are empty where it does not have what they say."""
-    pid = event.get("pid")
-    is_stopped = f"is stopped: process {pid} got SIGSTOP. To let it go on: kill -CONT {pid}"
-    parts = {
-        "microbatch": f", microbatch size {event['microbatch_size']}" if event.get("microbatch_size") else "",
-        "place": _place(event),
-        "steps": f" and {event['step']} steps" if event.get("step") else "",
-        "stopped": "goes on: no process of it is stopped any more" if pid is None else is_stopped,
-    }
-    return {**event, **parts}
-
-
-def _place(event: Event) -> str:
-    told = [f"{name} {event[name]}" for name in ("phase", "epoch", "step") if event.get(name) is not None]
-    return f" in {', '.join(told)}" if told else ""
-
-
 def read_room(view: RunView, *, here: bool = True) -> Room:
-    """The limit that binds the run now, under the cap of its own settings.
-
-    Args:
-        view: The run.
-        here: Whether this process runs under the run's own limits; else what the run itself said last counts.
-    """
+    """Return the limit that binds the run: measured ``here``, under the run's own limits, or as the run said last."""
     told = view.last("budget") or {"limits": [], "binding": {}}
     used = sum(row.status.used_bytes for row in view.rows())
     binding = told["binding"]
@@ -241,21 +184,8 @@ def read_room(view: RunView, *, here: bool = True) -> Room:
     return Room(budget.limit_bytes, budget.limit_bytes - budget.headroom_bytes, budget.binding.name)
 
 
-def read_pressure(root: Path = Path("/")) -> float | None:
-    """The share of the last ten seconds, in percent, in which some task waited for memory; None where none is told.
-
-    Source: Documentation/accounting/psi.rst. The first line of ``/proc/pressure/memory`` is
-    ``some avg10=1.53 avg60=0.87 avg300=0.29 total=18209``.
-    """
-    try:
-        found = re.match(r"some avg10=([0-9.]+)", (root / "proc/pressure/memory").read_text())
-    except OSError:
-        return None
-    return float(found.group(1)) if found else None
-
-
-def render(view: RunView, room: Room, width: int = _COLUMNS, pressure: float | None = None) -> RenderableType:
-    """The table of jobs, which needs 80 columns at most, the counts of all of them, and the budget."""
+def render(view: RunView, room: Room, width: int = _COLUMNS) -> RenderableType:
+    """Return the table of jobs, their counts and the budget, in at most 80 columns."""
     rows = view.rows()
     lines = [_cells(row, view) for row in _shown(rows)]
     columns = [(name, [cells[place] for cells in lines]) for place, name in enumerate(_HEADINGS)]
@@ -266,11 +196,11 @@ def render(view: RunView, room: Room, width: int = _COLUMNS, pressure: float | N
     table = plain_table(*(name for name, _ in columns), left=("job", "phase"), gap=gap)
     for name, *cells in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(name if len(name) <= left else f"{name[: left - 1]}…", *cells)
-    return Group(table, *_footer(view, rows, room, pressure))
+    return Group(table, *_footer(view, rows, room))
 
 
 def _least(rows: Sequence[JobRow]) -> int:
-    """The columns that the names of jobs need without their parameters."""
+    """Return the width of the longest job name without parameters."""
     return max((len(row.status.job_id) for row in rows), default=0)
 
 
@@ -282,7 +212,7 @@ def _shown(rows: Sequence[JobRow]) -> Sequence[JobRow]:
     return [*ended[-_ENDED_ROWS:], *running]
 
 
-def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float | None) -> Iterator[Text]:
+def _footer(view: RunView, rows: Sequence[JobRow], room: Room) -> Iterator[Text]:
     if len(view.stages) > 1:
         yield Text("stages: " + ", ".join(_progress(view.stages[name]) for name in view.stage_names(rows)))
     if counts := ", ".join(f"{name} {number}" for name, number in view.counts(rows).items()):
@@ -304,12 +234,10 @@ def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float |
     yield Text(f"[{bar:.<{_BAR_COLUMNS}}] # jobs = reserved o others . free", style="dim")
     left = f"{format_bytes(free)} free of {format_bytes(room.limit_bytes)} ({room.name})"
     yield Text(f"jobs use {format_bytes(used)} of {format_bytes(reserved)}; {left}", style="dim")
-    if pressure is not None:
-        yield Text(f"memory pressure {pressure:.1f} % of the last ten seconds", style="dim")
 
 
 def _progress(stage: StageView) -> str:
-    """A stage in two words, or as a fraction of its units: ``prepare kept``, ``fold 2 of 5``."""
+    """Return a stage's progress, such as ``prepare kept`` or ``fold 2 of 5``."""
     states = set(stage.units.values())
     if len(states) == 1 and (len(stage.units) == 1 or states != {"running"}):
         return f"{stage.name} {states.pop()}"
@@ -338,7 +266,7 @@ def _cells(row: JobRow, view: RunView) -> list[str | Text]:
 
 
 def _share_done(view: RunView, row: JobRow) -> str:
-    """The phase that a job is in with the share of it that is done, such as ``build 45 %``."""
+    """Return a job's phase with the share that is done, such as ``build 45 %``."""
     event = view.last("progress", row.status.job_id)
     if event is None or event["phase"] != row.status.phase or not event["total"]:
         return ""
@@ -346,5 +274,5 @@ def _share_done(view: RunView, row: JobRow) -> str:
 
 
 def _epochs(row: JobRow) -> str:
-    """Epochs done, cut and not rounded: 2 are done when they are."""
+    """Return the epochs done, rounded down."""
     return f"{int(row.epochs_done * 10 + 1e-9) / 10:g}"

@@ -23,12 +23,12 @@ from memfit.reports._run_view import JobRow, RunView, StageView, finite, is_numb
 from memfit.rundir import RunDir, read_json
 from memfit.units import format_bytes, format_duration
 
-#: A run of more commands than this shows only those that failed or needed several attempts.
+#: Of more commands than this, only failures and further attempts have a line.
 _MOST_LINES = 60
 #: The newest runs of an experiment, whose kills are counted.
 _MOST_RUNS = 50
 _BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
-#: Causes in a log that say less than the exit code and the kernel's counters, which memfit has.
+#: Causes in a log that say less than the exit code and the kernel's counters.
 _TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
 #: Waits below this share of the time are left out.
 _LEAST_WAIT = 0.02
@@ -51,13 +51,11 @@ class _Column(NamedTuple):
 
 
 def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
-    """The summary as JSON: budget, plan, stages, jobs, durations, where everything lies.
-
-    Sizes are in bytes, durations in seconds; a number that is not finite is null, as JSON has no word for it.
+    """Return the summary as JSON: sizes in bytes, durations in seconds, null for a number that is not finite.
 
     Args:
         run: The run directory.
-        view: What has followed the run so far, so that not all is read a second time.
+        view: What has followed the run so far; it saves reading everything again.
 
     Example:
         >>> import tempfile
@@ -108,7 +106,7 @@ def _stage(view: RunView, name: str, rows: Sequence[JobRow]) -> dict[str, Any]:
 
 
 def _as_its_jobs_say(view: RunView, name: str, own: Sequence[JobRow]) -> StageView:
-    """A stage with the states of its jobs, which know more than the supervisor said of its units."""
+    """Return a stage with the states of its jobs, which are newer than those of its events."""
     told = view.stages.get(name, StageView(name))
     states = dict(told.units) | {row.status.job_id: row.state for row in own}
     known = {row.status.job_id for row in own if row.state == "running"}
@@ -117,7 +115,7 @@ def _as_its_jobs_say(view: RunView, name: str, own: Sequence[JobRow]) -> StageVi
 
 
 def _job(view: RunView, row: JobRow) -> dict[str, Any]:
-    """One job, with its heap at its last phase mark: what the C allocator had given out, and held of the kernel."""
+    """Return one job; ``heap`` is what its C allocator used and held at its last phase mark."""
     mark = view.last("phase", row.status.job_id) or {}
     heap = {name: mark.get(name) for name in ("live_bytes", "resident_bytes")}
     more = {"log": str(_log(view, row)), "diagnosis": _diagnosis(view, row) if row.state in _BAD else None}
@@ -125,13 +123,13 @@ def _job(view: RunView, row: JobRow) -> dict[str, Any]:
 
 
 def _log(view: RunView, row: JobRow) -> Path:
-    """Where the job's last words are: its standard error or, when that is empty, its standard output."""
+    """Return the job's standard error or, when that is empty, its standard output."""
     out, err = (view.run.job_dir(row.status.job_id) / name for name in ("out.log", "err.log"))
     return out if _has_text(out) and not _has_text(err) else err
 
 
 def _diagnosis(view: RunView, row: JobRow) -> str | None:
-    """What the job's logs say of its end, in a line; None where they tell less than its cause does."""
+    """Return the diagnosis of the job's logs in a line; None where its cause says more."""
     from memfit.diagnosis import diagnose_logs
 
     folder = view.run.job_dir(row.status.job_id)
@@ -144,20 +142,21 @@ def _has_text(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def print_summary(run: RunDir, console: Console, view: RunView | None = None) -> None:
-    """Print the summary as people read it: what was decided and why, the jobs, then where everything lies.
+def print_summary(run: RunDir, console: Console, view: RunView | None = None, *, verbose: bool = False) -> None:
+    """Print the summary: the budget, the jobs with their errors, the totals, and the folder of the run.
 
     Args:
         run: The run directory.
         console: Where to print it.
-        view: What has followed the run so far, so that not all is read a second time.
+        view: What has followed the run so far; it saves reading everything again.
+        verbose: Also print how the limit is enforced, what jobs waited for, and how exact the forecasts were.
     """
     view = view or RunView(run)
     view.read()
     rows = view.rows()
     is_one = view.kind == "commands" and len(view.params) == 1
     console.print()
-    _print_facts([] if is_one else _decisions(view), console)
+    _print_facts([] if is_one else _decisions(view, verbose), console)
     if view.kind == "commands":
         _print_commands(rows, console)
     else:
@@ -168,7 +167,7 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None) ->
             text = f"\n{row.name} {row.state}: {row.status.cause or 'it left no result'}\n  log: {log}"
             console.print(Text(text + (f"\n  diagnosis: {said}" if said else ""), style="red"), soft_wrap=True)
     console.print()
-    _print_facts([*(_phases(rows) if is_one else _totals(view, rows)), *_places(view, is_one)], console)
+    _print_facts([*(_phases(rows) if is_one else _totals(view, rows, verbose)), *_places(view, is_one)], console)
 
 
 def _print_facts(facts: Iterable[tuple[str, str]], console: Console) -> None:
@@ -177,7 +176,7 @@ def _print_facts(facts: Iterable[tuple[str, str]], console: Console) -> None:
 
 
 def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console) -> None:
-    """For each stage what became of it and why, and what it returned: by unit in a table, or name by name."""
+    """Print each stage: its state and reason, and its results in a table or a line."""
     names = view.stage_names(rows)
     width, gap = max([10, *(len(name) + 1 for name in names)]), True
     for name in names:
@@ -196,7 +195,7 @@ def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console) -> No
 
 
 def _fate(view: RunView, stage: StageView) -> str:
-    """What became of a stage's units, and why."""
+    """Return the states of a stage's units, and why."""
     counts = Counter(stage.units.values())
     text = ", ".join(f"{state} {number}" if len(stage.units) > 1 else state for state, number in counts.items())
     if stage.saved_seconds:
@@ -207,13 +206,13 @@ def _fate(view: RunView, stage: StageView) -> str:
 
 
 def _values(result: Mapping[str, Any]) -> str:
-    """The numbers and words of a result, without its lists."""
+    """Return the numbers and words of a result, without its lists."""
     told = {name: format_number(value) if is_number(value) else value for name, value in result.items()}
     return "  ".join(f"{name}: {value}" for name, value in told.items() if isinstance(value, str | bool))
 
 
 def _print_commands(rows: Sequence[JobRow], console: Console) -> None:
-    """One line for each command that has ended, in the order of their ends; of very many only those of note."""
+    """Print a line for each command that ended; of very many only failures and further attempts."""
     ended = sorted((row for row in rows if row.status.ended), key=lambda row: row.status.ended or 0.0)
     of_note = [row for row in ended if row.status.state != "completed" or row.status.attempt > 1]
     shown = ended if len(ended) <= _MOST_LINES else of_note[:_MOST_LINES]
@@ -232,26 +231,26 @@ def _print_commands(rows: Sequence[JobRow], console: Console) -> None:
         console.print(f"and {len(ended) - len(shown)} more; --json lists all", soft_wrap=True)
 
 
-def _decisions(view: RunView) -> Iterator[tuple[str, str]]:
-    """The budget, what one job takes, and how many ran at once."""
+def _decisions(view: RunView, verbose: bool) -> Iterator[tuple[str, str]]:
+    """Yield the budget, the memory of one job, and how many ran at once."""
     budget, plan = view.last("budget"), view.run.plan
     if budget is not None:
         limit = budget["binding"]
         free = f"{format_bytes(budget['headroom_bytes'])} free of {format_bytes(limit['limit_bytes'])}"
-        reserve = f"{format_bytes(budget['reserve_bytes'])} of it is never lent"
-        yield "budget", f"{free}, set by {limit['name']} ({limit['source']}); {reserve}"
-        yield "promise", str(budget["promise"])
+        yield "budget", f"{free} ({limit['name']}); {format_bytes(budget['reserve_bytes'])} is kept free"
+        if verbose:
+            yield "limit", f"set by {limit['source']}; {budget['promise']}"
     if plan is not None:
         footprint = Footprint.from_dict(plan["footprint"])
-        where = f", in phase {footprint.peak_phase}" if footprint.peak_phase else ""
-        shared = f"; {format_bytes(footprint.shared_bytes)} of mapped files beside it" if footprint.shared_bytes else ""
-        peak = f"{format_bytes(footprint.private_bytes)} private at its peak{where}"
+        where = f" in phase {footprint.peak_phase}" if footprint.peak_phase else ""
+        shared = f"; {format_bytes(footprint.shared_bytes)} shared by all jobs" if footprint.shared_bytes else ""
+        peak = f"peak {format_bytes(footprint.private_bytes)}{where}"
         yield "one job", f"{peak} (measured on {plan['measured_on']}){shared}"
         yield "at once", f"{plan['why']}. {view.most_at_once} ran at once"
 
 
 def _phases(rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:
-    """The peak of each phase of a single command."""
+    """Yield the peak of each phase of a single command."""
     for row in rows:
         if row.status.footprint is not None and row.status.footprint.phases:
             peaks = row.status.footprint.phases.items()
@@ -259,23 +258,24 @@ def _phases(rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:
             yield "phases", text + (f" (guessed from its {row.guess})" if row.guess else "")
 
 
-def _totals(view: RunView, rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:
-    """The jobs by state, the wall clock, what kept it from being shorter, and how good the forecasts were."""
+def _totals(view: RunView, rows: Sequence[JobRow], verbose: bool) -> Iterator[tuple[str, str]]:
+    """Yield the jobs by state, the restarts and the wall clock; if verbose, also why it was not shorter."""
     wall, is_whole = view.wall_seconds, view.num_commands == 1
     yield "jobs", ", ".join(f"{name} {number}" for name, number in view.counts(rows).items()) or "none has started"
     if view.num_restarts:
-        yield "restarts", f"memfit started jobs again {view.num_restarts} time{'s' if view.num_restarts > 1 else ''}"
+        yield "restarts", f"memfit restarted jobs {view.num_restarts} time{'s' if view.num_restarts > 1 else ''}"
     cores = sum(row.status.cpu_seconds for row in rows) / wall if wall else 0.0
     busy = f"; the jobs kept {cores:.1f} cores busy" if cores and is_whole and not view.num_restarts else ""
     last = " of the last command" if view.num_commands > 1 else ""
     yield "Total:", f"{format_duration(wall)} wall clock{last}, {view.most_at_once} at once{busy}"
-    if wall and is_whole and len(rows) > 1:
+    if verbose and wall and is_whole and len(rows) > 1:
         yield from _bounds(view, sum(row.seconds or 0.0 for row in rows if row.status.ended) / wall, wall)
-    yield from explain_record(view.run, rows)
+    if verbose:
+        yield from explain_record(view.run, rows)
 
 
 def _bounds(view: RunView, at_once: float, wall: float) -> Iterator[tuple[str, str]]:
-    """How many ran at once on average, and what kept it from more: what jobs waited for, and what the cores did."""
+    """Yield how many jobs ran at once on average, what the others waited for, and how busy the cores were."""
     waits = sorted(((seconds, on) for on, seconds in view.waits.items() if on in _WAITED_FOR), reverse=True)
     words = [
         f"{100 * seconds / wall:.0f} % of the time others waited {_WAITED_FOR[on]}"
@@ -287,11 +287,11 @@ def _bounds(view: RunView, at_once: float, wall: float) -> Iterator[tuple[str, s
     if view.cpu.get("disk", 0.0) >= _LEAST_WAIT:
         words.append(f"{100 * view.cpu['disk']:.0f} % idle for a disk")
     if words:
-        yield "bound by", ", ".join([f"{at_once:.1f} at once on average", *words])
+        yield "waits", ", ".join([f"{at_once:.1f} at once on average", *words])
 
 
 def count_kills(run: RunDir) -> dict[str, Any]:
-    """How many jobs of this run's experiment ended out of memory; runs that have not ended are left out."""
+    """Count the jobs that ended out of memory, over the newest runs of this experiment that have ended."""
     ended: list[list[str]] = []
     for other in RunDir.all(run.path.parents[1], run.path.parent.name)[:_MOST_RUNS]:
         with suppress(MemfitError):
@@ -302,10 +302,7 @@ def count_kills(run: RunDir) -> dict[str, Any]:
 
 
 def forecast_error(rows: Sequence[JobRow]) -> dict[str, Any] | None:
-    """By how much the reservations of completed jobs missed their peaks, as shares of the peaks; None without any.
-
-    Above 0 a reservation was too large, below 0 too small.
-    """
+    """Return by which share of their peaks the reservations of completed jobs were too large (above 0) or too small."""
     errors = [
         row.reserved_bytes / row.status.peak_bytes - 1
         for row in rows
@@ -319,7 +316,7 @@ def forecast_error(rows: Sequence[JobRow]) -> dict[str, Any] | None:
 
 
 def explain_record(run: RunDir, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
-    """Both in words, with the sample that each rests on; kills only if there were any."""
+    """Return both in words, with the number of jobs; kills only if there were any."""
     lines, error, kills = [], forecast_error(rows), count_kills(run)
     if error is not None:
         side = "above" if error["median"] >= 0 else "below"
@@ -329,7 +326,7 @@ def explain_record(run: RunDir, rows: Sequence[JobRow]) -> list[tuple[str, str]]
     if kills["num_killed"]:
         runs = "1 run" if kills["num_runs"] == 1 else f"{kills['num_runs']} runs"
         text = f"{kills['num_killed']} of {kills['num_jobs']} jobs in {runs} of this experiment ended out of memory"
-        lines.append(("record", text))
+        lines.append(("OOM kills", text))
     return lines
 
 
@@ -338,16 +335,16 @@ def _places(view: RunView, is_one: bool) -> Iterator[tuple[str, str]]:
     if not is_one:
         names = [path.name for path in sorted(view.run.path.glob("*_results.feather"))]
         names += ["checkpoints"] if view.kind != "commands" else []
-        yield from (("", f"  {name}") for name in [*names, "jobs (out.log and err.log of each, its memory)"])
+        yield from (("", f"  {name}") for name in [*names, "jobs (the logs and the memory of each)"])
 
 
 def _short(path: Path) -> str:
-    """A path as it is written from the current folder, where it lies below it."""
+    """Return a path relative to the current folder where it lies below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _tables(rows: Sequence[JobRow], view: RunView, width: int) -> Iterator[Table]:
-    """A table of a stage's units; columns that the console has no room for follow in further tables."""
+    """Yield the table of a stage's units; columns that do not fit the console follow in further tables."""
     stage, metrics = rows[0].stage, summarize_metrics(rows)
     each = str(view.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
     num = max((num for _, _, num in metrics.values()), default=0)

@@ -106,7 +106,7 @@ class Exactness:
             )
         if why not in self._said:
             self._said.add(why)
-            record("inexact", reason=why, **where)
+            record("inexact", reason=why, **where, text=f"trains inexactly, as allowed: {why}")
 
     def _compare_parts(self, batch: Any, count: int, before: Snapshot) -> _Fault | None:
         """Compare the loss of a few units with the losses of two parts of them; None if a loss is not finite.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _STEP_EVENT_SECONDS = 0.5
 _MAX_ROLLBACKS = 3
-_RESERVED_NAMES = frozenset({"epoch", "num_epochs", "train_loss", "time", "job", "kind"})
+_RESERVED_NAMES = frozenset({"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text"})
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class Fit:
         self._data_state = state["data"]
         epoch, step = self.progress.position
         self._next_save = time.monotonic() + self.trainer.checkpoint_seconds
-        record("resume", path=str(path), epoch=epoch, step=step)
         where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
+        record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")
         say(f"goes on {where}, of {self.plan.num_epochs} epochs ({path})")
 
     def _prepare(self, save: Callable[[], Path] | None) -> None:
@@ -319,9 +319,10 @@ class Fit:
                     folder.mark_best()
                 folder.prune(self.progress.position, best)
         numbers = {"train_loss": newest.train_loss, **(newest.metrics or {})}
-        record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **numbers)
-        text = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
-        say(f"epoch {newest.epoch}/{self.plan.num_epochs}  {text}")
+        figures = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
+        text = f"epoch {newest.epoch}/{self.plan.num_epochs}  {figures}"
+        record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **numbers, text=text)
+        say(text)
         if leak := self._leaks.end_epoch():
             print(f"memfit: {leak}", file=sys.stderr)
         is_done = self.trainer.on_epoch is not None and self.trainer.on_epoch(newest) is True

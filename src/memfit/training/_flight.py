@@ -16,6 +16,7 @@ import torch
 
 from memfit.memory import Budget, TreeMeter
 from memfit.rundir import current_run, read_heap, record, write_json
+from memfit.training._exactness import place
 from memfit.training._oom import OomKind, device_bytes
 
 MAX_RECORDS = 200
@@ -30,7 +31,10 @@ _RECORD_NAME = re.compile(r"oom_(\d+)\.json")
 def record_oom(text: str, kind: OomKind, *, model: Any, optimizer: Any, where: Mapping[str, Any]) -> Path | None:
     """Write the flight record of an out-of-memory and the event ``oom``; return the record's file."""
     path = write_flight_record(text, kind, model=model, optimizer=optimizer, where=where)
-    record("oom", memory=str(kind), error=text.partition("\n")[0], **where)
+    first_line = text.partition("\n")[0]
+    size = f", microbatch size {where['microbatch_size']}" if where.get("microbatch_size") else ""
+    told = f"is out of {kind} memory in phase {where.get('phase')}, {place(where)}{size}: {first_line}"
+    record("oom", memory=str(kind), error=first_line, **where, text=told)
     return path
 
 

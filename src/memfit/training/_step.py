@@ -383,7 +383,8 @@ class SafeStep:
         before = batch.size
         batch.parts = self.sizes.cut(batch.count, batch.cost)
         fields = {"size": batch.size, "previous_size": before, "count": batch.count, "cost": self.sizes.limit}
-        record("microbatch", **fields, **self.where)
+        told = f"changes its microbatch size: {before} -> {batch.size} (batch of {batch.count})"
+        record("microbatch", **fields, **self.where, text=told)
         return batch.size
 
     def _note_failure(self, text: str, kind: OomKind) -> Path | None:
@@ -451,7 +452,9 @@ class SafeStep:
     def _skip(self, dropped: list[_Batch], todo: list[_Batch], error: MemfitError) -> None:
         assert self.skip is not None
         self.num_skipped += len(dropped)
-        record("skip", reason=error.what, num_skipped=self.num_skipped, num_batches=self._num_batches, **self.where)
+        counts = {"num_skipped": self.num_skipped, "num_batches": self._num_batches}
+        told = f"skips a batch, number {self.num_skipped} of {self._num_batches}: {error.what}"
+        record("skip", reason=error.what, **counts, **self.where, text=told)
         if not self.skip.allows(self.num_skipped, self._num_batches):
             number = f"number {self.num_skipped} of {self._num_batches} batches"
             raise type(error)(

@@ -96,7 +96,7 @@ class MeanLoss:
             before.take()
             self.step.exactness.allow_split(batch, count, before, self.where())
             self.size = (size + 1) // 2
-            record("microbatch", phase="validate", size=self.size)
+            record("microbatch", phase="validate", size=self.size, text=f"validates in microbatches of {self.size}")
 
     def _parts(self, model: torch.nn.Module, batch: Any, size: int, count: int) -> tuple[float, float]:
         total = weight_total = 0.0
