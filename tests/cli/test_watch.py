@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +91,8 @@ def test_on_a_terminal_it_shows_jobs_phases_the_budget_bar_and_pressure(tmp_path
             return all(text in shown for text in wanted)
 
         wait_until(has_seen_all)
+        if Path("/proc/pressure/memory").exists():
+            assert b"memory pressure" in shown
         os.write(terminal, b"\x03")
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
         os.close(terminal)

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from memfit.reports import LiveRun, Room, RunView, describe, read_room, render
+from memfit.reports import LiveRun, Room, RunView, describe, read_pressure, read_room, render
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -44,10 +44,10 @@ class Shown:
         return self.file.getvalue().splitlines()
 
 
-def table_lines(view, width, room=None):
+def table_lines(view, width, room=None, pressure=None):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, record=True)
     room = room or Room(64 * GIB, 14 * GIB, "MemAvailable")
-    console.print(render(view, room, width))
+    console.print(render(view, room, width, pressure))
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
@@ -286,11 +286,12 @@ def test_a_stalled_job_and_a_guessed_phase_are_told_as_such(commands):
     made.job("cmd_0001", "running", name="status.json", phase="train", phase_source="marks")
     made.job("cmd_0002", "running", name="status.json", phase="checkpoint", phase_source="log")
     made.job("cmd_0003", "running", name="status.json", phase="train", phase_source="shape", stalled=True)
-    lines = table_lines(view_of(made, 5), 80)
+    lines = table_lines(view_of(made, 5), 80, pressure=1.25)
     assert [line.split()[3] for line in lines[1:4]] == ["train", "checkpoint", "stalled"]
     assert "checkpoint ~log" in lines[2] and "~" not in lines[1]
     assert lines[0].split() == ["job", "phase", "memory", "peak", "reserved", "time", "ETA"]
     assert lines[4] == "running 3; 1 waiting for memory"
+    assert lines[7] == "memory pressure 1.2 % of the last ten seconds"
     assert max(map(len, lines)) <= 80
 
 
@@ -323,6 +324,15 @@ def test_the_bar_shows_others_jobs_reserved_and_free_as_shares_of_the_limit(comm
     assert bar == f"[{'o' * 10}{'#' * 10}{'=' * 10}{'.' * 10}] # jobs = reserved o others . free"
     full = table_lines(view_of(made), 80, Room(GIB, 3 * GIB, "cap"))[-2]
     assert full.partition("]")[0] == "[" + "o" * 40
+
+
+def test_pressure_is_read_where_the_kernel_gives_it(tmp_path):
+    (tmp_path / "proc/pressure").mkdir(parents=True)
+    (tmp_path / "proc/pressure/memory").write_text("some avg10=1.53 avg60=0.87 avg300=0.29 total=18209\nfull avg10=0\n")
+    assert read_pressure(tmp_path) == 1.53
+    (tmp_path / "proc/pressure/memory").write_text("")
+    assert read_pressure(tmp_path) is None
+    assert read_pressure(tmp_path / "nowhere") is None
 
 
 def test_a_cause_of_several_lines_is_shown_in_one(made):

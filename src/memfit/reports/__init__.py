@@ -4,7 +4,7 @@ from memfit.reports._budget import print_budget
 from memfit.reports._charts import COLOURS, Frame, Layer, Mark, draw_stack
 from memfit.reports._diagnosis import explain_in_a_line, print_diagnosis, print_fix, print_verification
 from memfit.reports._estimate import print_estimate
-from memfit.reports._live import LiveRun, Room, describe, read_room, render
+from memfit.reports._live import LiveRun, Room, describe, read_pressure, read_room, render
 from memfit.reports._numbers import format_column, format_number, plain_table
 from memfit.reports._page import write_page
 from memfit.reports._plan import print_run_plan
@@ -44,6 +44,7 @@ __all__ = [
     "print_run_plan",
     "print_summary",
     "print_verification",
+    "read_pressure",
     "read_room",
     "render",
     "summarize",

@@ -6,13 +6,14 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from memfit.memory import Budget
-from memfit.reports._numbers import plain_table
+from memfit.reports._numbers import format_number, plain_table
 from memfit.reports._run_view import Event, JobRow, RunView, StageView, is_number
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
@@ -39,7 +40,7 @@ _ROUTINE = ("memory", "device", "max_parallel")
 #: Events that are not shown for a single command: the summary says the same.
 _OF_MANY = frozenset({"admit", "plan", "end", "grow", "grow_device"})
 #: Events without a text that memfit 0.1 showed.
-_TOLD_BY_0_1 = frozenset({"admit", "aside", "end", "grow", "plan", "retry", "short", "stop", "wait"})
+_SHOWN_BY_0_1 = frozenset({"admit", "aside", "end", "grow", "plan", "retry", "short", "stop", "wait"})
 #: The least share of the limit by which a reservation grows for a line on the terminal.
 _WORTH_A_LINE = 0.02
 
@@ -100,7 +101,7 @@ class LiveRun:
         self._next = time.monotonic() + _REFRESH_SECONDS
         self._print_new_lines()
         if self._live is not None and self.view is not None:
-            table = render(self.view, read_room(self.view, here=self.here), self.console.width)
+            table = render(self.view, read_room(self.view, here=self.here), self.console.width, read_pressure())
             self._live.update(table, refresh=True)
 
     def close(self) -> None:
@@ -147,9 +148,19 @@ def describe(event: Event, view: RunView) -> str:
         if event["to_bytes"] - event["from_bytes"] < limit * _WORTH_A_LINE:
             return ""
     if not isinstance(text, str):
-        why = next((f": {event[name]}" for name in ("reason", "why", "cause") if event.get(name)), "")
-        return f"{job or 'the run'}: {event.get('state', kind)}{why}" if kind in _TOLD_BY_0_1 else ""
+        text = _without_text(event, kind)
     return text.replace(job, view.name(job), 1) if job and kind in ("admit", "end") else text
+
+
+def _without_text(event: Event, kind: str) -> str:
+    """Return the line of an epoch that a script recorded, or of an event of memfit 0.1."""
+    job = event.get("job")
+    if kind == "epoch":
+        known = ("time", "job", "kind", "epoch", "num_epochs")
+        numbers = [f"{name} {format_number(v)}" for name, v in event.items() if name not in known and is_number(v)]
+        return f"{job} epoch {event['epoch']}/{event['num_epochs']}  {'  '.join(numbers)}".rstrip()
+    why = next((f": {event[name]}" for name in ("reason", "why", "cause") if event.get(name)), "")
+    return f"{job or 'the run'}: {event.get('state', kind)}{why}" if kind in _SHOWN_BY_0_1 else ""
 
 
 def describe_left(event: Event, view: RunView) -> str:
@@ -184,7 +195,20 @@ def read_room(view: RunView, *, here: bool = True) -> Room:
     return Room(budget.limit_bytes, budget.limit_bytes - budget.headroom_bytes, budget.binding.name)
 
 
-def render(view: RunView, room: Room, width: int = _COLUMNS) -> RenderableType:
+def read_pressure(root: Path = Path("/")) -> float | None:
+    """Return the percentage of the last ten seconds in which some task waited for memory; None where it is not known.
+
+    Source: Documentation/accounting/psi.rst. The first line of ``/proc/pressure/memory`` is
+    ``some avg10=1.53 avg60=0.87 avg300=0.29 total=18209``.
+    """
+    try:
+        found = re.match(r"some avg10=([0-9.]+)", (root / "proc/pressure/memory").read_text())
+    except OSError:
+        return None
+    return float(found.group(1)) if found else None
+
+
+def render(view: RunView, room: Room, width: int = _COLUMNS, pressure: float | None = None) -> RenderableType:
     """Return the table of jobs, their counts and the budget, in at most 80 columns."""
     rows = view.rows()
     lines = [_cells(row, view) for row in _shown(rows)]
@@ -196,7 +220,7 @@ def render(view: RunView, room: Room, width: int = _COLUMNS) -> RenderableType:
     table = plain_table(*(name for name, _ in columns), left=("job", "phase"), gap=gap)
     for name, *cells in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(name if len(name) <= left else f"{name[: left - 1]}…", *cells)
-    return Group(table, *_footer(view, rows, room))
+    return Group(table, *_footer(view, rows, room, pressure))
 
 
 def _least(rows: Sequence[JobRow]) -> int:
@@ -212,7 +236,7 @@ def _shown(rows: Sequence[JobRow]) -> Sequence[JobRow]:
     return [*ended[-_ENDED_ROWS:], *running]
 
 
-def _footer(view: RunView, rows: Sequence[JobRow], room: Room) -> Iterator[Text]:
+def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float | None) -> Iterator[Text]:
     if len(view.stages) > 1:
         yield Text("stages: " + ", ".join(_progress(view.stages[name]) for name in view.stage_names(rows)))
     if counts := ", ".join(f"{name} {number}" for name, number in view.counts(rows).items()):
@@ -234,6 +258,8 @@ def _footer(view: RunView, rows: Sequence[JobRow], room: Room) -> Iterator[Text]
     yield Text(f"[{bar:.<{_BAR_COLUMNS}}] # jobs = reserved o others . free", style="dim")
     left = f"{format_bytes(free)} free of {format_bytes(room.limit_bytes)} ({room.name})"
     yield Text(f"jobs use {format_bytes(used)} of {format_bytes(reserved)}; {left}", style="dim")
+    if pressure is not None:
+        yield Text(f"memory pressure {pressure:.1f} % of the last ten seconds", style="dim")
 
 
 def _progress(stage: StageView) -> str:
