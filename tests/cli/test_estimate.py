@@ -289,7 +289,7 @@ def test_lengths_make_the_longest_batch_count_and_tell_what_filling_up_saves(est
     assert data["worst_batch_tokens"] == 4 * 96
     assert 0.3 < data["saving"] < 0.8
     assert data["deviation_batch_tokens"] > 0
-    assert "the peak is set by the longest batch, 4 x 96 tokens" in estimate("--formula", "--lengths", path).out
+    assert "the longest batch sets the peak: 4 x 96 tokens" in estimate("--formula", "--lengths", path).out
 
 
 def retyped(estimate, words, **more):
