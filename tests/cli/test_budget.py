@@ -35,9 +35,9 @@ def test_the_text_says_which_limit_binds_and_shows_the_others(command):
     done = command("--limit", "64MiB")
     lines = done.stdout.splitlines()
     assert done.exit_code == 0
-    assert lines[0] == "64.0 MiB may be used of 64.0 MiB: cap binds, set by the user."
+    assert lines[0] == "64.0 MiB free of 64.0 MiB. The smallest limit is cap, from the user."
     assert "4 % of 64.0 MiB" in lines[1] or "2 % of 64.0 MiB" in lines[1]
-    for row in ("cap ", "MemAvailable ", "swap ", "/dev/shm ", "cores ", "promise "):
+    for row in ("cap ", "MemAvailable ", "swap ", "/dev/shm ", "cores ", "jobs "):
         assert any(line.startswith(row) for line in lines), row
 
 

@@ -46,7 +46,7 @@ def test_a_closed_terminal_leaves_the_run_as_it_is(tmp_path):
         os.chdir(tmp_path)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.execv(sys.executable, COMMAND)
-    while b"prepare starts" not in os.read(terminal, 65536):
+    while b"prepare started" not in os.read(terminal, 65536):
         pass
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -43,8 +43,8 @@ def test_a_watcher_sees_what_happens_as_stamped_lines_until_the_run_ends(tmp_pat
     *lines, last = out.splitlines()
     assert last == f"Run {run.path} has ended: preempted"
     assert all(re.match(STAMP, line) for line in lines)
-    told = [re.split(r" \(| and | with ", re.sub(STAMP, "", line))[0] for line in lines]
-    wanted = ["cmd_0001 fold=1 preempted", "cmd_0003 fold=3 starts", "cmd_0002 fold=2 preempted"]
+    told = [re.split(r" \(| and | with |\. ", re.sub(STAMP, "", line))[0] for line in lines]
+    wanted = ["cmd_0001 fold=1 preempted", "cmd_0003 fold=3 started", "cmd_0002 fold=2 preempted"]
     assert [line for line in told if line in wanted] == wanted
 
 

@@ -208,9 +208,11 @@ def test_the_promise_names_the_permission_that_holds():
         "docker_v1": "none",
         "docker_v2": "none",
     }
-    assert "below cgroup v1 /memfit-recorded/folds/fold_3; at the limit" in by_tree["hybrid_v1_nested"].promise
-    assert "(it is not killed)" in by_tree["slurm_v2"].promise
-    assert "watched by sampling" in by_tree["docker_v2"].promise
+    assert (
+        "in a cgroup v1 group below /memfit-recorded/folds/fold_3; at that limit" in by_tree["hybrid_v1_nested"].promise
+    )
+    assert "does not kill it" in by_tree["slurm_v2"].promise
+    assert "no job can have a cgroup limit here" in by_tree["docker_v2"].promise
     assert "mounted read-only" in by_tree["docker_v2"].promise
 
 

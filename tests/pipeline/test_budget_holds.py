@@ -110,4 +110,4 @@ def test_groups_processes_and_claims_are_gone_when_the_run_is_over():
     result, _ = run(HOLD, "mib=10,20", words=["{mib}", "0.1"])
     (told,) = events(result, "budget")
     assert told["group"] and not Path(told["group"]).exists()
-    assert "the kernel makes it wait" in told["promise"]
+    assert "the kernel makes the job wait" in told["promise"]

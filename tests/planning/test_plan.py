@@ -84,7 +84,7 @@ def test_what_a_job_takes_of_a_gpu_bounds_how_many_run_at_once(budget):
     assert (found.num_parallel, found.limited_by, found.num_devices) == (4, "memory", 1)
     assert found.device_reservation_bytes == round(3.3 * GIB)
     assert found.device_capacity_bytes == {"GPU-0": 9.75 * GIB, "GPU-1": 6.75 * GIB}
-    assert "3.30 GiB on 1 GPU, 9.75 GiB, 6.75 GiB available" in found.explain()
+    assert "3.30 GiB on 1 GPU, of 9.75 GiB, 6.75 GiB" in found.explain()
 
 
 def test_a_job_of_two_gpus_takes_a_part_of_each(budget):

@@ -292,7 +292,6 @@ def test_one_command_gets_a_short_summary(commands):
     write_json(made.path / "outcome.json", {"state": "completed"})
     assert printed(made.run, 120).splitlines() == [
         "",
-        "",
         "2026-11-21 09:00:12  cmd_0001 fold=1 lr=1e-3 completed (12.0s), peak 270.0 MiB",
         "",
         "phases    load 200.0 MiB, train 270.0 MiB (guessed from its log)",

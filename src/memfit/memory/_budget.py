@@ -235,19 +235,17 @@ def _permission(root: Path, placement: _cgroup.Placement | None) -> tuple[Permis
     base = find_base(root, placement)
     if isinstance(base, str):
         return "none", (
-            "jobs are admitted by measured non-reclaimable bytes and watched by sampling; RLIMIT_DATA limits each "
-            "process that needs no device, and oom_score_adj makes the kernel kill a job before another program; a job "
-            f"that outgrows its forecast between two samples can still meet the limits above ({base})"
+            f"no job can have a cgroup limit here ({base}); memfit measures the jobs, limits their data segment and "
+            "lets the kernel kill a job before other programs, but a fast burst can still be killed"
         )
-    where = f"each job runs in a group of its own with a limit, below cgroup v{base.version} {base.group.path}; "
+    where = f"each job has a limit of its own in a cgroup v{base.version} group below {base.group.path}; "
     if base.version == 1:
         return "cgroup v1", where + (
-            "at the limit the kernel makes it wait (it is not killed) until there is memory for it; a fork or a write "
-            "to /dev/shm fails there"
+            "at that limit the kernel makes the job wait and does not kill it, but a fork or a write to /dev/shm fails"
         )
     return "cgroup v2", where + (
-        "at the limit the kernel slows it down (it is not killed) until there is memory for it; "
-        "a burst beyond the limit by half of it, and by 256 MiB, is killed"
+        "at that limit the kernel slows the job down and does not kill it, unless a burst goes beyond it by half and "
+        "by 256 MiB"
     )
 
 

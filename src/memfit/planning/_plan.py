@@ -55,13 +55,10 @@ class Plan:
         on_devices = ""
         if self.num_devices:
             free = ", ".join(format_bytes(size) for size in self.device_capacity_bytes.values())
-            on_devices = (
-                f"; {format_bytes(self.device_reservation_bytes)} on {_gpus(self.num_devices)}, {free} available"
-            )
+            on_devices = f"; {format_bytes(self.device_reservation_bytes)} on {_gpus(self.num_devices)}, of {free}"
         return (
-            f"{self.num_parallel} of {self.num_jobs} at once ({reason}): each reserves "
-            f"{format_bytes(self.reservation_bytes)}, {format_bytes(self.capacity_bytes)} available under "
-            f"{self.limit}{on_devices}; {self.num_cpus:g} cores"
+            f"{self.num_parallel} of {self.num_jobs} at once ({reason}): each gets "
+            f"{format_bytes(self.reservation_bytes)} of {format_bytes(self.capacity_bytes)}{on_devices}"
         )
 
     def to_dict(self) -> dict[str, Any]:

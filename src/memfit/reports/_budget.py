@@ -1,4 +1,4 @@
-"""A budget as people read it: which limit binds, who says so, and what else was found."""
+"""Print a budget: the smallest limit, where it comes from, and what else was found."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from memfit.units import format_bytes
 
 
 def print_budget(budget: Budget, console: Console) -> None:
-    """Print the binding limit and who says so, all limits as a table, and what else may be used here."""
+    """Print the smallest limit and its source, all limits as a table, and what else may be used here."""
     binding, left = budget.binding, budget.headroom_bytes
-    verdict = f"{format_bytes(left)} may be used" if left >= 0 else f"{format_bytes(-left)} too much is in use"
+    verdict = f"{format_bytes(left)} free" if left >= 0 else f"{format_bytes(-left)} too much is in use"
     console.print(
-        f"[bold]{verdict}[/bold] of {format_bytes(binding.limit_bytes)}: {escape(binding.name)} binds, "
-        f"set by {escape(_short(binding.source))}.",
+        f"[bold]{verdict}[/bold] of {format_bytes(binding.limit_bytes)}. The smallest limit is {escape(binding.name)}, "
+        f"from {escape(_short(binding.source))}.",
         soft_wrap=True,
     )
     console.print(
-        f"{format_bytes(budget.lendable_bytes)} can be lent to jobs; {format_bytes(budget.reserve_bytes)} is kept "
-        f"back: {escape(budget.reserve_note)}.",
+        f"Jobs can have {format_bytes(budget.lendable_bytes)}. memfit keeps {format_bytes(budget.reserve_bytes)} free: "
+        f"{escape(budget.reserve_note)}.\n",
         soft_wrap=True,
     )
     console.print(_limit_table(budget))
+    console.print()
     for name, text in _facts(budget):
         console.print(f"[bold]{name:<9}[/bold] {escape(text)}", soft_wrap=True)
 
 
 def _limit_table(budget: Budget) -> Table:
-    table = Table(
-        "limit", "bounds", "of", "used", "left", "who says so", title_justify="left", box=None, pad_edge=False
-    )
+    table = Table("limit", "scope", "size", "used", "left", "source", title_justify="left", box=None, pad_edge=False)
     for column in table.columns[2:5]:
         column.justify, column.no_wrap = "right", True
     for column in (table.columns[0], table.columns[5]):
@@ -56,22 +55,19 @@ def _short(path: str) -> str:
 def _facts(budget: Budget) -> Iterator[tuple[str, str]]:
     yield "counted", "; ".join(dict.fromkeys(f"{one.name}: {one.metric}" for one in budget.limits))
     swap = budget.swap
-    yield (
-        "swap",
-        f"{format_bytes(swap.usable_bytes)} usable ({swap.source}), {format_bytes(swap.free_bytes)} free of "
-        f"{format_bytes(swap.total_bytes)}; never lent",
-    )
+    usable = f"{format_bytes(swap.usable_bytes)} usable ({swap.source}), {format_bytes(swap.free_bytes)} free of "
+    yield "swap", f"{usable}{format_bytes(swap.total_bytes)}; jobs never get it" if swap.total_bytes else "none"
     if budget.shm is None:
         yield "/dev/shm", "none"
     else:
         free = "" if budget.shm.free_bytes is None else f"{format_bytes(budget.shm.free_bytes)} free of "
-        yield "/dev/shm", f"{free}{format_bytes(budget.shm.total_bytes)}; what lies there counts as used memory too"
+        yield "/dev/shm", f"{free}{format_bytes(budget.shm.total_bytes)}; its files count as used memory"
     yield "cores", f"{budget.num_cpus} ({budget.cpus_source})"
     for device in budget.devices:
         yield f"GPU {device.index}", _device(device)
     if budget.cgroup:
         yield "group", _short(budget.cgroup)
-    yield "promise", _short(budget.promise)
+    yield "jobs", _short(budget.promise)
     for note in budget.notes:
         yield "note", note
 

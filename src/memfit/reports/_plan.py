@@ -26,9 +26,9 @@ def print_run_plan(plan: RunPlan, console: Console) -> None:
     """Print the commands, then for each stage what would run, why, and how many of its jobs fit at once."""
     for command in plan.commands:
         console.print(shlex.join(command), soft_wrap=True, markup=False, highlight=False)
-    budget, run = plan.budget, f"{plan.run} goes on" if plan.run else "a new run directory"
+    budget, run = plan.budget, f"{plan.run} continues" if plan.run else "a new run directory"
     limit = f"{format_bytes(budget.lendable_bytes)} of {format_bytes(budget.binding.limit_bytes)}"
-    facts = [("run", run), ("budget", f"{limit} can be lent to jobs ({budget.binding.name})")]
+    facts = [("run", run), ("budget", f"{limit} for jobs ({budget.binding.name})")]
     width = max([10, *(len(stage.name) + 1 for stage in plan.stages)])
     for name, text in [*facts, ("", "")]:
         console.print(Text.assemble((f"{name:<{width}}" if name else "", "bold"), text), soft_wrap=True)
@@ -52,7 +52,7 @@ def _lines(stage: StagePlan) -> Iterator[str]:
         text += f", which saves {format_duration(stage.saved_seconds)}"
     yield text + (f": {stage.why}" if stage.why else "")
     if stage.waits_for:
-        yield f"{' and '.join(stage.waits_for)} first: what comes of that decides whether it runs, and for which units"
+        yield f"after {' and '.join(stage.waits_for)}, whose result decides whether it runs and for which units"
     if stage.footprint is not None:
         yield from _size(stage.footprint, stage)
     elif stage.origin:
@@ -70,7 +70,7 @@ def _size(footprint: Footprint, stage: StagePlan) -> Iterator[str]:
         slack = round(100 * (reserved / footprint.private_bytes - 1))
         yield f"  reserved: {format_bytes(reserved)} = {whole} + {slack} % slack"
     if footprint.shared_bytes:
-        yield f"  mapped files: {format_bytes(footprint.shared_bytes)}, there once for all jobs and not counted"
+        yield f"  mapped files: {format_bytes(footprint.shared_bytes)}, shared by all jobs and not counted"
     for device, size in footprint.device_bytes.items():
         yield f"  GPU {device}: {format_bytes(size)}"
     if footprint.phases:

@@ -155,8 +155,9 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None, *,
     view.read()
     rows = view.rows()
     is_one = view.kind == "commands" and len(view.params) == 1
-    console.print()
-    _print_facts([] if is_one else _decisions(view, verbose), console)
+    if not is_one:
+        console.print()
+        _print_facts(_decisions(view, verbose), console)
     if view.kind == "commands":
         _print_commands(rows, console)
     else:
