@@ -14,7 +14,7 @@ NODE = Job(
     limit_seconds=24 * 3600,
 )  # fmt: skip
 CARD = {"device_total": 24 * GIB, "free": 0, "reserved": 4 * GIB, "allocated": 3 * GIB, "tried": GIB}
-SECTIONS = ("Evidence", "Timeline", "Memory", "Options", "Fix", "Next run")
+SECTIONS = ("Symptom", "Timeline", "Memory", "Hypothesis", "Experiment", "Options", "Fix", "Next run", "Result")
 
 
 def diagnosis(kind="host_cgroup", cause="out_of_memory", phase="validate", **figures):
@@ -23,7 +23,7 @@ def diagnosis(kind="host_cgroup", cause="out_of_memory", phase="validate", **fig
 
 
 def sections(text):
-    parts = re.split(r"^## ([\w ]+)\n", text, flags=re.M)
+    parts = re.split(r"^###? ([\w ]+)\n", text, flags=re.M)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
@@ -67,8 +67,15 @@ def test_two_accounts_of_one_request_are_named():
     assert "accounting has" not in report(diagnosis(), replace(NODE, script_bytes=256 * GIB))["Memory"]
 
 
+def test_the_hypothesis_says_how_sure_it_is_and_the_result_is_left_to_fill_in():
+    found = report(diagnosis(), NODE)
+    assert "The job was killed at a limit of host memory. The lines above prove it." in found["Hypothesis"]
+    assert "suggest it, and none proves it" in report(replace(diagnosis(), confidence="likely"), NODE)["Hypothesis"]
+    assert "| Does the hypothesis hold? | |" in found["Result"]
+
+
 def test_evidence_carries_file_and_line():
-    assert "`train.err:7`" in report(diagnosis(), NODE)["Evidence"]
+    assert "`train.err:7`" in report(diagnosis(), NODE)["Symptom"]
 
 
 def test_the_fix_shows_each_line_with_its_reason_and_the_diff(tmp_path):
@@ -86,7 +93,8 @@ def test_an_empty_diagnosis_claims_nothing(kind):
     text = write_incident(Diagnosis(kind != "none", False, kind, cause, "unknown", "not shown"), [])
     found = sections(text)
     assert not re.search(r"\d+(?:\.\d+)? (?:GiB|MiB)", text)
-    assert all("Nothing in what was read." in found[name] for name in SECTIONS[:5])
+    assert all("Nothing in what was read." in found[name] for name in ("Timeline", "Memory", "Options", "Fix"))
+    assert "Not known. No line that was read shows a cause" in found["Hypothesis"]
 
 
 def test_a_cell_of_the_table_cannot_break_it():

@@ -31,6 +31,22 @@ _CAUSES = {
 }
 
 
+_HYPOTHESES = {
+    "proved": "The job was {0}. The lines above prove it.",
+    "likely": "The job was probably {0}. The lines above suggest it, and none proves it.",
+    "not shown": "Not known. No line that was read shows a cause; give more files, such as the kernel's log or sacct.",
+}
+_RESULT = [
+    "Fill this in after the next run.",
+    "",
+    "| question | answer |",
+    "|---|---|",
+    "| Did the job end by itself? | |",
+    "| Its peak memory, and the limit | |",
+    "| Does the hypothesis hold? | |",
+]
+
+
 def what_happened(diagnosis: Diagnosis) -> str:
     """Return the diagnosis in a few words.
 
@@ -63,19 +79,28 @@ def write_incident(
     if fix is not None:
         fixed = [*fixed, "", "```diff", fix.diff, "```"] if fixed else [f"Nothing in `{fix.path}` causes it."]
     sections = {
-        "Evidence": [f"- `{one.file}:{one.line}` `{_code(one.text)}`" for one in diagnosis.evidence],
-        "Timeline": [
+        "## Symptom": [
+            f"{', '.join(facts)}.",
+            "",
+            *(f"- `{one.file}:{one.line}` `{_code(one.text)}`" for one in diagnosis.evidence),
+        ],
+        "### Timeline": [
             f"- {one.time or 'no time'}: {one.what}, `{one.file}:{one.line}` `{_code(one.text)}`"
             for one in diagnosis.timeline
         ],
-        "Memory": [*(f"- {line}" for line in diagnosis.arithmetic), *_memory(diagnosis, job)],
-        "Options": list(_options(remedies)),
-        "Fix": fixed,
-        "Next run": list(_next_run(job, fix)),
+        "### Memory": [*(f"- {line}" for line in diagnosis.arithmetic), *_memory(diagnosis, job)],
+        "## Hypothesis": [
+            _HYPOTHESES[diagnosis.confidence if is_known else "not shown"].format(what_happened(diagnosis))
+        ],
+        "## Experiment": ["Change one thing, and run again."],
+        "### Options": list(_options(remedies)),
+        "### Fix": fixed,
+        "### Next run": list(_next_run(job, fix)),
+        "## Result": _RESULT,
     }
-    text = [f"# Incident: {title}", "", f"{', '.join(facts)}.", ""]
-    for name, lines in sections.items():
-        text += [f"## {name}", "", *(lines or ["Nothing in what was read."]), ""]
+    text = [f"# Incident: {title}", ""]
+    for heading, lines in sections.items():
+        text += [heading, "", *(lines or ["Nothing in what was read."]), ""]
     return "\n".join(text)
 
 
