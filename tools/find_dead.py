@@ -45,7 +45,8 @@ def _without_exports(text: str) -> str:
 
 def _documents() -> Iterator[Path]:
     yield ROOT / "README.md"
-    yield from (path for path in ROOT.glob("docs/*.md") if path.name not in ("log.md", "requirements.md"))
+    reports = ("benchmarks.md", "log.md", "requirements.md")  # they name what was measured or tried, and use nothing
+    yield from (path for path in ROOT.glob("docs/*.md") if path.name not in reports)
     yield from ROOT.glob("examples/**/*.py")
     yield from ROOT.glob("src/memfit_workloads/**/*.md")
 
