@@ -133,7 +133,8 @@ def stop(
     memfit stop runs/demo
     memfit stop cmd_0003 --now
 
-    Queued jobs do not start. memfit resume continues the run. Without --now no job is killed.
+    Queued jobs do not start. A job that is not done after the run's --grace seconds is killed. memfit resume continues
+    the run.
 
     Exit codes: 0 it has ended, or nothing ran, 2 no such run, 130 the waiting was interrupted.
     """
