@@ -7,7 +7,20 @@ import pytest
 
 import memfit
 
-NAMES = ["Budget", "Footprint", "Job", "Panel", "Trainer", "diagnose", "estimate", "measure", "plan", "run"]
+NAMES = [
+    "Budget",
+    "Footprint",
+    "Job",
+    "Panel",
+    "SafeStep",
+    "Trainer",
+    "diagnose",
+    "estimate",
+    "measure",
+    "phase",
+    "plan",
+    "run",
+]
 
 
 def test_the_public_names_are_these_and_each_is_listed():

@@ -17,7 +17,7 @@ from memfit.rundir import (
     EventTail,
     EventWriter,
     RunDir,
-    mark_phase,
+    phase,
     read_devices,
     read_events,
     read_json,
@@ -119,14 +119,14 @@ def test_a_record_written_before_a_kill_is_there(tmp_path):
 
 def test_marks_go_to_the_run_that_the_environment_names_and_nowhere_outside_one(tmp_path):
     run = RunDir.create(tmp_path, "x", "ab" * 32)
-    code = "from memfit.rundir import mark_phase; mark_phase('train')"
+    code = "from memfit.rundir import phase; phase('train')"
     bare = {name: value for name, value in os.environ.items() if not name.startswith("MEMFIT_")}
     subprocess.run([sys.executable, "-c", code], check=True, env=bare)
     assert run.events() == []
     env = bare | {"MEMFIT_RUN_DIR": str(run.path), "MEMFIT_JOB_ID": "fold_2"}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
     assert [(e["job"], e["phase"]) for e in run.events()] == [("fold_2", "train")]
-    mark_phase("ignored")
+    phase("ignored")
     assert len(run.events()) == 1
 
 
@@ -140,10 +140,10 @@ def test_no_field_can_overwrite_an_events_own_time_job_or_kind(tmp_path):
 def test_a_forked_child_writes_a_file_of_its_own(tmp_path):
     run = RunDir.create(tmp_path, "x", "ab" * 32)
     code = (
-        "import os; from memfit.rundir import mark_phase\n"
-        "mark_phase('parent')\n"
+        "import os; from memfit.rundir import phase\n"
+        "phase('parent')\n"
         "pid = os.fork()\n"
-        "if pid == 0: mark_phase('child'); os._exit(0)\n"
+        "if pid == 0: phase('child'); os._exit(0)\n"
         "os.waitpid(pid, 0)\n"
     )
     env = os.environ | {"MEMFIT_RUN_DIR": str(run.path), "MEMFIT_JOB_ID": "fold_2"}
@@ -218,7 +218,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 
 def test_a_phase_mark_tells_the_heap_as_its_allocator_sees_it(tmp_path, monkeypatch):
     run = RunDir.create(tmp_path, "demo", "0" * 64)
-    code = "from memfit.rundir import mark_phase; mark_phase('load'); block = bytearray(64 << 20); mark_phase('train')"
+    code = "from memfit.rundir import phase; phase('load'); block = bytearray(64 << 20); phase('train')"
     env = os.environ | {"MEMFIT_RUN_DIR": str(run.path), "MEMFIT_JOB_ID": "fold_1"}
     subprocess.run([sys.executable, "-c", code], env=env, check=True)
     load, train = (event for event in run.events() if event["kind"] == "phase")
@@ -226,6 +226,14 @@ def test_a_phase_mark_tells_the_heap_as_its_allocator_sees_it(tmp_path, monkeypa
         pytest.skip("needs glibc 2.33 or newer (mallinfo2)")
     assert train["live_bytes"] - load["live_bytes"] >= 64 << 20
     assert train["resident_bytes"] >= train["live_bytes"]
+
+
+def test_a_phase_as_a_block_gives_way_to_the_phase_before_it(tmp_path):
+    run = RunDir.create(tmp_path, "demo", "0" * 64)
+    code = "import memfit\nmemfit.phase('train')\nwith memfit.phase('validate'): pass\n"
+    env = os.environ | {"MEMFIT_RUN_DIR": str(run.path), "MEMFIT_JOB_ID": "fold_1"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    assert [event["phase"] for event in run.events()] == ["train", "validate", "train"]
 
 
 def test_a_process_that_changes_its_run_records_in_the_new_one(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from memfit import config
 from memfit.data import DateBatches, Panel
 from memfit.evaluation import rank_ic_by_date, summarize
 from memfit.pipeline import Context, Stage, Workload
-from memfit.rundir import mark_phase
+from memfit.rundir import phase
 from memfit.splits import PurgedKFold
 
 LOOKBACK = 5
@@ -36,7 +36,7 @@ def make_table(params: Params) -> pa.Table:
 
 def prepare(context: Context, params: Params) -> dict[str, Any]:
     """Build the panel once, and split its dates. The label of a date is known one date later: purge by 1."""
-    mark_phase("build")
+    phase("build")
     panel = Panel.build(make_table(params), context.panels_dir, features=["value"], targets=["tomorrow"])
     dates = np.arange(LOOKBACK - 1, len(panel.dates))  # those with a whole window
     folds = []
@@ -57,7 +57,7 @@ def train_fold(context: Context, params: Params) -> dict[str, float]:
         error = model(torch.from_numpy(batch.windows)[:, :, 0]).squeeze(-1) - torch.from_numpy(batch.targets)
         return (error**2).sum(), len(error)
 
-    mark_phase("load")
+    phase("load")
     prepared = context["prepare"]
     panel, dates = prepared.panel(), prepared.arrays(f"dates_{context.unit['fold']}")
     train = DateBatches(panel, dates["train"], lookback=LOOKBACK, target="tomorrow", shuffle_seed=1)

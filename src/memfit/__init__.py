@@ -16,22 +16,38 @@ if TYPE_CHECKING:
     from memfit.memory import Budget, Footprint, measure
     from memfit.pipeline import run
     from memfit.planning import plan
-    from memfit.training import Trainer
+    from memfit.rundir import phase
+    from memfit.training import SafeStep, Trainer
 
 _HOMES = {
     "Budget": "memory",
     "Footprint": "memory",
     "Job": "jobs",
     "Panel": "data",
+    "SafeStep": "training",
     "Trainer": "training",
     "diagnose": "diagnosis",
     "estimate": "estimation",
     "measure": "memory",
+    "phase": "rundir",
     "plan": "planning",
     "run": "pipeline",
 }
 
-__all__ = ["Budget", "Footprint", "Job", "Panel", "Trainer", "diagnose", "estimate", "measure", "plan", "run"]
+__all__ = [
+    "Budget",
+    "Footprint",
+    "Job",
+    "Panel",
+    "SafeStep",
+    "Trainer",
+    "diagnose",
+    "estimate",
+    "measure",
+    "phase",
+    "plan",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ Layout::
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import getpass
 import json
@@ -35,6 +36,7 @@ from typing import Any
 
 from memfit.errors import DamagedError, UsageError
 from memfit.masking import NO_ARGUMENTS, mask
+from memfit.successors import missing_name
 
 SCHEMA_VERSION = 2
 #: The versions that reports and diagnoses read; only the newest is run or gone on with.
@@ -545,15 +547,36 @@ def record(kind: str, **fields: Any) -> None:
             print(f"memfit: events of this job are not recorded from here on: {error}", file=sys.stderr, flush=True)
 
 
-def mark_phase(name: str) -> None:
-    """Say which phase this job enters: ``load``, ``build``, ``train``, ``validate``, ``checkpoint`` or a name of yours.
+_phase_now: str | None = None
 
-    Peaks of memory are recorded by phase, and with each mark the heap as its allocator sees it: ``live_bytes`` are in
-    use, ``resident_bytes`` are held of the kernel, and what lies between is kept for later or lost to fragmentation.
-    Does nothing outside a run.
+
+def phase(name: str) -> contextlib.ExitStack:
+    """Mark the phase that this job enters, so that its peak memory is known by phase.
+
+    Each mark also records what the C allocator has in use (``live_bytes``) and holds (``resident_bytes``). Outside of a
+    run nothing is recorded.
+
+    Args:
+        name: ``load``, ``build``, ``train``, ``validate``, ``checkpoint``, or a name of yours.
+
+    Returns:
+        What ends the phase in a ``with`` block: the phase before it goes on.
+
+    Example:
+        >>> phase("train")  # doctest: +ELLIPSIS
+        <contextlib.ExitStack object at ...>
+        >>> with phase("validate"):
+        ...     print("train goes on after this block")
+        train goes on after this block
     """
+    global _phase_now
+    before, _phase_now = _phase_now, name
     if current_run() is not None:
         record("phase", phase=name, **read_heap(), **read_devices())
+    ends = contextlib.ExitStack()
+    if before is not None:
+        ends.callback(phase, before)
+    return ends
 
 
 def read_devices() -> dict[str, list[dict[str, int]]]:
@@ -588,3 +611,7 @@ def read_heap() -> dict[str, int]:
     mallinfo2.restype = _MallInfo
     info = mallinfo2()
     return {"live_bytes": info.uordblks + info.hblkhd, "resident_bytes": info.arena + info.hblkhd}
+
+
+def __getattr__(name: str) -> None:
+    raise missing_name(__name__, name)

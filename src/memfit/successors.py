@@ -31,6 +31,7 @@ GONE = (
     Gone("flag", "panel --new-assets", "memfit panel build with the whole source"),
     Gone("key", "folds", "units"),
     Gone("key", "workflow", "params"),
+    Gone("name", "memfit.rundir.mark_phase", "memfit.phase"),
     Gone("name", "memfit.memory.Claim", "memfit.memory.rooms_of(budget, unused={place: bytes})"),
     Gone("name", "memfit.memory.lendable_on_devices", "memfit.memory.rooms_of"),
     Gone("name", "memfit.pipeline.FoldWorkload", "memfit.pipeline.Workload"),

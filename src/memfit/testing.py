@@ -20,7 +20,7 @@ from memfit.rundir import RunDir, read_json
 _PATIENCE_SECONDS = 60.0
 MakeJob = Callable[[str, str], Job]
 
-_MARK = "from memfit.rundir import mark_phase; mark_phase('train')"
+_MARK = "from memfit.rundir import phase; phase('train')"
 #: How the contract's jobs behave, and Python code that does so. Those that last mark the phase ``train`` when a stop
 #: would reach them.
 BEHAVIOURS = {

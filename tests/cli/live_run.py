@@ -14,9 +14,9 @@ from memfit.testing import wait_until
 #: Marks a phase, holds some memory, and exits as one that has checkpointed when it is asked to stop.
 JOB = """
 import signal, sys, time
-from memfit.rundir import mark_phase
+from memfit.rundir import phase
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-mark_phase("train")
+phase("train")
 block = bytearray(20 << 20)
 open(sys.argv[1] + ".started", "w").close()
 end = time.monotonic() + float(sys.argv[2])

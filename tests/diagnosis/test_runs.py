@@ -13,8 +13,8 @@ from memfit.rundir import RunDir
 MIB = 1 << 20
 PROGRAM = """\
 import os, signal, sys, time
-from memfit.rundir import mark_phase
-mark_phase("train")
+from memfit.rundir import phase
+phase("train")
 time.sleep(0.6)
 how = sys.argv[1]
 if how == "stranger":

@@ -128,11 +128,11 @@ def test_freed_memory_goes_back_to_the_kernel_unless_the_allocator_is_left_alone
 
 def test_peaks_are_told_by_the_phase_that_the_job_marked(run_dir):
     code = (
-        "import time; from memfit.rundir import mark_phase\n"
-        "mark_phase('load'); time.sleep(0.5)\n"
-        "mark_phase('train'); time.sleep(0.4); block = bytearray(60 << 20); time.sleep(0.8); del block; time.sleep(0.4)\n"
-        "mark_phase('validate'); time.sleep(0.4); block = bytearray(160 << 20); time.sleep(0.8); del block; time.sleep(0.4)\n"
-        "mark_phase('train'); time.sleep(0.5)\n"
+        "import time; from memfit.rundir import phase\n"
+        "phase('load'); time.sleep(0.5)\n"
+        "phase('train'); time.sleep(0.4); block = bytearray(60 << 20); time.sleep(0.8); del block; time.sleep(0.4)\n"
+        "phase('validate'); time.sleep(0.4); block = bytearray(160 << 20); time.sleep(0.8); del block; time.sleep(0.4)\n"
+        "phase('train'); time.sleep(0.5)\n"
     )
     backend = LocalBackend(run_dir)
     submit(backend, Job("phased", command=(sys.executable, "-c", code), phases=("load", "train", "validate")))
@@ -283,8 +283,8 @@ def test_phase_marks_are_followed_whatever_the_clock_and_strange_files_do(run_di
     (run_dir.events_dir / "a-b-c.jsonl").write_text("x\n")
     code = (
         "import time; time.time_ns = lambda: 10**18\n"  # an hour of the past, as after a clock that was set back
-        "from memfit.rundir import mark_phase\n"
-        "mark_phase('load'); time.sleep(0.8); mark_phase('train'); time.sleep(0.8)\n"
+        "from memfit.rundir import phase\n"
+        "phase('load'); time.sleep(0.8); phase('train'); time.sleep(0.8)\n"
     )
     backend = LocalBackend(run_dir)
     submit(backend, Job("phased", command=(sys.executable, "-c", code), phases=("load", "train")))

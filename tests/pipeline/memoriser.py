@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from memfit.data import Panel
 from memfit.pipeline import Context, Stage, Workload
-from memfit.rundir import mark_phase, record
+from memfit.rundir import phase, record
 from memfit.splits import PurgedKFold
 from memfit_workloads import finance
 
@@ -58,7 +58,7 @@ def closes(params: MemoriserParams) -> np.ndarray:
 
 
 def prepare(context: Context, params: MemoriserParams) -> dict[str, Any]:
-    mark_phase("build")
+    phase("build")
     daily = daily_returns(params)
     days = np.busday_offset("2020-01-01", np.arange(params.num_dates), roll="forward")
     columns = {
@@ -81,10 +81,10 @@ def train_fold(context: Context, params: MemoriserParams) -> dict[str, float]:
 
     from memfit.training import save_checkpoint
 
-    mark_phase("load")
+    phase("load")
     fold, (panel, train_dates, _) = context.unit["fold"], finance.fold_of(context)
     for epoch in (1, 2):
-        mark_phase("train")
+        phase("train")
         time.sleep(params.epoch_seconds)
         if params.die_fold == fold:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -96,11 +96,11 @@ def train_fold(context: Context, params: MemoriserParams) -> dict[str, float]:
             "memfit_checkpoint": 1, "epoch": epoch, "fit": f"fold {fold}", "identity": {},
             "model": {"memory": torch.from_numpy(memory), "known": torch.from_numpy(known)}, "provenance": finance.provenance(context, params),
         }  # fmt: skip
-        mark_phase("checkpoint")
+        phase("checkpoint")
         path = context.dir / f"ema_epoch_{epoch}.pt"
         save_checkpoint(path, state)
         context.save(path.stem, path)
-        mark_phase("validate")
+        phase("validate")
         record("epoch", epoch=epoch, num_epochs=2, loss=1 / epoch)
     return {"num_train": float(len(train_dates))}
 

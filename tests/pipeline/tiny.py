@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from memfit.data import Panel
 from memfit.errors import StoppedError
 from memfit.pipeline import Context, Stage, Workload
-from memfit.rundir import mark_phase, record, write_json
+from memfit.rundir import phase, record, write_json
 from memfit.splits import PurgedKFold
 
 
@@ -37,7 +37,7 @@ def make_table(params: TinyParams) -> pa.Table:
 
 
 def prepare(context: Context, params: TinyParams) -> dict[str, Any]:
-    mark_phase("build")
+    phase("build")
     panel = Panel.build(make_table(params), context.panels_dir, features=["x"], targets=["y"])
     splits = list(PurgedKFold(params.n_splits, purged_size=1, embargo_size=1).split(panel.dates))
     context.save("panel", panel)
@@ -47,7 +47,7 @@ def prepare(context: Context, params: TinyParams) -> dict[str, Any]:
 
 
 def train_fold(context: Context, params: TinyParams) -> dict[str, float]:
-    mark_phase("load")
+    phase("load")
     prepared, fold = context["prepare"], context.unit["fold"]
     panel, splits = prepared.panel(), prepared.arrays("splits")
     train, test = splits[f"train_{fold}"], splits[f"test_{fold}"]
@@ -57,16 +57,16 @@ def train_fold(context: Context, params: TinyParams) -> dict[str, float]:
     signal.signal(signal.SIGTERM, lambda *_: stopping.append(1))
     block = None
     for epoch in range(first, params.num_epochs + 1):
-        mark_phase("train")
+        phase("train")
         block = np.ones(params.hold_mib << 20, np.uint8)
         time.sleep(params.epoch_seconds)
         if params.fail_fold == fold:
             raise ValueError("a planted bug")
         if params.die_fold == fold:
             os.kill(os.getpid(), signal.SIGKILL)
-        mark_phase("checkpoint")
+        phase("checkpoint")
         write_json(saved, {"epoch": epoch})
-        mark_phase("validate")
+        phase("validate")
         record("epoch", epoch=epoch, num_epochs=params.num_epochs, loss=1 / epoch)
         if stopping:
             raise StoppedError("stopped.", rule="asked to.", remedy="start again")

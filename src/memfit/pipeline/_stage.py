@@ -20,14 +20,14 @@ from memfit.pipeline._code import changed_code, code_of, own_modules
 from memfit.pipeline._contract import Context, Output, Stop
 from memfit.pipeline._describe import load_workload
 from memfit.pipeline._manifest import describe_outputs, digest, hash_file, write_result
-from memfit.rundir import mark_phase
+from memfit.rundir import phase
 
 _VERSIONS = ("memfit", "torch", "numpy", "pyarrow")
 
 
 def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
     """Run one unit of a stage, leave its outputs and its manifest, and return its result."""
-    mark_phase("load")
+    phase("load")
     started, spec = time.time(), order["stage"]
     workload = load_workload(order["target"])
     function = workload.stage(spec["name"]).run

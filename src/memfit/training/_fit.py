@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from memfit.errors import DataError, HalfUpdatedError, MemfitError, StoppedError, UsageError
 from memfit.memory import Budget
-from memfit.rundir import mark_phase, record
+from memfit.rundir import phase, record
 from memfit.training._checkpoint import position_of, tensor_bytes
 from memfit.training._compute import autocast
 from memfit.training._keyed import TrainingData, preserved_generators, refuse_own_generators
@@ -220,7 +220,7 @@ class Fit:
 
     def _train_epoch(self) -> None:
         progress = self.progress
-        mark_phase("train")
+        phase("train")
         self.trainer.model.train()
         self._open_epoch()
         while self._step():
@@ -231,7 +231,7 @@ class Fit:
                 raise self._stopped()
             if time.monotonic() >= self._next_save and self.folder is not None:
                 self._save()
-                mark_phase("train")
+                phase("train")
         self.data.close()
         self._is_open = False
         if progress.step == 0:
@@ -279,7 +279,7 @@ class Fit:
         folder, progress = self.folder, self.progress
         if folder is None:
             return Path()
-        mark_phase("checkpoint")
+        phase("checkpoint")
 
         def save() -> Path:
             state = capture(self._parts(), progress, self.identity)
@@ -331,7 +331,7 @@ class Fit:
         return is_done or self._is_early()
 
     def _validate(self) -> dict[str, float]:
-        mark_phase("validate")
+        phase("validate")
         if not self._has_room_for_both():
             self.data.close(persistent_too=True)
         remedy = "make the validation batches smaller, or keep less of each in evaluate"

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from memfit.errors import DoesNotFitError, UsageError
 from memfit.memory import Meter, measure
-from memfit.rundir import mark_phase, record
+from memfit.rundir import phase, record
 from memfit.training._keyed import preserved_generators
 from memfit.training._oom import Failed, attempt, device_bytes, memory_now
 from memfit.training._process import preserved_rng
@@ -137,7 +137,7 @@ def preflight(
         >>> report.longest, report.num_seen, report.microbatch_size, list(report.phases)
         ('all', 2, 5, ['train'])
     """
-    mark_phase("preflight")
+    phase("preflight")
     model = step.model
     devices: dict[str, dict[str, dict[str, int]]] = {}
     path: Path | None = None

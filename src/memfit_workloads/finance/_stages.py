@@ -20,7 +20,7 @@ from memfit.data import Panel
 from memfit.errors import DataError, UsageError
 from memfit.evaluation import rank_ic, read_days, read_scores, summarize
 from memfit.pipeline import Context, Output, Stage, Stop
-from memfit.rundir import mark_phase
+from memfit.rundir import phase
 from memfit_workloads.finance._blend import Score, blend, check_related, check_scores, join_scores
 from memfit_workloads.finance._judge import decide_on, judge_scores, summarize_judged, write_report
 from memfit_workloads.finance._lines import decision_lines, judged_lines
@@ -104,14 +104,14 @@ def _blend(score: Score, context: Context, params: Any) -> dict[str, Any]:
     Beside it stands the rank IC of the newest checkpoint alone: an average that is worse was taken over epochs before
     the training had settled. Nothing is chosen by that, for these are test dates.
     """
-    mark_phase("load")
+    phase("load")
     panel, _, dates = fold_of(context)
     fold, checkpoint = context["fold"], context.dir / "blended.pt"
     sources = blend(fold, params.blend, checkpoint)
     trained = read_provenance(checkpoint)
     check_related({checkpoint: trained}, panel)
     dates = dates[trained.scorable(panel)[dates]]
-    mark_phase("score")
+    phase("score")
     table = check_scores(score(panel, dates, checkpoint, params))
     context.save("blended", checkpoint)
     context.save("scores", table)
@@ -175,13 +175,13 @@ def _judged(
     market: MarketOf | None, context: Context, params: JudgeSettings, blends: Sequence[Output]
 ) -> dict[str, Any]:
     """What the scores of some folds came to, its tables and files saved."""
-    mark_phase("load")
+    phase("load")
     panel = context["prepare"].panel()
     tables = {one.unit["fold"]: in_period(one.table("scores"), params) for one in blends}
     tables = {fold: table for fold, table in tables.items() if len(table)}
     if not tables:
         raise _no_dates(context["prepare"].result["folds"], params)
-    mark_phase("backtest")
+    phase("backtest")
     table = join_scores(tables)
     judged = judge_scores(tables, table, panel, market(panel, params) if market else None, params)
     context.save("scores", table)

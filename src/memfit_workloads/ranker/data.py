@@ -19,7 +19,7 @@ from memfit import config
 from memfit.data import Panel
 from memfit.errors import DataError, SplitError
 from memfit.pipeline import Context
-from memfit.rundir import mark_phase
+from memfit.rundir import phase
 from memfit.splits import CombinatorialPurged, PurgedKFold, WalkForward
 from memfit_workloads import finance
 from memfit_workloads.ranker import market as markets
@@ -59,10 +59,10 @@ def fingerprint(params: RankerParams) -> str:
 
 def prepare(context: Context, params: RankerParams) -> dict[str, Any]:
     """Save the panel and its folds, purged by the longest horizon."""
-    mark_phase("load")
+    phase("load")
     data = params.data
     source, features, checked = _source(context.panels_dir, data)
-    mark_phase("build")
+    phase("build")
     targets = list(dict.fromkeys([*(data.target(horizon) for horizon in data.labels), *checked]))
     panel = Panel.build(source, context.panels_dir, features=features, targets=targets)
     usable = usable_dates(panel, params)

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from memfit.data import Panel
 from memfit.pipeline import Context, Probe, Stage, Workload
-from memfit.rundir import mark_phase
+from memfit.rundir import phase
 from memfit_workloads import finance
 from memfit_workloads.ranker.batches import ListBatch, ListBatches
 from memfit_workloads.ranker.data import fingerprint, hold_out, market, path_of_dates, prepare
@@ -49,11 +49,11 @@ def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
         ``num_epochs`` that were trained; ``num_snapshots`` of the average, and ``warm_start``, where they were asked
         for.
     """
-    mark_phase("load")
+    phase("load")
     panel, train_dates, test_dates = finance.fold_of(context)
     fit_dates, valid_dates = hold_out(train_dates, params.train.valid_share, max(params.data.labels))
     model, ema, result = _fit(context, params, fit_dates, valid_dates)
-    mark_phase("validate")
+    phase("validate")
     with _scored(model, ema, context.dir, params.train):
         scores = score_table(model, panel, lists_to_score(panel, test_dates, params), params)
     paths = path_of_dates(panel, params, context.unit["fold"])
