@@ -62,7 +62,7 @@ def test_a_config_is_estimated_as_a_models_config_is_and_settings_can_be_changed
 def test_a_person_reads_whether_it_fits_what_the_batch_is_and_what_the_host_holds(memfit, workload):
     done = memfit("estimate", workload, "--gpu", "1GiB")
     assert done.exit_code == 3
-    assert "does not fit: takes" in done.out or "may fit: takes" in done.out
+    assert "does not fit: needs" in done.out or "may fit: needs" in done.out
     assert "the largest of all 3 batches: 2.0 KiB" in done.out and "host, beside the device: panel" in done.out
 
 

@@ -76,11 +76,11 @@ def test_a_job_that_sigstop_stopped_is_named_until_it_goes_on(memfit, tmp_path):
         pid = read_status(run, "cmd_0001").pid
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: f"stopped (SIGSTOP {pid})" in memfit("ps").out)
-        told = f"cmd_0001 is stopped: process {pid} got SIGSTOP. To let it go on: kill -CONT {pid}"
+        told = f"cmd_0001 is stopped: process {pid} got SIGSTOP. To continue it: kill -CONT {pid}"
         wait_until(lambda: told in (tmp_path / "demo.log").read_text())
         os.kill(pid, signal.SIGCONT)
         wait_until(lambda: "SIGSTOP" not in memfit("ps").out)
-        wait_until(lambda: "cmd_0001 goes on" in (tmp_path / "demo.log").read_text())
+        wait_until(lambda: "cmd_0001 continues" in (tmp_path / "demo.log").read_text())
 
 
 def test_a_job_whose_watcher_died_with_all_others_is_not_told_as_waiting(memfit, tmp_path):

@@ -117,7 +117,7 @@ def test_what_does_not_fit_gives_3_with_the_arithmetic_and_runs_by_force(memfit,
     assert " available = " in error["what"] and "--force" in error["remedy"]
     forced = memfit("run", path, "--force", "--units", 1)
     assert forced.exit_code == 0
-    assert "forced: not checked against the budget" in forced.out
+    assert "not checked against the budget (--force)" in forced.out
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,6 @@ def test_a_plain_function_has_its_arguments_as_settings(example, monkeypatch):
     assert manifest["settings"] == {"learning_rate": 0.01, "num_epochs": 2, "fold": 1}
 
 
-def test_the_readme_shows_the_plain_function_as_it_is():
-    assert f"```python\n{(EXAMPLES / 'plain/train.py').read_text()}```" in (EXAMPLES.parent / "README.md").read_text()
-
-
 def _ran(result: memfit.pipeline.RunResult) -> list[str]:
     """The jobs that were started, in the order of their names."""
     return sorted({event["job"] for event in kills.RunDir(result.path).events() if event["kind"] == "admit"})

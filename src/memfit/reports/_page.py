@@ -128,13 +128,12 @@ def write_page(run: RunDir, path: Path, other: RunDir | None = None) -> Path:
 
 
 def _read(run: RunDir) -> dict[str, list[Sample]]:
-    """Return the memory of each job over time."""
-    found = {}
-    for path in sorted(run.path.glob("jobs/*/memory.jsonl")):
+    """Return the memory of each job over time, all its attempts in order."""
+    found: dict[str, list[Sample]] = {}
+    for path in run.path.glob("jobs/*/memory*.jsonl"):
         with suppress(DamagedError):
-            if samples := read_series(path):
-                found[path.parent.name] = samples
-    return found
+            found.setdefault(path.parent.name, []).extend(read_series(path))
+    return {job: sorted(samples, key=lambda one: one.time) for job, samples in found.items() if samples}
 
 
 def _colours(series: Sequence[Mapping[str, Sequence[Sample]]]) -> dict[str, str]:
