@@ -185,7 +185,8 @@ def report(without: Seen | None, with_it: Seen, run: RunDir, console: Console) -
     error = (sum((one - mean) ** 2 for one in found) / (len(found) - 1) / len(found)) ** 0.5
     console.print(
         f"\nRank IC of the five folds: {mean:+.4f} ± {error:.4f}. This small model shows no skill on twenty large "
-        "stocks,\nand none was expected: the demo is about memory. The scores are out of fold and reproducible."
+        "stocks,\nand none was expected: the demo is about memory. memfit report shows this run.",
+        soft_wrap=True,
     )
 
 
@@ -213,7 +214,7 @@ def main() -> int:
     console.print(f"[bold]1. Five folds at once without memfit, limit {format_bytes(limit)}[/bold]")
     with Limited(parent, limit) as group:
         without = run_without(group, console)
-    console.print(f"\n[bold]2. The same five folds with memfit, the same limit[/bold]\n$ {command}")
+    console.print(f"\n[bold]2. The same five folds with memfit, the same limit[/bold]\n$ {command}", soft_wrap=True)
     with Limited(parent, limit) as group:
         with_it, run, code = run_with(group, words)
         kills = group.num_oom_kills

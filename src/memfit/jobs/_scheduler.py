@@ -7,6 +7,7 @@ within the budget.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -25,6 +26,7 @@ from memfit.units import format_bytes
 _TICK_SECONDS = 0.1
 #: How long a lack of memory must last: the kernel brings a group's counters up to date within two seconds.
 _LACK_SECONDS = 3.0
+_SIZE = re.compile(r"[0-9.]+ [KMGT]?i?B")
 #: How many waiting jobs are looked at when the first does not fit, and how many may pass it by.
 _BACKFILL, _MOST_PASSED = 32, 64
 #: Jobs want too many cores from this multiple of those here on, when it lasts so many seconds.
@@ -273,8 +275,9 @@ class Scheduler:
         self.say("admit", job=job.id, **found, **before, text=f"{job.id} {verb}{how}{note} ({running}{free} free)")
 
     def _wait(self, entry: Reservation, wait: Wait) -> None:
-        if wait.reason != self._why_waiting:
-            self._why_waiting, running = wait.reason, len(self._running)
+        kind = _SIZE.sub("", wait.reason)  # a forecast that moves a little is no news
+        if kind != self._why_waiting:
+            self._why_waiting, running = kind, len(self._running)
             fields = {"reason": wait.reason, "arithmetic": wait.detail, "on": wait.on, "num_running": running}
             available = f", {format_bytes(max(0, wait.available))} available" if wait.lacks else ""
             self.say("wait", job=entry.job.id, **fields, text=f"{entry.job.id} queued: {wait.reason}{available}")
