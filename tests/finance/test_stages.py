@@ -75,7 +75,7 @@ def test_the_rank_ic_decides_and_the_spread_beside_it_is_no_comparison(judged):
         and "this one alone; p " in told
         and "after Holm, against 0.05" in told
     )
-    assert "beside it h5_spread: effect" in told and "warning" not in told
+    assert "also h5_spread: effect" in told and "warning" not in told
 
 
 def test_the_metric_that_decides_is_a_setting_and_a_baseline_needs_no_other(judged, tmp_path):
@@ -112,7 +112,7 @@ def test_the_health_check_names_the_blend_what_to_tune_and_the_command(judging):
     assert held == sorted(held) and held[0] < held[-1]
     told = text(output)
     assert told.startswith("fold 1, the mean of ema_epoch_1.pt, ema_epoch_2.pt")
-    assert "gate: yellow" in told and "turn k_ratio" in told
+    assert "gate: yellow" in told and "change k_ratio" in told
     assert "memfit map --param k=0.05,0.2 -- memfit run CONFIG --until health" in told
     assert judging().run("health").facts["status"] == "completed"
 

@@ -52,7 +52,7 @@ def test_one_fold_is_judged_and_the_gate_is_the_exit_code(backtest, tmp_path):
     done = backtest("--log-level", "INFO", "--gate", "--output", "results/one.json")
     assert done.exit_code == 10, done.err
     assert "fold 1: " in done.out and "scored" in done.out
-    assert "gate: yellow" in done.out and "turn    k_ratio" in done.out
+    assert "gate: yellow" in done.out and "change  k_ratio" in done.out
     names = {path.name for path in (tmp_path / "results").iterdir()}
     assert names == {"one.json", "one.png", "one_days.csv", "one_trades.csv", "one_days.feather", "one_scores.feather"}
 

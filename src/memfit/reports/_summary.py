@@ -149,7 +149,7 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None, *,
         run: The run directory.
         console: Where to print it.
         view: What has followed the run so far; it saves reading everything again.
-        verbose: Also print how the limit is enforced, what jobs waited for, and how exact the forecasts were.
+        verbose: Also print all columns, how the limit is enforced, what jobs waited for, and how exact forecasts were.
     """
     view = view or RunView(run)
     view.read()
@@ -161,7 +161,7 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None, *,
     if view.kind == "commands":
         _print_commands(rows, console)
     else:
-        _print_stages(view, rows, console)
+        _print_stages(view, rows, console, verbose)
     for row in rows:
         if row.state in _BAD:
             log, said = _short(_log(view, row)), _diagnosis(view, row)
@@ -176,8 +176,8 @@ def _print_facts(facts: Iterable[tuple[str, str]], console: Console) -> None:
         console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=True)
 
 
-def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console) -> None:
-    """Print each stage: its state and reason, and its results in a table or a line."""
+def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console, verbose: bool) -> None:
+    """Print each stage: its state and reason, and its results in a table (if verbose, in as many as it takes) or a line."""
     names = view.stage_names(rows)
     width, gap = max([10, *(len(name) + 1 for name in names)]), True
     for name in names:
@@ -187,8 +187,12 @@ def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console) -> No
         lines = [line for row in own for line in row.result.get("report", ()) if isinstance(line, str)]
         gap = any(row.has_unit for row in own)
         if gap:
-            for table in _tables(own, view, console.width):
+            first, *more = _tables(own, view, console.width)
+            for table in [first, *more] if verbose else [first]:
                 console.print("", table, sep="\n")
+            if more and not verbose:
+                num = sum(len(table.columns) - 1 for table in more)
+                lines = [f"and {num} more column{'s' if num > 1 else ''}: --verbose shows them", *lines]
         elif own and not lines:
             lines = [_values(own[0].result)]
         for line in filter(None, lines):

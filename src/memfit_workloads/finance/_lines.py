@@ -28,7 +28,7 @@ def judged_lines(found: Mapping[str, Any], detail: Detail = "WARNING") -> Iterat
             yield f"  {reason['colour']:<6}  {reason['name']}: {reason['text']}"
     for knob in verdict["knobs"]:
         value = f" (now {knob['value']} {knob['unit']})" if knob["value"] else f" ({knob['unit']})"
-        yield f"  turn    {knob['name']}{value}: {knob['direction']}"
+        yield f"  change  {knob['name']}{value}: {knob['direction']}"
     for finding in found["findings"]:
         yield f"  data    {finding['name']}: {finding['evidence']} {finding['remedy']}"
     yield from _number_lines(found["summary"])
@@ -77,9 +77,9 @@ def decision_lines(decision: Decision, second: Decision | None, baseline: str) -
     if second:
         other = second.to_dict()
         yield (
-            f"  beside it {second.metric}: effect {_number(other['effect'])}, {decision.level:.0%} interval "
+            f"  also {second.metric}: effect {_number(other['effect'])}, {decision.level:.0%} interval "
             f"{_number(other['lower'])} to {_number(other['upper'])}; n {second.num_dates} dates; "
-            f"p {_number(other['p_value'], signed=False)}; no second decision, and not counted"
+            f"p {_number(other['p_value'], signed=False)}; for information; no decision"
         )
 
 
