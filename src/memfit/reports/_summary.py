@@ -177,7 +177,7 @@ def _print_facts(facts: Iterable[tuple[str, str]], console: Console) -> None:
 
 
 def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console, verbose: bool) -> None:
-    """Print each stage: its state and reason, and its results in a table (if verbose, in as many as it takes) or a line."""
+    """Print each stage: its state and reason, and its results in a table (if verbose, with all columns) or a line."""
     names = view.stage_names(rows)
     width, gap = max([10, *(len(name) + 1 for name in names)]), True
     for name in names:
