@@ -188,7 +188,7 @@ WORKERS = Setup(threads=8, num_workers=8)
           "sys/kernel/mm/transparent_hugepage/khugepaged/max_ptes_none": "511\n"},
          WORKERS, "huge pages", "warning", "511 of 512"),
         ({"sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n"}, WORKERS, "huge pages", "ok", "madvise"),
-        ({"sys/fs/cgroup/memory.oom.group": "1\n"}, WORKERS, "walls", "warning", "memory.oom.group is 1"),
+        ({"sys/fs/cgroup/memory.oom.group": "1\n"}, WORKERS, "job limits", "warning", "memory.oom.group is 1"),
     ],
 )  # fmt: skip
 def test_a_limit_or_a_setting_of_the_kernel_gets_its_verdict(diagnose, tree, files, setup, name, verdict, said):
@@ -271,7 +271,7 @@ def test_every_recorded_place_is_examined_and_the_worst_comes_first(tree, name):
     checks = examine(root=tree(name), env={}, cwd=tree(name))
     ranks = [VERDICTS.index(check.verdict) for check in checks]
     assert ranks == sorted(ranks, reverse=True)
-    assert {"budget", "walls", "/dev/shm", "threads", "malloc"} <= {check.check for check in checks}
+    assert {"budget", "job limits", "/dev/shm", "threads", "malloc"} <= {check.check for check in checks}
     assert all(check.finding and check.reason for check in checks)
 
 

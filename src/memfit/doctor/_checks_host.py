@@ -40,13 +40,13 @@ def check_walls(case: Case) -> Iterator[Check]:
     finding = budget.promise if none else budget.promise.partition(";")[0]
     reason = "a group of its own holds a job back at its limit; without one a burst hits the other jobs"
     remedy = " ".join((*scope, "memfit run -- ...")) if scope else "run as root, or ask for a delegated group"
-    yield judge("walls", finding, reason, remedy, budget.cgroup or "no control group", warning=none)
+    yield judge("job limits", finding, reason, remedy, budget.cgroup or "no control group", warning=none)
     for path, text in case.place.group_files("memory.oom.group"):
         if text == "1":
             finding = f"memory.oom.group is 1 in {Path(path).parent}"
             reason = "at that group's limit the kernel kills every process in it, memfit's supervisor too; "
             remedy = "keep jobs away from that limit: memfit run --reserve 1GiB -- ..."
-            yield Check("walls", "warning", finding, reason + "Kubernetes sets it since 1.28", remedy, path)
+            yield Check("job limits", "warning", finding, reason + "Kubernetes sets it since 1.28", remedy, path)
 
 
 def check_kernel(case: Case) -> Iterator[Check]:
