@@ -24,9 +24,9 @@ WRITE = (
 LIMIT = ["--limit", "300MiB", "--reserve", "20MiB"]
 
 
-@pytest.fixture(params=["job limits", "no walls"])
+@pytest.fixture(params=["walls", "no walls"])
 def walls(request, monkeypatch):
-    if request.param == "job limits" and (os.geteuid() != 0 or why_no_walls()):
+    if request.param == "walls" and (os.geteuid() != 0 or why_no_walls()):
         pytest.skip(f"needs root and groups that can be made: {why_no_walls()}")
     if request.param == "no walls":
         monkeypatch.setattr(Walls, "build", lambda *_, **__: None)
@@ -64,7 +64,7 @@ def check_all_say_so(memfit, run, job):
     return record["cause"]
 
 
-@pytest.mark.usefixtures("job limits", "other_run")
+@pytest.mark.usefixtures("walls", "other_run")
 def test_a_command_larger_than_its_own_limit_ends_with_the_arithmetic_beside_another_run(memfit):
     done = memfit("run", "--name", "hog", *LIMIT, "--", *python(HOG, 400))
     assert done.exit_code != 0
@@ -73,7 +73,7 @@ def test_a_command_larger_than_its_own_limit_ends_with_the_arithmetic_beside_ano
     assert check_all_say_so(memfit, run.path.absolute(), "cmd_0001") in done.err
 
 
-@pytest.mark.usefixtures("job limits", "other_run")
+@pytest.mark.usefixtures("walls", "other_run")
 def test_one_of_many_that_is_larger_than_the_limit_ends_so_and_the_others_complete(memfit):
     done = memfit("map", "--name", "hog", "--json", *LIMIT, "--param", "mib=20,400,40", "--", *python(HOG, "{mib}"))
     found = json.loads(done.out)
@@ -84,7 +84,7 @@ def test_one_of_many_that_is_larger_than_the_limit_ends_so_and_the_others_comple
     assert found["jobs"][1]["cause"] == cause and cause in done.err
 
 
-@pytest.mark.usefixtures("job limits")
+@pytest.mark.usefixtures("walls")
 def test_what_fits_the_budget_completes_however_small_its_hint_was(memfit):
     words = ["--memory", "16MiB", "--limit", "500MiB", "--reserve", "20MiB", "--param", "mib=20,350,60,200,120,280"]
     done = memfit("map", "--json", *words, "--", *python(HOG, "{mib}"))
@@ -105,7 +105,7 @@ def in_memory(request, tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.usefixtures("job limits")
+@pytest.mark.usefixtures("walls")
 def test_files_in_memory_get_the_whole_budget_before_they_are_called_too_large(memfit, in_memory):
     words = ["--memory", "16MiB", "--limit", "500MiB", "--reserve", "20MiB", "--param", "mib=20,400"]
     done = memfit("map", "--json", *words, "--", *python(WRITE, "{mib}", in_memory))
