@@ -1,6 +1,7 @@
 """The processes beside a supervisor.
 
 python -m memfit.jobs shim RUN_DIR --job ID [--lock DESCRIPTOR]
+python -m memfit.jobs shim RUN_DIR --array FILE    one element of a Slurm array
 python -m memfit.jobs child FOLDER
 """
 
@@ -13,6 +14,10 @@ if __name__ == "__main__":
             from memfit.jobs import _shim
 
             sys.exit(_shim.main(Path(run_dir) / "jobs" / job_id, *map(int, lock[1:2])))
+        case ["shim", run_dir, "--array", file]:
+            from memfit.jobs import _shim
+
+            sys.exit(_shim.run_element(Path(run_dir), Path(file)))
         case ["child", folder]:
             from memfit.jobs import _child
 

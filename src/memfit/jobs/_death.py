@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Mapping
@@ -44,7 +45,12 @@ class Counters:
         if group is not None and (own := oom_kills_above(group.path).get(group.path)) is not None:
             return cls({group.path.name: own}, is_own=True)
         directory = memory_group(root=root)
-        above = {str(path): count for path, count in oom_kills_above(directory).items()} if directory else {}
+        kills = oom_kills_above(directory) if directory else {}
+        job = f"job_{os.environ.get('SLURM_JOB_ID')}"
+        if any(path.name == job for path in kills):  # Slurm's group of this job: no other job is in it
+            own = sum(count for path, count in kills.items() if job in path.parts)
+            return cls({f"Slurm's {job}": own}, is_own=True)
+        above = {str(path): count for path, count in kills.items()}
         try:
             lines = (root / "proc/vmstat").read_text().splitlines()
         except OSError:

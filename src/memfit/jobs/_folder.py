@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
 from memfit.errors import DamagedError
-from memfit.jobs._job import STATES, EndedBy, JobStatus
+from memfit.jobs._job import STATES, EndedBy, Job, JobStatus
 from memfit.memory import is_locked, lock_file
-from memfit.rundir import FOOTPRINT, RunDir, read_json, write_atomic
+from memfit.rundir import FOOTPRINT, RunDir, read_json, write_atomic, write_masked
 
 LOCK, JOB, STATUS, OUTCOME = "lock", "job.json", "status.json", "outcome.json"
 #: Asks the shim to have its job checkpoint and end, or to end it at once when the file says ``now``.
@@ -79,3 +80,32 @@ def read_order(folder: Path) -> dict[str, Any]:
     with suppress(DamagedError):
         return read_json(folder / JOB, _JOB_SHAPE) or {}
     return {}
+
+
+def write_order(folder: Path, job: Job, more: Mapping[str, Any]) -> None:
+    """Write ``job.json``, which a shim obeys: the job, and what this attempt of it gets."""
+    order = {
+        **vars(job),  # not asdict, which copies all that lies deeper
+        "params": dict(job.params),
+        "arguments": dict(job.arguments),
+        "footprint": job.footprint.to_dict() if job.footprint else None,
+        "cwd": job.cwd or os.getcwd(),
+    }
+    # Not forced to disk: what a power cut takes is run again.
+    write_masked(folder / JOB, order | dict(more), durable=False)
+
+
+def next_attempt(folder: Path) -> int:
+    """Return the next attempt's number; keep the last attempt's outcome under its number."""
+    with suppress(DamagedError):
+        known = read_record(folder.name, folder / OUTCOME)
+        if known is not None and known.attempt == 0:  # recorded without a start
+            (folder / OUTCOME).unlink()
+    # What was ordered last counts: it stays whole when a supervisor is killed between the steps below.
+    num_kept = len([*folder.glob("outcome_*.json"), *folder.glob(OUTCOME)])
+    last = int(read_order(folder).get("attempt", 0)) or num_kept
+    if (folder / OUTCOME).exists():
+        os.replace(folder / OUTCOME, folder / f"outcome_{last}.json")
+    for name in (STATUS, STOP_REQUESTED):
+        (folder / name).unlink(missing_ok=True)
+    return last + 1

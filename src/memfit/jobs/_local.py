@@ -13,22 +13,23 @@ from pathlib import Path
 
 from memfit.errors import DamagedError, UsageError
 from memfit.jobs._folder import (
-    JOB,
     LOCK,
     OUTCOME,
     STATUS,
     STOP_REQUESTED,
     is_held,
+    next_attempt,
     read_order,
     read_record,
     take_lock,
+    write_order,
     write_outcome,
 )
 from memfit.jobs._job import Grant, Job, JobStatus, Request, Submission, Traits, Verdict
 from memfit.jobs._processes import end_group
 from memfit.jobs._threads import thread_env
 from memfit.memory import JobGroup, Walls
-from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, write_atomic, write_masked
+from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, write_atomic
 
 #: Has glibc give freed memory back to the kernel at once.
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
@@ -137,22 +138,16 @@ class LocalBackend:
         try:
             if job.id in self._live:
                 self._look(job.id, self._live[job.id])
-            attempt, group = _next_attempt(folder), self._granted.pop(job.id, None)
+            attempt, group = next_attempt(folder), self._granted.pop(job.id, None)
             has_limit = group is None and not job.num_devices
-            described = {
-                **vars(job),  # not asdict, which copies all that lies deeper
-                "params": dict(job.params),
-                "arguments": dict(job.arguments),
+            more = {
                 "attempt": attempt,
                 "env": child_env(job, self.run),
                 "grace_seconds": self.grace_seconds,
-                "footprint": job.footprint.to_dict() if job.footprint else None,
-                "cwd": job.cwd or os.getcwd(),
                 "group": str(group.path) if group else None,
                 "data_limit_bytes": request.limit_bytes if has_limit else None,
             }
-            # Not forced to disk: what a power cut takes is run again.
-            write_masked(folder / JOB, described, durable=False)
+            write_order(folder, job, more)
             shim_pid = self._start_shim(job.id, folder, lock)
         finally:
             os.close(lock)
@@ -294,19 +289,3 @@ def _settle(folder: Path) -> JobStatus:
     status = last.ended_as("node_fail", cause, "platform")
     write_outcome(folder, status)
     return status
-
-
-def _next_attempt(folder: Path) -> int:
-    """Return the next attempt's number; keep the last attempt's outcome under its number."""
-    with contextlib.suppress(DamagedError):
-        known = read_record(folder.name, folder / OUTCOME)
-        if known is not None and known.attempt == 0:  # recorded without a start
-            (folder / OUTCOME).unlink()
-    # What was ordered last counts: it stays whole when a supervisor is killed between the steps below.
-    num_kept = len([*folder.glob("outcome_*.json"), *folder.glob(OUTCOME)])
-    last = int(read_order(folder).get("attempt", 0)) or num_kept
-    if (folder / OUTCOME).exists():
-        os.replace(folder / OUTCOME, folder / f"outcome_{last}.json")
-    for name in (STATUS, STOP_REQUESTED):
-        (folder / name).unlink(missing_ok=True)
-    return last + 1

@@ -134,6 +134,17 @@ def main(job_dir: Path, lock: int | None = None) -> int:
     return status.exit_code if status.exit_code >= 0 else 128 - status.exit_code
 
 
+def run_element(run_dir: Path, array: Path) -> int:
+    """Run the job that this element of a Slurm array is for; return its exit code.
+
+    An element whose job has a later attempt does nothing.
+    """
+    found = read_json(array, {"jobs": [[(str, int)]]}) or {"jobs": []}
+    job_id, attempt = found["jobs"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
+    order = read_whole(run_dir / "jobs" / job_id / JOB)
+    return main(run_dir / "jobs" / job_id) if order is not None and order["attempt"] == attempt else 0
+
+
 def _run(job_dir: Path) -> JobStatus:
     job = read_whole(job_dir / JOB)
     if job is None:

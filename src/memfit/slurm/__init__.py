@@ -1,17 +1,39 @@
-"""What Slurm's tools print, as records: ``sacct``, ``scontrol show job``, ``scontrol show node`` and ``sinfo``."""
+"""Slurm's tools: what they print, as records, and calls that submit, ask and cancel."""
 
 from memfit.slurm._accounting import Request, Row, parse_request, parse_sacct, parse_seconds
 from memfit.slurm._ask import read_accounting
+from memfit.slurm._control import (
+    Element,
+    NoAnswerError,
+    cancel_elements,
+    find_job,
+    parse_nodes,
+    parse_queue,
+    read_ends,
+    read_largest_node,
+    read_queue,
+    submit_script,
+)
 from memfit.slurm._shapes import Limit, parse_node_limits, parse_shapes
 
 __all__ = [
+    "Element",
     "Limit",
+    "NoAnswerError",
     "Request",
     "Row",
+    "cancel_elements",
+    "find_job",
     "parse_node_limits",
+    "parse_nodes",
+    "parse_queue",
     "parse_request",
     "parse_sacct",
     "parse_seconds",
     "parse_shapes",
     "read_accounting",
+    "read_ends",
+    "read_largest_node",
+    "read_queue",
+    "submit_script",
 ]

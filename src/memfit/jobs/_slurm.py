@@ -1,0 +1,386 @@
+"""The Slurm backend: runs each job as an element of a job array, beside the same shim as on this host.
+
+A shim's files say how its job runs and how it ended. Slurm is asked about jobs in its queue, and about those that ended
+without an outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import shlex
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from memfit import slurm
+from memfit.errors import UsageError
+from memfit.jobs._folder import (
+    OUTCOME,
+    STATUS,
+    STOP_REQUESTED,
+    next_attempt,
+    read_order,
+    read_record,
+    write_order,
+    write_outcome,
+)
+from memfit.jobs._job import EndedBy, Job, JobStatus, State, Submission, Traits, Verdict
+from memfit.jobs._local import child_env
+from memfit.rundir import RunDir, read_json, write_atomic, write_json
+from memfit.units import MIB
+
+#: What the shim takes beside its job.
+SHIM_BYTES = 16 * MIB
+#: The largest index of an array is 1000 on a cluster with Slurm's defaults.
+_MOST_ELEMENTS = 1000
+#: How often the queue is asked at first, and at most how seldom while nothing changes.
+_FIRST_SECONDS, _LAST_SECONDS = 2.0, 60.0
+_LOOK_SECONDS = 0.2
+#: How long an outcome may come after Slurm knows the end: at once for a job that never began, else an NFS cache's time.
+_LATE_SECONDS, _LATEST_SECONDS = 2.0, 60.0
+#: How an end without an outcome is recorded.
+_ENDS: dict[str, tuple[State, EndedBy]] = {
+    "OUT_OF_MEMORY": ("out_of_memory", "job"),
+    "TIMEOUT": ("timeout", "platform"),
+    "DEADLINE": ("timeout", "platform"),
+    "PREEMPTED": ("preempted", "platform"),
+    "REVOKED": ("preempted", "platform"),
+    "NODE_FAIL": ("node_fail", "platform"),
+    "BOOT_FAIL": ("node_fail", "platform"),
+    "CANCELLED": ("cancelled", "user"),
+    "FAILED": ("failed", "job"),
+    "COMPLETED": ("node_fail", "platform"),
+}
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What every array asks of Slurm.
+
+    Attributes:
+        partition, account, qos: As for ``sbatch``; the cluster's own when empty.
+        time: The time limit of a job, as ``sbatch --time`` takes it; the partition's when empty.
+        memory: What a job of unknown size asks for, in bytes; the partition's default when None.
+        extra: Further options, such as ``--constraint=a100``.
+    """
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time: str = ""
+    memory: int | None = None
+    extra: tuple[str, ...] = ()
+
+
+@dataclass
+class _Array:
+    """An array: its name, the number that Slurm gave it (empty until then), and its jobs with their attempts."""
+
+    path: Path
+    name: str
+    jobs: list[tuple[str, int]]
+    number: str = ""
+    was_tried: bool = False
+
+    def save(self) -> None:
+        write_json(self.path, {"name": self.name, "number": self.number, "jobs": self.jobs})
+
+
+@dataclass
+class _Followed:
+    folder: Path
+    status: JobStatus
+    array: _Array
+    index: int
+    changed: int = 0
+    ended_since: float | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def element(self) -> str:
+        """Its number in Slurm; empty before it has one."""
+        return f"{self.array.number}_{self.index}" if self.array.number else ""
+
+
+class SlurmBackend:
+    """Runs jobs as elements of Slurm arrays. All state lies in the run directory and in Slurm.
+
+    Args:
+        run: The run directory, on a disk that the nodes share.
+        options: What every array asks of Slurm.
+        grace_seconds: How long a job that was asked to stop may take to checkpoint.
+        max_parallel: The most elements of an array at once; None for no limit.
+        now: Monotonic seconds.
+    """
+
+    enforcer = None
+
+    def __init__(
+        self,
+        run: RunDir,
+        options: SlurmOptions = SlurmOptions(),
+        *,
+        grace_seconds: float = 60.0,
+        max_parallel: int | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run, self.options, self.grace_seconds, self.max_parallel, self.now = (
+            run,
+            options,
+            grace_seconds,
+            max_parallel,
+            now,
+        )
+        self.traits = Traits(queues_jobs=True, enforces_memory=True, patience_seconds=_LATEST_SECONDS)
+        self._live: dict[str, _Followed] = {}
+        self._ended: dict[str, JobStatus] = {}
+        self._adopted: set[str] = set()
+        self._arrays: list[_Array] = []
+        self._queue: dict[str, slurm.Element] | None = None
+        self._ends: dict[str, str] = {}
+        self._ask_at, self._pause = 0.0, _FIRST_SECONDS
+        for path in sorted((run.path / "slurm").glob("*.json")):
+            self._recall(path)
+
+    def _recall(self, path: Path) -> None:
+        """Follow the jobs of an array of an earlier supervisor that have not ended."""
+        found = read_json(path, {"name": str, "number": str, "jobs": [[(str, int)]]})
+        if found is None:
+            return
+        array = _Array(path, found["name"], [tuple(one) for one in found["jobs"]], found["number"], was_tried=True)
+        for index, (job_id, attempt) in enumerate(array.jobs):
+            folder = self.run.job_dir(job_id)
+            if read_order(folder).get("attempt") == attempt and read_record(job_id, folder / OUTCOME) is None:
+                self._live[job_id] = _Followed(folder, JobStatus(job_id, "pending", attempt=attempt), array, index)
+                self._adopted.add(job_id)
+        if any(followed.array is array for followed in self._live.values()):
+            self._arrays.append(array)
+
+    def adopt(self, job_ids: Iterable[str]) -> set[str]:
+        """Follow those of these jobs that an earlier supervisor submitted and that have not ended; return their ids."""
+        return self._adopted.intersection(job_ids)
+
+    def submit(self, batch: Sequence[Submission]) -> None:
+        """Submit jobs as arrays, one for each size of request. A controller that does not answer is asked again later.
+
+        Raises:
+            UsageError: If a job of one of these ids runs already.
+        """
+        groups: defaultdict[tuple[int | None, int], list[Job]] = defaultdict(list)
+        for job, request in batch:
+            if job.id in self._live:
+                self._look(job.id, self._live[job.id])
+            if job.id in self._live:
+                raise UsageError(
+                    f"job {job.id} is running already.",
+                    rule="a job never runs twice at once.",
+                    remedy="wait for its end, or give the other job another id",
+                )
+            groups[request.limit_bytes, job.threads].append(job)
+        for (limit_bytes, num_cpus), jobs in groups.items():
+            for first in range(0, len(jobs), _MOST_ELEMENTS):
+                self._send(self._make_array(jobs[first : first + _MOST_ELEMENTS], limit_bytes, num_cpus))
+
+    def _make_array(self, jobs: Sequence[Job], limit_bytes: int | None, num_cpus: int) -> _Array:
+        token = secrets.token_hex(4)
+        path = self.run.path / "slurm" / f"{token}.json"
+        path.parent.mkdir(exist_ok=True)
+        array = _Array(path, f"mf-{self.run.path.name[-8:]}.{token}", [])
+        for job in jobs:
+            folder = self.run.job_dir(job.id)
+            folder.mkdir(parents=True, exist_ok=True)
+            attempt, index = next_attempt(folder), len(array.jobs)
+            more = {"attempt": attempt, "env": child_env(job, self.run), "grace_seconds": self.grace_seconds}
+            write_order(folder, job, more | {"group": None, "data_limit_bytes": None})
+            array.jobs.append((job.id, attempt))
+            self._ended.pop(job.id, None)
+            self._adopted.discard(job.id)
+            self._live[job.id] = _Followed(folder, JobStatus(job.id, "pending", attempt=attempt), array, index)
+        write_atomic(path.with_suffix(".sh"), self._script(array, limit_bytes, num_cpus), durable=False)
+        array.save()
+        self._arrays.append(array)
+        return array
+
+    def _script(self, array: _Array, limit_bytes: int | None, num_cpus: int) -> str:
+        options = self.options
+        most = f"%{self.max_parallel}" if self.max_parallel else ""
+        limit_bytes = limit_bytes or options.memory
+        memory = "" if limit_bytes is None else f"{math.ceil((limit_bytes + SHIM_BYTES) / MIB)}M"
+        return render_script(
+            {
+                "job-name": array.name,
+                "array": f"0-{len(array.jobs) - 1}{most}",
+                "partition": options.partition,
+                "account": options.account,
+                "qos": options.qos,
+                "time": options.time,
+                "nodes": "1",
+                "ntasks": "1",
+                "cpus-per-task": str(num_cpus),
+                "mem": memory,
+                # Slurm sends it up to a minute early. The job needs the grace to save.
+                "signal": f"B:TERM@{math.ceil(self.grace_seconds) + 60}",
+                "no-requeue": None,
+                "open-mode": "append",
+                "output": str(array.path.parent / "%A_%a.log"),
+            },
+            options.extra,
+            [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(self.run.path), "--array", str(array.path)],
+        )
+
+    def _send(self, array: _Array) -> None:
+        """Hand an array to Slurm; one that it may have got already is looked for by its name first."""
+        try:
+            if array.was_tried:
+                array.number = slurm.find_job(array.name)
+            array.was_tried = True
+            array.number = array.number or slurm.submit_script(array.path.with_suffix(".sh"))
+        except slurm.NoAnswerError:
+            return
+        except UsageError as error:
+            for job_id in [job_id for job_id, one in self._live.items() if one.array is array]:
+                self._end(job_id, self._live[job_id].status.ended_as("failed", error.what, "platform"))
+            return
+        array.save()
+        self._ask_at, self._pause = 0.0, _FIRST_SECONDS
+
+    def poll(self) -> dict[str, JobStatus]:
+        """Return the status of every job submitted or adopted here, by id."""
+        if self._live and self.now() >= self._ask_at:
+            self._ask()
+        for job_id, followed in list(self._live.items()):
+            self._look(job_id, followed)
+        return self._ended | {job_id: followed.status for job_id, followed in self._live.items()}
+
+    def _ask(self) -> None:
+        """Ask Slurm about all jobs at once, and more seldom while nothing changes."""
+        self._arrays = [array for array in self._arrays if any(one.array is array for one in self._live.values())]
+        for array in self._arrays:
+            if not array.number:
+                self._send(array)
+        before, names = self._queue, [array.name for array in self._arrays if array.number]
+        try:
+            self._queue = slurm.read_queue(names) if names else {}
+            unknown = [one.element for one in self._live.values() if one.element and one.element not in self._queue]
+            self._ends |= slurm.read_ends(unknown) if unknown else {}
+        except (slurm.NoAnswerError, UsageError):
+            pass  # nothing is known now: jobs stay as they are
+        self._pause = _FIRST_SECONDS if self._queue != before else min(2 * self._pause, _LAST_SECONDS)
+        self._ask_at = self.now() + self._pause
+
+    def _look(self, job_id: str, followed: _Followed) -> None:
+        """Bring a job's status up to date: by its outcome, else its status file, else by Slurm."""
+        if (outcome := read_record(job_id, followed.folder / OUTCOME)) is not None:
+            self._end(job_id, outcome)
+            return
+        path = followed.folder / STATUS
+        with suppress(OSError):
+            changed = path.stat().st_mtime_ns
+            if changed != followed.changed:
+                followed.status, followed.changed = read_record(job_id, path) or followed.status, changed
+        element, state = self._find(followed)
+        if followed.status.state == "pending":
+            reason = element.reason if element else "" if followed.element else "Slurm's controller does not answer"
+            followed.status = replace(followed.status, pending_reason=reason or "submitted")
+        if state not in _ENDS:
+            followed.ended_since = None
+            return
+        followed.ended_since = followed.ended_since or self.now()
+        if self.now() - followed.ended_since < (_LATEST_SECONDS if followed.changed else _LATE_SECONDS):
+            self._ask_at = min(self._ask_at, self.now() + _FIRST_SECONDS)
+            return
+        recorded, ended_by = _ENDS[state]
+        asked = (followed.folder / STOP_REQUESTED).exists()
+        log = followed.array.path.parent / f"{followed.element}.log"
+        cause = "stopped before it started" if asked and not followed.changed else f"Slurm says {state} (see {log})"
+        status = replace(followed.status, asked=asked, pending_reason="", evidence={"witness": "slurm", "state": state})
+        self._end(job_id, status.ended_as(recorded, cause, "user" if asked else ended_by), is_new=True)
+
+    def _find(self, followed: _Followed) -> tuple[slurm.Element | None, str]:
+        """Return what Slurm knows of a job: its element, and its state; empty when it is not known."""
+        queue, number = self._queue or {}, followed.array.number
+        if (element := queue.get(followed.element)) is not None:
+            return element, element.state
+        # Elements that were cancelled before they began show as their array.
+        whole = queue.get(number)
+        if whole is not None and whole.state in _ENDS:
+            return whole, whole.state
+        return None, self._ends.get(followed.element, self._ends.get(number, ""))
+
+    def _end(self, job_id: str, status: JobStatus, *, is_new: bool = False) -> None:
+        followed = self._live.pop(job_id)
+        verdict = followed.verdict if status.ended_by == "user" else None
+        if verdict is not None:
+            status = replace(status, state=verdict.state, cause=verdict.cause)
+        if is_new or verdict is not None or not (followed.folder / OUTCOME).exists():
+            write_outcome(followed.folder, status)
+        (followed.folder / STOP_REQUESTED).unlink(missing_ok=True)  # obeyed
+        self._ended[job_id] = status
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it is time to look at the jobs again."""
+        time.sleep(max(0.0, min(seconds, _LOOK_SECONDS)))
+
+    def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
+        """Ask a job to checkpoint and end, or end it ``now``; one that Slurm has not started never starts."""
+        followed = self._live.get(job_id)
+        if followed is None:
+            self._cancel_absent(job_id, verdict)
+            return
+        self._adopted.discard(job_id)
+        followed.verdict = verdict or followed.verdict
+        write_atomic(followed.folder / STOP_REQUESTED, "now\n" if now else "stop\n", durable=False)
+        self._look(job_id, followed)
+        if job_id not in self._live or followed.changed:
+            return  # its shim reads the file
+        if not followed.element and not followed.array.was_tried:
+            self._end(job_id, replace(followed.status, asked=True).ended_as("cancelled", "never submitted", "user"))
+            return
+        with suppress(slurm.NoAnswerError, UsageError):
+            if followed.element:
+                slurm.cancel_elements([followed.element])
+        self._ask_at, self._pause = 0.0, _FIRST_SECONDS
+
+    def _cancel_absent(self, job_id: str, verdict: Verdict | None) -> None:
+        if verdict is not None:
+            folder = self.run.job_dir(job_id)
+            folder.mkdir(parents=True, exist_ok=True)
+            known = read_record(job_id, folder / OUTCOME) or JobStatus(job_id, "pending", attempt=0, ended=time.time())
+            self._ended[job_id] = replace(known, state=verdict.state, cause=verdict.cause)
+            write_outcome(folder, self._ended[job_id])
+        elif job_id not in self._ended:
+            raise UsageError(
+                f"there is no job {job_id} here.",
+                rule="only a job that was submitted can be cancelled.",
+                remedy=f"name one of: {', '.join([*self._live, *self._ended]) or 'none was submitted'}",
+            )
+
+    def close(self) -> None:
+        """Do nothing: jobs go on in Slurm, and nothing is held for them here."""
+
+
+def render_script(options: dict[str, str | None], extra: Sequence[str], command: Sequence[str]) -> str:
+    """Return a batch script: options of ``sbatch``, those with an empty text left out, and the command.
+
+    >>> print(render_script({"mem": "64M", "qos": "", "no-requeue": None}, ["--gpus=1"], ["python", "a b.py"]))
+    #!/bin/sh
+    #SBATCH --mem=64M
+    #SBATCH --no-requeue
+    #SBATCH --gpus=1
+    exec python 'a b.py'
+    <BLANKLINE>
+    """
+    lines = ["#!/bin/sh"]
+    for name, value in options.items():
+        if value is None:
+            lines.append(f"#SBATCH --{name}")
+        elif value:
+            lines.append(f"#SBATCH --{name}={json.dumps(value) if ' ' in value else value}")
+    lines += [f"#SBATCH {option}" for option in extra]
+    return "\n".join([*lines, f"exec {shlex.join(command)}", ""])

@@ -1,0 +1,148 @@
+"""Submits batch scripts and asks what became of them: ``sbatch``, ``squeue``, ``sacct``, ``scancel``, ``sinfo``."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from memfit.errors import UsageError
+
+#: A call that takes longer counts as no answer; Slurm's own tools give up after 9 to 18 s.
+_MOST_SECONDS = 10.0
+#: What the tools print when the controller or its database cannot be asked now.
+_NO_ANSWER = ("unable to contact", "connection refused", "socket timed out", "communication", "slurmdbd", "timed out")
+
+
+class NoAnswerError(Exception):
+    """The controller or its database does not answer now; ask again later."""
+
+
+class Element(NamedTuple):
+    """One element of a job array, as Slurm shows it.
+
+    Attributes:
+        state: Such as ``PENDING``, ``RUNNING``, ``OUT_OF_MEMORY``.
+        reason: Why it waits, such as ``Resources``; empty for others.
+        nodes: Where it runs.
+    """
+
+    state: str
+    reason: str = ""
+    nodes: str = ""
+
+
+def submit_script(path: Path) -> str:
+    """Submit a batch script; return the number of its job.
+
+    Raises:
+        NoAnswerError: The controller does not answer. It may have taken the script: look for its name.
+        UsageError: Slurm refuses it.
+    """
+    return _call("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+
+
+def read_queue(names: Iterable[str]) -> dict[str, Element]:
+    """Return the elements of these jobs, by number such as ``1234_5``; ended ones too, as long as Slurm shows them.
+
+    Raises:
+        NoAnswerError: The controller does not answer.
+    """
+    words = ("squeue", "-h", "-r", "-t", "all", f"--name={','.join(names)}", "-o", "%i|%T|%r|%N")
+    return parse_queue(_call(*words).splitlines())
+
+
+def parse_queue(lines: Sequence[str]) -> dict[str, Element]:
+    """Return what ``squeue -o "%i|%T|%r|%N"`` printed.
+
+    >>> parse_queue(["41_0|PENDING|Resources|", "41_1|RUNNING|None|n1"])["41_0"]
+    Element(state='PENDING', reason='Resources', nodes='')
+    """
+    found = {}
+    for line in lines:
+        number, state, reason, nodes = (*line.strip().split("|"), "", "", "")[:4]
+        if state:
+            found[number] = Element(state, reason if state == "PENDING" else "", nodes)
+    return found
+
+
+def find_job(name: str) -> str:
+    """Return the number of the job of this name; empty if there is none.
+
+    Raises:
+        NoAnswerError: The controller does not answer.
+    """
+    return next((number.partition("_")[0] for number in read_queue([name])), "")
+
+
+def read_ends(numbers: Iterable[str]) -> dict[str, str]:
+    """Return the states of these elements by the accounting, each by its last attempt.
+
+    Raises:
+        NoAnswerError: There is no accounting, or it does not answer.
+    """
+    lines = _call("sacct", "-n", "-P", "-X", "-D", "-j", ",".join(numbers), "-o", "JobID,State").splitlines()
+    return {number: state.split()[0] for number, _, state in (line.partition("|") for line in lines) if state}
+
+
+def cancel_elements(numbers: Iterable[str]) -> None:
+    """End elements: pending ones never start, others get SIGTERM and, later, SIGKILL.
+
+    Raises:
+        NoAnswerError: The controller does not answer.
+    """
+    _call("scancel", *numbers)
+
+
+def read_largest_node(partition: str = "") -> tuple[str, int]:
+    """Return the partition that is meant and the memory of its largest node in bytes.
+
+    Raises:
+        NoAnswerError: The controller does not answer.
+        UsageError: There is no such partition.
+    """
+    where = ("-p", partition) if partition else ()
+    return parse_nodes(_call("sinfo", "-h", *where, "-o", "%P|%m").splitlines(), partition)
+
+
+def parse_nodes(lines: Sequence[str], partition: str = "") -> tuple[str, int]:
+    """Return the partition and its largest node's memory from what ``sinfo -o "%P|%m"`` printed, in MiB there.
+
+    >>> parse_nodes(["main*|2048", "main*|4096+", "big|9000"])
+    ('main', 4294967296)
+    """
+    rows = [line.strip().partition("|")[::2] for line in lines if "|" in line]
+    wanted = [(name.rstrip("*"), size) for name, size in rows if partition or name.endswith("*")]
+    if not wanted:
+        raise UsageError(
+            f"Slurm has no partition {partition}." if partition else "Slurm has no default partition.",
+            rule="the largest node of the partition is the most that one job can ask for.",
+            remedy="name one that sinfo shows: --set slurm.partition=NAME",
+        )
+    return wanted[0][0], max(int(size.rstrip("+")) for _, size in wanted) << 20
+
+
+def _call(*words: str, env: Mapping[str, str] | None = None) -> str:
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=_MOST_SECONDS, check=False, env=env
+        )
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{words[0]} is not installed here.",
+            rule="--backend slurm submits jobs with Slurm's own tools.",
+            remedy="start it on a login node of the cluster, or leave --backend out",
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise NoAnswerError(f"{words[0]} gave no answer in {_MOST_SECONDS:g} s") from error
+    if done.returncode == 0:
+        return done.stdout
+    said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1][:200]
+    if any(text in done.stderr.lower() for text in _NO_ANSWER):
+        raise NoAnswerError(said)
+    raise UsageError(
+        f"{words[0]} says: {said}.",
+        rule="Slurm decides which requests it takes.",
+        remedy="change the settings below slurm:, such as partition, account or time",
+    )
