@@ -53,6 +53,10 @@ class Flags(Output):
     ] = None
     num_gpus: Annotated[Text, Option(help="GPUs for each job. A job sees no others.", metavar="N")] = None
     gpu_memory: Annotated[Text, Option(help="Expected peak of one job on each of its GPUs.", metavar="SIZE")] = None
+    backend: Annotated[
+        Text,
+        Option(help="Run jobs on this host, or as job arrays of Slurm.", metavar="local|slurm"),
+    ] = None
     limit: Annotated[Text, Option(help="The most memory of all jobs together.", metavar="SIZE")] = None
     reserve: Annotated[Text, Option(help="Memory that is kept free.", metavar="SIZE")] = None
     retries: Annotated[
@@ -115,6 +119,7 @@ _SETTINGS = {
     "memory": "memory.job",
     "num_gpus": "memory.num_gpus",
     "gpu_memory": "memory.gpu_job",
+    "backend": "backend",
     "limit": "memory.limit",
     "reserve": "memory.reserve",
     "retries": "retries",

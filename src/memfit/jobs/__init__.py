@@ -26,13 +26,14 @@ from memfit.jobs._job import (
 )
 from memfit.jobs._local import LocalBackend, child_env
 from memfit.jobs._scheduler import Scheduler
-from memfit.jobs._slurm import SlurmBackend, SlurmOptions
+from memfit.jobs._slurm import SHIM_BYTES, SlurmBackend, SlurmOptions
 from memfit.jobs._stop import ASK_SIGNAL, NOW_SIGNAL, find_supervisor, forget_stops, running_jobs, stop, take_stop
 from memfit.jobs._threads import limit_threads
 
 __all__ = [
     "ASK_SIGNAL",
     "ENDED",
+    "SHIM_BYTES",
     "NOW_SIGNAL",
     "STATES",
     "Backend",

@@ -40,9 +40,9 @@ class Admitted(NamedTuple):
 
 
 class LocalAdmission:
-    """Admits jobs under the budget of this host.
+    """Admits jobs under the budget of this host, or one by one under that of a node.
 
-    A job in the backend's queue counts for nothing here.
+    On this host a job in the backend's queue counts for nothing.
 
     Args:
         read_budget: Reads the budget.
@@ -50,6 +50,7 @@ class LocalAdmission:
         known: Footprints measured earlier, each with the stage and the parameters of its job.
         claims: The list of this user's runs on this host; None for no list.
         now: Monotonic seconds.
+        is_shared: True if the jobs share one budget; False if each may have it whole, as on a node of a cluster.
 
     Attributes:
         running: The jobs that were submitted and have not ended, by id. The scheduler keeps it.
@@ -63,8 +64,9 @@ class LocalAdmission:
         known: Sequence[tuple[str, Mapping[str, str], Footprint]] = (),
         claims: Claims | None = None,
         now: Callable[[], float] = monotonic,
+        is_shared: bool = True,
     ) -> None:
-        self.policy, self.claims, self.now = policy or Policy(), claims, now
+        self.policy, self.claims, self.now, self.is_shared = policy or Policy(), claims, now, is_shared
         self.budget = BudgetWatch(read_budget, now, claims.others if claims else Others)
         self.forecast = Forecast()
         for stage, params, footprint in known:
@@ -73,11 +75,14 @@ class LocalAdmission:
 
     def in_use(self) -> Sizes:
         """Return what the running jobs use now, by place."""
-        return sum((entry.used for entry in self.running.values()), Counter[str]())
+        return sum((entry.used for entry in self._sharing()), Counter[str]())
 
     def unused(self, *, expected: bool = True) -> Sizes:
         """Return what the running jobs have reserved, or are also expected to take, and do not use yet."""
-        return sum((entry.unused(expected=expected) for entry in self.running.values()), Counter[str]())
+        return sum((entry.unused(expected=expected) for entry in self._sharing()), Counter[str]())
+
+    def _sharing(self) -> list[Reservation]:
+        return [*self.running.values()] if self.is_shared else []
 
     def read_budget(self) -> Budget:
         """Return the budget, read anew when the last reading is too old."""
@@ -163,7 +168,7 @@ class LocalAdmission:
         if self.policy.force:
             return None
         for entry in self.running.values():
-            if not entry.is_queued and not entry.is_measured:
+            if not entry.is_measured and not (self.is_shared and entry.is_queued):
                 passed = "passed each phase once" if entry.job.phases else "stopped growing"
                 return Wait("measuring", f"{entry.job.id} is being measured until it has {passed}")
         return None
@@ -171,7 +176,7 @@ class LocalAdmission:
     @property
     def is_alone(self) -> bool:
         """True when a job that starts now would run alone."""
-        return all(entry.is_queued for entry in self.running.values())
+        return all(self.is_shared and entry.is_queued for entry in self.running.values())
 
     def admit(self, entry: Reservation) -> Admitted | Wait:
         """Admit a job if it fits now at each place; else return why it does not."""

@@ -53,7 +53,7 @@ class Enforcement:
 
     def first_grant(self, entry: Reservation) -> Sizes:
         """Give a job that is about to start its grant; return what it may take of each of its devices."""
-        if self.admission.policy.force:
+        if self.admission.policy.force or not self.admission.is_shared:
             return Counter()
         free, num = self.admission.parts(), max(_LEAST_PARTS, len(self._running))
         entry.grant = entry.grant_of(free[HOST] // num, self.admission.capacity_bytes())
@@ -65,7 +65,7 @@ class Enforcement:
 
     def relieve(self) -> None:
         """Grow reservations, hand out grants, and help jobs that wait at their limit."""
-        if self.admission.policy.force:
+        if self.admission.policy.force or not self.admission.is_shared:
             return
         self._review_favour()
         self.admission.read_budget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -28,7 +29,8 @@ def decide(
     """Return what follows from a job's end: a retry, or the reason why there is none.
 
     Out of memory: again from its checkpoint with more, and the last time with the whole budget. Its watcher's death:
-    again as it was. An end from outside memfit: again once. Its own fault, an end that was asked for: never.
+    again as it was. An end from outside memfit: again once. A time limit: again if it wrote a checkpoint. Its own
+    fault, an end that was asked for: never.
 
     Args:
         status: How it ended.
@@ -45,6 +47,8 @@ def decide(
         if was_preempted:
             return "it was ended from outside memfit for the second time"
         return Retry("it was ended from outside memfit; it goes on from its checkpoint")
+    if status.state == "timeout" and (status.checkpointed or 0.0) > (status.started or math.inf):
+        return Retry("it met its time limit; it goes on from its checkpoint")
     if status.state != "out_of_memory" and not (status.state == "failed" and status.wants_more):
         return "its own fault is not tried again"
     on_device = status.state == "out_of_memory" and status.evidence.get("place") == "device"

@@ -68,6 +68,7 @@ class Scheduler:
         self._num_passed = 0
         self._crowded_since: float | None = None
         self._has_said_cpus = False
+        self._orders: list[Submission] = []
 
     def run(
         self,
@@ -170,7 +171,7 @@ class Scheduler:
             return Retry("it gave way to other jobs", Counter({HOST: needed}) if needed else Counter())
         capacity = budget.most(entry.job.num_devices)
         capacity[HOST] *= budget.capacity_bytes > 0
-        is_last = entry.num_retries + 1 >= self.policy.retries
+        is_last = self.admission.is_shared and entry.num_retries + 1 >= self.policy.retries
         again = decide(status, had=entry.had(), capacity=capacity, is_last=is_last, was_preempted=entry.was_preempted)
         if isinstance(again, Retry) and status.state == "preempted" and self.policy.retries:
             entry.was_preempted = True
@@ -227,6 +228,14 @@ class Scheduler:
         for entry in self._waiting[:_BACKFILL]:
             if reason := stopped(entry.job.id):
                 self._drop(entry, "cancelled", reason)
+        try:
+            self._admit_waiting()
+        finally:  # together, so that a queue gets one array
+            orders, self._orders = self._orders, []
+            if orders:
+                self.backend.submit(orders)
+
+    def _admit_waiting(self) -> None:
         held = self._enforcement.why_none_starts()
         while self._waiting:
             head = self._waiting[0]
@@ -261,18 +270,27 @@ class Scheduler:
             env = device_env(job, entry.devices, most, self.admission.budget.now.devices)
             job = replace(job, env=dict(job.env) | env)
         if not is_adopted:
-            limit_bytes = entry.grant.wall_bytes if entry.grant is not None else None
-            self.backend.submit([Submission(job, Request(limit_bytes))])
+            self._orders.append(Submission(job, Request(self._limit_of(entry))))
         size, num = entry.reserved[HOST] or None, len(self._running)
         found: dict[str, object] = {"reservation_bytes": size, "num_running": num, "why": admitted.why}
         found["devices"] = {place: entry.reserved[place] for place in entry.devices}
-        verb = "taken over" if is_adopted else "restarted" if was_started else "started"
+        started = "started" if self.admission.is_shared else "submitted"
+        verb = "taken over" if is_adopted else f"re{started}" if was_started else started
         others = " before starting the others" if self._waiting else ""
         how = f" with {format_bytes(size)} reserved" if size else f". Measuring its memory{others}"
         note = f", {admitted.note}" if admitted.note else ""
         free = format_bytes(max(0, self.admission.read_budget().headroom_bytes))
         running = f"{num} running, " if size else ""
-        self.say("admit", job=job.id, **found, **before, text=f"{job.id} {verb}{how}{note} ({running}{free} free)")
+        after = f" ({running}{free} free)" if self.admission.is_shared else ""
+        self.say("admit", job=job.id, **found, **before, text=f"{job.id} {verb}{how}{note}{after}")
+
+    def _limit_of(self, entry: Reservation) -> int | None:
+        """Return what an attempt asks for: its grant here, or in a queue its reservation and what it shares."""
+        if self.admission.is_shared:
+            return entry.grant.wall_bytes if entry.grant is not None else None
+        expected, reserved = self.admission.forecast.predict(entry.job), entry.reserved[HOST]
+        wanted = reserved + (expected.shared_bytes if expected else 0)
+        return min(wanted, self.admission.budget.capacity_bytes) if reserved else None
 
     def _wait(self, entry: Reservation, wait: Wait) -> None:
         kind = _SIZE.sub("", wait.reason)  # a forecast that moves a little is no news
@@ -302,7 +320,7 @@ class Scheduler:
         """Say once when all running jobs together want too many cores for some seconds."""
         wanted, num = sum(entry.status.wanted_cpus for entry in self._running.values()), len(self._running)
         num_cpus, now = self.admission.read_budget().num_cpus, self.admission.now()
-        if num < 2 or wanted <= _TOO_MANY_CPUS * num_cpus:
+        if num < 2 or wanted <= _TOO_MANY_CPUS * num_cpus or not self.admission.is_shared:
             self._crowded_since = None
             return
         self._crowded_since = now if self._crowded_since is None else self._crowded_since

@@ -74,6 +74,26 @@ class MemorySettings(Settings):
     cuda_allocator: Annotated[str, AfterValidator(_allocator)] | None = None
 
 
+class SlurmSettings(Settings):
+    """What each job asks of Slurm, with ``backend: slurm``. Memory comes from its forecast.
+
+    Attributes:
+        partition: The partition; the cluster's default when empty.
+        account: The account that pays; your default when empty.
+        qos: The quality of service.
+        time: The time limit of one job, as ``sbatch --time`` takes it: ``08:00:00``.
+        memory: What a job asks for while its size is unknown.
+        extra: Further options of sbatch, such as ``--constraint=a100``.
+    """
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time: str = ""
+    memory: ByteSize = ByteSize(4 << 30)
+    extra: list[str] = Field(default_factory=list)
+
+
 class CommandSettings(Settings):
     """The settings of a run of commands; a config has these too.
 
@@ -88,6 +108,8 @@ class CommandSettings(Settings):
         grace_seconds: How long a job may take to stop.
         runs_dir: The folder of all runs.
         memory: How much of the machine's memory the run may use.
+        backend: ``local`` runs the jobs on this host, ``slurm`` as elements of job arrays.
+        slurm: What each job asks of Slurm.
     """
 
     schema_version: Literal[1] = 1
@@ -99,6 +121,8 @@ class CommandSettings(Settings):
     grace_seconds: Annotated[float, Field(gt=0)] = 60.0
     runs_dir: _Folder = Path("runs")
     memory: MemorySettings = MemorySettings()
+    backend: Literal["local", "slurm"] = "local"
+    slurm: SlurmSettings = SlurmSettings()
 
 
 class StageSettings(Settings):

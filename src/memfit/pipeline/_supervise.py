@@ -10,24 +10,27 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from memfit import config
+from memfit import config, slurm
 from memfit.errors import DataError, DoesNotFitError, MemfitError, UsageError
 from memfit.jobs import (
     ASK_SIGNAL,
     ENDED,
     NOW_SIGNAL,
+    SHIM_BYTES,
     Backend,
     JobStatus,
     LocalAdmission,
     LocalBackend,
     Policy,
     Scheduler,
+    SlurmBackend,
+    SlurmOptions,
     StopRequest,
     forget_stops,
     running_jobs,
@@ -38,6 +41,7 @@ from memfit.memory import (
     Budget,
     Claims,
     Footprint,
+    Limit,
     Sizes,
     Walls,
     lock_file,
@@ -122,7 +126,9 @@ class Supervisor:
             retries=self.settings.retries,
             proven_stages=frozenset(unit.stage.name for unit in graph.all_units if unit.state in PASSED),
         )
-        admission = LocalAdmission(self.read_budget, policy=policy, known=known, claims=self.claims)
+        is_shared = not self.backend.traits.queues_jobs
+        claims = self.claims if is_shared else None
+        admission = LocalAdmission(self.read_budget, policy=policy, known=known, claims=claims, is_shared=is_shared)
         scheduler = Scheduler(graph, self.backend, admission, say=say)
         if not graph.is_done:
             (self.run.path / "outcome.json").unlink(missing_ok=True)  # it runs again
@@ -163,6 +169,8 @@ class Supervisor:
         num_devices: int | None = None,
     ) -> None:
         """Write the plan for the largest footprint, and say how many run at once if that changed."""
+        if self.backend.traits.queues_jobs:
+            return  # Slurm decides how many run at once
         sizes = Counter({HOST: footprint.private_bytes, "a device": footprint.bytes_per_device})
         if all(size <= 1.01 * self._planned[place] for place, size in sizes.items()):
             return
@@ -210,9 +218,39 @@ class Supervisor:
 
 
 def read_budget(settings: CommandSettings, in_use_bytes: int = 0, *, last: Budget | None = None) -> Budget:
-    """Read the budget under the user's own limit."""
+    """Read the budget under the user's own limit: of this host, or of the largest node that Slurm may give one job."""
     memory = settings.memory
+    if settings.backend == "slurm":
+        return last or _read_node_budget(settings)
     return Budget.read(cap_bytes=memory.limit, cap_used_bytes=in_use_bytes, reserve_bytes=memory.reserve, last=last)
+
+
+def _read_node_budget(settings: CommandSettings) -> Budget:
+    if settings.memory.num_gpus or settings.memory.gpu_job:
+        raise UsageError(
+            "memfit does not ask Slurm for GPUs by itself.",
+            rule="--num-gpus and --gpu-memory hold on this host.",
+            remedy="ask Slurm: --set 'slurm.extra=[--gpus=1]'",
+        )
+    try:
+        partition, size = slurm.read_largest_node(settings.slurm.partition)
+    except slurm.NoAnswerError as error:
+        raise UsageError(
+            f"Slurm does not answer: {error}.",
+            rule="the largest node of the partition is the most that one job can ask for.",
+            remedy="give the same command again when sinfo works",
+        ) from error
+    size = max(1, min(size - SHIM_BYTES, settings.memory.limit or size))
+    node = Limit("largest node", f"Slurm partition {partition}", size, 0, size, "job")
+    return replace(
+        Budget.read(),
+        limits=(node,),
+        reserve_bytes=0,
+        reserve_note="none: Slurm holds each job to its request",
+        devices=(),
+        permission="none",
+        promise="Slurm holds each job to its own request",
+    )
 
 
 def most_at_once(settings: CommandSettings) -> int | None:
@@ -263,10 +301,14 @@ def supervised(
         os.close(lock)
 
 
-def _set_up(
-    run: RunDir, settings: CommandSettings, events: EventWriter, stack: ExitStack
-) -> tuple[LocalBackend, Claims]:
+def _set_up(run: RunDir, settings: CommandSettings, events: EventWriter, stack: ExitStack) -> tuple[Backend, Claims]:
     """Remove what dead runs left; make the claims, and the backend with cgroup limits if it can have them."""
+    if settings.backend == "slurm":
+        events.write("budget", **read_budget(settings).to_dict(), group="")
+        one = settings.slurm
+        options = SlurmOptions(one.partition, one.account, one.qos, one.time, one.memory, tuple(one.extra))
+        most = most_at_once(settings)
+        return SlurmBackend(run, options, grace_seconds=settings.grace_seconds, max_parallel=most), Claims(run.path)
     for entry in sweep_entries():
         with suppress(OSError):
             descriptor = lock_file(entry.run / "supervisor.lock", 0.0)

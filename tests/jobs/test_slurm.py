@@ -1,0 +1,126 @@
+"""The Slurm backend where the controller does not answer, by stand-ins of Slurm's tools; tests/slurm has a real one."""
+
+import os
+
+import pytest
+
+from memfit.jobs import Job, Request, SlurmBackend, SlurmOptions, Submission
+from memfit.jobs._shim import run_element
+from memfit.rundir import RunDir
+
+NO_ANSWER = "echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """Make stand-ins of Slurm's tools; each call is noted."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def make(**scripts):
+        for name, script in scripts.items():
+            path = folder / name
+            path.write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/calls\n{script}\n")
+            path.chmod(0o755)
+        return lambda: (tmp_path / "calls").read_text().split()
+
+    return make
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return RunDir.create(tmp_path, "queue", "0" * 64)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        self.now += 100.0
+        return self.now
+
+
+def submit(backend, *names, limit_bytes=None):
+    backend.submit([Submission(Job(name, command=("true",)), Request(limit_bytes)) for name in names])
+
+
+def test_a_controller_that_does_not_answer_is_asked_again_and_gets_each_array_once(tools, run_dir):
+    calls = tools(sbatch=NO_ANSWER, squeue=NO_ANSWER, sacct=NO_ANSWER, scancel=NO_ANSWER)
+    backend = SlurmBackend(run_dir, now=Clock())
+    submit(backend, "a", "b")
+    assert {status.pending_reason for status in backend.poll().values()} == {"Slurm's controller does not answer"}
+    assert calls().count("sbatch") == 1  # it may have got through: its name is looked for first
+    tools(squeue="echo '7_0|RUNNING|None|n1'")
+    assert backend.poll()["a"].state == "pending"
+    assert calls().count("sbatch") == 1  # found by its name
+    later = SlurmBackend(run_dir, now=Clock())
+    assert later.adopt(["a", "b"]) == {"a", "b"}
+
+
+def test_an_array_that_slurm_never_got_is_sent_again(tools, run_dir):
+    calls = tools(sbatch=NO_ANSWER, squeue="true", sacct="true")
+    backend = SlurmBackend(run_dir, now=Clock())
+    submit(backend, "a")
+    tools(sbatch="echo 7")
+    backend.poll()
+    assert calls().count("sbatch") == 2
+
+
+def test_what_slurm_refuses_fails_with_its_words(tools, run_dir):
+    tools(sbatch="echo 'sbatch: error: invalid partition specified: nowhere' >&2; exit 1", squeue="true", sacct="true")
+    backend = SlurmBackend(run_dir, now=Clock())
+    submit(backend, "a")
+    status = backend.poll()["a"]
+    assert status.state == "failed" and "invalid partition specified: nowhere" in status.cause
+
+
+def test_an_end_without_an_outcome_is_what_slurm_says(tools, run_dir):
+    tools(sbatch="echo 7", squeue="echo '7_0|NODE_FAIL|None|n1'; echo '7_1|OUT_OF_MEMORY|None|n1'", sacct="true")
+    backend = SlurmBackend(run_dir, now=Clock())
+    submit(backend, "a", "b")
+    for _ in range(3):
+        found = backend.poll()
+    assert (found["a"].state, found["b"].state) == ("node_fail", "out_of_memory")
+    assert "Slurm says NODE_FAIL" in found["a"].cause
+
+
+def test_jobs_of_one_request_are_one_array_with_the_text_that_sbatch_reads(tools, run_dir):
+    tools(sbatch="echo 7", squeue="true", sacct="true")
+    options = SlurmOptions(partition="gpu", time="01:00:00", extra=("--constraint=a100",))
+    backend = SlurmBackend(run_dir, options, grace_seconds=30, max_parallel=4)
+    submit(backend, *(f"fold_{number}" for number in range(1, 6)), limit_bytes=100 << 20)
+    (script,) = (run_dir.path / "slurm").glob("*.sh")
+    token = script.stem
+    lines = script.read_text().splitlines()
+    assert lines[:-1] == [
+        "#!/bin/sh",
+        f"#SBATCH --job-name=mf-00000000.{token}",
+        "#SBATCH --array=0-4%4",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --time=01:00:00",
+        "#SBATCH --nodes=1",
+        "#SBATCH --ntasks=1",
+        "#SBATCH --cpus-per-task=1",
+        "#SBATCH --mem=116M",
+        "#SBATCH --signal=B:TERM@90",
+        "#SBATCH --no-requeue",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output={run_dir.path}/slurm/%A_%a.log",
+        "#SBATCH --constraint=a100",
+    ]
+    assert lines[-1].startswith("exec ") and lines[-1].endswith(f"--array {run_dir.path}/slurm/{token}.json")
+
+
+def test_an_element_whose_job_has_a_later_attempt_does_nothing(tools, run_dir, monkeypatch):
+    tools(sbatch="echo 7", squeue="true", sacct="true")
+    backend = SlurmBackend(run_dir)
+    submit(backend, "a")
+    (first,) = (run_dir.path / "slurm").glob("*.json")
+    backend.cancel("a")
+    submit(SlurmBackend(RunDir(run_dir.path)), "b")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    order = run_dir.job_dir("a") / "job.json"
+    order.write_text(order.read_text().replace('"attempt": 1', '"attempt": 2'))
+    assert run_element(run_dir.path, first) == 0
+    assert not (run_dir.job_dir("a") / "outcome.json").exists()

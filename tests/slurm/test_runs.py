@@ -1,0 +1,130 @@
+"""Runs on a real Slurm cluster, started by the command line as a user does."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+
+import pytest
+
+from memfit.rundir import RunDir, read_json
+
+pytestmark = [pytest.mark.root, pytest.mark.slurm, pytest.mark.slow]
+
+#: Notes each start, holds some memory, saves at SIGTERM, and goes on from what it saved.
+JOB = """
+import os, signal, sys, time
+from pathlib import Path
+number, mib, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+with open("starts", "a") as file:
+    file.write(f"{number}\\n")
+block = bytearray(mib << 20)
+done = Path(f"done_{number}")
+def save(*_):
+    done.write_text("half")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+time.sleep(0.2 if done.exists() else seconds)
+Path(f"result_{number}").write_text(str(number**2))
+"""
+
+
+@pytest.fixture
+def start(cluster, tmp_path):
+    """Start ``memfit`` in a folder of its own, with Slurm's tools."""
+    (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
+    env = {**cluster.env, "MEMFIT_RUNS_DIR": str(tmp_path / "runs")}
+
+    def call(*words):
+        command = [sys.executable, "-m", "memfit", *words]
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    return call
+
+
+def finish(process, seconds=120):
+    out, _ = process.communicate(timeout=seconds)
+    return process.returncode, out
+
+
+def starts(folder):
+    path = folder / "starts"
+    return Counter(path.read_text().split()) if path.exists() else Counter()
+
+
+def wait_until(is_true, seconds=60):
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+
+
+def run_of(folder, name):
+    return RunDir.all(folder / "runs", name)[0]
+
+
+def test_commands_are_one_array_and_each_runs_once_although_the_supervisor_is_killed(start, tmp_path):
+    command = ("--", sys.executable, "job.py", "{n}", "10", "3")
+    first = start("map", "--backend", "slurm", "--memory", "60MiB", "--name", "once", "--param", "n=1..10", *command)
+    wait_until(lambda: len(starts(tmp_path)) >= 3)
+    os.kill(first.pid, signal.SIGKILL)
+    first.communicate()
+    code, out = finish(start("resume", "once"))
+    assert code == 0, out
+    assert starts(tmp_path) == Counter(map(str, range(1, 11)))
+    assert [(tmp_path / f"result_{n}").read_text() for n in range(1, 11)] == [str(n**2) for n in range(1, 11)]
+    assert len(list((run_of(tmp_path, "once").path / "slurm").glob("*.sh"))) == 1
+
+
+def test_a_job_that_asked_for_too_little_is_submitted_again_with_what_it_needs(start, tmp_path):
+    command = ("--", sys.executable, "job.py", "1", "100", "1")
+    code, out = finish(start("run", "--backend", "slurm", "--memory", "60MiB", "--name", "small", *command))
+    assert code == 0, out
+    run = run_of(tmp_path, "small")
+    first = read_json(run.job_dir("cmd_0001") / "outcome_1.json")
+    assert first["state"] == "out_of_memory" and "oom_kill counter of Slurm's job_" in first["cause"]
+    scripts = [path.read_text() for path in (run.path / "slurm").glob("*.sh")]
+    sizes = sorted(int(line.split("=")[1][:-1]) for text in scripts for line in text.splitlines() if "--mem=" in line)
+    assert sizes[0] == 76 and sizes[-1] >= 116
+
+
+def test_a_preempted_job_saves_and_goes_on(cluster, start, tmp_path):
+    command = ("--", sys.executable, "job.py", "{n}", "10", "60")
+    options = ("--backend", "slurm", "--set", "slurm.partition=low", "--memory", "60MiB", "--name", "low")
+    run = start("map", *options, "--param", "n=1..2", *command)
+    wait_until(lambda: len(starts(tmp_path)) == 2)
+    number = cluster.submit("sleep 3", "-N2", "--exclusive", "--mem=1500M", "-p", "main")
+    code, out = finish(run)
+    assert code == 0, out
+    assert cluster.wait(number) == ["COMPLETED"]
+    assert starts(tmp_path) == {"1": 2, "2": 2}
+    first = read_json(run_of(tmp_path, "low").job_dir("cmd_0001") / "outcome_1.json")
+    assert (first["state"], first["ended_by"]) == ("preempted", "platform")
+
+
+def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
+    command = ("--", sys.executable, "job.py", "{n}", "10", "8")
+    options = ("--backend", "slurm", "--memory", "60MiB", "--name", "stopped", "--param", "n=1..12")
+    run = start("map", *options, *command)
+    wait_until(lambda: len(starts(tmp_path)) >= 6)
+    run.send_signal(signal.SIGINT)
+    code, out = finish(run)
+    assert code == 75, out
+    assert 6 <= len(starts(tmp_path)) < 12  # the cluster has eight cores
+    code, out = finish(start("resume", "stopped", "--quiet"))
+    assert code == 0 or "completed" in out, out
+    assert len(list(tmp_path.glob("result_*"))) == 12
+
+
+def test_what_slurm_refuses_is_said_and_starts_nothing(start, tmp_path):
+    code, out = finish(start("run", "--backend", "slurm", "--set", "slurm.partition=nowhere", "--", "true"))
+    assert code == 2 and "no partition nowhere" in out
+    code, out = finish(start("run", "--backend", "slurm", "--memory", "64GiB", "--", "true"))
+    assert code == 3 and "largest node" in out
+    code, out = finish(start("run", "--backend", "slurm", "--num-gpus", "1", "--", "true"))
+    assert code == 2 and "slurm.extra" in out
