@@ -1,6 +1,5 @@
 """The judged ranker stops at data that are at fault, finds a signal that is there, and none that is not."""
 
-import json
 import subprocess
 import sys
 
@@ -12,7 +11,6 @@ import yaml
 from pydantic import ValidationError
 
 from memfit.evaluation import evaluate_folds
-from memfit.pipeline import Output, run
 from memfit_workloads import finance
 from memfit_workloads.finance._judge import decide_on
 from memfit_workloads.ranker.data import market
@@ -133,16 +131,6 @@ def write_config(folder, table):
         yaml.safe_dump(CONFIG | folders | {"experiment": "stocks", "params": params | JUDGED})
     )
     return folder / "config.yaml"
-
-
-def test_a_feature_that_looks_ahead_stops_the_run_after_one_fold(tmp_path, stocks):
-    result = run(write_config(tmp_path, a_date_early(stocks, "return_1")))
-    assert (result.state, result.exit_code) == ("stopped", 11)
-    why = json.loads((result.path / "outcome.json").read_text())["why"]
-    assert "the gate is red" in why and "data:look_ahead_feature: return_1 has a mean rank IC" in why
-    assert not (result.path / "jobs" / "fold_2").exists()
-    health = Output(result.path / "checkpoints" / "stage_health.json")
-    assert json.loads(health.path("backtest_json").read_text())["verdict"]["colour"] == "red"
 
 
 def test_a_date_that_comes_twice_stops_the_command_before_any_fold(tmp_path, stocks):

@@ -1,4 +1,7 @@
-"""The ranker, killed after every stage and in two epochs, leaves what an unbroken run leaves; no epoch runs twice."""
+"""The ranker, killed in two epochs and after two stages, leaves what an unbroken run leaves; no epoch runs twice.
+
+`make bench-ranker` kills it at ten random moments.
+"""
 
 from collections import Counter
 
@@ -24,20 +27,15 @@ params:
 """
 
 
-def test_the_ranker_killed_after_every_stage_and_in_two_epochs_leaves_the_same(tmp_path):
+def test_the_ranker_killed_in_two_epochs_and_after_two_stages_leaves_the_same(tmp_path):
     for name in ("quieta", "killed"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(CONFIG)
     quiet = kills.run(tmp_path / "quieta")
     moments = [
-        kills.completed("prepare"),
         kills.epoch("fold_1", 2),
-        kills.completed("fold_1"),
         kills.completed("blend_1"),
-        kills.completed("health"),
         kills.epoch("fold_2", 3),
-        kills.completed("fold_2"),
-        kills.completed("blend_2"),
         kills.completed("backtest"),
     ]
     killed = kills.run(tmp_path / "killed", kill_at=moments)

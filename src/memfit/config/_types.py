@@ -26,7 +26,7 @@ class Settings(BaseModel):
     32
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants", defer_build=True)
 
 
 def _parse_size(value: object) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import platform
 import socket
@@ -55,13 +54,18 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
         outputs=describe_outputs(context.dir, context.saved),
         seconds=time.time() - started,
         **ended,
-        versions={"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in _VERSIONS if name in sys.modules},
+        versions={"python": platform.python_version()} | _versions(),
         host=socket.gethostname(),
         started=started,
         unforeseen={name: [str(path), hash_file(path)] for name, path in unforeseen.items()},
     )
     return plain
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata  # at the end, when the job's result is known
+
+    return {name: metadata.version(name) for name in _VERSIONS if name in sys.modules}
 
 
 def make_context(order: Mapping[str, Any]) -> Context:

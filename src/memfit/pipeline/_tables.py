@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from pyarrow import feather
+
+
+class _NoPandas:
+    """Keeps pyarrow from loading pandas to see whether a list is of its types: that would take longer than all else."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError(name=name)
 
 
 def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
@@ -17,6 +26,7 @@ def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
         tables: Per table its ``path``, the name of the first column (``variable``) and the ``rows``: ``unit``,
             ``state``, ``seconds`` or None, ``peak_private_bytes``, and ``result`` by name.
     """
+    sys.meta_path.insert(0, _NoPandas())
     for table in tables:
         path, variable = Path(table["path"]), table["variable"]
         rows = sorted(table["rows"], key=lambda row: (len(row["unit"]) if row["unit"].isdigit() else 0, row["unit"]))
