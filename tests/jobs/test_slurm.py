@@ -85,6 +85,31 @@ def test_an_end_without_an_outcome_is_what_slurm_says(tools, run_dir):
     assert "Slurm says NODE_FAIL" in found["a"].cause
 
 
+def test_a_job_that_slurm_takes_for_running_but_that_never_began_is_given_up(tools, run_dir):
+    calls = tools(sbatch="echo 7", squeue="echo '7_0|RUNNING|None|n1'; echo '7_1|RUNNING|None|n1'", sacct="true")
+    tools(scancel="true")
+    backend = SlurmBackend(run_dir, now=Clock())
+    submit(backend, "a", "b")
+    folder = run_dir.job_dir("b")
+    (folder / "status.json").write_text('{"schema_version": 1, "state": "running", "attempt": 1, "started": 1.0}')
+    for _ in range(3):
+        found = backend.poll()
+    assert (found["a"].state, found["b"].state) == ("node_fail", "running")
+    assert "left no file" in found["a"].cause and "scancel" in calls()
+
+
+def test_an_element_that_a_crash_left_in_the_queue_is_released_or_removed(tools, run_dir):
+    calls = tools(sbatch="echo 7", sacct="true", scancel="true", scontrol="true")
+    tools(squeue="echo '7_0|PENDING|launch failed requeued held|'; echo '7_1|PENDING|launch failed requeued held|'")
+    backend = SlurmBackend(run_dir, now=Clock())
+    submit(backend, "a", "b")
+    outcome = '{"schema_version": 1, "state": "completed", "attempt": 1, "exit_code": 0}'
+    (run_dir.job_dir("b") / "outcome.json").write_text(outcome)
+    backend.poll()
+    backend.poll()
+    assert calls().count("scontrol") >= 1 and calls().count("scancel") == 1
+
+
 def test_jobs_of_one_request_are_one_array_with_the_text_that_sbatch_reads(tools, run_dir):
     tools(sbatch="echo 7", squeue="true", sacct="true")
     options = SlurmOptions(partition="gpu", time="01:00:00", extra=("--constraint=a100",))

@@ -76,11 +76,23 @@ class Cluster:
         _until(30, "slurmdbd", lambda: _answers(accounting))
         _until(20, "the accounting database", lambda: self._succeeds("sacctmgr", "-n", "list", "cluster"))
         self.call("sacctmgr", "-i", "add", "cluster", "memfit")
-        self._daemon("slurmctld", "-c", "-D")
-        _until(30, "slurmctld", lambda: self._succeeds("scontrol", "ping"))
+        self.start_controller("-c")
         for node in self.nodes:
             self._daemon("slurmd", "-N", node, "-D")
         _until(30, "idle nodes", self._is_idle)
+
+    def start_controller(self, *options: str) -> None:
+        """Start the controller, again after its death without options."""
+        self._daemon("slurmctld", *options, "-D")
+        _until(30, "slurmctld", lambda: self._succeeds("scontrol", "ping"))
+
+    def kill_controller(self) -> None:
+        """End the controller with SIGKILL."""
+        pid = int((self.folder / "controller/slurmctld.pid").read_text())
+        daemon = next(one for one in self._daemons if one.pid == pid)
+        daemon.kill()
+        daemon.wait()
+        self._daemons.remove(daemon)
 
     def _configure(self, controller: int, accounting: int, database: int, ports: Sequence[int]) -> None:
         host = socket.gethostname().partition(".")[0]

@@ -107,6 +107,24 @@ def test_a_preempted_job_saves_and_goes_on(cluster, start, tmp_path):
     assert (first["state"], first["ended_by"]) == ("preempted", "platform")
 
 
+def test_each_job_ends_once_although_controller_and_supervisor_are_killed(cluster, start, tmp_path):
+    command = ("--", sys.executable, "job.py", "{n}", "10", "4")
+    options = ("--backend", "slurm", "--memory", "60MiB", "--name", "crash", "--param", "n=1..12")
+    first = start("map", *options, *command)
+    wait_until(lambda: len(starts(tmp_path)) >= 4)
+    cluster.kill_controller()
+    os.kill(first.pid, signal.SIGKILL)
+    first.communicate()
+    second = start("resume", "crash")
+    time.sleep(5)
+    cluster.start_controller()
+    code, out = finish(second)
+    assert code == 0, out
+    assert [(tmp_path / f"result_{n}").read_text() for n in range(1, 13)] == [str(n**2) for n in range(1, 13)]
+    assert starts(tmp_path) == Counter(map(str, range(1, 13)))
+    wait_until(lambda: not cluster.call("squeue", "-h").strip())
+
+
 def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
     command = ("--", sys.executable, "job.py", "{n}", "10", "8")
     options = ("--backend", "slurm", "--memory", "60MiB", "--name", "stopped", "--param", "n=1..12")

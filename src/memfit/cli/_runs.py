@@ -112,7 +112,7 @@ def _print_run(one: Overview, log: Console) -> None:
         sizes = (status.used_bytes, status.peak_bytes, row.reserved_bytes)
         shown.add_row(
             Text(f"  {row.name}"),
-            str(status.pid or "-"),
+            f"{status.node}{status.node and ':'}{status.pid or '-'}",
             phase,
             *(format_bytes(size) if size else "-" for size in sizes),
             format_duration(row.seconds, short=True) if row.seconds is not None else "-",

@@ -1,6 +1,6 @@
 """Diagnosis: what killed a job, from what it left, and what to do about it."""
 
-from memfit.diagnosis._diagnose import Diagnosis, Evidence, diagnose, diagnose_logs
+from memfit.diagnosis._diagnose import Diagnosis, Evidence, diagnose, diagnose_logs, find_shortage
 from memfit.diagnosis._fix import Fix, make_fix
 from memfit.diagnosis._granted import Ran, is_any_shown, job_of, read_ran, verify_fix
 from memfit.diagnosis._incident import what_happened, write_incident
@@ -18,6 +18,7 @@ __all__ = [
     "Remedy",
     "diagnose",
     "diagnose_logs",
+    "find_shortage",
     "is_any_shown",
     "job_of",
     "list_remedies",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -68,6 +69,10 @@ _CHECKS: dict[str, tuple[str, ...]] = {
     "bad_alloc": ("A size that is wrong (negative, or from a broken file) fails the same way.",),
 }
 _BROKEN = "The checkpoint written then is broken: load it, compare its tensors with an earlier one, and save again."
+
+
+#: Words of which a line about a shortage has at least one.
+_MAY_BE_SHORT = re.compile(rb"memory|oom|bad_alloc|ENOMEM|Bus error", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,18 @@ def diagnose(
 def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
     """Return what logs alone say, without the run directory around them."""
     return _diagnose([stream for path in paths for stream in streams_of(path)], Witnesses(), [])
+
+
+def find_shortage(new: bytes) -> str:
+    """Return the line in the newest part of a log that proves a shortage of memory; empty if none does.
+
+    >>> find_shortage(b"step 3\\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.50 GiB.\\n")
+    'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.50 GiB.'
+    """
+    if not _MAY_BE_SHORT.search(new):
+        return ""
+    found = _diagnose(read_streams("log", io.BytesIO(new)), Witnesses(), [])
+    return found.evidence[0].text if found.oom and found.confidence == "proved" and found.evidence else ""
 
 
 def streams_of(path: Path | str) -> list[Stream]:

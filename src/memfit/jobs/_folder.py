@@ -25,6 +25,7 @@ _STATUS_SHAPE: Mapping[str, Any] = {
     "phase": (str, _NONE),
     "phase_source": (str, _NONE),
     "cause": (str, _NONE),
+    "node": (str, _NONE),
     "footprint": (FOOTPRINT, _NONE),
     "device_used_bytes": ({str: int}, _NONE),
     "evidence": (dict, _NONE),

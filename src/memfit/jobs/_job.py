@@ -149,6 +149,7 @@ class JobStatus:
             elsewhere, or the death of its watcher); empty while it runs.
         pending_reason: Why the backend's queue holds a submitted job that has not started; empty when none does.
         evidence: What proves the cause: limits, peaks and counters of its group at the end.
+        node: The node of a cluster that it runs on; empty on this host.
     """
 
     job_id: str
@@ -179,6 +180,7 @@ class JobStatus:
     ended_by: EndedBy = ""
     pending_reason: str = ""
     evidence: Mapping[str, Any] = field(default_factory=dict)
+    node: str = ""
 
     def ended_as(self, state: State, cause: str, ended_by: EndedBy) -> JobStatus:
         """Return the status of a job that ended just now: it uses and wants nothing any more."""

@@ -50,7 +50,7 @@ class Reservation:
         grew: When its reservation at each place grew last, by the same clock.
         set_aside: When it was asked to stop so that others can go on, by the same clock.
         verdict: What its end is recorded as, once memfit has given it up.
-        was_preempted: The platform ended it once, and it was restarted.
+        num_preempted: How often the platform ended it in a row without a checkpoint in between.
         num_retries, num_asides: How often it was restarted for its own sake, and for others'.
         learned: The peaks that the forecast knows already.
     """
@@ -66,7 +66,7 @@ class Reservation:
     grew: dict[str, float] = field(default_factory=dict)
     set_aside: float | None = None
     verdict: Verdict | None = None
-    was_preempted: bool = False
+    num_preempted: int = 0
     num_retries: int = 0
     num_asides: int = 0
     learned: Sizes = field(default_factory=Counter)

@@ -37,15 +37,15 @@ def decide(
         had: What it could take when it ended, in bytes on the host and on each device.
         capacity: What the budget can give one job there.
         is_last: No further retry follows this one.
-        was_preempted: It was ended from outside memfit before.
+        was_preempted: It was ended from outside memfit too often already.
     """
     if status.asked:
         return "its end was asked for"
+    if was_preempted:
+        return "it was ended from outside memfit again, without a checkpoint in between"
     if status.state == "node_fail":
         return Retry("its watcher died, the job did not fail")
     if status.state == "preempted":
-        if was_preempted:
-            return "it was ended from outside memfit for the second time"
         return Retry("it was ended from outside memfit; it goes on from its checkpoint")
     if status.state == "timeout" and (status.checkpointed or 0.0) > (status.started or math.inf):
         return Retry("it met its time limit; it goes on from its checkpoint")

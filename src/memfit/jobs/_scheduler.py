@@ -7,6 +7,7 @@ within the budget.
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections import Counter
@@ -31,6 +32,10 @@ _SIZE = re.compile(r"[0-9.]+ [KMGT]?i?B")
 _BACKFILL, _MOST_PASSED = 32, 64
 #: Jobs want too many cores from this multiple of those here on, when it lasts so many seconds.
 _TOO_MANY_CPUS, _CROWDED_SECONDS = 1.5, 5.0
+#: How often a job is restarted that the platform ended, on this host and on a cluster, while it writes no checkpoint.
+_MOST_PREEMPTED = {True: 1, False: 3}
+#: What else a cluster does to a job that is no fault of it, by whether the jobs share one host.
+_OF_A_CLUSTER: dict[bool, tuple[State, ...]] = {True: (), False: ("timeout", "node_fail")}
 #: How a job may end that was asked to give way.
 _ASIDE = frozenset({"preempted", "cancelled", "node_fail", "out_of_memory"})
 
@@ -172,10 +177,15 @@ class Scheduler:
         capacity = budget.most(entry.job.num_devices)
         capacity[HOST] *= budget.capacity_bytes > 0
         is_last = self.admission.is_shared and entry.num_retries + 1 >= self.policy.retries
-        again = decide(status, had=entry.had(), capacity=capacity, is_last=is_last, was_preempted=entry.was_preempted)
-        if isinstance(again, Retry) and status.state == "preempted" and self.policy.retries:
-            entry.was_preempted = True
-            return again
+        most = _MOST_PREEMPTED[self.admission.is_shared]
+        if not self.admission.is_shared and (status.checkpointed or 0.0) > (status.started or math.inf):
+            entry.num_preempted = 0
+        is_counted = status.state in ("preempted", *_OF_A_CLUSTER[self.admission.is_shared])
+        was_preempted = is_counted and entry.num_preempted >= most
+        again = decide(status, had=entry.had(), capacity=capacity, is_last=is_last, was_preempted=was_preempted)
+        if isinstance(again, Retry) and is_counted:
+            entry.num_preempted += 1
+            return again if self.policy.retries else "it is not tried again (retries)"
         if isinstance(again, Retry) and entry.num_retries >= self.policy.retries:
             return f"it was restarted {entry.num_retries} times already (retries)"
         entry.num_retries += isinstance(again, Retry)

@@ -189,7 +189,7 @@ class _Shim:
             cause = f"could not be started: {error.strerror or error} ({error.filename})"
             return replace(self._not_started("failed", cause, "job"), started=started)
         known = JobStatus(self.job_dir.name, "running", attempt=self.attempt, started=started)
-        known = replace(known, pid=process.pid, watcher_pid=os.getpid())
+        known = replace(known, pid=process.pid, watcher_pid=os.getpid(), node=os.environ.get("SLURMD_NODENAME", ""))
         monitor = Monitor(self.run_dir, self.job, known, self.group, first, older)
         monitor.open_series()
         returncode, stopped_by = self._follow(process, monitor)

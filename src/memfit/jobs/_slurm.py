@@ -30,7 +30,7 @@ from memfit.jobs._folder import (
     write_order,
     write_outcome,
 )
-from memfit.jobs._job import EndedBy, Job, JobStatus, State, Submission, Traits, Verdict
+from memfit.jobs._job import ENDED, EndedBy, Job, JobStatus, State, Submission, Traits, Verdict
 from memfit.jobs._local import child_env
 from memfit.rundir import RunDir, read_json, write_atomic, write_json
 from memfit.units import MIB
@@ -42,8 +42,12 @@ _MOST_ELEMENTS = 1000
 #: How often the queue is asked at first, and at most how seldom while nothing changes.
 _FIRST_SECONDS, _LAST_SECONDS = 2.0, 60.0
 _LOOK_SECONDS = 0.2
+#: Why Slurm holds an element that it could not start, in the words of squeue.
+_HELD = "launch failed requeued held"
 #: How long an outcome may come after Slurm knows the end: at once for a job that never began, else an NFS cache's time.
 _LATE_SECONDS, _LATEST_SECONDS = 2.0, 60.0
+#: How long a job may run by Slurm and leave no file before it is taken for lost, as after a controller's crash.
+_SILENT_SECONDS = 180.0
 #: How an end without an outcome is recorded.
 _ENDS: dict[str, tuple[State, EndedBy]] = {
     "OUT_OF_MEMORY": ("out_of_memory", "job"),
@@ -100,6 +104,7 @@ class _Followed:
     index: int
     changed: int = 0
     ended_since: float | None = None
+    silent_since: float | None = None
     verdict: Verdict | None = None
 
     @property
@@ -142,6 +147,7 @@ class SlurmBackend:
         self._ended: dict[str, JobStatus] = {}
         self._adopted: set[str] = set()
         self._arrays: list[_Array] = []
+        self._names: set[str] = set()
         self._queue: dict[str, slurm.Element] | None = None
         self._ends: dict[str, str] = {}
         self._ask_at, self._pause = 0.0, _FIRST_SECONDS
@@ -161,6 +167,7 @@ class SlurmBackend:
                 self._adopted.add(job_id)
         if any(followed.array is array for followed in self._live.values()):
             self._arrays.append(array)
+            self._names |= {array.name} if array.number else set()
 
     def adopt(self, job_ids: Iterable[str]) -> set[str]:
         """Follow those of these jobs that an earlier supervisor submitted and that have not ended; return their ids."""
@@ -248,6 +255,7 @@ class SlurmBackend:
                 self._end(job_id, self._live[job_id].status.ended_as("failed", error.what, "platform"))
             return
         array.save()
+        self._names.add(array.name)
         self._ask_at, self._pause = 0.0, _FIRST_SECONDS
 
     def poll(self) -> dict[str, JobStatus]:
@@ -264,15 +272,25 @@ class SlurmBackend:
         for array in self._arrays:
             if not array.number:
                 self._send(array)
-        before, names = self._queue, [array.name for array in self._arrays if array.number]
+        before = self._queue
         try:
-            self._queue = slurm.read_queue(names) if names else {}
+            self._queue = slurm.read_queue(self._names) if self._names else {}
+            self._tidy()
             unknown = [one.element for one in self._live.values() if one.element and one.element not in self._queue]
             self._ends |= slurm.read_ends(unknown) if unknown else {}
         except (slurm.NoAnswerError, UsageError):
             pass  # nothing is known now: jobs stay as they are
         self._pause = _FIRST_SECONDS if self._queue != before else min(2 * self._pause, _LAST_SECONDS)
         self._ask_at = self.now() + self._pause
+
+    def _tidy(self) -> None:
+        """Remove elements from the queue whose jobs have ended; release those that the controller's crash held."""
+        live = {followed.element for followed in self._live.values()}
+        for number, element in (self._queue or {}).items():
+            if element.state == "PENDING" and "_" in number and number not in live:
+                slurm.cancel_elements([number])
+            elif element.state == "PENDING" and element.reason.startswith(_HELD):
+                slurm.release_element(number)
 
     def _look(self, job_id: str, followed: _Followed) -> None:
         """Bring a job's status up to date: by its outcome, else its status file, else by Slurm."""
@@ -290,6 +308,7 @@ class SlurmBackend:
             followed.status = replace(followed.status, pending_reason=reason or "submitted")
         if state not in _ENDS:
             followed.ended_since = None
+            self._end_if_silent(job_id, followed, state)
             return
         followed.ended_since = followed.ended_since or self.now()
         if self.now() - followed.ended_since < (_LATEST_SECONDS if followed.changed else _LATE_SECONDS):
@@ -301,6 +320,17 @@ class SlurmBackend:
         cause = "stopped before it started" if asked and not followed.changed else f"Slurm says {state} (see {log})"
         status = replace(followed.status, asked=asked, pending_reason="", evidence={"witness": "slurm", "state": state})
         self._end(job_id, status.ended_as(recorded, cause, "user" if asked else ended_by), is_new=True)
+
+    def _end_if_silent(self, job_id: str, followed: _Followed, state: str) -> None:
+        """Give up a job that Slurm takes for running but whose shim never began; it is submitted again."""
+        if state != "RUNNING" or followed.changed:
+            followed.silent_since = None
+            return
+        followed.silent_since = followed.silent_since or self.now()
+        if self.now() - followed.silent_since >= _SILENT_SECONDS:
+            slurm.cancel_elements([followed.element])
+            cause = f"Slurm says that it runs, but it left no file in {_SILENT_SECONDS:.0f} s"
+            self._end(job_id, followed.status.ended_as("node_fail", cause, "platform"), is_new=True)
 
     def _find(self, followed: _Followed) -> tuple[slurm.Element | None, str]:
         """Return what Slurm knows of a job: its element, and its state; empty when it is not known."""
@@ -362,7 +392,23 @@ class SlurmBackend:
             )
 
     def close(self) -> None:
-        """Do nothing: jobs go on in Slurm, and nothing is held for them here."""
+        """Follow no job any more; those that run go on. No element stays queued whose job has ended."""
+        with suppress(slurm.NoAnswerError, UsageError):
+            self._queue = slurm.read_queue(self._names) if self._names else {}
+            self._tidy()
+
+
+def cancel_queued(run: RunDir) -> list[str]:
+    """Cancel the jobs of a run that wait in Slurm's queue, and wait until they are gone; return their ids."""
+    if not (run.path / "slurm").is_dir():
+        return []
+    backend = SlurmBackend(run)
+    queued = [job_id for job_id, status in backend.poll().items() if status.state == "pending"]
+    for job_id in queued:
+        backend.cancel(job_id)
+    while any(backend.poll()[job_id].state not in ENDED for job_id in queued):
+        backend.wait(_FIRST_SECONDS)
+    return queued
 
 
 def render_script(options: dict[str, str | None], extra: Sequence[str], command: Sequence[str]) -> str:

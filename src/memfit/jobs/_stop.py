@@ -14,6 +14,7 @@ from pathlib import Path
 from memfit.errors import UsageError
 from memfit.jobs._folder import STOP_REQUESTED, is_held, read_status
 from memfit.jobs._job import JobStatus
+from memfit.jobs._slurm import cancel_queued
 from memfit.memory import is_locked, live_jobs
 from memfit.rundir import RunDir, check_owner, write_atomic
 
@@ -59,6 +60,8 @@ def stop(
         asked = [job_id]
     for one in asked:
         write_atomic(run.job_dir(one) / STOP_REQUESTED, "now\n" if now else "stop\n", durable=False)
+    if job_id is None and supervisor is None:
+        asked += [one for one in cancel_queued(run) if one not in asked]
     if job_id is not None and waits and asked and not is_held(run.job_dir(job_id)):
         return [JobStatus(job_id, "cancelled", cause=_NEVER_BEGAN, attempt=0)]
     left = asked

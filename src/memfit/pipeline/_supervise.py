@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -58,6 +59,8 @@ View = Callable[[RunDir], Callable[[], None]]
 Known = Sequence[tuple[str, Mapping[str, str], Footprint]]
 
 _TICK_SECONDS = 0.1
+#: How often Slurm's controller is asked before a run gives up; one call takes up to ten seconds.
+_MOST_ASKED, _AGAIN_SECONDS = 5, 3.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -232,14 +235,18 @@ def _read_node_budget(settings: CommandSettings) -> Budget:
             rule="--num-gpus and --gpu-memory hold on this host.",
             remedy="ask Slurm: --set 'slurm.extra=[--gpus=1]'",
         )
-    try:
-        partition, size = slurm.read_largest_node(settings.slurm.partition)
-    except slurm.NoAnswerError as error:
-        raise UsageError(
-            f"Slurm does not answer: {error}.",
-            rule="the largest node of the partition is the most that one job can ask for.",
-            remedy="give the same command again when sinfo works",
-        ) from error
+    for num_left in reversed(range(_MOST_ASKED)):  # a controller that restarts is back soon
+        try:
+            partition, size = slurm.read_largest_node(settings.slurm.partition)
+            break
+        except slurm.NoAnswerError as error:
+            if not num_left:
+                raise UsageError(
+                    f"Slurm does not answer: {error}.",
+                    rule="the largest node of the partition is the most that one job can ask for.",
+                    remedy="give the same command again when sinfo works",
+                ) from error
+            time.sleep(_AGAIN_SECONDS)
     size = max(1, min(size - SHIM_BYTES, settings.memory.limit or size))
     node = Limit("largest node", f"Slurm partition {partition}", size, 0, size, "job")
     return replace(
@@ -304,7 +311,7 @@ def supervised(
 def _set_up(run: RunDir, settings: CommandSettings, events: EventWriter, stack: ExitStack) -> tuple[Backend, Claims]:
     """Remove what dead runs left; make the claims, and the backend with cgroup limits if it can have them."""
     if settings.backend == "slurm":
-        events.write("budget", **read_budget(settings).to_dict(), group="")
+        events.write("budget", **read_budget(settings).to_dict(), group="", backend="slurm")
         one = settings.slurm
         options = SlurmOptions(one.partition, one.account, one.qos, one.time, one.memory, tuple(one.extra))
         most = most_at_once(settings)

@@ -29,7 +29,9 @@ _STYLE = {
     "stopped": "yellow",
 }
 _REFRESH_SECONDS = 0.5
-_HEADINGS = ("job", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
+_HEADINGS = ("job", "node", "phase", "epoch", "memory", "peak", "reserved", "time", "ETA")
+#: Columns that are left out if no job has them.
+_OPTIONAL = ("node", "epoch")
 #: The table's width, and that of its longest state: out_of_memory.
 _COLUMNS, _PHASE_COLUMNS = 80, 13
 #: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
@@ -41,6 +43,8 @@ _ROUTINE = ("memory", "device", "max_parallel")
 _OF_MANY = frozenset({"admit", "plan", "end", "grow", "grow_device"})
 #: Events without a text that memfit 0.1 showed.
 _SHOWN_BY_0_1 = frozenset({"admit", "aside", "end", "grow", "plan", "retry", "short", "stop", "wait"})
+#: What is read of a log at one look.
+_MOST_NEW_BYTES = 1 << 16
 #: The least share of the limit by which a reservation grows for a line on the terminal.
 _WORTH_A_LINE = 0.02
 
@@ -82,6 +86,8 @@ class LiveRun:
         self.view: RunView | None = None
         self._live: Live | None = None
         self._next = 0.0
+        self._read: dict[Path, int] = {}
+        self._said: set[tuple[str, str]] = set()
 
     def show(self, run: RunDir) -> Callable[[], None]:
         """Begin to show what happens in a run from now on."""
@@ -100,9 +106,37 @@ class LiveRun:
             return
         self._next = time.monotonic() + _REFRESH_SECONDS
         self._print_new_lines()
+        self._print_shortages()
         if self._live is not None and self.view is not None:
             table = render(self.view, read_room(self.view, here=self.here), self.console.width, read_pressure())
             self._live.update(table, refresh=True)
+
+    def _print_shortages(self) -> None:
+        """Print what a running job's error log says about a shortage of memory, as soon as it says so."""
+        from memfit.diagnosis import find_shortage  # not by those that only print a table
+
+        for row in self.view.rows() if self.view is not None else ():
+            if row.state == "running" and self.view is not None:
+                line = find_shortage(self._new_of(self.view.run.job_dir(row.status.job_id) / "err.log"))
+                if line and (row.name, line) not in self._said:
+                    self._said.add((row.name, line))
+                    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+                    text = Text(f"{stamp}  {row.name} says: {line}", style="red")
+                    self.console.print(text, soft_wrap=True)
+
+    def _new_of(self, log: Path) -> bytes:
+        """Return what a log gained since the last call, at most its last 64 KiB; a watcher begins with what comes."""
+        try:
+            size = log.stat().st_size
+            seen = self._read.setdefault(log, 0 if self.here else size)
+            self._read[log] = size
+            if size <= seen:
+                return b""
+            with open(log, "rb") as file:
+                file.seek(max(seen, size - _MOST_NEW_BYTES))
+                return file.read(_MOST_NEW_BYTES)
+        except OSError:
+            return b""
 
     def close(self) -> None:
         """Print what happened since the last tick, and clear the table."""
@@ -184,7 +218,7 @@ def read_room(view: RunView, *, here: bool = True) -> Room:
     told = view.last("budget") or {"limits": [], "binding": {}}
     used = sum(row.status.used_bytes for row in view.rows())
     binding = told["binding"]
-    if not here and is_number(binding.get("limit_bytes")):
+    if (not here or told.get("backend") == "slurm") and is_number(binding.get("limit_bytes")):
         events = [event for kind in ("admit", "end") for job in view.ids if (event := view.last(kind, job))]
         last = max(events, key=lambda event: float(event["time"]), default=binding)
         return Room(
@@ -213,11 +247,11 @@ def render(view: RunView, room: Room, width: int = _COLUMNS, pressure: float | N
     rows = view.rows()
     lines = [_cells(row, view) for row in _shown(rows)]
     columns = [(name, [cells[place] for cells in lines]) for place, name in enumerate(_HEADINGS)]
-    columns = [(name, cells) for name, cells in columns if name != "epoch" or any(cell != "-" for cell in cells)]
+    columns = [(name, cells) for name, cells in columns if name not in _OPTIONAL or any(cell != "-" for cell in cells)]
     widths = [max(map(len, (name, *cells))) for name, cells in columns]
     gap = 2 if sum(widths[1:]) + _least(rows) + 2 * len(widths) <= _COLUMNS else 1
     left = max(width - sum(widths[1:]) - gap * len(widths), _least(rows))
-    table = plain_table(*(name for name, _ in columns), left=("job", "phase"), gap=gap)
+    table = plain_table(*(name for name, _ in columns), left=("job", "node", "phase"), gap=gap)
     for name, *cells in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(name if len(name) <= left else f"{name[: left - 1]}…", *cells)
     return Group(table, *_footer(view, rows, room, pressure))
@@ -253,6 +287,13 @@ def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float |
     reserved = sum(max(row.reserved_bytes or 0, row.status.used_bytes) for row in rows if row.status.state == "running")
     free = max(0, room.limit_bytes - room.used_bytes)
     others = max(0, room.used_bytes - used)
+    if (view.last("budget") or {}).get("backend") == "slurm":
+        num_nodes = len({row.status.node for row in rows if row.status.state == "running"})
+        nodes = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
+        yield Text(
+            f"jobs use {format_bytes(used)} of {format_bytes(reserved)} that Slurm gave them on {nodes}", style="dim"
+        )
+        return
     columns = [_BAR_COLUMNS * size // max(1, room.limit_bytes) for size in (others, used, min(reserved - used, free))]
     bar = "".join(sign * number for sign, number in zip("o#=", columns, strict=True))[:_BAR_COLUMNS]
     yield Text(f"[{bar:.<{_BAR_COLUMNS}}] # jobs = reserved o others . free", style="dim")
@@ -284,6 +325,7 @@ def _cells(row: JobRow, view: RunView) -> list[str | Text]:
     seconds = (row.seconds, row.eta_seconds)
     return [
         row.name,
+        status.node or "-",
         Text(text, style=_STYLE.get(state, "")),
         f"{_epochs(row)}/{row.num_epochs or '?'}" if row.epochs_done else "-",
         *(format_bytes(size) if size else "-" for size in sizes),

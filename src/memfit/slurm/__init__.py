@@ -12,6 +12,7 @@ from memfit.slurm._control import (
     read_ends,
     read_largest_node,
     read_queue,
+    release_element,
     submit_script,
 )
 from memfit.slurm._shapes import Limit, parse_node_limits, parse_shapes
@@ -35,5 +36,6 @@ __all__ = [
     "read_ends",
     "read_largest_node",
     "read_queue",
+    "release_element",
     "submit_script",
 ]

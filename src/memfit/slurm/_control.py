@@ -95,6 +95,15 @@ def cancel_elements(numbers: Iterable[str]) -> None:
     _call("scancel", *numbers)
 
 
+def release_element(number: str) -> None:
+    """Let an element wait for its turn that Slurm holds, as after a controller's crash.
+
+    Raises:
+        NoAnswerError: The controller does not answer.
+    """
+    _call("scontrol", "release", number)
+
+
 def read_largest_node(partition: str = "") -> tuple[str, int]:
     """Return the partition that is meant and the memory of its largest node in bytes.
 
