@@ -47,7 +47,7 @@ GONE = (
     Gone("name", "memfit.diagnosis.examine", "memfit.doctor.examine"),
     Gone("name", "memfit.diagnosis.Setup", "memfit.doctor.Setup"),
     Gone("name", "memfit.diagnosis.Interpreter", "memfit.doctor.Interpreter"),
-    Gone("name", "memfit.diagnosis.job_of_compose", "memfit.diagnosis.job_of(ran, script, diagnosis)"),
+    Gone("name", "memfit.diagnosis.job_of_compose", "memfit launch --format compose"),
     Gone("name", "memfit.diagnosis.Check", "memfit.checks.Check"),
     Gone("name", "memfit.training.CleanupPolicy", "memfit.training.clean_up, from Trainer(on_step=, on_epoch=)"),
     Gone("name", "memfit.training.FrozenHeap", "gc.freeze()"),

@@ -1,5 +1,6 @@
 """Runs on a real Slurm cluster, started by the command line as a user does."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -107,24 +109,6 @@ def test_a_preempted_job_saves_and_goes_on(cluster, start, tmp_path):
     assert (first["state"], first["ended_by"]) == ("preempted", "platform")
 
 
-def test_each_job_ends_once_although_controller_and_supervisor_are_killed(cluster, start, tmp_path):
-    command = ("--", sys.executable, "job.py", "{n}", "10", "4")
-    options = ("--backend", "slurm", "--memory", "60MiB", "--name", "crash", "--param", "n=1..12")
-    first = start("map", *options, *command)
-    wait_until(lambda: len(starts(tmp_path)) >= 4)
-    cluster.kill_controller()
-    os.kill(first.pid, signal.SIGKILL)
-    first.communicate()
-    second = start("resume", "crash")
-    time.sleep(5)
-    cluster.start_controller()
-    code, out = finish(second)
-    assert code == 0, out
-    assert [(tmp_path / f"result_{n}").read_text() for n in range(1, 13)] == [str(n**2) for n in range(1, 13)]
-    assert starts(tmp_path) == Counter(map(str, range(1, 13)))
-    wait_until(lambda: not cluster.call("squeue", "-h").strip())
-
-
 def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
     command = ("--", sys.executable, "job.py", "{n}", "10", "8")
     options = ("--backend", "slurm", "--memory", "60MiB", "--name", "stopped", "--param", "n=1..12")
@@ -146,3 +130,34 @@ def test_what_slurm_refuses_is_said_and_starts_nothing(start, tmp_path):
     assert code == 3 and "largest node" in out
     code, out = finish(start("run", "--backend", "slurm", "--num-gpus", "1", "--", "true"))
     assert code == 2 and "slurm.extra" in out
+
+
+def test_slurm_takes_the_script_and_two_nodes_train_as_one(cluster, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.ones(1) * dist.get_rank()\n"
+        "dist.all_reduce(x)\n"
+        "print('sum', x.item(), 'of', dist.get_world_size(), flush=True)\n"
+    )
+    config = {
+        "name": "pair",
+        "command": ["python", "train.py"],
+        "num_nodes": 2,
+        "ranks_per_node": 2,
+        "memory": {"rank": "400MiB"},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(config))
+
+    def memfit(*words):
+        command = [sys.executable, "-m", "memfit", "launch", "job.yaml", *words]
+        env = cluster.env | {"PATH": f"{Path(sys.executable).parent}:{cluster.env['PATH']}"}
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+
+    assert "to start at" in memfit("--test-only").stderr
+    assert memfit("--set", "memory.rank=4GiB").returncode == 3
+    told = memfit("--submit").stderr
+    number = told.rpartition("job ")[2].strip()
+    log = tmp_path / f"pair_{number}.log"
+    wait_until(lambda: log.exists() and log.read_text().count("sum 6.0 of 4") == 4, 90)
+    assert cluster.wait(number) == ["COMPLETED"]

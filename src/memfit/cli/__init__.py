@@ -28,6 +28,7 @@ _VERBS = {
     "resume": ("_runs:resume", "Go on with a run that was stopped or killed.", None),
     "budget": ("_budget:budget", "Show what memory may be used, and who says so.", None),
     "report": ("_report:report", "Write a run as one HTML page with pictures.", None),
+    "launch": ("_launch:launch", "Print the file that starts a training on Slurm or in a container.", None),
     "estimate": ("_estimate:estimate", "Say what device memory a training will take, and what fits.", None),
     "doctor": ("_doctor:doctor", "Examine this place, or a command in it.", _COMMAND),
     "diagnose": ("_diagnose:diagnose", "Say what killed a job, and what to do about it.", None),

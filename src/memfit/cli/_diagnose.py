@@ -22,7 +22,7 @@ _LOGS = (".out", ".err", ".log", ".txt", ".gz")
 #: What each argument takes.
 _RULES = {
     "": "PATH is a run directory, a log, a folder of logs, or - for standard input.",
-    "--script": "--script takes the batch script or the Compose file that the job was started with.",
+    "--script": "--script takes the batch script that the job was started with.",
     "--kernel-log": "--kernel-log takes a file with what dmesg or journalctl -k printed.",
     "--hf-config": "--hf-config takes the model's config.json.",
     "--verify": "--verify takes a run's directory, its log, or a folder of logs.",
@@ -37,7 +37,7 @@ class Flags:
     sacct: Annotated[
         Text, Option(help="The job's number, or a file with the output of sacct.", metavar="FILE|JOBID")
     ] = None
-    script: Annotated[Path | None, Option(help="The job's batch script or Compose file.", metavar="FILE")] = None
+    script: Annotated[Path | None, Option(help="The job's batch script.", metavar="FILE")] = None
     kernel_log: Annotated[
         Path | None, Option(help="A file with the output of dmesg or journalctl -k.", metavar="FILE")
     ] = None
@@ -88,7 +88,7 @@ def diagnose(
     if flags.fix and flags.script is None:
         raise UsageError(
             "--fix has no file to correct.",
-            rule="it writes a corrected copy of a batch script or a Compose file.",
+            rule="it writes a corrected copy of a batch script.",
             remedy="add --script train.slurm",
         )
     if not named and not accounting and flags.kernel_log is None:
@@ -138,7 +138,7 @@ def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:
 
     script, report = flags.script, flags.report
     found = diagnose_paths(named, accounting=accounting, kernel_log=flags.kernel_log)
-    job = job_of(read_ran(named, accounting), script, found)
+    job = job_of(read_ran(named, accounting), script)
     config = read_model_config(flags.hf_config) if flags.hf_config is not None else None
     remedies = list_remedies(found, job, config=config)
     fixed = make_fix(script, found, job, config=config) if flags.fix and script is not None else None

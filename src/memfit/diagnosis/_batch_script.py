@@ -140,7 +140,7 @@ def read_script(path: Path) -> BatchScript:
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read: {error.strerror}.",
-            rule="--script and --against take a batch script or a Compose file.",
+            rule="--script and --against take a batch script.",
             remedy="name the script that started the job; scontrol write batch_script JOBID keeps it for a while",
         ) from error
     return parse_script(text, path)

@@ -1,4 +1,4 @@
-"""Correct a batch script or a Compose file: the smallest change that the diagnosis asks for, with its reason."""
+"""Correct a batch script: the smallest change that the diagnosis asks for, with its reason."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def fixed_name(path: Path, number: int = 1) -> Path:
 def make_fix(
     path: Path, diagnosis: Diagnosis, job: Job | None = None, *, config: Mapping[str, Any] | None = None
 ) -> Fix:
-    """Return the corrected file: a Compose file by its suffix, else a batch script. Nothing is written.
+    """Return the corrected batch script. Nothing is written.
 
     Args:
         path: The file that started the job.
@@ -165,18 +165,14 @@ def make_fix(
         config: The model's ``config.json``.
 
     Raises:
-        UsageError: The file cannot be read, or is neither.
+        UsageError: The file cannot be read, or is none.
     """
-    if path.suffix.lower() in (".yml", ".yaml"):
-        from memfit.diagnosis._fix_compose import fix_compose
-
-        return fix_compose(path, diagnosis, job or Job())
     script = read_script(path)
     if not script.given and script.first_command is None:
         raise UsageError(
             f"{path}: has neither an #SBATCH line nor a command that starts a training.",
-            rule="--fix corrects Slurm batch scripts, and Compose files that end in .yaml or .yml.",
-            remedy="name the script that was given to sbatch",
+            rule="--fix corrects Slurm batch scripts.",
+            remedy="name the script that was given to sbatch; memfit launch --format compose writes a Compose file",
         )
     fixer = _Fixer(script, Draft(list(script.lines)), diagnosis, job or Job())
     notes = [*fixer.memory(), *fixer.device(config), *fixer.shm()]

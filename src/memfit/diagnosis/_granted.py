@@ -23,7 +23,7 @@ from memfit.slurm import Row, parse_node_limits, parse_sacct, parse_shapes
 from memfit.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from memfit.diagnosis._diagnose import Diagnosis
+    pass
 
 _KEYS = {key: name for name, keys in SETTINGS.items() for key in keys if key not in ("batch", "workers")}
 _PRINTED = re.compile(
@@ -134,23 +134,18 @@ def read_ran(paths: Iterable[Path], accounting: str = "") -> Ran:
     return Ran(job, progress, printed, env, checkpoints)
 
 
-def job_of(ran: Ran, script: Path | None = None, diagnosis: Diagnosis | None = None) -> Job:
+def job_of(ran: Ran, script: Path | None = None) -> Job:
     """Return what is known of a job: its memory and tasks as they were, its settings as its script has them.
 
     Args:
         ran: What it left.
-        script: The batch script or the Compose file that started it.
-        diagnosis: What killed it; its evidence names the service of a Compose file.
+        script: The batch script that started it.
 
     Raises:
         UsageError: The script cannot be read.
     """
     if script is None:
         return ran.job
-    if script.suffix.lower() in (".yml", ".yaml"):
-        from memfit.diagnosis._fix_compose import job_of_compose
-
-        return ran.job if diagnosis is None else job_of_compose(script, diagnosis).with_known(ran.job)
     asked = job_of_script(read_script(script))
     return replace(asked, request_bytes=None, tasks_per_node=None).with_known(ran.job).with_known(asked)
 

@@ -26,7 +26,7 @@ from memfit.jobs._job import (
 )
 from memfit.jobs._local import LocalBackend, child_env
 from memfit.jobs._scheduler import Scheduler
-from memfit.jobs._slurm import SHIM_BYTES, SlurmBackend, SlurmOptions
+from memfit.jobs._slurm import SHIM_BYTES, SlurmBackend, SlurmOptions, render_script
 from memfit.jobs._stop import ASK_SIGNAL, NOW_SIGNAL, find_supervisor, forget_stops, running_jobs, stop, take_stop
 from memfit.jobs._threads import limit_threads
 
@@ -66,6 +66,7 @@ __all__ = [
     "load_target",
     "raise_error_of",
     "read_status",
+    "render_script",
     "running_jobs",
     "stop",
     "take_stop",

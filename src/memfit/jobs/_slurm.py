@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from memfit.units import MIB
 
 #: What the shim takes beside its job.
 SHIM_BYTES = 16 * MIB
+_SHIM = ("-P", "-m", "memfit.jobs", "shim")
 #: The largest index of an array is 1000 on a cluster with Slurm's defaults.
 _MOST_ELEMENTS = 1000
 #: How often the queue is asked at first, and at most how seldom while nothing changes.
@@ -238,7 +239,7 @@ class SlurmBackend:
                 "output": str(array.path.parent / "%A_%a.log"),
             },
             options.extra,
-            [sys.executable, "-P", "-m", "memfit.jobs", "shim", str(self.run.path), "--array", str(array.path)],
+            f"exec {shlex.join([sys.executable, *_SHIM, str(self.run.path), '--array', str(array.path)])}",
         )
 
     def _send(self, array: _Array) -> None:
@@ -411,15 +412,15 @@ def cancel_queued(run: RunDir) -> list[str]:
     return queued
 
 
-def render_script(options: dict[str, str | None], extra: Sequence[str], command: Sequence[str]) -> str:
-    """Return a batch script: options of ``sbatch``, those with an empty text left out, and the command.
+def render_script(options: Mapping[str, str | None], extra: Sequence[str], body: str) -> str:
+    """Return a batch script: options of ``sbatch``, those with an empty text left out, and what it does.
 
-    >>> print(render_script({"mem": "64M", "qos": "", "no-requeue": None}, ["--gpus=1"], ["python", "a b.py"]))
+    >>> print(render_script({"mem": "64M", "qos": "", "no-requeue": None}, ["--gpus=1"], "exec python train.py"))
     #!/bin/sh
     #SBATCH --mem=64M
     #SBATCH --no-requeue
     #SBATCH --gpus=1
-    exec python 'a b.py'
+    exec python train.py
     <BLANKLINE>
     """
     lines = ["#!/bin/sh"]
@@ -429,4 +430,4 @@ def render_script(options: dict[str, str | None], extra: Sequence[str], command:
         elif value:
             lines.append(f"#SBATCH --{name}={json.dumps(value) if ' ' in value else value}")
     lines += [f"#SBATCH {option}" for option in extra]
-    return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
+    return "\n".join([*lines, body, ""])

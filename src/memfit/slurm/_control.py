@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +41,16 @@ def submit_script(path: Path) -> str:
         UsageError: Slurm refuses it.
     """
     return _call("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+
+
+def check_script(path: Path) -> str:
+    """Have Slurm check a batch script without submitting it; return what it says.
+
+    Raises:
+        NoAnswerError: The controller does not answer.
+        UsageError: Slurm refuses it.
+    """
+    return _call("sbatch", "--test-only", str(path), with_stderr=True).strip()
 
 
 def read_queue(names: Iterable[str]) -> dict[str, Element]:
@@ -132,10 +142,10 @@ def parse_nodes(lines: Sequence[str], partition: str = "") -> tuple[str, int]:
     return wanted[0][0], max(int(size.rstrip("+")) for _, size in wanted) << 20
 
 
-def _call(*words: str, env: Mapping[str, str] | None = None) -> str:
+def _call(*words: str, with_stderr: bool = False) -> str:
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=_MOST_SECONDS, check=False, env=env
+            words, capture_output=True, text=True, errors="replace", timeout=_MOST_SECONDS, check=False
         )
     except FileNotFoundError as error:
         raise UsageError(
@@ -146,7 +156,7 @@ def _call(*words: str, env: Mapping[str, str] | None = None) -> str:
     except subprocess.TimeoutExpired as error:
         raise NoAnswerError(f"{words[0]} gave no answer in {_MOST_SECONDS:g} s") from error
     if done.returncode == 0:
-        return done.stdout
+        return done.stdout + done.stderr * with_stderr
     said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1][:200]
     if any(text in done.stderr.lower() for text in _NO_ANSWER):
         raise NoAnswerError(said)

@@ -1,0 +1,118 @@
+"""``memfit launch``: the files that start a training elsewhere."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from memfit import config as settings
+from memfit import slurm
+from memfit.cli._settings import Set
+from memfit.cli._terminal import AsJson
+from memfit.errors import UsageError
+from memfit.memory import Budget
+from memfit.planning import Launch, LaunchConfig, Measured
+from memfit.reports import RunView, find_run
+from memfit.units import format_bytes
+
+Format = Literal["sbatch", "compose", "dockerfile", "env"]
+
+
+def launch(
+    config: Annotated[Path, typer.Argument(help="A YAML file that describes the training; see docs/launch.md.")],
+    format_: Annotated[Format, typer.Option("--format", help="Which file to print.")] = "sbatch",
+    measured: Annotated[
+        str | None,
+        typer.Option(help="Take memory and time of an epoch from this run.", metavar="RUN", show_default=False),
+    ] = None,
+    set_: Set = None,
+    test_only: Annotated[
+        bool, typer.Option("--test-only", help="Have sbatch check the script; nothing is submitted.")
+    ] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand the script to sbatch.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print a batch script, a Compose file, a Dockerfile or an .env file for a training, with computed sizes.
+
+    \b
+    memfit launch job.yaml
+    memfit launch job.yaml --measured trial --test-only
+    memfit launch job.yaml --format compose > compose.yaml
+
+    It changes nothing unless --submit is given. Memory follows from the peak of one rank, /dev/shm from the batches of
+    the loader workers, cores from the workers, the time limit from the epochs. Secrets appear as names of variables.
+
+    Exit codes: 0 done, 2 bad settings or refused by Slurm, 3 more memory than a node has.
+    """
+    if (submit or test_only) and format_ != "sbatch":
+        raise UsageError(
+            f"--{'submit' if submit else 'test-only'} was given with --format {format_}.",
+            rule="Slurm takes batch scripts only.",
+            remedy="leave --format out",
+        )
+    found = settings.resolve(LaunchConfig, file=config, env={}, overrides=set_ or []).value
+    made = Launch.of(found, _measured(measured) if measured is not None else None)
+    notes = [_check_room(made, format_)]
+    text = made.render(format_)
+    if submit or test_only:
+        notes.append(_hand_over(text, is_test=test_only))
+    if as_json:
+        told: dict[str, Any] = {"format": format_, "text": text, "figures": made.figures(), "notes": notes}
+        typer.echo(json.dumps(told, indent=2))
+        return
+    typer.echo(text, nl=False)
+    for note in filter(None, notes):
+        typer.echo(f"memfit: {note}", err=True)
+
+
+def _measured(name: str) -> Measured:
+    view = RunView(find_run(name))
+    view.read()
+    rows = [row for row in view.rows() if row.status.footprint is not None]
+    if not rows:
+        raise UsageError(
+            f"no job of {view.run.path} was measured.",
+            rule="--measured takes the peak of a run's largest job.",
+            remedy="name a run whose jobs have trained and validated, or give --set memory.node=8GiB",
+        )
+    largest = max(rows, key=lambda row: row.status.footprint.private_bytes if row.status.footprint else 0)
+    footprint = largest.status.footprint
+    assert footprint is not None
+    seconds = largest.seconds / largest.epochs_done if largest.seconds and largest.epochs_done >= 1 else None
+    return Measured(footprint.private_bytes, footprint.shared_bytes, seconds, view.run.path.name)
+
+
+def _check_room(made: Launch, form: Format) -> str:
+    """Compare with the partition's largest node, or say what could not be compared."""
+    if form == "sbatch":
+        try:
+            partition, size = slurm.read_largest_node(made.config.slurm.partition)
+        except (slurm.NoAnswerError, UsageError) as error:
+            what = error.what if isinstance(error, UsageError) else str(error)
+            return f"memory was not compared with the partition's nodes: {what}"
+        made.check_node(size, f"the largest node of partition {partition}")
+        return ""
+    limit = Budget.read().binding.limit_bytes
+    if form == "compose" and made.memory_bytes > limit:
+        return f"this host has {format_bytes(limit)}: the container needs {format_bytes(made.memory_bytes)}"
+    return ""
+
+
+def _hand_over(text: str, *, is_test: bool) -> str:
+    with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
+        path = Path(folder) / "job.sh"
+        path.write_text(text)
+        try:
+            if is_test:
+                return slurm.check_script(path)
+            return f"submitted as job {slurm.submit_script(path)}"
+        except slurm.NoAnswerError as error:
+            raise UsageError(
+                f"Slurm does not answer: {error}.",
+                rule="sbatch asks the controller.",
+                remedy="look with squeue whether it got the job, then give the command again",
+            ) from error

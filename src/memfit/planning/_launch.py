@@ -1,0 +1,407 @@
+"""Write the file that starts a training elsewhere, a batch script or what a container needs, with computed sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field
+
+from memfit.config import ByteSize, Settings
+from memfit.errors import ConfigError, DoesNotFitError
+from memfit.jobs import SHIM_BYTES, render_script
+from memfit.masking import mask
+from memfit.units import GIB, MIB, format_bytes
+
+Format = Literal["sbatch", "compose", "dockerfile", "env"]
+#: Docker gives a container so much /dev/shm unless it is told otherwise.
+_LEAST_SHM_BYTES = 64 * MIB
+#: What `memfit run` itself takes on each node.
+_SUPERVISOR_BYTES = 96 * MIB
+#: Slurm may send a signal up to a minute early.
+_EARLY_SECONDS = 60
+_MOST_REQUEUES = 20
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+_Name = Annotated[str, Field(pattern=r"[a-z0-9][a-z0-9_-]*")]
+_Count = Annotated[int, Field(ge=1)]
+
+
+class LaunchMemory(Settings):
+    """What the training takes on the host; give ``rank`` or ``node``.
+
+    Attributes:
+        rank: The peak of one rank with its loader workers and their batches in /dev/shm.
+        node: The peak of all ranks of one node together.
+        shared: What the ranks of a node map together, such as a panel; counted once.
+        slack: What is requested on top, as a share.
+    """
+
+    rank: ByteSize | None = None
+    node: ByteSize | None = None
+    shared: ByteSize = ByteSize(0)
+    slack: Annotated[float, Field(ge=0.0, le=10.0)] = 0.25
+
+
+class LaunchSlurm(Settings):
+    """Where a batch script runs.
+
+    Attributes:
+        partition, account, qos: As for ``sbatch``.
+        extra: Further options of sbatch.
+    """
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    extra: list[str] = Field(default_factory=list)
+
+
+class LaunchConfig(Settings):
+    """A training that is to be started elsewhere.
+
+    Attributes:
+        schema_version: The version of this format.
+        name: Names the job, the service and its runs.
+        command: The command of one rank, as a list of words.
+        num_nodes, ranks_per_node, gpus_per_node: The shape of the job.
+        start_with: ``torchrun`` starts the ranks of a node, or Slurm starts each as a task (``srun``), as Lightning and
+            Accelerate expect it.
+        num_workers: Loader workers of each rank.
+        batch_bytes: One batch, as a worker hands it over.
+        prefetch_factor: Batches that each worker makes ahead.
+        memory: What the training takes on the host.
+        num_epochs, epoch_seconds: For the time limit, where ``time`` does not say it.
+        time: The time limit, as ``sbatch --time`` takes it.
+        checkpoint_seconds: How long the training takes to save and end after SIGTERM.
+        slurm: Where a batch script runs.
+        image: The image that a container starts from.
+        requirements: The file of packages that the image gets.
+        env: Variables and their values. No secrets.
+        secrets: Names of variables that whoever starts the job has set.
+        cuda_allocator: The settings of torch's CUDA allocator.
+    """
+
+    schema_version: Literal[1] = 1
+    name: _Name
+    command: Annotated[list[str], Field(min_length=1)]
+    num_nodes: _Count = 1
+    ranks_per_node: _Count = 1
+    gpus_per_node: Annotated[int, Field(ge=0)] = 0
+    start_with: Literal["torchrun", "srun"] = "torchrun"
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    batch_bytes: ByteSize = ByteSize(0)
+    prefetch_factor: _Count = 2
+    memory: LaunchMemory = LaunchMemory()
+    num_epochs: _Count | None = None
+    epoch_seconds: Annotated[float, Field(gt=0)] | None = None
+    time: str = ""
+    checkpoint_seconds: Annotated[float, Field(gt=0)] = 60.0
+    slurm: LaunchSlurm = LaunchSlurm()
+    image: str = ""
+    requirements: str = "requirements.txt"
+    env: dict[str, str] = Field(default_factory=dict)
+    secrets: list[str] = Field(default_factory=list)
+    cuda_allocator: str | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an earlier run of the same training took.
+
+    Attributes:
+        node_bytes: The peak of its largest job, without mapped files.
+        shared_bytes: What that job mapped.
+        epoch_seconds: The mean time of an epoch; None if it recorded none.
+        where: The run.
+    """
+
+    node_bytes: int
+    shared_bytes: int
+    epoch_seconds: float | None
+    where: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A training with its sizes worked out.
+
+    Attributes:
+        config: Its settings.
+        memory_bytes: What each node or container needs.
+        memory_why: How that follows, in words.
+        shm_bytes: What /dev/shm must hold, within that memory.
+        shm_why: How that follows.
+        num_cpus: The cores of one task.
+        time: The time limit; empty for the partition's own.
+        time_why: How it follows.
+    """
+
+    config: LaunchConfig
+    memory_bytes: int
+    memory_why: str
+    shm_bytes: int
+    shm_why: str
+    num_cpus: int
+    time: str
+    time_why: str
+
+    @classmethod
+    def of(cls, config: LaunchConfig, measured: Measured | None = None) -> Launch:
+        """Work out the sizes.
+
+        Raises:
+            ConfigError: The memory is not known, a secret stands in the settings, or the allocator's are at fault.
+        """
+        _check(config)
+        own, why = _private(config, measured)
+        shared = measured.shared_bytes if measured and not config.memory.shared else config.memory.shared
+        size = math.ceil(own * (1 + config.memory.slack)) + shared + SHIM_BYTES + _SUPERVISOR_BYTES
+        if config.memory.slack:
+            why += f", {config.memory.slack:.0%} more"
+        if shared:
+            why += f", {format_bytes(shared)} that they share"
+        why += f", {format_bytes(SHIM_BYTES + _SUPERVISOR_BYTES)} for memfit"
+        num_queued = config.ranks_per_node * config.num_workers * config.prefetch_factor
+        shm = max(_LEAST_SHM_BYTES, math.ceil(num_queued * config.batch_bytes * (1 + config.memory.slack)))
+        queue = f"{config.ranks_per_node} x {config.num_workers} x {config.prefetch_factor} batches"
+        shm_why = f"ranks x workers x prefetch: {queue} of {format_bytes(config.batch_bytes)}"
+        if not num_queued or not config.batch_bytes:
+            shm_why = "no worker keeps a batch there" if not num_queued else "batch_bytes is not given: Docker's own"
+        cpus = config.num_workers + 1
+        time, time_why = _time(config, measured)
+        return cls(
+            config,
+            _round_up(size),
+            why,
+            _round_up(shm),
+            shm_why,
+            cpus if config.start_with == "srun" else cpus * config.ranks_per_node,
+            time,
+            time_why,
+        )
+
+    def check_node(self, limit_bytes: int, where: str) -> None:
+        """Refuse more memory than one node has.
+
+        Raises:
+            DoesNotFitError: With the arithmetic.
+        """
+        if self.memory_bytes > limit_bytes:
+            raise DoesNotFitError(
+                f"{self.config.name} needs {format_bytes(self.memory_bytes)} on each node: {self.memory_why}.",
+                rule=f"{where} has {format_bytes(limit_bytes)}.",
+                remedy="use more nodes with fewer ranks on each, fewer loader workers, or a partition of larger nodes",
+            )
+
+    def figures(self) -> dict[str, Any]:
+        """Return the sizes as JSON values."""
+        config = self.config
+        return {
+            "num_nodes": config.num_nodes,
+            "num_ranks": config.num_nodes * config.ranks_per_node,
+            "memory_bytes": self.memory_bytes,
+            "memory_why": self.memory_why,
+            "shm_bytes": self.shm_bytes,
+            "shm_why": self.shm_why,
+            "cpus_per_task": self.num_cpus,
+            "time": self.time,
+            "time_why": self.time_why,
+        }
+
+    def render(self, form: Format) -> str:
+        """Return the file."""
+        writers = {"sbatch": self._sbatch, "compose": self._compose, "dockerfile": self._dockerfile, "env": self._env}
+        return writers[form]()
+
+    def _variables(self) -> dict[str, str]:
+        own = {"OMP_NUM_THREADS": "1"} | self.config.env
+        return own | ({_ALLOCATOR: self.config.cuda_allocator} if self.config.cuda_allocator else {})
+
+    def _sbatch(self) -> str:
+        config = self.config
+        tasks = config.ranks_per_node if config.start_with == "srun" else 1
+        options: dict[str, str | None] = {
+            "job-name": config.name,
+            "partition": config.slurm.partition,
+            "account": config.slurm.account,
+            "qos": config.slurm.qos,
+            "nodes": str(config.num_nodes),
+            "ntasks": str(config.num_nodes * tasks),
+            "ntasks-per-node": str(tasks),
+            "cpus-per-task": str(self.num_cpus),
+            "gres": f"gpu:{config.gpus_per_node}" if config.gpus_per_node else "",
+            "mem": f"{self.memory_bytes // MIB}M",
+            "time": self.time,
+            # To the ranks and not to this script, which has to start the job again.
+            "signal": f"TERM@{math.ceil(config.checkpoint_seconds) + _EARLY_SECONDS}",
+            "requeue": None,
+            "open-mode": "append",
+            "output": f"{config.name}_%j.log",
+        }
+        notes = [f"# memory: {self.memory_why}"]
+        notes += [f"# time: {self.time_why}"] if self.time_why else []
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in self._variables().items()]
+        needed = [f': "${{{name}:?set it before sbatch}}"' for name in config.secrets]
+        again = f'[ "$code" -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {_MOST_REQUEUES} ]'
+        body = [
+            *notes,
+            *needed,
+            *exports,
+            *self._start(),
+            "code=$?",
+            "# 75: it was stopped, and has saved. It goes on where it stood.",
+            f'if {again}; then scontrol requeue "$SLURM_JOB_ID"; fi',
+            'exit "$code"',
+        ]
+        return render_script(options, config.slurm.extra, "\n".join(body))
+
+    def _start(self) -> list[str]:
+        """Return the lines that start the ranks: under memfit on each node, or each as a task of Slurm's."""
+        config = self.config
+        step = "srun --kill-on-bad-exit=1 --wait=60"
+        if config.start_with == "srun":
+            return [f"{step} {shlex.join(config.command)}"]
+        ranks, lines = list(config.command), []
+        if config.num_nodes > 1 or config.ranks_per_node > 1:
+            head, rendezvous = ["torchrun", f"--nproc-per-node={config.ranks_per_node}"], ["--standalone"]
+            if config.num_nodes > 1:
+                # This script runs on the first node.
+                lines = ['export RENDEZVOUS="$(hostname):$((20000 + SLURM_JOB_ID % 20000))"']
+                rendezvous = [
+                    f"--nnodes={config.num_nodes}", "--rdzv-backend=c10d", "--rdzv-id=$SLURM_JOB_ID",
+                    "--rdzv-endpoint=$RENDEZVOUS", "--max-restarts=0",
+                ]  # fmt: skip
+            ranks = [*head, *rendezvous, *_without_python(ranks)]
+        words = " ".join(word if "$" in word else shlex.quote(word) for word in ranks)
+        # All nodes start again together, so memfit restarts none by itself.
+        run = f"exec memfit run --retries 0 --name {config.name}-$SLURM_JOB_ID-$SLURM_NODEID -- {words}"
+        return [*lines, f"{step} sh -c {shlex.quote(run)}"]
+
+    def _local(self) -> list[str]:
+        """Return the command in a container: all ranks of one node."""
+        config = self.config
+        if config.ranks_per_node == 1:
+            return list(config.command)
+        head = ["torchrun", "--standalone", f"--nproc-per-node={config.ranks_per_node}"]
+        return [*head, *_without_python(config.command)]
+
+    def _compose(self) -> str:
+        config = self.config
+        memory, shm = _of_docker(self.memory_bytes), _of_docker(self.shm_bytes)
+        secrets = {name: f"${{{name}:?set it in the environment or in .env}}" for name in config.secrets}
+        service: dict[str, Any] = {"image": config.name} if not config.image else {}
+        service |= {"build": "."} if config.image else {}
+        service |= {
+            "command": self._local(),
+            "mem_limit": memory,
+            "memswap_limit": memory,
+            "shm_size": shm,
+            "environment": {name: value.replace("$", "$$") for name, value in self._variables().items()} | secrets,
+            "stop_grace_period": f"{math.ceil(config.checkpoint_seconds)}s",
+        }
+        if config.gpus_per_node:
+            devices = [{"driver": "nvidia", "count": config.gpus_per_node, "capabilities": ["gpu"]}]
+            service["deploy"] = {"resources": {"reservations": {"devices": devices}}}
+        notes = [
+            f"# mem_limit: {self.memory_why}",
+            "# memswap_limit: the same, so no swap",
+            f"# shm_size: {self.shm_why}; it counts towards mem_limit",
+        ]
+        text = yaml.safe_dump({"services": {config.name: service}}, sort_keys=False, width=100)
+        return "\n".join([*notes, text])
+
+    def _dockerfile(self) -> str:
+        config = self.config
+        if not config.image:
+            raise ConfigError(
+                "image is not given.",
+                rule="an image starts from another one, such as pytorch/pytorch.",
+                remedy="name it: --set image=pytorch/pytorch:2.9.0-cuda12.8-cudnn9-runtime",
+            )
+        lines = [f"FROM {config.image}", "WORKDIR /work"]
+        if config.requirements:
+            lines += [f"COPY {config.requirements} .", f"RUN pip install --no-cache-dir -r {config.requirements}"]
+        lines += ["COPY . ."]
+        lines += [f"ENV {name}={json.dumps(value)}" for name, value in self._variables().items()]
+        if config.secrets:
+            lines += [f"# Set when it is started, never here: {', '.join(config.secrets)}"]
+        return "\n".join([*lines, f"CMD {json.dumps(self._local())}", ""])
+
+    def _env(self) -> str:
+        lines = ["# For docker compose: fill in, and keep it out of version control."]
+        lines += [f"{name}=" for name in self.config.secrets]
+        return "\n".join([*lines, *(f"{name}={value}" for name, value in self._variables().items()), ""])
+
+
+def _check(config: LaunchConfig) -> None:
+    from memfit.estimation import check_allocator
+
+    shown: Mapping[str, Any] = mask({"env": config.env, "command": config.command})
+    bad = [name for name, value in config.env.items() if shown["env"][name] != value]
+    if bad or list(shown["command"]) != config.command:
+        raise ConfigError(
+            f"{f'env.{bad[0]}' if bad else 'command'} looks like a secret.",
+            rule="a file that is written holds the names of secrets and no values.",
+            remedy=f"name the variable below secrets: secrets: [{bad[0] if bad else 'API_TOKEN'}]",
+        )
+    if config.cuda_allocator:
+        check_allocator(config.cuda_allocator, name="cuda_allocator")
+
+
+def _private(config: LaunchConfig, measured: Measured | None) -> tuple[int, str]:
+    """Return the peak of all ranks of a node, and how it follows."""
+    memory = config.memory
+    if memory.rank is not None and memory.node is None:
+        return memory.rank * config.ranks_per_node, f"{config.ranks_per_node} x {format_bytes(memory.rank)}"
+    if memory.node is not None and memory.rank is None:
+        return memory.node, f"{format_bytes(memory.node)} for all ranks of a node"
+    if memory.node is None and measured is not None:
+        return measured.node_bytes, f"{format_bytes(measured.node_bytes)} measured in {measured.where}"
+    raise ConfigError(
+        "memory.rank and memory.node are both given." if memory.node else "the memory of the training is not known.",
+        rule="a request follows from the peak of one rank, or of all ranks of a node.",
+        remedy="run it once under memfit and give --measured RUN, or give --set memory.rank=8GiB",
+    )
+
+
+def _time(config: LaunchConfig, measured: Measured | None) -> tuple[str, str]:
+    seconds = config.epoch_seconds or (measured.epoch_seconds if measured else None)
+    if config.time or not config.num_epochs or not seconds:
+        return config.time, ""
+    total = math.ceil(config.num_epochs * seconds * (1 + config.memory.slack) / 60) * 60
+    days, rest = divmod(total, 86400)
+    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:00"
+    why = f"{config.num_epochs} epochs of {seconds:.0f} s, {config.memory.slack:.0%} more"
+    return f"{days}-{clock}" if days else clock, why
+
+
+def _round_up(size: int) -> int:
+    step = GIB if size >= 8 * GIB else 64 * MIB
+    return -(-size // step) * step
+
+
+def _of_docker(size: int) -> str:
+    return f"{size // GIB}g" if size % GIB == 0 else f"{size // MIB}m"
+
+
+def _without_python(command: list[str]) -> list[str]:
+    """Return what torchrun is given: the script and its arguments.
+
+    >>> _without_python(["python", "-u", "train.py", "--epochs", "3"])
+    ['train.py', '--epochs', '3']
+    >>> _without_python(["python", "-m", "pkg.train"])
+    ['-m', 'pkg.train']
+    >>> _without_python(["./train"])
+    ['--no-python', './train']
+    """
+    if not command[0].rpartition("/")[2].startswith("python"):
+        return ["--no-python", *command]
+    rest = command[1:]
+    while rest and rest[0] in ("-u", "-B", "-O"):
+        rest = rest[1:]
+    return rest

@@ -1,0 +1,140 @@
+"""Files that start a training elsewhere: their figures agree with one another, and no secret stands in them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from memfit.errors import ConfigError, DoesNotFitError
+from memfit.planning import Launch, LaunchConfig, Measured
+
+GIB, MIB = 1 << 30, 1 << 20
+EXAMPLES = Path(__file__).parents[2] / "examples/launch"
+NODES = {
+    "schema_version": 1, "name": "trajectory", "command": ["python", "train.py"], "num_nodes": 4, "ranks_per_node": 4,
+    "gpus_per_node": 4, "num_workers": 2, "memory": {"rank": "52GiB"}, "num_epochs": 40, "epoch_seconds": 2700.0,
+}  # fmt: skip
+SERVICE = {
+    "name": "recipes", "command": ["python", "train.py"], "gpus_per_node": 1, "num_workers": 4, "batch_bytes": "300MiB",
+    "memory": {"rank": "28GiB"}, "image": "torch", "secrets": ["API_KEY"], "cuda_allocator": "expandable_segments:True",
+}  # fmt: skip
+
+
+def made(content=NODES, measured=None, **changes):
+    return Launch.of(LaunchConfig.model_validate(content | changes), measured)
+
+
+def options(text):
+    """The options of a batch script."""
+    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def test_the_header_of_a_job_of_four_nodes_is_consistent():
+    given = options(made(start_with="srun").render("sbatch"))
+    assert (given["nodes"], given["ntasks-per-node"], given["ntasks"]) == ("4", "4", "16")
+    assert (given["cpus-per-task"], given["gres"]) == ("3", "gpu:4")
+    assert int(given["mem"][:-1]) * MIB == made().memory_bytes >= 4 * 52 * GIB * 1.25
+    assert given["time"] == "1-13:30:00"  # 40 epochs of 45 minutes, a quarter more
+    assert given["signal"] == "TERM@120" and "requeue" in given
+
+
+def test_torchrun_is_one_task_a_node_with_the_cores_of_all_its_ranks():
+    text = made().render("sbatch")
+    given = options(text)
+    assert (given["ntasks-per-node"], given["ntasks"], given["cpus-per-task"]) == ("1", "4", "12")
+    assert (
+        "--nnodes=4" in text and "--nproc-per-node=4" in text and "train.py" in text and "python train.py" not in text
+    )
+
+
+def test_one_rank_needs_no_torchrun():
+    text = made(num_nodes=1, ranks_per_node=1).render("sbatch")
+    assert "torchrun" not in text and "-- python train.py'" in text
+
+
+def test_memory_counts_what_is_shared_once_and_a_measured_run_stands_for_a_node():
+    own = made(memory={"rank": "2GiB", "shared": "3GiB", "slack": 0.0}, ranks_per_node=4)
+    assert 11 * GIB < own.memory_bytes <= 12 * GIB and "that they share" in own.memory_why
+    run = Measured(6 * GIB, GIB, 60.0, "run_1")
+    found = made(NODES | {"memory": {}, "epoch_seconds": None}, run)
+    assert 8.5 * GIB < found.memory_bytes <= 9 * GIB and "measured in run_1" in found.memory_why
+    assert found.time == "00:50:00"
+
+
+def test_more_than_a_node_has_is_refused_with_the_arithmetic():
+    with pytest.raises(DoesNotFitError, match=r"4 x 52\.00 GiB, 25% more"):
+        made().check_node(256 * GIB, "the largest node")
+    made().check_node(513 * GIB, "the largest node")
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"memory": {}}, "the memory of the training is not known"),
+        ({"memory": {"rank": "1GiB", "node": "2GiB"}}, "both given"),
+        ({"env": {"HF_TOKEN": "abc"}}, "env.HF_TOKEN looks like a secret"),
+        ({"command": ["train", "--api-key=abc"]}, "command looks like a secret"),
+        ({"cuda_allocator": "expandable_segment:True"}, "expandable_segment"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(changes, what):
+    with pytest.raises(ConfigError, match=what):
+        made(**changes)
+
+
+def test_a_service_has_equal_limits_room_for_its_batches_and_only_names_of_secrets():
+    launch = made(SERVICE)
+    service = yaml.safe_load(launch.render("compose"))["services"]["recipes"]
+    assert service["mem_limit"] == service["memswap_limit"] == "36g"
+    assert service["shm_size"] == "3008m"  # 4 workers x 2 batches x 300 MiB, a quarter more
+    assert launch.shm_bytes >= 8 * 300 * MIB * 1.25 and launch.shm_bytes < launch.memory_bytes
+    assert service["environment"]["API_KEY"].startswith("${API_KEY:?")
+    assert service["environment"]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == 1
+
+
+def test_an_image_gets_the_command_as_words_and_no_secret():
+    text = made(SERVICE).render("dockerfile")
+    assert text.startswith("FROM torch\n") and text.endswith('CMD ["python", "train.py"]\n')
+    assert "ENV API_KEY" not in text and "ARG" not in text
+    with pytest.raises(ConfigError, match="image is not given"):
+        made(SERVICE | {"image": ""}).render("dockerfile")
+
+
+def test_an_env_file_names_the_secrets_and_leaves_them_empty():
+    assert "API_KEY=\n" in made(SERVICE).render("env")
+
+
+@pytest.mark.slow
+def test_the_verb_prints_the_file_and_the_figures(tmp_path):
+    def memfit(*words):
+        command = [sys.executable, "-m", "memfit", "launch", str(EXAMPLES / "recipes.yaml"), *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    found = json.loads(memfit("--format", "compose", "--json").stdout)
+    assert yaml.safe_load(found["text"])["services"]["recipes"]["mem_limit"].endswith("g")
+    assert found["figures"]["memory_why"].startswith("1 x 28.00 GiB")
+    assert not [*tmp_path.iterdir()]
+    refused = memfit("--format", "env", "--submit")
+    assert (refused.returncode, refused.stdout) == (2, "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("podman") is None, reason="needs podman")
+def test_podman_compose_reads_the_file_and_asks_for_the_secrets(tmp_path):
+    (tmp_path / "compose.yaml").write_text(made(SERVICE).render("compose"))
+
+    def config(**env):
+        command = [sys.executable, "-m", "podman_compose", "-f", "compose.yaml", "config"]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | env)
+
+    service = yaml.safe_load(config(API_KEY="a").stdout)["services"]["recipes"]
+    assert (service["mem_limit"], service["shm_size"]) == ("36g", "3008m")
+    refused = config()
+    assert refused.returncode and "API_KEY is missing a value" in refused.stderr
