@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-vm check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-decision bench-ranker clean
+.PHONY: help install demo test test-fast test-vm check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-slurm bench-decision bench-ranker clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -102,6 +102,9 @@ bench-ranker: install ## the ranker's stages: folds side by side against one by 
 
 bench-ground-truth: install ## estimates beside published peaks (ARGS="--table FILE"; --peers asks other estimators too)
 	$(BIN)/python benchmarks/ground_truth.py $(ARGS)
+
+bench-slurm: install ## a preemption, killed controllers and supervisors, two nodes: on a real Slurm (needs root and its packages)
+	$(BIN)/python benchmarks/slurm_runs.py $(ARGS)
 
 bench-estimate: install ## time and memory of estimating a 3B and an 8B model, and what of an XL model fits which GPU
 	$(BIN)/python benchmarks/estimate.py $(ARGS)

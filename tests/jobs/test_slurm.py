@@ -1,6 +1,7 @@
 """The Slurm backend where the controller does not answer, by stand-ins of Slurm's tools; tests/slurm has a real one."""
 
 import os
+from itertools import pairwise
 
 import pytest
 
@@ -65,6 +66,22 @@ def test_an_array_that_slurm_never_got_is_sent_again(tools, run_dir):
     tools(sbatch="echo 7")
     backend.poll()
     assert calls().count("sbatch") == 2
+
+
+def test_thousands_of_jobs_cost_the_controller_a_few_calls_a_minute(tools, run_dir, tmp_path):
+    lines = [f"7_{index}|PENDING|Priority|" for index in range(1000)]
+    (tmp_path / "listed").write_text("\n".join(lines))
+    calls = tools(sbatch="echo 7", squeue=f"cat {tmp_path}/listed", sacct="true")
+    now = [0.0]
+    backend = SlurmBackend(run_dir, now=lambda: now[0])
+    submit(backend, *(f"job_{number}" for number in range(3_000)))
+    assert calls().count("sbatch") == 3
+    seen = []
+    for _ in range(30):
+        backend.poll()
+        seen.append(len(calls()))
+        now[0] += 60.0
+    assert max(later - before for before, later in pairwise(seen)) <= 2
 
 
 def test_what_slurm_refuses_fails_with_its_words(tools, run_dir):
@@ -135,6 +152,21 @@ def test_jobs_of_one_request_are_one_array_with_the_text_that_sbatch_reads(tools
         "#SBATCH --constraint=a100",
     ]
     assert lines[-1].startswith("exec ") and lines[-1].endswith(f"--array {run_dir.path}/slurm/{token}.json")
+
+
+def test_the_jobs_of_a_stage_may_ask_for_something_else(tools, run_dir):
+    tools(sbatch="echo 7", squeue="true", sacct="true")
+    options = {"train": SlurmOptions(partition="gpu", nodes=2, extra=("--gpus-per-node=4",))}
+    backend = SlurmBackend(run_dir, SlurmOptions(partition="cpu"), by_stage=options)
+    jobs = [Job(name, command=("true",), stage=stage) for name, stage in (("a", "prepare"), ("b", "train"))]
+    backend.submit([Submission(job, Request(100 << 20)) for job in jobs])
+    scripts = {text.partition("partition=")[2].split()[0]: text for text in _scripts(run_dir)}
+    assert "--nodes=1" in scripts["cpu"] and "--mem=116M" in scripts["cpu"] and "gpus" not in scripts["cpu"]
+    assert "--nodes=2" in scripts["gpu"] and "--mem=164M" in scripts["gpu"] and "--gpus-per-node=4" in scripts["gpu"]
+
+
+def _scripts(run_dir):
+    return [path.read_text() for path in (run_dir.path / "slurm").glob("*.sh")]
 
 
 def test_an_element_whose_job_has_a_later_attempt_does_nothing(tools, run_dir, monkeypatch):

@@ -182,7 +182,7 @@ def wait_until(holds) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_the_child_ends_with_a_parent_that_is_killed(tmp_path):
     path = tmp_path / "pid"
-    order = {"args": ["sh", "-c", f"echo $PPID > {path}; exec sleep 16"]}
+    order = {"args": ["sh", "-c", f"echo $PPID > {path}; exec sleep 5"]}
     code = (
         "import json, sys\nfrom memfit.jobs import call_in_child\n"
         "call_in_child('subprocess:run', json.loads(sys.argv[1]))"

@@ -109,6 +109,30 @@ def test_a_preempted_job_saves_and_goes_on(cluster, start, tmp_path):
     assert (first["state"], first["ended_by"]) == ("preempted", "platform")
 
 
+def test_a_command_on_two_nodes_is_one_job_that_restarts_as_one_with_more(start, tmp_path):
+    code = """
+import os, sys, time
+from pathlib import Path
+rank, again = os.environ["SLURM_NODEID"], Path("again")
+Path(f"endpoint_{rank}").write_text(os.environ["PET_RDZV_ENDPOINT"])
+if rank == "1" and not again.exists():
+    again.write_text("")
+    block = bytearray(300 << 20)
+time.sleep(1)
+print("rank", rank, "is done")
+"""
+    (tmp_path / "rank.py").write_text(code)
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "60MiB", "--name", "pair")
+    code, out = finish(start("run", *options, "--", sys.executable, "rank.py"))
+    assert code == 0, out
+    job = run_of(tmp_path, "pair").job_dir("cmd_0001")
+    first = read_json(job / "outcome_1.json")
+    assert first["state"] == "out_of_memory" and "n1: " in first["cause"]
+    assert sorted((job / "out.log").read_text().splitlines())[-2:] == ["rank 0 is done", "rank 1 is done"]
+    assert len({path.read_text() for path in tmp_path.glob("endpoint_*")}) == 1
+    assert read_json(job / "outcome.json")["peak_bytes"] < 60 << 20
+
+
 def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
     command = ("--", sys.executable, "job.py", "{n}", "10", "8")
     options = ("--backend", "slurm", "--memory", "60MiB", "--name", "stopped", "--param", "n=1..12")

@@ -2,6 +2,7 @@
 
 python -m memfit.jobs shim RUN_DIR --job ID [--lock DESCRIPTOR]
 python -m memfit.jobs shim RUN_DIR --array FILE    one element of a Slurm array
+python -m memfit.jobs shim FOLDER --node              the part of such a job for this node
 python -m memfit.jobs child FOLDER
 """
 
@@ -18,6 +19,10 @@ if __name__ == "__main__":
             from memfit.jobs import _shim
 
             sys.exit(_shim.run_element(Path(run_dir), Path(file)))
+        case ["shim", folder, "--node"]:
+            from memfit.jobs import _nodes
+
+            sys.exit(_nodes.run_node(Path(folder)))
         case ["child", folder]:
             from memfit.jobs import _child
 

@@ -82,7 +82,7 @@ class Unsupervised:
         return ""
 
 
-class _Stop:
+class Stop:
     """Why the job is to end, and how soon. By the file, memfit or its user asks; by a signal alone, the platform."""
 
     def __init__(self, job_dir: Path) -> None:
@@ -153,17 +153,19 @@ def _run(job_dir: Path) -> JobStatus:
             rule="a shim runs the job that this file describes.",
             remedy="have the supervisor start the job: memfit resume RUN",
         )
-    stop = _Stop(job_dir)
+    stop, kind = Stop(job_dir), Shim
+    if job.get("num_nodes", 1) > 1:
+        from memfit.jobs._nodes import NodesShim as kind
     become_subreaper()
-    status = _Shim(job, job_dir, stop).run()
+    status = kind(job, job_dir, stop).run()
     write_outcome(job_dir, status)
     return status
 
 
-class _Shim:
+class Shim:
     """One job from its start to its outcome."""
 
-    def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: _Stop) -> None:
+    def __init__(self, job: Mapping[str, Any], job_dir: Path, stop: Stop) -> None:
         self.job, self.job_dir, self.stop = job, job_dir, stop
         self.run_dir = RunDir(job_dir.parent.parent)
         self.group = JobGroup.at(Path(job["group"])) if job["group"] else None

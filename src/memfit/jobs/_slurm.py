@@ -37,12 +37,16 @@ from memfit.units import MIB
 
 #: What the shim takes beside its job.
 SHIM_BYTES = 16 * MIB
+#: The same on the first of several nodes, with srun and the shim that follows the others.
+_NODES_BYTES = 64 * MIB
 _SHIM = ("-P", "-m", "memfit.jobs", "shim")
 #: The largest index of an array is 1000 on a cluster with Slurm's defaults.
 _MOST_ELEMENTS = 1000
 #: How often the queue is asked at first, and at most how seldom while nothing changes.
 _FIRST_SECONDS, _LAST_SECONDS = 2.0, 60.0
 _LOOK_SECONDS = 0.2
+#: How long a folder is read after it changed: what changes it twice in a few milliseconds shows once.
+_NEWS_SECONDS = 2.0
 #: Why Slurm holds an element that it could not start, in the words of squeue.
 _HELD = "launch failed requeued held"
 #: How long an outcome may come after Slurm knows the end: at once for a job that never began, else an NFS cache's time.
@@ -71,7 +75,8 @@ class SlurmOptions:
     Attributes:
         partition, account, qos: As for ``sbatch``; the cluster's own when empty.
         time: The time limit of a job, as ``sbatch --time`` takes it; the partition's when empty.
-        memory: What a job of unknown size asks for, in bytes; the partition's default when None.
+        memory: What a job of unknown size asks for on each node, in bytes; the partition's default when None.
+        nodes: The nodes of one job; its command is started on each.
         extra: Further options, such as ``--constraint=a100``.
     """
 
@@ -80,6 +85,7 @@ class SlurmOptions:
     qos: str = ""
     time: str = ""
     memory: int | None = None
+    nodes: int = 1
     extra: tuple[str, ...] = ()
 
 
@@ -106,6 +112,8 @@ class _Followed:
     changed: int = 0
     ended_since: float | None = None
     silent_since: float | None = None
+    folder_changed: int = 0
+    news_until: float = 0.0
     verdict: Verdict | None = None
 
     @property
@@ -120,6 +128,7 @@ class SlurmBackend:
     Args:
         run: The run directory, on a disk that the nodes share.
         options: What every array asks of Slurm.
+        by_stage: The same for the jobs of some stages.
         grace_seconds: How long a job that was asked to stop may take to checkpoint.
         max_parallel: The most elements of an array at once; None for no limit.
         now: Monotonic seconds.
@@ -134,6 +143,7 @@ class SlurmBackend:
         *,
         grace_seconds: float = 60.0,
         max_parallel: int | None = None,
+        by_stage: Mapping[str, SlurmOptions] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run, self.options, self.grace_seconds, self.max_parallel, self.now = (
@@ -143,6 +153,7 @@ class SlurmBackend:
             max_parallel,
             now,
         )
+        self.by_stage = by_stage or {}
         self.traits = Traits(queues_jobs=True, enforces_memory=True, patience_seconds=_LATEST_SECONDS)
         self._live: dict[str, _Followed] = {}
         self._ended: dict[str, JobStatus] = {}
@@ -180,7 +191,7 @@ class SlurmBackend:
         Raises:
             UsageError: If a job of one of these ids runs already.
         """
-        groups: defaultdict[tuple[int | None, int], list[Job]] = defaultdict(list)
+        groups: defaultdict[tuple[int | None, int, SlurmOptions], list[Job]] = defaultdict(list)
         for job, request in batch:
             if job.id in self._live:
                 self._look(job.id, self._live[job.id])
@@ -190,12 +201,12 @@ class SlurmBackend:
                     rule="a job never runs twice at once.",
                     remedy="wait for its end, or give the other job another id",
                 )
-            groups[request.limit_bytes, job.threads].append(job)
-        for (limit_bytes, num_cpus), jobs in groups.items():
+            groups[request.limit_bytes, job.threads, self.by_stage.get(job.stage, self.options)].append(job)
+        for (limit_bytes, num_cpus, options), jobs in groups.items():
             for first in range(0, len(jobs), _MOST_ELEMENTS):
-                self._send(self._make_array(jobs[first : first + _MOST_ELEMENTS], limit_bytes, num_cpus))
+                self._send(self._make_array(jobs[first : first + _MOST_ELEMENTS], limit_bytes, num_cpus, options))
 
-    def _make_array(self, jobs: Sequence[Job], limit_bytes: int | None, num_cpus: int) -> _Array:
+    def _make_array(self, jobs: Sequence[Job], limit_bytes: int | None, num_cpus: int, options: SlurmOptions) -> _Array:
         token = secrets.token_hex(4)
         path = self.run.path / "slurm" / f"{token}.json"
         path.parent.mkdir(exist_ok=True)
@@ -205,21 +216,24 @@ class SlurmBackend:
             folder.mkdir(parents=True, exist_ok=True)
             attempt, index = next_attempt(folder), len(array.jobs)
             more = {"attempt": attempt, "env": child_env(job, self.run), "grace_seconds": self.grace_seconds}
-            write_order(folder, job, more | {"group": None, "data_limit_bytes": None})
+            write_order(folder, job, more | {"group": None, "data_limit_bytes": None, "num_nodes": options.nodes})
             array.jobs.append((job.id, attempt))
             self._ended.pop(job.id, None)
             self._adopted.discard(job.id)
             self._live[job.id] = _Followed(folder, JobStatus(job.id, "pending", attempt=attempt), array, index)
-        write_atomic(path.with_suffix(".sh"), self._script(array, limit_bytes, num_cpus), durable=False)
+        write_atomic(path.with_suffix(".sh"), self._script(array, limit_bytes, num_cpus, options), durable=False)
         array.save()
         self._arrays.append(array)
         return array
 
-    def _script(self, array: _Array, limit_bytes: int | None, num_cpus: int) -> str:
-        options = self.options
+    def _script(self, array: _Array, limit_bytes: int | None, num_cpus: int, options: SlurmOptions) -> str:
         most = f"%{self.max_parallel}" if self.max_parallel else ""
         limit_bytes = limit_bytes or options.memory
-        memory = "" if limit_bytes is None else f"{math.ceil((limit_bytes + SHIM_BYTES) / MIB)}M"
+        memory = (
+            ""
+            if limit_bytes is None
+            else f"{math.ceil((limit_bytes + (SHIM_BYTES if options.nodes == 1 else _NODES_BYTES)) / MIB)}M"
+        )
         return render_script(
             {
                 "job-name": array.name,
@@ -228,8 +242,8 @@ class SlurmBackend:
                 "account": options.account,
                 "qos": options.qos,
                 "time": options.time,
-                "nodes": "1",
-                "ntasks": "1",
+                "nodes": str(options.nodes),
+                "ntasks": str(options.nodes),
                 "cpus-per-task": str(num_cpus),
                 "mem": memory,
                 # Slurm sends it up to a minute early. The job needs the grace to save.
@@ -276,7 +290,7 @@ class SlurmBackend:
         before = self._queue
         try:
             self._queue = slurm.read_queue(self._names) if self._names else {}
-            self._tidy()
+            self._tidy("PENDING")
             unknown = [one.element for one in self._live.values() if one.element and one.element not in self._queue]
             self._ends |= slurm.read_ends(unknown) if unknown else {}
         except (slurm.NoAnswerError, UsageError):
@@ -284,29 +298,31 @@ class SlurmBackend:
         self._pause = _FIRST_SECONDS if self._queue != before else min(2 * self._pause, _LAST_SECONDS)
         self._ask_at = self.now() + self._pause
 
-    def _tidy(self) -> None:
-        """Remove elements from the queue whose jobs have ended; release those that the controller's crash held."""
+    def _tidy(self, *stale: str) -> None:
+        """Remove elements in these states whose jobs have ended; release those that the controller's crash held."""
         live = {followed.element for followed in self._live.values()}
         for number, element in (self._queue or {}).items():
-            if element.state == "PENDING" and "_" in number and number not in live:
+            if element.state in stale and "_" in number and number not in live:
                 slurm.cancel_elements([number])
             elif element.state == "PENDING" and element.reason.startswith(_HELD):
                 slurm.release_element(number)
 
     def _look(self, job_id: str, followed: _Followed) -> None:
         """Bring a job's status up to date: by its outcome, else its status file, else by Slurm."""
-        if (outcome := read_record(job_id, followed.folder / OUTCOME)) is not None:
-            self._end(job_id, outcome)
-            return
-        path = followed.folder / STATUS
-        with suppress(OSError):
-            changed = path.stat().st_mtime_ns
-            if changed != followed.changed:
-                followed.status, followed.changed = read_record(job_id, path) or followed.status, changed
         element, state = self._find(followed)
+        if self._has_news(followed) or state in _ENDS:
+            if (outcome := read_record(job_id, followed.folder / OUTCOME)) is not None:
+                self._end(job_id, outcome)
+                return
+            path = followed.folder / STATUS
+            with suppress(OSError):
+                changed = path.stat().st_mtime_ns
+                if changed != followed.changed:
+                    followed.status, followed.changed = read_record(job_id, path) or followed.status, changed
         if followed.status.state == "pending":
             reason = element.reason if element else "" if followed.element else "Slurm's controller does not answer"
-            followed.status = replace(followed.status, pending_reason=reason or "submitted")
+            if followed.status.pending_reason != (reason or "submitted"):
+                followed.status = replace(followed.status, pending_reason=reason or "submitted")
         if state not in _ENDS:
             followed.ended_since = None
             self._end_if_silent(job_id, followed, state)
@@ -321,6 +337,15 @@ class SlurmBackend:
         cause = "stopped before it started" if asked and not followed.changed else f"Slurm says {state} (see {log})"
         status = replace(followed.status, asked=asked, pending_reason="", evidence={"witness": "slurm", "state": state})
         self._end(job_id, status.ended_as(recorded, cause, "user" if asked else ended_by), is_new=True)
+
+    def _has_news(self, followed: _Followed) -> bool:
+        """Return whether a job's folder changed a moment ago: of thousands of jobs most wait, and have no files yet."""
+        with suppress(OSError):
+            changed = followed.folder.stat().st_mtime_ns
+            if changed != followed.folder_changed:
+                followed.folder_changed, followed.news_until = changed, self.now() + _NEWS_SECONDS
+                return True
+        return self.now() < followed.news_until
 
     def _end_if_silent(self, job_id: str, followed: _Followed, state: str) -> None:
         """Give up a job that Slurm takes for running but whose shim never began; it is submitted again."""
@@ -393,10 +418,13 @@ class SlurmBackend:
             )
 
     def close(self) -> None:
-        """Follow no job any more; those that run go on. No element stays queued whose job has ended."""
+        """Follow no job any more; those that run go on.
+
+        A crash of the controller leaves elements that it takes for running although their jobs have ended.
+        """
         with suppress(slurm.NoAnswerError, UsageError):
             self._queue = slurm.read_queue(self._names) if self._names else {}
-            self._tidy()
+            self._tidy("PENDING", "RUNNING")
 
 
 def cancel_queued(run: RunDir) -> list[str]:

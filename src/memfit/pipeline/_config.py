@@ -82,7 +82,8 @@ class SlurmSettings(Settings):
         account: The account that pays; your default when empty.
         qos: The quality of service.
         time: The time limit of one job, as ``sbatch --time`` takes it: ``08:00:00``.
-        memory: What a job asks for while its size is unknown.
+        memory: What a job asks for on each node while its size is unknown.
+        nodes: The nodes of one job. Its command starts once on each, as one unit.
         extra: Further options of sbatch, such as ``--constraint=a100``.
     """
 
@@ -91,6 +92,7 @@ class SlurmSettings(Settings):
     qos: str = ""
     time: str = ""
     memory: ByteSize = ByteSize(4 << 30)
+    nodes: Annotated[int, Field(ge=1)] = 1
     extra: list[str] = Field(default_factory=list)
 
 
@@ -142,6 +144,7 @@ class StageSettings(Settings):
         gpu_memory: The same on each of its GPUs.
         num_gpus: How many GPUs one of its jobs needs.
         like: The stage whose measured memory counts for this one too.
+        slurm: What its jobs ask of Slurm; what is not given is as in ``slurm`` of the run.
     """
 
     run: str | list[str] | None = None
@@ -154,6 +157,7 @@ class StageSettings(Settings):
     gpu_memory: ByteSize | None = None
     num_gpus: Annotated[int, Field(ge=0)] | None = None
     like: str | None = None
+    slurm: SlurmSettings | None = None
 
 
 class RunConfig(CommandSettings):

@@ -268,6 +268,9 @@ class Graph:
         chosen = chosen_units(self.choice.units, labels)
         if any(one.in_order for one in self.stages.values() if one.each == stage.each):
             chosen = list(range(chosen[-1] + 1))  # each needs those before it
+        last = self.stages.get(self.choice.until or "")
+        if last is not None and last.holds and self.stages[last.holds].each == stage.each:
+            chosen = chosen[:1]  # a gate looks at the first alone
         return [
             Unit(stage, place, values[number], f"{stage.name}_{labels[number]}", labels[number])
             for place, number in enumerate(chosen)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from memfit.memory import (
     sweep_groups,
     why_no_walls,
 )
-from memfit.pipeline._config import CommandSettings
+from memfit.pipeline._config import CommandSettings, RunConfig, SlurmSettings
 from memfit.pipeline._graph import PASSED, Graph
 from memfit.planning import plan
 from memfit.rundir import EventWriter, RunDir, write_json
@@ -237,7 +238,8 @@ def _read_node_budget(settings: CommandSettings) -> Budget:
         )
     for num_left in reversed(range(_MOST_ASKED)):  # a controller that restarts is back soon
         try:
-            partition, size = slurm.read_largest_node(settings.slurm.partition)
+            partitions = {one.partition for one in (settings.slurm, *_slurm_of_stages(settings).values())}
+            partition, size = max(map(slurm.read_largest_node, sorted(partitions)), key=itemgetter(1))
             break
         except slurm.NoAnswerError as error:
             if not num_left:
@@ -258,6 +260,20 @@ def _read_node_budget(settings: CommandSettings) -> Budget:
         permission="none",
         promise="Slurm holds each job to its own request",
     )
+
+
+def _slurm_of_stages(settings: CommandSettings) -> dict[str, SlurmSettings]:
+    """Return what the jobs of some stages ask of Slurm, each with the run's own settings where it says nothing."""
+    stages = settings.stages if isinstance(settings, RunConfig) else {}
+    return {
+        name: settings.slurm.model_copy(update={key: getattr(one.slurm, key) for key in one.slurm.model_fields_set})
+        for name, one in stages.items()
+        if one.slurm is not None
+    }
+
+
+def _slurm_options(one: SlurmSettings) -> SlurmOptions:
+    return SlurmOptions(one.partition, one.account, one.qos, one.time, one.memory, one.nodes, tuple(one.extra))
 
 
 def most_at_once(settings: CommandSettings) -> int | None:
@@ -312,10 +328,16 @@ def _set_up(run: RunDir, settings: CommandSettings, events: EventWriter, stack: 
     """Remove what dead runs left; make the claims, and the backend with cgroup limits if it can have them."""
     if settings.backend == "slurm":
         events.write("budget", **read_budget(settings).to_dict(), group="", backend="slurm")
-        one = settings.slurm
-        options = SlurmOptions(one.partition, one.account, one.qos, one.time, one.memory, tuple(one.extra))
-        most = most_at_once(settings)
-        return SlurmBackend(run, options, grace_seconds=settings.grace_seconds, max_parallel=most), Claims(run.path)
+        by_stage = {name: _slurm_options(one) for name, one in _slurm_of_stages(settings).items()}
+        queue = SlurmBackend(
+            run,
+            _slurm_options(settings.slurm),
+            grace_seconds=settings.grace_seconds,
+            max_parallel=most_at_once(settings),
+            by_stage=by_stage,
+        )
+        stack.callback(queue.close)
+        return queue, Claims(run.path)
     for entry in sweep_entries():
         with suppress(OSError):
             descriptor = lock_file(entry.run / "supervisor.lock", 0.0)

@@ -87,12 +87,13 @@ def find_job(name: str) -> str:
 
 
 def read_ends(numbers: Iterable[str]) -> dict[str, str]:
-    """Return the states of these elements by the accounting, each by its last attempt.
+    """Return the states of the elements of these arrays by the accounting, each by its last attempt.
 
     Raises:
         NoAnswerError: There is no accounting, or it does not answer.
     """
-    lines = _call("sacct", "-n", "-P", "-X", "-D", "-j", ",".join(numbers), "-o", "JobID,State").splitlines()
+    arrays = ",".join(sorted({number.partition("_")[0] for number in numbers}))  # thousands of elements are too long
+    lines = _call("sacct", "-n", "-P", "-X", "-D", "-j", arrays, "-o", "JobID,State").splitlines()
     return {number: state.split()[0] for number, _, state in (line.partition("|") for line in lines) if state}
 
 
