@@ -38,4 +38,5 @@ def shared_folder():
     try:
         yield folder
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # the last process of a job may write in it still
+        shutil.rmtree(folder, ignore_errors=True)

@@ -51,7 +51,7 @@ def test_a_job_without_a_checkpoint_is_said_to_start_from_the_beginning(memfit, 
         assert process.wait(60) == 75
         said = (tmp_path / "demo.log").read_text()
         assert f"stopped; to go on: memfit resume {run.path}\n" in said
-        assert "cmd_0001 starts again from the beginning: no checkpoint was reported (exit code 75)" in said
+        assert "cmd_0001 starts again: no checkpoint was reported (exit code 75)" in said
     out = memfit("diagnose", run.path).out
     assert "memfit resume RUN" in out and "sacct" not in out
 

@@ -25,8 +25,10 @@ class NoPandas:
             raise ModuleNotFoundError(name=name)
 
 
-# pyarrow would load pandas in each job, which takes longer than all else there.
-sys.meta_path.insert(0, NoPandas())
+# pyarrow would load pandas in each job, which takes longer than all else there. It looks for it once.
+sys.meta_path.insert(0, NoPandas)
+pa.array([0])
+sys.meta_path.remove(NoPandas)
 
 
 class TinyParams(BaseModel):

@@ -162,7 +162,7 @@ def test_slurm_takes_the_script_and_two_nodes_train_as_one(cluster, tmp_path):
         "dist.init_process_group('gloo')\n"
         "x = torch.ones(1) * dist.get_rank()\n"
         "dist.all_reduce(x)\n"
-        "print('sum', x.item(), 'of', dist.get_world_size(), flush=True)\n"
+        "open(f'sum_{dist.get_rank()}', 'w').write(f'{x.item()} of {dist.get_world_size()}')\n"
     )
     config = {
         "name": "pair",
@@ -183,5 +183,5 @@ def test_slurm_takes_the_script_and_two_nodes_train_as_one(cluster, tmp_path):
     told = memfit("--submit").stderr
     number = told.rpartition("job ")[2].strip()
     log = tmp_path / f"pair_{number}.log"
-    wait_until(lambda: log.exists() and log.read_text().count("sum 6.0 of 4") == 4, 90)
-    assert cluster.wait(number) == ["COMPLETED"]
+    assert cluster.wait(number, seconds=90) == ["COMPLETED"], log.read_text()
+    assert [(tmp_path / f"sum_{rank}").read_text() for rank in range(4)] == ["6.0 of 4"] * 4

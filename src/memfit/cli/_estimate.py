@@ -75,6 +75,12 @@ def estimate(
 
     Exit codes: 0 done, 2 bad config or input, 3 it does not fit, or only may.
     """
+    if config is not None and config.suffix == ".py":
+        raise UsageError(
+            f"{config} is a Python script.",
+            rule="an estimate is made from a config, or from a model's config.json.",
+            remedy=f"measure the script: memfit run -- python {config}",
+        )
     _check_source(context, config, hf_config)
     gpu, available, others = _this_gpu(flags.gpu)
     how: dict[str, Any] = {

@@ -14,7 +14,9 @@ from memfit.reports import find_run, write_page
 def report(
     run: Annotated[
         str | None,
-        typer.Argument(help="A run's folder, name or experiment; the newest run when left out.", show_default=False),
+        typer.Argument(
+            help="A run's folder, name or experiment; the newest below runs/ when left out.", show_default=False
+        ),
     ] = None,
     compare: Annotated[
         str | None, typer.Option("--compare", metavar="RUN", help="A second run to show beside it.", show_default=False)
@@ -27,13 +29,13 @@ def report(
 
     The page needs no network and no script. It works for a run that goes on, too.
 
-    Examples:
-      memfit report
-      memfit report runs/demo/run_20261123_055829_c581066b --compare runs/demo/run_20261122_101500_c581066b
+    \b
+    memfit report
+    memfit report runs/demo/run_20261123_055829_c581066b --compare runs/demo/run_20261122_101500_c581066b
 
     Exit codes: 0 done, 2 no such run.
     """
-    found = find_run(run)
+    found = find_run(run, prefers_here=True)
     other = find_run(compare) if compare is not None else None
     path = write_page(found, out or found.path / "report.html", other)
     console().say(f"wrote {path}")

@@ -65,7 +65,8 @@ def run(
     memfit run --param fold=1..5 -- python train.py --fold {fold}
     memfit run config.yaml
 
-    memfit measures the first job and runs as many others at once as fit. The same command continues the newest run.
+    memfit measures the first job and runs as many others at once as fit. The same command continues
+    the newest run if that is not done.
     Ctrl-C stops the jobs at a checkpoint; a second Ctrl-C kills them.
 
     Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 a job failed, 10 or 11 a stage stopped the run, 75
@@ -102,7 +103,7 @@ def map_(context: typer.Context, *, flags: Flags) -> None:
     memfit map --param-file grid.csv --plan -- python train.py --lr {lr}
 
     Values are ranges (1..5, 1..9..2), lists (1e-3,1e-4), or both; write name="a,b" for a value with a comma. {name} is
-    replaced anywhere in the command. The same command continues the newest run.
+    replaced anywhere in the command. The same command continues the newest run if that is not done.
 
     Exit codes: 0 done, 2 bad input, 3 does not fit, 4 a command failed, 75 stopped, 130 interrupted.
     """
@@ -247,7 +248,7 @@ def _how_to_go_on(result: RunResult) -> str:
         return text
     names = ", ".join(anew[:_MOST_NAMES]) + (f" and {len(anew) - _MOST_NAMES} more" if len(anew) > _MOST_NAMES else "")
     start = "starts" if len(anew) == 1 else "start"
-    return f"{text}\n{names} {start} again from the beginning: no checkpoint was reported (exit code 75)"
+    return f"{text}\n{names} {start} again: no checkpoint was reported (exit code 75), but the command may have its own"
 
 
 class _Echo:

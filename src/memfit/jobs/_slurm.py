@@ -112,6 +112,7 @@ class _Followed:
     changed: int = 0
     ended_since: float | None = None
     silent_since: float | None = None
+    is_stopping: bool = False
     folder_changed: int = 0
     news_until: float = 0.0
     verdict: Verdict | None = None
@@ -295,7 +296,8 @@ class SlurmBackend:
             self._ends |= slurm.read_ends(unknown) if unknown else {}
         except (slurm.NoAnswerError, UsageError):
             pass  # nothing is known now: jobs stay as they are
-        self._pause = _FIRST_SECONDS if self._queue != before else min(2 * self._pause, _LAST_SECONDS)
+        is_quiet = self._queue == before and not any(one.is_stopping for one in self._live.values())
+        self._pause = min(2 * self._pause, _LAST_SECONDS) if is_quiet else _FIRST_SECONDS
         self._ask_at = self.now() + self._pause
 
     def _tidy(self, *stale: str) -> None:
@@ -328,7 +330,8 @@ class SlurmBackend:
             self._end_if_silent(job_id, followed, state)
             return
         followed.ended_since = followed.ended_since or self.now()
-        if self.now() - followed.ended_since < (_LATEST_SECONDS if followed.changed else _LATE_SECONDS):
+        is_late = followed.changed and not followed.is_stopping
+        if self.now() - followed.ended_since < (_LATEST_SECONDS if is_late else _LATE_SECONDS):
             self._ask_at = min(self._ask_at, self.now() + _FIRST_SECONDS)
             return
         recorded, ended_by = _ENDS[state]
@@ -390,7 +393,7 @@ class SlurmBackend:
             self._cancel_absent(job_id, verdict)
             return
         self._adopted.discard(job_id)
-        followed.verdict = verdict or followed.verdict
+        followed.verdict, followed.is_stopping = verdict or followed.verdict, True
         write_atomic(followed.folder / STOP_REQUESTED, "now\n" if now else "stop\n", durable=False)
         self._look(job_id, followed)
         if job_id not in self._live or followed.changed:

@@ -12,11 +12,17 @@ from pyarrow import feather
 
 
 class _NoPandas:
-    """Keeps pyarrow from loading pandas to see whether a list is of its types: that would take longer than all else."""
-
     def find_spec(self, name: str, *_: object) -> None:
         if name == "pandas":
             raise ModuleNotFoundError(name=name)
+
+
+def _leave_pandas_out() -> None:
+    """Have pyarrow not load pandas to see whether a list is of its types: that takes longer than all else here."""
+    finder = _NoPandas()
+    sys.meta_path.insert(0, finder)
+    pa.array([0])  # it looks for pandas once
+    sys.meta_path.remove(finder)
 
 
 def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
@@ -26,7 +32,7 @@ def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
         tables: Per table its ``path``, the name of the first column (``variable``) and the ``rows``: ``unit``,
             ``state``, ``seconds`` or None, ``peak_private_bytes``, and ``result`` by name.
     """
-    sys.meta_path.insert(0, _NoPandas())
+    _leave_pandas_out()
     for table in tables:
         path, variable = Path(table["path"]), table["variable"]
         rows = sorted(table["rows"], key=lambda row: (len(row["unit"]) if row["unit"].isdigit() else 0, row["unit"]))

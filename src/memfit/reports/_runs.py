@@ -111,8 +111,12 @@ def list_runs(*, claims: Path | None = None, root: Path | None = None) -> list[O
     return runs
 
 
-def find_run(name: str | None = None, *, claims: Path | None = None, root: Path = _ROOT) -> RunDir:
+def find_run(
+    name: str | None = None, *, claims: Path | None = None, root: Path = _ROOT, prefers_here: bool = False
+) -> RunDir:
     """The run that a word means; without one, the newest live run of this host, or else the newest below ``root``.
+
+    With ``prefers_here`` a run below ``root`` comes before a live one elsewhere.
 
     Raises:
         UsageError: If there is none, if several are meant, or if it belongs to another user.
@@ -120,7 +124,7 @@ def find_run(name: str | None = None, *, claims: Path | None = None, root: Path 
     if name is not None:
         return find_target(name, claims=claims, root=root).run
     live = [one.run for one in list_runs(claims=claims)]
-    found = [*live, *_below(root)]
+    found = [*_below(root), *live] if prefers_here else [*live, *_below(root)]
     if not found:
         raise UsageError(
             f"no run of yours is alive on this host, and there is none below {root}.",
