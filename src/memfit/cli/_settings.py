@@ -65,7 +65,7 @@ class Flags(Output):
     on_failure: Annotated[
         Text,
         Option(
-            help="After a failure: stop all jobs, or continue. first: stop if the first job to end had an error of its own.",
+            help="After a failure: stop all jobs, or continue. first: stop if the first job that ends has failed.",
             metavar="stop|first|continue",
         ),
     ] = None
