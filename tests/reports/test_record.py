@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def row(peak, reserved, state="completed"):
-    return JobRow("fold", "", JobStatus("fold_1", state, peak_bytes=peak), 1.0, reserved)
+    return JobRow("fold", "", JobStatus("fold_1", state, peak_bytes=peak), 1.0, forecast_bytes=reserved)
 
 
 def test_kills_are_counted_over_the_experiments_runs_that_ended(tmp_path):
@@ -39,7 +39,7 @@ def test_the_forecasts_error_is_told_over_jobs_that_had_a_reservation_and_comple
     found = forecast_error(rows)
     assert (found["num"], found["num_under"], round(found["median"], 6)) == (3, 1, 0.1)
     assert forecast_error([row(100, None)]) is None
-    told = [("forecast", "reservations were 10 % above the peaks (median of 3 jobs); too small: 1")]
+    told = [("forecast", "10 % above the peaks (median of 3 jobs); too small: 1")]
     assert explain_record(RunDir.create(tmp_path, "demo", "0" * 64), rows) == told
 
 

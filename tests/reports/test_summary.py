@@ -73,7 +73,7 @@ def test_verbose_adds_what_enforces_the_limit_what_jobs_waited_for_and_how_exact
         "limit     set by cgroup v2 /job; none",
         "waits     1.4 at once on average, 35 % of the time others waited for memory, the host's cores were 41 % busy, "
         "3 % idle for a disk",
-        "forecast  reservations were 3 % above the peaks (median of 1 job); too small: 0",
+        "forecast  3 % above the peaks (median of 1 job); too small: 0",
     ]
 
 

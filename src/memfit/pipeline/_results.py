@@ -135,7 +135,8 @@ class Results:
         path = unit.manifest(self.run)
         for run in [self.run, *self._earlier]:
             before = find_manifest(unit.manifest(run))
-            if before is not None:
+            is_own = before is not None and before["parts"].get("unit") == unit.parts.get("unit")
+            if before is not None and (is_own or run == self.run):  # of another run, train_1 may be another unit
                 return _reason(before, unit)
         return NOT_MADE if not path.exists() else f"{path.name} is damaged, or an output is gone"
 

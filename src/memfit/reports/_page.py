@@ -355,7 +355,7 @@ def _forecasts(seen: _Seen) -> Iterator[str]:
     if error is not None:
         side = "above" if error["median"] >= 0 else "below"
         yield (
-            f" Reservations were {abs(100 * error['median']):.0f} % {side} the peaks (median of {error['num']} jobs); "
+            f" Forecasts were {abs(100 * error['median']):.0f} % {side} the peaks (median of {error['num']} jobs); "
             f"{error['num_under']} too small."
         )
     yield "</p>"

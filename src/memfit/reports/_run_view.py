@@ -87,6 +87,7 @@ class JobRow:
         status: Its state, phase and memory; ``pending`` also for one that ended and is queued again.
         seconds: How long it has run, or ran, in this attempt; None before its start.
         reserved_bytes: What it has reserved, or had last; None when it ran alone, before its size was known.
+        forecast_bytes: What it had reserved when it started.
         epochs_done: How many epochs it has done, the part of the present one included; 0 before the first step.
         num_epochs: Of how many; 0 while that is not known.
         eta_seconds: How long it will still train, at its mean rate in this attempt; None while that is not known.
@@ -99,6 +100,7 @@ class JobRow:
     status: JobStatus
     seconds: float | None = None
     reserved_bytes: int | None = None
+    forecast_bytes: int | None = None
     epochs_done: float = 0.0
     num_epochs: int = 0
     eta_seconds: float | None = None
@@ -209,6 +211,7 @@ class RunView:
         self._last: dict[tuple[str, str | None], Event] = {}
         self._progress: dict[str, _Progress] = {}
         self._reserved: dict[str, int | None] = {}
+        self._forecast: dict[str, int | None] = {}
         self._admitted: dict[str, float] = {}
         self._queued: set[str] = set()
         self._settled: dict[str, JobRow] = {}
@@ -246,7 +249,7 @@ class RunView:
             self.num_restarts += 1
         elif kind == "admit":
             self._progress[job], self._admitted[job] = _Progress(), now
-            self._reserved[job] = event["reservation_bytes"]
+            self._reserved[job] = self._forecast[job] = event["reservation_bytes"]
             before = self.most_at_once if self._admitted_by == self.num_commands else 0
             self.most_at_once, self._admitted_by = max(before, event["num_running"]), self.num_commands
         elif kind == "grow":
@@ -357,6 +360,7 @@ class RunView:
             status=status,
             seconds=None if began is None else max(0.0, (status.ended or now) - began),
             reserved_bytes=self._reserved.get(job_id),
+            forecast_bytes=self._forecast.get(job_id),
             epochs_done=progress.last[1],
             num_epochs=progress.num_epochs,
             eta_seconds=None if is_over or began is None else progress.eta_seconds(now),

@@ -307,11 +307,11 @@ def count_kills(run: RunDir) -> dict[str, Any]:
 
 
 def forecast_error(rows: Sequence[JobRow]) -> dict[str, Any] | None:
-    """Return by which share of their peaks the reservations of completed jobs were too large (above 0) or too small."""
+    """Return by which share of their peaks what jobs had at their start was too much (above 0) or too little."""
     errors = [
-        row.reserved_bytes / row.status.peak_bytes - 1
+        row.forecast_bytes / row.status.peak_bytes - 1
         for row in rows
-        if row.reserved_bytes and row.status.peak_bytes and row.status.state == "completed"
+        if row.forecast_bytes and row.status.peak_bytes and row.status.state == "completed"
     ]
     if not errors:
         return None
@@ -326,7 +326,7 @@ def explain_record(run: RunDir, rows: Sequence[JobRow]) -> list[tuple[str, str]]
     if error is not None:
         side = "above" if error["median"] >= 0 else "below"
         jobs = f"{error['num']} job{'s' if error['num'] > 1 else ''}"
-        text = f"reservations were {abs(100 * error['median']):.0f} % {side} the peaks (median of {jobs})"
+        text = f"{abs(100 * error['median']):.0f} % {side} the peaks (median of {jobs})"
         lines.append(("forecast", f"{text}; too small: {error['num_under']}"))
     if kills["num_killed"]:
         runs = "1 run" if kills["num_runs"] == 1 else f"{kills['num_runs']} runs"
