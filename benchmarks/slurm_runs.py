@@ -159,11 +159,13 @@ def crash(cluster: Any, folder: Path, num_jobs: int) -> bool:
 def folds(cluster: Any, folder: Path) -> bool:
     """The ranker's folds here, and on Slurm with a first request that is too small."""
     lab, kills = Lab(cluster, folder), importlib.import_module("kills")
-    config = (
-        importlib.import_module("workloads.test_ranker_killed")
-        .CONFIG.replace("n_splits: 2", "n_splits: 5")
-        .replace("num_dates: 110", "num_dates: 220")
-    )
+    config = importlib.import_module("workloads.test_ranker_killed").CONFIG
+    for before, after in (
+        ("splits: 2", "splits: 5"),
+        ("dates: 110", "dates: 220"),
+        ("coefficient: 0.5", "coefficient: 0.1"),
+    ):
+        config = config.replace(before, after)
     left = {}
     for name, more in (("here", ()), ("slurm", ("--backend", "slurm", "--set", "slurm.memory=200MiB"))):
         lab.write("config.yaml", config.replace("experiment: ranker", f"experiment: {name}"))
