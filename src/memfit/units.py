@@ -70,3 +70,20 @@ def format_duration(seconds: float, *, short: bool = False) -> str:
     if hours:
         return f"{hours}h {minutes:02d}m" if short else f"{hours}h {minutes:02d}m {rest:02d}s"
     return f"{minutes}m {rest:02d}s"
+
+
+def write_size(count: int, units: tuple[str, str] = ("G", "M")) -> str:
+    """Return a size in GiB or MiB as a tool takes it, rounded up; from 64 GiB on in whole GiB.
+
+    >>> write_size(8 << 30), write_size(1 << 29, ("g", "m"))
+    ('8G', '512m')
+    """
+    if count >= GIB and (count % GIB == 0 or count >= 64 * GIB):
+        return f"{-(-count // GIB)}{units[0]}"
+    return f"{-(-count // MIB)}{units[1]}"
+
+
+def round_up_size(count: float) -> int:
+    """Return a request that people would write: whole GiB from 4 GiB on, else whole 256 MiB."""
+    step = GIB if count >= 4 * GIB else 256 * MIB
+    return -(-int(count) // step) * step

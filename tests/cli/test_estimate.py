@@ -237,6 +237,13 @@ REFUSED = [
 ]
 
 
+def test_a_script_is_not_estimated_and_the_error_says_how_it_is_measured(estimate, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print(1)\n")
+    done = estimate(str(script))
+    assert done.exit_code == 2 and f"memfit run -- python {script}" in done.err
+
+
 @pytest.mark.parametrize(("words", "what", "hint"), REFUSED, ids=lambda one: " ".join(one)[:50])
 def test_bad_input_is_refused_in_three_parts(estimate, words, what, hint):
     done = estimate("--formula", *words)

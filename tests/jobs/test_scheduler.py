@@ -66,7 +66,9 @@ def make(tmp_path, scripts, limit, **options):
     ]
     source = options.pop("source", None) or ListSource(jobs)
     say = options.pop("say", lambda kind, **fields: events.append((kind, fields)))
-    admission = LocalAdmission(machine.read, policy=Policy(**options), claims=claims, now=backend.clock)
+    is_shared = options.pop("is_shared", True)
+    policy = Policy(**options)
+    admission = LocalAdmission(machine.read, policy=policy, claims=claims, now=backend.clock, is_shared=is_shared)
     scheduler = Scheduler(source, backend, admission, say=say)
     return scheduler, backend, machine, events
 
@@ -400,6 +402,16 @@ def test_a_job_without_a_gpu_that_ran_out_of_device_memory_is_shown_the_flag(tmp
 def test_what_was_not_a_lack_of_memory_is_tried_again_only_when_the_job_was_not_at_fault(tmp_path, state, num_starts):
     scheduler, backend, _, _ = make(tmp_path, {"a": FakeJob((100,), state=state)}, limit=1000)
     assert scheduler.run()["a"].state == state
+    assert backend.submitted.count("a") == num_starts
+
+
+@pytest.mark.parametrize(("saves", "num_starts"), [(False, 4), (True, 6)])
+def test_on_a_cluster_three_preemptions_in_a_row_without_a_checkpoint_end_a_job(tmp_path, saves, num_starts):
+    job = FakeJob((100,), ends=("preempted",) * 5)
+    scheduler, backend, _, _ = make(tmp_path, {"a": job}, limit=1000, is_shared=False)
+    poll, saved = backend.poll, {"started": 1.0, "checkpointed": 2.0} if saves else {}
+    backend.poll = lambda: {name: replace(status, **saved) for name, status in poll().items()}
+    assert scheduler.run()["a"].state == ("completed" if saves else "preempted")
     assert backend.submitted.count("a") == num_starts
 
 

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from memfit.jobs import Job, Request, SlurmBackend, SlurmOptions, Submission
+from memfit.errors import UsageError
+from memfit.jobs import Job, Request, SlurmBackend, SlurmOptions, Submission, read_status, stop
 from memfit.jobs._shim import run_element
 from memfit.rundir import RunDir
 
@@ -125,6 +126,19 @@ def test_an_element_that_a_crash_left_in_the_queue_is_released_or_removed(tools,
     backend.poll()
     backend.poll()
     assert calls().count("scontrol") >= 1 and calls().count("scancel") == 1
+
+
+def test_queued_jobs_are_cancelled_without_a_supervisor_and_a_dead_controller_is_said(tools, run_dir, monkeypatch):
+    calls = tools(sbatch="echo 7", squeue="echo '7_0|PENDING|Priority|'", sacct="true", scancel="true")
+    submit(SlurmBackend(run_dir), "a")
+    monkeypatch.setattr("memfit.jobs._slurm._LATEST_SECONDS", 0.2)
+    with pytest.raises(UsageError, match=r"1 jobs .* are queued still"):
+        stop(run_dir)
+    assert "scancel" in calls()
+    monkeypatch.setattr("memfit.jobs._slurm._LATE_SECONDS", 0.0)
+    tools(squeue="echo '7_0|CANCELLED|None|'")
+    assert [status.state for status in stop(run_dir)] == []  # it is gone already
+    assert read_status(run_dir, "a").state == "cancelled"
 
 
 def test_jobs_of_one_request_are_one_array_with_the_text_that_sbatch_reads(tools, run_dir):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from memfit.errors import ConfigError, DoesNotFitError
 from memfit.planning import Launch, LaunchConfig, Measured
@@ -39,7 +41,8 @@ def test_the_header_of_a_job_of_four_nodes_is_consistent():
     given = options(made(start_with="srun").render("sbatch"))
     assert (given["nodes"], given["ntasks-per-node"], given["ntasks"]) == ("4", "4", "16")
     assert (given["cpus-per-task"], given["gres"]) == ("3", "gpu:4")
-    assert int(given["mem"][:-1]) * MIB == made().memory_bytes >= 4 * 52 * GIB * 1.25
+    assert given["mem"] == "260G"  # 4 x 52 GiB, a quarter more; memfit itself does not run there
+    assert made().memory_bytes == 261 * GIB
     assert given["time"] == "1-13:30:00"  # 40 epochs of 45 minutes, a quarter more
     assert given["signal"] == "TERM@120" and "requeue" in given
 
@@ -56,6 +59,14 @@ def test_torchrun_is_one_task_a_node_with_the_cores_of_all_its_ranks():
 def test_one_rank_needs_no_torchrun():
     text = made(num_nodes=1, ranks_per_node=1).render("sbatch")
     assert "torchrun" not in text and "-- python train.py'" in text
+
+
+def test_words_of_the_command_reach_the_training_as_they_are():
+    text = made(command=["python", "train.py", "a b; $HOME"], num_nodes=2).render("sbatch")
+    words = shlex.split(shlex.split(text.partition("sh -c ")[2].partition("\n")[0])[0])
+    assert words[-2:] == ["train.py", "a b; $HOME"]
+    with pytest.raises(ValidationError):
+        made(secrets=["A}; rm -r x; {"])
 
 
 def test_memory_counts_what_is_shared_once_and_a_measured_run_stands_for_a_node():
@@ -89,10 +100,10 @@ def test_what_cannot_be_right_is_refused(changes, what):
 
 
 def test_a_service_has_equal_limits_room_for_its_batches_and_only_names_of_secrets():
-    launch = made(SERVICE)
+    launch = Launch.of(LaunchConfig.model_validate(SERVICE), form="compose")
     service = yaml.safe_load(launch.render("compose"))["services"]["recipes"]
-    assert service["mem_limit"] == service["memswap_limit"] == "36g"
-    assert service["shm_size"] == "3008m"  # 4 workers x 2 batches x 300 MiB, a quarter more
+    assert service["mem_limit"] == service["memswap_limit"] == "35g"
+    assert service["shm_size"] == "3g"  # 4 workers x 2 batches x 300 MiB, a quarter more
     assert launch.shm_bytes >= 8 * 300 * MIB * 1.25 and launch.shm_bytes < launch.memory_bytes
     assert service["environment"]["API_KEY"].startswith("${API_KEY:?")
     assert service["environment"]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
@@ -121,20 +132,40 @@ def test_the_verb_prints_the_file_and_the_figures(tmp_path):
     assert yaml.safe_load(found["text"])["services"]["recipes"]["mem_limit"].endswith("g")
     assert found["figures"]["memory_why"].startswith("1 x 28.00 GiB")
     assert not [*tmp_path.iterdir()]
+    large = memfit("--format", "compose", "--set", "memory.rank=900TiB")
+    assert large.returncode == 0 and "this host has" in large.stderr
     refused = memfit("--format", "env", "--submit")
     assert (refused.returncode, refused.stdout) == (2, "")
 
 
 @pytest.mark.slow
+def test_a_run_that_was_measured_stands_for_the_memory(tmp_path):
+    (tmp_path / "job.yaml").write_text('name: trial\ncommand: ["true"]\nimage: python\n')
+    code = "block = bytearray(300 << 20); import time; time.sleep(1)"
+
+    def memfit(*words):
+        command = [sys.executable, "-m", "memfit", *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    assert memfit("run", "--name", "trial", "--", sys.executable, "-c", code).returncode == 0
+    words = ("launch", "job.yaml", "--format", "compose", "--json", "--set", "memory.slack=0")
+    found = json.loads(memfit(*words, "--measured", "trial").stdout)["figures"]
+    assert 300 * MIB < found["memory_bytes"] <= 512 * MIB and "measured in run_" in found["memory_why"]
+    assert "memory of the training is not known" in memfit(*words).stderr
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("podman") is None, reason="needs podman")
 def test_podman_compose_reads_the_file_and_asks_for_the_secrets(tmp_path):
-    (tmp_path / "compose.yaml").write_text(made(SERVICE).render("compose"))
+    (tmp_path / "compose.yaml").write_text(
+        Launch.of(LaunchConfig.model_validate(SERVICE), form="compose").render("compose")
+    )
 
     def config(**env):
         command = [sys.executable, "-m", "podman_compose", "-f", "compose.yaml", "config"]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | env)
 
     service = yaml.safe_load(config(API_KEY="a").stdout)["services"]["recipes"]
-    assert (service["mem_limit"], service["shm_size"]) == ("36g", "3008m")
+    assert (service["mem_limit"], service["shm_size"]) == ("35g", "3g")
     refused = config()
     assert refused.returncode and "API_KEY is missing a value" in refused.stderr

@@ -51,6 +51,8 @@ def test_a_live_run_is_meant_before_those_that_ended(host, tmp_path):
     assert find(tmp_path, "first").run.path == live.path
     assert find(tmp_path, "run_2026").run.path == live.path
     assert find_run(claims=tmp_path / "claims").path == live.path
+    here = find_run(claims=tmp_path / "claims", root=tmp_path / "runs", prefers_here=True)
+    assert here.path.name == "run_20261121_090000_bbbbbbbb"
     claims.close()
     assert find_run(claims=tmp_path / "claims").path.name == "run_20261121_090000_bbbbbbbb"
 

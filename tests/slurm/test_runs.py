@@ -147,6 +147,46 @@ def test_ctrl_c_cancels_what_waits_and_resume_runs_it(start, tmp_path):
     assert len(list(tmp_path.glob("result_*"))) == 12
 
 
+def test_ctrl_c_lets_both_nodes_save_and_resume_goes_on(start, tmp_path):
+    (tmp_path / "rank.py").write_text(
+        JOB.replace("sys.argv[1]", "os.environ['SLURM_NODEID']").replace("sys.argv", "[0, 0, 10, 20]")
+    )
+    options = ("--backend", "slurm", "--set", "slurm.nodes=2", "--memory", "60MiB", "--name", "two")
+    run = start("run", *options, "--", sys.executable, "rank.py")
+    wait_until(lambda: starts(tmp_path) == {"0": 1, "1": 1})
+    time.sleep(1)
+    run.send_signal(signal.SIGINT)
+    code, out = finish(run)
+    assert code == 75, out
+    assert sorted(path.name for path in tmp_path.glob("done_*")) == ["done_0", "done_1"]
+    code, out = finish(start("resume", "two"))
+    assert code == 0, out
+    assert starts(tmp_path) == {"0": 2, "1": 2} and len(list(tmp_path.glob("result_*"))) == 2
+
+
+def test_a_launched_job_that_saves_at_sigterm_is_queued_again(cluster, tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    command = [sys.executable, "job.py", "1", "10", "30"]
+    config = {"name": "again", "command": command, "memory": {"rank": "60MiB"}}
+    (tmp_path / "job.yaml").write_text(json.dumps(config))
+    env = cluster.env | {"PATH": f"{Path(sys.executable).parent}:{cluster.env['PATH']}"}
+    words = [sys.executable, "-m", "memfit", "launch", "job.yaml", "--submit"]
+    told = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=env).stderr
+    number = told.rpartition("job ")[2].strip()
+    wait_until(lambda: starts(tmp_path) == {"1": 1})
+    time.sleep(1)
+    cluster.call("scancel", "--signal=TERM", number)
+    wait_until((tmp_path / "result_1").exists)
+    assert starts(tmp_path) == {"1": 2} and (tmp_path / "done_1").read_text() == "half"
+    assert cluster.wait(number) == ["COMPLETED"]
+
+
+def test_a_function_is_not_given_several_nodes(start, tmp_path):
+    (tmp_path / "work.py").write_text("def train(n: int = 1):\n    return {'n': n}\n")
+    code, out = finish(start("run", "work:train", "--backend", "slurm", "--set", "slurm.nodes=2"))
+    assert code == 2 and "on several nodes a command starts once on each" in out
+
+
 def test_what_slurm_refuses_is_said_and_starts_nothing(start, tmp_path):
     code, out = finish(start("run", "--backend", "slurm", "--set", "slurm.partition=nowhere", "--", "true"))
     assert code == 2 and "no partition nowhere" in out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -15,16 +15,14 @@ from memfit.cli._settings import Set
 from memfit.cli._terminal import AsJson
 from memfit.errors import UsageError
 from memfit.memory import Budget
-from memfit.planning import Launch, LaunchConfig, Measured
+from memfit.planning import Launch, LaunchConfig, LaunchFormat, Measured
 from memfit.reports import RunView, find_run
 from memfit.units import format_bytes
-
-Format = Literal["sbatch", "compose", "dockerfile", "env"]
 
 
 def launch(
     config: Annotated[Path, typer.Argument(help="A YAML file that describes the training; see docs/launch.md.")],
-    format_: Annotated[Format, typer.Option("--format", help="Which file to print.")] = "sbatch",
+    format_: Annotated[LaunchFormat, typer.Option("--format", help="Which file to print.")] = "sbatch",
     measured: Annotated[
         str | None,
         typer.Option(help="Take memory and time of an epoch from this run.", metavar="RUN", show_default=False),
@@ -55,7 +53,7 @@ def launch(
             remedy="leave --format out",
         )
     found = settings.resolve(LaunchConfig, file=config, env={}, overrides=set_ or []).value
-    made = Launch.of(found, _measured(measured) if measured is not None else None)
+    made = Launch.of(found, _measured(measured) if measured is not None else None, format_)
     notes = [_check_room(made, format_)]
     text = made.render(format_)
     if submit or test_only:
@@ -86,7 +84,7 @@ def _measured(name: str) -> Measured:
     return Measured(footprint.private_bytes, footprint.shared_bytes, seconds, view.run.path.name)
 
 
-def _check_room(made: Launch, form: Format) -> str:
+def _check_room(made: Launch, form: LaunchFormat) -> str:
     """Compare with the partition's largest node, or say what could not be compared."""
     if form == "sbatch":
         try:

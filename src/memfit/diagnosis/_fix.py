@@ -16,14 +16,13 @@ from memfit.diagnosis._job import ACCUMULATE, BATCH, Job, bytes_of, job_of_scrip
 from memfit.diagnosis._remedies import (
     DEVICES,
     list_remedies,
-    slurm_time,
     wanted_request,
     wanted_time,
     with_figures,
-    write_size,
 )
 from memfit.errors import UsageError
-from memfit.units import GIB, format_bytes
+from memfit.slurm import format_time
+from memfit.units import GIB, format_bytes, write_size
 
 if TYPE_CHECKING:
     from memfit.diagnosis._diagnose import Diagnosis
@@ -289,7 +288,7 @@ class _Fixer:
         if wanted is None or limit is None or wanted[0] <= limit:
             return
         if self.diagnosis.cause == "walltime" or (self.job.needed_seconds or 0) > limit:
-            self._set("time", slurm_time(wanted[0]), wanted[1])
+            self._set("time", format_time(wanted[0]), wanted[1])
 
     def device(self, config: Mapping[str, Any] | None) -> Iterator[Check]:
         """Apply the cheapest remedy that a script can express; one at a time, so that the next run shows its effect."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from memfit.diagnosis._job import ACCUMULATE, BATCH, Job
 from memfit.diagnosis._remedy_table import COSTS, TABLE, UNDER_MEMFIT, Cost, Remedy, row
 from memfit.diagnosis._verdict import NOTICEABLE
-from memfit.units import GIB, MIB, format_bytes, format_duration
+from memfit.slurm import format_time
+from memfit.units import GIB, MIB, format_bytes, format_duration, round_up_size, write_size
 
 if TYPE_CHECKING:
     from memfit.diagnosis._diagnose import Diagnosis
@@ -232,24 +233,11 @@ def _as_written(change: Change, setup: Setup) -> str:
     return _HF_WORDS.get(change.options[0], "memfit estimate " + " ".join(change.options))
 
 
-def write_size(count: int, units: tuple[str, str] = ("G", "M")) -> str:
-    """Return a size in GiB or MiB as a tool takes it, rounded up; from 64 GiB on in whole GiB."""
-    if count >= GIB and (count % GIB == 0 or count >= 64 * GIB):
-        return f"{-(-count // GIB)}{units[0]}"
-    return f"{-(-count // MIB)}{units[1]}"
-
-
-def round_up(count: float) -> int:
-    """Return a request that people would write: whole GiB from 4 GiB on, else whole 256 MiB."""
-    step = GIB if count >= 4 * GIB else 256 * MIB
-    return -(-int(count) // step) * step
-
-
 def wanted_request(job: Job) -> tuple[int, str] | None:
     """Return the bytes to request on each node, and the arithmetic; None if no figure is known."""
     measured, limit = job.node_bytes, job.limit_bytes
     if measured is not None and (limit is None or measured[0] > _CUT * limit):
-        size = round_up(measured[0] * (1 + RESERVE))
+        size = round_up_size(measured[0] * (1 + RESERVE))
         why = f"{measured[1]} = {format_bytes(measured[0])} on each node; + {RESERVE:.0%} = {format_bytes(size)}"
         return size, why
     if limit is None:
@@ -258,7 +246,7 @@ def wanted_request(job: Job) -> tuple[int, str] | None:
     if measured is not None:
         missed = "is where the limit cut it off" if measured[0] > 0.9 * limit else "missed its peak"
         seen = f"; the largest sample, {format_bytes(measured[0])}, {missed}"
-    return round_up(1.5 * limit), f"{format_bytes(limit)} + 50%: the peak was not measured{seen}"
+    return round_up_size(1.5 * limit), f"{format_bytes(limit)} + 50%: the peak was not measured{seen}"
 
 
 def _of_host(diagnosis: Diagnosis, job: Job) -> Iterator[Remedy]:
@@ -346,14 +334,7 @@ def wanted_time(job: Job) -> tuple[int, str] | None:
     )
 
 
-def slurm_time(seconds: int) -> str:
-    """Return seconds as ``--time`` takes them."""
-    days, rest = divmod(seconds, 86400)
-    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
-    return f"{days}-{clock}" if days else clock
-
-
 def _more_time(job: Job) -> Iterator[Remedy]:
     wanted = wanted_time(job)
-    yield row("no_time") if wanted is None else row("time", time=slurm_time(wanted[0]), why=wanted[1])
+    yield row("no_time") if wanted is None else row("time", time=format_time(wanted[0]), why=wanted[1])
     yield row("resume")

@@ -230,11 +230,8 @@ class SlurmBackend:
     def _script(self, array: _Array, limit_bytes: int | None, num_cpus: int, options: SlurmOptions) -> str:
         most = f"%{self.max_parallel}" if self.max_parallel else ""
         limit_bytes = limit_bytes or options.memory
-        memory = (
-            ""
-            if limit_bytes is None
-            else f"{math.ceil((limit_bytes + (SHIM_BYTES if options.nodes == 1 else _NODES_BYTES)) / MIB)}M"
-        )
+        own = SHIM_BYTES if options.nodes == 1 else _NODES_BYTES
+        memory = "" if limit_bytes is None else f"{math.ceil((limit_bytes + own) / MIB)}M"
         return render_script(
             {
                 "job-name": array.name,
@@ -431,14 +428,25 @@ class SlurmBackend:
 
 
 def cancel_queued(run: RunDir) -> list[str]:
-    """Cancel the jobs of a run that wait in Slurm's queue, and wait until they are gone; return their ids."""
+    """Cancel the jobs of a run that wait in Slurm's queue, and wait until they are gone; return their ids.
+
+    Raises:
+        UsageError: Slurm does not answer.
+    """
     if not (run.path / "slurm").is_dir():
         return []
     backend = SlurmBackend(run)
     queued = [job_id for job_id, status in backend.poll().items() if status.state == "pending"]
     for job_id in queued:
         backend.cancel(job_id)
+    end = backend.now() + 2 * _LATEST_SECONDS
     while any(backend.poll()[job_id].state not in ENDED for job_id in queued):
+        if backend.now() > end:
+            raise UsageError(
+                f"{len(queued)} jobs of {run.path} are queued still: Slurm does not answer.",
+                rule="Slurm's controller takes jobs out of its queue.",
+                remedy="give the same command again when squeue works",
+            )
         backend.wait(_FIRST_SECONDS)
     return queued
 

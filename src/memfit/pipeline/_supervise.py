@@ -327,8 +327,15 @@ def supervised(
 def _set_up(run: RunDir, settings: CommandSettings, events: EventWriter, stack: ExitStack) -> tuple[Backend, Claims]:
     """Remove what dead runs left; make the claims, and the backend with cgroup limits if it can have them."""
     if settings.backend == "slurm":
+        own = _slurm_of_stages(settings)
+        if getattr(settings, "target", "") and any(one.nodes > 1 for one in (settings.slurm, *own.values())):
+            raise UsageError(
+                "a stage that is a function was given several nodes of Slurm.",
+                rule="on several nodes a command starts once on each; a function's result is that of one process.",
+                remedy="leave slurm.nodes out, or run a command: memfit run --backend slurm -- torchrun train.py",
+            )
         events.write("budget", **read_budget(settings).to_dict(), group="", backend="slurm")
-        by_stage = {name: _slurm_options(one) for name, one in _slurm_of_stages(settings).items()}
+        by_stage = {name: _slurm_options(one) for name, one in own.items()}
         queue = SlurmBackend(
             run,
             _slurm_options(settings.slurm),

@@ -7,15 +7,16 @@ from memfit.planning._plan import Plan, decide, plan
 
 if TYPE_CHECKING:
     from memfit.planning._estimate import Question, ask
-    from memfit.planning._launch import Launch, LaunchConfig, Measured
+    from memfit.planning._launch import Launch, LaunchConfig, LaunchFormat, Measured
 
-__all__ = ["Launch", "LaunchConfig", "Measured", "Plan", "Question", "ask", "decide", "plan"]
+__all__ = ["Launch", "LaunchConfig", "LaunchFormat", "Measured", "Plan", "Question", "ask", "decide", "plan"]
 
 _LATER = {
     "Question": "_estimate",
     "ask": "_estimate",
     "Launch": "_launch",
     "LaunchConfig": "_launch",
+    "LaunchFormat": "_launch",
     "Measured": "_launch",
 }
 

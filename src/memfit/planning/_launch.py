@@ -16,19 +16,21 @@ from memfit.config import ByteSize, Settings
 from memfit.errors import ConfigError, DoesNotFitError
 from memfit.jobs import SHIM_BYTES, render_script
 from memfit.masking import mask
-from memfit.units import GIB, MIB, format_bytes
+from memfit.slurm import format_time
+from memfit.units import MIB, format_bytes, round_up_size, write_size
 
-Format = Literal["sbatch", "compose", "dockerfile", "env"]
+LaunchFormat = Literal["sbatch", "compose", "dockerfile", "env"]
 #: Docker gives a container so much /dev/shm unless it is told otherwise.
 _LEAST_SHM_BYTES = 64 * MIB
 #: What `memfit run` itself takes on each node.
-_SUPERVISOR_BYTES = 96 * MIB
+_WATCHING_BYTES = SHIM_BYTES + 96 * MIB
 #: Slurm may send a signal up to a minute early.
 _EARLY_SECONDS = 60
 _MOST_REQUEUES = 20
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-_Name = Annotated[str, Field(pattern=r"[a-z0-9][a-z0-9_-]*")]
+_Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 _Count = Annotated[int, Field(ge=1)]
+_Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class LaunchMemory(Settings):
@@ -104,8 +106,8 @@ class LaunchConfig(Settings):
     slurm: LaunchSlurm = LaunchSlurm()
     image: str = ""
     requirements: str = "requirements.txt"
-    env: dict[str, str] = Field(default_factory=dict)
-    secrets: list[str] = Field(default_factory=list)
+    env: dict[_Variable, str] = Field(default_factory=dict)
+    secrets: list[_Variable] = Field(default_factory=list)
     cuda_allocator: str | None = None
 
 
@@ -151,8 +153,8 @@ class Launch:
     time_why: str
 
     @classmethod
-    def of(cls, config: LaunchConfig, measured: Measured | None = None) -> Launch:
-        """Work out the sizes.
+    def of(cls, config: LaunchConfig, measured: Measured | None = None, form: LaunchFormat = "sbatch") -> Launch:
+        """Work out the sizes for a file of this form.
 
         Raises:
             ConfigError: The memory is not known, a secret stands in the settings, or the allocator's are at fault.
@@ -160,12 +162,14 @@ class Launch:
         _check(config)
         own, why = _private(config, measured)
         shared = measured.shared_bytes if measured and not config.memory.shared else config.memory.shared
-        size = math.ceil(own * (1 + config.memory.slack)) + shared + SHIM_BYTES + _SUPERVISOR_BYTES
+        watching = _WATCHING_BYTES if form == "sbatch" and config.start_with == "torchrun" else 0
+        size = math.ceil(own * (1 + config.memory.slack)) + shared + watching
         if config.memory.slack:
             why += f", {config.memory.slack:.0%} more"
         if shared:
             why += f", {format_bytes(shared)} that they share"
-        why += f", {format_bytes(SHIM_BYTES + _SUPERVISOR_BYTES)} for memfit"
+        if watching:
+            why += f", {format_bytes(watching)} for memfit"
         num_queued = config.ranks_per_node * config.num_workers * config.prefetch_factor
         shm = max(_LEAST_SHM_BYTES, math.ceil(num_queued * config.batch_bytes * (1 + config.memory.slack)))
         queue = f"{config.ranks_per_node} x {config.num_workers} x {config.prefetch_factor} batches"
@@ -176,9 +180,9 @@ class Launch:
         time, time_why = _time(config, measured)
         return cls(
             config,
-            _round_up(size),
+            round_up_size(size),
             why,
-            _round_up(shm),
+            round_up_size(shm) if num_queued and config.batch_bytes else shm,
             shm_why,
             cpus if config.start_with == "srun" else cpus * config.ranks_per_node,
             time,
@@ -213,7 +217,7 @@ class Launch:
             "time_why": self.time_why,
         }
 
-    def render(self, form: Format) -> str:
+    def render(self, form: LaunchFormat) -> str:
         """Return the file."""
         writers = {"sbatch": self._sbatch, "compose": self._compose, "dockerfile": self._dockerfile, "env": self._env}
         return writers[form]()
@@ -235,7 +239,7 @@ class Launch:
             "ntasks-per-node": str(tasks),
             "cpus-per-task": str(self.num_cpus),
             "gres": f"gpu:{config.gpus_per_node}" if config.gpus_per_node else "",
-            "mem": f"{self.memory_bytes // MIB}M",
+            "mem": write_size(self.memory_bytes),
             "time": self.time,
             # To the ranks and not to this script, which has to start the job again.
             "signal": f"TERM@{math.ceil(config.checkpoint_seconds) + _EARLY_SECONDS}",
@@ -266,18 +270,17 @@ class Launch:
         step = "srun --kill-on-bad-exit=1 --wait=60"
         if config.start_with == "srun":
             return [f"{step} {shlex.join(config.command)}"]
-        ranks, lines = list(config.command), []
+        words, lines = shlex.join(config.command), []
         if config.num_nodes > 1 or config.ranks_per_node > 1:
-            head, rendezvous = ["torchrun", f"--nproc-per-node={config.ranks_per_node}"], ["--standalone"]
+            head, rendezvous = f"torchrun --nproc-per-node={config.ranks_per_node}", "--standalone"
             if config.num_nodes > 1:
                 # This script runs on the first node.
                 lines = ['export RENDEZVOUS="$(hostname):$((20000 + SLURM_JOB_ID % 20000))"']
-                rendezvous = [
-                    f"--nnodes={config.num_nodes}", "--rdzv-backend=c10d", "--rdzv-id=$SLURM_JOB_ID",
-                    "--rdzv-endpoint=$RENDEZVOUS", "--max-restarts=0",
-                ]  # fmt: skip
-            ranks = [*head, *rendezvous, *_without_python(ranks)]
-        words = " ".join(word if "$" in word else shlex.quote(word) for word in ranks)
+                rendezvous = (
+                    f'--nnodes={config.num_nodes} --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" '
+                    '--rdzv-endpoint="$RENDEZVOUS" --max-restarts=0'
+                )
+            words = f"{head} {rendezvous} {shlex.join(_without_python(config.command))}"
         # All nodes start again together, so memfit restarts none by itself.
         run = f"exec memfit run --retries 0 --name {config.name}-$SLURM_JOB_ID-$SLURM_NODEID -- {words}"
         return [*lines, f"{step} sh -c {shlex.quote(run)}"]
@@ -292,7 +295,7 @@ class Launch:
 
     def _compose(self) -> str:
         config = self.config
-        memory, shm = _of_docker(self.memory_bytes), _of_docker(self.shm_bytes)
+        memory, shm = (write_size(size, ("g", "m")) for size in (self.memory_bytes, self.shm_bytes))
         secrets = {name: f"${{{name}:?set it in the environment or in .env}}" for name in config.secrets}
         service: dict[str, Any] = {"image": config.name} if not config.image else {}
         service |= {"build": "."} if config.image else {}
@@ -327,7 +330,7 @@ class Launch:
         if config.requirements:
             lines += [f"COPY {config.requirements} .", f"RUN pip install --no-cache-dir -r {config.requirements}"]
         lines += ["COPY . ."]
-        lines += [f"ENV {name}={json.dumps(value)}" for name, value in self._variables().items()]
+        lines += [f"ENV {name}={_dockers(value)}" for name, value in self._variables().items()]
         if config.secrets:
             lines += [f"# Set when it is started, never here: {', '.join(config.secrets)}"]
         return "\n".join([*lines, f"CMD {json.dumps(self._local())}", ""])
@@ -374,19 +377,17 @@ def _time(config: LaunchConfig, measured: Measured | None) -> tuple[str, str]:
     if config.time or not config.num_epochs or not seconds:
         return config.time, ""
     total = math.ceil(config.num_epochs * seconds * (1 + config.memory.slack) / 60) * 60
-    days, rest = divmod(total, 86400)
-    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:00"
     why = f"{config.num_epochs} epochs of {seconds:.0f} s, {config.memory.slack:.0%} more"
-    return f"{days}-{clock}" if days else clock, why
+    return format_time(total), why
 
 
-def _round_up(size: int) -> int:
-    step = GIB if size >= 8 * GIB else 64 * MIB
-    return -(-size // step) * step
+def _dockers(value: str) -> str:
+    r"""Return a value as a Dockerfile takes it, where ``$`` would name a variable.
 
-
-def _of_docker(size: int) -> str:
-    return f"{size // GIB}g" if size % GIB == 0 else f"{size // MIB}m"
+    >>> _dockers('a "$b"')
+    '"a \\"\\$b\\""'
+    """
+    return json.dumps(value).replace("$", "\\$")
 
 
 def _without_python(command: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ from memfit.slurm._control import (
     release_element,
     submit_script,
 )
-from memfit.slurm._shapes import Limit, parse_node_limits, parse_shapes
+from memfit.slurm._shapes import Limit, format_time, parse_node_limits, parse_shapes
 
 __all__ = [
     "Element",
@@ -27,6 +27,7 @@ __all__ = [
     "cancel_elements",
     "check_script",
     "find_job",
+    "format_time",
     "parse_node_limits",
     "parse_nodes",
     "parse_queue",

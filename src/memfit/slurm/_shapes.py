@@ -10,6 +10,17 @@ from memfit.slurm._accounting import Request, Row, full_state, parse_seconds, pa
 from memfit.units import MIB
 
 
+def format_time(seconds: int) -> str:
+    """Return seconds as ``sbatch --time`` takes them.
+
+    >>> format_time(135_000)
+    '1-13:30:00'
+    """
+    days, rest = divmod(seconds, 86400)
+    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}-{clock}" if days else clock
+
+
 @dataclass(frozen=True)
 class Limit:
     """The most memory that a job can request of a node.
