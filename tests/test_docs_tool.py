@@ -80,6 +80,17 @@ def test_a_skipped_block_is_named_with_its_reason_and_not_run(tmp_path: Path) ->
     assert check(tmp_path, console("$ true", before="<!-- skip: -->")).returncode == 2
 
 
+def test_numbers_vary_where_a_block_says_so(tmp_path: Path) -> None:
+    lines = [
+        "$ echo 'epoch 1/3 took 2.5s in run_20260101_120000_aa00'",
+        "epoch 3/3 took 10s in run_20260102_130000_b1f2",
+    ]
+    assert check(tmp_path, console(*lines)).returncode == 1
+    assert check(tmp_path, console(*lines, before="<!-- numbers: vary -->")).returncode == 0
+    other = [lines[0], "epoch 3/3 lasted 10s in run_20260102_130000_b1f2"]
+    assert check(tmp_path, console(*other, before="<!-- numbers: vary -->")).returncode == 1
+
+
 def test_python_blocks_of_a_file_share_one_namespace(tmp_path: Path) -> None:
     text = "```python\nx = 20 + 1\n```\n```console\n$ echo hi > file\n```\n```python\nassert x == 21\n{}\n```\n"
     assert check(tmp_path, text.format("assert open('file').read() == 'hi\\n'")).returncode == 0

@@ -5,8 +5,9 @@ The public names load their modules when they are first used, so ``import memfit
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
     from memfit.data import Panel
@@ -18,21 +19,6 @@ if TYPE_CHECKING:
     from memfit.planning import plan
     from memfit.rundir import phase
     from memfit.training import SafeStep, Trainer
-
-_HOMES = {
-    "Budget": "memory",
-    "Footprint": "memory",
-    "Job": "jobs",
-    "Panel": "data",
-    "SafeStep": "training",
-    "Trainer": "training",
-    "diagnose": "diagnosis",
-    "estimate": "estimation",
-    "measure": "memory",
-    "phase": "rundir",
-    "plan": "planning",
-    "run": "pipeline",
-}
 
 __all__ = [
     "Budget",
@@ -50,12 +36,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"memfit.{_HOMES[name]}"), name)
-    from memfit.successors import missing_name
-
-    raise missing_name(__name__, name)
+__getattr__ = load_lazily(
+    __name__,
+    {
+        "memory": "Budget Footprint measure",
+        "jobs": "Job",
+        "data": "Panel",
+        "training": "SafeStep Trainer",
+        "diagnosis": "diagnose",
+        "estimation": "estimate",
+        "rundir": "phase",
+        "planning": "plan",
+        "pipeline": "run",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -58,6 +58,7 @@ def test_with_continue_all_run_and_all_failures_are_reported(memfit):
 
 def test_a_plan_prints_commands_and_budget_and_starts_nothing(memfit, tmp_path):
     (tmp_path / "grid.csv").write_text('model,lr\nbig,1e-3\n"small, old",1e-4\n')
+    (tmp_path / "train.py").touch()
     words = ["--param-file", "grid.csv", "--param", "fold=1..2", "--limit", "64MiB", "--plan"]
     command = ["python", "train.py", "{model}", "--json", '{"lr": {lr}, "fold": {fold}}']
     done = memfit("map", *words, "--", *command)
@@ -86,6 +87,7 @@ def test_a_plan_prints_commands_and_budget_and_starts_nothing(memfit, tmp_path):
         (["--param", "a=3..1", "--", "ls", "{a}"], "a=3..1 is an empty range"),
         (["--param-file", "absent.csv", "--", "ls", "{a}"], "absent.csv cannot be read"),
         (["--param", "a=1", "--", "nonesuch", "{a}"], "there is no program 'nonesuch'"),
+        (["--param", "a=1", "--", "python", "nonesuch.py", "{a}"], "there is no script 'nonesuch.py'"),
         (["--param", "a=1", "--memory", "much", "--", "ls", "{a}"], "--memory must be a size"),
         (["--param", "a=1", "--retries", "-1", "--", "ls", "{a}"], "retries"),
         (["--param", "a=1", "--name", "a/b", "--", "ls", "{a}"], "'a/b' cannot name an experiment"),
@@ -150,7 +152,7 @@ def test_commands_that_want_more_cores_than_there_are_hear_of_max_parallel_once(
         rest = process.stdout.read()
     assert re.search(r"4 running jobs want \d cores of 1\. Faster: --max-parallel [12]\b", told), told
     assert process.returncode == 0 and "--max-parallel" not in rest
-    assert re.search(r"4 at once; the jobs kept [01]\.\d cores busy", rest), rest
+    assert re.search(r"at most 4 ran at the same time[\s\S]*; the jobs kept [01]\.\d cores busy", rest), rest
 
 
 def test_commands_that_are_done_are_told_when_the_others_run_again(memfit, tmp_path):

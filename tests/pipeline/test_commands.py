@@ -179,6 +179,7 @@ def test_an_unnamed_experiment_is_called_after_the_program(tmp_path, monkeypatch
         (programs / name).write_text("#!/bin/sh\n")
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    Path("train.py").touch()
     names = [
         (["python", "train.py"], "train"),
         ([str(programs / "python3.11"), "-u", "a/b.c/train_it.py", "--x"], "train_it"),

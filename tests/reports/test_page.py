@@ -73,6 +73,20 @@ def test_the_page_is_whole_offline_and_small(run: Path) -> None:
     assert "3 completed" in said
     assert "cmd_0001 mib=20" in said
     assert "MemoryError" in said, "the line that shows the cause"
+    assert "bytearray({mib} << 20)" in said, "the command"
+    assert "jobs/cmd_0004/err.log" in said, "where its log is"
+    assert "attempt 2" not in said
+
+
+def test_the_page_tells_which_attempt_of_a_job_it_shows(tmp_path: Path) -> None:
+    code = "import pathlib; p = pathlib.Path('seen'); p.exists() or (p.touch(), 1 / 0)"
+    words = ("run", "--json", "--", sys.executable, "-c", code)
+    assert memfit(*words, cwd=tmp_path).returncode == 1
+    found = memfit(*words, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    path = json.loads(found.stdout)["run"]
+    assert memfit("report", path, cwd=tmp_path).returncode == 0
+    assert "attempt 2" in " ".join(_Page((Path(path) / "report.html").read_text()).text)
 
 
 def test_two_runs_share_one_scale_and_say_what_changed(run: Path, tmp_path: Path) -> None:

@@ -1,34 +1,42 @@
-"""Jobs, the backends that run them, and the scheduler that admits them under a budget."""
+"""Jobs, the backends that run them, and the scheduler that admits them under a budget.
 
-from memfit.jobs._admission import LocalAdmission
-from memfit.jobs._budget_watch import ReadBudget
-from memfit.jobs._child import call_in_child, load_target, raise_error_of
-from memfit.jobs._folder import read_status
-from memfit.jobs._job import (
-    ENDED,
-    STATES,
-    Backend,
-    EndedBy,
-    Enforcer,
-    Grant,
-    Job,
-    JobSource,
-    JobStatus,
-    OnFailure,
-    Policy,
-    Request,
-    State,
-    StopRequest,
-    Submission,
-    Traits,
-    Verdict,
-    name_jobs,
-)
-from memfit.jobs._local import LocalBackend, child_env
-from memfit.jobs._scheduler import Scheduler
-from memfit.jobs._slurm import SHIM_BYTES, SlurmBackend, SlurmOptions, render_script
-from memfit.jobs._stop import ASK_SIGNAL, NOW_SIGNAL, find_supervisor, forget_stops, running_jobs, stop, take_stop
-from memfit.jobs._threads import limit_threads
+The names load their modules when they are first used: the processes beside each job need few of them.
+"""
+
+from typing import TYPE_CHECKING
+
+from memfit._lazy import load_lazily
+
+if TYPE_CHECKING:
+    from memfit.jobs._admission import LocalAdmission
+    from memfit.jobs._budget_watch import ReadBudget
+    from memfit.jobs._child import call_in_child, load_target, raise_error_of
+    from memfit.jobs._folder import read_status
+    from memfit.jobs._job import (
+        ENDED,
+        STATES,
+        Backend,
+        EndedBy,
+        Enforcer,
+        Grant,
+        Job,
+        JobSource,
+        JobStatus,
+        OnFailure,
+        Policy,
+        Request,
+        State,
+        StopRequest,
+        Submission,
+        Traits,
+        Verdict,
+        name_jobs,
+    )
+    from memfit.jobs._local import LocalBackend, child_env
+    from memfit.jobs._scheduler import Scheduler
+    from memfit.jobs._slurm import SHIM_BYTES, SlurmBackend, SlurmOptions, render_script
+    from memfit.jobs._stop import ASK_SIGNAL, NOW_SIGNAL, find_supervisor, forget_stops, running_jobs, stop, take_stop
+    from memfit.jobs._threads import limit_threads
 
 __all__ = [
     "ASK_SIGNAL",
@@ -71,3 +79,22 @@ __all__ = [
     "stop",
     "take_stop",
 ]
+
+__getattr__ = load_lazily(
+    __name__,
+    {
+        "_admission": "LocalAdmission",
+        "_budget_watch": "ReadBudget",
+        "_child": "call_in_child load_target raise_error_of",
+        "_folder": "read_status",
+        "_job": (
+            "ENDED STATES Backend EndedBy Enforcer Grant Job JobSource JobStatus OnFailure Policy Request "
+            "State StopRequest Submission Traits Verdict name_jobs"
+        ),
+        "_local": "LocalBackend child_env",
+        "_scheduler": "Scheduler",
+        "_slurm": "SHIM_BYTES SlurmBackend SlurmOptions render_script",
+        "_stop": "ASK_SIGNAL NOW_SIGNAL find_supervisor forget_stops running_jobs stop take_stop",
+        "_threads": "limit_threads",
+    },
+)

@@ -36,7 +36,7 @@ from memfit.rundir import RunDir, read_json, write_atomic, write_json
 from memfit.units import MIB
 
 #: What the shim takes beside its job.
-SHIM_BYTES = 16 * MIB
+SHIM_BYTES: int = 16 * MIB
 #: The same on the first of several nodes, with srun and the shim that follows the others.
 _NODES_BYTES = 64 * MIB
 _SHIM = ("-P", "-m", "memfit.jobs", "shim")

@@ -1,16 +1,23 @@
-"""Runs a workload's stages, a plain function or any command under one budget."""
+"""Runs a workload's stages, a plain function or any command under one budget.
 
-from memfit.pipeline._config import CommandSettings, MemorySettings, RunConfig, StageSettings
-from memfit.pipeline._contract import Context, Output, Probe, Stage, Stop, Workload
-from memfit.pipeline._graph import Choice
-from memfit.pipeline._grid import expand, fill
-from memfit.pipeline._manifest import fingerprint_files
-from memfit.pipeline._order import resolve_settings
-from memfit.pipeline._plan_run import RunPlan, StagePlan, plan_commands, plan_run
-from memfit.pipeline._probe import LoaderBench, bench_loader, call_alone, context_of, estimate_workload
-from memfit.pipeline._run import resume, run, run_commands
-from memfit.pipeline._supervise import RunResult, read_budget
-from memfit.successors import missing_name
+The names load their modules when they are first used: the processes beside each job need few of them.
+"""
+
+from typing import TYPE_CHECKING
+
+from memfit._lazy import load_lazily
+
+if TYPE_CHECKING:
+    from memfit.pipeline._config import CommandSettings, MemorySettings, RunConfig, StageSettings
+    from memfit.pipeline._contract import Context, Output, Probe, Stage, Stop, Workload
+    from memfit.pipeline._graph import Choice
+    from memfit.pipeline._grid import expand, fill
+    from memfit.pipeline._manifest import fingerprint_files
+    from memfit.pipeline._order import resolve_settings
+    from memfit.pipeline._plan_run import RunPlan, StagePlan, plan_commands, plan_run
+    from memfit.pipeline._probe import LoaderBench, bench_loader, call_alone, context_of, estimate_workload
+    from memfit.pipeline._run import resume, run, run_commands
+    from memfit.pipeline._supervise import RunResult, read_budget
 
 __all__ = [
     "Choice",
@@ -44,6 +51,18 @@ __all__ = [
     "run_commands",
 ]
 
-
-def __getattr__(name: str) -> None:
-    raise missing_name(__name__, name)
+__getattr__ = load_lazily(
+    __name__,
+    {
+        "_config": "CommandSettings MemorySettings RunConfig StageSettings",
+        "_contract": "Context Output Probe Stage Stop Workload",
+        "_graph": "Choice",
+        "_grid": "expand fill",
+        "_manifest": "fingerprint_files",
+        "_order": "resolve_settings",
+        "_plan_run": "RunPlan StagePlan plan_commands plan_run",
+        "_probe": "LoaderBench bench_loader call_alone context_of estimate_workload",
+        "_run": "resume run run_commands",
+        "_supervise": "RunResult read_budget",
+    },
+)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, create_model
 
 from memfit.errors import UsageError
+from memfit.jobs import load_target
 from memfit.rundir import record
 
 if TYPE_CHECKING:
@@ -300,3 +301,17 @@ def call_with_settings(
         params = type(params).model_validate(values | changed)
         values = {name: getattr(params, name) for name in values}
     return function(context, **values)
+
+
+def load_workload(target: str) -> Workload[Any]:
+    """Return the workload that a config's target names; a function becomes a workload of one stage."""
+    found = load_target(target)
+    if isinstance(found, Workload):
+        return found
+    if inspect.isfunction(found):
+        return Workload.of(found)
+    raise UsageError(
+        f"target '{target}' is a {type(found).__name__}.",
+        rule="a run's target is a function, or a memfit.pipeline.Workload.",
+        remedy="name the variable that holds it, for example memfit_workloads.ranker.stages:RANKER",
+    )

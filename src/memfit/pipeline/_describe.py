@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,9 @@ from pydantic import BaseModel
 
 from memfit import config
 from memfit.errors import ConfigError, UsageError, nearest
-from memfit.jobs import load_target
 from memfit.pipeline._code import code_of, code_of_command
 from memfit.pipeline._config import RunConfig
-from memfit.pipeline._contract import Stage, Workload
+from memfit.pipeline._contract import Stage, load_workload
 from memfit.pipeline._grid import PLACEHOLDER
 
 SEED = "@seed"
@@ -64,20 +62,6 @@ class StageSpec:
     def reads(self) -> list[str]:
         """The stages whose results it uses."""
         return [*self.needs, *filter(None, [self.source])]
-
-
-def load_workload(target: str) -> Workload[Any]:
-    """Return the workload that a config's target names; a function becomes a workload of one stage."""
-    found = load_target(target)
-    if isinstance(found, Workload):
-        return found
-    if inspect.isfunction(found):
-        return Workload.of(found)
-    raise UsageError(
-        f"target '{target}' is a {type(found).__name__}.",
-        rule="a run's target is a function, or a memfit.pipeline.Workload.",
-        remedy="name the variable that holds it, for example memfit_workloads.ranker.stages:RANKER",
-    )
 
 
 def describe(target: str, resolved: str, units: Sequence[Mapping[str, str]] = ()) -> dict[str, Any]:

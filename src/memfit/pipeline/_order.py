@@ -21,11 +21,12 @@ from memfit.memory import Budget
 from memfit.pipeline._config import CommandSettings, RunConfig, StageSettings, of_commands, resolve_with_allocator
 from memfit.pipeline._describe import StageSpec, describe_commands
 from memfit.pipeline._graph import ALL, Choice, chosen_units
-from memfit.pipeline._grid import fill, own_stdin
+from memfit.pipeline._grid import PLACEHOLDER, fill, own_stdin
 from memfit.rundir import RunDir, damaged, read_whole
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _INTERPRETER = re.compile(r"(?:python|pypy)[0-9.]*|(?:ba|da|z|k)?sh|torchrun|Rscript|julia|node|perl|ruby")
+_PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
 _SCRIPT = re.compile(r"\S+\.(?:py|sh|R|jl|js|pl|rb)")
 #: What ``run.json`` holds for a run of commands.
 FACTS = {"template": [str], "combinations": [{str: str}], "settings": dict, "origins": {str: str}}
@@ -172,6 +173,13 @@ def order_of_command(
                 rule="a command begins with a program: one on the PATH, or the path of an executable file.",
                 remedy="correct the name, make the file executable (chmod +x), or name what runs it: python, sh",
             )
+    script = command[1] if len(command) > 1 and _PYTHON.fullmatch(command[0]) else ""
+    if script.endswith(".py") and not PLACEHOLDER.search(script) and not Path(script).exists():
+        raise UsageError(
+            f"there is no script {script!r} in {Path.cwd()}.",
+            rule="what python is given as a script is a file.",
+            remedy="correct its name, or go to its folder first",
+        )
     changed: dict[str, tuple[Any, str]] = {}
     if own_stdin(combinations) is not None:
         changed["retries"] = 0, "standard input can be read once"

@@ -20,8 +20,8 @@ from memfit import config
 from memfit.errors import MissingExtraError, UntraceableError, UsageError
 from memfit.jobs import JobStatus, call_in_child, limit_threads
 from memfit.pipeline._config import RunConfig
-from memfit.pipeline._contract import Context, Probe
-from memfit.pipeline._describe import StageSpec, describe, load_workload
+from memfit.pipeline._contract import Context, Probe, load_workload
+from memfit.pipeline._describe import StageSpec, describe
 from memfit.pipeline._graph import Choice, Graph
 from memfit.pipeline._order import Order, python_path
 from memfit.pipeline._run import stage_order

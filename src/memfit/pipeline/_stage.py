@@ -16,8 +16,7 @@ from pydantic import BaseModel
 
 from memfit.errors import DataError, UsageError
 from memfit.pipeline._code import changed_code, code_of, own_modules
-from memfit.pipeline._contract import Context, Output, Stop
-from memfit.pipeline._describe import load_workload
+from memfit.pipeline._contract import Context, Output, Stop, load_workload
 from memfit.pipeline._manifest import describe_outputs, digest, hash_file, write_result
 from memfit.rundir import phase
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 
 from memfit.errors import DamagedError
+from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, Mark, draw_bars, draw_stack, legend
 from memfit.reports._numbers import format_number
@@ -32,6 +34,8 @@ _PHASES = ("load", "build", "train", "validate", "checkpoint", "preflight")
 _OTHER = "no phase marked"
 _BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
 _MOST_EVIDENCE = 3
+#: Of more jobs, the first so many are in the table of logs.
+_MOST_TOLD = 200
 #: A longer table is folded.
 _MOST_LINES = 30
 
@@ -164,8 +168,13 @@ def _page(seen: Sequence[_Seen]) -> str:
 
 
 def _heading(seen: Sequence[_Seen]) -> str:
-    where = "".join(f'<p class="note">{escape(str(one.run.path))}</p>' for one in seen)
+    where = "".join(f'<p class="note">{escape(str(one.run.path))}</p>{_command(one)}' for one in seen)
     return f"<h1>{' and '.join(escape(one.name) for one in seen)}</h1>{where}"
+
+
+def _command(seen: _Seen) -> str:
+    words = seen.run.header.get("template")
+    return f"<pre>{escape(shlex.join(mask([str(word) for word in words])))}</pre>" if words else ""
 
 
 def _facts(seen: _Seen) -> str:
@@ -313,10 +322,22 @@ def _jobs(seen: _Seen) -> Iterator[str]:
             for at in range(first, last + 1)
         ]
         note = job["state"] + (f", {format_duration(job['seconds'], short=True)}" if job["seconds"] else "")
+        note += f", attempt {job['attempt']}" if job["attempt"] > 1 else ""
         bars.append(Bar(_name(job), list(_merged(parts)), note, is_bad=job["state"] in _BAD))
     yield draw_bars(bars, seen.seconds, Frame(f"When each job of {seen.name} ran, by phase"), axis="seconds")
     if left := len(seen.series) - len(jobs):
         yield f'<p class="note">{left} shorter jobs are not shown.</p>'
+    lines = [_told(seen, job) for job in seen.summary["jobs"][:_MOST_TOLD]]
+    head = '<th>job</th><th>state</th><th class="number">attempts</th><th>log</th>'
+    yield f"<details><summary>Attempts and logs</summary>{_table(head, lines)}</details>"
+
+
+def _told(seen: _Seen, job: Mapping[str, Any]) -> str:
+    """Return a job's row: how often it was started, and where its log is."""
+    log = Path(job["log"])
+    path = str(log.relative_to(seen.run.path)) if log.is_relative_to(seen.run.path) else str(log)
+    cells = f"<td>{escape(_name(job))}</td><td>{escape(job['state'])}</td>"
+    return f'<tr>{cells}<td class="number">{job["attempt"]}</td><td>{escape(path)}</td></tr>'
 
 
 def _name(job: Mapping[str, Any]) -> str:

@@ -25,6 +25,8 @@ from memfit.units import format_bytes, format_duration
 
 #: Of more commands than this, only failures and further attempts have a line.
 _MOST_LINES = 60
+#: Of jobs that failed alike, so many are named after the first.
+_MOST_ALIKE = 5
 #: The newest runs of an experiment, whose kills are counted.
 _MOST_RUNS = 50
 _BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
@@ -162,13 +164,26 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None, *,
         _print_commands(rows, console)
     else:
         _print_stages(view, rows, console, verbose)
-    for row in rows:
-        if row.state in _BAD:
-            log, said = _short(_log(view, row)), _diagnosis(view, row)
-            text = f"\n{row.name} {row.state}: {row.status.cause or 'it left no result'}\n  log: {log}"
-            console.print(Text(text + (f"\n  diagnosis: {said}" if said else ""), style="red"), soft_wrap=True)
+    for (state, cause), (row, *others) in _failures(rows).items():
+        log, said = _short(_log(view, row)), _diagnosis(view, row)
+        text = f"\n{row.name} {state}: {cause}\n  log: {log}"
+        text += f"\n  diagnosis: {said}" if said else ""
+        if others:
+            names = ", ".join(other.name for other in others[:_MOST_ALIKE])
+            more = f" and {len(others) - _MOST_ALIKE} more" if len(others) > _MOST_ALIKE else ""
+            text += f"\n  the same: {names}{more}"
+        console.print(Text(text, style="red"), soft_wrap=True)
     console.print()
     _print_facts([*(_phases(rows) if is_one else _totals(view, rows, verbose)), *_places(view, is_one)], console)
+
+
+def _failures(rows: Sequence[JobRow]) -> dict[tuple[str, str], list[JobRow]]:
+    """Return the failed jobs by state and cause: one fault of a command fails all its jobs alike."""
+    found: dict[tuple[str, str], list[JobRow]] = {}
+    for row in rows:
+        if row.state in _BAD:
+            found.setdefault((row.state, row.status.cause or "it left no result"), []).append(row)
+    return found
 
 
 def _print_facts(facts: Iterable[tuple[str, str]], console: Console) -> None:
@@ -251,7 +266,7 @@ def _decisions(view: RunView, verbose: bool) -> Iterator[tuple[str, str]]:
         shared = f"; {format_bytes(footprint.shared_bytes)} shared by all jobs" if footprint.shared_bytes else ""
         peak = f"peak {format_bytes(footprint.private_bytes)}{where}"
         yield "one job", f"{peak} (measured on {plan['measured_on']}){shared}"
-        yield "at once", f"{plan['why']}. {view.most_at_once} ran at once"
+        yield "at once", f"{plan['why']}; at most {view.most_at_once} ran at the same time"
 
 
 def _phases(rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:
@@ -272,7 +287,7 @@ def _totals(view: RunView, rows: Sequence[JobRow], verbose: bool) -> Iterator[tu
     cores = sum(row.status.cpu_seconds for row in rows) / wall if wall else 0.0
     busy = f"; the jobs kept {cores:.1f} cores busy" if cores and is_whole and not view.num_restarts else ""
     last = " of the last command" if view.num_commands > 1 else ""
-    yield "Total:", f"{format_duration(wall)} wall clock{last}, {view.most_at_once} at once{busy}"
+    yield "Total:", f"{format_duration(wall)} wall clock{last}{busy}"
     if verbose and wall and is_whole and len(rows) > 1:
         yield from _bounds(view, sum(row.seconds or 0.0 for row in rows if row.status.ended) / wall, wall)
     if verbose:
