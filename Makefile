@@ -37,14 +37,14 @@ demo: $(VENV)/.demo ## run five folds under one limit, without memfit and with i
 	@$(BIN)/python -m compileall -q src
 	@$(BIN)/python benchmarks/demo.py $(ARGS)
 
-test: install ## run the test suite in three processes, as many tests wait; names what was skipped and why (ARGS are handed to pytest)
+test: install ## run the test suite in four processes, as many tests wait; names what was skipped and why (ARGS are handed to pytest)
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && trap 'exit 143' TERM && \
 	  echo "temporary files: $$folder, removed at the end" && OMP_NUM_THREADS=1 TMPDIR="$$folder" \
-	  $(BIN)/python -m pytest -n 3 --dist loadfile --basetemp="$$folder/pytest" $(ARGS)
+	  $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --basetemp="$$folder/pytest" $(ARGS)
 
 test-fast: install ## run the tests that take less than 0.3 s, while you work (ARGS as above); lists those that do not
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && trap 'exit 143' TERM && \
-	  OMP_NUM_THREADS=1 TMPDIR="$$folder" $(BIN)/python -m pytest -n 2 --dist loadfile --basetemp="$$folder/pytest" \
+	  OMP_NUM_THREADS=1 TMPDIR="$$folder" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --basetemp="$$folder/pytest" \
 	  -q -m "not slow" --durations=10 --durations-min=0.5 $(ARGS)
 
 test-vm: install ## run the tests that need cgroup v2 in a small virtual machine (needs root and QEMU; ARGS as above)

@@ -32,6 +32,25 @@ def pytest_configure(config):
         os.environ[_SESSION] = uuid.uuid4().hex
 
 
+#: The files that take longest; they begin first, so that no process works alone at the end.
+_LONG = (
+    "test_ranker_killed.py",
+    "pipeline/test_run.py",
+    "training/test_stop.py",
+    "training/test_trainer.py",
+    "finance/test_stages.py",
+    "slurm/test_runs.py",
+    "pipeline/test_stages.py",
+    "test_examples.py",
+    "training/test_fit.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: number for number, name in enumerate(_LONG)}
+    items.sort(key=lambda item: next((order[name] for name in _LONG if str(item.path).endswith(name)), len(order)))
+
+
 @pytest.hookimpl(trylast=True)  # after xdist has ended its workers
 def pytest_sessionfinish(session):
     """Fail the session if a process of its tests is still there, and end that process."""

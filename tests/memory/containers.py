@@ -6,8 +6,9 @@ import subprocess
 import sys
 import tarfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import memfit
@@ -40,22 +41,51 @@ def _base_image(folder: Path) -> Path:
     return path
 
 
-def _mounts() -> list[str]:
-    """The folders of the host that its Python needs: libraries, its own prefixes, the packages and this one."""
-    packages = Path(memfit.__file__).resolve().parents[1]
-    system = [Path("/", name) for name in ("usr", "lib", "lib64") if not Path("/", name).is_symlink()]
-    wanted = dict.fromkeys([*system, Path(sys.base_prefix), Path(sys.prefix), packages])
-    outer = [path for path in wanted if not any(path.is_relative_to(other) for other in wanted if other != path)]
-    return [option for path in outer if path.exists() for option in ("-v", f"{path}:{path}:ro")]
-
-
 class NoContainersError(Exception):
     """Containers cannot be run here, and why."""
 
 
+@dataclass(frozen=True)
+class Podman:
+    """Runs commands in containers of an image that holds busybox alone.
+
+    Attributes:
+        image: Its name.
+        env: The environment of podman itself.
+    """
+
+    image: str
+    env: Mapping[str, str]
+
+    def __call__(self, *options: str, command: list[str]) -> str:
+        """Run ``podman run *options IMAGE *command`` and return its standard output."""
+        mounts = [option for mount in self.mounts for option in ("-v", mount)]
+        return self.call(
+            "run", "--rm", "--network=none", "-e", self.python_path, *mounts, *options, self.image, *command
+        )
+
+    def call(self, *words: str) -> str:
+        done = subprocess.run(["podman", *words], env=self.env, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    @property
+    def python_path(self) -> str:
+        return f"PYTHONPATH={Path(memfit.__file__).resolve().parents[1]}"
+
+    @property
+    def mounts(self) -> list[str]:
+        """The folders of the host that its Python needs: libraries, its own prefixes, the packages and this one."""
+        packages = Path(memfit.__file__).resolve().parents[1]
+        system = [Path("/", name) for name in ("usr", "lib", "lib64") if not Path("/", name).is_symlink()]
+        wanted = dict.fromkeys([*system, Path(sys.base_prefix), Path(sys.prefix), packages])
+        outer = [path for path in wanted if not any(path.is_relative_to(other) for other in wanted if other != path)]
+        return [f"{path}:{path}:ro" for path in outer if path.exists()]
+
+
 @contextmanager
-def podman(folder: Path) -> Iterator[Callable[..., str]]:
-    """Gives a function that runs ``podman run *options IMAGE *command`` and returns its standard output.
+def podman(folder: Path) -> Iterator[Podman]:
+    """Gives a `Podman`, whose image is removed at the end.
 
     Args:
         folder: An empty folder for the image and podman's settings.
@@ -70,19 +100,9 @@ def podman(folder: Path) -> Iterator[Callable[..., str]]:
         raise NoContainersError("needs root and /bin/busybox (busybox-static)")
     (folder / "containers.conf").write_text(_CONTAINERS_CONF)
     env = {**os.environ, "CONTAINERS_CONF": str(folder / "containers.conf")}
-    image = f"memfit-test-{uuid.uuid4().hex[:8]}:1"
-
-    def call(*words: str) -> str:
-        done = subprocess.run(["podman", *words], env=env, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def run(*options: str, command: list[str]) -> str:
-        python_path = f"PYTHONPATH={Path(memfit.__file__).resolve().parents[1]}"
-        return call("run", "--rm", "--network=none", "-e", python_path, *_mounts(), *options, image, *command)
-
-    call("import", str(_base_image(folder)), image)
+    found = Podman(f"memfit-test-{uuid.uuid4().hex[:8]}:1", env)
+    found.call("import", str(_base_image(folder)), found.image)
     try:
-        yield run
+        yield found
     finally:
-        call("rmi", "--force", image)
+        found.call("rmi", "--force", found.image)

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 
 from memfit.errors import ConfigError, DoesNotFitError
 from memfit.planning import Launch, LaunchConfig, Measured
+from memory.containers import NoContainersError, podman
 
 GIB, MIB = 1 << 30, 1 << 20
 EXAMPLES = Path(__file__).parents[2] / "examples/launch"
@@ -169,3 +171,26 @@ def test_podman_compose_reads_the_file_and_asks_for_the_secrets(tmp_path):
     assert (service["mem_limit"], service["shm_size"]) == ("35g", "3g")
     refused = config()
     assert refused.returncode and "API_KEY is missing a value" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.container
+def test_in_a_real_container_the_limits_of_the_file_hold_and_memfit_sees_them(tmp_path):
+    code = "import json; from memfit.memory import Budget; print(json.dumps(Budget.read().to_dict()))"
+    small = {"memory": {"rank": "200MiB"}, "gpus_per_node": 0, "secrets": [], "batch_bytes": "16MiB"}
+    launch = made(SERVICE | small, command=[sys.executable, "-c", code])
+    (tmp_path / "compose.yaml").write_text(launch.render("compose"))
+    try:
+        with podman(Path(tempfile.mkdtemp(dir=tmp_path))) as run:
+            more = {"image": run.image, "network_mode": "none", "volumes": run.mounts, "environment": [run.python_path]}
+            (tmp_path / "here.yaml").write_text(yaml.safe_dump({"services": {"recipes": more}}))
+            words = [sys.executable, "-m", "podman_compose", "-f", "compose.yaml", "-f", "here.yaml"]
+            here = {"cwd": tmp_path, "env": run.env, "capture_output": True, "text": True}
+            done = subprocess.run([*words, "run", "--rm", "-T", "recipes"], **here)
+            subprocess.run([*words, "down"], **here, check=True)  # the pod
+    except NoContainersError as reason:
+        pytest.skip(str(reason))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])  # the first line may name the pod
+    assert found["limit_bytes"] == launch.memory_bytes
+    assert found["shm"]["total_bytes"] == launch.shm_bytes

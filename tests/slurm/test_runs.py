@@ -203,6 +203,7 @@ def test_slurm_takes_the_script_and_two_nodes_train_as_one(cluster, tmp_path):
         "x = torch.ones(1) * dist.get_rank()\n"
         "dist.all_reduce(x)\n"
         "open(f'sum_{dist.get_rank()}', 'w').write(f'{x.item()} of {dist.get_world_size()}')\n"
+        "dist.destroy_process_group()\n"
     )
     config = {
         "name": "pair",
