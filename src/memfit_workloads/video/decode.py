@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _END = 0.02
 #: A file whose packets end before this share of the length that it tells was cut off.
 _LEAST_SHARE = 0.7
+#: What ffmpeg reads from text: letters drawn as pictures, subtitles, lists of other files.
+_NO_VIDEO = frozenset({"tty", "ass", "srt", "webvtt", "concat", "hls", "lavfi"})
 
 
 class BadVideoError(Exception):
@@ -141,7 +143,7 @@ def _times(path: Path) -> npt.NDArray[np.float64]:
         raise BadVideoError("it has no frames")
     found = np.sort(np.asarray(times))
     length = (found[-1] - found[0]) * len(found) / max(1, len(found) - 1)
-    if length < _LEAST_SHARE * max(told):
+    if len(found) > 1 and length < _LEAST_SHARE * max(told):
         raise BadVideoError(f"it was cut off: {length:.1f} of {max(told):.1f} s are there")
     return found
 
@@ -153,16 +155,19 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
     from av import FFmpegError
 
     try:
-        container = av.open(str(path), metadata_errors="ignore")
+        container = av.open(f"file:{path}", metadata_errors="ignore")
     except FileNotFoundError:
         raise BadVideoError("there is no such file") from None
     except (OSError, FFmpegError) as error:
         why = "it is empty" if path.exists() and not path.stat().st_size else f"no video: {error.strerror}"
         raise BadVideoError(why) from None
     with container:
-        if not container.streams.video:
+        if container.format.name in _NO_VIDEO:
+            raise BadVideoError(f"no video: it is read as {container.format.name}")
+        cover = av.stream.Disposition.attached_pic
+        stream = next((one for one in container.streams.video if not one.disposition & cover), None)
+        if stream is None:
             raise BadVideoError("it has no video stream")
-        stream = container.streams.video[0]
         if stream.codec_context is None:
             raise BadVideoError("no decoder knows its format")
         stream.codec_context.thread_count = 1
