@@ -89,6 +89,18 @@ def test_the_page_tells_which_attempt_of_a_job_it_shows(tmp_path: Path) -> None:
     assert "attempt 2" in " ".join(_Page((Path(path) / "report.html").read_text()).text)
 
 
+def test_the_page_has_each_jobs_memory_at_its_epochs_and_out_of_memories(tmp_path: Path) -> None:
+    code = "import memfit.rundir as r, time\nfor e in (1, 2):\n time.sleep(0.4); r.record('epoch', epoch=e, num_epochs=2)\n"
+    code += "r.record('oom', memory='host'); time.sleep(0.4)"
+    found = memfit("run", "--json", "--", sys.executable, "-c", code, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    path = json.loads(found.stdout)["run"]
+    assert memfit("report", path, cwd=tmp_path).returncode == 0
+    said = _Page((Path(path) / "report.html").read_text()).text
+    moments = [one for one in said if one in ("start", "epoch 1", "epoch 2", "out of memory", "end")]
+    assert moments == ["start", "epoch 1", "epoch 2", "out of memory", "end"]
+
+
 def test_two_runs_share_one_scale_and_say_what_changed(run: Path, tmp_path: Path) -> None:
     found = memfit("run", "--json", "--retries", "1", "--", sys.executable, "-c", "print(1)", cwd=tmp_path)
     assert found.returncode == 0, found.stderr

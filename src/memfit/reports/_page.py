@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
 _MOST_EVIDENCE = 3
 #: Of more jobs, the first so many are in the table of logs.
 _MOST_TOLD = 200
+_MOST_MOMENTS = 600
 #: A longer table is folded.
 _MOST_LINES = 30
 
@@ -155,7 +157,7 @@ def _page(seen: Sequence[_Seen]) -> str:
         body += ["<h2>What changed</h2>", _changes(seen), "<h2>Both runs</h2>", _comparison(seen)]
     for one in seen:
         of = f" of {escape(one.name)}" if len(seen) > 1 else ""
-        body += [f"<h2>Jobs{of}</h2>", *_jobs(one), f"<h2>Forecast and peak{of}</h2>", *_forecasts(one)]
+        body += [f"<h2>Jobs{of}</h2>", *_jobs(one), *_moments(one), f"<h2>Forecast and peak{of}</h2>", *_forecasts(one)]
         if deaths := list(_deaths(one)):
             body += [f"<h2>What failed{of}</h2>", *deaths]
         if len(seen) == 1 and (stages := _stages(one)):
@@ -295,6 +297,28 @@ def _attempts(samples: Sequence[Sample]) -> Iterator[tuple[int, int]]:
             yield first, at - 1
             first = at
     yield first, len(samples) - 1
+
+
+def _moments(seen: _Seen) -> Iterator[str]:
+    """Yield a table of each job's memory at its start and end, after each epoch, and at each out-of-memory."""
+    told = {"epoch": "epoch {epoch}", "oom": "out of memory", "microbatch": "smaller microbatch"}
+    marks: dict[str, list[tuple[float, str]]] = {}
+    for event in seen.run.events():
+        if event["kind"] in told and event.get("job") in seen.series:
+            moment = told[event["kind"]].format_map({"epoch": event.get("epoch", "")})
+            marks.setdefault(str(event["job"]), []).append((float(event["time"]), moment))
+    lines = []
+    for job in seen.summary["jobs"]:
+        samples = seen.series.get(job["job"], ())
+        times = [sample.time for sample in samples]
+        ends = [(times[0], "start"), (times[-1], "end")] if times else []
+        for time_, moment in sorted([*marks.get(job["job"], []), *ends]):
+            size = samples[max(0, bisect_right(times, time_) - 1)].private_bytes
+            cells = f"<td>{escape(job['job'])}</td><td>{escape(moment)}</td>"
+            lines.append(f'<tr>{cells}<td class="number">{escape(format_bytes(size))}</td></tr>')
+    if lines:
+        table = _table('<th>job</th><th>moment</th><th class="number">private memory</th>', lines[:_MOST_MOMENTS])
+        yield f"<details><summary>Memory at each moment</summary>{table}</details>"
 
 
 def _phase(sample: Sample) -> str:

@@ -1,0 +1,1 @@
+"""Tell real from tampered videos: seven stages and stratified folds of whole groups."""

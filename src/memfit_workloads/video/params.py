@@ -1,0 +1,95 @@
+"""The parameters of the video classifier: the ``params`` section of its config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from memfit import config
+
+
+class DataParams(config.Settings):
+    """Where the videos come from."""
+
+    source: Literal["samples", "files"] = "samples"
+    num_clips: int = Field(160, ge=8, description="samples: clips to make, half of them tampered with")
+    seconds: float = Field(1.0, gt=0, le=60, description="samples: length of a clip")
+    bad_share: float = Field(0.0, ge=0, le=0.5, description="samples: share of clips that are damaged on purpose")
+    clips_seed: int = Field(0, ge=0, description="samples: seed of the recipe")
+    path: Path | None = Field(
+        None, description="files: a folder with one folder for each class, or a CSV of path, label and perhaps group"
+    )
+    most_bad: float = Field(0.2, ge=0, le=1, description="the largest share of files that may be skipped as damaged")
+    most_difference: float | None = Field(None, ge=0, description="grey levels by which videos of one group differ")
+
+    @model_validator(mode="after")
+    def _path_fits_the_source(self) -> DataParams:
+        if (self.path is not None) != (self.source == "files"):
+            raise ValueError("path belongs to source: files, which needs one")
+        return self
+
+
+class ClipParams(config.Settings):
+    """What the model sees of a video."""
+
+    num_frames: int = Field(16, ge=2, description="frames, evenly spaced in time")
+    size: int = Field(48, ge=16, description="height and width of a frame in pixels")
+    cache: Literal["auto", "never"] = Field("auto", description="auto: keep all frames on disk once if they fit")
+
+
+class SplitParams(config.Settings):
+    """The test set and the folds."""
+
+    n_splits: int = Field(5, ge=2)
+    test_share: float = Field(0.2, ge=0, le=0.5)
+    grouped: bool = Field(True, description="false splits near-duplicates: only to show what that leak does")
+
+
+class LoaderParams(config.Settings):
+    """The batches."""
+
+    batch_size: int = Field(8, ge=1)
+    num_workers: int = Field(0, ge=0, description="processes that decode; none are used when the frames are cached")
+
+
+class CleanupParams(config.Settings):
+    """When garbage is collected and the device's cache emptied. All is off: each has its price and frees little."""
+
+    before_stage: bool = Field(False, description="proactive: before each stage")
+    after_stage: bool = Field(False, description="after each stage")
+    after_fold: bool = Field(False, description="after the training of each fold")
+    after_epoch: bool = Field(False, description="periodic: after each epoch")
+    every_batches: int | None = Field(None, ge=1, description="periodic: after so many batches")
+    after_out_of_memory: bool = Field(False, description="reactive: after a step that ran out of memory")
+
+
+class TrainParams(config.Settings):
+    """The training of a fold."""
+
+    num_epochs: int = Field(8, ge=1)
+    learning_rate: float = Field(2e-3, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    patience: int | None = Field(None, ge=1)
+    use_amp: bool = Field(False, description="mixed precision: bfloat16, on older GPUs float16")
+    device: str = "auto"
+    skip_batches: int | None = Field(
+        None, ge=1, description="leave out a batch whose single sample does not fit, at most so many"
+    )
+    labels: Literal["true", "random"] = Field("true", description="random: what a model can only learn by heart")
+
+
+class VideoParams(config.Settings):
+    """All settings of the workload."""
+
+    data: DataParams = DataParams()
+    clip: ClipParams = ClipParams()
+    splits: SplitParams = SplitParams()
+    num_versions: int = Field(2, ge=1, description="versions of each training video: itself, and changed copies")
+    width: int = Field(8, ge=4, multiple_of=4, description="channels of the first layer")
+    loader: LoaderParams = LoaderParams()
+    train: TrainParams = TrainParams()
+    cleanup: CleanupParams = CleanupParams()
+    level: float = Field(0.95, gt=0, lt=1, description="level of the intervals")

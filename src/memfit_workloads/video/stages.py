@@ -1,0 +1,84 @@
+"""The video classifier as stages: ``VIDEO`` is what a config names. Importing this module loads no torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from memfit.pipeline import Context, Probe, Stage, Workload
+from memfit_workloads.video import data, scores
+from memfit_workloads.video.params import VideoParams
+
+
+def _staged(run: Callable[[Context, Any], dict[str, Any]], context: Context, params: VideoParams) -> dict[str, Any]:
+    """Run a stage, with the garbage collections before and after it that were asked for."""
+    if params.cleanup.before_stage or params.cleanup.after_stage:
+        from memfit.training import clean_up
+    if params.cleanup.before_stage:
+        clean_up()
+    found = run(context, params)
+    if params.cleanup.after_stage:
+        clean_up()
+    return found
+
+
+def initialize_model(context: Context, params: VideoParams) -> dict[str, Any]:
+    """Draw the first weights once, for all folds."""
+    from memfit_workloads.video import training
+
+    return training.initialize_model(context, params)
+
+
+def train_fold(context: Context, params: VideoParams) -> dict[str, Any]:
+    """Train a fold."""
+    from memfit_workloads.video import training
+
+    return training.train_fold(context, params)
+
+
+def _loader(context: Context, params: VideoParams, num_workers: int) -> Any:
+    from memfit_workloads.video import training
+
+    return training.loader(context, params, num_workers)
+
+
+def _step(context: Context, params: VideoParams) -> Any:
+    from memfit_workloads.video import training
+
+    return training.training_step(context, params)
+
+
+_DATA = ("load_data", "create_kfold_splits", "generate_augmentations", "create_datasets", "create_loaders")
+_FOLD_READS = ("clip", "loader", "num_versions", "train", "width", "@seed")
+
+
+def _stage(
+    name: str, run: Callable[[Context, Any], dict[str, Any]], *needs: str, reads: tuple[str, ...], **more: Any
+) -> Stage:
+    return Stage(name, functools.partial(_staged, run), needs=needs, reads=(*reads, "cleanup"), **more)
+
+
+VIDEO = Workload(
+    params=VideoParams,
+    fingerprint=lambda params: {"load_data": data.fingerprint(params)},
+    stages=(
+        _stage("load_data", data.load_data, reads=("data",)),
+        _stage("create_kfold_splits", data.create_kfold_splits, "load_data", reads=("splits", "@seed")),
+        _stage("generate_augmentations", data.generate_augmentations, "load_data", reads=("num_versions", "@seed")),
+        _stage("create_datasets", data.create_datasets, "load_data", reads=("clip",)),
+        _stage("create_loaders", data.create_loaders, "create_datasets", reads=("loader", "@seed")),
+        _stage("initialize_model", initialize_model, reads=("width", "@seed")),
+        _stage(
+            "fold",
+            train_fold,
+            *_DATA,
+            "initialize_model",
+            reads=_FOLD_READS,
+            each="fold in create_kfold_splits.folds",
+            phases=("load", "train", "checkpoint", "validate"),
+            probe=Probe(_loader, _step),
+        ),
+        _stage("evaluate", scores.evaluate, "load_data", "fold", reads=("level", "@seed")),
+    ),
+)

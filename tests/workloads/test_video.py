@@ -1,0 +1,286 @@
+"""The video classifier as a run: its tree, its leaks, its kills and its out-of-memories."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import yaml
+from pyarrow import feather
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("av")
+
+from memfit import run  # noqa: E402
+from memfit.errors import ConfigError, DataError, MemfitError  # noqa: E402
+from memfit.pipeline import Choice, Output  # noqa: E402
+from memfit.rundir import RunDir  # noqa: E402
+from memfit_workloads.video import data, scores, training  # noqa: E402
+from memfit_workloads.video.params import VideoParams  # noqa: E402
+
+CONFIG = Path(data.__file__).with_name("config.yaml")
+SMALL = {
+    "data": {"num_clips": 28, "bad_share": 0.1, "seconds": 0.5},
+    "clip": {"num_frames": 4, "size": 16},
+    "splits": {"n_splits": 3, "test_share": 0.25},
+    "loader": {"batch_size": 8},
+    "train": {"num_epochs": 2},
+    "width": 4,
+}
+STAGES = (
+    "load_data", "create_kfold_splits", "generate_augmentations", "create_datasets", "create_loaders",
+    "initialize_model", "evaluate",
+)  # fmt: skip
+
+
+def config(folder, **params):
+    content = {"schema_version": 1, "experiment": "video", "target": "memfit_workloads.video.stages:VIDEO", "seed": 1}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(content | {"params": SMALL | params}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run, and its folder."""
+    folder = tmp_path_factory.mktemp("video")
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", "run", config(folder)], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return next(folder.glob("runs/video/run_*")), done.stdout
+
+
+def outputs(path):
+    """What a run found: each stage's result, and the bytes of its tables, arrays and last weights."""
+    found = {}
+    for manifest in sorted((path / "checkpoints").glob("*.json")):
+        found[manifest.stem] = Output(manifest).result
+    for file in sorted((path / "checkpoints").rglob("*")):
+        if file.suffix in (".feather", ".npy") or file.name == "clips.json":
+            found[str(file.relative_to(path))] = file.read_bytes()
+        if file.name == "latest_checkpoint.pt":
+            weights = torch.load(file, weights_only=False)["model"]
+            found[str(file.relative_to(path))] = {name: value.numpy().tobytes() for name, value in weights.items()}
+    return found
+
+
+def test_the_tree_is_that_of_the_report_and_what_was_decided_is_stored(whole):
+    path, printed = whole
+    checkpoints = path / "checkpoints"
+    for stage in STAGES:
+        assert (checkpoints / f"stage_{stage}.json").is_file(), stage
+    for fold in (1, 2, 3):
+        folder = checkpoints / f"fold_{fold}"
+        assert {"best_model.pt", "latest_checkpoint.pt", "checkpoint_epoch_2.pt"} <= {
+            one.name for one in folder.iterdir()
+        }
+    table = feather.read_table(path / "kfold_results.feather")
+    assert {"fold", "auc", "accuracy", "train_accuracy", "gap", "majority", "file_statistics"} <= {*table.column_names}
+    model = Output(checkpoints / "stage_initialize_model.json").result
+    assert model["architecture"] == "ClipNet(width=4)" and model["num_parameters"] > 1000
+    assert len(model["first_weights"]) == 64 and isinstance(model["seed"], int)
+    loaders = Output(checkpoints / "stage_create_loaders.json").result
+    assert (loaders["batch_size"], loaders["num_workers"], loaders["batch_bytes"]) == (8, 0, 8 * 4 * 3 * 16 * 16)
+    assert all(row["microbatch_size"] == row["batch_size"] == 8 for row in table.to_pylist())
+    load = Output(checkpoints / "stage_load_data.json")
+    assert load.result["num_skipped"] == len(load.json("skipped")) > 0 and load.json("skipped")[0]["why"]
+    assert "out of fold: accuracy" in printed and "without a look at a frame" in printed
+
+
+def test_no_group_is_in_two_folds_and_no_changed_copy_of_a_validated_video_is_trained_on(whole):
+    path, _ = whole
+    checkpoints = path / "checkpoints"
+    videos = Output(checkpoints / "stage_load_data.json").table("videos")
+    splits = Output(checkpoints / "stage_create_kfold_splits.json").table("splits")
+    assert splits["group"].to_pylist() == videos["group"].to_pylist()
+    folds_of_group = {}
+    for group, fold in zip(splits["group"].to_pylist(), splits["fold"].to_pylist(), strict=True):
+        folds_of_group.setdefault(group, set()).add(fold)
+    assert all(len(folds) == 1 for folds in folds_of_group.values())
+    assert {*splits["fold"].to_pylist()} == {0, 1, 2, 3}
+    changes = Output(checkpoints / "stage_generate_augmentations.json").table("augmentations")
+    rows = np.flatnonzero(splits["fold"].to_numpy() == 1)
+    own = data.changes_by_row(changes, videos, rows.tolist())
+    items = {videos["item"][row].as_py() for row in rows}
+    assert {one["item"] for versions in own.values() for one in versions} == items
+    assert all(len(versions) == 2 and not versions[0]["flip"] for versions in own.values())
+
+
+def test_a_run_that_is_killed_after_each_stage_and_within_a_fold_ends_the_same(whole, tmp_path):
+    expected = outputs(whole[0])
+    words = [sys.executable, "-m", "memfit", "run", str(config(tmp_path)), "--max-parallel", "1"]
+    kills = 0
+    for stage in ("load_data", "create_datasets", "fold_1", "epoch of fold_3"):
+        process = subprocess.Popen(
+            words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        while process.poll() is None and not passed(tmp_path, stage):
+            time.sleep(0.02)
+        if process.poll() is None:
+            kill_all(tmp_path, process)
+            kills += 1
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "saved" in done.stdout, "what the resume saved"
+    (path,) = tmp_path.glob("runs/video/run_*")
+    found = outputs(path)
+    assert kills == 4
+    assert {*found} == {*expected}
+    assert [name for name in expected if found[name] != expected[name]] == []
+
+
+def passed(folder, stage):
+    paths = list(folder.glob("runs/video/run_*"))
+    if not paths:
+        return False
+    if stage.startswith("epoch"):
+        events = [one for one in RunDir(paths[0]).events() if one["kind"] == "epoch" and one.get("job") == "fold_3"]
+        return len(events) >= 1
+    name = stage if stage.startswith("fold") else f"stage_{stage}"
+    return (paths[0] / "checkpoints" / f"{name}.json").exists()
+
+
+def kill_all(folder, process):
+    """Kill the supervisor and its jobs at once."""
+    run_dir = RunDir(next(folder.glob("runs/video/run_*")))
+    process.kill()
+    process.wait()
+    for status in run_dir.path.glob("jobs/*/status.json"):
+        told = json.loads(status.read_text())
+        if told.get("state") == "running" and told.get("pid"):
+            try:
+                os.killpg(told["pid"], signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def test_a_memoriser_wins_where_groups_are_split_and_not_where_they_are_whole():
+    """The nearest neighbour, on labels that groups were given at random."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(60), 4)
+    classes = rng.permutation(60)[groups] % 2
+    pictures = rng.normal(size=(60, 8))[groups] + 0.01 * rng.normal(size=(240, 8))
+    accuracy = {}
+    for grouped in (True, False):
+        videos = pa.table({"item": [str(n) for n in range(240)], "class": classes, "group": groups})
+        context = _Context(videos)
+        data.create_kfold_splits(context, VideoParams(splits={"grouped": grouped}))
+        fold = context.saved["splits"]["fold"].to_numpy()
+        right = []
+        for number in range(1, 6):
+            train, valid = np.flatnonzero((fold != number) & (fold > 0)), np.flatnonzero(fold == number)
+            nearest = train[np.square(pictures[valid, None] - pictures[None, train]).sum(-1).argmin(1)]
+            right += (classes[nearest] == classes[valid]).tolist()
+        accuracy[grouped] = np.mean(right)
+    assert accuracy[False] > 0.95
+    assert 0.35 < accuracy[True] < 0.65
+
+
+class _Context:
+    """A context of one table."""
+
+    seed = 1
+
+    def __init__(self, videos):
+        self.videos, self.saved = videos, {}
+
+    def __getitem__(self, stage):
+        return self
+
+    def table(self, name):
+        return self.videos
+
+    def save(self, name, value):
+        self.saved[name] = value
+
+
+def test_out_of_memory_at_three_steps_splits_the_batch_and_keeps_the_weights():
+    model = training.ClipNet(4)
+    batches = [
+        (torch.randint(0, 255, (8, 4, 3, 16, 16), dtype=torch.uint8), torch.randint(0, 2, (8,)).float())
+        for _ in range(6)
+    ]
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def fit(failing):
+        model.load_state_dict(first)
+        steps = iter(range(1000))
+
+        def loss(model, batch):
+            if len(batch[1]) > 4 and next(steps) in failing:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return training.loss(model, batch)
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = training.Trainer(model, loss=loss, optimizer=optimizer, split=training.BySample(), seed=1)
+        trainer.fit(batches, num_epochs=2, preflight=False)
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    straight, split = fit(()), fit({1, 2, 3})
+    for name, value in straight.items():
+        assert torch.allclose(value, split[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"train": {"use_amp": "yes"}}, "use_amp"),
+        ({"splits": {"n_splits": 1}}, "n_splits"),
+        ({"data": {"source": "files"}}, "path belongs to source: files"),
+        ({"loader": {"batch": 4}}, "batch_size"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_runs(tmp_path, params, told, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=told):
+        run(config(tmp_path, **params))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_videos_of_ones_own_come_from_folders_or_a_list(whole, tmp_path, monkeypatch):
+    clips = whole[0] / "checkpoints" / "stage_load_data" / "clips"
+    rows = [row for row in feather_rows(whole[0]) if row["label"] in ("real", "tampered")]
+    for number, row in enumerate(rows):
+        target = tmp_path / "videos" / ("cats" if row["label"] == "real" else "dogs") / Path(row["path"]).name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(clips / target.name, target)
+        if number == 0:
+            (target.parent / "notes.txt").write_text("no video")
+    monkeypatch.chdir(tmp_path)
+    own = {"data": {"source": "files", "path": str(tmp_path / "videos")}}
+    result = run(config(tmp_path, **own), choice=Choice(until="load_data"))
+    assert result.exit_code == 0
+    found = Output(result.path / "checkpoints/stage_load_data.json").result
+    assert (found["classes"], found["num_videos"]) == (["cats", "dogs"], len(rows))
+    (tmp_path / "list.csv").write_text("path,label\nvideos/none.mp4,cats\n")
+    with pytest.raises(MemfitError, match=r"none\.mp4 is not there"):
+        run(config(tmp_path, data={"source": "files", "path": str(tmp_path / "list.csv")}))
+    (tmp_path / "list.csv").write_text("file,label\nvideos/none.mp4,cats\n")
+    with pytest.raises(DataError, match="cannot be read as a list"):
+        run(config(tmp_path, data={"source": "files", "path": str(tmp_path / "list.csv")}))
+
+
+def feather_rows(path):
+    return Output(path / "checkpoints/stage_load_data.json").table("videos").to_pylist()
+
+
+def test_intervals_are_over_groups_and_metrics_are_those_of_scikit_learn():
+    from sklearn.metrics import log_loss, roc_auc_score
+
+    rng = np.random.default_rng(1)
+    classes, logits = rng.integers(0, 2, 200), rng.normal(size=200)
+    found = scores.binary_metrics(classes, logits)
+    assert found["auc"] == pytest.approx(roc_auc_score(classes, logits))
+    assert found["loss"] == pytest.approx(log_loss(classes, 1 / (1 + np.exp(-logits))))
+    few = scores._judged(classes, logits, np.arange(200) // 20, 0.95, np.random.default_rng(0))["accuracy"]
+    many = scores._judged(classes, logits, np.arange(200), 0.95, np.random.default_rng(0))["accuracy"]
+    assert few["low"] < few["value"] < few["high"] and many["low"] < many["value"] < many["high"]
