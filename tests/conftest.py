@@ -43,6 +43,7 @@ _LONG = (
     "pipeline/test_stages.py",
     "test_examples.py",
     "training/test_fit.py",
+    "workloads/test_video.py",
 )
 
 
