@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-vm check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-slurm bench-decision bench-ranker clean
+.PHONY: help install demo test test-fast test-vm check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-slurm bench-decision bench-ranker bench-video clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -96,6 +96,9 @@ bench-sequences: install ## padded token batches by memfit's loader beside PyTor
 
 bench-decision: install ## size, coverage and power of a comparison of two rankings, by simulation
 	$(BIN)/python benchmarks/decision.py $(ARGS)
+
+bench-video: install ## the video classifier: ten kills, a leak on purpose, collections, decoding (ARGS=--part kills)
+	$(BIN)/python benchmarks/video.py $(ARGS)
 
 bench-ranker: install ## the ranker's stages: folds side by side against one by one, and ten kills
 	$(BIN)/python benchmarks/ranker.py $(ARGS)

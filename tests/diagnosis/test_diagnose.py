@@ -141,7 +141,7 @@ def test_an_empty_checkpoint_beside_a_log_makes_its_success_doubtful(tmp_path):
     (tmp_path / "job.out").write_text("epoch 1 loss 0.5\nTraining finished\n")
     (tmp_path / "last.ckpt").write_bytes(b"")
     found = diagnose(tmp_path)
-    assert (found.cause, found.arithmetic) == ("incomplete", ("empty checkpoints: last.ckpt",))
+    assert (found.cause, found.arithmetic) == ("incomplete", ("checkpoints that cannot be loaded: last.ckpt",))
     (tmp_path / "last.ckpt").write_bytes(b"x")
     assert diagnose(tmp_path).cause == "completed"
 

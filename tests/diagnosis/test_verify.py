@@ -1,5 +1,7 @@
 """Whether a fixed script was really in force, by what the run left."""
 
+import zipfile
+
 import pytest
 
 from memfit.diagnosis import read_ran, verify_fix
@@ -161,5 +163,12 @@ def test_checkpoints_are_counted_and_an_empty_one_is_a_problem(against, tmp_path
         (folder / f"epoch=1-step={step}.ckpt").write_bytes(b"x" * 1024)
     good = of(verify_fix(read_ran([folder]), against()), "checkpoints")
     assert good.verdict == "ok" and "2 files, 2.0 KiB, the newest epoch=1-step=2420.ckpt" in good.finding
-    (folder / "last.ckpt").write_bytes(b"")
-    assert of(verify_fix(read_ran([folder]), against()), "checkpoints").verdict == "problem"
+    assert good.finding.endswith("s old")
+    with zipfile.ZipFile(folder / "last.ckpt", "w") as archive:
+        archive.writestr("data.pkl", "x" * 500)
+    assert of(verify_fix(read_ran([folder]), against()), "checkpoints").verdict == "ok"
+    whole = (folder / "last.ckpt").read_bytes()
+    for content in (b"", whole[:-40]):
+        (folder / "last.ckpt").write_bytes(content)
+        bad = of(verify_fix(read_ran([folder]), against()), "checkpoints")
+        assert bad.verdict == "problem" and "cannot be loaded: last.ckpt" in bad.finding

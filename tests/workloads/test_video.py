@@ -23,7 +23,8 @@ from memfit import run  # noqa: E402
 from memfit.errors import ConfigError, DataError, MemfitError  # noqa: E402
 from memfit.pipeline import Choice, Output  # noqa: E402
 from memfit.rundir import RunDir  # noqa: E402
-from memfit_workloads.video import data, scores, training  # noqa: E402
+from memfit.training import EpochRecord, StepOutcome  # noqa: E402
+from memfit_workloads.video import data, scores, stages, training  # noqa: E402
 from memfit_workloads.video.params import VideoParams  # noqa: E402
 
 CONFIG = Path(data.__file__).with_name("config.yaml")
@@ -228,6 +229,53 @@ def test_out_of_memory_at_three_steps_splits_the_batch_and_keeps_the_weights():
     straight, split = fit(()), fit({1, 2, 3})
     for name, value in straight.items():
         assert torch.allclose(value, split[name], atol=1e-5), name
+
+
+def test_a_video_that_does_not_fit_alone_is_left_out_where_that_was_asked_for():
+    batches = [(torch.zeros(2, 4, 3, 16, 16, dtype=torch.uint8), torch.tensor([0.0, 1.0])) for _ in range(4)]
+    calls = iter(range(100))
+
+    def loss(model, batch):
+        if 2 <= next(calls) < 4:  # the second batch, whole, and its first half
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return training.loss(model, batch)
+
+    skip = training.SkipPolicy(1, max_share=1.0)
+    trainer = training.Trainer(training.ClipNet(4), loss=loss, split=training.BySample(), skip=skip)
+    result = trainer.fit(batches, num_epochs=1, preflight=False)
+    assert (result.history[0].num_steps, result.history[0].num_skipped) == (4, 1)
+
+
+def test_frames_that_are_not_cached_give_the_same_predictions_from_a_worker(whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changed = {"clip": SMALL["clip"] | {"cache": "never"}, "loader": SMALL["loader"] | {"num_workers": 1}}
+    result = run(config(tmp_path, **changed), overrides=["units=1"], choice=Choice(until="fold"))
+    assert result.exit_code == 0
+    assert Output(result.path / "checkpoints/stage_create_loaders.json").result["num_workers"] == 1
+    name = "checkpoints/fold_1/valid_predictions.feather"
+    assert (result.path / name).read_bytes() == (whole[0] / name).read_bytes()
+
+
+def test_collections_happen_when_they_were_asked_for_and_never_else(monkeypatch):
+    done = []
+    monkeypatch.setattr(training, "clean_up", lambda: done.append("step"))
+    monkeypatch.setattr("memfit.training.clean_up", lambda: done.append("stage"))
+    calm, failed = (StepOutcome(1.0, 1.0, 1.0, 1, 1, num_ooms, skipped=False) for num_ooms in (0, 1))
+    for cleanup, expected in (
+        ({}, []),
+        ({"every_batches": 2}, ["step"]),
+        ({"after_out_of_memory": True}, ["step"]),
+        ({"after_epoch": True}, ["step"]),
+        ({"before_stage": True, "after_stage": True}, ["stage", "stage"]),
+    ):
+        done.clear()
+        params = VideoParams(cleanup=cleanup)
+        after_step = training.clean_after_steps(params.cleanup)
+        for outcome in (calm, failed, calm):
+            after_step(outcome)
+        training.clean_after_epochs(params.cleanup)(EpochRecord(1, 0.5, 3))
+        assert stages.staged(lambda context, params: {"n": 1}, None, params) == {"n": 1}
+        assert done == expected, cleanup
 
 
 @pytest.mark.parametrize(

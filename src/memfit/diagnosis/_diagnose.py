@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from memfit.diagnosis._granted import find_files
+from memfit.diagnosis._granted import find_files, torn_files
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._progress import Reading, check_rate, read_counters, read_progress
 from memfit.diagnosis._runs import find_run, logs_of, run_signs
@@ -202,7 +202,7 @@ def diagnose(
         signs = ()
     witnesses = replace(witnesses, signs=(*signs, *(sign for one in files for sign in run_signs(one))))
     _, checkpoints = find_files(files)
-    return _diagnose(streams, witnesses, [name for name, size in checkpoints.items() if size == 0])
+    return _diagnose(streams, witnesses, torn_files(checkpoints))
 
 
 def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
@@ -260,7 +260,7 @@ def _opened(path: Path | str, remedy: str) -> BinaryIO:
 
 
 def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) -> Diagnosis:
-    """The diagnosis by logs, other witnesses, and the names of checkpoints that are empty files."""
+    """The diagnosis by logs, other witnesses, and the names of checkpoints that cannot be loaded."""
     num_read = len(streams)
     signs = [sign for index, stream in enumerate(streams) for sign in find_signs(stream, index)]
     signs += [sign for index, stream in enumerate(streams) for sign in exceptions(stream, index)]
@@ -515,7 +515,7 @@ def _ended(
         doubts.append(f"the log says that it is done, and the accounting has exit status {witnesses.status}")
         lines.append(witnesses.row)
     if torn:
-        doubts.append(f"empty checkpoints: {', '.join(torn[:5])}")
+        doubts.append(f"checkpoints that cannot be loaded: {', '.join(torn[:5])}")
     if doubts:
         return replace(
             found,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import time
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -21,9 +23,6 @@ from memfit.diagnosis._slurm_account import account_steps
 from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.slurm import Row, parse_node_limits, parse_sacct, parse_shapes
 from memfit.units import format_bytes, format_duration
-
-if TYPE_CHECKING:
-    pass
 
 _KEYS = {key: name for name, keys in SETTINGS.items() for key in keys if key not in ("batch", "workers")}
 _PRINTED = re.compile(
@@ -42,6 +41,8 @@ _ENVIRONMENT = re.compile(
 _LOGS = (".log", ".out", ".err", ".txt", ".gz", ".json")
 _MOST_FILES, _MOST_FOLDERS = 200, 2000
 _NOT_SHOWN = "not shown"
+#: What torch.save writes is a zip archive; its table of contents stands at its end.
+_ARCHIVE = b"PK\x03\x04"
 _ACCOUNTING = (
     "sacct -j JOBID -P --format=JobID,JobName,State,ExitCode,ReqMem,MaxRSS,AveRSS,NTasks,NNodes,NCPUS,Timelimit"
 )
@@ -65,6 +66,8 @@ class Ran:
         printed: Settings that its lines or its config name, by the field of `Job`, each value once.
         env: Environment variables that its lines name.
         checkpoints: The sizes of checkpoint files in bytes, by name.
+        torn: Those of them that cannot be loaded.
+        newest: When the newest was written, in Unix seconds; None without any.
     """
 
     job: Job = field(default_factory=Job)
@@ -72,6 +75,8 @@ class Ran:
     printed: dict[str, list[Source]] = field(default_factory=dict)
     env: dict[str, Source] = field(default_factory=dict)
     checkpoints: dict[str, int] = field(default_factory=dict)
+    torn: tuple[str, ...] = ()
+    newest: float | None = None
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -131,7 +136,9 @@ def read_ran(paths: Iterable[Path], accounting: str = "") -> Ran:
         samples=_samples(texts),
         mentioned=tuple(printed),
     )
-    return Ran(job, progress, printed, env, checkpoints)
+    sizes = {name: path.stat().st_size for name, path in checkpoints.items()}
+    newest = max((path.stat().st_mtime for path in checkpoints.values()), default=None)
+    return Ran(job, progress, printed, env, sizes, torn_files(checkpoints), newest)
 
 
 def job_of(ran: Ran, script: Path | None = None) -> Job:
@@ -150,10 +157,10 @@ def job_of(ran: Ran, script: Path | None = None) -> Job:
     return replace(asked, request_bytes=None, tasks_per_node=None).with_known(ran.job).with_known(asked)
 
 
-def find_files(paths: Iterable[Path]) -> tuple[list[Path], dict[str, int]]:
-    """Return the logs and configs below some paths, and the sizes of checkpoints by name."""
+def find_files(paths: Iterable[Path]) -> tuple[list[Path], dict[str, Path]]:
+    """Return the logs and configs below some paths, and the checkpoints by name."""
     files: list[Path] = []
-    checkpoints: dict[str, int] = {}
+    checkpoints: dict[str, Path] = {}
     for path in paths:
         if not path.is_dir():
             files += [path] if str(path) != "-" else []
@@ -162,10 +169,20 @@ def find_files(paths: Iterable[Path]) -> tuple[list[Path], dict[str, int]]:
             names.sort()
             for one in (Path(folder, name) for name in sorted(found)):
                 if one.suffix in (".ckpt", ".pt", ".pth", ".safetensors"):
-                    checkpoints[one.name] = one.stat().st_size
+                    checkpoints[one.name] = one
                 elif one.suffix in _LOGS or (one.suffix in (".yaml", ".yml") and one.stem in ("config", "hparams")):
                     files.append(one)
     return files[:_MOST_FILES], checkpoints
+
+
+def torn_files(checkpoints: Mapping[str, Path]) -> tuple[str, ...]:
+    """Return the checkpoints that cannot be loaded: empty ones, and torch's archives whose end is missing."""
+    return tuple(name for name, path in checkpoints.items() if not path.stat().st_size or _is_cut(path))
+
+
+def _is_cut(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == _ARCHIVE and not zipfile.is_zipfile(path)
 
 
 def _config(path: Path) -> Iterator[tuple[str, str]]:
@@ -311,13 +328,14 @@ def _environment(ran: Ran, script: BatchScript) -> Iterator[Check]:
 
 
 def _checkpoints(ran: Ran) -> Iterator[Check]:
-    """The checkpoints; an empty one was not fully written."""
-    if not ran.checkpoints:
+    """The checkpoints: how many, how large, how old; one that cannot be loaded was not fully written."""
+    if not ran.checkpoints or ran.newest is None:
         return
-    empty = [name for name, size in ran.checkpoints.items() if size == 0]
+    age = format_duration(max(0.0, time.time() - ran.newest), short=True)
     said = f"{len(ran.checkpoints)} files, {format_bytes(sum(ran.checkpoints.values()))}"
-    if empty:
-        yield Check("checkpoints", "problem", f"{said}; empty: {', '.join(empty[:5])}", "they were not fully written")
+    if ran.torn:
+        torn = ", ".join(ran.torn[:5])
+        yield Check("checkpoints", "problem", f"{said}; cannot be loaded: {torn}", "they were not fully written")
         return
     newest = max(ran.checkpoints, key=lambda name: ([int(one) for one in re.findall(r"\d+", name)][-1:], name))
-    yield Check("checkpoints", "ok", f"{said}, the newest {newest}", "what is in the run's folder")
+    yield Check("checkpoints", "ok", f"{said}, the newest {newest}, {age} old", "what is in the run's folder")

@@ -11,7 +11,7 @@ from memfit_workloads.video import data, scores
 from memfit_workloads.video.params import VideoParams
 
 
-def _staged(run: Callable[[Context, Any], dict[str, Any]], context: Context, params: VideoParams) -> dict[str, Any]:
+def staged(run: Callable[[Context, Any], dict[str, Any]], context: Context, params: VideoParams) -> dict[str, Any]:
     """Run a stage, with the garbage collections before and after it that were asked for."""
     if params.cleanup.before_stage or params.cleanup.after_stage:
         from memfit.training import clean_up
@@ -56,7 +56,7 @@ _FOLD_READS = ("clip", "loader", "num_versions", "train", "width", "@seed")
 def _stage(
     name: str, run: Callable[[Context, Any], dict[str, Any]], *needs: str, reads: tuple[str, ...], **more: Any
 ) -> Stage:
-    return Stage(name, functools.partial(_staged, run), needs=needs, reads=(*reads, "cleanup"), **more)
+    return Stage(name, functools.partial(staged, run), needs=needs, reads=(*reads, "cleanup"), **more)
 
 
 VIDEO = Workload(

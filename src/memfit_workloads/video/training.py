@@ -77,8 +77,8 @@ def train_fold(context: Context, params: VideoParams) -> dict[str, Any]:
         max_grad_norm=settings.max_grad_norm,
         split=BySample(),
         skip=None if settings.skip_batches is None else SkipPolicy(settings.skip_batches, max_share=1.0),
-        on_step=_clean_after_steps(cleanup),
-        on_epoch=_clean_after_epochs(cleanup),
+        on_step=clean_after_steps(cleanup),
+        on_epoch=clean_after_epochs(cleanup),
     )
     result = trainer.fit(
         data.train_batches(),
@@ -177,7 +177,8 @@ def classes_of(videos: pa.Table, params: VideoParams, seed: int) -> npt.NDArray[
     return drawn[np.unique(groups, return_inverse=True)[1]].astype(np.int64)
 
 
-def _clean_after_steps(cleanup: CleanupParams) -> Callable[[StepOutcome], None]:
+def clean_after_steps(cleanup: CleanupParams) -> Callable[[StepOutcome], None]:
+    """Return what is called after each step: a collection where one was asked for."""
     steps = itertools.count(1)
 
     def after(outcome: StepOutcome) -> None:
@@ -188,7 +189,9 @@ def _clean_after_steps(cleanup: CleanupParams) -> Callable[[StepOutcome], None]:
     return after
 
 
-def _clean_after_epochs(cleanup: CleanupParams) -> Callable[[EpochRecord], None]:
+def clean_after_epochs(cleanup: CleanupParams) -> Callable[[EpochRecord], None]:
+    """Return what is called after each epoch: a collection where one was asked for."""
+
     def after(record: EpochRecord) -> None:
         if cleanup.after_epoch:
             clean_up()
