@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-__getattr__ = load_lazily(
+__getattr__, __dir__ = load_lazily(
     __name__,
     {
         "memory": "Budget Footprint measure",
@@ -50,7 +50,3 @@ __getattr__ = load_lazily(
         "pipeline": "run",
     },
 )
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def load_lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's ``__getattr__``, which imports a name from its module at its first use.
+def load_lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a package's ``__getattr__``, which imports a name from its module at its first use, and its ``__dir__``.
 
     Args:
         package: The package, whose ``__name__`` it is.
         homes: The names in each module of the package, with spaces between them.
 
     Raises:
-        ImportError: From the function, if a name is gone; the error says what takes its place.
+        ImportError: From the first function, if a name is gone; the error says what takes its place.
     """
     modules = {name: module for module, names in homes.items() for name in names.split()}
 
@@ -29,4 +29,4 @@ def load_lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         setattr(sys.modules[package], name, found)
         return found
 
-    return find
+    return find, lambda: sorted({*vars(sys.modules[package]), *modules})

@@ -80,7 +80,7 @@ __all__ = [
     "take_stop",
 ]
 
-__getattr__ = load_lazily(
+__getattr__, __dir__ = load_lazily(
     __name__,
     {
         "_admission": "LocalAdmission",

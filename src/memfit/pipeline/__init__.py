@@ -51,7 +51,7 @@ __all__ = [
     "run_commands",
 ]
 
-__getattr__ = load_lazily(
+__getattr__, __dir__ = load_lazily(
     __name__,
     {
         "_config": "CommandSettings MemorySettings RunConfig StageSettings",
