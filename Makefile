@@ -65,7 +65,8 @@ check-docs: install docs
 docs: install ## build the documents as a site in build/site
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt zensical
 	rm -rf build/docs build/site && mkdir -p build && cp -r docs build/docs
-	sed 's#(docs/#(#g' README.md > build/docs/index.md
+	cp src/memfit_workloads/video/README.md build/docs/video.md
+	sed 's#(docs/#(#g; s#(src/memfit_workloads/video/README.md)#(video.md)#' README.md > build/docs/index.md
 	sed 's#(docs/#(#g' ARCHITECTURE.md > build/docs/ARCHITECTURE.md
 	$(BIN)/zensical build --clean --strict
 
