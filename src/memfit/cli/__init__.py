@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import importlib
 import importlib.metadata
+import re
+import shlex
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -17,6 +19,8 @@ from memfit.successors import find_gone
 
 __all__ = ["app", "expand_files", "main"]
 
+#: What users' commands begin with.
+_PROGRAM = re.compile(r"python[0-9.]*|torchrun|accelerate|deepspeed|bash|sh")
 _COMMAND = "[OPTIONS] [-- COMMAND...]"
 #: The verbs: where each is, what it is for, and its usage where typer does not know it.
 _VERBS = {
@@ -122,7 +126,7 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's errors; typer brings a click of its own, or uses the other
             raise
-        _end(_misused(error, " ".join(["memfit", *words[:1]])))
+        _end(_lost_command(words, command) or _misused(error, " ".join(["memfit", *words[:1]])))
 
 
 def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
@@ -131,6 +135,18 @@ def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
         return words, None
     at = words.index("--")
     return words[:at], tuple(words[at + 1 :])
+
+
+def _lost_command(words: list[str], command: tuple[str, ...] | None) -> UsageError | None:
+    """Return the error for a command that was written without the -- before it."""
+    at = next((at for at, word in enumerate(words) if at and _PROGRAM.fullmatch(word)), None)
+    if command is not None or words[:1] not in (["run"], ["map"], ["doctor"]) or at is None:
+        return None
+    return UsageError(
+        f"{words[at]} begins a command, and there is no -- before it.",
+        rule="the command stands behind --; what stands before it are memfit's own options.",
+        remedy=f"write: {shlex.join(['memfit', *words[:at], '--', *words[at:]])}",
+    )
 
 
 def _check_gone(words: list[str]) -> None:

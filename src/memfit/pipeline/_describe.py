@@ -80,6 +80,13 @@ def describe(target: str, resolved: str, units: Sequence[Mapping[str, str]] = ()
                 rule="--param gives the units of a plain function or a command.",
                 remedy="set what they take: --set params.NAME=VALUE",
             )
+        for name in dict.fromkeys(name for unit in units for name in unit if name not in params):
+            if (near := nearest(name, list(params))).startswith("did"):
+                raise UsageError(
+                    f"{target} has no setting {name!r}.",
+                    rule="--param sets an argument of the function, or names a unit that it reads from ctx.unit.",
+                    remedy=near,
+                )
         values_of = [{name: config.read_plain(text) for name, text in unit.items()} for unit in units]
         stages = [replace(stages[0], units=[unit if len(units) > 1 or unit else None for unit in values_of])]
     origins = {name: origin for name, origin in whole.origins.items() if name.partition(".")[0] != "params"}

@@ -88,6 +88,14 @@ def order_of_config(
         values = {"target": str(source), "experiment": str(source).rpartition(":")[2]}
     else:
         file = Path(source)
+        if file.suffix not in (".yaml", ".yml") and (file.suffix == ".py" or not file.exists()):
+            raise UsageError(
+                f"{source} is no config and no function.",
+                rule="memfit run takes a YAML config, a function as module:name, or a command behind --.",
+                remedy=f"write: memfit run -- python {source}"
+                if file.suffix == ".py"
+                else "write for example: memfit run config.yaml, memfit run train:train, memfit run -- python train.py",
+            )
     resolved = resolve_with_allocator(RunConfig, file=file, values=values, env=env, overrides=overrides)
     settings = resolved.value
     chosen_units(settings.units, None)
