@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing memfit and PyTorch into $(VENV): about a minute"
+	@echo "installing memfit and PyTorch into $(VENV): one to three minutes"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[ranker]'
 	@touch $@
 

@@ -211,7 +211,9 @@ def main() -> int:
         with_it, run, code = run_with(None, words)
         report(None, with_it, run, console)
         return code
-    console.print(f"[bold]1. Five folds at once without memfit, limit {format_bytes(limit)}[/bold]")
+    console.print(
+        f"[bold]1. Five folds at once without memfit, limit {format_bytes(limit)}[/bold] (all: three minutes)"
+    )
     with Limited(parent, limit) as group:
         without = run_without(group, console)
     console.print(f"\n[bold]2. The same five folds with memfit, the same limit[/bold]\n$ {command}", soft_wrap=True)
@@ -227,4 +229,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("stopped; make demo goes on with memfit's part, make demo ARGS=--new begins anew", file=sys.stderr)
+        sys.exit(130)
