@@ -123,7 +123,7 @@ class FoldData:
         self.valid_rows = np.flatnonzero(fold == own)
         self.test_rows = np.flatnonzero(fold == 0)
         self.train_rows = np.flatnonzero((fold != own) & (fold != 0))
-        self.classes = classes_of(self.videos, params, context.seed)
+        self.classes = classes_of(self.videos, params, context["create_kfold_splits"].result["seed"])
         datasets = context["create_datasets"]
         self._frames = np.load(datasets.path("frames"), mmap_mode="r") if datasets.result["cached"] else None
         self._paths = list(paths_of(context))
@@ -168,7 +168,7 @@ class FoldData:
 
 
 def classes_of(videos: pa.Table, params: VideoParams, seed: int) -> npt.NDArray[np.int64]:
-    """Return the class of each video; with random labels one for each segment's own hash, balanced."""
+    """Return the class of each video; with random labels one drawn for each group, alike in all folds."""
     classes: npt.NDArray[np.int64] = videos["class"].to_numpy()
     if params.train.labels == "true":
         return classes
