@@ -98,7 +98,7 @@ bench-sequences: install ## padded token batches by memfit's loader beside PyTor
 bench-decision: install ## size, coverage and power of a comparison of two rankings, by simulation
 	$(BIN)/python benchmarks/decision.py $(ARGS)
 
-bench-video: install ## the video classifier: ten kills, a leak on purpose, collections, decoding (ARGS=--part kills)
+bench-video: install ## the video classifier: ten kills, a leak on purpose, collections, decoding, 300 clips under a limit (ARGS=--part kills)
 	$(BIN)/python benchmarks/video.py $(ARGS)
 
 bench-ranker: install ## the ranker's stages: folds side by side against one by one, and ten kills

@@ -1,10 +1,12 @@
 """The video classifier: under kills, with a leak on purpose, with collections on; and its decoder beside a plain one.
 
-    python benchmarks/video.py [--part kills|leak|cleanup|decode] ...
+    python benchmarks/video.py [--part kills|leak|cleanup|decode|clips] ...
 
 Parts: ``kills``: SIGKILL after each stage and twice in fold 3, and the results beside an unbroken run's; ``leak``:
 labels drawn at random for each group, with folds of whole groups and of single videos; ``cleanup``: what each kind of
-garbage collection freed and cost; ``decode``: clips a second, and memory, against decoding whole files.
+garbage collection freed and cost; ``decode``: clips a second, and memory, against decoding whole files; ``clips``:
+300 clips, a tenth of them damaged, in five folds under one real limit into which two plain folds fit, killed 20 times
+(needs root and a memory cgroup; at most 4 GiB).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,15 +24,38 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import psutil
 from pyarrow import feather
 
+from limited import Limited, find_parent
 from memfit.pipeline import Output
 from memfit.rundir import RunDir
+from memfit.units import format_bytes
 from memfit_workloads.video.clips import make_clips
 from memfit_workloads.video.decode import sample_frames
 
 CONFIG = Path(__file__).parents[1] / "src/memfit_workloads/video/config.yaml"
+#: What decoding adds to the memory of a worker that has imported torch and av, at its peak, in MiB.
+ADDED = """
+import sys, threading
+from pathlib import Path
+import av, psutil, torch
+from memfit_workloads.video.decode import probe, sample_frames
+own, peaks, ended = psutil.Process(), [], threading.Event()
+def watch():
+    while not ended.wait(0.01):
+        peaks.append(own.memory_full_info().uss)
+watcher = threading.Thread(target=watch)
+before = own.memory_full_info().uss
+watcher.start()
+sample_frames(Path(sys.argv[1]), 16, 112)
+ended.set()
+watcher.join()
+info = probe(Path(sys.argv[1]))
+print(f"{info.width} x {info.height}, {info.seconds:.0f} s: adds {(max(peaks) - before) / 2**20:.1f} MiB")
+"""
 SHORT = ("params.data.num_clips=96", "params.clip.size=32", "params.train.num_epochs=3", "params.data.bad_share=0.1")
 STAGES = (
     "stage_load_data", "stage_create_kfold_splits", "stage_generate_augmentations", "stage_create_datasets",
@@ -49,6 +75,38 @@ from memfit_workloads.video.decode import sample_frames
 for path in sys.argv[1:]:
     sample_frames(Path(path), 16, 112)
 """
+
+#: A fold as it is often written: all clips decoded whole, and held while a plain loop trains.
+NAIVE = """
+import sys, av, numpy as np, torch
+from pathlib import Path
+from memfit.pipeline import Output
+from memfit_workloads.video.model import ClipNet
+checkpoints, fold = Path(sys.argv[1]) / "checkpoints", int(sys.argv[2])
+load = Output(checkpoints / "stage_load_data.json")
+folds = Output(checkpoints / "stage_create_kfold_splits.json").table("splits")["fold"].to_numpy()
+videos, clips = load.table("videos"), []
+for name in videos["path"].to_pylist():
+    with av.open(str(load.dir / name)) as container:
+        clips.append(np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]))
+classes = torch.tensor(videos["class"].to_numpy()).float()
+model = ClipNet(8)
+optimizer = torch.optim.AdamW(model.parameters())
+rows = [row for row in range(len(clips)) if folds[row] not in (0, fold)]
+for epoch in range(3):
+    for start in range(0, len(rows), 8):
+        part = rows[start : start + 8]
+        picked = [clips[row][np.linspace(0, len(clips[row]) - 1, 16).astype(int), ::4, ::5] for row in part]
+        frames = torch.from_numpy(np.stack(picked)).permute(0, 1, 4, 2, 3)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(frames), classes[part])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+CLIPS = (
+    "params.data.num_clips=300", "params.data.bad_share=0.1", "params.clip.size=32", "params.train.num_epochs=3",
+)  # fmt: skip
+MOST_BYTES = 4 << 30
 
 
 def command(folder: Path, settings: Sequence[str], *more: str) -> list[str]:
@@ -147,9 +205,73 @@ def decode(folder: Path) -> None:
                 break
             time.sleep(0.01)
         print(f"{name:12} {60 / (time.perf_counter() - start):6.1f} clips a second, peak {most / 2**20:.0f} MiB")
+    for width, height, seconds in ((1280, 720, 10), (1280, 720, 60), (640, 360, 600), (3840, 2160, 5)):
+        clip = folder / "long.mp4"
+        write_clip(clip, width, height, seconds)
+        subprocess.run([sys.executable, "-c", ADDED, str(clip)], check=True)
 
 
-PARTS: dict[str, Callable[[Path], None]] = {"kills": kills, "leak": leak, "cleanup": cleanup, "decode": decode}
+def write_clip(path: Path, width: int, height: int, seconds: int) -> None:
+    """Write a clip of noise that moves, at 24 frames a second."""
+    noise = np.random.default_rng(0).integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8)
+    picture = np.ascontiguousarray(noise.repeat(4, axis=0).repeat(4, axis=1))
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=24, options={"preset": "ultrafast"})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for number in range(24 * seconds):
+            if number % 24 == 0:
+                picture = np.ascontiguousarray(np.roll(picture, 8, axis=1))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+def clips(folder: Path) -> None:
+    parent = find_parent()
+    if parent is None:
+        sys.exit("clips: needs root and a memory cgroup")
+    whole = run(folder / "whole", CLIPS)
+    naive = [sys.executable, "-c", NAIVE, str(whole)]
+    with Limited(parent, MOST_BYTES) as group:
+        if group.start([*naive, "1"]).wait():
+            sys.exit("the plain fold failed")
+        alone = group.peak_bytes
+    limit = int(2.2 * alone)
+    with Limited(parent, limit) as group:
+        codes = [one.wait() for one in [group.start([*naive, str(fold)]) for fold in range(1, 6)]]
+        print(f"a plain fold: {format_bytes(alone)}; the limit: {format_bytes(limit)}; of five plain folds at once "
+              f"{sum(code != 0 for code in codes)} died, {group.num_oom_kills} kernel kills")  # fmt: skip
+    rng, words, num_kills = random.Random(0), command(folder / "killed", CLIPS), 0
+    with Limited(parent, limit) as group:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        for place in (*STAGES, "fold 3, epoch 2", "fold 3, epoch 2", *["any"] * 10):
+            process = group.start(words, **quiet)
+            end = time.monotonic() + rng.uniform(4, 25)
+            while process.poll() is None and not (
+                time.monotonic() > end if place == "any" else is_past(folder / "killed", place)
+            ):
+                time.sleep(0.02)
+            num_kills += process.poll() is None
+            while pids := (group.path / "cgroup.procs").read_text().split():
+                for pid in pids:
+                    os.kill(int(pid), signal.SIGKILL)
+                process.wait()
+                time.sleep(0.1)
+        code = group.start(words, **quiet).wait()
+        print(f"memfit: {num_kills} of 20 kills, exit code {code}, {group.num_oom_kills} kernel kills, charged peak "
+              f"{format_bytes(group.peak_bytes)}")  # fmt: skip
+    expected, found = found_in(whole), found_in(max((folder / "killed").glob("video/run_*")))
+    different = [name for name in {*expected, *found} if expected.get(name) != found.get(name)]
+    skipped = found["stage_load_data"]["num_skipped"]
+    print(f"{len(different)} of {len(expected)} results differ {different[:3]}; {skipped} damaged clips were skipped")
+
+
+PARTS: dict[str, Callable[[Path], None]] = {
+    "kills": kills,
+    "leak": leak,
+    "cleanup": cleanup,
+    "decode": decode,
+    "clips": clips,
+}
 
 
 def main() -> None:

@@ -792,8 +792,15 @@ def test_what_happened_is_told_and_written_into_the_run_directory(tmp_path, monk
     step(inputs(1))
     linear(ranking, microbatch_size=5, allow_inexact=True)((inputs(9), torch.arange(9) // 3))
     events = [event for event in run.events() if event["kind"] != "phase"]
-    assert [event["kind"] for event in events] == ["oom", "microbatch", "oom", "oom", "skip", "inexact"]
-    oom, size, *_, skip, inexact = events
+    assert [event["kind"] for event in events] == [
+        *("oom", "flight_record", "cleanup", "microbatch", "retry"),  # detect, log, clean up, retry with less
+        *("oom", "flight_record", "cleanup", "retry"),  # a single unit: once more, in the same size
+        *("oom", "flight_record", "cleanup", "skip"),  # fall back
+        "inexact",
+    ]
+    oom, _, _, size, *_, skip, inexact = events
+    assert (events[4]["size"], events[8]["size"]) == (4, 1)
+    assert (run.job_dir("fold_1") / events[1]["file"]).is_file()
     assert oom["text"].startswith("fold_1 is out of host memory in phase forward, epoch 1, step 4, microbatch size 8: ")
     assert size["text"] == "fold_1 changes its microbatch size: 8 -> 4 (batch of 8)"
     assert skip["text"].startswith("fold_1 skips a batch, number 1 of ")

@@ -278,10 +278,26 @@ def test_collections_happen_when_they_were_asked_for_and_never_else(monkeypatch)
         assert done == expected, cleanup
 
 
+def test_another_entry_runs_the_notebook_alone_and_keeps_it_with_its_outputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(config(tmp_path, entry="notebook"))
+    assert (result.exit_code, list(result.statuses)) == (0, ["notebook"])
+    output = Output(result.path / "checkpoints/stage_notebook.json")
+    book = json.loads(output.path("notebook").read_text())
+    printed = "".join(str(cell.get("outputs")) for cell in book["cells"])
+    assert "skipped clips/" in printed and f"{output.result['accuracy']}" in printed
+    assert 0 <= output.result["auc"] <= 1
+    epochs = [event for event in RunDir(result.path).events() if event["kind"] == "epoch"]
+    assert [event["epoch"] for event in epochs] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("params", "told"),
     [
         ({"train": {"use_amp": "yes"}}, "use_amp"),
+        ({"train": {"use_amp": 1}}, "use_amp"),
+        ({"entry": "false"}, "entry"),
+        ({"entry": False}, "entry"),
         ({"splits": {"n_splits": 1}}, "n_splits"),
         ({"data": {"source": "files"}}, "path belongs to source: files"),
         ({"loader": {"batch": 4}}, "batch_size"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -250,6 +250,7 @@ class Workload(Generic[P]):
         stages: The stages, in any order that reads well.
         fingerprint: Takes the params and returns a digest of the raw data, or one for each stage by name; None if all
             data are in the params.
+        choose: Takes the params and returns the names of the stages that a run with them has; None for all.
 
     Example:
         >>> class Params(BaseModel):
@@ -263,6 +264,7 @@ class Workload(Generic[P]):
     params: type[P]
     stages: tuple[Stage, ...]
     fingerprint: Callable[[P], str | Mapping[str, str]] | None = None
+    choose: Callable[[P], Collection[str]] | None = None
 
     def stage(self, name: str) -> Stage:
         """Return the stage of that name."""

@@ -71,7 +71,9 @@ def describe(target: str, resolved: str, units: Sequence[Mapping[str, str]] = ()
     nested = config.resolve_nested(whole, "params", workload.params)
     params = nested.value.model_dump(mode="json")
     data = workload.fingerprint(nested.value) if workload.fingerprint else ""
-    stages = in_order(workload.stages, params, target, workload.params)
+    names = None if workload.choose is None else workload.choose(nested.value)
+    chosen = [stage for stage in workload.stages if names is None or stage.name in names]
+    stages = in_order(chosen, params, target, workload.params)
     stages = [replace(one, data=data if isinstance(data, str) else data.get(one.name, "")) for one in stages]
     if units:
         if len(stages) != 1 or stages[0].each:

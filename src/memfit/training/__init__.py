@@ -19,8 +19,8 @@ from memfit.training._checkpoint import CheckpointWarning, load_checkpoint, save
 from memfit.training._compute import autocast, find_device, to_device
 from memfit.training._ema import Ema
 from memfit.training._keyed import KeyedDataset, KeyedSampler
-from memfit.training._leaks import Cleanup, Leak, LeakDetector, clean_up
-from memfit.training._oom import OomKind, classify_oom
+from memfit.training._leaks import Leak, LeakDetector
+from memfit.training._oom import Cleanup, OomKind, classify_oom, clean_up
 from memfit.training._preflight import Longest, PhaseMemory, PreflightReport, find_longest, preflight
 from memfit.training._process import rng_state, seed_everything, set_rng_state
 from memfit.training._records import EpochRecord, FitResult, OomEvent, SkipPolicy, StepOutcome

@@ -29,12 +29,14 @@ _RECORD_NAME = re.compile(r"oom_(\d+)\.json")
 
 
 def record_oom(text: str, kind: OomKind, *, model: Any, optimizer: Any, where: Mapping[str, Any]) -> Path | None:
-    """Write the flight record of an out-of-memory and the event ``oom``; return the record's file."""
-    path = write_flight_record(text, kind, model=model, optimizer=optimizer, where=where)
+    """Write the event ``oom`` and the flight record, with an event of its own; return the record's file."""
     first_line = text.partition("\n")[0]
     size = f", microbatch size {where['microbatch_size']}" if where.get("microbatch_size") else ""
     told = f"is out of {kind} memory in phase {where.get('phase')}, {place(where)}{size}: {first_line}"
     record("oom", memory=str(kind), error=first_line, **where, text=told)
+    path = write_flight_record(text, kind, model=model, optimizer=optimizer, where=where)
+    if path is not None:
+        record("flight_record", file=path.name, **where)
     return path
 
 

@@ -1,14 +1,10 @@
-"""Find what grows from epoch to epoch, and clean up in one call that says what it freed.
-
-memfit collects nothing on a schedule: ``docs/decisions/0009-no-periodic-collection.md`` and ``benchmarks/folklore.py``.
-"""
+"""Find what grows from epoch to epoch."""
 
 from __future__ import annotations
 
 import gc
 import statistics
 import sys
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +16,7 @@ import numpy as np
 import torch
 
 from memfit.rundir import read_heap, record
-from memfit.training._oom import clear_caches, device_bytes
+from memfit.training._oom import device_bytes
 from memfit.units import MIB, format_bytes
 
 _OBJECTS = "Python objects"
@@ -32,42 +28,6 @@ _CONTAINERS = (list, dict, set, deque)
 _LONG = 16
 _UNTRACKED = (np.ndarray, bytes, bytearray, str)  # Python's collector does not know them
 _LARGE_BYTES = 512
-
-
-@dataclass(frozen=True)
-class Cleanup:
-    """The result of a clean-up.
-
-    Attributes:
-        num_objects: Unreachable objects that were found.
-        host_bytes: By how much the heap's live bytes fell.
-        reserved_bytes: How much of torch's cache went back to the driver, over all devices.
-        seconds: Its duration.
-    """
-
-    num_objects: int
-    host_bytes: int
-    reserved_bytes: int
-    seconds: float
-
-
-def clean_up() -> Cleanup:
-    """Collect garbage, empty the devices' cache, and return what that freed and cost; record it as ``cleanup``.
-
-    Example:
-        >>> clean_up().seconds > 0
-        True
-    """
-    begin, heap, reserved = time.perf_counter(), read_heap().get("live_bytes", 0), _reserved_bytes()
-    num_objects = clear_caches()
-    host = heap - read_heap().get("live_bytes", 0)
-    done = Cleanup(num_objects, max(0, host), reserved - _reserved_bytes(), time.perf_counter() - begin)
-    record("cleanup", **asdict(done))
-    return done
-
-
-def _reserved_bytes() -> int:
-    return sum(sizes["reserved_bytes"] for sizes in device_bytes().values())
 
 
 @dataclass(frozen=True)

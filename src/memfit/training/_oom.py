@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import gc
 import re
+import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from memfit.memory import Budget
+from memfit.rundir import read_heap, record
 from memfit.units import format_bytes
 
 T = TypeVar("T")
@@ -137,7 +139,7 @@ def attempt(
         failure = error
     release(failure)  # outside of the handler, which would keep the frames
     del failure
-    clear_caches()
+    clean_up()
     return Failed(kind, text, path)
 
 
@@ -156,12 +158,44 @@ def release(error: BaseException) -> None:
             pending += link.exceptions
 
 
-def clear_caches() -> int:
-    """Collect garbage, hand unused device memory back, and return the number of unreachable objects."""
+@dataclass(frozen=True)
+class Cleanup:
+    """The result of a clean-up.
+
+    Attributes:
+        num_objects: Unreachable objects that were found.
+        host_bytes: By how much the heap's live bytes fell.
+        reserved_bytes: How much of torch's cache went back to the driver, over all devices.
+        seconds: Its duration.
+    """
+
+    num_objects: int
+    host_bytes: int
+    reserved_bytes: int
+    seconds: float
+
+
+def clean_up() -> Cleanup:
+    """Collect garbage, empty the devices' cache, and return what that freed and cost; record it as ``cleanup``.
+
+    memfit does so after an out-of-memory, and on no schedule: ``docs/decisions/0009-no-periodic-collection.md``.
+
+    Example:
+        >>> clean_up().seconds > 0
+        True
+    """
+    begin, heap, reserved = time.perf_counter(), read_heap().get("live_bytes", 0), _reserved_bytes()
     num_objects = gc.collect()
     for backend in _backends():
         backend.empty_cache()
-    return num_objects
+    host = heap - read_heap().get("live_bytes", 0)
+    done = Cleanup(num_objects, max(0, host), reserved - _reserved_bytes(), time.perf_counter() - begin)
+    record("cleanup", **asdict(done))
+    return done
+
+
+def _reserved_bytes() -> int:
+    return sum(sizes["reserved_bytes"] for sizes in device_bytes().values())
 
 
 def device_bytes() -> dict[str, dict[str, int]]:

@@ -12,7 +12,7 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -28,6 +28,8 @@ from memfit.training._records import OomEvent, SkipPolicy, StepOutcome
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import BySample, Split, held_bytes, is_opaque, leaves, rebuild
+
+E = TypeVar("E", bound=MemfitError)
 
 _MOST_UPDATES = 3
 _LEAST_SCALE = 1e-4
@@ -405,12 +407,16 @@ class SafeStep:
         self._before.restore()
         self._check_unedited(todo)
         if batch is None and updates_left <= 0:
-            raise DoesNotFitError(
-                f"In {place(self.where)} the update went out of memory {_MOST_UPDATES} times: {failed.first_line}",
-                rule="it was undone each time; it does not depend on the batch, so splitting gives it no room.",
-                remedy="take an optimizer with a smaller state or fused=True, or give more memory",
+            raise self._given_up(
+                DoesNotFitError(
+                    f"In {place(self.where)} the update went out of memory {_MOST_UPDATES} times: {failed.first_line}",
+                    rule="it was undone each time; it does not depend on the batch, so splitting gives it no room.",
+                    remedy="take an optimizer with a smaller state or fused=True, or give more memory",
+                )
             )
         next_size = None if batch is None else self._next_size(batch, part, todo, failed)
+        if batch is None or next_size is not None:
+            record("retry", phase=phase, size=next_size, **self.where)
         if self.on_oom is not None:
             size = None if batch is None else part[1] - part[0]
             self.on_oom(OomEvent(failed.kind, failed.text, phase, size, next_size, failed.flight_record))
@@ -424,9 +430,13 @@ class SafeStep:
             return part[1] - part[0]  # once more, now that garbage and caches are gone
         error = self._too_large(batch, failed)
         if self.skip is None:
-            raise error
+            raise self._given_up(error)
         self._skip([batch], todo, error)
         return None
+
+    def _given_up(self, error: E) -> E:
+        record("give_up", error=error.what, **self.where)
+        return error
 
     def _too_large(self, batch: _Batch, failed: Failed) -> SampleTooLargeError:
         shapes = [f"{name or 'batch'}: {tuple(one.shape)} {str(one.dtype)[6:]}" for name, one, _ in batch.versions]

@@ -25,7 +25,7 @@ from memfit_workloads.video.decode import BadVideoError, decoder_version, probe,
 from memfit_workloads.video.params import DataParams, VideoParams
 
 _ENDINGS = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".3gp", ".flv", ".wmv", ".ogv"})
-_SIGNED_FRAMES, _SIGNED_SIZE = 8, 72
+SIGNED_FRAMES, SIGNED_SIZE = 8, 72
 #: The part of the free memory that all decoded frames may take: mapped, the folds share one copy.
 _CACHE_SHARE = 0.25
 #: A class has a name in the table and a number in the model; in this order where these are the names.
@@ -38,7 +38,7 @@ def fingerprint(params: VideoParams) -> str:
     if path is None:
         return decoder_version()
     try:
-        files = [one for one, *_ in _listed(params.data)]
+        files = [one for one, *_ in find_videos(params.data)]
         return fingerprint_files(*([path] if path.is_file() else []), *files) + decoder_version()
     except FileNotFoundError as error:
         raise DataError(
@@ -52,20 +52,14 @@ def load_data(context: Context, params: VideoParams) -> dict[str, Any]:
     """List the videos with their classes, and the groups of those that look alike; name those that are damaged."""
     phase("load")
     settings = params.data
+    listed = find_videos(settings, context.dir / "clips")
     if settings.source == "samples":
-        folder = context.dir / "clips"
-        made = make_clips(
-            folder, settings.num_clips, settings.clips_seed, seconds=settings.seconds, bad_share=settings.bad_share
-        )
-        listed = [(folder / row["path"], row["label"], row["segment"]) for row in made.to_pylist()]
-        context.save("clips", folder)
-    else:
-        listed = _listed(settings)
+        context.save("clips", context.dir / "clips")
     rows, signatures, skipped = [], [], []
     for path, label, group in listed:
         try:
             info = probe(path)
-            signatures.append(frame_signatures(sample_frames(path, _SIGNED_FRAMES, _SIGNED_SIZE)))
+            signatures.append(frame_signatures(sample_frames(path, SIGNED_FRAMES, SIGNED_SIZE)))
         except BadVideoError as error:
             skipped.append({"path": str(path), "label": label, "why": str(error)})
             record("skipped_video", path=str(path), why=str(error))
@@ -95,10 +89,19 @@ def load_data(context: Context, params: VideoParams) -> dict[str, Any]:
     }
 
 
-def _listed(settings: DataParams) -> list[tuple[Path, str, str]]:
-    """Return path, class and group of the user's videos: a folder for each class, or the lines of a CSV."""
+def find_videos(settings: DataParams, folder: Path = Path()) -> list[tuple[Path, str, str]]:
+    """Return path, class and group of each video.
+
+    The samples are made in ``folder``. One's own lie in a folder for each class, or are the lines of a CSV.
+
+    Raises:
+        DataError: If there is none, or the list cannot be read.
+    """
     path = settings.path
-    assert path is not None  # checked by DataParams
+    if path is None:
+        recipe = settings.num_clips, settings.clips_seed
+        made = make_clips(folder, *recipe, seconds=settings.seconds, bad_share=settings.bad_share)
+        return [(folder / row["path"], row["label"], row["segment"]) for row in made.to_pylist()]
     if path.is_dir():
         found = [one for one in sorted(path.glob("*/**/*")) if one.suffix.lower() in _ENDINGS and one.is_file()]
         listed = [(one, one.relative_to(path).parts[0], "") for one in found]

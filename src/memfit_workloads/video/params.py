@@ -84,6 +84,7 @@ class TrainParams(config.Settings):
 class VideoParams(config.Settings):
     """All settings of the workload."""
 
+    entry: Literal["pipeline", "notebook"] = Field("pipeline", description="notebook: one fold, in a Jupyter notebook")
     data: DataParams = DataParams()
     clip: ClipParams = ClipParams()
     splits: SplitParams = SplitParams()

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from memfit.pipeline import Context, Probe, Stage, Workload
+from memfit.errors import MissingExtraError
+from memfit.pipeline import Context, Probe, Stage, Workload, fingerprint_files
 from memfit_workloads.video import data, scores
 from memfit_workloads.video.params import VideoParams
+
+_NOTEBOOK = Path(__file__).with_name("notebook.ipynb")
 
 
 def staged(run: Callable[[Context, Any], dict[str, Any]], context: Context, params: VideoParams) -> dict[str, Any]:
@@ -49,6 +55,26 @@ def _step(context: Context, params: VideoParams) -> Any:
     return training.training_step(context, params)
 
 
+def notebook(context: Context, params: VideoParams) -> dict[str, Any]:
+    """Run the notebook beside this file, save it with what it printed, and return the metrics that it wrote."""
+    try:
+        import nbformat
+        from nbclient import NotebookClient
+    except ModuleNotFoundError as error:
+        raise MissingExtraError.of("nbclient", "video", "entry: notebook") from error
+    book = nbformat.read(_NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+    os.environ |= {"VIDEO_PARAMS": params.model_dump_json(), "VIDEO_SEED": str(context.seed)}
+    os.environ |= {name: str(context.dir / "jupyter") for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}
+    client = NotebookClient(book, timeout=None, kernel_name="python3", resources={"metadata": {"path": context.dir}})
+    try:
+        client.execute()
+    finally:  # a cell that failed is read there
+        nbformat.write(book, context.dir / "notebook.ipynb")  # type: ignore[no-untyped-call]
+    context.save("notebook", context.dir / "notebook.ipynb")
+    found: dict[str, Any] = json.loads((context.dir / "metrics.json").read_text())
+    return found
+
+
 _DATA = ("load_data", "create_kfold_splits", "generate_augmentations", "create_datasets", "create_loaders")
 _FOLD_READS = ("clip", "loader", "num_versions", "train", "width", "@seed")
 
@@ -61,7 +87,10 @@ def _stage(
 
 VIDEO = Workload(
     params=VideoParams,
-    fingerprint=lambda params: {"load_data": data.fingerprint(params)},
+    fingerprint=lambda params: {
+        "load_data": data.fingerprint(params),
+        "notebook": data.fingerprint(params) + fingerprint_files(_NOTEBOOK),
+    },
     stages=(
         _stage("load_data", data.load_data, reads=("data",)),
         _stage("create_kfold_splits", data.create_kfold_splits, "load_data", reads=("splits", "@seed")),
@@ -80,5 +109,9 @@ VIDEO = Workload(
             probe=Probe(_loader, _step),
         ),
         _stage("evaluate", scores.evaluate, "load_data", "fold", reads=("level", "@seed")),
+        Stage("notebook", notebook, reads=(*_FOLD_READS, "data", "splits")),
+    ),
+    choose=lambda params: (
+        ("notebook",) if params.entry == "notebook" else (*_DATA, "initialize_model", "fold", "evaluate")
     ),
 )
