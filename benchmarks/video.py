@@ -104,7 +104,7 @@ for epoch in range(3):
         optimizer.step()
 """
 CLIPS = (
-    "params.data.num_clips=300", "params.data.bad_share=0.1", "params.clip.size=32", "params.train.num_epochs=3",
+    "params.data.num_clips=300", "params.data.bad_share=0.1", "params.clip.size=32", "params.train.num_epochs=6",
 )  # fmt: skip
 MOST_BYTES = 4 << 30
 
@@ -245,7 +245,7 @@ def clips(folder: Path) -> None:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         for place in (*STAGES, "fold 3, epoch 2", "fold 3, epoch 2", *["any"] * 10):
             process = group.start(words, **quiet)
-            end = time.monotonic() + rng.uniform(4, 25)
+            end = time.monotonic() + rng.uniform(3, 9)
             while process.poll() is None and not (
                 time.monotonic() > end if place == "any" else is_past(folder / "killed", place)
             ):

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from memfit.data._batches import DateBatches as DateBatches
     from memfit.data._batches import WindowBatch as WindowBatch
     from memfit.data._batches import windows as windows
+    from memfit.data._lines import JsonLines as JsonLines
     from memfit.data._loader import Loader as Loader
     from memfit.data._loader_footprint import loader_footprint as loader_footprint
     from memfit.data._measure import choose_mode as choose_mode
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "_batches": "DateBatch DateBatches WindowBatch windows",
+    "_lines": "JsonLines",
     "_loader": "Loader",
     "_loader_footprint": "loader_footprint",
     "_measure": "choose_mode measure_loader",
