@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-vm check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-slurm bench-decision bench-ranker bench-video clean
+.PHONY: help install demo test test-fast test-vm check check-code check-docs docs format lines bench-ground-truth bench-estimate bench-diagnosis bench-folds bench-stress bench-overhead bench-folklore bench-loaders bench-sequences bench-slurm bench-decision bench-ranker bench-video bench-recipes clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -66,7 +66,8 @@ docs: install ## build the documents as a site in build/site
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt zensical
 	rm -rf build/docs build/site && mkdir -p build && cp -r docs build/docs
 	cp src/memfit_workloads/video/README.md build/docs/video.md
-	sed 's#(docs/#(#g; s#(src/memfit_workloads/video/README.md)#(video.md)#' README.md > build/docs/index.md
+	cp src/memfit_workloads/recipes/README.md build/docs/recipes.md
+	sed 's#(docs/#(#g; s#(src/memfit_workloads/video/README.md)#(video.md)#; s#(src/memfit_workloads/recipes/README.md)#(recipes.md)#' README.md > build/docs/index.md
 	sed 's#(docs/#(#g' ARCHITECTURE.md > build/docs/ARCHITECTURE.md
 	$(BIN)/zensical build --clean --strict
 
@@ -100,6 +101,9 @@ bench-decision: install ## size, coverage and power of a comparison of two ranki
 
 bench-video: install ## the video classifier: ten kills, a leak on purpose, collections, decoding, 300 clips under a limit (ARGS=--part kills)
 	$(BIN)/python benchmarks/video.py $(ARGS)
+
+bench-recipes: install ## the recipe fine-tune: an index of 6 million lines, and ten kills (ARGS="--part kills")
+	$(BIN)/python benchmarks/recipes.py $(ARGS)
 
 bench-ranker: install ## the ranker's stages: folds side by side against one by one, and ten kills
 	$(BIN)/python benchmarks/ranker.py $(ARGS)

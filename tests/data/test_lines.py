@@ -27,6 +27,8 @@ def test_rows_are_those_that_a_plain_reader_finds(tmp_path_factory, rows, is_end
     text = "".join(json.dumps({"v": value}, ensure_ascii=False) + end for value, end in rows)
     path.write_bytes((text if is_ended else text.rstrip("\r\n")).encode())
     expected = [{"v": value} for value, _ in rows]
+    path.write_bytes(b"1\n" + path.read_bytes())
+    expected.insert(0, 1)
     for found in (JsonLines(path), JsonLines(path)):  # the second one finds an index
         assert [found[number] for number in range(len(found))] == list(found) == expected
         assert (found[-1], found[1:], found.torn_bytes) == (expected[-1], expected[1:], 0)

@@ -97,7 +97,7 @@ class JsonLines(Sequence[Any]):
     def lines(self) -> Iterator[bytes]:
         """Yield the rows' bytes in order, unparsed."""
         with open(self.path, "rb", buffering=_READ_BYTES) as file:
-            yield from itertools.islice((line for line in file if len(line) > _EMPTY), len(self))
+            yield from itertools.islice((line for line in file if len(line) > _EMPTY or line.strip()), len(self))
 
     def parse(self, line: bytes, number: int) -> Any:
         """Return the value of a row; ``number`` is for the error.
@@ -133,10 +133,12 @@ def _make_index(path: Path, index: Path) -> None:
             np.array([*_head(path), 0, 0], "<i8").tofile(aside)  # nothing is torn yet; the first row begins at 0
             at = 0
             with open(path, "rb", buffering=_READ_BYTES) as file:
-                while len(lengths := np.fromiter(map(len, itertools.islice(file, _LINES_AT_ONCE)), np.int64)):
+                while len(lengths := np.fromiter(map(len, itertools.islice(file, _LINES_AT_ONCE)), "<i8")):
                     ends = at + np.cumsum(lengths)
                     at = int(ends[-1])
-                    ends[lengths > _EMPTY].astype("<i8").tofile(aside)
+                    short = [(one, int(lengths[one]), int(ends[one])) for one in np.flatnonzero(lengths <= _EMPTY)]
+                    empty = [one for one, size, end in short if not os.pread(file.fileno(), size, end - size).strip()]
+                    (np.delete(ends, empty) if empty else ends).tofile(aside)
                 file.seek(max(0, at - 1))
                 if at and file.read() != b"\n":
                     _judge_last(file, aside, at)

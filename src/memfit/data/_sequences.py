@@ -38,6 +38,9 @@ class SequenceLoader(PositionedLoader[dict[str, Array]]):
             once if lengths are needed (``max_tokens``, ``bucket``).
         num_workers: Threads that make batches ahead, each one batch. 0 makes a batch when it is asked for.
 
+    Attributes:
+        batch_size: Examples in a batch; None with ``max_tokens``, where batches differ.
+
     Raises:
         DataError: If there is no example, or if one does not fit into ``max_tokens``.
         UsageError: If an argument is out of range.
@@ -77,6 +80,7 @@ class SequenceLoader(PositionedLoader[dict[str, Array]]):
                 remedy="pass for example batch=32 or max_tokens=8192",
             )
         self.examples, self.padding = examples, padding
+        self.batch_size = batch if max_tokens is None else None
         is_sorted = shuffle is not None and (batch is None or bucket > 1)
         widths = None
         if is_sorted or max_tokens is not None or lengths is not None:

@@ -54,10 +54,11 @@ def checkpoint_activations(
         >>> checkpoint_activations(model).names
         ('layers.0', 'layers.1', 'layers.2')
     """
-    enable = getattr(model, "gradient_checkpointing_enable", None)
+    older = getattr(model, "gradient_checkpointing_enable", None)  # the name before transformers 5.23
+    enable = getattr(model, "activation_checkpointing_enable", older)
     if blocks is None and enable is not None and getattr(model, "supports_gradient_checkpointing", True):
         _refuse_batch_norm("", model)
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": True})
+        enable({"use_reentrant": False, "preserve_rng_state": True})
         flagged = {name: one for name, one in model.named_modules() if getattr(one, "gradient_checkpointing", False)}
         layers = [name for name, one in flagged.items() if _LAYER in (base.__name__ for base in type(one).__mro__)]
         return CheckpointedBlocks(tuple(layers or flagged), "transformers", _switch_caches_off(model))

@@ -1,0 +1,1 @@
+"""Fine-tune a T5 on pairs of texts: generated recipes, or a JSON Lines file of one's own; see README.md."""

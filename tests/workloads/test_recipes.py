@@ -1,0 +1,214 @@
+"""The recipe fine-tune: what is left out and told, the batch as an equation, out of memory, and kills."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from pydantic import ValidationError
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+import kills  # noqa: E402
+from memfit import run  # noqa: E402
+from memfit.data import Padding, SequenceLoader  # noqa: E402
+from memfit.errors import DataError, DoesNotFitError  # noqa: E402
+from memfit.pipeline import Choice, Output  # noqa: E402
+from memfit.training import EpochRecord, SafeStep, seed_everything  # noqa: E402
+from memfit_workloads.recipes import training  # noqa: E402
+from memfit_workloads.recipes.params import RecipesParams, equation  # noqa: E402
+
+SMALL = {
+    "data": {"num_pairs": 60},
+    "tiny": {"d_model": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 120},
+    "epochs": 2,
+    "batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_target_length": 24,
+    "num_samples": 1,
+}
+
+
+def config(folder, **params):
+    content = {"schema_version": 1, "experiment": "t5", "target": "memfit_workloads.recipes.stages:RECIPES", "seed": 1}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(content | {"params": SMALL | params}))
+    return path
+
+
+def examples(count=12):
+    rng = np.random.default_rng(0)
+    return [
+        {"input_ids": rng.integers(3, 60, rng.integers(2, 12)), "labels": rng.integers(3, 60, rng.integers(1, 15))}
+        for _ in range(count)
+    ]
+
+
+def tiny(**changes):
+    seed_everything(0)
+    return training.make_model(RecipesParams(**SMALL | changes), 64)
+
+
+def test_killed_in_an_epoch_and_after_a_stage_it_leaves_the_same(tmp_path):
+    for name in ("quiet1", "killed"):
+        (tmp_path / name).mkdir()
+        config(tmp_path / name)
+    quiet = kills.run(tmp_path / "quiet1")
+    killed = kills.run(tmp_path / "killed", kill_at=[kills.completed("tokenize"), kills.epoch("train", 1)])
+    left, found = kills.left_by(quiet), kills.left_by(killed)
+    for one in (left, found):  # the forecast is held against what was free
+        one["stage_train"]["result"].pop("free_bytes")
+    assert found == left
+    result = left["stage_train"]["result"]
+    assert result["equation"] == "4 samples x 2 microbatches x 1 device = 8 samples an update"
+    assert 0 <= result["pad_share"] < 0.5 and result["capabilities"]["attention"] == "sdpa"
+    samples = Output(quiet.path / "checkpoints/stage_evaluate.json").json("samples")
+    assert len(samples) == 1 and samples[0]["source"] and samples[0]["wanted"]
+
+
+def test_rows_that_cannot_be_used_are_counted_and_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    good = [json.dumps({"q": f"what is {n}", "a": f"it is the number {n}"}) for n in range(40)]
+    bad = ["{", json.dumps({"q": "no answer"}), json.dumps({"q": "?", "a": "short"}),
+           json.dumps({"q": "?", "a": "no no no no"})]  # fmt: skip
+    (tmp_path / "pairs.jsonl").write_text("\n".join([*good[:20], *bad, *good[20:], '{"q": "cut o']))
+    own = {"source": "files", "path": "pairs.jsonl", "source_field": "q", "target_field": "a"}
+    for min_words, expected in ((3, 40), (0, 41)):
+        result = run(config(tmp_path, data=own | {"min_words": min_words}), choice=Choice(until="index"))
+        output = Output(result.path / "checkpoints/stage_index.json")
+        assert output.result["num_train"] + output.result["num_valid"] == expected
+        assert output.result["torn_bytes"] == len('{"q": "cut o')
+    assert output.result["left_out"] == {"no JSON": 1, "no such fields": 1, "repeats itself": 1}
+    assert [one["row"] for one in output.json("left_out")] == [20, 21, 23]
+    with pytest.raises(DataError, match="not there"):
+        run(config(tmp_path, data=own | {"path": "none.jsonl"}))
+    with pytest.raises(DataError, match=r"44 of 44 rows of .*pairs\.jsonl are left out: 43 no such fields, 1 no JSON"):
+        run(config(tmp_path, data=own | {"target_field": "answer"}))
+
+
+@pytest.mark.parametrize(
+    ("given", "automatic", "expected"),
+    [
+        ({}, 8, "8 samples x 16 microbatches x 1 device = 128 samples an update"),
+        ({"auto_batch_size": True}, 32, "32 samples x 4 microbatches x 1 device = 128 samples an update"),
+        ({"batch_size": 8, "gradient_accumulation_steps": 16}, 1, equation(8, 16)),
+        ({"batch_size": 4, "gradient_accumulation_steps": 32, "auto_batch_size": True}, 128, equation(4, 32)),
+        ({"gradient_accumulation_steps": 16}, 1, equation(8, 16)),
+        ({"batch_size": 4, "global_batch_size": 32}, 1, equation(4, 8)),
+    ],
+)
+def test_an_explicit_size_beats_an_automatic_one(given, automatic, expected):
+    assert equation(*RecipesParams(**given).sizes(automatic)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"batch_size": 8, "gradient_accumulation_steps": 16, "global_batch_size": 64}, "is 128, not 64"),
+        ({"auto_batch_size": True, "gradient_accumulation_steps": 4}, "follows from auto_batch_size"),
+        ({"batch_size": 5}, "does not divide the global batch of 128"),
+        ({"data": {"source": "files"}}, "path belongs to source: files"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused(given, told):
+    with pytest.raises(ValidationError, match=told):
+        RecipesParams(**given)
+
+
+def test_the_automatic_size_is_the_largest_whose_bound_fits(monkeypatch):
+    params = RecipesParams(
+        **{**SMALL, "auto_batch_size": True, "batch_size": None, "gradient_accumulation_steps": None}
+    )
+
+    class Free:
+        headroom_bytes = 1 << 40
+
+    model = tiny()
+    monkeypatch.setattr(training.Budget, "read", lambda: Free)
+    assert training.plan(params, model)["batch_size"] == 128
+    whole = training.plan(params, model)["forecast_bytes"]
+    monkeypatch.setattr(Free, "headroom_bytes", training._BASE_BYTES + whole - 1)
+    chosen = training.plan(params, model)
+    assert (chosen["batch_size"], chosen["gradient_accumulation_steps"]) == (64, 2)
+    assert chosen["forecast_bytes"] < whole
+    monkeypatch.setattr(Free, "headroom_bytes", training._BASE_BYTES)
+    with pytest.raises(DoesNotFitError, match=r"tried 128: .*, 1: ") as caught:
+        training.plan(params, model)
+    assert "gradient_checkpointing=true" in caught.value.remedy
+
+
+def in_float64(model):
+    """Without dropout, and with norms that compute in float64 too: T5's own are float32."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "T5LayerNorm":
+                norm = torch.nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
+                norm.load_state_dict(child.state_dict())
+                setattr(module, name, norm)
+    return model.double().eval()
+
+
+def test_the_gradient_of_ragged_batches_is_that_of_the_whole():
+    rows = examples()
+    padding = Padding(pad_id=0)
+    grads = []
+    for size in (12, 4, 3):
+        model = in_float64(tiny())
+        step = SafeStep(model, torch.optim.SGD(model.parameters(), lr=0.1), training.loss, microbatch_size=None)
+        step.gradients(*[padding(rows[at : at + size]) for at in range(0, 12, size)])
+        grads.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+    for other in grads[1:]:
+        assert max(float((a - b).abs().max()) for a, b in zip(grads[0], other, strict=True)) < 1e-12
+
+
+def test_what_is_too_large_goes_on_with_half_the_microbatch_and_the_same_update(monkeypatch):
+    told = []
+    monkeypatch.setattr(training, "record", lambda kind, **fields: told.append((kind, fields)))
+    batches = list(SequenceLoader(examples(128), Padding(pad_id=0), batch=8))
+    model = tiny()
+
+    def loss(model, batch):
+        if len(batch["labels"]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return training.loss(model, batch)
+
+    sizes = training.SizesTold(8, 128)
+    step = SafeStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss)
+    for _ in range(2):
+        outcome = step(*batches)
+        sizes(outcome)
+    assert (outcome.num_microbatches, sizes.smallest) == (32, 4)
+    text = "ran out of memory at 8 x 16 and goes on at 4 x 32: still 128"
+    assert [(kind, fields["text"]) for kind, fields in told] == [("batch_changed", text)]
+
+
+@pytest.mark.parametrize(("precision", "is_frozen"), [("bf16", True), ("fp32", False)])
+def test_weights_that_a_small_rate_never_moves_are_told(precision, is_frozen, recwarn):
+    model = tiny(precision=precision)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.fill_(1.0)
+    monitor = training.FrozenWeights(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    for _ in range(5):
+        optimizer.step()
+    monitor(EpochRecord(1, 1.0, 5))
+    assert monitor.share == (1.0 if is_frozen else 0.0)
+    assert any("100% of the weights did not move in epoch 1" in str(one.message) for one in recwarn) == is_frozen
+
+
+def test_generation_cache_is_off_while_checkpointing_and_gradients_stay_the_same():
+    batch = Padding(pad_id=0)(examples(4))
+    grads = []
+    for checkpointing in (False, True):
+        model = tiny(gradient_checkpointing=checkpointing).double()
+        assert model.config.use_cache is False
+        seed_everything(3)
+        training.loss(model.train(), batch)[0].backward()
+        grads.append([one.grad for one in model.parameters() if one.grad is not None])
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*grads, strict=True))
