@@ -89,7 +89,7 @@ def ask_interpreter(
     wanted: Sequence[str] = (),
     timeout_seconds: float = 60.0,
 ) -> Interpreter:
-    """Return what an interpreter sees: variables by name, ``modules`` used once in order, ``wanted`` ones only looked for."""
+    """Return what an interpreter sees; ``modules`` are used once, ``wanted`` ones only looked for."""
     request = json.dumps([list(names), list(modules), _PACKAGES, list(wanted)])
     try:
         child = subprocess.Popen(

@@ -4,8 +4,6 @@
 where. In a container the path is translated by the mount's root, else the group is found by its cgroup.procs.
 
 Source: Linux Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; cgroup_namespaces(7).
-
-Source: Linux Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; cgroup_namespaces(7).
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class Placement:
 
 
 def parse_cgroup(text: str | None) -> dict[str, str]:
-    """Return the path by controller, from /proc/self/cgroup; the unified hierarchy is the controller ``""``.
+    """Return the path by controller; the unified hierarchy is the controller ``""``.
 
     >>> parse_cgroup("4:memory:/slurm/uid_7/job_42\\n3:cpu,cpuacct:/\\n1:name=systemd:/\\n0::/init.scope\\n")
     {'memory': '/slurm/uid_7/job_42', 'cpu': '/', 'cpuacct': '/', 'name=systemd': '/', '': '/init.scope'}

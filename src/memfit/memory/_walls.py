@@ -10,8 +10,6 @@ All jobs of a run live below one parent group, the supervisor outside of it. The
 Clean page cache is reclaimed at the limit: it neither stalls a job nor counts as used.
 
 Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst, sections 9 and 10; cgroup-v2.rst, "Memory".
-
-Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst, sections 9 and 10; cgroup-v2.rst, "Memory".
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, Mark, draw_bars, draw_stack, legend
 from memfit.reports._numbers import format_number
-from memfit.reports._summary import summarize
+from memfit.reports._summary import BAD, explain_forecast, summarize
 from memfit.rundir import RunDir, write_atomic
 from memfit.units import format_bytes, format_duration
 
@@ -33,8 +33,6 @@ _MOST_BARS = 40
 _GAP_SECONDS = 30.0
 _PHASES = ("load", "build", "train", "validate", "checkpoint", "preflight")
 _OTHER = "no phase marked"
-_BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
-_MOST_EVIDENCE = 3
 #: Of more jobs, the first so many are in the table of logs.
 _MOST_TOLD = 200
 _MOST_MOMENTS = 600
@@ -208,15 +206,11 @@ def _changes(seen: Sequence[_Seen]) -> str:
     """Return the settings that differ between the runs."""
     settings = [dict(_flat(_settings(one.run))) for one in seen]
     names = dict.fromkeys(name for one in settings for name in one)
-    rows = {name: [json.dumps(one.get(name)) for one in settings] for name in names}
-    changed = {name: values for name, values in rows.items() if len(set(values)) > 1}
+    rows = [[name, *(json.dumps(one.get(name)) for one in settings)] for name in names]
+    changed = [row for row in rows if len(set(row[1:])) > 1]
     if not changed:
         return "<p>Both runs have the same settings.</p>"
-    head = "".join(f"<th>{escape(one.name)}</th>" for one in seen)
-    cells = ("".join(f"<td>{escape(value)}</td>" for value in values) for values in changed.values())
-    return _table(
-        f"<th></th>{head}", [f"<tr><td>{escape(n)}</td>{c}</tr>" for n, c in zip(changed, cells, strict=True)]
-    )
+    return _table(["", *(one.name for one in seen)], changed, num_words=len(seen) + 1)
 
 
 def _settings(run: RunDir) -> Mapping[str, Any]:
@@ -237,23 +231,27 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _comparison(seen: Sequence[_Seen]) -> str:
-    rows = [_numbers(one) | _metrics(one) for one in seen]
-    names = dict.fromkeys(name for row in rows for name in row)
-    head = "".join(f'<th class="number">{escape(one.name)}</th>' for one in seen)
-    lines = [
-        f"<tr><td>{escape(name)}</td>"
-        + "".join(f'<td class="number">{escape(row.get(name, "-"))}</td>' for row in rows)
-        + "</tr>"
-        for name in names
-    ]
-    return _table(f"<th></th>{head}", lines)
+    figures = [_numbers(one) | _metrics(one) for one in seen]
+    names = dict.fromkeys(name for one in figures for name in one)
+    rows = [[name, *(one.get(name, "-") for one in figures)] for name in names]
+    return _table(["", *(one.name for one in seen)], rows, num_words=1)
 
 
-def _table(head: str, lines: Sequence[str]) -> str:
-    """Return a table; a long one is folded after its first lines."""
-    table = f'<div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
-    is_long = len(lines) > _MOST_LINES
-    return f"<details><summary>{len(lines)} figures</summary>{table}</details>" if is_long else table
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int) -> str:
+    """Return a table whose columns behind the first ``num_words`` hold numbers; a long one is folded."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        kinds = ("" if at < num_words else ' class="number"' for at in range(len(cells)))
+        pairs = zip(kinds, cells, strict=True)
+        return f"<tr>{''.join(f'<{tag}{kind}>{escape(cell)}</{tag}>' for kind, cell in pairs)}</tr>"
+
+    lines = "".join(line(cells, "td") for cells in rows)
+    table = f'<div class="wide"><table>{line(headings, "th")}{lines}</table></div>'
+    return _folded(f"{len(rows)} figures", table) if len(rows) > _MOST_LINES else table
+
+
+def _folded(title: str, inside: str) -> str:
+    return f"<details><summary>{title}</summary>{inside}</details>"
 
 
 def _metrics(seen: _Seen) -> dict[str, str]:
@@ -278,7 +276,7 @@ def _memory(seen: Sequence[_Seen]) -> Iterator[str]:
         marks = [
             Mark(samples[-1].time - one.start, f"{job['job']} {job['state']}: {job['cause']}")
             for job in one.summary["jobs"]
-            if job["state"] in _BAD and (samples := one.series.get(job["job"]))
+            if job["state"] in BAD and (samples := one.series.get(job["job"]))
         ]
         label = f"Private memory of all jobs of {one.name} over time, by phase"
         frame = Frame(label, one.name if len(seen) > 1 else "")
@@ -307,18 +305,17 @@ def _moments(seen: _Seen) -> Iterator[str]:
         if event["kind"] in told and event.get("job") in seen.series:
             moment = told[event["kind"]].format_map({"epoch": event.get("epoch", "")})
             marks.setdefault(str(event["job"]), []).append((float(event["time"]), moment))
-    lines = []
+    rows = []
     for job in seen.summary["jobs"]:
         samples = seen.series.get(job["job"], ())
         times = [sample.time for sample in samples]
         ends = [(times[0], "start"), (times[-1], "end")] if times else []
         for time_, moment in sorted([*marks.get(job["job"], []), *ends]):
             size = samples[max(0, bisect_right(times, time_) - 1)].private_bytes
-            cells = f"<td>{escape(job['job'])}</td><td>{escape(moment)}</td>"
-            lines.append(f'<tr>{cells}<td class="number">{escape(format_bytes(size))}</td></tr>')
-    if lines:
-        table = _table('<th>job</th><th>moment</th><th class="number">private memory</th>', lines[:_MOST_MOMENTS])
-        yield f"<details><summary>Memory at each moment</summary>{table}</details>"
+            rows.append((job["job"], moment, format_bytes(size)))
+    if rows:
+        table = _table(("job", "moment", "private memory"), rows[:_MOST_MOMENTS], num_words=2)
+        yield _folded("Memory at each moment", table)
 
 
 def _phase(sample: Sample) -> str:
@@ -347,21 +344,18 @@ def _jobs(seen: _Seen) -> Iterator[str]:
         ]
         note = job["state"] + (f", {format_duration(job['seconds'], short=True)}" if job["seconds"] else "")
         note += f", attempt {job['attempt']}" if job["attempt"] > 1 else ""
-        bars.append(Bar(_name(job), list(_merged(parts)), note, is_bad=job["state"] in _BAD))
+        bars.append(Bar(_name(job), list(_merged(parts)), note, is_bad=job["state"] in BAD))
     yield draw_bars(bars, seen.seconds, Frame(f"When each job of {seen.name} ran, by phase"), axis="seconds")
     if left := len(seen.series) - len(jobs):
         yield f'<p class="note">{left} shorter jobs are not shown.</p>'
-    lines = [_told(seen, job) for job in seen.summary["jobs"][:_MOST_TOLD]]
-    head = '<th>job</th><th>state</th><th class="number">attempts</th><th>log</th>'
-    yield f"<details><summary>Attempts and logs</summary>{_table(head, lines)}</details>"
+    rows = [(_name(job), job["state"], _log(seen, job), str(job["attempt"])) for job in seen.summary["jobs"]]
+    table = _table(("job", "state", "log", "attempts"), rows[:_MOST_TOLD], num_words=3)
+    yield _folded("Attempts and logs", table)
 
 
-def _told(seen: _Seen, job: Mapping[str, Any]) -> str:
-    """Return a job's row: how often it was started, and where its log is."""
-    log = Path(job["log"])
-    path = str(log.relative_to(seen.run.path)) if log.is_relative_to(seen.run.path) else str(log)
-    cells = f"<td>{escape(_name(job))}</td><td>{escape(job['state'])}</td>"
-    return f'<tr>{cells}<td class="number">{job["attempt"]}</td><td>{escape(path)}</td></tr>'
+def _log(seen: _Seen, job: Mapping[str, Any]) -> str:
+    """Return where a job's log is, from the run's folder where it lies below that."""
+    return str(job["log"]).removeprefix(f"{seen.run.path}/")
 
 
 def _name(job: Mapping[str, Any]) -> str:
@@ -396,13 +390,8 @@ def _forecasts(seen: _Seen) -> Iterator[str]:
     ]
     yield draw_bars(bars, end, Frame(f"The peak of each job of {seen.name}, and its reservation"), axis="bytes")
     yield '<p class="note">Bar: the measured peak of private memory. Line: what memfit had reserved for the job.'
-    error = seen.summary["forecast_error"]
-    if error is not None:
-        side = "above" if error["median"] >= 0 else "below"
-        yield (
-            f" Forecasts were {abs(100 * error['median']):.0f} % {side} the peaks (median of {error['num']} jobs); "
-            f"{error['num_under']} too small."
-        )
+    if (error := seen.summary["forecast_error"]) is not None:
+        yield f" Forecast: {explain_forecast(error)}."
     yield "</p>"
 
 
@@ -413,37 +402,26 @@ def _reserved(job: Mapping[str, Any]) -> str:
 
 
 def _deaths(seen: _Seen) -> Iterator[str]:
-    """Yield why each failed job ended, with the lines that show it."""
-    from memfit.diagnosis import diagnose_logs
-
+    """Yield why each failed job ended, with the line that shows it."""
     for job in seen.summary["jobs"]:
-        if job["state"] not in _BAD:
+        if job["state"] not in BAD:
             continue
         cause = job["cause"] or "it left no result"
         yield f'<p><span class="failed">{escape(_name(job))} {escape(job["state"])}</span>: {escape(cause)}</p>'
-        folder = seen.run.job_dir(job["job"])
         if job["diagnosis"]:
-            found = diagnose_logs([path for path in (folder / "err.log", folder / "out.log") if path.exists()])
-            lines = "\n".join(f"{one.file}:{one.line}  {one.text}" for one in found.evidence[:_MOST_EVIDENCE])
-            yield f"<p>{escape(job['diagnosis'])}</p><pre>{escape(lines)}</pre>"
-        yield f'<p class="note">log: {escape(job["log"])}; more: memfit diagnose {escape(str(folder))}</p>'
+            yield f"<pre>{escape(job['diagnosis'])}</pre>"
+        folder = escape(str(seen.run.job_dir(job["job"])))
+        yield f'<p class="note">log: {escape(job["log"])}; more: memfit diagnose {folder}</p>'
 
 
 def _stages(seen: _Seen) -> str:
     rows = [
-        (stage["name"], name, one["mean"], one["sd"], one["n"])
+        (stage["name"], name, _number(one["mean"]), _number(one["sd"]), str(one["n"]))
         for stage in seen.summary["stages"]
         for name, one in stage["metrics"].items()
     ]
-    if not rows:
-        return ""
-    lines = [
-        f'<tr><td>{escape(stage)}</td><td>{escape(name)}</td><td class="number">{_number(mean)}</td>'
-        f'<td class="number">{_number(sd)}</td><td class="number">{n}</td></tr>'
-        for stage, name, mean, sd, n in rows
-    ]
-    head = "".join(f'<th class="number">{name}</th>' for name in ("mean", "standard deviation", "units"))
-    return _table(f"<th>stage</th><th>result</th>{head}", lines)
+    headings = ("stage", "result", "mean", "standard deviation", "units")
+    return _table(headings, rows, num_words=2) if rows else ""
 
 
 def _number(value: float | None) -> str:
