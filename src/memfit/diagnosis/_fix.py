@@ -33,14 +33,7 @@ _ALLOCATOR = re.compile(r"export (PYTORCH\w*ALLOC_CONF)=(.+)")
 
 @dataclass(frozen=True)
 class Edit:
-    """One changed line.
-
-    Attributes:
-        line: Its number in the old file; of a new line, that of the line before it.
-        old: The old line; empty for a new line.
-        new: The new line.
-        reason: Why.
-    """
+    """One changed line by its number in the old file; a new line has an empty ``old`` and the number before it."""
 
     line: int
     old: str
@@ -77,12 +70,7 @@ class Draft:
         return text
 
     def text(self, note: Callable[[str, str], str], first_of: Callable[[int], int] = int) -> str:
-        """Return the new text, with a note of its reason above each changed or new line.
-
-        Args:
-            note: Makes the note from a reason and the line that it is for.
-            first_of: The index of the line above which the notes of a line go.
-        """
+        """Return the new text, with a note of its reason above each changed or new line, or above its ``first_of``."""
         above: dict[int, dict[str, None]] = {}
         behind: dict[int, list[str]] = {}
         for edit in self.edits:
