@@ -69,16 +69,16 @@ class Draft:
             text = text[:start] + piece + text[end:]
         return text
 
-    def text(self, note: Callable[[str, str], str], first_of: Callable[[int], int] = int) -> str:
-        """Return the new text, with a note of its reason above each changed or new line, or above its ``first_of``."""
+    def text(self, first_of: Callable[[int], int]) -> str:
+        """Return the new text, with the reason above each new line and above the ``first_of`` a changed one."""
         above: dict[int, dict[str, None]] = {}
         behind: dict[int, list[str]] = {}
         for edit in self.edits:
+            note = f"# memfit: {edit.reason}"
             if edit.old:
-                notes = above.setdefault(first_of(edit.line - 1), {})
-                notes[note(edit.reason, self.lines[edit.line - 1])] = None
+                above.setdefault(first_of(edit.line - 1), {})[note] = None
             else:
-                behind.setdefault(edit.line, []).extend((note(edit.reason, edit.new), edit.new))
+                behind.setdefault(edit.line, []).extend((note, edit.new))
         found = behind.get(0, [])
         for at in range(len(self.lines)):
             found += [*above.get(at, ()), self._line(at), *behind.get(at + 1, ())]
@@ -166,8 +166,7 @@ def make_fix(
     fixer.tasks()
     fixer.time()
     draft = fixer.draft
-    text = draft.text(lambda reason, line: f"# memfit: {reason}", script.command_of)
-    text = text if draft.edits else "\n".join((*script.lines, ""))
+    text = draft.text(script.command_of)
     return Fix(path, text, tuple(draft.edits), (*_inconsistent(parse_script(text, path), fixer.job), *notes))
 
 
@@ -195,7 +194,8 @@ class _Fixer:
         job, script, diagnosis = self.job, self.script, self.diagnosis
         if self.disagreement:
             yield Check("memory", "warning", self.disagreement, "the accounting is what was in force", "", "accounting")
-        given = self._drop_contradictions()
+        given = script.memory
+        yield from self._contradictions()
         wanted = wanted_request(job) if diagnosis.kind == "host_cgroup" else None
         most, now, limit = job.most_bytes, job.request_bytes or 0, job.limit_bytes
         if wanted is not None and (limit is None or wanted[0] > limit):
@@ -223,29 +223,13 @@ class _Fixer:
     def _bytes(self, setting: Setting) -> int:
         return bytes_of(setting, self.job.cpus_of_node) or 0
 
-    def _drop_contradictions(self) -> Setting | None:
-        """Return the last memory directive, which Slurm takes; drop those that contradict it."""
+    def _contradictions(self) -> Iterator[Check]:
         kept = self.script.memory
         for one in self.script.given:
-            if kept is None or one.key not in MEMORY or (one.key, one.value) == (kept.key, kept.value):
-                continue
-            line = self.script.lines[one.line]
-            reason = (
-                f"--{one.key}={one.value} contradicts --{kept.key}={kept.value} on line {kept.line + 1}. Slurm takes "
-                "the later one or refuses both: dropped"
-            )
-            if self._is_alone(one):
-                self.draft.replace(one.line, 0, 0, "#", reason)
-            else:
-                end = one.end + (len(line[one.end :]) - len(line[one.end :].lstrip()))
-                begin = one.begin if line[end:] else len(line[: one.begin].rstrip())
-                self.draft.replace(one.line, begin, end, "", reason)
-        return kept
-
-    def _is_alone(self, one: Setting) -> bool:
-        """Whether its line has no other directive."""
-        line = self.script.lines[one.line]
-        return line[: one.begin].split() == ["#SBATCH"] and not line[one.end :].partition("#")[0].strip()
+            if kept is not None and one.key in MEMORY and (one.key, one.value) != (kept.key, kept.value):
+                what = f"--{one.key}={one.value} on line {one.line + 1} contradicts --{kept.key}={kept.value}"
+                reason = "Slurm takes the later one or refuses both"
+                yield Check("memory", "warning", what, reason, f"remove --{one.key}={one.value}")
 
     def _raise_step(self, size: int, reason: str) -> None:
         """Raise the request of the step that died: found by its size, else the last one."""
@@ -256,7 +240,8 @@ class _Fixer:
 
     def _set_memory(self, given: Setting | None, size: int, reason: str) -> None:
         if given is not None and given.key == "mem-per-cpu":
-            end = len(self.script.lines[given.line]) if self._is_alone(given) else given.end
+            line = self.script.lines[given.line]  # a comment behind it speaks of a CPU
+            end = len(line) if line[given.end :].lstrip().startswith("#") else given.end
             self.draft.replace(given.line, given.begin, end, f"--mem={write_size(size)}", reason)
         else:
             self._set("mem", write_size(size), reason)

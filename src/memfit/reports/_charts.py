@@ -41,19 +41,6 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A cross in a chart: something ended badly.
-
-    Attributes:
-        seconds: When, from the start.
-        text: What a pointer shows.
-    """
-
-    seconds: float
-    text: str
-
-
-@dataclass(frozen=True)
 class Bar:
     """A job's bar.
 
@@ -108,11 +95,6 @@ class _Canvas:
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
         self.add(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>')
 
-    def cross(self, x: float, y: float, text: str) -> None:
-        self.add(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" class="bad">✕<title>{escape(text)}</title></text>'
-        )
-
     def __str__(self) -> str:
         dark = "@media(prefers-color-scheme:dark){svg{color:#ddd}}"
         style = f"<style>svg{{color:#222}}{dark}{STYLE}</style>" if self.frame.styled else ""
@@ -128,7 +110,7 @@ def draw_stack(
     frame: Frame,
     *,
     limit: tuple[str, int] | None = None,
-    marks: Sequence[Mark] = (),
+    marks: Sequence[tuple[float, str]] = (),
     most_bytes: float | None = None,
 ) -> str:
     """Return a chart of memory over time, its layers on top of each other.
@@ -138,7 +120,7 @@ def draw_stack(
         seconds: How long the time axis is.
         frame: The outside of the chart.
         limit: The name and the bytes of a limit, drawn as a line where the data come near it.
-        marks: Crosses at the upper edge.
+        marks: Crosses at the upper edge: seconds from the start, and what a pointer shows.
         most_bytes: The end of the memory axis, to compare two charts; as the data need when None.
     """
     canvas = _Canvas(frame, frame.height)
@@ -182,8 +164,9 @@ def draw_stack(
             )
         else:
             canvas.text(right, top - 6, f"{text}, far above this chart", anchor="end", kind="dim")
-    for mark in marks:
-        canvas.cross(x_of(mark.seconds), top + 14, mark.text)
+    for at, text in marks:
+        where = f'x="{x_of(at):.1f}" y="{top + 14:.1f}" text-anchor="middle" class="bad"'
+        canvas.add(f"<text {where}>✕<title>{escape(text)}</title></text>")
     return str(canvas)
 
 

@@ -19,7 +19,7 @@ import yaml
 from memfit.errors import DamagedError
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
-from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, Mark, draw_bars, draw_stack, legend
+from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, draw_bars, draw_stack, legend
 from memfit.reports._numbers import format_number
 from memfit.reports._summary import BAD, explain_forecast, summarize
 from memfit.rundir import RunDir, write_atomic
@@ -274,7 +274,7 @@ def _memory(seen: Sequence[_Seen]) -> Iterator[str]:
     seconds = max(one.seconds for one in seen)
     for one in seen:
         marks = [
-            Mark(samples[-1].time - one.start, f"{job['job']} {job['state']}: {job['cause']}")
+            (samples[-1].time - one.start, f"{job['job']} {job['state']}: {job['cause']}")
             for job in one.summary["jobs"]
             if job["state"] in BAD and (samples := one.series.get(job["job"]))
         ]
