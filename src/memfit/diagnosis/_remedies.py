@@ -44,7 +44,11 @@ def list_remedies(
     table = {**TABLE, **UNDER_MEMFIT} if job.under_memfit else TABLE
     if kind == "none" or diagnosis.cause == "killed":
         rows = table.get(diagnosis.cause, ())
-        return [*_more_time(job), *rows] if diagnosis.cause == "walltime" else list(rows)
+        if diagnosis.cause == "walltime":
+            wanted = wanted_time(job)
+            more = row("no_time") if wanted is None else row("time", time=format_time(wanted[0]), why=wanted[1])
+            return [more, row("resume")]
+        return list(rows)
     found: Iterable[Remedy] = table.get(kind, ())
     if kind in DEVICES:
         found = _of_device(diagnosis, job, config)
@@ -332,9 +336,3 @@ def wanted_time(job: Job) -> tuple[int, str] | None:
         f"{job.epochs} epochs x {format_duration(job.epoch_seconds)} = {format_duration(needed, short=True)}; "
         f"+ {TIME_RESERVE:.0%} = {format_duration(size, short=True)}"
     )
-
-
-def _more_time(job: Job) -> Iterator[Remedy]:
-    wanted = wanted_time(job)
-    yield row("no_time") if wanted is None else row("time", time=format_time(wanted[0]), why=wanted[1])
-    yield row("resume")

@@ -159,7 +159,8 @@ def _place(who: Path, version: int, path: str, mounts: list[Mount]) -> Placement
     found = ((mount, _find(_top(root, mount), mount, path, pid)) for mount in ordered)
     mount, inner = next(((mount, inner) for mount, inner in found if inner is not None), (ordered[0], ()))
     top = _top(root, mount)
-    hidden = _is_below_another(version, top)
+    # Only the root group has no cgroup.type in v2, and only it has a release_agent in v1.
+    hidden = (top / "cgroup.type").exists() if version == 2 else not (top / "release_agent").exists()
     base = _parts(mount.root) if hidden else ()  # Seen from a namespace the root group is called "/../..".
     groups = tuple(
         Group("/" + "/".join((*base, *inner[:depth])), top.joinpath(*inner[:depth]))
@@ -189,11 +190,6 @@ def _find(top: Path, mount: Mount, path: str, pid: str) -> tuple[str, ...] | Non
         if "cgroup.procs" in files and pid in (read_text(Path(folder, "cgroup.procs")) or "").split():
             return Path(folder).relative_to(top).parts
     return None
-
-
-def _is_below_another(version: int, top: Path) -> bool:
-    # Only the root group has no cgroup.type in v2, and only it has a release_agent in v1.
-    return (top / "cgroup.type").exists() if version == 2 else not (top / "release_agent").exists()
 
 
 def read_group_limits(placement: Placement) -> tuple[Limit, ...]:
@@ -298,18 +294,10 @@ def oom_kills_above(directory: Path) -> dict[Path, int]:
     """
     kills = {}
     for group in (directory, *directory.parents):
-        found = _kills(group)
-        if found is not None:
-            kills[group] = found
+        files = (parse_pairs(read_text(group / name)) for name in ("memory.oom_control", "memory.events"))
+        found = [counters["oom_kill"] for counters in files if "oom_kill" in counters]  # of v1 or of v2
+        if found:
+            kills[group] = found[0]
         elif kills:
             break  # The root of v2 counts nothing, and above the mount nothing is a group.
     return kills
-
-
-def _kills(directory: Path) -> int | None:
-    """What v1 and v2 call ``oom_kill``."""
-    for name in ("memory.oom_control", "memory.events"):
-        counters = parse_pairs(read_text(directory / name))
-        if "oom_kill" in counters:
-            return counters["oom_kill"]
-    return None

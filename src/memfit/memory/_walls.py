@@ -78,7 +78,8 @@ def find_base(
         if isinstance(found, Base):
             return found
         reason = reason or found
-        if kept := [name for name in _FOREIGN_LIMITS if _is_set(read_text(group.directory / name))]:
+        texts = {name: (read_text(group.directory / name) or "").strip() for name in _FOREIGN_LIMITS}
+        if kept := [name for name, text in texts.items() if text and not text.startswith("max")]:
             return reason + (f"; its {kept[0]} must not be left" if number else f", and its {kept[0]} must not be left")
     return reason
 
@@ -98,11 +99,6 @@ def _judge_v2(root: Path, placement: Placement, group: Group, may_write: Callabl
     if strangers := [pid for pid in members if not descends(root, pid, placement.pid)]:
         return f"{name} holds processes of others ({len(strangers)}), so it can have no groups with memory below it"
     return Base(2, group, enables=True, moves=members)
-
-
-def _is_set(text: str | None) -> bool:
-    """Return True if a v2 file sets a limit: ``max``, ``max 100000`` and an empty list do not."""
-    return bool((text or "").strip()) and not (text or "").startswith("max")
 
 
 def _may_write(root: Path) -> Callable[[Path], bool]:

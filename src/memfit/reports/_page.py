@@ -149,8 +149,12 @@ def _colours(series: Sequence[Mapping[str, Sequence[Sample]]]) -> dict[str, str]
 
 def _page(seen: Sequence[_Seen]) -> str:
     title = " and ".join(one.name for one in seen)
-    body = [_heading(seen), *(_facts(one) for one in seen)]
-    body += ["<h2>Memory over time</h2>", *_memory(seen)]
+    body = [f"<h1>{escape(title)}</h1>"]
+    for one in seen:
+        words = [str(word) for word in one.run.header.get("template") or ()]
+        command = f"<pre>{escape(shlex.join(mask(words)))}</pre>" if words else ""
+        body.append(f'<p class="note">{escape(str(one.run.path))}</p>{command}')
+    body += [*map(_facts, seen), "<h2>Memory over time</h2>", *_memory(seen)]
     if len(seen) > 1:
         body += ["<h2>What changed</h2>", _changes(seen), "<h2>Both runs</h2>", _comparison(seen)]
     for one in seen:
@@ -165,16 +169,6 @@ def _page(seen: Sequence[_Seen]) -> str:
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     head += f"<style>{_CSS}{STYLE}</style>"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
-
-
-def _heading(seen: Sequence[_Seen]) -> str:
-    where = "".join(f'<p class="note">{escape(str(one.run.path))}</p>{_command(one)}' for one in seen)
-    return f"<h1>{' and '.join(escape(one.name) for one in seen)}</h1>{where}"
-
-
-def _command(seen: _Seen) -> str:
-    words = seen.run.header.get("template")
-    return f"<pre>{escape(shlex.join(mask([str(word) for word in words])))}</pre>" if words else ""
 
 
 def _facts(seen: _Seen) -> str:
@@ -348,14 +342,12 @@ def _jobs(seen: _Seen) -> Iterator[str]:
     yield draw_bars(bars, seen.seconds, Frame(f"When each job of {seen.name} ran, by phase"), axis="seconds")
     if left := len(seen.series) - len(jobs):
         yield f'<p class="note">{left} shorter jobs are not shown.</p>'
-    rows = [(_name(job), job["state"], _log(seen, job), str(job["attempt"])) for job in seen.summary["jobs"]]
+    below = f"{seen.run.path}/"
+    rows = [
+        (_name(job), job["state"], job["log"].removeprefix(below), str(job["attempt"])) for job in seen.summary["jobs"]
+    ]
     table = _table(("job", "state", "log", "attempts"), rows[:_MOST_TOLD], num_words=3)
     yield _folded("Attempts and logs", table)
-
-
-def _log(seen: _Seen, job: Mapping[str, Any]) -> str:
-    """Return where a job's log is, from the run's folder where it lies below that."""
-    return str(job["log"]).removeprefix(f"{seen.run.path}/")
 
 
 def _name(job: Mapping[str, Any]) -> str:

@@ -447,15 +447,9 @@ def summarize_metrics(rows: Sequence[JobRow]) -> dict[str, tuple[float, float | 
     found: dict[str, tuple[float, float | None, int]] = {}
     for name in dict.fromkeys(name for row in rows for name in row.metrics):
         values = [row.metrics[name] for row in rows if name in row.metrics]
-        found[name] = (statistics.fmean(values), _sd(values), len(values))
+        sd = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
+        found[name] = (statistics.fmean(values), sd if len(values) > 1 else None, len(values))
     return found
-
-
-def _sd(values: Sequence[float]) -> float | None:
-    if len(values) < 2:
-        return None
-    # statistics.stdev fails on what is not finite.
-    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def is_number(value: object) -> bool:

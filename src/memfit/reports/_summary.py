@@ -385,13 +385,10 @@ def _tables(rows: Sequence[JobRow], view: RunView, width: int) -> Iterator[Table
         values = [row.metrics.get(name) for row in rows]
         rest.append(_Column(name, format_column(values, [mean, sd] if labels else [])))
     while rest:
-        most = next((n for n in range(len(rest), 1, -1) if _width([first, *rest[:n]]) <= width), 1)
+        fits = (n for n in range(len(rest), 1, -1) if sum(one.width + 2 for one in [first, *rest[:n]]) <= width + 2)
+        most = next(fits, 1)
         shown, rest = [first, *rest[:most]], rest[most:]
         table = plain_table(*(column.name for column in shown), left=(each, "state"))
         for cells in zip(*(column.cells for column in shown), strict=True):
             table.add_row(*cells)
         yield table
-
-
-def _width(columns: Sequence[_Column]) -> int:
-    return sum(column.width + 2 for column in columns) - 2
