@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,50 +39,6 @@ class Edit:
     old: str
     new: str
     reason: str
-
-
-class Draft:
-    """Lines being edited, each with the reasons of its edits."""
-
-    def __init__(self, lines: list[str]) -> None:
-        self.lines = lines
-        self.edits: list[Edit] = []
-        self._pieces: dict[int, list[tuple[int, int, str]]] = {}
-
-    def replace(self, at: int, start: int, end: int, text: str, reason: str) -> None:
-        """Replace a part of a line; the columns are those of the old line."""
-        old = self._line(at)
-        self._pieces.setdefault(at, []).append((start, end, text))
-        self.edits.append(Edit(at + 1, old.strip(), self._line(at).strip(), reason))
-
-    def change(self, one: Setting, value: object, reason: str) -> None:
-        """Give a setting another value."""
-        self.replace(one.line, one.start, one.end, str(value), reason)
-
-    def insert(self, after: int, text: str, reason: str) -> None:
-        """Add a line after another; -1 for the top."""
-        self.edits.append(Edit(after + 1, "", text, reason))
-
-    def _line(self, at: int) -> str:
-        text = self.lines[at]
-        for start, end, piece in sorted(self._pieces.get(at, []), reverse=True):
-            text = text[:start] + piece + text[end:]
-        return text
-
-    def text(self, first_of: Callable[[int], int]) -> str:
-        """Return the new text, with the reason above each new line and above the ``first_of`` a changed one."""
-        above: dict[int, dict[str, None]] = {}
-        behind: dict[int, list[str]] = {}
-        for edit in self.edits:
-            note = f"# memfit: {edit.reason}"
-            if edit.old:
-                above.setdefault(first_of(edit.line - 1), {})[note] = None
-            else:
-                behind.setdefault(edit.line, []).extend((note, edit.new))
-        found = behind.get(0, [])
-        for at in range(len(self.lines)):
-            found += [*above.get(at, ()), self._line(at), *behind.get(at + 1, ())]
-        return "\n".join(found) + "\n"
 
 
 @dataclass(frozen=True)
@@ -161,33 +117,69 @@ def make_fix(
             rule="--fix corrects Slurm batch scripts.",
             remedy="name the script that was given to sbatch; memfit launch --format compose writes a Compose file",
         )
-    fixer = _Fixer(script, Draft(list(script.lines)), diagnosis, job or Job())
+    fixer = _Fixer(script, diagnosis, job or Job())
     notes = [*fixer.memory(), *fixer.device(config), *fixer.shm()]
     fixer.tasks()
     fixer.time()
-    draft = fixer.draft
-    text = draft.text(script.command_of)
-    return Fix(path, text, tuple(draft.edits), (*_inconsistent(parse_script(text, path), fixer.job), *notes))
+    text = fixer.text()
+    return Fix(path, text, tuple(fixer.edits), (*_inconsistent(parse_script(text, path), fixer.job), *notes))
 
 
 class _Fixer:
-    """Edits the draft of one script; each method concerns one resource and yields what no edit can solve."""
+    """Edits one script; each method concerns one resource and yields what no edit can solve."""
 
-    def __init__(self, script: BatchScript, draft: Draft, diagnosis: Diagnosis, job: Job) -> None:
+    def __init__(self, script: BatchScript, diagnosis: Diagnosis, job: Job) -> None:
         asked = job_of_script(script)
-        self.script, self.draft, self.diagnosis = script, draft, diagnosis
+        self.script, self.diagnosis = script, diagnosis
+        self.edits: list[Edit] = []
+        self._pieces: dict[int, list[tuple[int, int, str]]] = {}
         self.job = asked.with_known(with_figures(job, diagnosis))
         self.disagreement = replace(asked, request_bytes=job.request_bytes).disagreement
+
+    def replace(self, at: int, start: int, end: int, text: str, reason: str) -> None:
+        """Replace a part of a line; the columns are those of the old line."""
+        old = self._line(at)
+        self._pieces.setdefault(at, []).append((start, end, text))
+        self.edits.append(Edit(at + 1, old.strip(), self._line(at).strip(), reason))
+
+    def change(self, one: Setting, value: object, reason: str) -> None:
+        """Give a setting another value."""
+        self.replace(one.line, one.start, one.end, str(value), reason)
+
+    def insert(self, after: int, text: str, reason: str) -> None:
+        """Add a line after another; -1 for the top."""
+        self.edits.append(Edit(after + 1, "", text, reason))
+
+    def _line(self, at: int) -> str:
+        text = self.script.lines[at]
+        for start, end, piece in sorted(self._pieces.get(at, []), reverse=True):
+            text = text[:start] + piece + text[end:]
+        return text
+
+    def text(self) -> str:
+        """Return the new text, with the reason above each new line and above the command of a changed one."""
+        above: dict[int, dict[str, None]] = {}
+        behind: dict[int, list[str]] = {}
+        for edit in self.edits:
+            note = f"# memfit: {edit.reason}"
+            if edit.old:
+                above.setdefault(self.script.command_of(edit.line - 1), {})[note] = None
+            else:
+                behind.setdefault(edit.line, []).extend((note, edit.new))
+        found = behind.get(0, [])
+        for at in range(len(self.script.lines)):
+            found += [*above.get(at, ()), self._line(at), *behind.get(at + 1, ())]
+        return "\n".join(found) + "\n"
 
     def _set(self, name: str, value: str, reason: str) -> None:
         """Give a directive another value, or add it after the last one."""
         found = self.script.directives.get(name)
         if found is not None:
-            self.draft.change(found, value, reason)
+            self.change(found, value, reason)
             return
         has_shebang = bool(self.script.lines) and self.script.lines[0].startswith("#!")
         last = max((one.line for one in self.script.given), default=0 if has_shebang else -1)
-        self.draft.insert(last, f"#SBATCH --{name}={value}", reason)
+        self.insert(last, f"#SBATCH --{name}={value}", reason)
 
     def memory(self) -> Iterator[Check]:
         """Raise what the step and the job request, each where it says so; never lower a request."""
@@ -216,7 +208,7 @@ class _Fixer:
                 self._set_memory(given, max(size, least), reason)
         elif given is not None and not _SIZE.fullmatch(given.value) and now:
             reason = f"--mem takes K, M, G or T: {given.value} is written {write_size(now)}"
-            self.draft.change(given, write_size(now if given.key == "mem" else now // job.cpus_of_node), reason)
+            self.change(given, write_size(now if given.key == "mem" else now // job.cpus_of_node), reason)
         elif given is not None and most is not None and now > most:
             self._set_memory(given, most // GIB * GIB, f"no node has more than {format_bytes(most)}")
 
@@ -236,13 +228,13 @@ class _Fixer:
         steps = [one for one in self.script.step_memory if self._bytes(one)]
         for one in [one for one in steps if self._bytes(one) == self.job.step_bytes] or steps[-1:]:
             value = size if one.key == "mem" else -(-size // self.job.cpus_of_node)
-            self.draft.change(one, write_size(value), f"this step's own limit: {reason}")
+            self.change(one, write_size(value), f"this step's own limit: {reason}")
 
     def _set_memory(self, given: Setting | None, size: int, reason: str) -> None:
         if given is not None and given.key == "mem-per-cpu":
             line = self.script.lines[given.line]  # a comment behind it speaks of a CPU
             end = len(line) if line[given.end :].lstrip().startswith("#") else given.end
-            self.draft.replace(given.line, given.begin, end, f"--mem={write_size(size)}", reason)
+            self.replace(given.line, given.begin, end, f"--mem={write_size(size)}", reason)
         else:
             self._set("mem", write_size(size), reason)
 
@@ -296,11 +288,11 @@ class _Fixer:
         more = (job.accumulate or 1) * -(-job.batch // smaller)
         same = "as before" if smaller * more == before else f"before {before}"
         reason = f"{smaller} x {more} samples an update on each device, {same}"
-        self.draft.change(batch, smaller, reason)
+        self.change(batch, smaller, reason)
         if steps is not None:
-            self.draft.change(steps, more, reason)
+            self.change(steps, more, reason)
         else:
-            self.draft.replace(named.line, named.end, named.end, f" --gradient_accumulation_steps {more}", reason)
+            self.replace(named.line, named.end, named.end, f" --gradient_accumulation_steps {more}", reason)
         return True
 
     def _checkpoint(self, reason: str) -> bool:
@@ -308,9 +300,9 @@ class _Fixer:
         one = self.script.find("gradient_checkpointing")
         named = next((one for one in self.script.settings if one.name == "per_device_train_batch_size"), None)
         if one is not None and one.value.lower() == "false":
-            self.draft.change(one, "True", reason)
+            self.change(one, "True", reason)
         elif one is None and named is not None:
-            self.draft.replace(named.line, named.end, named.end, " --gradient_checkpointing True", reason)
+            self.replace(named.line, named.end, named.end, " --gradient_checkpointing True", reason)
         else:
             return False
         return True
@@ -319,29 +311,17 @@ class _Fixer:
         """Set a variable before Python starts."""
         found = self.script.env.get(name) or self.script.env.get("PYTORCH_ALLOC_CONF")
         if found is not None:
-            self.draft.change(found, value, f"{reason} It replaces {found.value}.")
+            self.change(found, value, f"{reason} It replaces {found.value}.")
             return
         at = self.script.first_command
         before = len(self.script.lines) if at is None else self.script.command_of(at)
-        self.draft.insert(before - 1, f"export {name}={value}", reason)
+        self.insert(before - 1, f"export {name}={value}", reason)
 
     def shm(self) -> Iterator[Check]:
-        """Enlarge the /dev/shm of the container that the script starts."""
-        if self.diagnosis.kind != "shm":
-            return
-        remedy = next(one for one in list_remedies(self.diagnosis, self.job) if "--shm-size" in one.setting)
-        size = remedy.setting.partition("=")[2].partition(",")[0]
-        found = self.script.find("shm_size")
-        if found is not None:
-            self.draft.change(found, size, remedy.reason)
-            return
-        for at, line in enumerate(self.script.lines):
-            if (docker := re.search(r"\b(?:docker|podman) run\b", line)) and not line.lstrip().startswith("#"):
-                self.draft.replace(at, docker.end(), docker.end(), f" --shm-size={size}", remedy.reason)
-                return
-        what = "the script starts no container whose /dev/shm it could enlarge"
-        other = "torch.multiprocessing.set_sharing_strategy('file_system') in the program, or fewer workers"
-        yield Check("/dev/shm", "warning", what, remedy.reason, other)
+        """Name what enlarges /dev/shm: no line of a batch script does."""
+        if self.diagnosis.kind == "shm":
+            remedy = next(one for one in list_remedies(self.diagnosis, self.job) if "--shm-size" in one.setting)
+            yield Check("/dev/shm", "problem", "no #SBATCH line enlarges it", remedy.reason, remedy.setting)
 
 
 def _inconsistent(script: BatchScript, known: Job) -> Iterator[Check]:
