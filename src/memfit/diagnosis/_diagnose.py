@@ -114,23 +114,11 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form; figures in GiB, None where the text has none."""
-        return {
-            "oom": self.oom,
-            "recovered": self.recovered,
-            "kind": self.kind,
-            "cause": self.cause,
-            "phase": self.phase,
-            "confidence": self.confidence,
-            **{
-                f"{name}_gib": round(self.figures[name] / GIB, 4) if name in self.figures else None for name in _FIGURES
-            },
-            "evidence": [vars(one) for one in self.evidence],
-            "remedies": list(self.remedies),
-            "where": dict(self.where),
-            "timeline": [asdict(one) for one in self.timeline],
-            "arithmetic": list(self.arithmetic),
-            "checks": list(self.checks),
-        }
+        found = asdict(self)
+        del found["under_memfit"]
+        figures = found.pop("figures")
+        sizes = {name: round(figures[name] / GIB, 4) if name in figures else None for name in _FIGURES}
+        return found | {f"{name}_gib": size for name, size in sizes.items()}
 
 
 def diagnose(

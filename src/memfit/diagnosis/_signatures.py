@@ -215,10 +215,8 @@ device_refused
         (?:of size (?P<tried_b>\d+))?
     Failed to allocate memory for requested buffer of size (?P<tried_b>\d+) (?P<arena>)
 other_device
-    MPS backend out of memory \(MPS allocated: SIZE(allocated), other allocations: SIZE(other),
+    MPS backend out of memory \(MPS allocated: SIZE(allocated), (?:other allocations: SIZE(other),)?
         max allowed: SIZE(total)\) (?:\. Tried to allocate SIZE(tried))?
-    MPS backend out of memory \(MPS allocated: SIZE(allocated), max allowed: SIZE(total)\)
-        (?:\. Tried to allocate SIZE(tried))?
     MPS backend out of memory (?!\(MPS) | Invalid buffer size: SIZE(tried)
         | kIOGPUCommandBufferCallbackErrorOutOfMemory
 xpu_error

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -327,18 +328,17 @@ def _jobs(seen: _Seen) -> Iterator[str]:
     bars = []
     for job in jobs:
         samples = seen.series[job["job"]]
-        parts = [
-            (
-                samples[at].time - seen.start,
-                samples[min(at + 1, last)].time - seen.start,
-                seen.colours[_phase(samples[at])],
-            )
-            for first, last in _attempts(samples)
-            for at in range(first, last + 1)
-        ]
+        phases = [_phase(sample) for sample in samples]
+        parts: list[tuple[float, float, str]] = []
+        for first, last in _attempts(samples):
+            for phase, group in groupby(range(first, last + 1), phases.__getitem__):
+                begin, *rest = group
+                end = min((rest or [begin])[-1] + 1, last)
+                times = (samples[begin].time - seen.start, samples[end].time - seen.start)
+                parts.append((*times, seen.colours[phase]))
         note = job["state"] + (f", {format_duration(job['seconds'], short=True)}" if job["seconds"] else "")
         note += f", attempt {job['attempt']}" if job["attempt"] > 1 else ""
-        bars.append(Bar(_name(job), list(_merged(parts)), note, is_bad=job["state"] in BAD))
+        bars.append(Bar(_name(job), parts, note, is_bad=job["state"] in BAD))
     yield draw_bars(bars, seen.seconds, Frame(f"When each job of {seen.name} ran, by phase"), axis="seconds")
     if left := len(seen.series) - len(jobs):
         yield f'<p class="note">{left} shorter jobs are not shown.</p>'
@@ -352,20 +352,6 @@ def _jobs(seen: _Seen) -> Iterator[str]:
 
 def _name(job: Mapping[str, Any]) -> str:
     return " ".join([job["job"], *(f"{name}={value}" for name, value in job["params"].items())])
-
-
-def _merged(parts: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, float, str]]:
-    """Yield parts with neighbours of one colour joined."""
-    now: tuple[float, float, str] | None = None
-    for start, end, colour in parts:
-        if now is not None and now[2] == colour and start - now[1] < 1e-6:
-            now = (now[0], end, colour)
-            continue
-        if now is not None:
-            yield now
-        now = (start, end, colour)
-    if now is not None:
-        yield now
 
 
 def _forecasts(seen: _Seen) -> Iterator[str]:
