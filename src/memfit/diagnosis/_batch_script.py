@@ -119,11 +119,7 @@ class BatchScript:
 
 
 def read_script(path: Path) -> BatchScript:
-    """Return a batch script.
-
-    Raises:
-        UsageError: It cannot be read.
-    """
+    """Return a batch script; raise a `UsageError` if it cannot be read."""
     try:
         with open(path, "rb") as file:
             text = file.read(_MOST_BYTES).decode(errors="replace")

@@ -64,10 +64,7 @@ def logs_of(run: RunDir, job: str) -> list[Path]:
 
 
 def run_signs(path: Path) -> list[Sign]:
-    """Return how each attempt of each job in a run directory ended, then what its training survived.
-
-    A job's folder or log stands for that job alone; another path gives nothing.
-    """
+    """Return how each attempt of a run's jobs, or of the job that it names, ended; then what was survived."""
     run = find_run(path)
     if run is None:
         return []

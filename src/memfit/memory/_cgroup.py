@@ -55,12 +55,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this process is in one hierarchy.
+    """Where this process (``pid`` in its own namespace, 0 if unknown) is in one hierarchy.
 
-    Attributes:
-        groups: Its group first, then each visible ancestor.
-        hidden: Groups above the last one exist and cannot be seen.
-        pid: The process, as its own namespace numbers it; 0 if unknown.
+    ``groups`` has its own first, then each visible ancestor; ``hidden`` ones lie above the last.
     """
 
     version: int

@@ -213,11 +213,7 @@ def parse_tmpfs_size(options: tuple[str, ...], total_bytes: int) -> int:
 
 
 def read_host(root: Path) -> Host:
-    """Return the host's memory, swap and /dev/shm.
-
-    Raises:
-        UsageError: If ``root`` is not the machine's own and holds no proc/meminfo.
-    """
+    """Return the host's memory, swap and /dev/shm; refuse a recorded tree without proc/meminfo."""
     text = read_text(root / "proc/meminfo")
     if text is None:
         if root != REAL_ROOT:

@@ -39,10 +39,7 @@ def gpus_on_node(env: Mapping[str, str]) -> int | None:
 def read_slurm(env: Mapping[str, str], used_bytes: int, used_note: str) -> tuple[Limit, ...]:
     """Return the memory limits that Slurm set on this node; its MB are MiB, and 0 stands for the whole node.
 
-    Args:
-        env: The environment.
-        used_bytes: Non-reclaimable bytes that the job uses already.
-        used_note: What ``used_bytes`` covers.
+    ``used_note`` says what ``used_bytes``, the non-reclaimable bytes of the job, covers.
 
     Source: sbatch(1), OUTPUT ENVIRONMENT VARIABLES; ``--mem``, ``--mem-per-cpu``, ``--mem-per-gpu``.
 

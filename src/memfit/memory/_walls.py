@@ -37,9 +37,7 @@ _FOREIGN_LIMITS = ("memory.max", "memory.high", "cpu.max", "cpuset.cpus")
 class Base:
     """The group below which memfit's own can be made.
 
-    Attributes:
-        enables: Its children have no memory controller yet (v2): it must be enabled for them.
-        moves: The processes that must leave it before that: this one and its descendants, if they are in it.
+    On v2 it ``enables`` the memory controller for its children, after the processes in ``moves`` have left it.
     """
 
     version: int

@@ -42,15 +42,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Bar:
-    """A job's bar.
-
-    Attributes:
-        name: The text before it.
-        parts: Its pieces: start and end on the axis, and a colour.
-        note: The text behind it.
-        tick: A second value on the axis, drawn as a line; None for none.
-        is_bad: Whether the note is shown as a failure.
-    """
+    """A job's bar; each part has its start and end on the axis, and a colour; ``tick`` is drawn as a line."""
 
     name: str
     parts: Sequence[tuple[float, float, str]]
@@ -171,14 +163,7 @@ def draw_stack(
 
 
 def draw_bars(bars: Sequence[Bar], end: float, frame: Frame, *, axis: Literal["seconds", "bytes"]) -> str:
-    """Return one bar per job, on an axis of time or of memory.
-
-    Args:
-        bars: The bars, from above.
-        end: The end of the axis.
-        frame: The outside of the chart; its height is that of the bars.
-        axis: The unit of the axis.
-    """
+    """Return one bar per job, from above, on an axis of time or of memory; its height is that of the bars."""
     height = _TOP + _ROW * len(bars) + _BOTTOM
     canvas = _Canvas(frame, height)
     names = [bar.name if len(bar.name) <= _MOST_LETTERS else f"{bar.name[: _MOST_LETTERS - 1]}…" for bar in bars]

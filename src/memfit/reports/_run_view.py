@@ -48,7 +48,6 @@ class StageView:
     """One stage, as the last command left it.
 
     Attributes:
-        name: The stage's name.
         units: The state of each of its jobs, by job id: ``waiting``, ``running`` (or queued), ``kept``, ``reused``,
             ``completed``, ``stopped``, ``passed``, ``skipped``, ``failed``, ``cancelled``.
         reasons: Why jobs run, were skipped or stopped the run: each reason with its jobs.
