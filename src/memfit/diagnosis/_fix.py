@@ -284,8 +284,7 @@ class _Fixer:
         named = next(one for one in reversed(script.settings) if one.name in BATCH)
         if steps is None and named.name != "per_device_train_batch_size":
             return False
-        smaller, before = job.batch // 2, job.batch * (job.accumulate or 1)
-        more = (job.accumulate or 1) * -(-job.batch // smaller)
+        (smaller, more), before = job.halved, job.batch * (job.accumulate or 1)
         same = "as before" if smaller * more == before else f"before {before}"
         reason = f"{smaller} x {more} samples an update on each device, {same}"
         self.change(batch, smaller, reason)

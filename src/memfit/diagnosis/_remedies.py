@@ -147,8 +147,8 @@ def half_batch(job: Job) -> str:
     form = "--{} {}" if is_hf else "{}={}"
     if not job.batch:
         return f"{form.format(batch, 'N/2')} {form.format(steps, 2)}"
-    smaller = max(1, job.batch // 2)
-    return f"{form.format(batch, smaller)} {form.format(steps, (job.accumulate or 1) * -(-job.batch // smaller))}"
+    smaller, more = job.halved
+    return f"{form.format(batch, smaller)} {form.format(steps, more)}"
 
 
 _LENGTHS = ("max_seq_length", "max_seq_len", "seq_len", "max_length", "model_max_length", "cutoff_len", "block_size")

@@ -189,11 +189,6 @@ def _find(top: Path, mount: Mount, path: str, pid: str) -> tuple[str, ...] | Non
     return None
 
 
-def read_group_limits(placement: Placement) -> tuple[Limit, ...]:
-    """Return every memory limit of the group of this process and of its ancestors."""
-    return tuple(_limits_v2(placement) if placement.version == 2 else _limits_v1(placement))
-
-
 def group_used(placement: Placement, group: Group) -> int:
     """Return the non-reclaimable bytes of a group; its whole usage where it has no memory.stat."""
     stat = parse_pairs(read_text(group.directory / "memory.stat"))
@@ -212,7 +207,11 @@ def _source(placement: Placement, group: Group) -> str:
     return f"cgroup v{placement.version} {group.path}" + (f" ({owner})" if owner else "")
 
 
-def _limits_v2(placement: Placement) -> Iterator[Limit]:
+def read_group_limits(placement: Placement) -> Iterator[Limit]:
+    """Yield every memory limit of the group of this process and of its ancestors."""
+    if placement.version == 1:
+        yield from _limits_v1(placement)
+        return
     throttle = "above it the kernel throttles and reclaims, it does not kill"
     for group in placement.groups:
         for name, note in (("memory.max", ""), ("memory.high", throttle)):
