@@ -363,20 +363,16 @@ def _forecasts(seen: _Seen) -> Iterator[str]:
         return
     most = jobs[0]["peak_bytes"]
     end = min(2 * most, max(most, *(job["reserved_bytes"] or 0 for job in jobs))) * 1.05
-    bars = [
-        Bar(_name(job), [(0, job["peak_bytes"], COLOURS[0])], _reserved(job), job["reserved_bytes"]) for job in jobs
-    ]
+    bars = []
+    for job in jobs:
+        peak, reserved = job["peak_bytes"], job["reserved_bytes"]
+        note = format_bytes(peak) + (f" of {format_bytes(reserved)}" if reserved else ", measured alone")
+        bars.append(Bar(_name(job), [(0, peak, COLOURS[0])], note, reserved))
     yield draw_bars(bars, end, Frame(f"The peak of each job of {seen.name}, and its reservation"), axis="bytes")
     yield '<p class="note">Bar: the measured peak of private memory. Line: what memfit had reserved for the job.'
     if (error := seen.summary["forecast_error"]) is not None:
         yield f" Forecast: {explain_forecast(error)}."
     yield "</p>"
-
-
-def _reserved(job: Mapping[str, Any]) -> str:
-    reserved = job["reserved_bytes"]
-    peak = format_bytes(job["peak_bytes"])
-    return f"{peak} of {format_bytes(reserved)}" if reserved else f"{peak}, measured alone"
 
 
 def _deaths(seen: _Seen) -> Iterator[str]:
