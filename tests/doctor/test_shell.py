@@ -1,6 +1,7 @@
 """The Python scripts that a shell script starts."""
 
 import os
+import sys
 
 import pytest
 
@@ -28,8 +29,11 @@ def follow(tmp_path):
         ("A=1 exec python3 -u a.py 'two words'  # why", "a.py", ("two words",)),
         ("torchrun --nproc-per-node 2 a.py --x", "a.py", ("--x",)),
         ("if true; then python a.py > log; fi", "a.py", ()),
+        ("cd src && python e.py", "src/e.py", ()),
         ("python a.py \\\n  --x $X", "a.py", ("--x", "$X")),
+        ('python a.py "$@" $1', "a.py", ("p", "q", "p")),
         ("nohup python a.py &", "a.py", ()),
+        ("python a.py 'one\npython b.py'", "a.py", ("one\npython b.py",)),
     ],
 )
 def test_a_line_that_plainly_starts_a_script_is_followed(follow, tmp_path, line, script, arguments):
@@ -40,7 +44,7 @@ def test_a_line_that_plainly_starts_a_script_is_followed(follow, tmp_path, line,
 @pytest.mark.parametrize(
     "line",
     ["python $SCRIPT", 'python "$DIR/a.py"', "python `ls`", "$PYTHON a.py", "# python a.py", "echo python a.py",
-     "cat a.py", "cd src && python e.py", "cat <<EOF\npython a.py\nEOF", "cd $DIR\npython a.py", "echo 'open\npython a.py",
+     "cat a.py", "cat <<EOF\npython a.py\nEOF", "cd $DIR\npython a.py", "echo 'open\npython a.py",
      "echo 'a\npython a.py\n'", "python ~/a.py", "python ?.py"],
 )  # fmt: skip
 def test_what_is_not_plain_is_left_out_and_what_was_looked_at_is_named(follow, line):
@@ -77,10 +81,13 @@ def test_a_python_that_is_itself_a_shell_script_is_no_script_to_follow(follow, t
     assert (command.script.name, command.site) == ("a.py", "")
 
 
-def test_behind_what_may_change_the_path_no_interpreter_is_guessed(follow):
-    for line in ("source env/bin/activate", "conda activate train"):
-        [command] = follow(f"{line}\npython a.py\n")
-        assert (command.script.name, command.interpreter) == ("a.py", None)
+def test_the_interpreter_is_that_of_an_activated_environment_and_else_not_guessed(follow, tmp_path):
+    (tmp_path / "env/bin").mkdir(parents=True)
+    (tmp_path / "env/bin/python").symlink_to(sys.executable)
+    [command] = follow("source env/bin/activate\npython a.py\n")
+    assert command.interpreter == str(tmp_path / "env/bin/python")
+    [command] = follow("conda activate train\npython a.py\n")
+    assert command.interpreter is None
 
 
 def test_each_script_is_examined_and_the_place_is_told_once(diagnose):

@@ -186,8 +186,7 @@ class _Fixer:
         job, script, diagnosis = self.job, self.script, self.diagnosis
         if self.disagreement:
             yield Check("memory", "warning", self.disagreement, "the accounting is what was in force", "", "accounting")
-        given = script.memory
-        yield from self._contradictions()
+        given = self._drop_contradictions()
         wanted = wanted_request(job) if diagnosis.kind == "host_cgroup" else None
         most, now, limit = job.most_bytes, job.request_bytes or 0, job.limit_bytes
         if wanted is not None and (limit is None or wanted[0] > limit):
@@ -215,13 +214,29 @@ class _Fixer:
     def _bytes(self, setting: Setting) -> int:
         return bytes_of(setting, self.job.cpus_of_node) or 0
 
-    def _contradictions(self) -> Iterator[Check]:
+    def _drop_contradictions(self) -> Setting | None:
+        """Return the last memory directive, which Slurm takes; drop those that contradict it."""
         kept = self.script.memory
         for one in self.script.given:
-            if kept is not None and one.key in MEMORY and (one.key, one.value) != (kept.key, kept.value):
-                what = f"--{one.key}={one.value} on line {one.line + 1} contradicts --{kept.key}={kept.value}"
-                reason = "Slurm takes the later one or refuses both"
-                yield Check("memory", "warning", what, reason, f"remove --{one.key}={one.value}")
+            if kept is None or one.key not in MEMORY or (one.key, one.value) == (kept.key, kept.value):
+                continue
+            line = self.script.lines[one.line]
+            reason = (
+                f"--{one.key}={one.value} contradicts --{kept.key}={kept.value} on line {kept.line + 1}. Slurm takes "
+                "the later one or refuses both: dropped"
+            )
+            if self._is_alone(one):
+                self.replace(one.line, 0, 0, "#", reason)
+            else:
+                end = one.end + (len(line[one.end :]) - len(line[one.end :].lstrip()))
+                begin = one.begin if line[end:] else len(line[: one.begin].rstrip())
+                self.replace(one.line, begin, end, "", reason)
+        return kept
+
+    def _is_alone(self, one: Setting) -> bool:
+        """Whether its line has no other directive."""
+        line = self.script.lines[one.line]
+        return line[: one.begin].split() == ["#SBATCH"] and not line[one.end :].partition("#")[0].strip()
 
     def _raise_step(self, size: int, reason: str) -> None:
         """Raise the request of the step that died: found by its size, else the last one."""
@@ -232,8 +247,7 @@ class _Fixer:
 
     def _set_memory(self, given: Setting | None, size: int, reason: str) -> None:
         if given is not None and given.key == "mem-per-cpu":
-            line = self.script.lines[given.line]  # a comment behind it speaks of a CPU
-            end = len(line) if line[given.end :].lstrip().startswith("#") else given.end
+            end = len(self.script.lines[given.line]) if self._is_alone(given) else given.end
             self.replace(given.line, given.begin, end, f"--mem={write_size(size)}", reason)
         else:
             self._set("mem", write_size(size), reason)
@@ -317,10 +331,22 @@ class _Fixer:
         self.insert(before - 1, f"export {name}={value}", reason)
 
     def shm(self) -> Iterator[Check]:
-        """Name what enlarges /dev/shm: no line of a batch script does."""
-        if self.diagnosis.kind == "shm":
-            remedy = next(one for one in list_remedies(self.diagnosis, self.job) if "--shm-size" in one.setting)
-            yield Check("/dev/shm", "problem", "no #SBATCH line enlarges it", remedy.reason, remedy.setting)
+        """Enlarge the /dev/shm of the container that the script starts."""
+        if self.diagnosis.kind != "shm":
+            return
+        remedy = next(one for one in list_remedies(self.diagnosis, self.job) if "--shm-size" in one.setting)
+        size = remedy.setting.partition("=")[2].partition(",")[0]
+        found = self.script.find("shm_size")
+        if found is not None:
+            self.change(found, size, remedy.reason)
+            return
+        for at, line in enumerate(self.script.lines):
+            if (docker := re.search(r"\b(?:docker|podman) run\b", line)) and not line.lstrip().startswith("#"):
+                self.replace(at, docker.end(), docker.end(), f" --shm-size={size}", remedy.reason)
+                return
+        what = "the script starts no container whose /dev/shm it could enlarge"
+        other = "torch.multiprocessing.set_sharing_strategy('file_system') in the program, or fewer workers"
+        yield Check("/dev/shm", "warning", what, remedy.reason, other)
 
 
 def _inconsistent(script: BatchScript, known: Job) -> Iterator[Check]:

@@ -37,6 +37,7 @@ class Command:
         module: The module behind ``python -m`` if it is no file of the command's folder; else empty.
         site: Its place in a shell script, such as ``run.sh line 3``; else empty.
         looked_at: The shell script that starts no Python script; else empty.
+        cwd: The folder that a shell script changes to before; else None.
     """
 
     words: tuple[str, ...] = ()
@@ -50,6 +51,7 @@ class Command:
     module: str = ""
     site: str = ""
     looked_at: str = ""
+    cwd: Path | None = None
 
 
 def parse_command(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Command:

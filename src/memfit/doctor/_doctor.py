@@ -85,15 +85,16 @@ def examine(
     found: dict[Check, None] = {}  # each once: the commands of a shell script share the place
     for one in commands_of(command, cwd=folder, env=given):
         inside = {**given, **added, **one.env}
+        start = one.cwd or folder
         outside = Outside(one.arguments, inside, place.num_host_cpus)
-        script = read_script(one.script, outside, text=one.code, cwd=folder)
+        script = read_script(one.script, outside, text=one.code, cwd=start)
         asked, executable = interpreter, one.interpreter if one.words else sys.executable
         if asked is None and place.is_real and executable is not None:
             if entries := inside.get("PYTHONPATH"):  # relative to the command's folder: the child starts elsewhere
-                inside["PYTHONPATH"] = os.pathsep.join(str(folder / entry) for entry in entries.split(os.pathsep))
+                inside["PYTHONPATH"] = os.pathsep.join(str(start / entry) for entry in entries.split(os.pathsep))
             modules = [name for name in _USED if name in script.imports] if setup.deep else []
             wanted = sorted({*script.imports, one.module.partition(".")[0]} - {""})
             asked = ask_interpreter(executable, env=inside, names=list(added), modules=modules, wanted=wanted)
-        case = Case(place, setup, one, script, asked, given, added, folder)
+        case = Case(place, setup, one, script, asked, given, added, start)
         found |= dict.fromkeys(check for checks in _CHECKS for check in checks(case))
     return worst_first(list(found))
