@@ -32,7 +32,7 @@ from limited import Limited, find_parent
 from memfit import config
 from memfit.memory import read_series
 from memfit.pipeline import RunConfig, context_of
-from memfit.reports import COLOURS, Frame, Layer, Mark, draw_stack
+from memfit.reports import COLOURS, Frame, Layer, draw_stack
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration, parse_bytes
 
@@ -144,7 +144,7 @@ def draw(without: Seen, with_it: Seen, limit: int) -> str:
     ]
     parts = []
     for number, (one, stack, title) in enumerate(zip((without, with_it), stacks, titles, strict=True)):
-        marks = [Mark(seconds, f"fold {fold} killed") for fold, seconds in one.killed.items()]
+        marks = [(seconds, f"fold {fold} killed") for fold, seconds in one.killed.items()]
         frame = Frame(title, title, _WIDTH, _HEIGHT, styled=True)
         chart = draw_stack(stack, seconds, frame, limit=("limit", limit), marks=marks, most_bytes=most)
         place = f'x="{number * (_WIDTH + 20)}" width="{_WIDTH}" height="{_HEIGHT}"'

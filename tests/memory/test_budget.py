@@ -133,7 +133,7 @@ def test_slurms_variable_is_shown_beside_the_group_that_enforces_it():
 
 
 def test_slurm_binds_where_no_group_enforces_it():
-    env = {"SLURM_JOB_ID": "9", "SLURM_MEM_PER_CPU": "100", "SLURM_JOB_CPUS_PER_NODE": "2(x3),4", "SLURM_NODEID": "3"}
+    env = {"SLURM_JOB_ID": "9", "SLURM_MEM_PER_CPU": "100", "SLURM_JOB_CPUS_PER_NODE": "6(x3),4"}
     binding = read("bare_host_v2", env=env).binding
     assert (binding.name, binding.source, binding.limit_bytes) == ("SLURM_MEM_PER_CPU", "Slurm job 9", 400 * MIB)
     assert binding.note.startswith("100 MiB x 4 CPUs on this node; used counts this process only")

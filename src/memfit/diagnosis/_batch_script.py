@@ -45,15 +45,7 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Setting:
-    """A name and its value, with the place of the value.
-
-    Attributes:
-        key: As written, without dashes.
-        value: As written, without quotes; ``true`` for an option without a value.
-        line: The index of its line.
-        start, end: The value's columns; equal for an option without a value.
-        begin: The column of the option itself.
-    """
+    """A name and its value as written, with the columns of the value; ``begin`` is that of the option itself."""
 
     key: str
     value: str
@@ -70,13 +62,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class BatchScript:
-    """What a batch script says.
+    """What a batch script says, each in order.
 
     Attributes:
-        path: The file.
-        lines: Its text, without line ends.
-        given: sbatch's options, in order.
-        settings: The options and overrides of its commands and its variables, in order.
+        given: sbatch's options.
+        settings: The options and overrides of its commands and its variables.
         env: The variables that a command would see: exported, or set in front of it.
     """
 
@@ -129,11 +119,7 @@ class BatchScript:
 
 
 def read_script(path: Path) -> BatchScript:
-    """Return a batch script.
-
-    Raises:
-        UsageError: It cannot be read.
-    """
+    """Return a batch script; raise a `UsageError` if it cannot be read."""
     try:
         with open(path, "rb") as file:
             text = file.read(_MOST_BYTES).decode(errors="replace")

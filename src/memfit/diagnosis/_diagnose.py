@@ -38,35 +38,15 @@ _PID = re.compile(
     re.IGNORECASE,
 )
 _LOCAL_RANK = re.compile(r"local_rank: (\d{1,6})|\[Rank (\d{1,6})\]|tasks? (\d{1,6}): ")
-#: What a person should look at next, by kind of memory, cause or heading.
-_CHECKS: dict[str, tuple[str, ...]] = {
-    "gpu": ("nvidia-smi on that node: does another process hold the card?",),
-    "gpu_fragmentation": (
-        "Do sizes vary from batch to batch? Compare torch.cuda.memory_reserved with memory_allocated over time.",
-    ),
-    "host_cgroup": (
-        "sacct -j JOB -o JobID,State,ExitCode,ReqMem,MaxRSS,NTasks: MaxRSS is one task's, the limit is the node's.",
-        "Does memory rise from epoch to epoch (a leak), or is it at the limit from the beginning?",
-    ),
-    "host_kernel": (
-        "journalctl -k or dmesg on that node at that time: which process was killed, and in which group?",
-        "free -m, and who else ran on the node.",
-    ),
-    "shm": ("df -h /dev/shm in the same container; docker run --shm-size, or an emptyDir of medium Memory.",),
-    "host_alloc": ("free -m and ulimit -v on that node; the shape that was requested.",),
-    "pinned": ("ulimit -l, free -m on that node, and how many workers pin at once.",),
-    "other_accelerator": ("The accelerator's own monitor on that node.",),
-    "killed": (
-        "A SIGKILL names nobody: look in journalctl -k or dmesg for oom-kill at that time, in sacct for OUT_OF_MEMORY, "
-        "in kubectl describe or docker inspect for OOMKilled.",
-    ),
-    "unknown": (
-        "Nothing in these lines names a cause: give the scheduler's log, the kernel's log, or the error file too.",
-    ),
-    "library_alloc": (
-        "The same words follow an index out of range: run once with CUDA_LAUNCH_BLOCKING=1 before blaming memory.",
-    ),
-    "bad_alloc": ("A size that is wrong (negative, or from a broken file) fails the same way.",),
+#: What a person should look at, by heading, where a log's words have several causes.
+_CHECKS: dict[str, str] = {
+    "killed": "A SIGKILL names nobody: look in journalctl -k or dmesg for oom-kill at that time, in sacct for "
+    "OUT_OF_MEMORY, in kubectl describe or docker inspect for OOMKilled.",
+    "unknown": "Nothing in these lines names a cause: give the scheduler's log, the kernel's log, or the error file "
+    "too.",
+    "library_alloc": "The same words follow an index out of range: run once with CUDA_LAUNCH_BLOCKING=1 before "
+    "blaming memory.",
+    "bad_alloc": "A size that is wrong (negative, or from a broken file) fails the same way.",
 }
 _BROKEN = "The checkpoint written then is broken: load it, compare its tensors with an earlier one, and save again."
 
@@ -77,15 +57,7 @@ _MAY_BE_SHORT = re.compile(rb"memory|oom|bad_alloc|ENOMEM|Bus error", re.IGNOREC
 
 @dataclass(frozen=True)
 class Moment:
-    """A line of the timeline.
-
-    Attributes:
-        what: ``start``, ``last progress``, ``failure`` or ``consequence``.
-        time: As written; empty if no line near it has one.
-        file: The log.
-        line: The line's number.
-        text: The line.
-    """
+    """A line of the timeline; ``what`` is ``start``, ``last progress``, ``failure`` or ``consequence``."""
 
     what: str
     time: str
@@ -142,23 +114,11 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form; figures in GiB, None where the text has none."""
-        return {
-            "oom": self.oom,
-            "recovered": self.recovered,
-            "kind": self.kind,
-            "cause": self.cause,
-            "phase": self.phase,
-            "confidence": self.confidence,
-            **{
-                f"{name}_gib": round(self.figures[name] / GIB, 4) if name in self.figures else None for name in _FIGURES
-            },
-            "evidence": [vars(one) for one in self.evidence],
-            "remedies": list(self.remedies),
-            "where": dict(self.where),
-            "timeline": [asdict(one) for one in self.timeline],
-            "arithmetic": list(self.arithmetic),
-            "checks": list(self.checks),
-        }
+        found = asdict(self)
+        del found["under_memfit"]
+        figures = found.pop("figures")
+        sizes = {name: round(figures[name] / GIB, 4) if name in figures else None for name in _FIGURES}
+        return found | {f"{name}_gib": size for name, size in sizes.items()}
 
 
 def diagnose(
@@ -429,12 +389,9 @@ def _gib(size: float) -> str:
 
 def _checks(streams: Sequence[Stream], finding: Sign) -> tuple[str, ...]:
     """What a person should look at next."""
-    found = [*_CHECKS.get(finding.kind, ()), *_CHECKS.get(finding.name, ())]
-    if finding.cause in ("killed", "bus_error"):
-        found = list(_CHECKS["killed"])
-    if "own_kills" in finding.values:  # memfit's own record, which no scheduler keeps
-        found = [one for one in found if not one.startswith("sacct ")]
-    return (_BROKEN, *found) if is_clone(streams[finding.stream], finding) else tuple(found)
+    name = "killed" if finding.cause in ("killed", "bus_error") else finding.name
+    broken = _BROKEN if is_clone(streams[finding.stream], finding) else ""
+    return tuple(filter(None, (broken, _CHECKS.get(name))))
 
 
 def _phase(streams: list[Stream], best: Sign, signs: Sequence[Sign], num_read: int) -> JobPhase:
@@ -500,7 +457,7 @@ def _ended(
         confidence="not shown",
         timeline=_timeline(streams, None, signs, readings),
         arithmetic=_rates(readings),
-        checks=_CHECKS["unknown"],
+        checks=(_CHECKS["unknown"],),
     )
     ends = [sign for sign in signs if sign.name == "success"]
     if not ends:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,68 +33,12 @@ _ALLOCATOR = re.compile(r"export (PYTORCH\w*ALLOC_CONF)=(.+)")
 
 @dataclass(frozen=True)
 class Edit:
-    """One changed line.
-
-    Attributes:
-        line: Its number in the old file; of a new line, that of the line before it.
-        old: The old line; empty for a new line.
-        new: The new line.
-        reason: Why.
-    """
+    """One changed line by its number in the old file; a new line has an empty ``old`` and the number before it."""
 
     line: int
     old: str
     new: str
     reason: str
-
-
-class Draft:
-    """Lines being edited, each with the reasons of its edits."""
-
-    def __init__(self, lines: list[str]) -> None:
-        self.lines = lines
-        self.edits: list[Edit] = []
-        self._pieces: dict[int, list[tuple[int, int, str]]] = {}
-
-    def replace(self, at: int, start: int, end: int, text: str, reason: str) -> None:
-        """Replace a part of a line; the columns are those of the old line."""
-        old = self._line(at)
-        self._pieces.setdefault(at, []).append((start, end, text))
-        self.edits.append(Edit(at + 1, old.strip(), self._line(at).strip(), reason))
-
-    def change(self, one: Setting, value: object, reason: str) -> None:
-        """Give a setting another value."""
-        self.replace(one.line, one.start, one.end, str(value), reason)
-
-    def insert(self, after: int, text: str, reason: str) -> None:
-        """Add a line after another; -1 for the top."""
-        self.edits.append(Edit(after + 1, "", text, reason))
-
-    def _line(self, at: int) -> str:
-        text = self.lines[at]
-        for start, end, piece in sorted(self._pieces.get(at, []), reverse=True):
-            text = text[:start] + piece + text[end:]
-        return text
-
-    def text(self, note: Callable[[str, str], str], first_of: Callable[[int], int] = int) -> str:
-        """Return the new text, with a note of its reason above each changed or new line.
-
-        Args:
-            note: Makes the note from a reason and the line that it is for.
-            first_of: The index of the line above which the notes of a line go.
-        """
-        above: dict[int, dict[str, None]] = {}
-        behind: dict[int, list[str]] = {}
-        for edit in self.edits:
-            if edit.old:
-                notes = above.setdefault(first_of(edit.line - 1), {})
-                notes[note(edit.reason, self.lines[edit.line - 1])] = None
-            else:
-                behind.setdefault(edit.line, []).extend((note(edit.reason, edit.new), edit.new))
-        found = behind.get(0, [])
-        for at in range(len(self.lines)):
-            found += [*above.get(at, ()), self._line(at), *behind.get(at + 1, ())]
-        return "\n".join(found) + "\n"
 
 
 @dataclass(frozen=True)
@@ -173,34 +117,69 @@ def make_fix(
             rule="--fix corrects Slurm batch scripts.",
             remedy="name the script that was given to sbatch; memfit launch --format compose writes a Compose file",
         )
-    fixer = _Fixer(script, Draft(list(script.lines)), diagnosis, job or Job())
+    fixer = _Fixer(script, diagnosis, job or Job())
     notes = [*fixer.memory(), *fixer.device(config), *fixer.shm()]
     fixer.tasks()
     fixer.time()
-    draft = fixer.draft
-    text = draft.text(lambda reason, line: f"# memfit: {reason}", script.command_of)
-    text = text if draft.edits else "\n".join((*script.lines, ""))
-    return Fix(path, text, tuple(draft.edits), (*_inconsistent(parse_script(text, path), fixer.job), *notes))
+    text = fixer.text()
+    return Fix(path, text, tuple(fixer.edits), (*_inconsistent(parse_script(text, path), fixer.job), *notes))
 
 
 class _Fixer:
-    """Edits the draft of one script; each method concerns one resource and yields what no edit can solve."""
+    """Edits one script; each method concerns one resource and yields what no edit can solve."""
 
-    def __init__(self, script: BatchScript, draft: Draft, diagnosis: Diagnosis, job: Job) -> None:
+    def __init__(self, script: BatchScript, diagnosis: Diagnosis, job: Job) -> None:
         asked = job_of_script(script)
-        self.script, self.draft, self.diagnosis = script, draft, diagnosis
+        self.script, self.diagnosis = script, diagnosis
+        self.edits: list[Edit] = []
+        self._pieces: dict[int, list[tuple[int, int, str]]] = {}
         self.job = asked.with_known(with_figures(job, diagnosis))
         self.disagreement = replace(asked, request_bytes=job.request_bytes).disagreement
+
+    def replace(self, at: int, start: int, end: int, text: str, reason: str) -> None:
+        """Replace a part of a line; the columns are those of the old line."""
+        old = self._line(at)
+        self._pieces.setdefault(at, []).append((start, end, text))
+        self.edits.append(Edit(at + 1, old.strip(), self._line(at).strip(), reason))
+
+    def change(self, one: Setting, value: object, reason: str) -> None:
+        """Give a setting another value."""
+        self.replace(one.line, one.start, one.end, str(value), reason)
+
+    def insert(self, after: int, text: str, reason: str) -> None:
+        """Add a line after another; -1 for the top."""
+        self.edits.append(Edit(after + 1, "", text, reason))
+
+    def _line(self, at: int) -> str:
+        text = self.script.lines[at]
+        for start, end, piece in sorted(self._pieces.get(at, []), reverse=True):
+            text = text[:start] + piece + text[end:]
+        return text
+
+    def text(self) -> str:
+        """Return the new text, with the reason above each new line and above the command of a changed one."""
+        above: dict[int, dict[str, None]] = {}
+        behind: dict[int, list[str]] = {}
+        for edit in self.edits:
+            note = f"# memfit: {edit.reason}"
+            if edit.old:
+                above.setdefault(self.script.command_of(edit.line - 1), {})[note] = None
+            else:
+                behind.setdefault(edit.line, []).extend((note, edit.new))
+        found = behind.get(0, [])
+        for at in range(len(self.script.lines)):
+            found += [*above.get(at, ()), self._line(at), *behind.get(at + 1, ())]
+        return "\n".join(found) + "\n"
 
     def _set(self, name: str, value: str, reason: str) -> None:
         """Give a directive another value, or add it after the last one."""
         found = self.script.directives.get(name)
         if found is not None:
-            self.draft.change(found, value, reason)
+            self.change(found, value, reason)
             return
         has_shebang = bool(self.script.lines) and self.script.lines[0].startswith("#!")
         last = max((one.line for one in self.script.given), default=0 if has_shebang else -1)
-        self.draft.insert(last, f"#SBATCH --{name}={value}", reason)
+        self.insert(last, f"#SBATCH --{name}={value}", reason)
 
     def memory(self) -> Iterator[Check]:
         """Raise what the step and the job request, each where it says so; never lower a request."""
@@ -228,7 +207,7 @@ class _Fixer:
                 self._set_memory(given, max(size, least), reason)
         elif given is not None and not _SIZE.fullmatch(given.value) and now:
             reason = f"--mem takes K, M, G or T: {given.value} is written {write_size(now)}"
-            self.draft.change(given, write_size(now if given.key == "mem" else now // job.cpus_of_node), reason)
+            self.change(given, write_size(now if given.key == "mem" else now // job.cpus_of_node), reason)
         elif given is not None and most is not None and now > most:
             self._set_memory(given, most // GIB * GIB, f"no node has more than {format_bytes(most)}")
 
@@ -247,11 +226,11 @@ class _Fixer:
                 "the later one or refuses both: dropped"
             )
             if self._is_alone(one):
-                self.draft.replace(one.line, 0, 0, "#", reason)
+                self.replace(one.line, 0, 0, "#", reason)
             else:
                 end = one.end + (len(line[one.end :]) - len(line[one.end :].lstrip()))
                 begin = one.begin if line[end:] else len(line[: one.begin].rstrip())
-                self.draft.replace(one.line, begin, end, "", reason)
+                self.replace(one.line, begin, end, "", reason)
         return kept
 
     def _is_alone(self, one: Setting) -> bool:
@@ -264,12 +243,12 @@ class _Fixer:
         steps = [one for one in self.script.step_memory if self._bytes(one)]
         for one in [one for one in steps if self._bytes(one) == self.job.step_bytes] or steps[-1:]:
             value = size if one.key == "mem" else -(-size // self.job.cpus_of_node)
-            self.draft.change(one, write_size(value), f"this step's own limit: {reason}")
+            self.change(one, write_size(value), f"this step's own limit: {reason}")
 
     def _set_memory(self, given: Setting | None, size: int, reason: str) -> None:
         if given is not None and given.key == "mem-per-cpu":
             end = len(self.script.lines[given.line]) if self._is_alone(given) else given.end
-            self.draft.replace(given.line, given.begin, end, f"--mem={write_size(size)}", reason)
+            self.replace(given.line, given.begin, end, f"--mem={write_size(size)}", reason)
         else:
             self._set("mem", write_size(size), reason)
 
@@ -319,15 +298,14 @@ class _Fixer:
         named = next(one for one in reversed(script.settings) if one.name in BATCH)
         if steps is None and named.name != "per_device_train_batch_size":
             return False
-        smaller, before = job.batch // 2, job.batch * (job.accumulate or 1)
-        more = (job.accumulate or 1) * -(-job.batch // smaller)
+        (smaller, more), before = job.halved, job.batch * (job.accumulate or 1)
         same = "as before" if smaller * more == before else f"before {before}"
         reason = f"{smaller} x {more} samples an update on each device, {same}"
-        self.draft.change(batch, smaller, reason)
+        self.change(batch, smaller, reason)
         if steps is not None:
-            self.draft.change(steps, more, reason)
+            self.change(steps, more, reason)
         else:
-            self.draft.replace(named.line, named.end, named.end, f" --gradient_accumulation_steps {more}", reason)
+            self.replace(named.line, named.end, named.end, f" --gradient_accumulation_steps {more}", reason)
         return True
 
     def _checkpoint(self, reason: str) -> bool:
@@ -335,9 +313,9 @@ class _Fixer:
         one = self.script.find("gradient_checkpointing")
         named = next((one for one in self.script.settings if one.name == "per_device_train_batch_size"), None)
         if one is not None and one.value.lower() == "false":
-            self.draft.change(one, "True", reason)
+            self.change(one, "True", reason)
         elif one is None and named is not None:
-            self.draft.replace(named.line, named.end, named.end, " --gradient_checkpointing True", reason)
+            self.replace(named.line, named.end, named.end, " --gradient_checkpointing True", reason)
         else:
             return False
         return True
@@ -346,11 +324,11 @@ class _Fixer:
         """Set a variable before Python starts."""
         found = self.script.env.get(name) or self.script.env.get("PYTORCH_ALLOC_CONF")
         if found is not None:
-            self.draft.change(found, value, f"{reason} It replaces {found.value}.")
+            self.change(found, value, f"{reason} It replaces {found.value}.")
             return
         at = self.script.first_command
         before = len(self.script.lines) if at is None else self.script.command_of(at)
-        self.draft.insert(before - 1, f"export {name}={value}", reason)
+        self.insert(before - 1, f"export {name}={value}", reason)
 
     def shm(self) -> Iterator[Check]:
         """Enlarge the /dev/shm of the container that the script starts."""
@@ -360,11 +338,11 @@ class _Fixer:
         size = remedy.setting.partition("=")[2].partition(",")[0]
         found = self.script.find("shm_size")
         if found is not None:
-            self.draft.change(found, size, remedy.reason)
+            self.change(found, size, remedy.reason)
             return
         for at, line in enumerate(self.script.lines):
             if (docker := re.search(r"\b(?:docker|podman) run\b", line)) and not line.lstrip().startswith("#"):
-                self.draft.replace(at, docker.end(), docker.end(), f" --shm-size={size}", remedy.reason)
+                self.replace(at, docker.end(), docker.end(), f" --shm-size={size}", remedy.reason)
                 return
         what = "the script starts no container whose /dev/shm it could enlarge"
         other = "torch.multiprocessing.set_sharing_strategy('file_system') in the program, or fewer workers"

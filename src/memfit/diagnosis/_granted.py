@@ -177,12 +177,13 @@ def find_files(paths: Iterable[Path]) -> tuple[list[Path], dict[str, Path]]:
 
 def torn_files(checkpoints: Mapping[str, Path]) -> tuple[str, ...]:
     """Return the checkpoints that cannot be loaded: empty ones, and torch's archives whose end is missing."""
-    return tuple(name for name, path in checkpoints.items() if not path.stat().st_size or _is_cut(path))
-
-
-def _is_cut(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) == _ARCHIVE and not zipfile.is_zipfile(path)
+    found = []
+    for name, path in checkpoints.items():
+        with open(path, "rb") as file:
+            head = file.read(4)
+        if not head or (head == _ARCHIVE and not zipfile.is_zipfile(path)):
+            found.append(name)
+    return tuple(found)
 
 
 def _config(path: Path) -> Iterator[tuple[str, str]]:

@@ -58,6 +58,19 @@ def what_happened(diagnosis: Diagnosis) -> str:
     return _CAUSES.get(cause) or _KINDS.get(diagnosis.kind, cause.replace("_", " "))
 
 
+def headline_of(diagnosis: Diagnosis) -> str:
+    """Return the diagnosis in a few words, and how sure it is."""
+    if diagnosis.cause == "unknown":
+        return "unknown: no line proves a cause"
+    return f"{what_happened(diagnosis)} ({diagnosis.confidence})"
+
+
+def facts_of(diagnosis: Diagnosis) -> str:
+    """Return kind, cause, phase and place, with commas."""
+    where = (f"{name} {value}" for name, value in diagnosis.where.items() if value is not None)
+    return ", ".join((f"kind {diagnosis.kind}", f"cause {diagnosis.cause}", f"phase {diagnosis.phase}", *where))
+
+
 def write_incident(
     diagnosis: Diagnosis, remedies: Sequence[Remedy], job: Job | None = None, fix: Fix | None = None
 ) -> str:
@@ -71,16 +84,13 @@ def write_incident(
     """
     job = with_figures(job or Job(), diagnosis)
     is_known = diagnosis.cause != "unknown"
-    title = f"{what_happened(diagnosis)} ({diagnosis.confidence})" if is_known else "unknown: no line proves a cause"
-    where = [f"{name} {value}" for name, value in diagnosis.where.items() if value is not None]
-    facts = [f"kind {diagnosis.kind}", f"cause {diagnosis.cause}", f"phase {diagnosis.phase}", *where]
-    facts += ["the work went on"] if diagnosis.recovered else []
+    went_on = ", the work went on" if diagnosis.recovered else ""
     fixed = [f"- line {edit.line}: `{edit.new}`: {edit.reason}" for edit in fix.edits] if fix else []
     if fix is not None:
         fixed = [*fixed, "", "```diff", fix.diff, "```"] if fixed else [f"Nothing in `{fix.path}` causes it."]
     sections = {
         "## Symptom": [
-            f"{', '.join(facts)}.",
+            f"{facts_of(diagnosis)}{went_on}.",
             "",
             *(f"- `{one.file}:{one.line}` `{_code(one.text)}`" for one in diagnosis.evidence),
         ],
@@ -98,7 +108,7 @@ def write_incident(
         "### Next run": list(_next_run(job, fix)),
         "## Result": _RESULT,
     }
-    text = [f"# Incident: {title}", ""]
+    text = [f"# Incident: {headline_of(diagnosis)}", ""]
     for heading, lines in sections.items():
         text += [heading, "", *(lines or ["Nothing in what was read."]), ""]
     return "\n".join(text)

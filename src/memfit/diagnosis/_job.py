@@ -129,6 +129,13 @@ class Job:
         return max(found) if found else None
 
     @property
+    def halved(self) -> tuple[int, int]:
+        """Half the batch (1 at least), and the microbatches of an update that then see as many samples."""
+        batch = self.batch or 1
+        smaller = max(1, batch // 2)
+        return smaller, (self.accumulate or 1) * -(-batch // smaller)
+
+    @property
     def needed_seconds(self) -> float | None:
         """How long all epochs take at the pace that was seen."""
         return self.epochs * self.epoch_seconds if self.epochs and self.epoch_seconds else None

@@ -80,9 +80,8 @@ _CONTAINER = re.compile(r"docker|libpod|kubepods|pod[0-9a-f]{8}|/ecs/|lxc|machin
 def find_kills(lines: Iterable[Line]) -> list[Sign]:
     """Return the kills in a kernel log, in order.
 
-    The values of a sign are ``pid`` and ``task`` of the victim, ``job`` (Slurm's number), ``in_container``,
-    ``used_bytes`` and ``limit_bytes`` of the cgroup, and ``scope``: ``group`` (the cgroup of the victim, or an unknown
-    one), ``group above it``, ``cpuset``, ``global`` (the machine) or ``unknown``.
+    Their ``scope`` is ``group`` (the cgroup of the victim, or an unknown one), ``group above it``, ``cpuset``,
+    ``global`` (the machine) or ``unknown``.
     """
     found: list[Sign] = []
     lines = list(lines)

@@ -71,16 +71,7 @@ _REASON = re.compile(
 
 @dataclass(frozen=True)
 class Reading:
-    """A counter as a line shows it.
-
-    Attributes:
-        place: The line's position in its stream.
-        counter: What is counted.
-        value: Its value.
-        total: Its end; None if unknown.
-        seconds, rate: Of a bar: since it began, and steps a second.
-        line: The line.
-    """
+    """A counter as a line at a position of its stream shows it; ``seconds`` and ``rate`` (steps a second) are a bar's."""
 
     place: int
     counter: str
@@ -157,11 +148,9 @@ class Progress:
 
     Attributes:
         steps_per_epoch: By bars of one epoch each; None when there are none.
-        num_epochs: How many were wanted; None if unknown.
         epochs_done: How many epochs' bars came to their end.
         epoch_seconds: How long the last whole one took, with its validation.
         global_step: The largest that a checkpoint's name shows.
-        bar: The last bar of training.
         claim: The line that says that it is done.
         has_reason: A line says why it ended before its last epoch.
     """

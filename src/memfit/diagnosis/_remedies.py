@@ -44,7 +44,11 @@ def list_remedies(
     table = {**TABLE, **UNDER_MEMFIT} if job.under_memfit else TABLE
     if kind == "none" or diagnosis.cause == "killed":
         rows = table.get(diagnosis.cause, ())
-        return [*_more_time(job), *rows] if diagnosis.cause == "walltime" else list(rows)
+        if diagnosis.cause == "walltime":
+            wanted = wanted_time(job)
+            more = row("no_time") if wanted is None else row("time", time=format_time(wanted[0]), why=wanted[1])
+            return [more, row("resume")]
+        return list(rows)
     found: Iterable[Remedy] = table.get(kind, ())
     if kind in DEVICES:
         found = _of_device(diagnosis, job, config)
@@ -143,8 +147,8 @@ def half_batch(job: Job) -> str:
     form = "--{} {}" if is_hf else "{}={}"
     if not job.batch:
         return f"{form.format(batch, 'N/2')} {form.format(steps, 2)}"
-    smaller = max(1, job.batch // 2)
-    return f"{form.format(batch, smaller)} {form.format(steps, (job.accumulate or 1) * -(-job.batch // smaller))}"
+    smaller, more = job.halved
+    return f"{form.format(batch, smaller)} {form.format(steps, more)}"
 
 
 _LENGTHS = ("max_seq_length", "max_seq_len", "seq_len", "max_length", "model_max_length", "cutoff_len", "block_size")
@@ -332,9 +336,3 @@ def wanted_time(job: Job) -> tuple[int, str] | None:
         f"{job.epochs} epochs x {format_duration(job.epoch_seconds)} = {format_duration(needed, short=True)}; "
         f"+ {TIME_RESERVE:.0%} = {format_duration(size, short=True)}"
     )
-
-
-def _more_time(job: Job) -> Iterator[Remedy]:
-    wanted = wanted_time(job)
-    yield row("no_time") if wanted is None else row("time", time=format_time(wanted[0]), why=wanted[1])
-    yield row("resume")

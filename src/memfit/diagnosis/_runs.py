@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,7 @@ def logs_of(run: RunDir, job: str) -> list[Path]:
 
 
 def run_signs(path: Path) -> list[Sign]:
-    """Return how each attempt of each job in a run directory ended, then what its training survived.
-
-    A job's folder or log stands for that job alone; another path gives nothing.
-    """
+    """Return how each attempt of a run's jobs, or of the job that it names, ended; then what was survived."""
     run = find_run(path)
     if run is None:
         return []
@@ -82,19 +80,16 @@ def _ends_of(folder: Path) -> Iterator[Sign]:
     paths = [*earlier, folder / "outcome.json"]
     if not paths[-1].is_file():
         paths.append(folder / "status.json")  # it still runs, or its watcher died
-    records = [(path, record) for path in paths if (record := _read(path)) is not None]
+    records: list[tuple[Path, dict[str, Any]]] = []
+    for path in paths:
+        with suppress(DamagedError, OSError):
+            if (found := read_json(path, _END)) is not None:
+                records.append((path, found))
     is_completed = bool(records) and records[-1][1].get("state") == "completed"
     for place, (path, record) in enumerate(records):
         sign = _end(folder.name, path, record, recovered=is_completed and place < len(records) - 1)
         if sign is not None:
             yield sign
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        return read_json(path, _END) if path.is_file() else None
-    except (DamagedError, OSError):
-        return None
 
 
 def _end(job: str, path: Path, record: Mapping[str, Any], *, recovered: bool) -> Sign | None:

@@ -30,12 +30,9 @@ MARK = 9
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a heading of the table means.
+    """What a heading of the table means; within a tier, earlier headings explain later ones.
 
     Attributes:
-        tier: The tier of the cause.
-        kind: Which memory ran out.
-        cause: The cause in a word.
         sure: How far the words show it.
         doubtful: The same words also follow an assertion or a lost device, which then is the cause.
         told: The program gets an error, and may go on.
@@ -49,7 +46,6 @@ class Meaning:
     told: bool = False
 
 
-#: The headings; within a tier, earlier ones explain later ones.
 MEANINGS: dict[str, Meaning] = {
     "chip_memory": Meaning(MEMORY, "none", "chip_memory", told=True),
     "device_oom": Meaning(MEMORY, "gpu", told=True),
@@ -101,14 +97,11 @@ _ORDER = {name: place for place, name in enumerate(MEANINGS)}
 
 @dataclass(frozen=True)
 class Sign:
-    """One thing that a log or another witness says.
+    """One thing that a log or another witness says: its heading, its lines, and the figures in them.
 
     Attributes:
-        name: Its heading.
-        lines: The lines that say it.
         values: Figures and names in them, sizes in bytes.
-        stream: The number of its stream.
-        place: The position of its first line there.
+        stream, place: The number of its stream, and the position of its first line there.
         of: Which memory, if the words alone do not say; empty for that of the heading.
         before: The text before it in its line.
     """
@@ -222,10 +215,8 @@ device_refused
         (?:of size (?P<tried_b>\d+))?
     Failed to allocate memory for requested buffer of size (?P<tried_b>\d+) (?P<arena>)
 other_device
-    MPS backend out of memory \(MPS allocated: SIZE(allocated), other allocations: SIZE(other),
+    MPS backend out of memory \(MPS allocated: SIZE(allocated), (?:other allocations: SIZE(other),)?
         max allowed: SIZE(total)\) (?:\. Tried to allocate SIZE(tried))?
-    MPS backend out of memory \(MPS allocated: SIZE(allocated), max allowed: SIZE(total)\)
-        (?:\. Tried to allocate SIZE(tried))?
     MPS backend out of memory (?!\(MPS) | Invalid buffer size: SIZE(tried)
         | kIOGPUCommandBufferCallbackErrorOutOfMemory
 xpu_error
@@ -557,12 +548,9 @@ class Row:
     """One pattern of the table.
 
     Attributes:
-        name: Its heading.
-        regex: The words.
         by_line: Matched against lines as they are.
         who: Who prints it, if not the program.
-        more: Patterns of further figures in the text behind it.
-        around: Further figures may be before it too.
+        more: Patterns of further figures in the text behind it, and before it where ``around``.
     """
 
     name: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +18,7 @@ _CLOSE = 0.85
 
 @dataclass(frozen=True)
 class StepMemory:
-    """A step's memory on its fullest node, against what a node's tasks may use.
-
-    Attributes:
-        step: As ``273202.0``.
-        job: Its shape, its limit and the memory of its tasks.
-        limit_source: The setting that the limit comes from.
-    """
+    """A step's memory on its fullest node, against what a node's tasks may use and the setting that says so."""
 
     step: str
     job: Job
@@ -71,12 +64,7 @@ class StepMemory:
 
 
 def account_steps(rows: Sequence[Row], shape: Row | None = None) -> list[StepMemory]:
-    """Return the steps of the first job's last attempt: the killed ones first, then those of ``srun``.
-
-    Args:
-        rows: What ``sacct`` printed.
-        shape: What ``scontrol show job`` printed.
-    """
+    """Return the steps of the first job's last attempt: the killed ones first, then those of ``srun``."""
     rows = [row for row in rows if row.job == rows[0].job]
     rows = [row for row in rows if row.attempt == rows[-1].attempt]
     whole = next((row for row in rows if not row.step), None)
@@ -97,7 +85,7 @@ def _account(step: Row, whole: Row | None, shape: Row | None) -> StepMemory:
     def first(name: str, rows: Sequence[Row] = known) -> Any:
         return next((value for row in rows if (value := getattr(row, name))), None)
 
-    nodes = first("num_nodes") or next((count for one in known if (count := count_nodes(one.nodes))), None)
+    nodes = first("num_nodes")
     cpus, tasks = first("num_cpus"), step.num_tasks or (shape.num_tasks if shape else None)
     limit, source = _limit([one for one in (shape, whole, step) if one is not None], nodes or 1, cpus)
     each = math.ceil((tasks or 1) / (nodes or 1))
@@ -138,18 +126,3 @@ def _limit(known: Sequence[Row], nodes: int, cpus: int | None) -> tuple[int | No
         if not one.step:
             return request.bytes // (one.num_nodes or nodes), _TOTAL
     return None, ""
-
-
-def count_nodes(names: str) -> int | None:
-    """Return how many nodes a list names; None for none, or a list that was cut.
-
-    >>> count_nodes("gpu[001-004,7],login1"), count_nodes("n[1-2"), count_nodes("None assigned")
-    (6, None, None)
-    """
-    if not re.fullmatch(r"(?:[\w.-]+(?:\[[\d,-]+\])?(?:,|$))+", names.strip()):
-        return None
-    count = 0
-    for inside in re.findall(r"[\w.-]+(?:\[([\d,-]+)\])?(?:,|$)", names.strip()):
-        spans = [span.partition("-") for span in inside.split(",")] if inside else [("0", "", "")]
-        count += sum(int(last or first) - int(first) + 1 for first, _, last in spans)
-    return count

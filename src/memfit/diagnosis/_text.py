@@ -58,12 +58,10 @@ class Line:
     """A line of a log.
 
     Attributes:
-        file: Its log; ``-`` for standard input.
         number: Its number, from 1. Pieces that a carriage return divides have the same.
         text: The line without colours, carriage returns and the marks that launchers set before it.
         rank: The rank that such a mark names; None without.
-        time: Its time as written; empty without.
-        host: The host that a system log names; empty without.
+        time, host: As written; empty without.
     """
 
     file: str
@@ -75,13 +73,7 @@ class Line:
 
 
 class Stream:
-    """The lines of one rank, and their text without white space.
-
-    Attributes:
-        lines: In order.
-        telling: The positions of the lines that are searched.
-        squeezed: The text of these without white space, one after another.
-    """
+    """The lines of one rank; ``squeezed`` is the text of those at ``telling``, without white space."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = list(lines)

@@ -32,8 +32,7 @@ class Witnesses:
     Attributes:
         signs: Good ends, then the kernel's and the accounting's, then those of run directories.
         steps: The memory of each step of the job, the killed one first.
-        status: The job's exit status in the accounting; None if it is not there.
-        row: The accounting's row of the job.
+        status, row: The job's exit status in the accounting, and its row there; None without.
     """
 
     signs: tuple[Sign, ...] = ()
@@ -65,14 +64,7 @@ class Witnesses:
 def read_witnesses(
     lines: Sequence[Line], *, sacct: str | None, kernel_log: str | None, files: tuple[str, str]
 ) -> Witnesses:
-    """Return what the lines of a job's logs and its other witnesses say.
-
-    Args:
-        lines: The job's own logs, which are read for an accounting if there is no other.
-        sacct: What ``sacct`` and ``scontrol`` printed.
-        kernel_log: The kernel's log.
-        files: The names of the files of ``sacct`` and of ``kernel_log``.
-    """
+    """Return what the lines of a job's logs, its accounting and the kernel's log say; ``files`` names the two."""
     jobs, pids = _numbers(lines)
     account = [Line(files[0], number, text) for number, text in enumerate((sacct or "").split("\n"), 1)]
     account = list(lines) if sacct is None else account

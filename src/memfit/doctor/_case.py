@@ -42,13 +42,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """A place and a command to examine.
+    """A place and a command to examine, with the environment before memfit's variables and those that it adds.
 
-    Attributes:
-        interpreter: What the command's interpreter said of itself; None if none was started.
-        given: The environment before memfit's own variables.
-        added: The variables that memfit sets.
-        cwd: The folder that the command starts in.
+    ``interpreter`` is what the command's own said of itself; None if none was started.
     """
 
     place: Place

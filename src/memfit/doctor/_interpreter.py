@@ -89,16 +89,7 @@ def ask_interpreter(
     wanted: Sequence[str] = (),
     timeout_seconds: float = 60.0,
 ) -> Interpreter:
-    """Return what an interpreter sees, from a child of it that runs none of the command's code.
-
-    Args:
-        executable: The interpreter.
-        env: Its whole environment.
-        names: The variables to read back.
-        modules: Modules to import and use once, in this order.
-        wanted: Modules to find, without importing them.
-        timeout_seconds: How long it may take.
-    """
+    """Return what an interpreter sees; ``modules`` are used once, ``wanted`` ones only looked for."""
     request = json.dumps([list(names), list(modules), _PACKAGES, list(wanted)])
     try:
         child = subprocess.Popen(

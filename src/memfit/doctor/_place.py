@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from memfit.memory import Budget, memory_group
+from memfit.memory import Budget, memory_group, parse_cpu_list, parse_limits, parse_mountinfo
 
 REAL_ROOT = Path("/")
 #: Segments of torch, multiprocessing, loky and NCCL.
@@ -53,31 +53,19 @@ class Place:
     @cached_property
     def limits(self) -> dict[str, tuple[int | None, int | None]]:
         """Soft and hard limits of this process; None for unlimited."""
-        rows = re.findall(r"^Max (.+?) {2,}(\d+|unlimited) +(\d+|unlimited)", self.text("proc/self/limits"), re.M)
-
-        def number(text: str) -> int | None:
-            return int(text) if text.isdigit() else None
-
-        return {name: (number(soft), number(hard)) for name, soft, hard in rows}
+        return parse_limits(self.text("proc/self/limits"))
 
     @cached_property
     def num_host_cpus(self) -> int | None:
         """The CPUs that a library finds if it looks at neither affinity nor quota."""
         if text := self.text("sys/devices/system/cpu/online").strip():
-            spans = (span.partition("-") for span in text.split(","))
-            return sum(int(last or first) - int(first) + 1 for first, _, last in spans)
+            return parse_cpu_list(text)
         return os.cpu_count() if self.is_real else None
 
     def kind_of(self, path: Path) -> str:
         """Return the file system that a path is on, such as ``ext4``; empty if unknown."""
-        found = []
-        for line in self.text("proc/self/mountinfo").splitlines():
-            left, _, right = line.partition(" - ")
-            if right and len(left.split(" ")) > 4:
-                point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), left.split(" ")[4])
-                found += [(len(point), right.split(" ")[0])] if path.is_relative_to(point) else []
-        longest = max((length for length, _ in found), default=0)
-        return next((kind for length, kind in reversed(found) if length == longest), "")
+        mounts = [one for one in parse_mountinfo(self.text("proc/self/mountinfo")) if path.is_relative_to(one.point)]
+        return max(reversed(mounts), key=lambda one: len(one.point)).kind if mounts else ""
 
     def free_bytes(self, path: Path) -> int | None:
         """Return the free bytes where a path is; None in a recorded tree or without that path."""

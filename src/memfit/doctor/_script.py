@@ -30,8 +30,6 @@ class Start:
     """A call that starts processes: a loader, a pool, a fork.
 
     Attributes:
-        name: The call as written.
-        site: ``file:line``.
         method: The start method that it names; None if it names none, empty if the syntax does not show it.
         num_workers, prefetch_factor: Of a loader; None if the syntax does not show them.
         workers_text: The expression of ``num_workers``.
@@ -56,15 +54,13 @@ class Site:
 
 @dataclass
 class Script:
-    """What was read.
+    """What was read; places are ``file:line``.
 
     Attributes:
         files: The files that were read, the script first.
-        imports: The first import of each top-level package, by name, as ``file:line``.
-        loaders, forks: The loaders that are made, and the other calls that start processes.
+        imports: The first import of each top-level package, by name.
         start_methods, sharing: Calls of ``set_start_method`` and ``set_sharing_strategy``.
         variables: Environment variables that are set; ``more`` is the library that was imported before, or None.
-        cuda: Where a GPU is first used, or None.
         threads: Where threads are started or their number is set.
         errors: Files that could not be read; ``name`` is the reason, ``more`` is ``syntax`` for a syntax error.
         has_guard: The script has ``if __name__ == "__main__"``, or needs none, as the text of ``python -c``.

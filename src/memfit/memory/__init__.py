@@ -15,7 +15,7 @@ from memfit.memory._budget import Budget
 from memfit.memory._cgroup import memory_group, oom_kills_above
 from memfit.memory._devices import Device, DeviceProcess, device_reader
 from memfit.memory._footprint import HOST, Footprint, PhasePeak, Sizes
-from memfit.memory._host import Limit, SharedMemory, Swap
+from memfit.memory._host import Limit, SharedMemory, Swap, parse_cpu_list, parse_limits, parse_mountinfo
 from memfit.memory._host_runs import Claims, Entry, Others, list_entries, live_jobs, sweep_entries
 from memfit.memory._jobgroup import GroupState, JobGroup, sweep_groups
 from memfit.memory._locks import is_locked, lock_file
@@ -60,6 +60,9 @@ __all__ = [
     "measure",
     "memory_group",
     "oom_kills_above",
+    "parse_cpu_list",
+    "parse_limits",
+    "parse_mountinfo",
     "read_series",
     "reservation_bytes",
     "rooms_of",

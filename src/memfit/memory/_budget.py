@@ -103,8 +103,12 @@ class Budget:
         if cap_bytes is not None:
             note = "counts what memfit starts from here on"
             found.append(limit("cap", "the user", cap_bytes, cap_used_bytes, "job", note=note))
-        limits = _in_order(found, host)
-        swap = _usable_swap(host.swap, placement)
+        limits = tuple(
+            sorted((_judge(one, host) for one in found), key=lambda one: (not one.binds, one.headroom_bytes))
+        )
+        rooms = [(host.swap.free_bytes, host.swap.source), *(_cgroup.swap_rooms(placement) if placement else ())]
+        usable, swap_source = min(rooms, key=lambda room: room[0])
+        swap = replace(host.swap, usable_bytes=usable, source=swap_source)
         default_reserve, reserve_note = default_reserve_of(limits[0], swap)
         nvml = real_nvml() if nvml is None and root == REAL_ROOT else nvml
         devices, device_note = read_devices(nvml, root=root, env=env) if nvml is not None else ((), "")
@@ -191,11 +195,6 @@ def _collect(root: Path, env: Mapping[str, str], host: Host, placement: _cgroup.
     return [*found, *read_rlimits(root, fields)]
 
 
-def _in_order(found: list[Limit], host: Host) -> tuple[Limit, ...]:
-    """Return the limits by headroom, those that never bind last; the kernel's before the others."""
-    return tuple(sorted((_judge(one, host) for one in found), key=lambda one: (not one.binds, one.headroom_bytes)))
-
-
 def _judge(one: Limit, host: Host) -> Limit:
     """Mark a limit as never binding when it allows more than the machine has."""
     if one.scope not in ("group", "job") or one.limit_bytes <= host.total_bytes:
@@ -211,12 +210,6 @@ def _job_used(placement: _cgroup.Placement | None, job: str, fields: Mapping[str
             if group.path.rpartition("/")[2] == f"job_{job}":
                 return _cgroup.group_used(placement, group), ""
     return fields.get("RssAnon", 0) + fields.get("RssShmem", 0), "used counts this process only"
-
-
-def _usable_swap(swap: Swap, placement: _cgroup.Placement | None) -> Swap:
-    rooms = [(swap.free_bytes, swap.source), *(_cgroup.swap_rooms(placement) if placement else ())]
-    usable, source = min(rooms, key=lambda room: room[0])
-    return replace(swap, usable_bytes=usable, source=source)
 
 
 def _cpus(root: Path, env: Mapping[str, str]) -> tuple[int, str]:

@@ -4,8 +4,6 @@
 where. In a container the path is translated by the mount's root, else the group is found by its cgroup.procs.
 
 Source: Linux Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; cgroup_namespaces(7).
-
-Source: Linux Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; cgroup_namespaces(7).
 """
 
 from __future__ import annotations
@@ -57,12 +55,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this process is in one hierarchy.
+    """Where this process (``pid`` in its own namespace, 0 if unknown) is in one hierarchy.
 
-    Attributes:
-        groups: Its group first, then each visible ancestor.
-        hidden: Groups above the last one exist and cannot be seen.
-        pid: The process, as its own namespace numbers it; 0 if unknown.
+    ``groups`` has its own first, then each visible ancestor; ``hidden`` ones lie above the last.
     """
 
     version: int
@@ -73,7 +68,7 @@ class Placement:
 
 
 def parse_cgroup(text: str | None) -> dict[str, str]:
-    """Return the path by controller, from /proc/self/cgroup; the unified hierarchy is the controller ``""``.
+    """Return the path by controller; the unified hierarchy is the controller ``""``.
 
     >>> parse_cgroup("4:memory:/slurm/uid_7/job_42\\n3:cpu,cpuacct:/\\n1:name=systemd:/\\n0::/init.scope\\n")
     {'memory': '/slurm/uid_7/job_42', 'cpu': '/', 'cpuacct': '/', 'name=systemd': '/', '': '/init.scope'}
@@ -161,7 +156,8 @@ def _place(who: Path, version: int, path: str, mounts: list[Mount]) -> Placement
     found = ((mount, _find(_top(root, mount), mount, path, pid)) for mount in ordered)
     mount, inner = next(((mount, inner) for mount, inner in found if inner is not None), (ordered[0], ()))
     top = _top(root, mount)
-    hidden = _is_below_another(version, top)
+    # Only the root group has no cgroup.type in v2, and only it has a release_agent in v1.
+    hidden = (top / "cgroup.type").exists() if version == 2 else not (top / "release_agent").exists()
     base = _parts(mount.root) if hidden else ()  # Seen from a namespace the root group is called "/../..".
     groups = tuple(
         Group("/" + "/".join((*base, *inner[:depth])), top.joinpath(*inner[:depth]))
@@ -193,16 +189,6 @@ def _find(top: Path, mount: Mount, path: str, pid: str) -> tuple[str, ...] | Non
     return None
 
 
-def _is_below_another(version: int, top: Path) -> bool:
-    # Only the root group has no cgroup.type in v2, and only it has a release_agent in v1.
-    return (top / "cgroup.type").exists() if version == 2 else not (top / "release_agent").exists()
-
-
-def read_group_limits(placement: Placement) -> tuple[Limit, ...]:
-    """Return every memory limit of the group of this process and of its ancestors."""
-    return tuple(_limits_v2(placement) if placement.version == 2 else _limits_v1(placement))
-
-
 def group_used(placement: Placement, group: Group) -> int:
     """Return the non-reclaimable bytes of a group; its whole usage where it has no memory.stat."""
     stat = parse_pairs(read_text(group.directory / "memory.stat"))
@@ -221,7 +207,11 @@ def _source(placement: Placement, group: Group) -> str:
     return f"cgroup v{placement.version} {group.path}" + (f" ({owner})" if owner else "")
 
 
-def _limits_v2(placement: Placement) -> Iterator[Limit]:
+def read_group_limits(placement: Placement) -> Iterator[Limit]:
+    """Yield every memory limit of the group of this process and of its ancestors."""
+    if placement.version == 1:
+        yield from _limits_v1(placement)
+        return
     throttle = "above it the kernel throttles and reclaims, it does not kill"
     for group in placement.groups:
         for name, note in (("memory.max", ""), ("memory.high", throttle)):
@@ -300,18 +290,10 @@ def oom_kills_above(directory: Path) -> dict[Path, int]:
     """
     kills = {}
     for group in (directory, *directory.parents):
-        found = _kills(group)
-        if found is not None:
-            kills[group] = found
+        files = (parse_pairs(read_text(group / name)) for name in ("memory.oom_control", "memory.events"))
+        found = [counters["oom_kill"] for counters in files if "oom_kill" in counters]  # of v1 or of v2
+        if found:
+            kills[group] = found[0]
         elif kills:
             break  # The root of v2 counts nothing, and above the mount nothing is a group.
     return kills
-
-
-def _kills(directory: Path) -> int | None:
-    """What v1 and v2 call ``oom_kill``."""
-    for name in ("memory.oom_control", "memory.events"):
-        counters = parse_pairs(read_text(directory / name))
-        if "oom_kill" in counters:
-            return counters["oom_kill"]
-    return None

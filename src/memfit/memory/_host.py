@@ -162,13 +162,8 @@ def descends(root: Path, pid: int, ancestor: int) -> bool:
 def parse_mountinfo(text: str | None) -> tuple[Mount, ...]:
     r"""Return the mounts of /proc/self/mountinfo, in its order; a later one hides an earlier one at the same point.
 
-    >>> parse_mountinfo(
-    ...     "35 31 0:32 /docker/4f /sys/fs/cgroup/memory ro,nosuid master:17 - cgroup cgroup rw,memory\n"
-    ...     "30 25 0:27 / /mnt/a\\040b rw,relatime - tmpfs tmpfs rw,size=65536k\n"
-    ... )  # doctest: +NORMALIZE_WHITESPACE
-    (Mount(root='/docker/4f', point='/sys/fs/cgroup/memory', kind='cgroup',
-           options=('ro', 'nosuid', 'rw', 'memory')),
-     Mount(root='/', point='/mnt/a b', kind='tmpfs', options=('rw', 'relatime', 'rw', 'size=65536k')))
+    >>> parse_mountinfo("30 25 0:27 / /mnt/a\\040b rw,relatime - tmpfs tmpfs rw,size=65536k\n")
+    (Mount(root='/', point='/mnt/a b', kind='tmpfs', options=('rw', 'relatime', 'rw', 'size=65536k')),)
     """
     mounts = []
     for line in (text or "").splitlines():
@@ -184,19 +179,14 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), text) if "\\" in text else text
 
 
-def parse_limits(text: str | None) -> dict[str, int]:
-    """Return the soft limits of /proc/<pid>/limits that are set.
+def parse_limits(text: str | None) -> dict[str, tuple[int | None, int | None]]:
+    """Return the soft and hard limits of /proc/<pid>/limits; None for unlimited.
 
-    >>> parse_limits(
-    ...     "Limit                     Soft Limit           Hard Limit           Units     \\n"
-    ...     "Max data size             unlimited            unlimited            bytes     \\n"
-    ...     "Max address space         4294967296           unlimited            bytes     \\n"
-    ...     "Max nice priority         0                    0                              \\n"
-    ... )
-    {'Max address space': 4294967296, 'Max nice priority': 0}
+    >>> parse_limits("Max data size             4096                 unlimited            bytes     \\n")
+    {'data size': (4096, None)}
     """
-    rows = (re.match(r"(Max .+?)\s{2,}(\d+)\s", line) for line in (text or "").splitlines())
-    return {row.group(1): int(row.group(2)) for row in rows if row}
+    rows = re.findall(r"^Max (.+?) {2,}(\d+|unlimited) +(\d+|unlimited)", text or "", re.M)
+    return {name: tuple(int(one) if one.isdigit() else None for one in both) for name, *both in rows}  # type: ignore[misc]
 
 
 def parse_cpu_list(text: str) -> int:
@@ -223,11 +213,7 @@ def parse_tmpfs_size(options: tuple[str, ...], total_bytes: int) -> int:
 
 
 def read_host(root: Path) -> Host:
-    """Return the host's memory, swap and /dev/shm.
-
-    Raises:
-        UsageError: If ``root`` is not the machine's own and holds no proc/meminfo.
-    """
+    """Return the host's memory, swap and /dev/shm; refuse a recorded tree without proc/meminfo."""
     text = read_text(root / "proc/meminfo")
     if text is None:
         if root != REAL_ROOT:
@@ -274,18 +260,12 @@ def _read_shm(root: Path, mounts: tuple[Mount, ...], total_bytes: int) -> Shared
 
 
 def read_rlimits(root: Path, fields: Mapping[str, int]) -> tuple[Limit, ...]:
-    """Return the limits on address space and data of this process.
-
-    They bound one process at a time and not a tree. They still count as limits of the budget: a job of one process
-    would die of them.
-
-    Source: getrlimit(2), RLIMIT_AS and RLIMIT_DATA.
-    """
+    """Return the limits on address space and data of this process. Source: getrlimit(2), RLIMIT_AS and RLIMIT_DATA."""
     limits = parse_limits(read_text(root / "proc/self/limits"))
     note = "bounds each process by itself and not their sum; counted because a job of one process cannot pass it"
-    kinds = (("RLIMIT_AS", "Max address space", "VmSize"), ("RLIMIT_DATA", "Max data size", "VmData"))
+    kinds = (("RLIMIT_AS", "address space", "VmSize"), ("RLIMIT_DATA", "data size", "VmData"))
     return tuple(
-        limit(name, "/proc/self/limits (ulimit)", limits[row], fields.get(used, 0), "process", note=note, metric=used)
+        limit(name, "/proc/self/limits (ulimit)", soft, fields.get(used, 0), "process", note=note, metric=used)
         for name, row, used in kinds
-        if row in limits
+        if (soft := limits.get(row, (None, None))[0]) is not None
     )

@@ -162,7 +162,8 @@ class JobGroup:
                 self._set_wall_v1(wall_bytes)
                 return
             least = self.charged_bytes() + 256 * MIB
-            knobs = [("memory.high", wall_bytes), ("memory.max", max(backstop_bytes(wall_bytes), least))]
+            backstop = wall_bytes + max(256 * MIB, wall_bytes // 2)  # room for a burst between two slowdowns
+            knobs = [("memory.high", wall_bytes), ("memory.max", max(backstop, least))]
             for name, value in knobs if wall_bytes <= self.wall_bytes() else reversed(knobs):
                 put(f"{self.path}/{name}", str(value))
 
@@ -217,11 +218,6 @@ class JobGroup:
 def pids_in(directory: Path | str) -> tuple[int, ...]:
     """Return the processes of one group, without the groups below it."""
     return tuple(int(pid) for pid in (read_text(f"{directory}/cgroup.procs") or "").split())
-
-
-def backstop_bytes(wall_bytes: int) -> int:
-    """Return ``memory.max`` for a limit (v2): far enough above for a burst between two slowdowns."""
-    return wall_bytes + max(256 * MIB, wall_bytes // 2)
 
 
 def put(file: Path | str, text: str) -> None:

@@ -92,8 +92,6 @@ def parse_stat(text: str) -> Stat | None:
 def parse_counters(text: str) -> Status | None:
     """Parse ``/proc/<pid>/status``; None for a dying process or a text that is not whole.
 
-    Since Linux 6.2 the counters are kept per CPU and may be off by some hundred KiB per CPU.
-
     Source: proc_pid_status(5); Linux fs/proc/task_mmu.c, task_mem: VmHWM is never below the present resident size.
     Since Linux 6.2 the counters are kept per CPU and may be off by some hundred KiB per CPU.
 

@@ -5,47 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from memfit.errors import ConfigError
 from memfit.memory._host import Limit, limit
 from memfit.units import MIB
 
 
-def expand_counts(text: str) -> tuple[int, ...]:
-    """Return one count per node, from Slurm's short form.
-
-    Raises:
-        ConfigError: If the text is not of this form.
-
-    >>> expand_counts("16(x2),8")
-    (16, 16, 8)
-    """
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
-        if match is None:
-            raise ConfigError(
-                f"'{text}' is not a list of counts per node.",
-                rule="Slurm writes SLURM_JOB_CPUS_PER_NODE as for example 16(x2),8.",
-                remedy="unset SLURM_JOB_CPUS_PER_NODE where no Slurm job runs",
-            )
-        counts += [int(match.group(1))] * int(match.group(2) or 1)
-    return tuple(counts)
-
-
 def cpus_on_node(env: Mapping[str, str]) -> int | None:
-    """Return the CPUs that the job has on this node, or None outside of Slurm.
+    """Return the CPUs that the job has on this node, the fewest of all nodes in an ``salloc``; None outside of Slurm.
 
-    >>> cpus_on_node({"SLURM_JOB_CPUS_PER_NODE": "16(x2),8", "SLURM_NODEID": "2"})
-    8
+    >>> cpus_on_node({"SLURM_CPUS_ON_NODE": "4"}), cpus_on_node({"SLURM_JOB_CPUS_PER_NODE": "16(x2),8"})
+    (4, 8)
     """
-    if (text := env.get("SLURM_CPUS_ON_NODE", "")).isdigit():
-        return int(text)
-    if not (text := env.get("SLURM_JOB_CPUS_PER_NODE", "")):
-        return None
-    counts = expand_counts(text)
-    node = int(env.get("SLURM_NODEID") or 0)
-    # A list shorter than the node's number belongs to another step: its smallest entry is the safe one.
-    return counts[node] if node < len(counts) else min(counts)
+    counts = env.get("SLURM_CPUS_ON_NODE") or env.get("SLURM_JOB_CPUS_PER_NODE", "")
+    return min((int(one) for one in re.findall(r"(?:^|,)(\d+)", counts)), default=None)
 
 
 def gpus_on_node(env: Mapping[str, str]) -> int | None:
@@ -68,10 +39,7 @@ def gpus_on_node(env: Mapping[str, str]) -> int | None:
 def read_slurm(env: Mapping[str, str], used_bytes: int, used_note: str) -> tuple[Limit, ...]:
     """Return the memory limits that Slurm set on this node; its MB are MiB, and 0 stands for the whole node.
 
-    Args:
-        env: The environment.
-        used_bytes: Non-reclaimable bytes that the job uses already.
-        used_note: What ``used_bytes`` covers.
+    ``used_note`` says what ``used_bytes``, the non-reclaimable bytes of the job, covers.
 
     Source: sbatch(1), OUTPUT ENVIRONMENT VARIABLES; ``--mem``, ``--mem-per-cpu``, ``--mem-per-gpu``.
 

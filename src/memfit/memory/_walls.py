@@ -10,8 +10,6 @@ All jobs of a run live below one parent group, the supervisor outside of it. The
 Clean page cache is reclaimed at the limit: it neither stalls a job nor counts as used.
 
 Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst, sections 9 and 10; cgroup-v2.rst, "Memory".
-
-Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst, sections 9 and 10; cgroup-v2.rst, "Memory".
 """
 
 from __future__ import annotations
@@ -39,9 +37,7 @@ _FOREIGN_LIMITS = ("memory.max", "memory.high", "cpu.max", "cpuset.cpus")
 class Base:
     """The group below which memfit's own can be made.
 
-    Attributes:
-        enables: Its children have no memory controller yet (v2): it must be enabled for them.
-        moves: The processes that must leave it before that: this one and its descendants, if they are in it.
+    On v2 it ``enables`` the memory controller for its children, after the processes in ``moves`` have left it.
     """
 
     version: int
@@ -80,7 +76,8 @@ def find_base(
         if isinstance(found, Base):
             return found
         reason = reason or found
-        if kept := [name for name in _FOREIGN_LIMITS if _is_set(read_text(group.directory / name))]:
+        texts = {name: (read_text(group.directory / name) or "").strip() for name in _FOREIGN_LIMITS}
+        if kept := [name for name, text in texts.items() if text and not text.startswith("max")]:
             return reason + (f"; its {kept[0]} must not be left" if number else f", and its {kept[0]} must not be left")
     return reason
 
@@ -100,11 +97,6 @@ def _judge_v2(root: Path, placement: Placement, group: Group, may_write: Callabl
     if strangers := [pid for pid in members if not descends(root, pid, placement.pid)]:
         return f"{name} holds processes of others ({len(strangers)}), so it can have no groups with memory below it"
     return Base(2, group, enables=True, moves=members)
-
-
-def _is_set(text: str | None) -> bool:
-    """Return True if a v2 file sets a limit: ``max``, ``max 100000`` and an empty list do not."""
-    return bool((text or "").strip()) and not (text or "").startswith("max")
 
 
 def _may_write(root: Path) -> Callable[[Path], bool]:

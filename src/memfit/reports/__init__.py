@@ -1,7 +1,7 @@
 """Reports, read from run directories alone, and the runs of this host."""
 
 from memfit.reports._budget import print_budget
-from memfit.reports._charts import COLOURS, Frame, Layer, Mark, draw_stack
+from memfit.reports._charts import COLOURS, Frame, Layer, draw_stack
 from memfit.reports._diagnosis import explain_in_a_line, print_diagnosis, print_fix, print_verification
 from memfit.reports._estimate import print_estimate
 from memfit.reports._live import LiveRun, Room, describe, read_pressure, read_room, render
@@ -18,7 +18,6 @@ __all__ = [
     "JobRow",
     "Layer",
     "LiveRun",
-    "Mark",
     "Overview",
     "Room",
     "RunView",

@@ -41,29 +41,8 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A cross in a chart: something ended badly.
-
-    Attributes:
-        seconds: When, from the start.
-        text: What a pointer shows.
-    """
-
-    seconds: float
-    text: str
-
-
-@dataclass(frozen=True)
 class Bar:
-    """A job's bar.
-
-    Attributes:
-        name: The text before it.
-        parts: Its pieces: start and end on the axis, and a colour.
-        note: The text behind it.
-        tick: A second value on the axis, drawn as a line; None for none.
-        is_bad: Whether the note is shown as a failure.
-    """
+    """A job's bar; each part has its start and end on the axis, and a colour; ``tick`` is drawn as a line."""
 
     name: str
     parts: Sequence[tuple[float, float, str]]
@@ -108,11 +87,6 @@ class _Canvas:
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
         self.add(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>')
 
-    def cross(self, x: float, y: float, text: str) -> None:
-        self.add(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" class="bad">✕<title>{escape(text)}</title></text>'
-        )
-
     def __str__(self) -> str:
         dark = "@media(prefers-color-scheme:dark){svg{color:#ddd}}"
         style = f"<style>svg{{color:#222}}{dark}{STYLE}</style>" if self.frame.styled else ""
@@ -128,7 +102,7 @@ def draw_stack(
     frame: Frame,
     *,
     limit: tuple[str, int] | None = None,
-    marks: Sequence[Mark] = (),
+    marks: Sequence[tuple[float, str]] = (),
     most_bytes: float | None = None,
 ) -> str:
     """Return a chart of memory over time, its layers on top of each other.
@@ -138,7 +112,7 @@ def draw_stack(
         seconds: How long the time axis is.
         frame: The outside of the chart.
         limit: The name and the bytes of a limit, drawn as a line where the data come near it.
-        marks: Crosses at the upper edge.
+        marks: Crosses at the upper edge: seconds from the start, and what a pointer shows.
         most_bytes: The end of the memory axis, to compare two charts; as the data need when None.
     """
     canvas = _Canvas(frame, frame.height)
@@ -182,20 +156,14 @@ def draw_stack(
             )
         else:
             canvas.text(right, top - 6, f"{text}, far above this chart", anchor="end", kind="dim")
-    for mark in marks:
-        canvas.cross(x_of(mark.seconds), top + 14, mark.text)
+    for at, text in marks:
+        where = f'x="{x_of(at):.1f}" y="{top + 14:.1f}" text-anchor="middle" class="bad"'
+        canvas.add(f"<text {where}>✕<title>{escape(text)}</title></text>")
     return str(canvas)
 
 
 def draw_bars(bars: Sequence[Bar], end: float, frame: Frame, *, axis: Literal["seconds", "bytes"]) -> str:
-    """Return one bar per job, on an axis of time or of memory.
-
-    Args:
-        bars: The bars, from above.
-        end: The end of the axis.
-        frame: The outside of the chart; its height is that of the bars.
-        axis: The unit of the axis.
-    """
+    """Return one bar per job, from above, on an axis of time or of memory; its height is that of the bars."""
     height = _TOP + _ROW * len(bars) + _BOTTOM
     canvas = _Canvas(frame, height)
     names = [bar.name if len(bar.name) <= _MOST_LETTERS else f"{bar.name[: _MOST_LETTERS - 1]}…" for bar in bars]

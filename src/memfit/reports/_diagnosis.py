@@ -23,16 +23,13 @@ def print_diagnosis(
     diagnosis: Diagnosis, remedies: Sequence[Remedy], console: Console, *, verbose: bool = False
 ) -> None:
     """Print what happened, the line that proves it and at most three actions; with ``verbose`` all that is known."""
-    from memfit.diagnosis import what_happened
+    from memfit.diagnosis import facts_of, headline_of
 
     is_known = diagnosis.cause != "unknown"
-    head = f"{what_happened(diagnosis)} ({diagnosis.confidence})" if is_known else "unknown: no line proves a cause"
     style = "bold yellow" if diagnosis.recovered or not is_known else "bold red" if diagnosis.oom else "bold"
     recovered = "; the work went on" if diagnosis.recovered else ""
-    console.print(Text(f"{head}{recovered}", style=style), soft_wrap=True)
-    place = [f"{name} {value}" for name, value in diagnosis.where.items() if value is not None]
-    facts = [f"kind {diagnosis.kind}", f"cause {diagnosis.cause}", f"phase {diagnosis.phase}", *place]
-    console.print(Text(f"  {', '.join(facts)}"), soft_wrap=True)
+    console.print(Text(f"{headline_of(diagnosis)}{recovered}", style=style), soft_wrap=True)
+    console.print(Text(f"  {facts_of(diagnosis)}"), soft_wrap=True)
     for text in diagnosis.arithmetic if verbose else diagnosis.arithmetic[:1]:
         console.print(f"  {text}", markup=False, soft_wrap=True)
     _evidence(diagnosis, console, _MOST_EVIDENCE if verbose else 1)
@@ -41,10 +38,15 @@ def print_diagnosis(
         for moment in diagnosis.timeline:
             text = f"  {moment.time or '-':<20}  {moment.what}: {moment.text.strip()[:120]}"
             console.print(text, markup=False, soft_wrap=True)
+    helpful = [one for one in remedies if one.helps]
     if verbose:
-        _remedies(remedies, console)
-    else:
-        _actions([one for one in remedies if one.helps][:_MOST_ACTIONS], console)
+        _remedies("what to do, the cheapest in speed first", helpful, console)
+        _remedies("would change nothing here", [one for one in remedies if not one.helps], console)
+    elif helpful:
+        console.print("\nwhat to do", style="bold")
+        for number, one in enumerate(helpful[:_MOST_ACTIONS], 1):
+            text = f"  {number}. {one.title}{f': {one.setting}' if one.setting else ''}"
+            console.print(text, markup=False, soft_wrap=True)
     if diagnosis.checks and (verbose or not is_known):
         console.print("\nto check", style="bold")
         for line in diagnosis.checks:
@@ -53,14 +55,6 @@ def print_diagnosis(
         console.print(
             "\n--verbose: timeline, arithmetic, what each action costs, what would change nothing", style="dim"
         )
-
-
-def _actions(remedies: Sequence[Remedy], console: Console) -> None:
-    if remedies:
-        console.print("\nwhat to do", style="bold")
-    for number, one in enumerate(remedies, 1):
-        text = f"  {number}. {one.title}{f': {one.setting}' if one.setting else ''}"
-        console.print(text, markup=False, soft_wrap=True)
 
 
 def explain_in_a_line(diagnosis: Diagnosis) -> str:
@@ -126,21 +120,14 @@ def _evidence(diagnosis: Diagnosis, console: Console, most: int) -> None:
         console.print(f"  and {len(diagnosis.evidence) - most} more lines; --json lists all")
 
 
-def _remedies(remedies: Sequence[Remedy], console: Console) -> None:
-    for title, some in (
-        ("what to do, the cheapest in speed first", [one for one in remedies if one.helps]),
-        ("would change nothing here", [one for one in remedies if not one.helps]),
-    ):
-        if not some:
-            continue
+def _remedies(title: str, some: Sequence[Remedy], console: Console) -> None:
+    if some:
         console.print(f"\n{title}", style="bold")
-        for number, one in enumerate(some, 1):
-            saves = f", {format_bytes(one.saves_bytes)}" if one.saves_bytes else ""
-            enough = {True: ", enough by itself", False: ", not enough by itself", None: ""}[one.enough]
-            cost = f" (costs {one.cost}{saves}{enough})" if one.helps else ""
-            mark = f"{number}." if one.helps else "-"
-            console.print(f"  {mark} {one.title}{cost}", markup=False, soft_wrap=True)
-            if one.helps and one.setting:
-                console.print(f"     {one.setting}", markup=False, soft_wrap=True, style="cyan")
-            if one.reason:
-                console.print(f"     {one.reason}", markup=False, soft_wrap=True, style="dim")
+    for number, one in enumerate(some, 1):
+        saves = f", {format_bytes(one.saves_bytes)}" if one.saves_bytes else ""
+        enough = {True: ", enough by itself", False: ", not enough by itself", None: ""}[one.enough]
+        words = f"{number}. {one.title} (costs {one.cost}{saves}{enough})" if one.helps else f"- {one.title}"
+        console.print(f"  {words}", markup=False, soft_wrap=True)
+        for text, style in ((one.setting if one.helps else "", "cyan"), (one.reason, "dim")):
+            if text:
+                console.print(f"     {text}", markup=False, soft_wrap=True, style=style)

@@ -327,7 +327,7 @@ def _cells(row: JobRow, view: RunView) -> list[str | Text]:
         row.name,
         status.node or "-",
         Text(text, style=_STYLE.get(state, "")),
-        f"{_epochs(row)}/{row.num_epochs or '?'}" if row.epochs_done else "-",
+        f"{int(row.epochs_done * 10 + 1e-9) / 10:g}/{row.num_epochs or '?'}" if row.epochs_done else "-",
         *(format_bytes(size) if size else "-" for size in sizes),
         *("-" if number is None else format_duration(number, short=True) for number in seconds),
     ]
@@ -339,8 +339,3 @@ def _share_done(view: RunView, row: JobRow) -> str:
     if event is None or event["phase"] != row.status.phase or not event["total"]:
         return ""
     return f"{event['phase'][:7]} {100 * event['done'] // event['total']} %"
-
-
-def _epochs(row: JobRow) -> str:
-    """Return the epochs done, rounded down."""
-    return f"{int(row.epochs_done * 10 + 1e-9) / 10:g}"

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ import yaml
 from memfit.errors import DamagedError
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
-from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, Mark, draw_bars, draw_stack, legend
+from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, draw_bars, draw_stack, legend
 from memfit.reports._numbers import format_number
-from memfit.reports._summary import summarize
+from memfit.reports._summary import BAD, explain_forecast, summarize
 from memfit.rundir import RunDir, write_atomic
 from memfit.units import format_bytes, format_duration
 
@@ -33,8 +34,6 @@ _MOST_BARS = 40
 _GAP_SECONDS = 30.0
 _PHASES = ("load", "build", "train", "validate", "checkpoint", "preflight")
 _OTHER = "no phase marked"
-_BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
-_MOST_EVIDENCE = 3
 #: Of more jobs, the first so many are in the table of logs.
 _MOST_TOLD = 200
 _MOST_MOMENTS = 600
@@ -151,8 +150,12 @@ def _colours(series: Sequence[Mapping[str, Sequence[Sample]]]) -> dict[str, str]
 
 def _page(seen: Sequence[_Seen]) -> str:
     title = " and ".join(one.name for one in seen)
-    body = [_heading(seen), *(_facts(one) for one in seen)]
-    body += ["<h2>Memory over time</h2>", *_memory(seen)]
+    body = [f"<h1>{escape(title)}</h1>"]
+    for one in seen:
+        words = [str(word) for word in one.run.header.get("template") or ()]
+        command = f"<pre>{escape(shlex.join(mask(words)))}</pre>" if words else ""
+        body.append(f'<p class="note">{escape(str(one.run.path))}</p>{command}')
+    body += [*map(_facts, seen), "<h2>Memory over time</h2>", *_memory(seen)]
     if len(seen) > 1:
         body += ["<h2>What changed</h2>", _changes(seen), "<h2>Both runs</h2>", _comparison(seen)]
     for one in seen:
@@ -167,16 +170,6 @@ def _page(seen: Sequence[_Seen]) -> str:
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     head += f"<style>{_CSS}{STYLE}</style>"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
-
-
-def _heading(seen: Sequence[_Seen]) -> str:
-    where = "".join(f'<p class="note">{escape(str(one.run.path))}</p>{_command(one)}' for one in seen)
-    return f"<h1>{' and '.join(escape(one.name) for one in seen)}</h1>{where}"
-
-
-def _command(seen: _Seen) -> str:
-    words = seen.run.header.get("template")
-    return f"<pre>{escape(shlex.join(mask([str(word) for word in words])))}</pre>" if words else ""
 
 
 def _facts(seen: _Seen) -> str:
@@ -208,15 +201,11 @@ def _changes(seen: Sequence[_Seen]) -> str:
     """Return the settings that differ between the runs."""
     settings = [dict(_flat(_settings(one.run))) for one in seen]
     names = dict.fromkeys(name for one in settings for name in one)
-    rows = {name: [json.dumps(one.get(name)) for one in settings] for name in names}
-    changed = {name: values for name, values in rows.items() if len(set(values)) > 1}
+    rows = [[name, *(json.dumps(one.get(name)) for one in settings)] for name in names]
+    changed = [row for row in rows if len(set(row[1:])) > 1]
     if not changed:
         return "<p>Both runs have the same settings.</p>"
-    head = "".join(f"<th>{escape(one.name)}</th>" for one in seen)
-    cells = ("".join(f"<td>{escape(value)}</td>" for value in values) for values in changed.values())
-    return _table(
-        f"<th></th>{head}", [f"<tr><td>{escape(n)}</td>{c}</tr>" for n, c in zip(changed, cells, strict=True)]
-    )
+    return _table(["", *(one.name for one in seen)], changed, num_words=len(seen) + 1)
 
 
 def _settings(run: RunDir) -> Mapping[str, Any]:
@@ -237,23 +226,27 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _comparison(seen: Sequence[_Seen]) -> str:
-    rows = [_numbers(one) | _metrics(one) for one in seen]
-    names = dict.fromkeys(name for row in rows for name in row)
-    head = "".join(f'<th class="number">{escape(one.name)}</th>' for one in seen)
-    lines = [
-        f"<tr><td>{escape(name)}</td>"
-        + "".join(f'<td class="number">{escape(row.get(name, "-"))}</td>' for row in rows)
-        + "</tr>"
-        for name in names
-    ]
-    return _table(f"<th></th>{head}", lines)
+    figures = [_numbers(one) | _metrics(one) for one in seen]
+    names = dict.fromkeys(name for one in figures for name in one)
+    rows = [[name, *(one.get(name, "-") for one in figures)] for name in names]
+    return _table(["", *(one.name for one in seen)], rows, num_words=1)
 
 
-def _table(head: str, lines: Sequence[str]) -> str:
-    """Return a table; a long one is folded after its first lines."""
-    table = f'<div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
-    is_long = len(lines) > _MOST_LINES
-    return f"<details><summary>{len(lines)} figures</summary>{table}</details>" if is_long else table
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int) -> str:
+    """Return a table whose columns behind the first ``num_words`` hold numbers; a long one is folded."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        kinds = ("" if at < num_words else ' class="number"' for at in range(len(cells)))
+        pairs = zip(kinds, cells, strict=True)
+        return f"<tr>{''.join(f'<{tag}{kind}>{escape(cell)}</{tag}>' for kind, cell in pairs)}</tr>"
+
+    lines = "".join(line(cells, "td") for cells in rows)
+    table = f'<div class="wide"><table>{line(headings, "th")}{lines}</table></div>'
+    return _folded(f"{len(rows)} figures", table) if len(rows) > _MOST_LINES else table
+
+
+def _folded(title: str, inside: str) -> str:
+    return f"<details><summary>{title}</summary>{inside}</details>"
 
 
 def _metrics(seen: _Seen) -> dict[str, str]:
@@ -276,9 +269,9 @@ def _memory(seen: Sequence[_Seen]) -> Iterator[str]:
     seconds = max(one.seconds for one in seen)
     for one in seen:
         marks = [
-            Mark(samples[-1].time - one.start, f"{job['job']} {job['state']}: {job['cause']}")
+            (samples[-1].time - one.start, f"{job['job']} {job['state']}: {job['cause']}")
             for job in one.summary["jobs"]
-            if job["state"] in _BAD and (samples := one.series.get(job["job"]))
+            if job["state"] in BAD and (samples := one.series.get(job["job"]))
         ]
         label = f"Private memory of all jobs of {one.name} over time, by phase"
         frame = Frame(label, one.name if len(seen) > 1 else "")
@@ -307,18 +300,17 @@ def _moments(seen: _Seen) -> Iterator[str]:
         if event["kind"] in told and event.get("job") in seen.series:
             moment = told[event["kind"]].format_map({"epoch": event.get("epoch", "")})
             marks.setdefault(str(event["job"]), []).append((float(event["time"]), moment))
-    lines = []
+    rows = []
     for job in seen.summary["jobs"]:
         samples = seen.series.get(job["job"], ())
         times = [sample.time for sample in samples]
         ends = [(times[0], "start"), (times[-1], "end")] if times else []
         for time_, moment in sorted([*marks.get(job["job"], []), *ends]):
             size = samples[max(0, bisect_right(times, time_) - 1)].private_bytes
-            cells = f"<td>{escape(job['job'])}</td><td>{escape(moment)}</td>"
-            lines.append(f'<tr>{cells}<td class="number">{escape(format_bytes(size))}</td></tr>')
-    if lines:
-        table = _table('<th>job</th><th>moment</th><th class="number">private memory</th>', lines[:_MOST_MOMENTS])
-        yield f"<details><summary>Memory at each moment</summary>{table}</details>"
+            rows.append((job["job"], moment, format_bytes(size)))
+    if rows:
+        table = _table(("job", "moment", "private memory"), rows[:_MOST_MOMENTS], num_words=2)
+        yield _folded("Memory at each moment", table)
 
 
 def _phase(sample: Sample) -> str:
@@ -336,50 +328,30 @@ def _jobs(seen: _Seen) -> Iterator[str]:
     bars = []
     for job in jobs:
         samples = seen.series[job["job"]]
-        parts = [
-            (
-                samples[at].time - seen.start,
-                samples[min(at + 1, last)].time - seen.start,
-                seen.colours[_phase(samples[at])],
-            )
-            for first, last in _attempts(samples)
-            for at in range(first, last + 1)
-        ]
+        phases = [_phase(sample) for sample in samples]
+        parts: list[tuple[float, float, str]] = []
+        for first, last in _attempts(samples):
+            for phase, group in groupby(range(first, last + 1), phases.__getitem__):
+                begin, *rest = group
+                end = min((rest or [begin])[-1] + 1, last)
+                times = (samples[begin].time - seen.start, samples[end].time - seen.start)
+                parts.append((*times, seen.colours[phase]))
         note = job["state"] + (f", {format_duration(job['seconds'], short=True)}" if job["seconds"] else "")
         note += f", attempt {job['attempt']}" if job["attempt"] > 1 else ""
-        bars.append(Bar(_name(job), list(_merged(parts)), note, is_bad=job["state"] in _BAD))
+        bars.append(Bar(_name(job), parts, note, is_bad=job["state"] in BAD))
     yield draw_bars(bars, seen.seconds, Frame(f"When each job of {seen.name} ran, by phase"), axis="seconds")
     if left := len(seen.series) - len(jobs):
         yield f'<p class="note">{left} shorter jobs are not shown.</p>'
-    lines = [_told(seen, job) for job in seen.summary["jobs"][:_MOST_TOLD]]
-    head = '<th>job</th><th>state</th><th class="number">attempts</th><th>log</th>'
-    yield f"<details><summary>Attempts and logs</summary>{_table(head, lines)}</details>"
-
-
-def _told(seen: _Seen, job: Mapping[str, Any]) -> str:
-    """Return a job's row: how often it was started, and where its log is."""
-    log = Path(job["log"])
-    path = str(log.relative_to(seen.run.path)) if log.is_relative_to(seen.run.path) else str(log)
-    cells = f"<td>{escape(_name(job))}</td><td>{escape(job['state'])}</td>"
-    return f'<tr>{cells}<td class="number">{job["attempt"]}</td><td>{escape(path)}</td></tr>'
+    below = f"{seen.run.path}/"
+    rows = [
+        (_name(job), job["state"], job["log"].removeprefix(below), str(job["attempt"])) for job in seen.summary["jobs"]
+    ]
+    table = _table(("job", "state", "log", "attempts"), rows[:_MOST_TOLD], num_words=3)
+    yield _folded("Attempts and logs", table)
 
 
 def _name(job: Mapping[str, Any]) -> str:
     return " ".join([job["job"], *(f"{name}={value}" for name, value in job["params"].items())])
-
-
-def _merged(parts: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, float, str]]:
-    """Yield parts with neighbours of one colour joined."""
-    now: tuple[float, float, str] | None = None
-    for start, end, colour in parts:
-        if now is not None and now[2] == colour and start - now[1] < 1e-6:
-            now = (now[0], end, colour)
-            continue
-        if now is not None:
-            yield now
-        now = (start, end, colour)
-    if now is not None:
-        yield now
 
 
 def _forecasts(seen: _Seen) -> Iterator[str]:
@@ -391,59 +363,39 @@ def _forecasts(seen: _Seen) -> Iterator[str]:
         return
     most = jobs[0]["peak_bytes"]
     end = min(2 * most, max(most, *(job["reserved_bytes"] or 0 for job in jobs))) * 1.05
-    bars = [
-        Bar(_name(job), [(0, job["peak_bytes"], COLOURS[0])], _reserved(job), job["reserved_bytes"]) for job in jobs
-    ]
+    bars = []
+    for job in jobs:
+        peak, reserved = job["peak_bytes"], job["reserved_bytes"]
+        note = format_bytes(peak) + (f" of {format_bytes(reserved)}" if reserved else ", measured alone")
+        bars.append(Bar(_name(job), [(0, peak, COLOURS[0])], note, reserved))
     yield draw_bars(bars, end, Frame(f"The peak of each job of {seen.name}, and its reservation"), axis="bytes")
     yield '<p class="note">Bar: the measured peak of private memory. Line: what memfit had reserved for the job.'
-    error = seen.summary["forecast_error"]
-    if error is not None:
-        side = "above" if error["median"] >= 0 else "below"
-        yield (
-            f" Forecasts were {abs(100 * error['median']):.0f} % {side} the peaks (median of {error['num']} jobs); "
-            f"{error['num_under']} too small."
-        )
+    if (error := seen.summary["forecast_error"]) is not None:
+        yield f" Forecast: {explain_forecast(error)}."
     yield "</p>"
 
 
-def _reserved(job: Mapping[str, Any]) -> str:
-    reserved = job["reserved_bytes"]
-    peak = format_bytes(job["peak_bytes"])
-    return f"{peak} of {format_bytes(reserved)}" if reserved else f"{peak}, measured alone"
-
-
 def _deaths(seen: _Seen) -> Iterator[str]:
-    """Yield why each failed job ended, with the lines that show it."""
-    from memfit.diagnosis import diagnose_logs
-
+    """Yield why each failed job ended, with the line that shows it."""
     for job in seen.summary["jobs"]:
-        if job["state"] not in _BAD:
+        if job["state"] not in BAD:
             continue
         cause = job["cause"] or "it left no result"
         yield f'<p><span class="failed">{escape(_name(job))} {escape(job["state"])}</span>: {escape(cause)}</p>'
-        folder = seen.run.job_dir(job["job"])
         if job["diagnosis"]:
-            found = diagnose_logs([path for path in (folder / "err.log", folder / "out.log") if path.exists()])
-            lines = "\n".join(f"{one.file}:{one.line}  {one.text}" for one in found.evidence[:_MOST_EVIDENCE])
-            yield f"<p>{escape(job['diagnosis'])}</p><pre>{escape(lines)}</pre>"
-        yield f'<p class="note">log: {escape(job["log"])}; more: memfit diagnose {escape(str(folder))}</p>'
+            yield f"<pre>{escape(job['diagnosis'])}</pre>"
+        folder = escape(str(seen.run.job_dir(job["job"])))
+        yield f'<p class="note">log: {escape(job["log"])}; more: memfit diagnose {folder}</p>'
 
 
 def _stages(seen: _Seen) -> str:
     rows = [
-        (stage["name"], name, one["mean"], one["sd"], one["n"])
+        (stage["name"], name, _number(one["mean"]), _number(one["sd"]), str(one["n"]))
         for stage in seen.summary["stages"]
         for name, one in stage["metrics"].items()
     ]
-    if not rows:
-        return ""
-    lines = [
-        f'<tr><td>{escape(stage)}</td><td>{escape(name)}</td><td class="number">{_number(mean)}</td>'
-        f'<td class="number">{_number(sd)}</td><td class="number">{n}</td></tr>'
-        for stage, name, mean, sd, n in rows
-    ]
-    head = "".join(f'<th class="number">{name}</th>' for name in ("mean", "standard deviation", "units"))
-    return _table(f"<th>stage</th><th>result</th>{head}", lines)
+    headings = ("stage", "result", "mean", "standard deviation", "units")
+    return _table(headings, rows, num_words=2) if rows else ""
 
 
 def _number(value: float | None) -> str:

@@ -48,7 +48,6 @@ class StageView:
     """One stage, as the last command left it.
 
     Attributes:
-        name: The stage's name.
         units: The state of each of its jobs, by job id: ``waiting``, ``running`` (or queued), ``kept``, ``reused``,
             ``completed``, ``stopped``, ``passed``, ``skipped``, ``failed``, ``cancelled``.
         reasons: Why jobs run, were skipped or stopped the run: each reason with its jobs.
@@ -447,15 +446,9 @@ def summarize_metrics(rows: Sequence[JobRow]) -> dict[str, tuple[float, float | 
     found: dict[str, tuple[float, float | None, int]] = {}
     for name in dict.fromkeys(name for row in rows for name in row.metrics):
         values = [row.metrics[name] for row in rows if name in row.metrics]
-        found[name] = (statistics.fmean(values), _sd(values), len(values))
+        sd = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
+        found[name] = (statistics.fmean(values), sd if len(values) > 1 else None, len(values))
     return found
-
-
-def _sd(values: Sequence[float]) -> float | None:
-    if len(values) < 2:
-        return None
-    # statistics.stdev fails on what is not finite.
-    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def is_number(value: object) -> bool:

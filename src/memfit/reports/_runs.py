@@ -82,16 +82,17 @@ def look_at(run: RunDir, supervisor: int | None = None) -> Overview:
         rows, held = view.rows(), set(running_jobs(run))
         running = [row for row in rows if row.status.job_id in held]
         if supervisor is None:  # nobody settles yet what a dead watcher left
-            rows = [_as_lost(row) if row.status.job_id not in held else row for row in rows]
+            lost = {row.status.job_id for row in rows if row.status.state == "running"} - held
+            rows = [
+                # as the next start records it
+                replace(row, status=replace(row.status, state="node_fail", used_bytes=0))
+                if row.status.job_id in lost
+                else row
+                for row in rows
+            ]
         return Overview(run, supervisor, run.state, view.counts(rows), running)
     except (OSError, MemfitError) as error:
         return Overview(run, supervisor, "unknown", {}, [], str(error).splitlines()[0])
-
-
-def _as_lost(row: JobRow) -> JobRow:
-    """Return the row of a job that nobody watches, with the end that the next start records if it ran."""
-    is_lost = row.status.state == "running"
-    return replace(row, status=replace(row.status, state="node_fail", used_bytes=0)) if is_lost else row
 
 
 def list_runs(*, claims: Path | None = None, root: Path | None = None) -> list[Overview]:

@@ -29,7 +29,7 @@ _MOST_LINES = 60
 _MOST_ALIKE = 5
 #: The newest runs of an experiment, whose kills are counted.
 _MOST_RUNS = 50
-_BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
+BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})
 #: Causes in a log that say less than the exit code and the kernel's counters.
 _TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
 #: Waits below this share of the time are left out.
@@ -120,7 +120,7 @@ def _job(view: RunView, row: JobRow) -> dict[str, Any]:
     """Return one job; ``heap`` is what its C allocator used and held at its last phase mark."""
     mark = view.last("phase", row.status.job_id) or {}
     heap = {name: mark.get(name) for name in ("live_bytes", "resident_bytes")}
-    more = {"log": str(_log(view, row)), "diagnosis": _diagnosis(view, row) if row.state in _BAD else None}
+    more = {"log": str(_log(view, row)), "diagnosis": _diagnosis(view, row) if row.state in BAD else None}
     return row.to_dict() | more | {"heap": heap if all(map(is_number, heap.values())) else None}
 
 
@@ -181,7 +181,7 @@ def _failures(rows: Sequence[JobRow]) -> dict[tuple[str, str], list[JobRow]]:
     """Return the failed jobs by state and cause: one fault of a command fails all its jobs alike."""
     found: dict[tuple[str, str], list[JobRow]] = {}
     for row in rows:
-        if row.state in _BAD:
+        if row.state in BAD:
             found.setdefault((row.state, row.status.cause or "it left no result"), []).append(row)
     return found
 
@@ -335,14 +335,18 @@ def forecast_error(rows: Sequence[JobRow]) -> dict[str, Any] | None:
     return {"num": len(errors), "num_under": num_under, **spread}
 
 
+def explain_forecast(error: Mapping[str, Any]) -> str:
+    """Return a ``forecast_error`` in words."""
+    side = "above" if error["median"] >= 0 else "below"
+    jobs = f"{error['num']} job{'s' if error['num'] > 1 else ''}"
+    return f"{abs(100 * error['median']):.0f} % {side} the peaks (median of {jobs}); too small: {error['num_under']}"
+
+
 def explain_record(run: RunDir, rows: Sequence[JobRow]) -> list[tuple[str, str]]:
     """Return both in words, with the number of jobs; kills only if there were any."""
     lines, error, kills = [], forecast_error(rows), count_kills(run)
     if error is not None:
-        side = "above" if error["median"] >= 0 else "below"
-        jobs = f"{error['num']} job{'s' if error['num'] > 1 else ''}"
-        text = f"{abs(100 * error['median']):.0f} % {side} the peaks (median of {jobs})"
-        lines.append(("forecast", f"{text}; too small: {error['num_under']}"))
+        lines.append(("forecast", explain_forecast(error)))
     if kills["num_killed"]:
         runs = "1 run" if kills["num_runs"] == 1 else f"{kills['num_runs']} runs"
         text = f"{kills['num_killed']} of {kills['num_jobs']} jobs in {runs} of this experiment ended out of memory"
@@ -381,13 +385,10 @@ def _tables(rows: Sequence[JobRow], view: RunView, width: int) -> Iterator[Table
         values = [row.metrics.get(name) for row in rows]
         rest.append(_Column(name, format_column(values, [mean, sd] if labels else [])))
     while rest:
-        most = next((n for n in range(len(rest), 1, -1) if _width([first, *rest[:n]]) <= width), 1)
+        fits = (n for n in range(len(rest), 1, -1) if sum(one.width + 2 for one in [first, *rest[:n]]) <= width + 2)
+        most = next(fits, 1)
         shown, rest = [first, *rest[:most]], rest[most:]
         table = plain_table(*(column.name for column in shown), left=(each, "state"))
         for cells in zip(*(column.cells for column in shown), strict=True):
             table.add_row(*cells)
         yield table
-
-
-def _width(columns: Sequence[_Column]) -> int:
-    return sum(column.width + 2 for column in columns) - 2

@@ -70,7 +70,6 @@ def _job(found: dict[str, str]) -> Row:
         limit_seconds=parse_seconds(found.get("TimeLimit", "")),
         seconds=parse_seconds(found.get("RunTime", "")),
         partition=found.get("Partition", ""),
-        nodes=found.get("NodeList", ""),
     )
 
 
