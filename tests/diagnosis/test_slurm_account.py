@@ -80,3 +80,9 @@ def test_without_the_number_of_nodes_only_one_task_is_counted_on_one():
 def test_the_killed_step_comes_first_and_the_last_attempt_counts():
     text = "JobID|State|ReqMem|MaxRSS|AveRSS|NTasks|NNodes\n7|REQUEUED|1Gn||||1\n7.0|OUT_OF_MEMORY||9G|9G|1|1\n7|FAILED|1Gn||||1\n7.0|COMPLETED||3G|3G|1|1\n7.1|OUT_OF_MEMORY||2G|2G|1|1\n"
     assert job(text).task_peak_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize(("nodes", "count"), [("gpu[001-004,7],login1", 6), ("n[1-2", None), ("None assigned", None)])
+def test_a_node_list_is_counted(nodes, count):
+    text = f"JobID|State|ReqMem|MaxRSS|NTasks|NodeList\n7|FAILED|6G|||{nodes}\n7.0|FAILED||1G|6|{nodes}\n"
+    assert job(text).nodes == count

@@ -56,7 +56,7 @@ def test_a_parsable_listing_is_read_with_the_scope_of_each_number():
     step = rows["2.1"]
     assert (step.state, step.exit_code, step.signal) == ("OUT_OF_MEMORY", 0, 125)
     assert (step.max_rss_bytes, step.ave_rss_bytes, step.total_rss_bytes) == (258908 << 10, 99804 << 10, 399216 << 10)
-    assert (step.num_tasks, step.num_nodes) == (4, 2)
+    assert (step.num_tasks, step.num_nodes, step.nodes) == (4, 2, "n[1-2]")
     assert (rows["2"].request.bytes, rows["2"].request.scope, rows["2"].allocated_bytes) == (
         600 * MIB,
         "job",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,7 @@ def _account(step: Row, whole: Row | None, shape: Row | None) -> StepMemory:
     def first(name: str, rows: Sequence[Row] = known) -> Any:
         return next((value for row in rows if (value := getattr(row, name))), None)
 
-    nodes = first("num_nodes")
+    nodes = first("num_nodes") or next((count for one in known if (count := count_nodes(one.nodes))), None)
     cpus, tasks = first("num_cpus"), step.num_tasks or (shape.num_tasks if shape else None)
     limit, source = _limit([one for one in (shape, whole, step) if one is not None], nodes or 1, cpus)
     each = math.ceil((tasks or 1) / (nodes or 1))
@@ -126,3 +127,18 @@ def _limit(known: Sequence[Row], nodes: int, cpus: int | None) -> tuple[int | No
         if not one.step:
             return request.bytes // (one.num_nodes or nodes), _TOTAL
     return None, ""
+
+
+def count_nodes(names: str) -> int | None:
+    """Return how many nodes a list names; None for none, or a list that was cut.
+
+    >>> count_nodes("gpu[001-004,7],login1"), count_nodes("n[1-2"), count_nodes("None assigned")
+    (6, None, None)
+    """
+    if not re.fullmatch(r"(?:[\w.-]+(?:\[[\d,-]+\])?(?:,|$))+", names.strip()):
+        return None
+    count = 0
+    for inside in re.findall(r"[\w.-]+(?:\[([\d,-]+)\])?(?:,|$)", names.strip()):
+        spans = [span.partition("-") for span in inside.split(",")] if inside else [("0", "", "")]
+        count += sum(int(last or first) - int(first) + 1 for first, _, last in spans)
+    return count

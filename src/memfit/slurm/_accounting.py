@@ -61,7 +61,7 @@ class Row:
         total_rss_bytes: The sum over the tasks.
         num_tasks, num_nodes, num_cpus, tasks_per_node: How many it had.
         seconds, limit_seconds: How long it ran, and was allowed to run.
-        partition: As written.
+        nodes, partition: As written.
         attempt: From 1; a requeued job has several.
         number: Its line, from 1.
     """
@@ -84,6 +84,7 @@ class Row:
     tasks_per_node: int | None = None
     seconds: int | None = None
     limit_seconds: int | None = None
+    nodes: str = ""
     partition: str = ""
     attempt: int = 1
     number: int = 0
@@ -189,6 +190,7 @@ def _row(cells: Mapping[str, str]) -> Row | None:
         num_cpus=_or(_number(cells.get("alloccpus") or cells.get("ncpus") or ""), tres.get("cpu")),
         seconds=parse_seconds(cells.get("elapsed", "")),
         limit_seconds=parse_seconds(cells.get("timelimit", "")),
+        nodes=cells.get("nodelist", ""),
         partition=cells.get("partition", ""),
     )
 

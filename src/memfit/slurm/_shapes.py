@@ -70,6 +70,7 @@ def _job(found: dict[str, str]) -> Row:
         limit_seconds=parse_seconds(found.get("TimeLimit", "")),
         seconds=parse_seconds(found.get("RunTime", "")),
         partition=found.get("Partition", ""),
+        nodes=found.get("NodeList", ""),
     )
 
 
