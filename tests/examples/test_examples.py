@@ -10,7 +10,7 @@ import pytest
 import kills
 import memfit
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -16,7 +16,7 @@ from memfit.pipeline import Output, run
 from memfit_workloads import finance
 from memfit_workloads.finance._judge import decide_on
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def settings(here, **changes):

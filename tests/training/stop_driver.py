@@ -171,9 +171,9 @@ class Kind:
 
 EARLY = {"patience": 1, "direction": "maximize", "evaluate": on_first_batch}
 KINDS = {
-    "Loader": Kind(panel_loaders, 2),
+    "Loader": Kind(panel_loaders, 2, every=2),
     "Loader without preflight": Kind(panel_loaders, 2, fit={"preflight": False}, every=2),
-    "SequenceLoader, early stop": Kind(sequence_loaders, 4, settings={"checkpoint_seconds": 0.0}, fit=EARLY),
+    "SequenceLoader, early stop": Kind(sequence_loaders, 4, settings={"checkpoint_seconds": 0.0}, fit=EARLY, every=2),
     "DataLoader, two workers": Kind(functools.partial(torch_loaders, 2), 2, has_positions=False, every=5),
     "DataLoader": Kind(functools.partial(torch_loaders, 0), 2, has_positions=False),
 }

@@ -8,7 +8,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 from pyarrow import feather
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("av")
 
 from memfit import run  # noqa: E402
