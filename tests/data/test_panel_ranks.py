@@ -59,6 +59,8 @@ def test_the_ranks_of_a_process_group_hold_one_copy_of_the_panel(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
-    assert [one["total"] for one in found] == pytest.approx([NUM_RANKS * float(values.sum(dtype="float64")) * 10] * NUM_RANKS)
+    assert [one["total"] for one in found] == pytest.approx(
+        [NUM_RANKS * float(values.sum(dtype="float64")) * 10] * NUM_RANKS
+    )
     held = sum(one["pss"] for one in found)
     assert 0.95 * panel.values.nbytes <= held <= 1.1 * panel.nbytes
