@@ -23,7 +23,7 @@ from memfit.errors import DataError
 _FORMAT = 1
 _HEAD = 4  # numbers before the offsets: what _head gives, and the bytes of a last line that was cut off
 _EMPTY = 2  # bytes of an empty line: LF, or CR and LF
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 17
 _LINES_AT_ONCE = 1 << 16
 
 

@@ -175,8 +175,8 @@ def default_reserve_of(binding: Limit, swap: Swap) -> tuple[int, str]:
 def _check_sizes(cap_bytes: int | None, reserve_bytes: int | None) -> None:
     if cap_bytes is not None and cap_bytes <= 0:
         raise UsageError(
-            f"a cap of {cap_bytes} bytes leaves nothing to use.",
-            rule="the cap on memory is larger than 0.",
+            f"a limit of {cap_bytes} bytes leaves nothing to use.",
+            rule="a limit on memory is larger than 0.",
             remedy="pass for example --limit 8GiB",
         )
     if reserve_bytes is not None and reserve_bytes < 0:
