@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from memfit.errors import ConfigError
+from memfit.masking import MASK
 from memfit.successors import find_gone
 
 PREFIX = "MEMFIT_"
@@ -22,6 +23,8 @@ ARGUMENT = "argument"
 DEFAULT = "default"
 VARIABLE = "environment "
 
+#: The part of an address that may be shown, and its path, which may be a secret.
+_ADDRESS = re.compile(r"(\w+://[^/\s\"@]*/)[^\s\"]+")
 _STRICT = "the types and bounds of settings are strict, wherever a value comes from"
 
 
@@ -160,6 +163,6 @@ def _correction(name: str, origin: str) -> str:
 
 
 def show(value: Any) -> str:
-    """Return a value as an error quotes it: one line, at most 60 characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    """Return a value as an error quotes it: one line, at most 60 characters; of an address, where it leads."""
+    text = _ADDRESS.sub(rf"\1{MASK}", json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= 60 else f"{text[:57]}..."

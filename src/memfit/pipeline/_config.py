@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from memfit import config
 from memfit.config import ByteSize, Settings
 from memfit.errors import ConfigError
+from memfit.integrations import NotifySettings
 from memfit.jobs import OnFailure
 from memfit.memory import DEFAULT_SLACK
 from memfit.units import MIB
@@ -112,6 +113,7 @@ class CommandSettings(Settings):
         memory: How much of the machine's memory the run may use.
         backend: ``local`` runs the jobs on this host, ``slurm`` as elements of job arrays.
         slurm: What each job asks of Slurm.
+        notify: Who is told how the run goes.
     """
 
     schema_version: Literal[1] = 1
@@ -125,6 +127,7 @@ class CommandSettings(Settings):
     memory: MemorySettings = MemorySettings()
     backend: Literal["local", "slurm"] = "local"
     slurm: SlurmSettings = SlurmSettings()
+    notify: NotifySettings = NotifySettings()
 
 
 class StageSettings(Settings):

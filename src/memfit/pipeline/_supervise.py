@@ -20,6 +20,7 @@ import psutil
 
 from memfit import config, slurm
 from memfit.errors import DataError, DoesNotFitError, MemfitError, UsageError
+from memfit.integrations import notifier_of
 from memfit.jobs import (
     ASK_SIGNAL,
     ENDED,
@@ -301,6 +302,8 @@ def supervised(
             backend, claims = _set_up(run, settings, events, stack)
             tick = view(run) if view else lambda: None
             supervisor = Supervisor(run, settings, force, events, stop, backend, claims, tick)
+            if (notifier := notifier_of(settings.notify, run, events)) is not None:
+                stack.callback(lambda: notifier.close(supervisor.state))
             yield supervisor
         state = supervisor.state
     except Exception as error:
