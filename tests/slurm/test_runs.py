@@ -21,14 +21,14 @@ JOB = """
 import os, signal, sys, time
 from pathlib import Path
 number, mib, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-with open("starts", "a") as file:
-    file.write(f"{number}\\n")
-block = bytearray(mib << 20)
 done = Path(f"done_{number}")
 def save(*_):
     done.write_text("half")
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)
+with open("starts", "a") as file:
+    file.write(f"{number}\\n")
+block = bytearray(mib << 20)
 time.sleep(0.2 if done.exists() else seconds)
 Path(f"result_{number}").write_text(str(number**2))
 """
