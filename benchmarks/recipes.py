@@ -83,7 +83,7 @@ def found_in(folder: Path) -> dict[str, Any]:
     path = max(folder.glob("recipes/run_*"))
     found: dict[str, Any] = {}
     for one in (path / "checkpoints").glob("*.json"):
-        found[one.stem] = {name: value for name, value in Output(one).result.items() if name != "free_bytes"}
+        found[one.stem] = Output(one).result
     weights = torch.load(path / "checkpoints/stage_train/latest_checkpoint.pt", weights_only=False)["model"]
     return found | {name: value.numpy().tobytes() for name, value in weights.items()}
 

@@ -59,8 +59,6 @@ def test_killed_in_an_epoch_and_after_a_stage_it_leaves_the_same(tmp_path):
     quiet = kills.run(tmp_path / "quiet1")
     killed = kills.run(tmp_path / "killed", kill_at=[kills.completed("tokenize"), kills.epoch("train", 1)])
     left, found = kills.left_by(quiet), kills.left_by(killed)
-    for one in (left, found):  # the forecast is held against what was free
-        one["stage_train"]["result"].pop("free_bytes")
     assert found == left
     result = left["stage_train"]["result"]
     assert result["equation"] == "4 samples x 2 microbatches x 1 device = 8 samples an update"
@@ -149,6 +147,18 @@ def in_float64(model):
                 norm.load_state_dict(child.state_dict())
                 setattr(module, name, norm)
     return model.double().eval()
+
+
+def test_an_automatic_size_is_chosen_once_and_saved_for_a_resume(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changes = {"batch_size": None, "gradient_accumulation_steps": None, "global_batch_size": 16}
+    path = config(tmp_path, auto_batch_size=True, **changes)
+    first = run(path)
+    result = Output(first.path / "checkpoints/stage_train.json").result
+    assert (result["batch_size"], result["auto"]) == (16, True)
+    folder = first.path / "checkpoints/stage_train"
+    saved = json.loads(next(folder.glob("batch_plan*.json")).read_text())
+    assert saved["batch_size"] == 16
 
 
 def test_the_gradient_of_ragged_batches_is_that_of_the_whole():

@@ -110,7 +110,7 @@ def plan(params: RecipesParams, model: Any) -> dict[str, Any]:
     for batch in sizes:
         if (peak := bound(batch)) <= free or not is_auto:
             found = {"batch_size": batch, "gradient_accumulation_steps": params.sizes(batch)[1], "auto": is_auto}
-            return found | {"forecast_bytes": peak, "free_bytes": free, "equation": equation(*params.sizes(batch))}
+            return found | {"forecast_bytes": peak, "equation": equation(*params.sizes(batch))}
     raise DoesNotFitError(
         f"not even one pair fits {format_bytes(free)}; tried {', '.join(tried)}.",
         rule="the bound of a step at the longest lengths must fit the free memory.",
@@ -144,7 +144,8 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
     phase("load")
     seed_everything(context.seed)
     model: Any = make_model(params, context["tokenize"].result["vocab_size"])
-    chosen = plan(params, model)
+    # Chosen once: an attempt that goes on has other free memory, and must have the same batches.
+    chosen = context.once("batch_plan", lambda: plan(params, model))
     told = f"{'automatic' if chosen['auto'] else 'given'}: {chosen['equation']}"
     record("batch_plan", **chosen, text=f"trains with the batch {told}")
     batches = loaders(context, params, chosen["batch_size"])
