@@ -28,6 +28,7 @@ for line in sys.stdin:
 READER = """
 import os, sys
 with open(sys.argv[1], "rb", buffering=0) as file:
+    os.fsync(file.fileno())  # Pages that wait to be written are not dropped, and stay their writer's.
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     while file.read(1 << 20):
         pass
@@ -190,12 +191,15 @@ def test_page_cache_stalls_no_job(build, tmp_path):
     path = tmp_path / "large"
     path.write_bytes(bytes(128 * MIB))
     walls = build()
-    group = walls.make("a", 64 * MIB)
-    with Running(group, READER, str(path)) as reader:
-        assert reader.process.wait(60) == 0
-    state = group.state()
+    for attempt in range(5):  # A busy kernel may take cache back at any moment.
+        group = walls.make(f"a{attempt}", 64 * MIB)
+        with Running(group, READER, str(path)) as reader:
+            assert reader.process.wait(60) == 0
+        state = group.state()
+        assert (state.oom_kills, state.stalled) == (0, False)
+        if state.charged_bytes > 40 * MIB:
+            break
     assert state.charged_bytes > 40 * MIB > state.used_bytes
-    assert (state.oom_kills, state.stalled) == (0, False)
 
 
 def test_a_wall_below_what_is_used_is_set_as_low_as_possible_and_kills_nothing(build):
