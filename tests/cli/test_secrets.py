@@ -42,7 +42,7 @@ def test_secrets_of_a_sweep_reach_the_jobs_alone_and_a_resumed_run_has_them_stil
     (tmp_path / "job.py").write_text(JOB)
     words = ["--param", "api_key=s3cret-a,s3cret-b", "--param", "t=s3cret-c", "--name", "sweep"]
     command = ["python", "job.py", "{api_key}", "--hub-token", "{t}", "--password=s3cret-d", "--lr=0.1"]
-    command += ["https://me:s3cret-e@host/", "sh -c 'HF_TOKEN=s3cret-f run'"]
+    command += ["https://me:s3cret-e@host/", "sh -c 'HF_TOKEN=s3cret-f run'"]  # pragma: allowlist secret
     first = memfit("map", *words, "--", *command)
     assert first.exit_code == 4
     [run] = RunDir.all(tmp_path / "runs", "sweep")
@@ -51,7 +51,7 @@ def test_secrets_of_a_sweep_reach_the_jobs_alone_and_a_resumed_run_has_them_stil
     resumed = memfit("resume", run.path)
     assert resumed.exit_code == 0, resumed.err
     for number, key in ((1, "s3cret-a"), (2, "s3cret-b")):
-        line = f"{key} --hub-token s3cret-c --password=s3cret-d --lr=0.1 https://me:s3cret-e@host/ "
+        line = f"{key} --hub-token s3cret-c --password=s3cret-d --lr=0.1 https://me:s3cret-e@host/ "  # pragma: allowlist secret
         line += "sh -c 'HF_TOKEN=s3cret-f run'\n"
         assert (tmp_path / f"seen_cmd_000{number}").read_text() == 2 * line
     assert leaks(tmp_path / "runs") == set()

@@ -14,7 +14,7 @@ from memfit.errors import ConfigError, UsageError  # noqa: E402
 from memfit.integrations import _notify  # noqa: E402
 from memfit.rundir import EventWriter, RunDir  # noqa: E402
 
-SECRET = "s3cr3t-webhook-path"
+SECRET = "s3cr3t-webhook-path"  # pragma: allowlist secret
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def test_large_outputs_are_hashed_while_other_jobs_start():
 
 
 def test_secrets_of_units_can_be_read_by_their_owner_alone():
-    secret = "s3cr3t-of-mine"
+    secret = "s3cr3t-of-mine"  # pragma: allowlist secret
     stages = {"pull": {"each": "one in params.accounts", "run": "echo done > {dir}/out"}}
     result = run(stages, params={"accounts": [{"one": "a", "api_key": secret}]})
     assert result.exit_code == 0

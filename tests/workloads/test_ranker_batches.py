@@ -120,7 +120,7 @@ def test_pairs_are_drawn_within_the_list_and_are_all_there_are_where_these_are_f
     assert next(iter(ListBatches(panel, np.arange(8), none, seed=1))).partners.shape[1] == 0
 
 
-def test_a_date_weighs_by_its_age_in_calendar_days_and_not_in_steps_or_dates(panel):
+def test_a_date_has_a_weight_by_its_age_in_calendar_days_and_not_in_steps_or_dates(panel):
     params = make_params(dates_per_batch=6, tau_days=10.0)
     batches = ListBatches(panel, np.array([0, 3, 4, 5, 9, 100]), params, seed=1)  # Tuesday, Friday, Monday, ...
     (batch,) = batches

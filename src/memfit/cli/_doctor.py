@@ -15,7 +15,7 @@ from rich.table import Table
 from typer import Option
 
 from memfit.cli._settings import Text, with_flags
-from memfit.cli._terminal import AsJson, Console, console
+from memfit.cli._terminal import AsJson, Console, bar, console
 from memfit.errors import UsageError
 from memfit.units import parse_bytes
 
@@ -36,6 +36,9 @@ class Flags:
     deep: Annotated[
         bool, Option("--deep", help="Import the script's modules in a child process and count its threads.")
     ] = False
+    secrets: Annotated[
+        bool, Option("--secrets", help="Look for keys and passwords in this repository's files and history instead.")
+    ] = False
     strict: Annotated[bool, Option("--strict", help="Treat warnings as problems.")] = False
     verbose: Annotated[bool, Option("--verbose", help="Also print the checks that passed.")] = False
     as_json: AsJson = False
@@ -48,15 +51,20 @@ def doctor(context: typer.Context, *, flags: Flags) -> None:
     \b
     memfit doctor
     memfit doctor -- python train.py
+    memfit doctor --secrets
 
     It reads the script's imports, loaders and forks, and starts its interpreter once. Each finding has a reason and a
     remedy.
 
     Exit codes: 0 no problem, 2 a problem (with --strict also a warning), or bad usage.
     """
-    from memfit.doctor import examine
+    from memfit.doctor import examine, scan_secrets
 
-    checks = examine(context.obj or (), _setup(flags))
+    if flags.secrets:
+        with bar("scanning") as progress:
+            checks = scan_secrets(Path.cwd(), progress)
+    else:
+        checks = examine(context.obj or (), _setup(flags))
     if flags.as_json:
         typer.echo(json.dumps([check.to_dict() for check in checks], indent=2))
     else:

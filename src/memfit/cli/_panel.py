@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from typer import Option
 
-from memfit.cli._terminal import AsJson, console
+from memfit.cli._terminal import AsJson, bar, console
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -63,7 +61,7 @@ def build(
     keys = _words([index])
     wanted = match_columns(sources, _words(targets or []), taken=keys)
     found = match_columns(sources, _words(features), taken=[*keys, *wanted.names])
-    with _bar("building") as progress:
+    with bar("building") as progress:
         built = Panel.build(
             sources, output, index=keys, features=found.names, targets=wanted.names, dtype=dtype, progress=progress
         )
@@ -105,7 +103,7 @@ def verify(path: Where, as_json: AsJson = False) -> None:
     Exit codes: 0 whole, 2 damaged (the file and where in it are named), or no panel there.
     """
     found = _open(path)
-    with _bar("verifying") as progress:
+    with bar("verifying") as progress:
         found.verify(progress=progress)
     facts = {"path": str(found.path), "whole": True, "bytes": found.nbytes}
     _answer(facts, [f"{found.path}: {format_bytes(found.nbytes)}, every byte as it was written"], as_json=as_json)
@@ -123,7 +121,7 @@ def append(path: Where, sources: Sources, as_json: AsJson = False) -> None:
     Exit codes: 0 done, 2 bad input, a full disk, or a panel that is damaged.
     """
     old = _open(path)
-    with _bar("appending") as progress:
+    with bar("appending") as progress:
         new = old.append(sources, progress=progress)
     more = {"reused": new.reused, "num_new_dates": new.shape[0] - old.shape[0]}
     lines = [
@@ -179,7 +177,7 @@ def export(
     Exit codes: 0 done, 2 bad input or a full disk.
     """
     found = _open(path)
-    with _bar("exporting") as progress:
+    with bar("exporting") as progress:
         num_rows = found.export(output, progress=progress)
     size = output.stat().st_size
     facts = {"path": str(found.path), "file": str(output), "num_rows": num_rows, "bytes": size}
@@ -207,19 +205,6 @@ def _words(texts: list[str]) -> list[str]:
     ['f1', 'f2', 'g*']
     """
     return [word.strip() for text in texts for word in text.split(",") if word.strip()]
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal, nothing elsewhere."""
-    log = console(stderr=True)
-    if not log.is_terminal:
-        yield None
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=log, transient=True) as bars:
-        task = bars.add_task(what, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
 def _facts(found: Panel) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import rich.console
@@ -29,6 +31,21 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal:
         made.width = max(made.width, 120)
     return made
+
+
+@contextmanager
+def bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a progress bar on a terminal, nothing elsewhere; called with what is done and the total."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    log = console(stderr=True)
+    if not log.is_terminal:
+        yield None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=log, transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
 def survive_hangup() -> None:

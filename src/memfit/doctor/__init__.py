@@ -3,5 +3,6 @@
 from memfit.doctor._case import Setup
 from memfit.doctor._doctor import examine
 from memfit.doctor._interpreter import Interpreter
+from memfit.doctor._secrets import scan_secrets
 
-__all__ = ["Interpreter", "Setup", "examine"]
+__all__ = ["Interpreter", "Setup", "examine", "scan_secrets"]

@@ -1,20 +1,17 @@
-"""Tell people outside of a run how it goes. Each integration is optional, and none can hold up or end a training."""
+"""Show people outside of a run how it goes. Each integration is optional, and none can hold up or end a training."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
     from memfit.integrations._notify import Notifier as Notifier
     from memfit.integrations._notify import NotifySettings as NotifySettings
     from memfit.integrations._notify import notifier_of as notifier_of
+    from memfit.integrations._track import TrackSettings as TrackSettings
+    from memfit.integrations._track import start_trackers as start_trackers
 
-__all__ = ["Notifier", "NotifySettings", "notifier_of"]
+_HOMES = {"_notify": "Notifier NotifySettings notifier_of", "_track": "TrackSettings start_trackers"}
+__all__ = ["Notifier", "NotifySettings", "TrackSettings", "notifier_of", "start_trackers"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from memfit.integrations import _notify
-
-        return getattr(_notify, name)
-    from memfit.successors import missing_name
-
-    raise missing_name(__name__, name)
+__getattr__, __dir__ = load_lazily(__name__, _HOMES)

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from memfit import config
 from memfit.config import ByteSize, Settings
 from memfit.errors import ConfigError
-from memfit.integrations import NotifySettings
+from memfit.integrations import NotifySettings, TrackSettings
 from memfit.jobs import OnFailure
 from memfit.memory import DEFAULT_SLACK
 from memfit.units import MIB
@@ -114,6 +114,7 @@ class CommandSettings(Settings):
         backend: ``local`` runs the jobs on this host, ``slurm`` as elements of job arrays.
         slurm: What each job asks of Slurm.
         notify: Who is told how the run goes.
+        track: Where its epochs are shown: TensorBoard, Weights & Biases.
     """
 
     schema_version: Literal[1] = 1
@@ -128,6 +129,7 @@ class CommandSettings(Settings):
     backend: Literal["local", "slurm"] = "local"
     slurm: SlurmSettings = SlurmSettings()
     notify: NotifySettings = NotifySettings()
+    track: TrackSettings = TrackSettings()
 
 
 class StageSettings(Settings):

@@ -20,7 +20,7 @@ import psutil
 
 from memfit import config, slurm
 from memfit.errors import DataError, DoesNotFitError, MemfitError, UsageError
-from memfit.integrations import notifier_of
+from memfit.integrations import notifier_of, start_trackers
 from memfit.jobs import (
     ASK_SIGNAL,
     ENDED,
@@ -304,6 +304,8 @@ def supervised(
             supervisor = Supervisor(run, settings, force, events, stop, backend, claims, tick)
             if (notifier := notifier_of(settings.notify, run, events)) is not None:
                 stack.callback(lambda: notifier.close(supervisor.state))
+            if (tracking := start_trackers(settings.track, run, events)) is not None:
+                stack.callback(tracking.close)
             yield supervisor
         state = supervisor.state
     except Exception as error:
