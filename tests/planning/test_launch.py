@@ -194,3 +194,32 @@ def test_in_a_real_container_the_limits_of_the_file_hold_and_memfit_sees_them(tm
     found = json.loads(done.stdout.splitlines()[-1])  # the first line may name the pod
     assert found["limit_bytes"] == launch.memory_bytes
     assert found["shm"]["total_bytes"] == launch.shm_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.container
+def test_no_layer_of_the_image_holds_a_key_that_lies_in_the_folder(tmp_path):
+    key, folder = "planted-" + "key-7f3a", tmp_path / "project"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git/packed").write_text(key)
+    (folder / "deep").mkdir()
+    for name in (".env", "deep/.env", "train.py"):
+        (folder / name).write_text(f"API_KEY={key}\n" if name.endswith(".env") else "print(1)\n")
+
+    def layers(run, tag):
+        run.call("build", "-q", "-t", tag, str(folder))
+        run.call("save", "--uncompressed", "-o", str(tmp_path / f"{tag}.tar"), tag)
+        run.call("rmi", "--force", tag)
+        return (tmp_path / f"{tag}.tar").read_bytes()
+
+    try:
+        with podman(Path(tempfile.mkdtemp(dir=tmp_path))) as run:
+            launch = made(SERVICE | {"image": run.image, "requirements": ""})
+            (folder / "Dockerfile").write_text(launch.render("dockerfile"))
+            without = layers(run, "memfit-test-without")
+            (folder / ".dockerignore").write_text(launch.render("dockerignore"))
+            image = layers(run, "memfit-test-with")
+    except NoContainersError as reason:
+        pytest.skip(str(reason))
+    assert without.count(key.encode()) == 3
+    assert key.encode() not in image and b"print(1)" in image

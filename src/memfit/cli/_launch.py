@@ -34,7 +34,7 @@ def launch(
     submit: Annotated[bool, typer.Option("--submit", help="Hand the script to sbatch.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print a batch script, a Compose file, a Dockerfile or an .env file for a training, with computed sizes.
+    """Print a batch script, a Compose file, a Dockerfile, .dockerignore or .env for a training, with computed sizes.
 
     \b
     memfit launch job.yaml

@@ -19,7 +19,18 @@ from memfit.masking import mask
 from memfit.slurm import format_time
 from memfit.units import MIB, format_bytes, round_up_size, write_size
 
-LaunchFormat = Literal["sbatch", "compose", "dockerfile", "env"]
+LaunchFormat = Literal["sbatch", "compose", "dockerfile", "dockerignore", "env"]
+#: What an image must not hold: keys, the history of old ones, and what runs leave.
+_NOT_IN_IMAGES = (
+    "**/.env",
+    "**/.env.*",
+    "**/.git",
+    "**/*.private.json",
+    "runs",
+    "panels",
+    "**/.venv",
+    "**/__pycache__",
+)
 #: Docker gives a container so much /dev/shm unless it is told otherwise.
 _LEAST_SHM_BYTES = 64 * MIB
 #: What `memfit run` itself takes on each node.
@@ -219,7 +230,13 @@ class Launch:
 
     def render(self, form: LaunchFormat) -> str:
         """Return the file."""
-        writers = {"sbatch": self._sbatch, "compose": self._compose, "dockerfile": self._dockerfile, "env": self._env}
+        writers = {
+            "sbatch": self._sbatch,
+            "compose": self._compose,
+            "dockerfile": self._dockerfile,
+            "dockerignore": lambda: "\n".join([*_NOT_IN_IMAGES, ""]),
+            "env": self._env,
+        }
         return writers[form]()
 
     def _variables(self) -> dict[str, str]:
@@ -329,7 +346,10 @@ class Launch:
         lines = [f"FROM {config.image}", "WORKDIR /work"]
         if config.requirements:
             lines += [f"COPY {config.requirements} .", f"RUN pip install --no-cache-dir -r {config.requirements}"]
-        lines += ["COPY . ."]
+        lines += [
+            "# Write .dockerignore first (--format dockerignore): without it the image holds .env and .git.",
+            "COPY . .",
+        ]
         lines += [f"ENV {name}={_dockers(value)}" for name, value in self._variables().items()]
         if config.secrets:
             lines += [f"# Set when it is started, never here: {', '.join(config.secrets)}"]
