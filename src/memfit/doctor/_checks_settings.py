@@ -9,10 +9,8 @@ from pathlib import Path
 
 from memfit.checks import Check
 from memfit.doctor._case import Case, judge
-from memfit.estimation import allocator_faults
+from memfit.estimation import ALLOCATOR_VARIABLES, allocator_faults
 
-#: As torch 2.13 reads them: the first one that is set counts. Source: c10/cuda/CUDAAllocatorConfig.h.
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _TIGHT_MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX")
 _TUNABLE = re.compile(r"glibc\.malloc\.(mmap_threshold|trim_threshold|arena_max)=\w+")
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc", "hoard")

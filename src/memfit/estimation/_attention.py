@@ -107,13 +107,9 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _copies(*tensors: Tensor) -> list[int]:
     """Bytes of a kernel's copies of tensors that are not (batch, length, heads, size) in memory."""
-    return [_num_bytes(tensor) for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()]
+    return [tensor.nbytes for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()]
 
 
 def scratch_of_flash_backward(args: Sequence[Any], result: Any) -> list[int]:

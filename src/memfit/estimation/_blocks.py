@@ -76,9 +76,7 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
     in_flight: deque[torch.Tensor] = deque(maxlen=_NUM_IN_FLIGHT)
 
     def pack(tensor: torch.Tensor) -> Any:
-        if tensor.numel() * tensor.element_size() < _MIN_OFFLOADED_BYTES:
-            return tensor
-        if tensor.untyped_storage()._cdata in weights:
+        if tensor.nbytes < _MIN_OFFLOADED_BYTES or tensor.untyped_storage()._cdata in weights:
             return tensor
         in_flight.append(tensor.detach())
         return tensor.shape, tensor.stride(), tensor.dtype
