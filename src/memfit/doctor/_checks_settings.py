@@ -125,10 +125,7 @@ def check_packages(case: Case) -> Iterator[Check]:
 
 
 def vision_mismatch(torch: str, vision: str) -> str:
-    """Return why a torchvision does not match a torch, or empty.
-
-    torchvision 0.(n + 15) is made for torch 2.n, and both for the same device. Source: pytorch/vision README.
-    """
+    """Return why a torchvision does not match a torch: 0.(n + 15) is made for 2.n (pytorch/vision README)."""
     numbers = re.match(r"2\.(\d+)", torch), re.match(r"0\.(\d+)", vision)
     if numbers[0] and numbers[1] and int(numbers[1].group(1)) - 15 != int(numbers[0].group(1)):
         return f"it is made for torch 2.{int(numbers[1].group(1)) - 15}"

@@ -24,16 +24,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of ``scaled_dot_product_attention``.
+    """The arguments of ``scaled_dot_product_attention``."""
 
-    Shapes: query (batch, heads, queries, head size), key and value (batch, heads, keys, head size), mask broadcast to
-    (batch, heads, queries, keys).
-    """
-
-    query: Tensor
-    key: Tensor
+    query: Tensor  # (batch, heads, queries, head size)
+    key: Tensor  # (batch, heads, keys, head size)
     value: Tensor
-    mask: Tensor | None = None
+    mask: Tensor | None = None  # broadcast to (batch, heads, queries, keys)
     dropout: float = 0.0
     is_causal: bool = False
     scale: float | None = None

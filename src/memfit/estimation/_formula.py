@@ -382,8 +382,7 @@ class _Case:
     def _logits(self) -> tuple[Interval, Interval]:
         """The most that logits and loss take in the forward pass, and in the backward pass.
 
-        Forward: the logits, their fp32 copy and the log-probabilities, which are kept. Backward: these, their gradient
-        and that of the logits. A loss in chunks is computed again chunk by chunk, or keeps all log-probabilities.
+        A loss in chunks is computed again chunk by chunk, or keeps all log-probabilities.
         """
         head, batch = self.anatomy.head, self.setup.batch
         if head is None:

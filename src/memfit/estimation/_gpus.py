@@ -173,11 +173,7 @@ def find_gpu(text: str) -> Gpu:
 
 
 def _key(name: str) -> str:
-    """Return the part of a name that everybody writes.
-
-    >>> _key("NVIDIA GeForce RTX 4070 Ti SUPER"), _key("Tesla V100-SXM2-32GB"), _key("H100 80GB HBM3"), _key("h100-80")
-    ('4070tisuper', 'v10032', 'h10080', 'h10080')
-    """
+    """Return the part of a name that everybody writes: 4070tisuper of NVIDIA GeForce RTX 4070 Ti SUPER."""
     words = re.split(r"[\s_\-]+", name.strip().lower())
     dropped = {"nvidia", "geforce", "tesla", "rtx", "pcie", "generation", "blackwell"}
     kept = [word for word in words if word not in dropped and not re.fullmatch(r"sxm\d?|hbm\d?e?|.*edition", word)]

@@ -23,11 +23,7 @@ _Factory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
 def build_optimizer(model: nn.Module, setup: Setup) -> tuple[torch.optim.Optimizer | None, tuple[str, ...]]:
-    """Return the optimizer of a model's trained weights, and notes on what was assumed.
-
-    With ``optimizer_in_backward`` each weight has an optimizer that runs once its gradient is complete, and the step of
-    the returned one does nothing.
-    """
+    """Return the optimizer of a model's trained weights, and notes on what was assumed."""
     if setup.optimizer == "none":
         return None, ()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
