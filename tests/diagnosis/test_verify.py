@@ -153,7 +153,7 @@ def test_of_a_very_long_log_the_settings_at_its_beginning_and_the_steps_at_its_e
     ran = read_ran([path])
     assert ran.job.workers == 3 and ran.printed["workers"][0].where.endswith(":1")
     assert ran.steps_per_epoch == 242
-    assert ran.env["PYTORCH_CUDA_ALLOC_CONF"].where.endswith(":40002")
+    assert ran.printed["PYTORCH_CUDA_ALLOC_CONF"][0].where.endswith(":40002")
 
 
 def test_checkpoints_are_counted_and_an_empty_one_is_a_problem(against, tmp_path):

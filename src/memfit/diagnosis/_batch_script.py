@@ -62,19 +62,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class BatchScript:
-    """What a batch script says, each in order.
+    """What a batch script says, each in order."""
 
-    Attributes:
-        given: sbatch's options.
-        settings: The options and overrides of its commands and its variables.
-        env: The variables that a command would see: exported, or set in front of it.
-    """
-
-    path: Path
     lines: tuple[str, ...]
-    given: tuple[Setting, ...]
-    settings: tuple[Setting, ...]
-    env: dict[str, Setting]
+    given: tuple[Setting, ...]  # sbatch's options
+    settings: tuple[Setting, ...]  # options and overrides of its commands, and its variables
+    env: dict[str, Setting]  # what a command would see: exported, or set in front of it
 
     @property
     def directives(self) -> dict[str, Setting]:
@@ -129,10 +122,10 @@ def read_script(path: Path) -> BatchScript:
             rule="--script and --against take a batch script.",
             remedy="name the script that started the job; scontrol write batch_script JOBID keeps it for a while",
         ) from error
-    return parse_script(text, path)
+    return parse_script(text)
 
 
-def parse_script(text: str, path: Path | str = "-") -> BatchScript:
+def parse_script(text: str) -> BatchScript:
     """Return a batch script from its text.
 
     >>> script = parse_script("#SBATCH -N 2\\n#SBATCH --mem=4G # each\\nB=8\\npython a.py data.batch_size=$B --bf16\\n")
@@ -157,7 +150,7 @@ def parse_script(text: str, path: Path | str = "-") -> BatchScript:
             env |= {one.key: one for one in found[:1] if one.key == assigned["key"]}
         settings += found
         continued = line.rstrip().endswith("\\")
-    return BatchScript(Path(path), lines, tuple(given), tuple(settings), env)
+    return BatchScript(lines, tuple(given), tuple(settings), env)
 
 
 def _directives(line: str, at: int) -> Iterator[Setting]:

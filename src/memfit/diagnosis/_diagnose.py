@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -14,10 +14,11 @@ from typing import Any, BinaryIO
 from memfit.diagnosis._granted import find_files, torn_files
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._progress import Reading, check_rate, read_counters, read_progress
+from memfit.diagnosis._remedies import foreign_bytes
 from memfit.diagnosis._runs import find_run, logs_of, run_signs
 from memfit.diagnosis._signatures import FOLLOWED, Kind, Sign, Sure, find_signs
 from memfit.diagnosis._text import Line, Stream, read_streams
-from memfit.diagnosis._verdict import events, exceptions, is_clone, is_unlinked, rank, settle, survived
+from memfit.diagnosis._verdict import NOTICEABLE, events, exceptions, is_clone, is_unlinked, rank, settle, survived
 from memfit.diagnosis._witnesses import Witnesses, read_witnesses
 from memfit.errors import UsageError
 from memfit.units import GIB
@@ -243,7 +244,7 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) 
         phase = _later_phase(streams, best, readings)
     if best.kind == "none" and best.cause != "limit_touched":
         recovered = any(id(one) in lived and one.kind != "none" for one in findings)
-    is_host = best.kind.startswith("host") or best.cause == "killed"
+    is_host, figures = best.kind.startswith("host") or best.cause == "killed", _figures(best, findings)
     sure: Sure = "likely" if is_unlinked(best) else best.meaning.sure
     return Diagnosis(
         oom=best.kind != "none",
@@ -252,11 +253,11 @@ def _diagnose(streams: list[Stream], witnesses: Witnesses, torn: Sequence[str]) 
         cause=best.cause,
         phase=phase,
         confidence="proved" if best.values.get("stranger") else sure,  # the job's own counter of kills did not rise
-        figures={} if best.kind == "none" else _figures(best, findings),
+        figures={} if best.kind == "none" else figures,
         evidence=_evidence(line for sign in (best, *_beside(best, findings)) for line in sign.lines),
         where=_where(best, findings, num_read),
         timeline=_timeline(streams, best, signs, readings),
-        arithmetic=(*_arithmetic(best), *(witnesses.arithmetic if is_host else ()), *_rates(readings)),
+        arithmetic=(*_arithmetic(best, figures), *(witnesses.arithmetic if is_host else ()), *_rates(readings)),
         checks=_checks(streams, best),
         under_memfit=any("own_kills" in one.values for one in findings),
     )
@@ -348,27 +349,26 @@ def _timeline(
     return tuple(found)
 
 
-def _arithmetic(finding: Sign) -> list[str]:
+def _arithmetic(finding: Sign, size: Mapping[str, int]) -> list[str]:
     """How a finding's figures add up, each with its scope."""
-    values = finding.values
+    values, total, others = finding.values, size.get("device_total", 0), foreign_bytes(size)
     found: list[str] = []
-    size = {name.removesuffix("_bytes"): count for name, count in values.items() if name.endswith("_bytes")}
     card = f"GPU {values['device']}" if "device" in values else "the card"
     if {"allocated", "reserved"} <= size.keys():
         slack = size["reserved"] - size["allocated"]
-        share = f", {slack / size['total']:.0%} of {card}" if size.get("total") else ""
+        share = f", {slack / total:.0%} of {card}" if total else ""
         found.append(
             f"This process's allocator holds {_gib(size['reserved'])}: {_gib(size['allocated'])} in tensors"
             f" and {_gib(slack)} in its cache{share}."
         )
         if "tried" in size and finding.kind == "gpu_fragmentation":
             full = "too little of the card to matter: it is simply full"
-            seen = "a noticeable share" if values.get("noticeable") else full
+            seen = "a noticeable share" if total and slack >= NOTICEABLE * total else full
             found.append(f"{_gib(size['tried'])} failed although {_gib(slack)} of cache is free in pieces; {seen}.")
-    if "held_by_others" in size:
+    if others and others >= NOTICEABLE * total:
         found.append(
-            f"Memory of others on {card}: {_gib(size['total'])} total - {_gib(size['free'])} free"
-            f" - {_gib(size['reserved'])} of this process's allocator = {_gib(size['held_by_others'])}"
+            f"Memory of others on {card}: {_gib(total)} total - {_gib(size['free'])} free"
+            f" - {_gib(size['reserved'])} of this process's allocator = {_gib(others)}"
             " (other processes, and this one's context and libraries)."
         )
     if {"used", "limit"} <= size.keys():

@@ -20,6 +20,7 @@ from memfit.diagnosis._remedies import (
     wanted_time,
     with_figures,
 )
+from memfit.diagnosis._remedy_table import Remedy
 from memfit.errors import UsageError
 from memfit.slurm import format_time
 from memfit.units import GIB, format_bytes, write_size
@@ -118,11 +119,11 @@ def make_fix(
             remedy="name the script that was given to sbatch; memfit launch --format compose writes a Compose file",
         )
     fixer = _Fixer(script, diagnosis, job or Job())
-    notes = [*fixer.memory(), *fixer.device(config), *fixer.shm()]
+    notes = [*fixer.memory(), *fixer.apply_remedy(config)]
     fixer.tasks()
     fixer.time()
     text = fixer.text()
-    return Fix(path, text, tuple(fixer.edits), (*_inconsistent(parse_script(text, path), fixer.job), *notes))
+    return Fix(path, text, tuple(fixer.edits), (*_inconsistent(parse_script(text), fixer.job), *notes))
 
 
 class _Fixer:
@@ -269,9 +270,10 @@ class _Fixer:
         if self.diagnosis.cause == "walltime" or (self.job.needed_seconds or 0) > limit:
             self._set("time", format_time(wanted[0]), wanted[1])
 
-    def device(self, config: Mapping[str, Any] | None) -> Iterator[Check]:
+    def apply_remedy(self, config: Mapping[str, Any] | None) -> Iterator[Check]:
         """Apply the cheapest remedy that a script can express; one at a time, so that the next run shows its effect."""
-        if self.diagnosis.kind not in DEVICES:
+        kind = self.diagnosis.kind
+        if kind not in DEVICES and kind != "shm":
             return
         for remedy in list_remedies(self.diagnosis, self.job, config=config):
             if not remedy.helps or remedy.enough is False:
@@ -282,12 +284,14 @@ class _Fixer:
             if found := _ALLOCATOR.match(remedy.setting):
                 self._set_env(found[1], found[2], remedy.reason)
                 return
+            if "--shm-size=" in remedy.setting and self._enlarge_shm(remedy):
+                return
             if "batch_size" in remedy.setting and self._halve():
                 return
             if "gradient_checkpointing" in remedy.setting and self._checkpoint(remedy.reason):
                 return
-        what = "the script names no setting of its memory that can be lowered"
-        yield Check("device", "problem", what, "see the remedies")
+        what = "the script names no setting of its memory that can be changed"
+        yield Check("device" if kind in DEVICES else "/dev/shm", "problem", what, "see the remedies")
 
     def _halve(self) -> bool:
         """Halve the batch and double the accumulation, if the script names both, or Hugging Face's batch."""
@@ -330,23 +334,12 @@ class _Fixer:
         before = len(self.script.lines) if at is None else self.script.command_of(at)
         self.insert(before - 1, f"export {name}={value}", reason)
 
-    def shm(self) -> Iterator[Check]:
-        """Enlarge the /dev/shm of the container that the script starts."""
-        if self.diagnosis.kind != "shm":
-            return
-        remedy = next(one for one in list_remedies(self.diagnosis, self.job) if "--shm-size" in one.setting)
-        size = remedy.setting.partition("=")[2].partition(",")[0]
+    def _enlarge_shm(self, remedy: Remedy) -> bool:
+        """Enlarge the /dev/shm of the container that the script starts, where it says a size."""
         found = self.script.find("shm_size")
         if found is not None:
-            self.change(found, size, remedy.reason)
-            return
-        for at, line in enumerate(self.script.lines):
-            if (docker := re.search(r"\b(?:docker|podman) run\b", line)) and not line.lstrip().startswith("#"):
-                self.replace(at, docker.end(), docker.end(), f" --shm-size={size}", remedy.reason)
-                return
-        what = "the script starts no container whose /dev/shm it could enlarge"
-        other = "torch.multiprocessing.set_sharing_strategy('file_system') in the program, or fewer workers"
-        yield Check("/dev/shm", "warning", what, remedy.reason, other)
+            self.change(found, remedy.setting.partition("=")[2].partition(",")[0], remedy.reason)
+        return found is not None
 
 
 def _inconsistent(script: BatchScript, known: Job) -> Iterator[Check]:

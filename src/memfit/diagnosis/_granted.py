@@ -36,7 +36,7 @@ _SAMPLES = re.compile(
 )
 _VALIDATION = re.compile(r"\bval(?:id\w*)?\b|\beval\w*|\btest\b", re.IGNORECASE)
 _ENVIRONMENT = re.compile(
-    r"\b(?P<name>PYTORCH\w*ALLOC_CONF|OMP_NUM_THREADS|NCCL_\w+)['\"]?\s*[:=]\s*['\"]?(?P<value>[^\s'\",;]+)"
+    r"\b(?P<key>PYTORCH\w*ALLOC_CONF|OMP_NUM_THREADS|NCCL_\w+)['\"]?\s*[:=]\s*['\"]?(?P<value>[^\s'\",;]+)"
 )
 _LOGS = (".log", ".out", ".err", ".txt", ".gz", ".json")
 _MOST_FILES, _MOST_FOLDERS = 200, 2000
@@ -63,8 +63,7 @@ class Ran:
     Attributes:
         job: Its shape, memory and settings, as far as they were shown.
         progress: How far it came.
-        printed: Settings that its lines or its config name, by the field of `Job`, each value once.
-        env: Environment variables that its lines name.
+        printed: Settings (by the field of `Job`) and variables that its lines or its config name, each value once.
         checkpoints: The sizes of checkpoint files in bytes, by name.
         torn: Those of them that cannot be loaded.
         newest: When the newest was written, in Unix seconds; None without any.
@@ -73,7 +72,6 @@ class Ran:
     job: Job = field(default_factory=Job)
     progress: Progress = field(default_factory=Progress)
     printed: dict[str, list[Source]] = field(default_factory=dict)
-    env: dict[str, Source] = field(default_factory=dict)
     checkpoints: dict[str, int] = field(default_factory=dict)
     torn: tuple[str, ...] = ()
     newest: float | None = None
@@ -111,14 +109,12 @@ def read_ran(paths: Iterable[Path], accounting: str = "") -> Ran:
             with open(path, "rb") as file:
                 lines += [line for stream in read_streams(str(path), file) for line in stream.lines]
     texts = [line.text for line in lines]
-    env: dict[str, Source] = {}
     for line in (line for line in lines if "=" in line.text or ":" in line.text):
-        where = f"{line.file}:{line.number}"
-        shown += [(found["key"], found["value"], where) for found in _PRINTED.finditer(line.text)]
-        env |= {found["name"]: Source(found["value"], where) for found in _ENVIRONMENT.finditer(line.text)}
+        found = (match for pattern in (_PRINTED, _ENVIRONMENT) for match in pattern.finditer(line.text))
+        shown += [(match["key"], match["value"], f"{line.file}:{line.number}") for match in found]
     printed: dict[str, list[Source]] = {}
     for key, value, where in shown:
-        known = printed.setdefault(_KEYS[key], [])
+        known = printed.setdefault(_KEYS.get(key, key), [])
         known += [Source(value, where)] if value not in [one.value for one in known] else []
     other = [*texts, *accounting.split("\n")]
     shapes: list[Row | None] = [*parse_shapes(other)]
@@ -134,11 +130,11 @@ def read_ran(paths: Iterable[Path], accounting: str = "") -> Ran:
         **{**sole, "epochs": progress.num_epochs or sole["epochs"]},
         epoch_seconds=progress.epoch_seconds,
         samples=_samples(texts),
-        mentioned=tuple(printed),
+        mentioned=tuple(name for name in printed if name in SETTINGS),
     )
     sizes = {name: path.stat().st_size for name, path in checkpoints.items()}
     newest = max((path.stat().st_mtime for path in checkpoints.values()), default=None)
-    return Ran(job, progress, printed, env, sizes, torn_files(checkpoints), newest)
+    return Ran(job, progress, printed, sizes, torn_files(checkpoints), newest)
 
 
 def job_of(ran: Ran, script: Path | None = None) -> Job:
@@ -294,7 +290,7 @@ _OVERRIDE = "check which setting the program reads: the override's key must exis
 
 def _setting(ran: Ran, name: str, wanted: Any, before: Any) -> Check:
     """One setting against what the program printed."""
-    title = name.replace("_", " ")
+    title = name.replace("_", " ") if name in SETTINGS else name
     if name == "persistent_workers" and wanted == bool(before):
         return Check(title, "ok", f"{wanted}: no change", "it is the default, or the old script had it")
     shown = ran.printed.get(name, [])
@@ -315,17 +311,11 @@ def _environment(ran: Ran, script: BatchScript) -> Iterator[Check]:
     for name, setting in script.env.items():
         if not name.startswith(("PYTORCH", "OMP_NUM", "NCCL_")):
             continue
-        shown = ran.env.get(name)
         if first is not None and setting.line > first:
             said = f"set on line {setting.line + 1}, after the command on line {first + 1}"
             yield Check(name, "problem", said, "a process reads it when it starts", f"move it above line {first + 1}")
-        elif shown is None:
-            remedy = "add env | grep ALLOC_CONF before the command: its log then shows it"
-            yield Check(name, "warning", f"{setting.value} in the fixed script; {_NOT_SHOWN}", "", remedy)
         else:
-            good = shown.value == setting.value
-            said = f"{shown.value} in force" + ("" if good else f", {setting.value} in the fixed script")
-            yield Check(name, "ok" if good else "problem", said, "what the log shows", "", shown.where)
+            yield _setting(ran, name, setting.value, None)
 
 
 def _checkpoints(ran: Ran) -> Iterator[Check]:

@@ -144,25 +144,16 @@ def check_rate(readings: Sequence[Reading]) -> str:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training came.
+    """How far a training came."""
 
-    Attributes:
-        steps_per_epoch: By bars of one epoch each; None when there are none.
-        epochs_done: How many epochs' bars came to their end.
-        epoch_seconds: How long the last whole one took, with its validation.
-        global_step: The largest that a checkpoint's name shows.
-        claim: The line that says that it is done.
-        has_reason: A line says why it ended before its last epoch.
-    """
-
-    steps_per_epoch: int | None = None
+    steps_per_epoch: int | None = None  # by bars of one epoch each
     num_epochs: int | None = None
-    epochs_done: int = 0
-    epoch_seconds: int | None = None
-    global_step: int | None = None
+    epochs_done: int = 0  # whose bars came to their end
+    epoch_seconds: int | None = None  # of the last whole one, with its validation
+    global_step: int | None = None  # the largest that a checkpoint's name shows
     bar: Reading | None = None
-    claim: Line | None = None
-    has_reason: bool = False
+    claim: Line | None = None  # that says that it is done
+    has_reason: bool = False  # a line says why it ended before its last epoch
 
     @property
     def is_premature(self) -> bool:

@@ -30,20 +30,14 @@ MARK = 9
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a heading of the table means; within a tier, earlier headings explain later ones.
-
-    Attributes:
-        sure: How far the words show it.
-        doubtful: The same words also follow an assertion or a lost device, which then is the cause.
-        told: The program gets an error, and may go on.
-    """
+    """What a heading of the table means; within a tier, earlier headings explain later ones."""
 
     tier: int
     kind: Kind = "none"
     cause: str = "out_of_memory"
-    sure: Sure = "proved"
-    doubtful: bool = False
-    told: bool = False
+    sure: Sure = "proved"  # how far the words show it
+    doubtful: bool = False  # the same words follow an assertion or a lost device, which then is the cause
+    told: bool = False  # the program gets an error, and may go on
 
 
 MEANINGS: dict[str, Meaning] = {
@@ -97,22 +91,15 @@ _ORDER = {name: place for place, name in enumerate(MEANINGS)}
 
 @dataclass(frozen=True)
 class Sign:
-    """One thing that a log or another witness says: its heading, its lines, and the figures in them.
-
-    Attributes:
-        values: Figures and names in them, sizes in bytes.
-        stream, place: The number of its stream, and the position of its first line there.
-        of: Which memory, if the words alone do not say; empty for that of the heading.
-        before: The text before it in its line.
-    """
+    """One thing that a log or another witness says: its heading, its lines, and the figures in them."""
 
     name: str
     lines: tuple[Line, ...]
-    values: Mapping[str, Any] = field(default_factory=dict)
-    stream: int = 0
-    place: int = 0
-    of: Kind | Literal[""] = ""
-    before: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)  # figures and names in them, sizes in bytes
+    stream: int = 0  # the number of its stream
+    place: int = 0  # the position of its first line there
+    of: Kind | Literal[""] = ""  # which memory, if the words alone do not say; empty for that of the heading
+    before: str = ""  # the text before it in its line
 
     @property
     def meaning(self) -> Meaning:
@@ -545,20 +532,14 @@ _BASH = r"^\s*(?:\S.{0,200}: line \d+: +\d+ )?"
 
 @dataclass(frozen=True)
 class Row:
-    """One pattern of the table.
-
-    Attributes:
-        by_line: Matched against lines as they are.
-        who: Who prints it, if not the program.
-        more: Patterns of further figures in the text behind it, and before it where ``around``.
-    """
+    """One pattern of the table."""
 
     name: str
     regex: re.Pattern[str]
-    by_line: bool = False
-    who: str = ""
-    more: tuple[re.Pattern[str], ...] = ()
-    around: bool = False
+    by_line: bool = False  # matched against lines as they are
+    who: str = ""  # who prints it, if not the program
+    more: tuple[re.Pattern[str], ...] = ()  # of further figures in the text behind it
+    around: bool = False  # and before it
 
 
 def _patterns(table: str) -> Iterator[tuple[str, str]]:
@@ -606,11 +587,7 @@ _BACKEND = re.compile(r"(?i:cuda|rocm|metal|mtl|vulkan|sycl|hip)")
 
 
 def to_bytes(number: str, unit: str) -> int:
-    """Return a size in bytes; decimal units count in 1024s, as torch and most tools mean them.
-
-    >>> to_bytes("1.5", "GiB"), to_bytes("926.", "GiB") == 926 << 30, to_bytes("0", "bytes")
-    (1610612736, True, 0)
-    """
+    """Return a size in bytes; decimal units count in 1024s, as torch and most tools mean them."""
     if re.fullmatch(r"\d+,\d\d", number):  # some locales write a decimal comma
         number = number.replace(",", ".")
     number = number.replace(",", "").rstrip(".")

@@ -130,11 +130,7 @@ def _limit(known: Sequence[Row], nodes: int, cpus: int | None) -> tuple[int | No
 
 
 def count_nodes(names: str) -> int | None:
-    """Return how many nodes a list names; None for none, or a list that was cut.
-
-    >>> count_nodes("gpu[001-004,7],login1"), count_nodes("n[1-2"), count_nodes("None assigned")
-    (6, None, None)
-    """
+    """Return how many nodes a list such as ``gpu[001-004,7],login1`` names; None for none, or a list that was cut."""
     if not re.fullmatch(r"(?:[\w.-]+(?:\[[\d,-]+\])?(?:,|$))+", names.strip()):
         return None
     count = 0

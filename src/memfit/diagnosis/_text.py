@@ -55,20 +55,13 @@ _TIME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a log.
-
-    Attributes:
-        number: Its number, from 1. Pieces that a carriage return divides have the same.
-        text: The line without colours, carriage returns and the marks that launchers set before it.
-        rank: The rank that such a mark names; None without.
-        time, host: As written; empty without.
-    """
+    """A line of a log."""
 
     file: str
-    number: int
-    text: str
-    rank: int | None = None
-    time: str = ""
+    number: int  # from 1; pieces that a carriage return divides have the same
+    text: str  # without colours, carriage returns and the marks that launchers set before it
+    rank: int | None = None  # that such a mark names
+    time: str = ""  # as written
     host: str = ""
 
 

@@ -271,14 +271,7 @@ def settle(stream: Stream, sign: Sign) -> Sign:
     if allocated is not None and rest is not None:
         values.setdefault("reserved_bytes", allocated + rest)
     of = sign.of
-    tried, reserved, total, free = (values.get(f"{name}_bytes") for name in ("tried", "reserved", "total", "free"))
+    tried, reserved = values.get("tried_bytes"), values.get("reserved_bytes")
     if tried is not None and allocated is not None and reserved is not None:
-        slack = reserved - allocated
-        values["noticeable"] = total is not None and slack >= NOTICEABLE * total
-        if sign.kind == "gpu" and slack >= tried:
-            of = "gpu_fragmentation"
-    if total and free is not None and reserved is not None and free <= total:
-        others = total - free - reserved
-        if others >= NOTICEABLE * total:
-            values["held_by_others_bytes"] = others
+        of = "gpu_fragmentation" if sign.kind == "gpu" and reserved - allocated >= tried else of
     return replace(sign, values=values, of=of)

@@ -27,18 +27,12 @@ _PIDS = re.compile(r"\bpid\(?s?\)?\W{1,3}(\d{2,8})\b|: line \d+: +(\d{2,8}) Kill
 
 @dataclass(frozen=True)
 class Witnesses:
-    """What the witnesses say.
+    """What the witnesses say."""
 
-    Attributes:
-        signs: Good ends, then the kernel's and the accounting's, then those of run directories.
-        steps: The memory of each step of the job, the killed one first.
-        status, row: The job's exit status in the accounting, and its row there; None without.
-    """
-
-    signs: tuple[Sign, ...] = ()
-    steps: tuple[StepMemory, ...] = ()
-    status: int | None = None
-    row: Line | None = None
+    signs: tuple[Sign, ...] = ()  # good ends, then the kernel's and the accounting's, then those of run directories
+    steps: tuple[StepMemory, ...] = ()  # of the job, the killed one first
+    status: int | None = None  # the job's exit status in the accounting
+    row: Line | None = None  # its row there
 
     @property
     def arithmetic(self) -> tuple[str, ...]:

@@ -42,18 +42,15 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """A place and a command to examine, with the environment before memfit's variables and those that it adds.
-
-    ``interpreter`` is what the command's own said of itself; None if none was started.
-    """
+    """A place and a command to examine."""
 
     place: Place
     setup: Setup
     command: Command
     script: Script
-    interpreter: Interpreter | None
-    given: Mapping[str, str]
-    added: Mapping[str, str]
+    interpreter: Interpreter | None  # what the command's own said of itself; None if none was started
+    given: Mapping[str, str]  # the environment before memfit's variables
+    added: Mapping[str, str]  # those
     cwd: Path
 
     @cached_property

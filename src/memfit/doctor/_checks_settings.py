@@ -9,10 +9,8 @@ from pathlib import Path
 
 from memfit.checks import Check
 from memfit.doctor._case import Case, judge
-from memfit.estimation import allocator_faults
+from memfit.estimation import ALLOCATOR_VARIABLES, allocator_faults
 
-#: As torch 2.13 reads them: the first one that is set counts. Source: c10/cuda/CUDAAllocatorConfig.h.
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _TIGHT_MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX")
 _TUNABLE = re.compile(r"glibc\.malloc\.(mmap_threshold|trim_threshold|arena_max)=\w+")
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc", "hoard")
@@ -127,10 +125,7 @@ def check_packages(case: Case) -> Iterator[Check]:
 
 
 def vision_mismatch(torch: str, vision: str) -> str:
-    """Return why a torchvision does not match a torch, or empty.
-
-    torchvision 0.(n + 15) is made for torch 2.n, and both for the same device. Source: pytorch/vision README.
-    """
+    """Return why a torchvision does not match a torch: 0.(n + 15) is made for 2.n (pytorch/vision README)."""
     numbers = re.match(r"2\.(\d+)", torch), re.match(r"0\.(\d+)", vision)
     if numbers[0] and numbers[1] and int(numbers[1].group(1)) - 15 != int(numbers[0].group(1)):
         return f"it is made for torch 2.{int(numbers[1].group(1)) - 15}"

@@ -24,34 +24,20 @@ _CODE_OR_MODULE = re.compile(r"-[bBdEiIOPqRsStuvx]*([cm])(.*)", re.S)
 
 @dataclass(frozen=True)
 class Command:
-    """A command as far as its words show.
+    """A command as far as its words show."""
 
-    Attributes:
-        words: The command, without a leading ``env``, its assignments and wrappers such as ``nice``.
-        env: What a leading ``env``, or the shell script, assigns.
-        interpreter: The Python that runs it, or None.
-        script, code: The Python file that it runs, or the text behind ``python -c``.
-        arguments: The words behind the script.
-        num_processes: The processes of the script that a launcher (torchrun, accelerate) starts on this host.
-        missing: What Python is to run and is not there, in a sentence; else empty.
-        module: The module behind ``python -m`` if it is no file of the command's folder; else empty.
-        site: Its place in a shell script, such as ``run.sh line 3``; else empty.
-        looked_at: The shell script that starts no Python script; else empty.
-        cwd: The folder that a shell script changes to before; else None.
-    """
-
-    words: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    interpreter: str | None = None
+    words: tuple[str, ...] = ()  # without a leading ``env``, its assignments and wrappers such as ``nice``
+    env: Mapping[str, str] = field(default_factory=dict)  # what a leading ``env``, or the shell script, assigns
+    interpreter: str | None = None  # the Python that runs it
     script: Path | None = None
-    code: str | None = None
-    arguments: tuple[str, ...] = ()
-    num_processes: int = 1
-    missing: str = ""
-    module: str = ""
-    site: str = ""
-    looked_at: str = ""
-    cwd: Path | None = None
+    code: str | None = None  # the text behind ``python -c``
+    arguments: tuple[str, ...] = ()  # the words behind the script
+    num_processes: int = 1  # that a launcher (torchrun, accelerate) starts on this host
+    missing: str = ""  # what Python is to run and is not there, in a sentence
+    module: str = ""  # the module behind ``python -m`` if it is no file of the command's folder
+    site: str = ""  # its place in a shell script, such as ``run.sh line 3``
+    looked_at: str = ""  # the shell script that starts no Python script
+    cwd: Path | None = None  # the folder that a shell script changes to before
 
 
 def parse_command(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Command:

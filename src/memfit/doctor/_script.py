@@ -27,20 +27,14 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 @dataclass(frozen=True)
 class Start:
-    """A call that starts processes: a loader, a pool, a fork.
-
-    Attributes:
-        method: The start method that it names; None if it names none, empty if the syntax does not show it.
-        num_workers, prefetch_factor: Of a loader; None if the syntax does not show them.
-        workers_text: The expression of ``num_workers``.
-    """
+    """A call that starts processes: a loader, a pool, a fork."""
 
     name: str
     site: str
-    method: str | None
+    method: str | None  # the start method that it names; empty if the syntax does not show it
     num_workers: int | None = None
     prefetch_factor: int | None = None
-    workers_text: str = ""
+    workers_text: str = ""  # the expression of ``num_workers``
 
 
 @dataclass(frozen=True)
@@ -54,29 +48,19 @@ class Site:
 
 @dataclass
 class Script:
-    """What was read; places are ``file:line``.
+    """What was read; places are ``file:line``."""
 
-    Attributes:
-        files: The files that were read, the script first.
-        imports: The first import of each top-level package, by name.
-        start_methods, sharing: Calls of ``set_start_method`` and ``set_sharing_strategy``.
-        variables: Environment variables that are set; ``more`` is the library that was imported before, or None.
-        threads: Where threads are started or their number is set.
-        errors: Files that could not be read; ``name`` is the reason, ``more`` is ``syntax`` for a syntax error.
-        has_guard: The script has ``if __name__ == "__main__"``, or needs none, as the text of ``python -c``.
-    """
-
-    files: list[str] = field(default_factory=list)
-    imports: dict[str, str] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)  # the script first
+    imports: dict[str, str] = field(default_factory=dict)  # the first import of each top-level package
     loaders: list[Start] = field(default_factory=list)
     forks: list[Start] = field(default_factory=list)
-    start_methods: list[Site] = field(default_factory=list)
-    sharing: list[Site] = field(default_factory=list)
-    variables: list[Site] = field(default_factory=list)
+    start_methods: list[Site] = field(default_factory=list)  # calls of ``set_start_method``
+    sharing: list[Site] = field(default_factory=list)  # calls of ``set_sharing_strategy``
+    variables: list[Site] = field(default_factory=list)  # that are set; ``more``: the library imported before
     cuda: str | None = None
-    threads: list[Site] = field(default_factory=list)
-    errors: list[Site] = field(default_factory=list)
-    has_guard: bool = True
+    threads: list[Site] = field(default_factory=list)  # where threads are started or their number is set
+    errors: list[Site] = field(default_factory=list)  # by reason; ``more`` is ``syntax`` for a syntax error
+    has_guard: bool = True  # ``if __name__ == "__main__"``; the text of ``python -c`` needs none
 
 
 @dataclass(frozen=True)
@@ -227,10 +211,7 @@ class _Reader(ast.NodeVisitor):
         )
 
     def _context(self, node: ast.expr | None, *, is_named: bool) -> str | None:
-        """The start method of ``"spawn"``, ``get_context("spawn")`` and names of them.
-
-        Without one: empty if the call names a context, else None.
-        """
+        """The start method of ``"spawn"``, ``get_context("spawn")`` and names of them; empty if it is not shown."""
         if isinstance(node, ast.Name):
             node = self.constants.get(node.id, node)
         if isinstance(node, ast.Call) and node.args and (is_named or _dotted(node).endswith("get_context")):

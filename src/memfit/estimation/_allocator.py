@@ -284,30 +284,16 @@ def _merge(block: _Block, other: _Block | None) -> None:
 
 @dataclass(frozen=True)
 class Replay:
-    """The peaks of a trace in the allocator, in bytes.
+    """The peaks of a trace in the allocator, in bytes."""
 
-    Attributes:
-        allocated_bytes: The peak of each phase, as ``torch.cuda.max_memory_allocated`` counts. Active bytes are assumed
-            to be the same: a trace does not say when a second stream (``record_stream``) lets go of a block.
-        reserved_bytes: As ``torch.cuda.max_memory_reserved`` counts.
-        num_retries: How often the cache was emptied to find room: each costs time.
-        fits: Whether there was room for everything; the replay stops if not.
-    """
-
-    allocated_bytes: Mapping[Phase, int]
+    allocated_bytes: Mapping[Phase, int]  # of each phase; active bytes are assumed to be the same
     reserved_bytes: int
-    num_retries: int = 0
-    fits: bool = True
+    num_retries: int = 0  # how often the cache was emptied to find room: each costs time
+    fits: bool = True  # there was room for everything; the replay stops if not
 
 
 def replay(trace: Trace, settings: AllocatorSettings | None = None, *, capacity_bytes: int | None = None) -> Replay:
-    """Return what the events of a trace make torch's allocator take from a device with this capacity.
-
-    >>> from memfit.estimation._events import Event
-    >>> trace = Trace([Event(1, 30 << 20, "forward"), Event(1, 0, "forward"), Event(2, 4, "step")], {})
-    >>> replay(trace)
-    Replay(allocated_bytes={'forward': 31457280, 'step': 512}, reserved_bytes=33554432, num_retries=0, fits=True)
-    """
+    """Return what the events of a trace make torch's allocator take from a device with this capacity."""
     allocator = Allocator(settings or AllocatorSettings(), capacity_bytes)
     peaks: dict[Phase, int] = {}
     current, reserved = None, 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -13,7 +13,7 @@ from memfit.errors import ConfigError, nearest
 from memfit.units import MIB
 
 #: The variables that torch reads, the first that is set: c10/cuda/CUDAAllocatorConfig.h (torch 2.13).
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PARSER = "c10/core/AllocatorConfig.cpp (torch 2.13)"
 _CUDA_PARSER = "c10/cuda/CUDAAllocatorConfig.h (torch 2.13)"
 _ALLOCATOR = "c10/cuda/CUDACachingAllocator.cpp (torch 2.13)"
@@ -42,11 +42,7 @@ def _is_share(value: str, *, ends: bool = False) -> bool:
 
 
 def _divisions(value: str) -> str:
-    """Check divisions: one number, or a list of sizes in MiB, each with its own; 0 is none.
-
-    >>> _divisions("4"), _divisions("[256:0,512:2,>:4]"), _divisions("3")
-    ('', '', 'must be a power of 2, or a list such as [256:1,512:2,>:4]')
-    """
+    """Check divisions: one number, or a list of sizes in MiB, each with its own; 0 is none."""
     is_list = value.startswith("[") and value.endswith("]")
     parts = [part.partition(":") for part in value[1:-1].split(",")] if is_list else [(">", ":", value)]
     good = all(
@@ -60,8 +56,12 @@ def _is_power(text: str) -> bool:
     return text.isdigit() and int(text).bit_count() == 1
 
 
-_BOOLEAN = (_one_of("True", "False"), "True")
-_COUNT = (_at_least(0), "128")
+_BOOLEANS = """
+expandable_segments pinned_use_background_threads release_lock_on_cudamalloc release_lock_on_hipmalloc
+pinned_use_cuda_host_register pinned_use_hip_host_register graph_capture_record_stream_reuse pinned_free_catch_all
+throw_on_cudamalloc_oom
+"""
+_COUNTS = "pinned_max_round_threshold_mb pinned_max_cached_size_mb pinned_reserve_segment_size_mb"
 #: The rule and a good value for each key of torch 2.6 to 2.13.
 KEYS: Mapping[str, tuple[_Rule, str]] = {
     "max_split_size_mb": (_at_least(20), "128"),  # where large_segment_size_mb is set, at least that
@@ -72,23 +72,12 @@ KEYS: Mapping[str, tuple[_Rule, str]] = {
         "0.8",
     ),
     "roundup_power2_divisions": (_divisions, "4"),
-    "expandable_segments": _BOOLEAN,
-    "pinned_use_background_threads": _BOOLEAN,
-    "pinned_max_round_threshold_mb": _COUNT,
-    "pinned_max_cached_size_mb": _COUNT,
     "backend": (_one_of("native", "cudaMallocAsync", "hipMallocAsync"), "native"),
-    "release_lock_on_cudamalloc": _BOOLEAN,
-    "release_lock_on_hipmalloc": _BOOLEAN,
-    "pinned_use_cuda_host_register": _BOOLEAN,
-    "pinned_use_hip_host_register": _BOOLEAN,
     "pinned_num_register_threads": (_at_least(1), "8"),
-    "pinned_reserve_segment_size_mb": _COUNT,
-    "graph_capture_record_stream_reuse": _BOOLEAN,
     "per_process_memory_fraction": (lambda value: "" if _is_share(value, ends=True) else "must lie from 0 to 1", "0.9"),
-    "pinned_free_catch_all": _BOOLEAN,
-    "throw_on_cudamalloc_oom": _BOOLEAN,
-    "expandable_segments_reserve": (lambda _: "", "128"),
-    "expandable_segments_reserve_by_class": (lambda _: "", "128"),
+    **dict.fromkeys(_BOOLEANS.split(), (_one_of("True", "False"), "True")),
+    **dict.fromkeys(_COUNTS.split(), (_at_least(0), "128")),
+    **dict.fromkeys(("expandable_segments_reserve", "expandable_segments_reserve_by_class"), (lambda _: "", "128")),
 }
 
 
@@ -122,12 +111,13 @@ def check_allocator(text: str, *, name: str = "the allocator's settings") -> lis
     'garbage_collection_threshold'
     """
     faults = allocator_faults(text)
-    for fault in faults:
-        if fault.verdict == "problem":
-            raise ConfigError(
-                f"{name}: {fault.finding}.", rule=f"{fault.reason} ({fault.source}).", remedy=fault.remedy
-            )
+    _refuse([fault for fault in faults if fault.verdict == "problem"], name)
     return [f"{fault.finding}: {fault.reason} ({fault.source}); {fault.remedy}" for fault in faults]
+
+
+def _refuse(problems: Iterable[Check], name: str) -> None:
+    for one in problems:
+        raise ConfigError(f"{name}: {one.finding}.", rule=f"{one.reason} ({one.source}).", remedy=one.remedy)
 
 
 def _split(text: str) -> list[tuple[str, str | None]]:
@@ -263,10 +253,7 @@ class AllocatorSettings:
         Source: c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.h (torch 2.13).
         """
         pairs = _split(text)
-        for fault in _refused(pairs):
-            raise ConfigError(
-                f"the allocator setting {fault.finding}.", rule=f"torch refuses it: {fault.source}", remedy=fault.remedy
-            )
+        _refuse(_refused(pairs), "the allocator's settings")
         given = {key: value for key, value in pairs if value is not None}
         if given.get("backend", "native") != "native":
             what = f"the allocator '{given['backend']}' is the driver's: memfit does not know what it reserves."

@@ -24,16 +24,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of ``scaled_dot_product_attention``.
+    """The arguments of ``scaled_dot_product_attention``."""
 
-    Shapes: query (batch, heads, queries, head size), key and value (batch, heads, keys, head size), mask broadcast to
-    (batch, heads, queries, keys).
-    """
-
-    query: Tensor
-    key: Tensor
+    query: Tensor  # (batch, heads, queries, head size)
+    key: Tensor  # (batch, heads, keys, head size)
     value: Tensor
-    mask: Tensor | None = None
+    mask: Tensor | None = None  # broadcast to (batch, heads, queries, keys)
     dropout: float = 0.0
     is_causal: bool = False
     scale: float | None = None
@@ -107,13 +103,9 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _copies(*tensors: Tensor) -> list[int]:
     """Bytes of a kernel's copies of tensors that are not (batch, length, heads, size) in memory."""
-    return [_num_bytes(tensor) for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()]
+    return [tensor.nbytes for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()]
 
 
 def scratch_of_flash_backward(args: Sequence[Any], result: Any) -> list[int]:

@@ -31,10 +31,7 @@ _NUM_IN_FLIGHT = 5
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module], kind: Literal["none", "selective", "full"]) -> None:
-    """Make each block run again within the backward pass instead of keeping its activations.
-
-    ``full`` keeps the inputs of a block; ``selective`` also results of attention and of every second matrix product.
-    """
+    """Keep of each block its inputs (``full``), or also attention and every second matrix product (``selective``)."""
     extra: dict[str, Any] = {"context_fn": _make_contexts} if kind == "selective" else {}
 
     def wrap(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,18 +64,12 @@ def _make_contexts() -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def offload_activations(model: nn.Module) -> Iterator[None]:
-    """Take kept activations off the device until the backward pass uses them.
-
-    Weights and tensors of less than 1 KiB stay. The last five tensors that left are still on the device: they are being
-    copied.
-    """
+    """Take kept activations off the device until the backward pass uses them; weights and small tensors stay."""
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     in_flight: deque[torch.Tensor] = deque(maxlen=_NUM_IN_FLIGHT)
 
     def pack(tensor: torch.Tensor) -> Any:
-        if tensor.numel() * tensor.element_size() < _MIN_OFFLOADED_BYTES:
-            return tensor
-        if tensor.untyped_storage()._cdata in weights:
+        if tensor.nbytes < _MIN_OFFLOADED_BYTES or tensor.untyped_storage()._cdata in weights:
             return tensor
         in_flight.append(tensor.detach())
         return tensor.shape, tensor.stride(), tensor.dtype
@@ -95,10 +86,7 @@ def offload_activations(model: nn.Module) -> Iterator[None]:
 
 
 class ChunkedHead(nn.Module):
-    """An output layer that computes logits and loss chunk by chunk, and again within the backward pass.
-
-    Without labels it returns its input, so that the model returns hidden states. ``softcap`` bounds the logits.
-    """
+    """An output layer that computes logits and loss chunk by chunk, and again within the backward pass."""
 
     def __init__(self, head: nn.Module, num_chunks: int, *, softcap: float | None = None) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def bound_device(
     counted = max(replay.allocated_bytes.values(), default=0)
     upper = max(replay.reserved_bytes, allocated.value) + above + int(short_lived * _FRAGMENTS) + _AT_LEAST
     reserved = Interval(replay.reserved_bytes, upper)
-    beside = gpu.context_bytes + gpu.nccl_bytes(world_size)
+    beside = gpu.outside_bytes(world_size)
     if trace.convolution_slack:
         beside += gpu.cudnn_bytes
     device: dict[Metric, Interval] = {

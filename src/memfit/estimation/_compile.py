@@ -27,11 +27,7 @@ _PLACES = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", 
 
 
 def compile_blocks(program: Program, blocks: Sequence[nn.Module] | None = None) -> Program:
-    """Make each block run as ``torch.compile`` would run it on CUDA, and return the program.
-
-    Equal blocks are compiled once. A block that cannot be compiled runs as it is, with a note. A checkpoint around a
-    compiled block works, one inside of it is lost.
-    """
+    """Make each block run as ``torch.compile`` runs it; one that cannot be compiled runs as it is, with a note."""
     compiler = _Compiler(program)
     for block in find_blocks(program.model) if blocks is None else blocks:
         block.forward = compiler.wrap(block.forward, block, type(block).__name__)
@@ -218,9 +214,8 @@ def _is_needed_whole(node: fx.Node) -> bool:
 class _Runner:
     """Makes and drops the buffers that the compiled graph would, in its place.
 
-    Inductor computes a pointwise value where it is used, unless something needs it whole, and lets a loop write into a
-    buffer that ends with it. Source: PyTorch 2.13, torch/_inductor/ir.py (``StorageBox``), scheduler.py (in-place
-    reuse). Which loops become one kernel is not modelled.
+    Inductor computes a pointwise value where it is used, unless something needs it whole (_inductor/ir.py), and lets a
+    loop write into a buffer that ends with it (_inductor/scheduler.py). Which loops become one kernel is not modelled.
     """
 
     _boxed_call = True

@@ -21,10 +21,10 @@ from torch.library import Library
 
 from memfit.estimation import _attention
 from memfit.estimation._events import Phase
+from memfit.estimation._gpus import BLAS_LARGE, BLAS_SMALL
 
 _aten = torch.ops.aten
 
-_MIB = 2**20
 _MATRIX_PRODUCTS = frozenset(
     getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_grouped_mm")
 )
@@ -141,15 +141,11 @@ class CudaOps:
             self.notes[_BENCHMARK] = None
 
     def workspaces(self, func: Any, *, in_backward: bool) -> Sequence[int]:
-        """Return the bytes of lasting workspaces that an operation is the first to need.
-
-        cuBLAS has a handle for each thread, and the backward pass runs in one of its own. Source:
-        aten/src/ATen/cuda/CublasHandlePool.cpp, ``parseChosenWorkspaceSize``, PyTorch 2.13.
-        """
+        """Return the bytes of lasting workspaces that an operation is the first to need: cuBLAS's, one a thread."""
         if func not in _MATRIX_PRODUCTS or in_backward in self._threads_with_workspace:
             return ()
         self._threads_with_workspace.add(in_backward)
-        return (32 * _MIB if self.architecture in ("hopper", "blackwell") else 8 * _MIB + 128 * 1024,)
+        return (BLAS_LARGE if self.architecture in ("hopper", "blackwell") else BLAS_SMALL,)
 
 
 def _without_autocast() -> Any:
@@ -214,10 +210,6 @@ def _soften(operation: Any, tensor: Tensor, dim: int, dtype: torch.dtype | None 
     return result
 
 
-def _num_bytes(tensor: Any) -> int:
-    return tensor.numel() * tensor.element_size() if isinstance(tensor, Tensor) else 0
-
-
 def _is_channels_last(tensor: Tensor) -> bool:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
@@ -231,21 +223,18 @@ def _unfolded(args: Sequence[Any], result: Tensor) -> int:
 
 
 def _scratch_of_convolution(args: Sequence[Any], result: Any) -> Sequence[int]:
-    """cuDNN converts NCHW tensors to NHWC in its workspace (developer guide, "Tensor transformations").
-
-    Depthwise convolutions run kernels of PyTorch, without a workspace.
-    """
+    """cuDNN converts NCHW to NHWC in its workspace (developer guide); depthwise convolutions run kernels of PyTorch."""
     image, weight, groups = args[0], args[1], args[8]
     if _is_channels_last(image) or groups == image.shape[1] > 1:
         return ()
-    return (_num_bytes(image) + _num_bytes(weight) + _num_bytes(result),)
+    return (image.nbytes + weight.nbytes + result.nbytes,)
 
 
 def _scratch_of_convolution_backward(args: Sequence[Any], result: Any) -> Sequence[int]:
     grad, image, weight, groups = args[0], args[1], args[2], args[9]
     if _is_channels_last(image) or groups == image.shape[1] > 1:
         return ()
-    return (max(_num_bytes(image) + _num_bytes(weight) + _num_bytes(grad), _transformed(args)),)
+    return (max(image.nbytes + weight.nbytes + grad.nbytes, _transformed(args)),)
 
 
 def _transformed(args: Sequence[Any]) -> int:
@@ -270,19 +259,13 @@ def _transformed(args: Sequence[Any]) -> int:
 
 
 def _scratch_of_embedding_backward(args: Sequence[Any], result: Any) -> Sequence[int]:
-    """More than 3072 indices are sorted: two sorted columns, their ranges and the sort's own copies, of int64.
-
-    Source: ATen/native/cuda/Embedding.cu, ``embedding_dense_backward_cuda``.
-    """
+    """More than 3072 indices are sorted: six columns of int64 (ATen/native/cuda/Embedding.cu)."""
     count = args[1].numel()
     return (6 * 8 * count,) if count > 3072 else ()
 
 
 def _scratch_of_foreach_norm(args: Sequence[Any], result: Any) -> Sequence[int]:
-    """A partial norm for each chunk of 65 536 elements of the largest tensor, for every tensor.
-
-    Source: ATen/native/cuda/ForeachReduceOp.cu, ``foreach_tensor_norm_cuda``.
-    """
+    """Each tensor has a norm for each 65,536 elements of the largest (ATen/native/cuda/ForeachReduceOp.cu)."""
     tensors = args[0]
     chunks = max(-(-tensor.numel() // 65536) for tensor in tensors)
     return (4 * len(tensors) * chunks,)

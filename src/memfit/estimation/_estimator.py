@@ -64,7 +64,7 @@ def estimate_step(
     found = trace(make, architecture=architecture, real_data=real_data)
     peaks = find_peaks(found)
     figures, by_phase, parts = bound_device(peaks, replay(found, allocator), device, found, world_size=world_size)
-    beside = device.context_bytes + device.nccl_bytes(world_size)
+    beside = device.outside_bytes(world_size)
     verdict, notes = None if gpu is None else judge(figures["device_bytes"], gpu.total_bytes), found.notes
     allowed = int(device.total_bytes * (allocator.per_process_memory_fraction if allocator else 1.0))
     is_above = figures["device_bytes"].upper > device.total_bytes or figures["reserved_bytes"].upper > allowed
@@ -170,7 +170,7 @@ def _assemble(model: Any, batch: Any, loss: Loss, notes: Iterable[str], setup: S
     from memfit.estimation._program import Program, find_blocks, find_dtypes
 
     def count(parameters: Iterable[torch.nn.Parameter]) -> int:
-        return sum(one.numel() * one.element_size() for one in parameters)
+        return sum(one.nbytes for one in parameters)
 
     blocks = find_blocks(model)
     whole, in_blocks = count(model.parameters()), [count(block.parameters()) for block in blocks]

@@ -57,12 +57,7 @@ class Peak:
 
 
 def find_peaks(trace: Trace) -> dict[Phase, Peak]:
-    """Return the peak of each phase, in order of appearance.
-
-    >>> events = [Event(1, 8, "build"), Event(2, 4, "forward"), Event(2, 0, "forward")]
-    >>> find_peaks(Trace(events, {1: "weights", 2: "inputs"}))["forward"].parts
-    {'weights': 8, 'inputs': 4}
-    """
+    """Return the peak of each phase, in order of appearance."""
     sizes: dict[int, int] = {}
     alive: dict[Part, int] = {}
     peaks: dict[Phase, Peak] = {}

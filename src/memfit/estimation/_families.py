@@ -500,12 +500,7 @@ _NEAREST = {
 
 
 def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
-    """Return what the model of a ``config.json`` is made of.
-
-    >>> gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-    >>> find_anatomy(gpt2).num_parameters
-    124439808
-    """
+    """Return what the model of a ``config.json`` is made of."""
     read = ModelConfig(config)
     kind = read.text("model_type", default="")
     kind = _ALIASES.get(kind, kind)

@@ -34,9 +34,6 @@ _STATES_IN_8_BITS = 2 + 2 * 4 / 256
 _MOMENTS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0, "none": 0}
 #: DeepSpeed's reduce_bucket_size and allgather_bucket_size, in numbers (runtime/zero/config.py).
 _BUCKET = 500_000_000
-#: cuBLAS's workspace for each thread that multiplies: 4096 KiB x 2 + 16 KiB x 8, 32 MiB on Hopper
-#: (aten/src/ATen/cuda/CublasHandlePool.cpp, PyTorch 2.13).
-_WORKSPACE = Interval(2 * 4096 * 1024 + 8 * 16 * 1024, 32 << 20)
 #: Frequencies of rotary positions and similar: kilobytes.
 _BUFFERS = 1 << 20
 #: How far the truth may lie above the count: of a known family, of another one.
@@ -78,7 +75,7 @@ def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None
         "allocated_bytes": peak,
         "active_bytes": peak,
         "reserved_bytes": reserved,
-        "device_bytes": reserved + device.context_bytes + device.nccl_bytes(setup.world_size),
+        "device_bytes": reserved + device.outside_bytes(setup.world_size),
     }
     return Estimate(
         figures,
@@ -385,8 +382,7 @@ class _Case:
     def _logits(self) -> tuple[Interval, Interval]:
         """The most that logits and loss take in the forward pass, and in the backward pass.
 
-        Forward: the logits, their fp32 copy and the log-probabilities, which are kept. Backward: these, their gradient
-        and that of the logits. A loss in chunks is computed again chunk by chunk, or keeps all log-probabilities.
+        A loss in chunks is computed again chunk by chunk, or keeps all log-probabilities.
         """
         head, batch = self.anatomy.head, self.setup.batch
         if head is None:
@@ -468,11 +464,11 @@ class _Case:
         inside = Interval.highest(self.block_temporaries(stack) for stack in stacks)
         halved = Interval(inside.value // 2, (inside + one).upper if again else inside.upper)
         made, torn = self._logits()
-        threads = _WORKSPACE.times(2)
+        threads = ANY_GPU.cublas_workspace_bytes.times(2)
         accumulated = self.gradients if setup.num_microbatches > 1 else Interval()
         spare = Interval(self.num_largest * self.trained)  # a gradient before it is added to one that is there
         run = {"cast_weights": self._cast, "gradients": accumulated}
-        ahead = {"activations": kept, "workspaces": _WORKSPACE, **run}
+        ahead = {"activations": kept, "workspaces": ANY_GPU.cublas_workspace_bytes, **run}
         forward = [self._moment(gathered, temporaries=one_of, **ahead) for one_of in (made, halved)]
 
         weight = self.load

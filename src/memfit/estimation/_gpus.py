@@ -9,8 +9,9 @@ from memfit.errors import ConfigError, nearest
 from memfit.estimation._interval import Interval
 from memfit.units import GIB, KIB, MIB, format_bytes, parse_bytes
 
-_BLAS_SMALL = 2 * 4096 * KIB + 16 * 8 * KIB
-_BLAS_LARGE = 8 * 4096 * KIB
+#: The workspace of a cuBLAS handle before Hopper, and since (aten/src/ATen/cuda/CublasHandlePool.cpp, torch 2.13).
+BLAS_SMALL = 2 * 4096 * KIB + 16 * 8 * KIB
+BLAS_LARGE = 8 * 4096 * KIB
 #: The smallest of 1,017 networks of timm took 1,731 MiB of an A100 at a batch of eight, 62 of them for its tensors, and
 #: a net of one neuron 1,237 (itu-rad/GPUMemNet, Related_works/FakeTensor): 432 MiB, rounded up for larger cards.
 _CUDNN = Interval(0, 512 * MIB)
@@ -44,14 +45,14 @@ class Gpu:
 
     @property
     def cublas_workspace_bytes(self) -> Interval:
-        """Return the workspace of one cuBLAS handle on one stream, in bytes; torch's allocator holds it.
-
-        The forward and the backward pass run in two threads, with a handle each. Source:
-        aten/src/ATen/cuda/CublasHandlePool.cpp and torch/backends/cuda/__init__.py (torch 2.13).
-        """
+        """Return the workspace of one cuBLAS handle, in bytes; the forward and the backward pass have one each."""
         if self.compute_capability is None:
-            return Interval(_BLAS_SMALL, _BLAS_LARGE)
-        return Interval(_BLAS_LARGE if float(self.compute_capability) >= 9.0 else _BLAS_SMALL)
+            return Interval(BLAS_SMALL, BLAS_LARGE)
+        return Interval(BLAS_LARGE if float(self.compute_capability) >= 9.0 else BLAS_SMALL)
+
+    def outside_bytes(self, world_size: int) -> Interval:
+        """Return what a process takes outside of torch's allocator, in bytes."""
+        return self.context_bytes + self.nccl_bytes(world_size)
 
     def nccl_bytes(self, world_size: int) -> Interval:
         """Return what NCCL takes for a group of so many devices, in bytes, outside of torch's allocator.
@@ -172,11 +173,7 @@ def find_gpu(text: str) -> Gpu:
 
 
 def _key(name: str) -> str:
-    """Return the part of a name that everybody writes.
-
-    >>> _key("NVIDIA GeForce RTX 4070 Ti SUPER"), _key("Tesla V100-SXM2-32GB"), _key("H100 80GB HBM3"), _key("h100-80")
-    ('4070tisuper', 'v10032', 'h10080', 'h10080')
-    """
+    """Return the part of a name that everybody writes: 4070tisuper of NVIDIA GeForce RTX 4070 Ti SUPER."""
     words = re.split(r"[\s_\-]+", name.strip().lower())
     dropped = {"nvidia", "geforce", "tesla", "rtx", "pcie", "generation", "blackwell"}
     kept = [word for word in words if word not in dropped and not re.fullmatch(r"sxm\d?|hbm\d?e?|.*edition", word)]

@@ -21,8 +21,7 @@ CLASSIFIERS = ("classifier", "score")
 class QuantizedLinear(nn.Module):
     """A linear layer whose frozen weight is held in 4 or 8 bits, with the memory of bitsandbytes' layers.
 
-    The 4-bit layer keeps no input for the backward pass: it makes the weight again there. The 8-bit layer keeps its
-    input (bitsandbytes 0.45, autograd/_functions.py, MatMul8bitLt). The bias may be on the meta device.
+    The 4-bit layer makes its weight again in the backward pass; the 8-bit layer keeps its input (MatMul8bitLt).
     """
 
     def __init__(
@@ -122,11 +121,7 @@ def _find_features(module: nn.Module) -> tuple[int, int]:
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer and two narrow trained ones beside it, as PEFT's ``tuners/lora/layer.py`` runs them.
-
-    The adapters are fp32, to which PEFT casts them on 16-bit models (``autocast_adapter_dtype``), and so is the copy of
-    the input that is kept for the backward pass. There is no dropout.
-    """
+    """A frozen linear layer and two narrow fp32 ones beside it, as PEFT's ``tuners/lora/layer.py`` runs them."""
 
     def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
@@ -145,10 +140,7 @@ class LoraLinear(nn.Module):
 
 
 def add_lora(model: nn.Module, rank: int, targets: Sequence[str], *, head: nn.Module | None = None) -> int:
-    """Freeze a model but its classifier, put adapters beside linear layers, and return how many.
-
-    ``targets`` are last parts of the layers' names, or ``all-linear`` for all but the ``head``.
-    """
+    """Freeze a model but its classifier, put adapters beside linear layers (by last names), and return how many."""
     model.requires_grad_(False)
     linears = {name: module for name, module in model.named_modules() if _is_linear(module)}
     if "all-linear" in targets:

@@ -27,22 +27,14 @@ _GATHERING, _REDUCING = 1, 2
 
 
 def shard(program: Program, setup: Setup) -> Program:
-    """Return the program of one rank under ``ddp`` or ``fsdp``; in a fake tensor mode.
-
-    The model and the optimizer are changed in place. Full weights die in the build phase: real programs build on the
-    host or shard by shard.
-    """
+    """Return the program of one rank under ``ddp`` or ``fsdp``; model and optimizer are changed in place."""
     if setup.world_size == 1 or setup.strategy == "none":
         return program
     return _shard_ddp(program) if setup.strategy == "ddp" else shard_fully(program, setup)
 
 
 def _shard_ddp(program: Program) -> Program:
-    """Add DDP's copy of all gradients (``gradient_as_bucket_view=False``), in buckets of one dtype.
-
-    Not modelled: the size of buckets, and broadcasts of weights and buffers. Source: torch 2.13
-    torch/csrc/distributed/c10d/reducer.cpp, ``initialize_buckets``.
-    """
+    """Add DDP's copy of all gradients, in a bucket for each dtype (torch/csrc/distributed/c10d/reducer.cpp)."""
     sizes: dict[torch.dtype, int] = {}
     for parameter in program.model.parameters():
         if parameter.requires_grad:
@@ -68,10 +60,7 @@ def _make_ghost(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 @dataclass(eq=False)
 class _Weight:
-    """A parameter: its ghost in the modules, and rank 0's share, padded on the first dimension.
-
-    Source: torch 2.13 torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``_init_sharded_param``.
-    """
+    """A parameter: its ghost in the modules, and rank 0's share, padded on the first dimension (_fsdp_param.py)."""
 
     ghost: nn.Parameter
     shard: nn.Parameter
@@ -195,10 +184,7 @@ class _Group:
         del flat
 
     def _finish_gathering(self) -> None:
-        """Copy weights out of the buffer, which the forward pass keeps until the next group has gathered.
-
-        Source: ``wait_for_unshard``, ``foreach_all_gather_copy_out``.
-        """
+        """Copy weights out of the buffer, which the forward pass keeps until the next group has gathered."""
         if self.pending is None:
             return
         if self.state == "forward":

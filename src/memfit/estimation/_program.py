@@ -67,11 +67,7 @@ def find_dtypes(setup: Setup) -> tuple[torch.dtype, torch.dtype | None]:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that a model repeats: what is checkpointed, sharded and compiled one by one.
 
-    They are the items of each outermost ``nn.ModuleList`` or ``nn.Sequential`` of two or more modules of one class,
-    which hold at least a twentieth of the model's parameters.
-
-    >>> len(find_blocks(nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(3))})))
-    3
+    They are the items of each outermost list of two or more modules of one class, with a twentieth of all parameters.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     blocks: list[nn.Module] = []

@@ -104,8 +104,7 @@ def _without_building(events: Sequence[Event]) -> list[Event]:
 def _converting_fakes() -> Iterator[None]:
     """Let a model on fake tensors change its dtype and be copied.
 
-    ``Module.to`` uses ``swap_tensors``, which refuses fake weights with another reference, and a copied fake tensor has
-    a copy of its mode. Source: torch/nn/modules/module.py, ``_apply``; torch/_tensor.py, ``__deepcopy__``, torch 2.13.
+    ``Module.to`` refuses fake weights with another reference, and a copied fake tensor has a copy of its mode.
     """
     convert, copy_any = nn.Module._apply, torch.Tensor.__deepcopy__
 
