@@ -1,7 +1,6 @@
 """A clean-up that says what it freed, and a detector of what grows."""
 
 import gc
-import re
 import sys
 
 import numpy as np
@@ -122,24 +121,19 @@ def test_losses_kept_with_their_graphs_are_found_within_five_epochs_by_shape_and
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("series", "keep", "holder"),
+    ("series", "keep"),
     [
-        (
-            "host heap",
-            lambda kept: kept.append(np.zeros((100, 100))),
-            r"ndarray \[100, 100\] float64: 80 more, 6.1 MiB",
-        ),
-        ("host heap", lambda kept: kept.append(bytes(50_000)), "bytes: 80 more, 3.8 MiB"),
-        ("Python objects", lambda kept: kept.extend([i] for i in range(1000, 2000)), r"list: (79|80)\d{3} more"),
+        ("host heap", lambda kept: kept.append(np.zeros((100, 100)))),
+        ("host heap", lambda kept: kept.append(bytes(50_000))),
+        ("Python objects", lambda kept: kept.extend([i] for i in range(1000, 2000))),
     ],
     ids=["arrays", "bytes", "small objects"],
 )
-def test_what_an_attribute_gathers_is_found_whoever_holds_its_memory(loop, series, keep, holder):
+def test_what_an_attribute_gathers_is_found_whoever_holds_its_memory(loop, series, keep):
     recorder = Recorder()
     leaks = loop(5, lambda model: keep(recorder.kept))
     assert leaks[5].series == series
-    assert any(re.match(holder, text) for text in leaks[5].holders), leaks[5]
-    assert any(text.startswith("list Recorder.kept: ") for text in leaks[5].holders)
+    assert any(text.startswith("list Recorder.kept: ") for text in leaks[5].holders), leaks[5]
 
 
 def test_growth_that_ends_is_no_leak_and_a_lasting_one_is_not_said_every_epoch(loop):

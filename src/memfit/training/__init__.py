@@ -23,7 +23,7 @@ from memfit.training._leaks import Leak, LeakDetector
 from memfit.training._oom import Cleanup, OomKind, classify_oom, clean_up
 from memfit.training._preflight import Longest, PhaseMemory, PreflightReport, find_longest, preflight
 from memfit.training._process import rng_state, seed_everything, set_rng_state
-from memfit.training._records import EpochRecord, FitResult, OomEvent, SkipPolicy, StepOutcome
+from memfit.training._records import EpochRecord, FitResult, SkipPolicy, StepOutcome
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._split import WHOLE, ByGroup, BySample, Split
 from memfit.training._step import SafeStep
@@ -45,7 +45,6 @@ __all__ = [
     "LeakDetector",
     "Longest",
     "MicrobatchSizes",
-    "OomEvent",
     "OomKind",
     "PhaseMemory",
     "PreflightReport",

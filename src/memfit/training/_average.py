@@ -23,14 +23,7 @@ _NUM_NAMED = 5
 
 @dataclass(frozen=True)
 class Source:
-    """A file that went into an average.
-
-    Attributes:
-        path: As it was given.
-        sha256: Of its bytes.
-        epoch: After which epoch it was written; None if it does not say.
-        fit: The training that wrote it; None if it does not say.
-    """
+    """A file that went into an average; ``epoch`` and ``fit``, the training, are None where it does not say."""
 
     path: str
     sha256: str
@@ -45,13 +38,10 @@ def average_checkpoints(
     integer_buffers: IntegerBuffers = "equal",
     allow_unrelated: bool = False,
 ) -> tuple[Source, ...]:
-    """Write the mean of checkpoints' weights, tensor by tensor, summed in float64.
+    """Write the mean of the weights of checkpoints of *one* training, tensor by tensor, summed in float64.
 
     The inputs are mapped, not loaded: beside the result, memory holds one tensor of each at a time. The output is a
     checkpoint whose ``model`` is the averaged state dict and whose ``sources`` lists the inputs.
-
-    Averaging means something for late weights of *one* training. Different trainings, folds included, end in different
-    valleys, and the point between them is in none: average their predictions instead.
 
     Args:
         inputs: Checkpoints and snapshots of memfit's; files of ``torch.save`` with a state dict, bare or under
@@ -68,10 +58,8 @@ def average_checkpoints(
     Raises:
         UsageError: If names, shapes or types differ, values are not numbers, or the files are unrelated.
         DamagedError: If a file is cut short or differs from its checksum.
-        OSError: If a file cannot be read.
 
-    Source:
-        Izmailov et al. 2018, https://arxiv.org/abs/1803.05407: averaged are points along *one* training.
+    Source: Izmailov et al. 2018, https://arxiv.org/abs/1803.05407.
 
     Example:
         >>> import tempfile
@@ -98,23 +86,20 @@ def average_checkpoints(
     done: dict[tuple[Any, ...], torch.Tensor] = {}
     for name in states[0]:
         values = [state[name] for state in states]
-        if all(isinstance(value, torch.Tensor) for value in values):
-            place = tuple(
-                (one.untyped_storage().data_ptr(), one.dtype, one.storage_offset(), one.shape, one.stride())
-                for one in values
-            )
-            if place not in done:  # weights that are tied in all inputs stay tied
-                done[place] = _mean(name, values, paths, integer_buffers)
-            averaged[name] = done[place]
-        else:
+        if not all(isinstance(value, torch.Tensor) for value in values):
             averaged[name] = _same(name, values, paths)
-    first, fits = contents[0], {source.fit for source in sources}
+            continue
+        place = tuple((one.data_ptr(), one.dtype, one.shape, one.stride()) for one in values)
+        if place not in done:  # weights that are tied in all inputs stay tied
+            done[place] = _mean(name, values, paths, integer_buffers)
+        averaged[name] = done[place]
+    is_one = len({source.fit for source in sources}) == 1
     state = {
         "memfit_checkpoint": 1,
         "model": averaged,
-        "fit": sources[0].fit if len(fits) == 1 else None,
-        "identity": first.get("identity"),
-        "provenance": first.get("provenance") if len(fits) == 1 else None,
+        "fit": sources[0].fit if is_one else None,
+        "identity": contents[0].get("identity"),
+        "provenance": contents[0].get("provenance") if is_one else None,
         "epoch": max((source.epoch for source in sources if source.epoch is not None), default=None),
         "sources": [asdict(source) for source in sources],
         "integer_buffers": integer_buffers,
@@ -125,19 +110,17 @@ def average_checkpoints(
 
 
 def _check_paths(paths: Sequence[Path], output: Path) -> None:
+    resolved = [path.resolve() for path in paths]
     if not paths:
         raise UsageError(
-            "There is nothing to average.",
-            rule="one checkpoint is needed at least.",
-            remedy="name the files to average",
+            "There is nothing to average.", rule="it takes one checkpoint or more.", remedy="name the files"
         )
-    if output.exists() and any(path.exists() and output.samefile(path) for path in paths):
+    if output.resolve() in resolved:
         raise UsageError(
             f"{output} is one of the files to average.",
             rule="the inputs stay as they are, so that the average can be checked.",
             remedy="name another --output",
         )
-    resolved = [path.resolve() for path in paths]
     if twice := next((path for path in resolved if resolved.count(path) > 1), None):
         raise UsageError(
             f"{twice} is named twice.", rule="each file counts once in a mean.", remedy="name each file once"

@@ -403,12 +403,7 @@ def position_of(state: Mapping[str, Any]) -> Position:
 
 
 def tensor_bytes(state: Any) -> int:
-    """Return the bytes of all tensors in dicts, lists and tuples, each storage once.
-
-    >>> weights = torch.zeros(1000)
-    >>> tensor_bytes({"a": weights, "b": [weights[:500], 3]})
-    4000
-    """
+    """Return the bytes of all tensors in dicts, lists and tuples, each storage once."""
     leaves = torch.utils._pytree.tree_leaves(state)
     storages = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -11,6 +11,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from memfit.errors import UsageError, nearest
+from memfit.successors import find_gone
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,20 +33,7 @@ def bad_setting(name: str, value: Any, rule: str, remedy: str = "") -> UsageErro
 
 
 def checked_arguments(call: Callable[P, T]) -> Callable[P, T]:
-    """Refuse an argument that a call does not have, or one whose ``Checked`` type excludes its value.
-
-    >>> def fit(num_epochs: Checked[int]) -> None: ...
-    >>> checked_arguments(fit)(num_epoch=3)
-    Traceback (most recent call last):
-    memfit.errors.UsageError: There is no argument 'num_epoch'.
-      rule: the arguments are num_epochs.
-      do:   did you mean 'num_epochs'?
-    >>> checked_arguments(fit)("3")
-    Traceback (most recent call last):
-    memfit.errors.UsageError: num_epochs is '3' (str).
-      rule: it is a valid integer.
-      do:   set num_epochs to another value
-    """
+    """Refuse an argument that a call does not have, or one whose ``Checked`` type excludes its value."""
     signature = inspect.signature(call)
     known = [name for name, one in signature.parameters.items() if name != "self" and one.kind is not one.VAR_KEYWORD]
     takes_more = len(known) < len(signature.parameters) - ("self" in signature.parameters)
@@ -54,7 +42,11 @@ def checked_arguments(call: Callable[P, T]) -> Callable[P, T]:
     def wrapped(*args: P.args, **settings: P.kwargs) -> T:
         for name in settings:
             if name not in known and not takes_more:
-                raise unknown_argument(name, known, f"the arguments are {', '.join(known)}")
+                owner, rule = call.__qualname__.partition(".")[0], f"the arguments are {', '.join(known)}"
+                if (gone := find_gone("argument", f"memfit.training.{owner}({name}=)")) is None:
+                    raise unknown_argument(name, known, rule)
+                what = f"{owner} has no argument {name} since memfit {gone.since}."
+                raise UsageError(what, rule=f"{rule}.", remedy=f"use {gone.new}")
         types = get_type_hints(call, include_extras=True)
         for name, value in signature.bind(*args, **settings).arguments.items():
             if _CHECKED in get_args(types.get(name))[1:]:

@@ -64,11 +64,7 @@ def autocast(model: torch.nn.Module, precision: Precision | None) -> AbstractCon
 
 
 def choose_precision(precision: Precision | None, device: torch.device) -> Precision:
-    """Return the precision with ``None`` and ``"auto"`` decided for a device.
-
-    >>> choose_precision("auto", torch.device("cpu"))
-    'float32'
-    """
+    """Return the precision with ``None`` and ``"auto"`` decided for a device."""
     known = [*_DTYPES, "auto"]
     if precision is not None and precision not in known:
         raise UsageError(

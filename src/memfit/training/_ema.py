@@ -33,9 +33,7 @@ class Ema:
         snapshot_name: How the files are named, by ``{epoch}`` and ``{fold}``.
         fold: What ``{fold}`` stands for.
 
-    Source:
-        ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` computes the same, with a second module.
-        The warm-up is that of ``tf.train.ExponentialMovingAverage``.
+    Source: ``get_ema_multi_avg_fn`` of ``torch.optim.swa_utils``; ``tf.train.ExponentialMovingAverage`` (warm-up).
 
     Example:
         >>> model = torch.nn.Linear(1, 1)
@@ -144,12 +142,8 @@ class Ema:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average, the number of updates, and what it was made with."""
-        return {
-            "average": dict(self._average),
-            "num_updates": self.num_updates,
-            "decay": self.decay,
-            "warmup": self.warmup,
-        }
+        settings = {"num_updates": self.num_updates, "decay": self.decay, "warmup": self.warmup}
+        return {"average": dict(self._average), **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave; another decay or warm-up is a ``UsageError``."""
@@ -171,24 +165,13 @@ class Ema:
         self.num_updates = state["num_updates"]
 
     def path(self, folder: Path, epoch: int) -> Path:
-        """Return the file of an epoch's snapshot.
-
-        >>> Ema(0.9, snapshot_name="ranker_fold{fold}_ema_epoch{epoch}.pt", fold=2).path(Path("models"), 3).name
-        'ranker_fold2_ema_epoch3.pt'
-        """
+        """Return the file of an epoch's snapshot."""
         return folder / self.snapshot_name.format(epoch=epoch, fold=self.fold)
 
     def snapshot(self, model: torch.nn.Module, epoch: int, folder: Path, facts: Mapping[str, Any]) -> Path | None:
-        """Write the averaged model at the end of an epoch, if that epoch is listed.
+        """Write the averaged model at the end of an epoch, counted from 1, if that epoch is listed; return the file.
 
-        Args:
-            model: The model that is averaged.
-            epoch: The epoch that has ended, counted from 1.
-            folder: Where the file goes.
-            facts: What else goes into it: by ``fit`` and ``identity``, ``memfit average`` knows files of one training.
-
-        Returns:
-            The file, which ``load_checkpoint`` reads, or None for an epoch that is not listed.
+        ``facts`` goes into it too: by ``fit`` and ``identity``, ``memfit average`` knows files of one training.
         """
         if epoch not in self.snapshot_epochs or self.num_updates == 0:
             return None
@@ -210,10 +193,7 @@ class Ema:
     def report_missing(self, folder: Path, *, done: int, num_epochs: int) -> tuple[int, ...]:
         """Warn of listed epochs that have no snapshot and will have none; return them.
 
-        Args:
-            folder: Where the snapshots go.
-            done: The epochs that have ended; a snapshot of the last of them may still be written.
-            num_epochs: The epochs that will be trained.
+        A snapshot of the last of the ``done`` epochs may still be written.
         """
         missing = tuple(
             epoch
@@ -222,8 +202,6 @@ class Ema:
         )
         if missing:
             record("ema_missing", epochs=list(missing), num_epochs=num_epochs)
-            text = (
-                f"There will be no snapshot of the average at epochs {list(missing)}: {done} of {num_epochs} are done."
-            )
-            warnings.warn(text, CheckpointWarning, stacklevel=3)
+            what = f"There will be no snapshot of the average at epochs {list(missing)}"
+            warnings.warn(f"{what}: {done} of {num_epochs} are done.", CheckpointWarning, stacklevel=3)
         return missing

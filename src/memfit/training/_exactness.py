@@ -156,10 +156,6 @@ class Exactness:
 
 
 def place(where: Mapping[str, Any]) -> str:
-    """Return where a training is, in words.
-
-    >>> place({"epoch": 2, "step": 3, "num_steps": 9}), place({})
-    ('epoch 2, step 3 of 9', 'this step')
-    """
+    """Return where a training is, such as ``epoch 2, step 3 of 9``."""
     text = ", ".join(f"{name} {where[name]}" for name in ("epoch", "step") if name in where) or "this step"
     return f"{text} of {where['num_steps']}" if "step" in where and "num_steps" in where else text

@@ -28,8 +28,8 @@ _TAIL_BYTES = 1 << 14
 _RECORD_NAME = re.compile(r"oom_(\d+)\.json")
 
 
-def record_oom(text: str, kind: OomKind, *, model: Any, optimizer: Any, where: Mapping[str, Any]) -> Path | None:
-    """Write the event ``oom`` and the flight record, with an event of its own; return the record's file."""
+def record_oom(text: str, kind: OomKind, *, model: Any, optimizer: Any, where: Mapping[str, Any]) -> None:
+    """Write the event ``oom`` and the flight record, with an event of its own."""
     first_line = text.partition("\n")[0]
     size = f", microbatch size {where['microbatch_size']}" if where.get("microbatch_size") else ""
     told = f"is out of {kind} memory in phase {where.get('phase')}, {place(where)}{size}: {first_line}"
@@ -37,7 +37,6 @@ def record_oom(text: str, kind: OomKind, *, model: Any, optimizer: Any, where: M
     path = write_flight_record(text, kind, model=model, optimizer=optimizer, where=where)
     if path is not None:
         record("flight_record", file=path.name, **where)
-    return path
 
 
 def write_flight_record(

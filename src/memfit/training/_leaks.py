@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import combinations, pairwise
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 
 from memfit.rundir import read_heap, record
@@ -26,8 +26,9 @@ _RISING_SHARE = 0.8
 _MAX_HOLDERS = 5
 _CONTAINERS = (list, dict, set, deque)
 _LONG = 16
-_UNTRACKED = (np.ndarray, bytes, bytearray, str)  # Python's collector does not know them
-_LARGE_BYTES = 512
+
+#: Living tensors by kind and bytes, and the lengths of long containers by address.
+_Census = tuple[Counter[tuple[str, int]], dict[int, int]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Leak:
         series: What grows: ``host heap``, ``Python objects`` or a device such as ``cuda:0``.
         slope: Its growth per epoch (Theil-Sen): bytes, or the number of Python's small objects.
         num_epochs: Over how many epochs.
-        holders: What grew meanwhile, the largest first.
+        holders: Tensors that became more, by shape, then containers that became longer, by name.
     """
 
     series: str
@@ -70,7 +71,7 @@ class LeakDetector:
         ...     leak = detector.end_epoch()
         ...     if leak:
         ...         print(epoch, leak.series, leak.holders[0])
-        5 host heap bytearray: 128 more, 32.0 MiB
+        5 host heap list of a local variable: 128 elements more
     """
 
     def __init__(self, *, floor_bytes: int = MIB, floor_objects: int = 10_000) -> None:
@@ -94,12 +95,12 @@ class LeakDetector:
         if not rising:
             self._earlier = None
             return None
-        self._earlier = self._earlier or _Census()
+        self._earlier = self._earlier or _census()
         sure = next((name for name in rising if len(self._series[name]) >= _MIN_POINTS), None)
         if sure is None:
             return None
         values = self._series[sure]
-        leak = Leak(sure, _theil_sen_slope(values), len(values), tuple(_Census().growth_since(self._earlier)))
+        leak = Leak(sure, _theil_sen_slope(values), len(values), tuple(_growth_since(self._earlier)))
         self._silent_until = 2 * self._num_epochs  # else it would be said in every epoch
         self._series.clear()
         self._earlier = None
@@ -118,12 +119,9 @@ class LeakDetector:
 
 
 def _theil_sen_slope(values: Sequence[float]) -> float:
-    """The median of the slopes between all pairs of equally spaced values: a few outliers do not move it.
+    """Return the median of the slopes between all pairs of values: a few outliers do not move it.
 
     Source: Sen, Estimates of the regression coefficient based on Kendall's tau, JASA 63 (1968).
-
-    >>> _theil_sen_slope([1, 3, 5, 700, 9])
-    2.0
     """
     pairs = combinations(enumerate(values), 2)
     return float(statistics.median((late - early) / (j - i) for (i, early), (j, late) in pairs))
@@ -139,50 +137,28 @@ def _living() -> dict[str, int]:
     return devices | ({"host heap": heap["live_bytes"]} if heap else {}) | {_OBJECTS: sys.getallocatedblocks()}
 
 
-class _Census:
-    """The number and bytes of living objects by kind, and the lengths of long containers."""
-
-    def __init__(self) -> None:
-        objects = gc.get_objects()
-        inner = (one for start in range(0, len(objects), 10_000) for one in gc.get_referents(*objects[start:][:10_000]))
-        large = {id(one): one for one in inner if type(one) in _UNTRACKED and sys.getsizeof(one) >= _LARGE_BYTES}
-        self.kinds: dict[str, tuple[int, int]] = {}
-        for one in (*objects, *large.values()):
-            kind, num_bytes = _describe(one)
-            count, total = self.kinds.get(kind, (0, 0))
-            self.kinds[kind] = count + 1, total + num_bytes
-        self.lengths = {id(one): len(one) for one in objects if type(one) in _CONTAINERS and len(one) >= _LONG}
-
-    def growth_since(self, earlier: _Census) -> list[str]:
-        """Return what there is more of than in ``earlier``: kinds by bytes, then the containers that became longer."""
-        kinds = []
-        for kind, (count, num_bytes) in self.kinds.items():
-            count_before, bytes_before = earlier.kinds.get(kind, (0, 0))
-            if num_bytes > bytes_before and count > count_before:
-                text = f"{kind}: {count - count_before} more, {format_bytes(num_bytes - bytes_before)}"
-                kinds.append((num_bytes - bytes_before, text))
-        kinds = sorted(kinds, reverse=True)[:_MAX_HOLDERS]
-        longer = {address: length - earlier.lengths.get(address, length) for address, length in self.lengths.items()}
-        longer.pop(id(earlier.lengths), None)
-        longest = {address: longer[address] for address in sorted(longer, key=lambda one: -longer[one])[:_MAX_HOLDERS]}
-        return [text for size, text in kinds if size >= kinds[0][0] / 100] + [
-            f"{type(one).__name__} {_name_of(one)}: {longest[id(one)]} elements more"
-            for one in gc.get_objects()
-            if longest.get(id(one), 0) > 0 and type(one) in _CONTAINERS
-        ]
+def _census() -> _Census:
+    objects = gc.get_objects()
+    tensors: Counter[tuple[str, int]] = Counter()
+    for one in objects:
+        if issubclass(type(one), torch.Tensor):  # isinstance() would ask foreign objects for their __class__
+            with suppress(RuntimeError, NotImplementedError):  # a tensor without one shape or storage
+                kind = f"Tensor {list(one.shape)} {one.dtype} on {one.device}"
+                tensors[kind, one.numel() * one.element_size()] += 1
+    return tensors, {id(one): len(one) for one in objects if type(one) in _CONTAINERS and len(one) >= _LONG}
 
 
-def _describe(one: Any) -> tuple[str, int]:
-    """Return an object's kind, with the shape of a tensor or array, and the bytes that are its own."""
-    kind = type(one)  # isinstance() would ask foreign objects for their __class__
-    try:
-        if issubclass(kind, torch.Tensor):
-            return f"Tensor {list(one.shape)} {one.dtype} on {one.device}", one.numel() * one.element_size()
-        if kind is np.ndarray:
-            return f"ndarray {list(one.shape)} {one.dtype}", one.nbytes if one.base is None else 0
-        return kind.__qualname__, sys.getsizeof(one)
-    except Exception:  # a tensor without one shape or storage, an object's own __sizeof__
-        return kind.__qualname__, 0
+def _growth_since(earlier: _Census) -> list[str]:
+    """Return tensors by bytes, then containers, of which there is more than in ``earlier``."""
+    tensors, lengths = _census()
+    more = sorted(((num * size, num, kind) for (kind, size), num in (tensors - earlier[0]).items()), reverse=True)
+    longer = Counter({address: length - earlier[1].get(address, length) for address, length in lengths.items()})
+    longest = {address: num for address, num in longer.most_common(_MAX_HOLDERS) if num > 0}
+    return [f"{kind}: {num} more, {format_bytes(num_bytes)}" for num_bytes, num, kind in more[:_MAX_HOLDERS]] + [
+        f"{type(one).__name__} {_name_of(one)}: {longest[id(one)]} elements more"
+        for one in gc.get_objects()
+        if id(one) in longest and type(one) in _CONTAINERS
+    ]
 
 
 def _name_of(one: Any) -> str:

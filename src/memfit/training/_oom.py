@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -110,11 +109,10 @@ def _is_pinning(error: BaseException, text: str) -> bool:
 
 @dataclass(frozen=True)
 class Failed:
-    """An allocation that failed: in which memory, with which text, and its flight record."""
+    """An allocation that failed: in which memory, and with which text."""
 
     kind: OomKind
     text: str
-    flight_record: Path | None
 
     @property
     def first_line(self) -> str:
@@ -122,7 +120,7 @@ class Failed:
 
 
 def attempt(
-    action: Callable[[], T], write_record: Callable[[str, OomKind], Path | None] = lambda text, kind: None
+    action: Callable[[], T], write_record: Callable[[str, OomKind], object] = lambda text, kind: None
 ) -> T | Failed:
     """Return what ``action`` returns, or ``Failed`` after everything it held was freed and the caches were emptied.
 
@@ -135,12 +133,12 @@ def attempt(
         if kind is None:
             raise
         text = str(error) or type(error).__name__
-        path = write_record(text, kind)
+        write_record(text, kind)
         failure = error
     release(failure)  # outside of the handler, which would keep the frames
     del failure
     clean_up()
-    return Failed(kind, text, path)
+    return Failed(kind, text)
 
 
 def release(error: BaseException) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
-
-from memfit.training._oom import OomKind
 
 Direction = Literal["minimize", "maximize"]
 
@@ -43,27 +40,6 @@ class StepOutcome:
     def loss(self) -> float:
         """The mean loss; NaN when nothing was counted."""
         return self.loss_sum / self.weight if self.weight else math.nan
-
-
-@dataclass(frozen=True)
-class OomEvent:
-    """An out-of-memory that was survived; ``on_oom`` gets it before the step is repeated.
-
-    Attributes:
-        kind: Which memory it was.
-        error: The message of the failed allocation.
-        phase: ``forward``, ``backward`` or ``update``.
-        microbatch_size: What did not fit; None in the update.
-        next_size: What is tried next; None in the update.
-        flight_record: What was alive at that moment; None outside a run.
-    """
-
-    kind: OomKind
-    error: str
-    phase: str
-    microbatch_size: int | None
-    next_size: int | None
-    flight_record: Path | None
 
 
 @dataclass(frozen=True)
@@ -138,14 +114,7 @@ class FitResult:
 
 
 def best_epoch(history: Sequence[EpochRecord], metric: str, direction: Direction) -> int | None:
-    """Return the epoch with the best metric, the first of equals; one without a number is never best.
-
-    >>> history = [EpochRecord(n, 1.0, 5, {"ic": ic}) for n, ic in [(1, math.nan), (2, 0.1), (3, 0.4), (4, 0.4)]]
-    >>> best_epoch(history, "ic", "maximize"), best_epoch(history, "ic", "minimize")
-    (3, 2)
-    >>> best_epoch(history[:1], "ic", "maximize") is None
-    True
-    """
+    """Return the epoch with the best metric, the first of equals; one without a number is never best."""
     sign = 1.0 if direction == "maximize" else -1.0
     values = [(sign * (entry.metrics or {}).get(metric, math.nan), -entry.epoch) for entry in history]
     found = [pair for pair in values if not math.isnan(pair[0])]

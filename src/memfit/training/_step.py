@@ -11,7 +11,6 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
@@ -24,7 +23,8 @@ from memfit.training._exactness import Exactness, Loss, place
 from memfit.training._flight import record_oom
 from memfit.training._guard import OptimizerGuard
 from memfit.training._oom import Failed, OomKind, attempt, memory_now
-from memfit.training._records import OomEvent, SkipPolicy, StepOutcome
+from memfit.training._process import say
+from memfit.training._records import SkipPolicy, StepOutcome
 from memfit.training._sizes import MicrobatchSizes
 from memfit.training._snapshot import Snapshot
 from memfit.training._split import BySample, Split, held_bytes, is_opaque, leaves, rebuild
@@ -78,14 +78,12 @@ class SafeStep:
         split: How a batch is cut.
         cost: ``cost(batch) -> int``: what memory grows with, such as tokens, nodes or frames; by default the bytes of
             the batch's tensors. More units must not cost less.
-        weight: ``weight(batch)``: the weight that the loss returns, known before the first microbatch.
         max_grad_norm: Longer gradients are cut to this 2-norm; None leaves them.
         scaler: The gradient scaler of mixed precision with float16.
         backward: ``backward(loss)`` in place of ``loss.backward()``, for example ``accelerator.backward``.
         allow_inexact: Split also where the result differs from the unsplit batch's (batch statistics, losses over the
             whole batch); recorded as an ``inexact`` event.
         skip: Which batches may be left out; None: none.
-        on_oom: Called after each out-of-memory that was survived.
 
     Attributes:
         where: Plain values such as epoch and step, for errors, events and records.
@@ -118,21 +116,19 @@ class SafeStep:
         microbatch_size: Checked[Annotated[int, Field(ge=1)] | Literal["auto"] | None] = "auto",
         split: Split | None = None,
         cost: Callable[[Any], int] | None = None,
-        weight: Callable[[Any], float] | None = None,
         max_grad_norm: Checked[Annotated[float, Field(gt=0)] | None] = None,
         scaler: torch.amp.GradScaler | None = None,
         backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
         allow_inexact: bool = False,
         skip: SkipPolicy | None = None,
-        on_oom: Callable[[OomEvent], None] | None = None,
     ) -> None:
         check_parts(model, optimizer, loss, split)
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.split = BySample() if split is None else split
         self.cost = held_bytes if cost is None else cost
-        self.weight, self.max_grad_norm, self.backward = weight, max_grad_norm, backward
+        self.max_grad_norm, self.backward = max_grad_norm, backward
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.skip, self.on_oom = skip, on_oom
+        self.skip = skip
         self.sizes = MicrobatchSizes(None if isinstance(microbatch_size, str) else microbatch_size)
         self.where: dict[str, Any] = {}
         self.num_ooms = self.num_skipped = self._num_batches = 0
@@ -243,16 +239,16 @@ class SafeStep:
         """Note how things are; when the copies have no room, once more with empty caches."""
         where = {**self.where, "phase": "snapshot"}
         note = functools.partial(record_oom, model=self.model, optimizer=self.optimizer, where=where)
-        failed = attempt(self._before.take, note)
-        if isinstance(failed, Failed):
+        for _ in range(2):
+            failed = attempt(self._before.take, note)
+            if not isinstance(failed, Failed):
+                return
             self.num_ooms += 1
-            failed = attempt(self._before.take)
-        if isinstance(failed, Failed):
-            raise DoesNotFitError(
-                f"In {place(self.where)} the copies of the model's buffers have no room: {failed.first_line}",
-                rule=memory_now(failed.kind),
-                remedy="give more memory, or make buffers that never change plain attributes",
-            )
+        raise DoesNotFitError(
+            f"In {place(self.where)} the copies of the model's buffers have no room: {failed.first_line}",
+            rule=memory_now(failed.kind),
+            remedy="give more memory, or make buffers that never change plain attributes",
+        )
 
     def _plan(self, todo: list[_Batch]) -> None:
         for batch in todo:
@@ -271,7 +267,7 @@ class SafeStep:
         self._at = (todo[0], todo[0].parts[0], "forward")
         self._guard.zero_grad()
         is_one = sum(len(batch.parts) for batch in todo) == 1
-        divisor: Any = None if self.weight is None else sum(float(self.weight(batch.content)) for batch in todo)
+        divisor: Any = None
         sums: list[tuple[_Batch, torch.Tensor, Any]] = []
         for batch in todo:
             for start, stop in batch.parts:
@@ -320,12 +316,6 @@ class SafeStep:
 
     def _finish_gradients(self, done: _Gradients, factor: float) -> None:
         """Bring the gradients to the true divisor, out of the scaler's scale and under the norm."""
-        if self.weight is not None and abs(factor - 1.0) > 1e-6:
-            raise UsageError(
-                f"weight(batch) gave {factor * done.weight} for a step whose losses have a weight of {done.weight}.",
-                rule="both are the weight of the same samples: the divisor must be known before the first microbatch.",
-                remedy="make weight(batch) count what the loss counts, or leave weight= out",
-            )
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         parameters = self._guard.parameters()
@@ -339,7 +329,7 @@ class SafeStep:
                 rule="the optimizer steps the parameters of the model that the loss is of.",
                 remedy="make the optimizer over model.parameters(), after the model was moved or wrapped",
             )
-        if factor != 1.0 and self.weight is None:
+        if factor != 1.0:
             torch._foreach_mul_(grads, factor)
         norm = torch.nn.utils.get_total_norm([grad._values() if grad.is_sparse else grad for grad in grads])
         done.norm = float(norm)
@@ -389,15 +379,14 @@ class SafeStep:
         record("microbatch", **fields, **self.where, text=told)
         return batch.size
 
-    def _note_failure(self, text: str, kind: OomKind) -> Path | None:
+    def _note_failure(self, text: str, kind: OomKind) -> None:
         """Record the out-of-memory, then drop all gradients, so that emptying the caches frees their memory."""
         _, part, phase = self._at
         where = {**self.where, "phase": phase, "microbatch_size": part[1] - part[0] or None}
-        path = record_oom(text, kind, model=self.model, optimizer=self.optimizer, where=where)
+        record_oom(text, kind, model=self.model, optimizer=self.optimizer, where=where)
         for parameter in self.model.parameters():
             parameter.grad = None
         self._guard.zero_grad()
-        return path
 
     def _recover(self, failed: Failed, todo: list[_Batch], updates_left: int) -> None:
         """Put everything back, and choose what is tried next."""
@@ -417,9 +406,8 @@ class SafeStep:
         next_size = None if batch is None else self._next_size(batch, part, todo, failed)
         if batch is None or next_size is not None:
             record("retry", phase=phase, size=next_size, **self.where)
-        if self.on_oom is not None:
-            size = None if batch is None else part[1] - part[0]
-            self.on_oom(OomEvent(failed.kind, failed.text, phase, size, next_size, failed.flight_record))
+        how = f" with {part[1] - part[0]} at once; goes on with {next_size}" if next_size else ""
+        say(f"out of {failed.kind} memory in {phase}{how}: {failed.first_line}")
 
     def _next_size(self, batch: _Batch, part: tuple[int, int], todo: list[_Batch], failed: Failed) -> int | None:
         if part[1] - part[0] > 1 and not self._never_splits:

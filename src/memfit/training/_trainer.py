@@ -18,8 +18,8 @@ from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
 from memfit.training._fit import Fit, Plan
 from memfit.training._keyed import Batches
-from memfit.training._process import StopSignals, say
-from memfit.training._records import Direction, EpochRecord, FitResult, OomEvent, SkipPolicy, StepOutcome
+from memfit.training._process import StopSignals
+from memfit.training._records import Direction, EpochRecord, FitResult, SkipPolicy, StepOutcome
 from memfit.training._split import Split
 from memfit.training._step import SafeStep
 from memfit.training._validation import Evaluate
@@ -32,7 +32,6 @@ class StepSettings(TypedDict, total=False):
     microbatch_size: int | Literal["auto"] | None
     split: Split
     cost: Callable[[Any], int] | None
-    weight: Callable[[Any], float] | None
     max_grad_norm: float | None
     scaler: torch.amp.GradScaler | None
     backward: Callable[[torch.Tensor], object]
@@ -68,8 +67,8 @@ class Trainer:
             True ends the fit there. After a resume it is called again for the last whole epoch.
         provenance: Plain values that say where this training belongs, such as its run and fold; kept in every
             checkpoint and snapshot. A resume does not compare them.
-        **step: Settings of the ``SafeStep``: ``microbatch_size``, ``split``, ``cost``, ``weight``, ``max_grad_norm``,
-            ``scaler``, ``backward``, ``allow_inexact``, ``skip``.
+        **step: Settings of the ``SafeStep``: ``microbatch_size``, ``split``, ``cost``, ``max_grad_norm``, ``scaler``,
+            ``backward``, ``allow_inexact``, ``skip``.
 
     Example:
         >>> import torch
@@ -129,7 +128,7 @@ class Trainer:
             step["scaler"] = torch.amp.GradScaler(next(model.parameters()).device.type)
         scaler = step.get("scaler")
         self.model, self.optimizer, self.schedule, self.ema = model, optimizer, schedule, ema
-        self.step = SafeStep(model, optimizer, loss, on_oom=_say_oom, **step)
+        self.step = SafeStep(model, optimizer, loss, **step)
         self.seed, self.global_batch_size = seed, global_batch_size
         self.folder = (
             None if checkpoint_dir is None else CheckpointFolder(Path(checkpoint_dir), keep_epochs, milestones)
@@ -201,6 +200,7 @@ class Trainer:
 
 #: What other trainers take, and what to write here.
 _ELSEWHERE = {
+    "weight": "leave it out: the loss returns the weight",
     "callbacks": "pass on_step= and on_epoch=, which are called after each step and epoch",
     "logger": "log in on_step= and on_epoch=, or read fit's result: result.history",
     "cleanup": "call memfit.training.clean_up() in on_step= or on_epoch=",
@@ -216,12 +216,7 @@ _COUNTERS = frozenset({"last_epoch", "verbose"})
 
 
 def _describe(part: torch.optim.lr_scheduler.LRScheduler | torch.optim.Optimizer) -> str:
-    """Return a schedule or an optimizer with its constants, those of its first group of parameters.
-
-    >>> weights = [torch.nn.Parameter(torch.ones(1))]
-    >>> _describe(torch.optim.lr_scheduler.StepLR(torch.optim.SGD(weights, lr=0.5), step_size=9))
-    'StepLR(base_lrs=[0.5], gamma=0.1, step_size=9)'
-    """
+    """Return a schedule or an optimizer with its constants, those of its first group of parameters."""
     if isinstance(part, torch.optim.Optimizer):
         settings = {name: value for name, value in part.param_groups[0].items() if value is not False}
     else:
@@ -234,11 +229,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(isinstance(one, int | float | str) for one in value)
     return isinstance(value, int | float | str)
-
-
-def _say_oom(event: OomEvent) -> None:
-    how = f" with {event.microbatch_size} at once; goes on with {event.next_size}" if event.next_size else ""
-    say(f"out of {event.kind} memory in {event.phase}{how}: {event.error.splitlines()[0]}")
 
 
 def _check(plan: Plan) -> None:

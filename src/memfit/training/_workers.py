@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,6 @@ from memfit.watchdog import likely_cause, register_stack_dump, stacks_of
 #: How long a first batch is waited for while its workers do nothing.
 FIRST_BATCH_SECONDS = 120.0
 
-_POLL_SECONDS = 5.0
 _IDLE_CPU_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHM_FULL = re.compile(r"</?torch_\w+>.*: No space left on device \(28\)")
@@ -88,8 +86,8 @@ class Workers:
         workers: Any = workers_in(iterator)
         if not workers or getattr(iterator, "_timeout", True):  # a timeout of the user's own
             return next(iterator)
-        iterator._timeout = min(_POLL_SECONDS, self.seconds / 4)  # type: ignore[attr-defined]
-        seen, since = _activity(workers), time.monotonic()
+        iterator._timeout = self.seconds  # type: ignore[attr-defined]
+        seen = _activity(workers)
         try:
             while True:
                 try:
@@ -97,10 +95,8 @@ class Workers:
                 except RuntimeError as error:
                     if not str(error).startswith("DataLoader timed out"):
                         raise
-                now = _activity(workers)
-                if now[0] > seen[0] + _IDLE_CPU_SECONDS or now[1:] != seen[1:]:
-                    seen, since = now, time.monotonic()
-                elif time.monotonic() - since >= self.seconds:
+                before, seen = seen, _activity(workers)
+                if seen[0] <= before[0] + _IDLE_CPU_SECONDS and seen[1:] == before[1:]:
                     raise self._stuck(phase, workers)
         finally:
             iterator._timeout = 0  # type: ignore[attr-defined]
