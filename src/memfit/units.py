@@ -1,4 +1,4 @@
-"""Bytes and durations as people write and read them: the only place where a byte count becomes text."""
+"""Bytes, durations and numbered names as people write and read them: a byte count becomes text only here."""
 
 from __future__ import annotations
 
@@ -70,6 +70,15 @@ def format_duration(seconds: float, *, short: bool = False) -> str:
     if hours:
         return f"{hours}h {minutes:02d}m" if short else f"{hours}h {minutes:02d}m {rest:02d}s"
     return f"{minutes}m {rest:02d}s"
+
+
+def natural_order(text: object) -> list[tuple[int, str]]:
+    """Return the key that sorts ``epoch_3`` before ``epoch_10``.
+
+    >>> sorted(["epoch_10", "epoch_3"], key=natural_order)
+    ['epoch_3', 'epoch_10']
+    """
+    return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", str(text))]
 
 
 def write_size(count: int, units: tuple[str, str] = ("G", "M")) -> str:

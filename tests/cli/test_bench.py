@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from memfit.cli import _bench
+from memfit.cli._terminal import console
 from memfit.data import LoaderReport, Pace, choose_num_workers, verdict
 
 pytestmark = pytest.mark.slow
@@ -121,7 +122,7 @@ def test_the_table_shows_each_count_and_dashes_where_nothing_was_measured(capsys
         "choice": choose_num_workers([slow]).text,
         "budget_bytes": 1 << 30,
     }
-    _bench._print(found)
+    _bench._print(found, console())
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].split() == ["0", "160", "5.0", "0.500", "-", "-", "0.50", "s", "25.0", "%", "0", "B", "-", "0", "B"]
     assert lines[3].split() == [

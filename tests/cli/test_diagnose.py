@@ -134,12 +134,12 @@ def test_a_device_that_was_full_has_its_figures_and_no_advice_on_host_memory(mem
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["nowhere.log"], "nowhere.log is not there"),
+        (["nowhere.log"], "path 'nowhere.log' does not exist"),
         ([], "nothing to diagnose"),
         (["train.err", "--fix"], "no file to correct"),
         (["--verify", "train.err"], "go together"),
         (["train.err", "--sacct", "no-such-file"], "neither a file nor a job's number"),
-        (["train.err", "--script", "nosuch"], "--script nosuch is not there.\n  rule: --script takes the batch script"),
+        (["train.err", "--script", "nosuch"], "value for '--script': path 'nosuch' does not exist"),
         (["train.err", "--report", "nowhere/x.md"], "--report nowhere/x.md cannot be written: there is no folder"),
         (["train.err", "--report", "/proc/x.md"], "--report /proc/x.md cannot be written: No such file"),
     ],

@@ -67,16 +67,12 @@ def test_what_is_left_of_a_run_in_the_middle_is_counted(recorded):
     assert "(running)" in printed(run)
 
 
-@pytest.mark.parametrize(("kind", "line"), [
-    ("folds", "fold_1 epoch 1/3  train_loss 0.0170  valid_loss 0.0130"),
-    ("commands", "cmd_0002 mib=20 seed=2: failed: exit code 1"),
-])  # fmt: skip
-def test_its_events_are_told_in_lines(recorded, kind, line):
-    run, shown = recorded(kind), Console(file=io.StringIO(), soft_wrap=True)
+def test_its_epochs_are_told_in_lines(recorded):
+    shown = Console(file=io.StringIO(), soft_wrap=True)
     live = LiveRun(shown)
-    live.view = RunView(run)  # as a watcher that came before its first event
+    live.view = RunView(recorded("folds"))  # as a watcher that came before its first event
     live.close()
-    assert line in shown.file.getvalue()
+    assert "fold_1 epoch 1/3  train_loss 0.0170  valid_loss 0.0130" in shown.file.getvalue()
 
 
 def test_ps_lists_it_among_the_runs_that_have_ended(recorded, tmp_path):

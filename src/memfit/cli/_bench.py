@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +12,11 @@ import typer
 from typer import Option
 
 from memfit.cli._settings import Set, with_flags
-from memfit.cli._terminal import AsJson, console
+from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
 from memfit.memory import Budget
 from memfit.pipeline import LoaderBench, bench_loader
-from memfit.reports import plain_table
+from memfit.reports import or_dash, plain_table
 from memfit.units import format_bytes, parse_bytes
 
 bench = typer.Typer(
@@ -84,10 +84,7 @@ def loader(
         num_epochs=flags.epochs,
     )
     found = bench_loader(config, how, overrides=flags.set_ or [])
-    if flags.as_json:
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        _print(found)
+    answer(found, flags.as_json, partial(_print, found))
 
 
 def _parse_counts(text: str) -> tuple[int, ...]:
@@ -106,8 +103,8 @@ def _parse_counts(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
-def _print(found: Mapping[str, Any]) -> None:
-    log, with_modes = console(), "modes" in found
+def _print(found: Mapping[str, Any], log: Console) -> None:
+    with_modes = "modes" in found
     log.say(found["data"])
     columns = _OF_MODES if with_modes else _OF_COUNTS
     shown = plain_table(*columns, left=("mode", ""))
@@ -128,29 +125,25 @@ def _rate(pace: Mapping[str, Any], name: str) -> float:
     return float(pace[name] / seconds) if seconds else 0.0
 
 
-def _dash(value: Any, text: Callable[[Any], str]) -> str:
-    return "-" if value is None else text(value)
-
-
 #: The columns of the tables: what each says of a report.
 _OF_COUNTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "workers": lambda one: str(one["num_workers"]),
     "samples/s": lambda one: f"{_rate(one['warm'], 'num_samples'):,.0f}",
     "batches/s": lambda one: f"{_rate(one['warm'], 'num_batches'):,.1f}",
     "GB/s": lambda one: f"{_rate(one['warm'], 'num_bytes') / 1e9:.3f}",
-    "GB/s cold": lambda one: _dash(one["cold"], lambda cold: f"{_rate(cold, 'num_bytes') / 1e9:.3f}"),
-    "cached": lambda one: _dash((one["cold"] or {}).get("cached_share"), lambda share: f"{share * 100:.0f} %"),
+    "GB/s cold": lambda one: or_dash(one["cold"], lambda cold: f"{_rate(cold, 'num_bytes') / 1e9:.3f}"),
+    "cached": lambda one: or_dash((one["cold"] or {}).get("cached_share"), lambda share: f"{share * 100:.0f} %"),
     "first batch": lambda one: f"{one['start_seconds']:.2f} s",
-    "waits": lambda one: _dash(one["trained"], lambda pace: f"{_rate(pace, 'wait_seconds') * 100:.1f} %"),
+    "waits": lambda one: or_dash(one["trained"], lambda pace: f"{_rate(pace, 'wait_seconds') * 100:.1f} %"),
     "private": lambda one: format_bytes(one["worker_private_bytes"]),
-    "forecast": lambda one: _dash(one["forecast_bytes"], format_bytes),
+    "forecast": lambda one: or_dash(one["forecast_bytes"], format_bytes),
     "PSS": lambda one: format_bytes(one["worker_pss_bytes"]),
 }
 _OF_MODES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "mode": lambda one: one["name"],
     "workers": lambda one: str(one["num_workers"]),
     "samples/s": lambda one: f"{one['samples_per_second']:,.0f}",
-    "waits": lambda one: _dash(one["wait_share"], lambda share: f"{share * 100:.1f} %"),
+    "waits": lambda one: or_dash(one["wait_share"], lambda share: f"{share * 100:.1f} %"),
     "starts": lambda one: f"{one['start_seconds']:.2f} s",
     "private": lambda one: format_bytes(one["private_bytes"]),
     "data in memory": lambda one: format_bytes(one["data_bytes"]),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from memfit.cli._terminal import AsJson
+from memfit.cli._terminal import AsJson, answer
 from memfit.memory import Budget
 from memfit.units import parse_bytes
 
@@ -36,11 +36,6 @@ def budget(
         cap_bytes=None if limit is None else parse_bytes(limit),
         reserve_bytes=None if reserve is None else parse_bytes(reserve),
     )
-    if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2))
-        return
-    from rich.console import Console
-
     from memfit.reports import print_budget
 
-    print_budget(found, Console())
+    answer(found.to_dict(), as_json, partial(print_budget, found))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from memfit.cli._settings import with_flags
-from memfit.cli._terminal import AsJson, Console, console
+from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -69,10 +69,8 @@ def compare(
     decision = decide_on_record(
         days_a, days_b, flags.metric, horizon, record=flags.record, level=flags.level, names=(a, b)
     )
-    if flags.as_json:
-        typer.echo(json.dumps({"a": a, "b": b, "record": str(flags.record)} | decision.to_dict(), indent=2))
-    else:
-        _print(decision, (a, b), flags.record, console())
+    found = {"a": a, "b": b, "record": str(flags.record)} | decision.to_dict()
+    answer(found, flags.as_json, partial(_print, decision, (a, b), flags.record))
 
 
 def _horizon(metric: str, given: int | None) -> int:

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Option
 
 from memfit.cli._files import read_model_config
 from memfit.cli._settings import Text, with_flags
-from memfit.cli._terminal import AsJson, console
+from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
 from memfit.rundir import RunDir, write_atomic
 from memfit.slurm import read_accounting
 
 UNKNOWN_EXIT_CODE = 5
 _LOGS = (".out", ".err", ".log", ".txt", ".gz")
-#: What each argument takes.
-_RULES = {
-    "": "PATH is a run directory, a log, a folder of logs, or - for standard input.",
-    "--script": "--script takes the batch script that the job was started with.",
-    "--kernel-log": "--kernel-log takes a file with what dmesg or journalctl -k printed.",
-    "--hf-config": "--hf-config takes the model's config.json.",
-    "--verify": "--verify takes a run's directory, its log, or a folder of logs.",
-    "--against": "--against takes the fixed script that the run should have used.",
-}
 
 
 @dataclass(frozen=True)
@@ -37,17 +28,19 @@ class Flags:
     sacct: Annotated[
         Text, Option(help="The job's number, or a file with the output of sacct.", metavar="FILE|JOBID")
     ] = None
-    script: Annotated[Path | None, Option(help="The job's batch script.", metavar="FILE")] = None
+    script: Annotated[Path | None, Option(help="The job's batch script.", metavar="FILE", exists=True)] = None
     kernel_log: Annotated[
-        Path | None, Option(help="A file with the output of dmesg or journalctl -k.", metavar="FILE")
+        Path | None, Option(help="A file with the output of dmesg or journalctl -k.", metavar="FILE", exists=True)
     ] = None
     hf_config: Annotated[
         Path | None, Option(help="The model's config.json, to say how many bytes each remedy saves.", metavar="FILE")
     ] = None
     fix: Annotated[bool, Option("--fix", help="Write a corrected copy of --script beside it.")] = False
     report: Annotated[Path | None, Option(help="Write an incident report in Markdown.", metavar="FILE")] = None
-    verify: Annotated[Path | None, Option(help="Check whether this run used the fixed script.", metavar="RUN")] = None
-    against: Annotated[Path | None, Option(help="The fixed script.", metavar="FIXED")] = None
+    verify: Annotated[
+        Path | None, Option(help="Check whether this run used the fixed script.", metavar="RUN", exists=True)
+    ] = None
+    against: Annotated[Path | None, Option(help="The fixed script.", metavar="FIXED", exists=True)] = None
     verbose: Annotated[bool, Option("--verbose", help="Also print the timeline, the arithmetic and every remedy.")] = (
         False
     )
@@ -57,8 +50,13 @@ class Flags:
 @with_flags
 def diagnose(
     paths: Annotated[
-        list[str] | None,
-        typer.Argument(help="Run directories, logs, folders of logs, or - for standard input.", metavar="PATH..."),
+        list[Path] | None,
+        typer.Argument(
+            help="Run directories, logs, folders of logs, or - for standard input.",
+            metavar="PATH...",
+            exists=True,
+            allow_dash=True,
+        ),
     ] = None,
     *,
     flags: Flags,
@@ -80,8 +78,9 @@ def diagnose(
             rule="a run is held against the fixed script that it should have used.",
             remedy="memfit diagnose --verify RUN --against train.fixed.slurm",
         )
-    named, verify = [_newest_run(Path(path)) for path in paths or ()], flags.verify and _newest_run(flags.verify)
-    _check_files(named, flags)
+    named, verify = [_newest_run(path) for path in paths or ()], flags.verify and _newest_run(flags.verify)
+    if flags.report is not None and not flags.report.absolute().parent.is_dir():
+        raise _no_report(flags.report, f"there is no folder {flags.report.parent}")
     accounting = read_accounting(flags.sacct) if flags.sacct is not None else ""
     if verify is not None and flags.against is not None:
         _verify(verify, flags.against, named, accounting, as_json=flags.as_json)
@@ -92,24 +91,12 @@ def diagnose(
             remedy="add --script train.slurm",
         )
     if not named and not accounting and flags.kernel_log is None:
-        raise UsageError("nothing to diagnose.", rule=_RULES[""], remedy="memfit diagnose slurm-123.err")
+        raise UsageError(
+            "nothing to diagnose.",
+            rule="it reads run directories, logs and folders of logs.",
+            remedy="memfit diagnose slurm-123.err",
+        )
     _diagnose(named, accounting, flags)
-
-
-def _check_files(named: list[Path], flags: Flags) -> None:
-    """Refuse a file that is to be read and is not there, and a report that cannot be written."""
-    given = [("", path) for path in named]
-    given += [(one, getattr(flags, one[2:].replace("-", "_"))) for one in _RULES if one]
-    for option, path in given:
-        if path is not None and str(path) != "-" and not path.exists():
-            what = f"{option} {path}".strip()
-            remedy = "check its name" if option else "check its name; --sacct takes a job's number"
-            raise UsageError(f"{what} is not there.", rule=_RULES[option], remedy=remedy)
-    report = flags.report
-    if report is not None and report.is_dir():
-        raise _no_report(report, "it is a folder")
-    if report is not None and not report.parent.is_dir():
-        raise _no_report(report, f"there is no folder {report.parent}")
 
 
 def _no_report(report: Path, what: str) -> UsageError:
@@ -150,16 +137,15 @@ def _diagnose(named: list[Path], accounting: str, flags: Flags) -> None:
         except OSError as error:  # it names the file that is written aside
             raise _no_report(report, error.strerror or str(error)) from None
     found = replace(found, remedies=tuple(one.to_dict() for one in remedies))
-    if flags.as_json:
-        answer: dict[str, Any] = found.to_dict() | ({} if fixed is None else {"fix": fixed.to_dict()})
-        typer.echo(json.dumps(answer, indent=2))
-    else:
-        out = console()
+
+    def show(out: Console) -> None:
         print_diagnosis(found, remedies, out, verbose=flags.verbose)
         if fixed is not None:
             print_fix(fixed, out)
         if report is not None:
-            out.print(f"\nwrote {report}", markup=False)
+            out.say(f"\nwrote {report}")
+
+    answer(found.to_dict() | ({} if fixed is None else {"fix": fixed.to_dict()}), flags.as_json, show)
     raise typer.Exit(UNKNOWN_EXIT_CODE if found.cause == "unknown" else 0)
 
 
@@ -169,10 +155,7 @@ def _verify(verify: Path, against: Path, named: list[Path], accounting: str, *, 
 
     before = read_ran(named, "") if named else None
     checks = verify_fix(read_ran([verify], accounting), against, before=before)
-    if as_json:
-        typer.echo(json.dumps([check.to_dict() for check in checks], indent=2))
-    else:
-        print_verification(checks, console())
+    answer([check.to_dict() for check in checks], as_json, partial(print_verification, checks))
     if any(check.verdict == "problem" for check in checks):
         raise typer.Exit(4)
     raise typer.Exit(0 if is_any_shown(checks) else UNKNOWN_EXIT_CODE)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
-from rich.padding import Padding
-from rich.table import Table
 from typer import Option
 
 from memfit.cli._settings import Text, with_flags
-from memfit.cli._terminal import AsJson, Console, bar, console
+from memfit.cli._terminal import AsJson, Console, answer, bar
 from memfit.errors import UsageError
 from memfit.units import parse_bytes
 
 if TYPE_CHECKING:
     from memfit.checks import Check
     from memfit.doctor import Setup
-
-_STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green"}
 
 
 @dataclass(frozen=True)
@@ -65,10 +61,7 @@ def doctor(context: typer.Context, *, flags: Flags) -> None:
             checks = scan_secrets(Path.cwd(), progress)
     else:
         checks = examine(context.obj or (), _setup(flags))
-    if flags.as_json:
-        typer.echo(json.dumps([check.to_dict() for check in checks], indent=2))
-    else:
-        _print(checks, console(), verbose=flags.verbose)
+    answer([check.to_dict() for check in checks], flags.as_json, partial(_print, checks, verbose=flags.verbose))
     bad = {"problem", "warning"} if flags.strict else {"problem"}
     raise typer.Exit(UsageError.exit_code if any(check.verdict in bad for check in checks) else 0)
 
@@ -94,16 +87,8 @@ def _setup(flags: Flags) -> Setup:
 
 def _print(checks: Sequence[Check], out: Console, *, verbose: bool) -> None:
     """Print problems and warnings with their remedies, and the counts; all checks if verbose."""
-    bad = [check for check in checks if verbose or check.verdict != "ok"]
-    width = max((len(check.check) for check in bad), default=0)
-    for check in bad:
-        style = _STYLES[check.verdict]
-        head = f"[{style}]{check.verdict:<7}[/{style}] [bold]{check.check:<{width}}[/bold] "
-        out.print(head + escape(check.finding), soft_wrap=True)
-        table = Table.grid(padding=(0, 1))
-        for name, text in (("why", check.reason), ("do", check.remedy), ("from", check.source)):
-            if text:
-                table.add_row(f"[dim]{name}[/dim]", escape(text))
-        out.print(Padding(table, (0, 0, 0, 8 + width + 1), expand=False))
-    counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in ("problem", "warning", "ok")}
-    out.print(f"problems: {counts['problem']}, warnings: {counts['warning']}, ok: {counts['ok']} (--verbose lists all)")
+    from memfit.reports import print_checks
+
+    print_checks([check for check in checks if verbose or check.verdict != "ok"], out, reasons=True)
+    num = Counter(check.verdict for check in checks)
+    out.print(f"problems: {num['problem']}, warnings: {num['warning']}, ok: {num['ok']} (--verbose lists all)")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from typer import Option
 
 from memfit.cli._files import read_model_config
 from memfit.cli._settings import Set, with_flags
-from memfit.cli._terminal import AsJson, console
+from memfit.cli._terminal import AsJson, answer, console
 from memfit.cli._training import Training
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.estimation import ALLOCATOR_VARIABLES, TIME_LIMIT, find_gpu
@@ -93,17 +93,14 @@ def estimate(
         from memfit.pipeline import estimate_workload
 
         with _tracing(flags.time_limit):
-            answer = estimate_workload(config or "", overrides=flags.set_ or [], **how)
+            found = estimate_workload(config or "", overrides=flags.set_ or [], **how)
     else:
-        answer = _of_model(read_model_config(hf_config), flags, how)
-    answer["notes"] += others
-    if flags.as_json:
-        typer.echo(json.dumps(answer, indent=2))
-    else:
-        from memfit.reports import print_estimate
+        found = _of_model(read_model_config(hf_config), flags, how)
+    found["notes"] += others
+    from memfit.reports import print_estimate
 
-        print_estimate(answer, console())
-    raise typer.Exit(DoesNotFitError.exit_code if answer["verdict"] in ("may fit", "does not fit") else 0)
+    answer(found, flags.as_json, partial(print_estimate, found))
+    raise typer.Exit(DoesNotFitError.exit_code if found["verdict"] in ("may fit", "does not fit") else 0)
 
 
 def _check_source(context: typer.Context, config: Path | None, hf_config: Path | None) -> None:
@@ -149,10 +146,10 @@ def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> di
         "global_batch": flags.global_batch,
     }
     with _tracing(flags.time_limit):
-        answer = ask(Question(model, setup, **more, **how))
-    batch = answer["setup"]["batch"]
+        found = ask(Question(model, setup, **more, **how))
+    batch = found["setup"]["batch"]
     data = None if lengths is None else describe_batches(lengths, batch=batch, max_length=flags.seq_len)
-    return answer | {"data": data}
+    return found | {"data": data}
 
 
 def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:

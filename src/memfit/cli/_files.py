@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import ConfigError, UsageError
+from memfit.units import natural_order
 
 _NUM_NAMED = 10
 
@@ -22,9 +22,9 @@ def expand_files(words: tuple[str, ...]) -> list[Path]:
             continue
         anchor = Path(path.anchor)
         matches = anchor.glob(str(path.relative_to(anchor))) if set("*?[") & set(word) else ()
-        files = sorted(matches, key=_natural)
+        files = sorted(matches, key=natural_order)
         if not files:
-            there = sorted((entry.name for entry in path.parent.glob("*.pt")), key=lambda name: _natural(Path(name)))
+            there = sorted((entry.name for entry in path.parent.glob("*.pt")), key=natural_order)
             raise UsageError(
                 f"{word} is not there" + (f"; {path.parent} has {', '.join(there[:_NUM_NAMED])}." if there else "."),
                 rule="every name is a file and every pattern finds one: a training that stopped early has not written "
@@ -33,15 +33,6 @@ def expand_files(words: tuple[str, ...]) -> list[Path]:
             )
         found += files
     return found
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """The key that sorts ``epoch_3`` before ``epoch_10``.
-
-    >>> sorted([Path("epoch_10"), Path("epoch_3")], key=_natural)
-    [PosixPath('epoch_3'), PosixPath('epoch_10')]
-    """
-    return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def read_model_config(path: Path) -> dict[str, Any]:

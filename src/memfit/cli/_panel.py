@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from memfit.cli._terminal import AsJson, bar, console
+from memfit.cli._terminal import AsJson, answer, bar
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def build(
     lines = [f"{built.path}: {'was there already' if built.reused else 'built'}, {_shape(built)}", *_columns(built)]
     lines += [f"  left out: {', '.join(left_out)}"] if left_out else []
     lines += [f"  differs from the panel before it in: {', '.join(built.changed)}"] if built.changed else []
-    _answer(_facts(built) | more, lines, as_json=as_json)
+    answer(_facts(built) | more, as_json, lambda log: log.say("\n".join(lines)))
 
 
 @panel.command(short_help="Show what a panel holds.")
@@ -93,7 +92,7 @@ def info(path: Where, as_json: AsJson = False) -> None:
     ]
     lines += [f"  goes on from: {found.parent[:16]}"] if found.parent else []
     lines += [f"  parameters: {json.dumps(found.parameters)}"] if found.parameters else []
-    _answer(facts, lines, as_json=as_json)
+    answer(facts, as_json, lambda log: log.say("\n".join(lines)))
 
 
 @panel.command(short_help="Read every byte of a panel and compare checksums.")
@@ -106,7 +105,9 @@ def verify(path: Where, as_json: AsJson = False) -> None:
     with bar("verifying") as progress:
         found.verify(progress=progress)
     facts = {"path": str(found.path), "whole": True, "bytes": found.nbytes}
-    _answer(facts, [f"{found.path}: {format_bytes(found.nbytes)}, every byte as it was written"], as_json=as_json)
+    answer(
+        facts, as_json, lambda log: log.say(f"{found.path}: {format_bytes(found.nbytes)}, every byte as it was written")
+    )
 
 
 @panel.command(short_help="Write a version with later dates, which shares the old bytes.")
@@ -129,7 +130,7 @@ def append(path: Where, sources: Sources, as_json: AsJson = False) -> None:
         f"  {more['num_new_dates']} dates after {old.dates[-1]} of {old.path.name}",
         f"  shared with other versions: {format_bytes(new.shared_bytes)} of {format_bytes(new.nbytes)}",
     ]
-    _answer(_facts(new) | more, lines, as_json=as_json)
+    answer(_facts(new) | more, as_json, lambda log: log.say("\n".join(lines)))
 
 
 @panel.command("prune", short_help="Remove old panels from a cache folder.")
@@ -156,7 +157,11 @@ def prune_(
         for one in found
     ]
     lines.append(f"{number} of {len(found)} panels {gone}; {format_bytes(freed)} {'would be ' if dry_run else ''}freed")
-    _answer({"dry_run": dry_run, "freed_bytes": freed, "versions": [*map(asdict, found)]}, lines, as_json=as_json)
+    answer(
+        {"dry_run": dry_run, "freed_bytes": freed, "versions": [*map(asdict, found)]},
+        as_json,
+        lambda log: log.say("\n".join(lines)),
+    )
 
 
 @panel.command(short_help="Write a panel as one table for pandas, polars or R.")
@@ -181,15 +186,7 @@ def export(
         num_rows = found.export(output, progress=progress)
     size = output.stat().st_size
     facts = {"path": str(found.path), "file": str(output), "num_rows": num_rows, "bytes": size}
-    _answer(facts, [f"{output}: {num_rows} rows of {found.path}, {format_bytes(size)}"], as_json=as_json)
-
-
-def _answer(facts: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2, default=str))
-        return
-    for line in lines:
-        console().say(line)
+    answer(facts, as_json, lambda log: log.say(f"{output}: {num_rows} rows of {found.path}, {format_bytes(size)}"))
 
 
 def _open(path: Path) -> Panel:

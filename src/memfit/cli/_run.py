@@ -12,13 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer import Option
 
 from memfit.cli._settings import Flags, Output, Text, with_flags
-from memfit.cli._terminal import Console, console, survive_hangup
+from memfit.cli._terminal import Console, answer, console, survive_hangup
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
 from memfit.masking import mask
 from memfit.pipeline import Choice, RunPlan, RunResult, expand, plan_commands, plan_run, resolve_settings, run_commands
@@ -161,19 +161,13 @@ def _start_of(context: typer.Context, *, but: AbstractSet[str]) -> str:
 
 def start_commands(context: typer.Context, command: tuple[str, ...], flags: Flags) -> NoReturn:
     """Run a command, once or for every combination of parameters, and exit with the run's code."""
-    settings, params, param_file = resolve_settings(flags.overrides()), flags.param or [], flags.param_file
+    how: dict[str, Any] = {"params": flags.param or [], "param_file": flags.param_file, "new": flags.new}
+    how["settings"] = resolve_settings(flags.overrides())
     if flags.plan:
         one = _start_of(context, but={"param", "param_file", "new"})
-        _close_plan(
-            plan_commands(command, params=params, param_file=param_file, settings=settings, new=flags.new, start=one),
-            flags,
-        )
-    run_them = partial(
-        run_commands, command, params=params, param_file=param_file, settings=settings, new=flags.new, force=flags.force
-    )
-    if params or param_file is not None:
-        show_run(run_them, flags)
-    _show_command(run_them, flags)
+        _close_plan(plan_commands(command, start=one, **how), flags)
+    show = show_run if flags.param or flags.param_file is not None else _show_command
+    show(partial(run_commands, command, force=flags.force, **how), flags)
 
 
 def _show_command(start: Callable[..., RunResult], output: Output) -> NoReturn:
@@ -217,10 +211,7 @@ def _tell_end(result: RunResult, log: Console, *, quiet: bool) -> int:
 
 def _close_plan(plan: RunPlan, flags: Flags) -> NoReturn:
     """Print the plan, and exit: with 3 when a job does not fit even alone."""
-    if flags.as_json:
-        typer.echo(json.dumps(plan.to_dict(), indent=2))
-    else:
-        print_run_plan(plan, console())
+    answer(plan.to_dict(), flags.as_json, partial(print_run_plan, plan))
     raise typer.Exit(0 if plan.fits else DoesNotFitError.exit_code)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -15,10 +14,20 @@ import typer
 from rich.text import Text
 
 from memfit.cli._settings import Output, with_flags
-from memfit.cli._terminal import AsJson, Console, console
+from memfit.cli._terminal import AsJson, Console, answer, console
 from memfit.errors import InterruptedRunError
 from memfit.jobs import stop as stop_run
-from memfit.reports import LiveRun, Overview, find_run, find_target, has_supervisor, is_live, list_runs, plain_table
+from memfit.reports import (
+    LiveRun,
+    Overview,
+    find_run,
+    find_target,
+    has_supervisor,
+    is_live,
+    list_runs,
+    or_dash,
+    plain_table,
+)  # fmt: skip
 from memfit.units import format_bytes, format_duration
 
 _STEP_SECONDS, _TELL_SECONDS = 0.2, 5.0
@@ -79,14 +88,15 @@ def ps(
     Exit codes: 0 done.
     """
     found = list_runs(root=Path("runs") if all_ else None)
-    if as_json:
-        typer.echo(json.dumps([one.to_dict() for one in found], indent=2))
-        return
-    log = console()
-    if not found:
-        log.say("no run of yours is alive on this host" + ("" if all_ else "; memfit ps --all shows those that ended"))
-    for one in found:
-        _print_run(one, log)
+
+    def show(log: Console) -> None:
+        if not found:
+            more = "" if all_ else "; memfit ps --all shows those that ended"
+            log.say(f"no run of yours is alive on this host{more}")
+        for one in found:
+            _print_run(one, log)
+
+    answer([one.to_dict() for one in found], as_json, show)
 
 
 def _print_run(one: Overview, log: Console) -> None:
@@ -109,13 +119,12 @@ def _print_run(one: Overview, log: Console) -> None:
         guessed = f" ~{row.guess}" if row.guess else ""
         phase = "stalled" if status.stalled else (status.phase or "starts") + guessed
         phase = f"stopped (SIGSTOP {status.stopped_pid})" if status.stopped_pid is not None else phase
-        sizes = (status.used_bytes, status.peak_bytes, row.reserved_bytes)
         shown.add_row(
             Text(f"  {row.name}"),
             f"{status.node}{status.node and ':'}{status.pid or '-'}",
             phase,
-            *(format_bytes(size) if size else "-" for size in sizes),
-            format_duration(row.seconds, short=True) if row.seconds is not None else "-",
+            *row.sizes,
+            or_dash(row.seconds, partial(format_duration, short=True)),
         )
     log.print(shown)
 

@@ -33,7 +33,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Flags(Output):
-    """The flags that ``run`` and ``map`` share."""
+    """The flags that ``run`` and ``map`` share. A flag that gives a setting its value names it behind its option."""
 
     param: Annotated[
         list[str] | None,
@@ -46,21 +46,26 @@ class Flags(Output):
         False
     )
     max_parallel: Annotated[
-        Text, Option(help="Run at most N jobs at once; auto: as many as fit.", metavar="auto|N")
+        Text, Option(help="Run at most N jobs at once; auto: as many as fit.", metavar="auto|N"), "max_parallel"
     ] = None
     memory: Annotated[
-        Text, Option(help="Expected peak of one job, until it is measured; '{name}' is a parameter.", metavar="SIZE")
-    ] = None
-    num_gpus: Annotated[Text, Option(help="GPUs for each job. A job sees no others.", metavar="N")] = None
-    gpu_memory: Annotated[Text, Option(help="Expected peak of one job on each of its GPUs.", metavar="SIZE")] = None
-    backend: Annotated[
         Text,
-        Option(help="Run jobs on this host, or as job arrays of Slurm.", metavar="local|slurm"),
+        Option(help="Expected peak of one job, until it is measured; '{name}' is a parameter.", metavar="SIZE"),
+        "memory.job",
     ] = None
-    limit: Annotated[Text, Option(help="The most memory of all jobs together.", metavar="SIZE")] = None
-    reserve: Annotated[Text, Option(help="Memory that is kept free.", metavar="SIZE")] = None
+    num_gpus: Annotated[
+        Text, Option(help="GPUs for each job. A job sees no others.", metavar="N"), "memory.num_gpus"
+    ] = None
+    gpu_memory: Annotated[
+        Text, Option(help="Expected peak of one job on each of its GPUs.", metavar="SIZE"), "memory.gpu_job"
+    ] = None
+    backend: Annotated[
+        Text, Option(help="Run jobs on this host, or as job arrays of Slurm.", metavar="local|slurm"), "backend"
+    ] = None
+    limit: Annotated[Text, Option(help="The most memory of all jobs together.", metavar="SIZE"), "memory.limit"] = None
+    reserve: Annotated[Text, Option(help="Memory that is kept free.", metavar="SIZE"), "memory.reserve"] = None
     retries: Annotated[
-        Text, Option(help="How often a job that was killed or ran out of memory is restarted.", metavar="N")
+        Text, Option(help="How often a job that was killed or ran out of memory is restarted.", metavar="N"), "retries"
     ] = None
     on_failure: Annotated[
         Text,
@@ -68,12 +73,19 @@ class Flags(Output):
             help="After a failure: stop all jobs, or continue. first: stop if the first job that ends has failed.",
             metavar="stop|first|continue",
         ),
+        "on_failure",
     ] = None
-    name: Annotated[Text, Option(help="The name of the experiment, a folder below the runs.", metavar="NAME")] = None
-    runs_dir: Annotated[Text, Option(help="The folder of all runs.", metavar="FOLDER")] = None
-    threads: Annotated[Text, Option(help="Threads of each job's numerical libraries.", metavar="N")] = None
+    name: Annotated[
+        Text, Option(help="The name of the experiment, a folder below the runs.", metavar="NAME"), "experiment"
+    ] = None
+    runs_dir: Annotated[Text, Option(help="The folder of all runs.", metavar="FOLDER"), "runs_dir"] = None
+    threads: Annotated[
+        Text, Option(help="Threads of each job's numerical libraries.", metavar="N"), "threads_per_job"
+    ] = None
     grace: Annotated[
-        Text, Option(help="Time to write a checkpoint before a stopped job is killed.", metavar="SECONDS")
+        Text,
+        Option(help="Time to write a checkpoint before a stopped job is killed.", metavar="SECONDS"),
+        "grace_seconds",
     ] = None
     no_tight_malloc: Annotated[
         bool, Option("--no-tight-malloc", help="Keep glibc's default allocator: faster, but freed memory stays in use.")
@@ -92,7 +104,10 @@ class Flags(Output):
         Raises:
             ConfigError: If a setting is given by its flag and with ``--set``.
         """
-        flags = {flag: (setting, getattr(self, flag)) for flag, setting in _SETTINGS.items()}
+        hints = get_type_hints(Flags, include_extras=True)
+        flags = {
+            flag: (hint.__metadata__[1], getattr(self, flag)) for flag, hint in hints.items() if hint.__metadata__[1:]
+        }
         flags |= {name: (name, text) for name, text in more.items()}
         flags["cuda_allocator"] = ("memory.cuda_allocator", self.cuda_allocator and json.dumps(self.cuda_allocator))
         flags["no_tight_malloc"] = ("memory.tight_malloc", "false" if self.no_tight_malloc else None)
@@ -111,24 +126,6 @@ class Flags(Output):
                     remedy=f"leave out --set {text}",
                 )
         return [*((flag, f"{name}={value}") for name, (flag, value) in given.items()), *(self.set_ or [])]
-
-
-#: The setting of each flag that gives one a value.
-_SETTINGS = {
-    "max_parallel": "max_parallel",
-    "memory": "memory.job",
-    "num_gpus": "memory.num_gpus",
-    "gpu_memory": "memory.gpu_job",
-    "backend": "backend",
-    "limit": "memory.limit",
-    "reserve": "memory.reserve",
-    "retries": "retries",
-    "on_failure": "on_failure",
-    "name": "experiment",
-    "runs_dir": "runs_dir",
-    "threads": "threads_per_job",
-    "grace": "grace_seconds",
-}
 
 
 def with_flags(verb: Callable[..., None]) -> Callable[..., None]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import rich.console
+import typer
 from typer import Option
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON: sizes in bytes, times in seconds.")]
@@ -31,6 +33,14 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal:
         made.width = max(made.width, 120)
     return made
+
+
+def answer(found: Any, as_json: bool, show: Callable[[Console], object]) -> None:
+    """Print what was found as JSON, or show it to people."""
+    if as_json:
+        typer.echo(json.dumps(found, indent=2, default=str))
+    else:
+        show(console())
 
 
 @contextmanager

@@ -2,10 +2,16 @@
 
 from memfit.reports._budget import print_budget
 from memfit.reports._charts import COLOURS, Frame, Layer, draw_stack
-from memfit.reports._diagnosis import explain_in_a_line, print_diagnosis, print_fix, print_verification
+from memfit.reports._diagnosis import (
+    explain_in_a_line,
+    print_checks,
+    print_diagnosis,
+    print_fix,
+    print_verification,
+)
 from memfit.reports._estimate import print_estimate
 from memfit.reports._live import LiveRun, Room, describe, read_pressure, read_room, render
-from memfit.reports._numbers import format_column, format_number, plain_table
+from memfit.reports._numbers import format_column, format_number, or_dash, plain_table
 from memfit.reports._page import write_page
 from memfit.reports._plan import print_run_plan
 from memfit.reports._run_view import JobRow, RunView, summarize_metrics
@@ -35,8 +41,10 @@ __all__ = [
     "has_supervisor",
     "is_live",
     "list_runs",
+    "or_dash",
     "plain_table",
     "print_budget",
+    "print_checks",
     "print_diagnosis",
     "print_estimate",
     "print_fix",

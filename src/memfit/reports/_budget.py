@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from memfit.memory import Budget, Device
+from memfit.reports._numbers import print_facts
 from memfit.units import format_bytes
 
 
@@ -29,8 +30,7 @@ def print_budget(budget: Budget, console: Console) -> None:
     )
     console.print(_limit_table(budget))
     console.print()
-    for name, text in _facts(budget):
-        console.print(f"[bold]{name:<9}[/bold] {escape(text)}", soft_wrap=True)
+    print_facts(_facts(budget), console)
 
 
 def _limit_table(budget: Budget) -> Table:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
+from memfit.reports._numbers import say
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,16 +30,16 @@ def print_diagnosis(
     is_known = diagnosis.cause != "unknown"
     style = "bold yellow" if diagnosis.recovered or not is_known else "bold red" if diagnosis.oom else "bold"
     recovered = "; the work went on" if diagnosis.recovered else ""
-    console.print(Text(f"{headline_of(diagnosis)}{recovered}", style=style), soft_wrap=True)
-    console.print(Text(f"  {facts_of(diagnosis)}"), soft_wrap=True)
+    say(console, f"{headline_of(diagnosis)}{recovered}", style)
+    say(console, f"  {facts_of(diagnosis)}")
     for text in diagnosis.arithmetic if verbose else diagnosis.arithmetic[:1]:
-        console.print(f"  {text}", markup=False, soft_wrap=True)
+        say(console, f"  {text}")
     _evidence(diagnosis, console, _MOST_EVIDENCE if verbose else 1)
     if verbose and diagnosis.timeline:
         console.print("\ntimeline", style="bold")
         for moment in diagnosis.timeline:
             text = f"  {moment.time or '-':<20}  {moment.what}: {moment.text.strip()[:120]}"
-            console.print(text, markup=False, soft_wrap=True)
+            say(console, text)
     helpful = [one for one in remedies if one.helps]
     if verbose:
         _remedies("what to do, the cheapest in speed first", helpful, console)
@@ -46,11 +48,11 @@ def print_diagnosis(
         console.print("\nwhat to do", style="bold")
         for number, one in enumerate(helpful[:_MOST_ACTIONS], 1):
             text = f"  {number}. {one.title}{f': {one.setting}' if one.setting else ''}"
-            console.print(text, markup=False, soft_wrap=True)
+            say(console, text)
     if diagnosis.checks and (verbose or not is_known):
         console.print("\nto check", style="bold")
         for line in diagnosis.checks:
-            console.print(f"  {line}", markup=False, soft_wrap=True)
+            say(console, f"  {line}")
     if not verbose and is_known:
         console.print(
             "\n--verbose: timeline, arithmetic, what each action costs, what would change nothing", style="dim"
@@ -78,36 +80,42 @@ def print_fix(fix: Fix, console: Console) -> None:
     """Print where the corrected file is, its diff, the reasons and its checks."""
     console.print()
     if not fix.edits:
-        console.print(f"nothing in {fix.path} causes it: no file was written", style="bold", markup=False)
+        say(console, f"nothing in {fix.path} causes it: no file was written", "bold")
     else:
-        console.print(f"wrote {fix.new_path}", style="bold", markup=False, soft_wrap=True)
+        say(console, f"wrote {fix.new_path}", "bold")
         if console.is_terminal:
             from rich.syntax import Syntax
 
             console.print(Syntax(fix.diff, "diff", background_color="default", word_wrap=True))
         else:
-            console.print(fix.diff, markup=False, soft_wrap=True)
+            say(console, fix.diff)
         for edit in fix.edits:
-            console.print(f"  line {edit.line}: {edit.reason}", markup=False, soft_wrap=True)
-    print_verification([check for check in fix.checks if check.verdict != "ok"], console, counts=False)
+            say(console, f"  line {edit.line}: {edit.reason}")
+    print_checks([check for check in fix.checks if check.verdict != "ok"], console)
 
 
-def print_verification(checks: Sequence[Check], console: Console, *, counts: bool = True) -> None:
-    """Print whether each setting was in force, and what shows it."""
+def print_checks(checks: Sequence[Check], console: Console, *, reasons: bool = False) -> dict[str, int]:
+    """Print each check with what to do, and with ``reasons`` also why and where from; return the number by verdict."""
     width = max((len(check.check) for check in checks), default=0)
     for check in checks:
-        style = _STYLES[check.verdict]
-        head = f"[{style}]{check.verdict:<7}[/{style}] [bold]{escape(check.check):<{width}}[/bold]"
-        console.print(f"{head} {escape(check.finding)}", soft_wrap=True)
-        if check.verdict != "ok" and check.remedy:
-            console.print(f"{'':{width + 9}}do {check.remedy}", markup=False, soft_wrap=True)
-    if counts:
-        from memfit.diagnosis import is_any_shown
+        head = ((f"{check.verdict:<7} ", _STYLES[check.verdict]), (f"{check.check:<{width}} ", "bold"))
+        console.print(Text.assemble(*head, check.finding), soft_wrap=True)
+        table = Table.grid(padding=(0, 1))
+        for name, text in (("why", check.reason), ("do", check.remedy), ("from", check.source)):
+            if text and (reasons or (name == "do" and check.verdict != "ok")):
+                table.add_row(Text(name, "dim"), Text(text))
+        console.print(Padding(table, (0, 0, 0, 8 + width + 1), expand=False), end="" if not table.row_count else "\n")
+    return {verdict: sum(check.verdict == verdict for check in checks) for verdict in _STYLES}
 
-        if not is_any_shown(checks):
-            console.print("nothing that was read shows any of these settings", style="bold")
-        num = {verdict: sum(check.verdict == verdict for check in checks) for verdict in _STYLES}
-        console.print(f"in force: {num['ok']}, not in force: {num['problem']}, not shown: {num['warning']}")
+
+def print_verification(checks: Sequence[Check], console: Console) -> None:
+    """Print whether each setting was in force, and what shows it."""
+    from memfit.diagnosis import is_any_shown
+
+    num = print_checks(checks, console)
+    if not is_any_shown(checks):
+        console.print("nothing that was read shows any of these settings", style="bold")
+    console.print(f"in force: {num['ok']}, not in force: {num['problem']}, not shown: {num['warning']}")
 
 
 def _evidence(diagnosis: Diagnosis, console: Console, most: int) -> None:
@@ -127,7 +135,7 @@ def _remedies(title: str, some: Sequence[Remedy], console: Console) -> None:
         saves = f", {format_bytes(one.saves_bytes)}" if one.saves_bytes else ""
         enough = {True: ", enough by itself", False: ", not enough by itself", None: ""}[one.enough]
         words = f"{number}. {one.title} (costs {one.cost}{saves}{enough})" if one.helps else f"- {one.title}"
-        console.print(f"  {words}", markup=False, soft_wrap=True)
+        say(console, f"  {words}")
         for text, style in ((one.setting if one.helps else "", "cyan"), (one.reason, "dim")):
             if text:
-                console.print(f"     {text}", markup=False, soft_wrap=True, style=style)
+                say(console, f"     {text}", style)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from memfit.reports._numbers import plain_table
+from memfit.reports._numbers import plain_table, say
 from memfit.units import format_bytes
 
 _METRICS = {
@@ -29,11 +29,11 @@ def print_estimate(answer: Mapping[str, Any], log: Console) -> None:
     """Print an answer of ``memfit.planning.ask``."""
     _verdict(answer, log)
     if answer["data"]:
-        log.print(answer["data"]["text"], markup=False, soft_wrap=True)
+        say(log, answer["data"]["text"])
     if answer["setup"] is not None:  # a workload's step has none
         _equation(answer, log)
     versions = " and ".join(f"{name} {version}" for name, version in answer["versions"].items())
-    log.print(f"{_METHODS[answer['method']]} {versions}", markup=False, soft_wrap=True)
+    say(log, f"{_METHODS[answer['method']]} {versions}")
     figures = [(name.removesuffix("_bytes"), *_sizes(answer["device"][name]), text) for name, text in _METRICS.items()]
     parts = sorted(answer["parts"].items(), key=lambda part: -part[1]["value"])
     sizes = ("value", "at most")
@@ -46,14 +46,14 @@ def print_estimate(answer: Mapping[str, Any], log: Console) -> None:
     if answer["notes"]:
         log.print()
         for note in answer["notes"]:
-            log.print(f"note: {note}", markup=False, soft_wrap=True)
+            say(log, f"note: {note}")
 
 
 def _verdict(answer: Mapping[str, Any], log: Console) -> None:
     need, gpu = answer["device"]["device_bytes"], answer["gpu"]
     text = f"needs {format_bytes(need['value'])}, at most {format_bytes(need['upper'])}"
     if gpu is None:
-        log.print(f"{text} of device memory", style="bold", markup=False, soft_wrap=True)
+        say(log, f"{text} of device memory", "bold")
         return
     size = format_bytes(gpu["total_bytes"])
     name = "" if gpu["name"] == size else f" ({gpu['name']})"
@@ -61,7 +61,7 @@ def _verdict(answer: Mapping[str, Any], log: Console) -> None:
     rest = f"at least {format_bytes(left)} free" if left >= 0 else f"up to {format_bytes(-left)} too much"
     if left < 0 and verdict.startswith("fits"):
         rest = "torch's allocator empties its cache"
-    log.print(f"{verdict}: {text} of {size}{name}; {rest}", style=_STYLES[verdict], markup=False, soft_wrap=True)
+    say(log, f"{verdict}: {text} of {size}{name}; {rest}", _STYLES[verdict])
 
 
 def _equation(answer: Mapping[str, Any], log: Console) -> None:
@@ -70,10 +70,10 @@ def _equation(answer: Mapping[str, Any], log: Console) -> None:
     setup, chosen = answer["setup"], answer["largest_batch"]
     if chosen is not None:
         text = f"the largest batch that fits is {setup['batch']}" if chosen["fits"] else "not even a batch of 1 fits"
-        log.print(text, style="bold", markup=False, soft_wrap=True)
+        say(log, text, "bold")
     if setup["optimizer"] != "none":
         devices = 1 if setup["strategy"] == "tp" else setup["world_size"]
-        log.print(equation_of_batch(setup["batch"], setup["num_microbatches"], devices), markup=False, soft_wrap=True)
+        say(log, equation_of_batch(setup["batch"], setup["num_microbatches"], devices))
 
 
 def _change(answer: Mapping[str, Any], log: Console) -> None:
@@ -84,17 +84,12 @@ def _change(answer: Mapping[str, Any], log: Console) -> None:
     if change is None:
         log.print("no tested change of the setup makes it fit: use a larger GPU or a smaller model")
         if answer["smaller_model"]:
-            log.print(f"  {answer['smaller_model']['text']}", markup=False, soft_wrap=True)
+            say(log, f"  {answer['smaller_model']['text']}")
         return
     value, upper = _sizes(change["device"]["device_bytes"])
-    log.print(
-        f"fits with {' '.join(change['options'])}: {value}, at most {upper}",
-        style="bold",
-        markup=False,
-        soft_wrap=True,
-    )
+    say(log, f"fits with {' '.join(change['options'])}: {value}, at most {upper}", "bold")
     same = "the same training" if change["same_training"] else "changes the training"
-    log.print(f"  costs: {change['cost']}; {same}", markup=False, soft_wrap=True)
+    say(log, f"  costs: {change['cost']}; {same}")
 
 
 def _sizes(interval: Mapping[str, int]) -> tuple[str, str]:

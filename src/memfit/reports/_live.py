@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -13,8 +14,8 @@ from rich.live import Live
 from rich.text import Text
 
 from memfit.memory import Budget
-from memfit.reports._numbers import format_number, plain_table
-from memfit.reports._run_view import Event, JobRow, RunView, StageView, is_number
+from memfit.reports._numbers import format_number, or_dash, plain_table, say
+from memfit.reports._run_view import Event, JobRow, RunView, is_number
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
 
@@ -41,8 +42,6 @@ _BAR_COLUMNS = 40
 _ROUTINE = ("memory", "device", "max_parallel")
 #: Events that are not shown for a single command: the summary says the same.
 _OF_MANY = frozenset({"admit", "plan", "end", "grow", "grow_device"})
-#: Events without a text that memfit 0.1 showed.
-_SHOWN_BY_0_1 = frozenset({"admit", "aside", "end", "grow", "plan", "retry", "short", "stop", "wait"})
 #: What is read of a log at one look.
 _MOST_NEW_BYTES = 1 << 16
 #: The least share of the limit by which a reservation grows for a line on the terminal.
@@ -93,36 +92,33 @@ class LiveRun:
         """Begin to show what happens in a run from now on."""
         self.view = RunView(run)
         self.view.read()
-        if self.quiet:
-            return self._tick
-        self.console.print(f"Run {run.path}", soft_wrap=True, highlight=False, markup=False)
-        if self.console.is_terminal:
-            self._live = Live(console=self.console, auto_refresh=False, transient=True)
-            self._live.start()
-        return self._tick
+        if not self.quiet:
+            say(self.console, f"Run {run.path}")
+            if self.console.is_terminal:
+                self._live = Live(console=self.console, auto_refresh=False, transient=True)
+                self._live.start()
+        return partial(self._tick, self.view)
 
-    def _tick(self) -> None:
+    def _tick(self, view: RunView) -> None:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _REFRESH_SECONDS
-        self._print_new_lines()
-        self._print_shortages()
-        if self._live is not None and self.view is not None:
-            table = render(self.view, read_room(self.view, here=self.here), self.console.width, read_pressure())
+        self._print_new_lines(view)
+        self._print_shortages(view)
+        if self._live is not None:
+            table = render(view, read_room(view, here=self.here), self.console.width, read_pressure())
             self._live.update(table, refresh=True)
 
-    def _print_shortages(self) -> None:
+    def _print_shortages(self, view: RunView) -> None:
         """Print what a running job's error log says about a shortage of memory, as soon as it says so."""
         from memfit.diagnosis import find_shortage  # not by those that only print a table
 
-        for row in self.view.rows() if self.view is not None else ():
-            if row.state == "running" and self.view is not None:
-                line = find_shortage(self._new_of(self.view.run.job_dir(row.status.job_id) / "err.log"))
+        for row in view.rows():
+            if row.state == "running":
+                line = find_shortage(self._new_of(view.run.job_dir(row.status.job_id) / "err.log"))
                 if line and (row.name, line) not in self._said:
                     self._said.add((row.name, line))
-                    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-                    text = Text(f"{stamp}  {row.name} says: {line}", style="red")
-                    self.console.print(text, soft_wrap=True)
+                    say(self.console, f"{_stamp(time.time())}  {row.name} says: {line}", "red")
 
     def _new_of(self, log: Path) -> bytes:
         """Return what a log gained since the last call, at most its last 64 KiB; a watcher begins with what comes."""
@@ -140,26 +136,25 @@ class LiveRun:
 
     def close(self) -> None:
         """Print what happened since the last tick, and clear the table."""
-        self._print_new_lines()
+        if self.view is not None:
+            self._print_new_lines(self.view)
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _print_new_lines(self) -> None:
-        if self.view is None:
-            return
-        events = self.view.read()
+    def _print_new_lines(self, view: RunView) -> None:
+        events = view.read()
         # Once a look for each stage: counting what is left reads all rows.
-        ends = {self.view.stage_of(event["job"]): event for event in events if event["kind"] == "end"}
+        ends = {view.stage_of(event["job"]): event for event in events if event["kind"] == "end"}
         lines = [
-            f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(float(event['time'])))}  "
+            f"{_stamp(float(event['time']))}  "
             + re.sub(r"\s*\n\s*", "; ", text)
-            + (describe_left(event, self.view) if event in ends.values() else "")
+            + (describe_left(event, view) if event in ends.values() else "")
             for event in events
-            if self._is_told(event, self.view) and (text := describe(event, self.view))
+            if self._is_told(event, view) and (text := describe(event, view))
         ]
         if lines:  # at once: on a terminal each printing draws the table anew
-            self.console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+            say(self.console, "\n".join(lines))
 
     def _is_told(self, event: Event, view: RunView) -> bool:
         kind, is_success = event["kind"], event.get("state") == "completed"
@@ -172,6 +167,10 @@ class LiveRun:
         return not (is_many and is_routine) or _left_something(event)
 
 
+def _stamp(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
 def describe(event: Event, view: RunView) -> str:
     """Return an event as a line; empty for one that only the table shows."""
     kind, job, text = str(event["kind"]), event.get("job"), event.get("text")
@@ -181,20 +180,13 @@ def describe(event: Event, view: RunView) -> str:
         limit = ((view.last("budget") or {}).get("binding") or {}).get("limit_bytes", 0)
         if event["to_bytes"] - event["from_bytes"] < limit * _WORTH_A_LINE:
             return ""
-    if not isinstance(text, str):
-        text = _without_text(event, kind)
-    return text.replace(job, view.name(job), 1) if job and kind in ("admit", "end") else text
-
-
-def _without_text(event: Event, kind: str) -> str:
-    """Return the line of an epoch that a script recorded, or of an event of memfit 0.1."""
-    job = event.get("job")
-    if kind == "epoch":
+    if not isinstance(text, str) and kind == "epoch":  # recorded by a script
         known = ("time", "job", "kind", "epoch", "num_epochs")
         numbers = [f"{name} {format_number(v)}" for name, v in event.items() if name not in known and is_number(v)]
         return f"{job} epoch {event['epoch']}/{event['num_epochs']}  {'  '.join(numbers)}".rstrip()
-    why = next((f": {event[name]}" for name in ("reason", "why", "cause") if event.get(name)), "")
-    return f"{job or 'the run'}: {event.get('state', kind)}{why}" if kind in _SHOWN_BY_0_1 else ""
+    if not isinstance(text, str):
+        return ""
+    return text.replace(job, view.name(job), 1) if job and kind in ("admit", "end") else text
 
 
 def describe_left(event: Event, view: RunView) -> str:
@@ -203,9 +195,8 @@ def describe_left(event: Event, view: RunView) -> str:
     num_left, seconds = view.left(stage, rows)
     if not num_left:
         return ""
-    num_units = len(view.stages[stage].units) if stage in view.stages else len(view.params)
-    of = f" of {num_units}" if num_units else ""
-    return f"; {num_left}{of} left" + (f", about {format_duration(seconds, short=True)}" if seconds else "")
+    left = f"; {num_left} of {len(view.states(stage, rows))} left"
+    return left + (f", about {format_duration(seconds, short=True)}" if seconds else "")
 
 
 def _left_something(event: Event) -> bool:
@@ -272,7 +263,8 @@ def _shown(rows: Sequence[JobRow]) -> Sequence[JobRow]:
 
 def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float | None) -> Iterator[Text]:
     if len(view.stages) > 1:
-        yield Text("stages: " + ", ".join(_progress(view.stages[name]) for name in view.stage_names(rows)))
+        names = view.stage_names(rows)
+        yield Text("stages: " + ", ".join(_progress(name, [*view.states(name, rows).values()]) for name in names))
     if counts := ", ".join(f"{name} {number}" for name, number in view.counts(rows).items()):
         num_stalled = sum(row.status.stalled for row in rows)
         num_stopped = sum(row.status.stopped_pid is not None for row in rows)
@@ -303,13 +295,11 @@ def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float |
         yield Text(f"memory pressure {pressure:.1f} % of the last ten seconds", style="dim")
 
 
-def _progress(stage: StageView) -> str:
+def _progress(name: str, states: Sequence[str]) -> str:
     """Return a stage's progress, such as ``prepare kept`` or ``fold 2 of 5``."""
-    states = set(stage.units.values())
-    if len(states) == 1 and (len(stage.units) == 1 or states != {"running"}):
-        return f"{stage.name} {states.pop()}"
-    num_done = sum(state in ("kept", "reused", "completed") for state in stage.units.values())
-    return f"{stage.name} {num_done} of {len(stage.units)}"
+    if len(set(states)) == 1 and (len(states) == 1 or states[0] != "running"):
+        return f"{name} {states[0]}"
+    return f"{name} {sum(state in ('kept', 'reused', 'completed') for state in states)} of {len(states)}"
 
 
 def _cells(row: JobRow, view: RunView) -> list[str | Text]:
@@ -321,15 +311,13 @@ def _cells(row: JobRow, view: RunView) -> list[str | Text]:
     if state == "running":
         text = _share_done(view, row) or (status.phase or "starts")[:_PHASE_COLUMNS]
         text += f" ~{row.guess}" if row.guess else ""
-    sizes = (status.used_bytes, status.peak_bytes, row.reserved_bytes)
-    seconds = (row.seconds, row.eta_seconds)
     return [
         row.name,
         status.node or "-",
         Text(text, style=_STYLE.get(state, "")),
         f"{int(row.epochs_done * 10 + 1e-9) / 10:g}/{row.num_epochs or '?'}" if row.epochs_done else "-",
-        *(format_bytes(size) if size else "-" for size in sizes),
-        *("-" if number is None else format_duration(number, short=True) for number in seconds),
+        *row.sizes,
+        *(or_dash(seconds, partial(format_duration, short=True)) for seconds in (row.seconds, row.eta_seconds)),
     ]
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeVar
 
+from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+T = TypeVar("T")
 
 
 def format_number(value: float) -> str:
@@ -34,6 +39,26 @@ def format_column(values: Iterable[float | None], statistics: Iterable[float | N
         cells = ["-" if value is None else str(int(value)) for value in values]
         return cells + ["-" if value is None else f"{value:.1f}" for value in statistics]
     return ["-" if value is None else format_number(float(value)) for value in (*values, *statistics)]
+
+
+def or_dash(value: T | None, text: Callable[[T], str]) -> str:
+    """Return a value as text, or ``-`` for None.
+
+    >>> or_dash(2, str), or_dash(None, str)
+    ('2', '-')
+    """
+    return "-" if value is None else text(value)
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print text without markup and without folding long lines."""
+    console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def print_facts(facts: Iterable[tuple[str, str]], console: Console, width: int = 10) -> None:
+    """Print a line for each fact: its name in bold, and its text from a column on."""
+    for name, text in facts:
+        console.print(Text.assemble((f"{name:<{width}}", "bold"), text), soft_wrap=True)
 
 
 def plain_table(*headings: str, left: Collection[str] = (), gap: int = 2) -> Table:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
-from memfit.reports._numbers import plain_table
+from memfit.reports._numbers import plain_table, print_facts, say
 from memfit.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -25,22 +24,22 @@ _NO_PARTS = ("file", "charged_peak")
 def print_run_plan(plan: RunPlan, console: Console) -> None:
     """Print the commands, then for each stage what would run, why, and how many of its jobs fit at once."""
     for command in plan.commands:
-        console.print(shlex.join(command), soft_wrap=True, markup=False, highlight=False)
+        say(console, shlex.join(command))
     budget, run = plan.budget, f"{plan.run} continues" if plan.run else "a new run directory"
     limit = f"{format_bytes(budget.lendable_bytes)} of {format_bytes(budget.binding.limit_bytes)}"
     facts = [("run", run), ("budget", f"{limit} for jobs ({budget.binding.name})")]
     width = max([10, *(len(stage.name) + 1 for stage in plan.stages)])
-    for name, text in [*facts, ("", "")]:
-        console.print(Text.assemble((f"{name:<{width}}" if name else "", "bold"), text), soft_wrap=True)
+    print_facts(facts, console, width)
+    console.print()
     for stage in plan.stages:
         first, *lines = _lines(stage)
-        console.print(Text.assemble((f"{stage.name:<{width}}", "bold"), first), soft_wrap=True)
+        print_facts([(stage.name, first)], console, width)
         for line in lines:
-            console.print(f"{'':<{width}}{line}", soft_wrap=True, markup=False)
+            say(console, f"{'':<{width}}{line}")
         if stage.rows:
             console.print(Padding(_matrix(stage), (0, 0, 0, width), expand=False))
         if stage.advice:
-            console.print(f"{'':<{width}}{stage.advice}", soft_wrap=True, markup=False)
+            say(console, f"{'':<{width}}{stage.advice}")
     console.print("\nNothing was started.")
 
 

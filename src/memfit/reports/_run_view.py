@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from memfit.jobs import ENDED, JobStatus, name_jobs, read_status
 from memfit.rundir import EventTail, RunDir, event_time, fits, read_json
+from memfit.units import format_bytes, natural_order
 
 Event = Mapping[str, Any]
 
@@ -81,17 +81,14 @@ class JobRow:
     """What a report says of one job.
 
     Attributes:
-        stage: The stage that it is a unit of.
         told: What the supervisor said of it last, as in ``StageView.units``; empty where it said nothing.
         status: Its state, phase and memory; ``pending`` also for one that ended and is queued again.
         seconds: How long it has run, or ran, in this attempt; None before its start.
         reserved_bytes: What it has reserved, or had last; None when it ran alone, before its size was known.
         forecast_bytes: What it had reserved when it started.
-        epochs_done: How many epochs it has done, the part of the present one included; 0 before the first step.
+        epochs_done: How many epochs it has done, the part of the present one included.
         num_epochs: Of how many; 0 while that is not known.
         eta_seconds: How long it will still train, at its mean rate in this attempt; None while that is not known.
-        result: What it returned.
-        params: The parameters that the command line gave it.
     """
 
     stage: str
@@ -127,6 +124,12 @@ class JobRow:
     def metrics(self) -> Mapping[str, float]:
         """The numbers among what it returned."""
         return {name: value for name, value in self.result.items() if is_number(value)}
+
+    @property
+    def sizes(self) -> tuple[str, str, str]:
+        """What it uses, its peak and its reservation, as text."""
+        used, peak = self.status.used_bytes, self.status.peak_bytes
+        return tuple(format_bytes(size) if size else "-" for size in (used, peak, self.reserved_bytes))  # type: ignore[return-value]
 
     @property
     def guess(self) -> str:
@@ -336,7 +339,7 @@ class RunView:
             told = {job: state for stage in self.stages.values() for job, state in stage.units.items()}
             found = {job for job, state in told.items() if job in found or state in _THERE}
         places = {name: place for place, name in enumerate(list(self.graph) or [_FIRST])}
-        return sorted(found, key=lambda name: (places.get(self.stage_of(name), len(places)), _natural(name)))
+        return sorted(found, key=lambda name: (places.get(self.stage_of(name), len(places)), natural_order(name)))
 
     def rows(self) -> list[JobRow]:
         """One row for each job that was admitted, or whose result is kept."""
@@ -383,30 +386,26 @@ class RunView:
 
     def stage_names(self, rows: Sequence[JobRow]) -> list[str]:
         """The stages of the last command, or those of the jobs where it told none, in order."""
-        told = [name for name in self.graph if name in self.stages]
+        told = sorted(self.stages, key=[*self.graph, *self.stages].index)
         return told or list(dict.fromkeys([*(row.stage for row in rows), *(map(self.stage_of, [*self.params][:1]))]))
+
+    def states(self, stage: str, rows: Sequence[JobRow]) -> dict[str, str]:
+        """The state of each known unit of a stage, by job id: a job's own is newer than that of the stage's events."""
+        if stage in self.stages:
+            told = {job: state if state in _OVER else "waiting" for job, state in self.stages[stage].units.items()}
+        else:
+            plan = self.run.plan  # memfit 0.1 told the number of jobs alone
+            num = plan.get("num_jobs") or 0 if plan and self.stage_of(plan["measured_on"]) == stage else 0
+            told = dict.fromkeys(self.params or [f"{stage}_{number}" for number in range(1, num + 1)], "waiting")
+        own = {row.status.job_id: row.state for row in rows if row.stage == stage}
+        return {job: "waiting" if state == "pending" else state for job, state in (told | own).items()}
 
     def counts(self, rows: Sequence[JobRow]) -> dict[str, int]:
         """How many jobs are in which state, the most telling first; kept and reused results count as completed."""
-        states = Counter("completed" if row.state in ("kept", "reused") else row.state for row in rows)
-        shown = {row.status.job_id for row in rows}
-        for stage in self.stages.values():
-            states.update(state for job, state in stage.units.items() if job not in shown and state in _OVER)
-        states["waiting"] = sum(self._num_waiting(name, rows) for name in self.stage_names(rows))
-        del states["pending"]
+        found = [state for name in self.stage_names(rows) for state in self.states(name, rows).values()]
+        states = Counter("completed" if state in ("kept", "reused") else state for state in found)
         order = ["completed", "running", "waiting", *sorted(states)]
         return {name: states[name] for name in dict.fromkeys(order) if states[name]}
-
-    def _num_waiting(self, stage: str, rows: Sequence[JobRow]) -> int:
-        """How many units of a stage are known and have not started."""
-        states = {row.status.job_id: row.state for row in rows if row.stage == stage}
-        if stage in self.stages:
-            units = self.stages[stage].units
-            return sum(state not in _OVER and states.get(job, "pending") == "pending" for job, state in units.items())
-        plan = self.run.plan
-        num_planned = plan.get("num_jobs") or 0 if plan and self.stage_of(plan["measured_on"]) == stage else 0
-        pending = sum(state == "pending" for state in states.values())
-        return pending + max(0, (len(self.params) or num_planned) - len(states))
 
     def left(self, stage: str, rows: Sequence[JobRow]) -> tuple[int, float | None]:
         """How many units of a stage are not done yet, and how long they take, as units took so far.
@@ -415,7 +414,7 @@ class RunView:
         """
         own = [row for row in rows if row.stage == stage]
         running = [row for row in own if row.state == "running"]
-        waiting = self._num_waiting(stage, rows)
+        waiting = sum(state == "waiting" for state in self.states(stage, rows).values())
         took = [row.seconds for row in own if row.status.state == "completed" and row.seconds is not None]
         if not took or not (running or waiting):
             return waiting + len(running), None
@@ -427,12 +426,6 @@ class RunView:
 
 def _name(job_id: str, params: Mapping[str, str]) -> str:
     return " ".join([job_id, *(f"{name}={value}" for name, value in params.items())])
-
-
-@cache
-def _natural(name: str) -> list[tuple[str, int]]:
-    """A sort key by which ``fold_10`` comes after ``fold_9``."""
-    return [(text, int(number or 0)) for text, number in re.findall(r"([^0-9]*)([0-9]*)", name)]
 
 
 def _is_understood(event: Event) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +17,7 @@ from rich.text import Text
 from memfit.errors import MemfitError
 from memfit.memory import Footprint
 from memfit.reports._diagnosis import explain_in_a_line
-from memfit.reports._numbers import format_column, format_number, plain_table
+from memfit.reports._numbers import format_column, format_number, or_dash, plain_table, print_facts, say
 from memfit.reports._run_view import JobRow, RunView, StageView, finite, is_number, summarize_metrics
 from memfit.rundir import RunDir, read_json
 from memfit.units import format_bytes, format_duration
@@ -41,15 +40,6 @@ _WAITED_FOR = {
     "measuring": "while one was measured",
     "other_run": "for another run",
 }
-
-
-class _Column(NamedTuple):
-    name: str
-    cells: list[str]
-
-    @property
-    def width(self) -> int:
-        return max(map(len, (self.name, *self.cells)))
 
 
 def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
@@ -94,26 +84,16 @@ def _outcome(run: RunDir) -> Mapping[str, Any]:
 
 
 def _stage(view: RunView, name: str, rows: Sequence[JobRow]) -> dict[str, Any]:
-    own = [row for row in rows if row.stage == name]
-    stage = _as_its_jobs_say(view, name, own)
-    metrics = summarize_metrics(own)
+    stage, states = view.stages.get(name, StageView(name)), view.states(name, rows)
+    metrics = summarize_metrics([row for row in rows if row.stage == name])
     return {
         "name": name,
-        "counts": Counter(stage.units.values()),
-        "units": len(stage.units),
+        "counts": Counter(states.values()),
+        "units": len(states),
         "why": stage.why,
         "saved_seconds": stage.saved_seconds,
         "metrics": finite({name: {"mean": mean, "sd": sd, "n": n} for name, (mean, sd, n) in metrics.items()}),
     }
-
-
-def _as_its_jobs_say(view: RunView, name: str, own: Sequence[JobRow]) -> StageView:
-    """Return a stage with the states of its jobs, which are newer than those of its events."""
-    told = view.stages.get(name, StageView(name))
-    states = dict(told.units) | {row.status.job_id: row.state for row in own}
-    known = {row.status.job_id for row in own if row.state == "running"}
-    waiting = {job for job, state in states.items() if state in ("pending", "running") and job not in known}
-    return replace(told, units=states | dict.fromkeys(waiting, "waiting"))
 
 
 def _job(view: RunView, row: JobRow) -> dict[str, Any]:
@@ -159,7 +139,7 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None, *,
     is_one = view.kind == "commands" and len(view.params) == 1
     if not is_one:
         console.print()
-        _print_facts(_decisions(view, verbose), console)
+        print_facts(_decisions(view, verbose), console)
     if view.kind == "commands":
         _print_commands(rows, console)
     else:
@@ -174,7 +154,7 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None, *,
             text += f"\n  the same: {names}{more}"
         console.print(Text(text, style="red"), soft_wrap=True)
     console.print()
-    _print_facts([*(_phases(rows) if is_one else _totals(view, rows, verbose)), *_places(view, is_one)], console)
+    print_facts([*(_phases(rows) if is_one else _totals(view, rows, verbose)), *_places(view, is_one)], console)
 
 
 def _failures(rows: Sequence[JobRow]) -> dict[tuple[str, str], list[JobRow]]:
@@ -186,18 +166,13 @@ def _failures(rows: Sequence[JobRow]) -> dict[tuple[str, str], list[JobRow]]:
     return found
 
 
-def _print_facts(facts: Iterable[tuple[str, str]], console: Console) -> None:
-    for name, text in facts:
-        console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=True)
-
-
 def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console, verbose: bool) -> None:
     """Print each stage: its state and reason, and its results in a table (if verbose, with all columns) or a line."""
     names = view.stage_names(rows)
     width, gap = max([10, *(len(name) + 1 for name in names)]), True
     for name in names:
         own = [row for row in rows if row.stage == name]
-        fate = _fate(view, _as_its_jobs_say(view, name, own))
+        fate = _fate(view, view.stages.get(name, StageView(name)), view.states(name, rows))
         console.print(Text.assemble("\n" if gap else "", (f"{name:<{width}}", "bold"), fate), soft_wrap=True)
         lines = [line for row in own for line in row.result.get("report", ()) if isinstance(line, str)]
         gap = any(row.has_unit for row in own)
@@ -211,13 +186,13 @@ def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console, verbo
         elif own and not lines:
             lines = [_values(own[0].result)]
         for line in filter(None, lines):
-            console.print(f"{'':<{width}}{line}", soft_wrap=True, markup=False)
+            say(console, f"{'':<{width}}{line}")
 
 
-def _fate(view: RunView, stage: StageView) -> str:
+def _fate(view: RunView, stage: StageView, states: Mapping[str, str]) -> str:
     """Return the states of a stage's units, and why."""
-    counts = Counter(stage.units.values())
-    text = ", ".join(f"{state} {number}" if len(stage.units) > 1 else state for state, number in counts.items())
+    counts = Counter(states.values())
+    text = ", ".join(f"{state} {number}" if len(states) > 1 else state for state, number in counts.items())
     if stage.saved_seconds:
         text += f", which saved {format_duration(stage.saved_seconds)}"
     if "stopped" in counts:
@@ -241,12 +216,7 @@ def _print_commands(rows: Sequence[JobRow], console: Console) -> None:
     for row in shown:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.status.ended))
         tries = f", attempt {row.status.attempt}" if row.status.attempt > 1 else ""
-        console.print(
-            f"{stamp}  {row.name} {row.status.describe_end(row.reserved_bytes)}{tries}",
-            soft_wrap=True,
-            markup=False,
-            highlight=False,
-        )
+        say(console, f"{stamp}  {row.name} {row.status.describe_end(row.reserved_bytes)}{tries}")
     if len(shown) < len(ended):
         console.print(f"and {len(ended) - len(shown)} more; --json lists all", soft_wrap=True)
 
@@ -373,22 +343,20 @@ def _tables(rows: Sequence[JobRow], view: RunView, width: int) -> Iterator[Table
     each = str(view.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
     num = max((num for _, _, num in metrics.values()), default=0)
     labels = [f"mean of {num}", f"sd of {num}"] if num > 1 else []
-    first = _Column(each, [row.name.removeprefix(f"{stage}_") for row in rows] + labels)
-    facts = {
-        "state": [row.state for row in rows],
-        "time": ["-" if row.seconds is None else format_duration(row.seconds) for row in rows],
-        "peak": [format_bytes(row.status.peak_bytes) if row.status.peak_bytes else "-" for row in rows],
-        "reserved": [format_bytes(row.reserved_bytes) if row.reserved_bytes else "-" for row in rows],
-    }
-    rest = [_Column(name, [*cells, *[""] * len(labels)]) for name, cells in facts.items()]
+    first = (each, [row.name.removeprefix(f"{stage}_") for row in rows] + labels)
+    facts = [(row.state, or_dash(row.seconds, format_duration), *row.sizes[1:]) for row in rows]
+    headings = ("state", "time", "peak", "reserved")
+    rest = [
+        (name, [*cells, *[""] * len(labels)]) for name, cells in zip(headings, zip(*facts, strict=True), strict=True)
+    ]
     for name, (mean, sd, _) in metrics.items():
         values = [row.metrics.get(name) for row in rows]
-        rest.append(_Column(name, format_column(values, [mean, sd] if labels else [])))
+        rest.append((name, format_column(values, [mean, sd] if labels else [])))
     while rest:
-        fits = (n for n in range(len(rest), 1, -1) if sum(one.width + 2 for one in [first, *rest[:n]]) <= width + 2)
-        most = next(fits, 1)
-        shown, rest = [first, *rest[:most]], rest[most:]
-        table = plain_table(*(column.name for column in shown), left=(each, "state"))
-        for cells in zip(*(column.cells for column in shown), strict=True):
+        shown, left = [first], width - max(map(len, (each, *first[1])))
+        while (rest and (left := left - 2 - max(map(len, (rest[0][0], *rest[0][1])))) >= 0) or len(shown) == 1:
+            shown.append(rest.pop(0))
+        table = plain_table(*(name for name, _ in shown), left=(each, "state"))
+        for cells in zip(*(cells for _, cells in shown), strict=True):
             table.add_row(*cells)
         yield table
