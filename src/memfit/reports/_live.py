@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from memfit.memory import Budget
+from memfit.reports._epoch_memory import explain_memory, memory_of
 from memfit.reports._numbers import format_number, plain_table
 from memfit.reports._run_view import Event, JobRow, RunView, StageView, is_number
 from memfit.rundir import RunDir
@@ -68,6 +70,7 @@ class LiveRun:
         console: Where to show it.
         here: True if this process runs the jobs; a watcher may have other limits.
         quiet: Print failures only.
+        verbose: Also print the memory of each epoch, by part and by phase.
 
     Example:
         >>> import tempfile; from pathlib import Path
@@ -78,10 +81,11 @@ class LiveRun:
         >>> tick(); live.close()
     """
 
-    def __init__(self, console: Console, *, here: bool = True, quiet: bool = False) -> None:
+    def __init__(self, console: Console, *, here: bool = True, quiet: bool = False, verbose: bool = False) -> None:
         self.console = console
         self.here = here
         self.quiet = quiet
+        self.verbose = verbose
         #: The run as it was read so far; None before ``show``.
         self.view: RunView | None = None
         self._live: Live | None = None
@@ -155,6 +159,7 @@ class LiveRun:
             f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(float(event['time'])))}  "
             + re.sub(r"\s*\n\s*", "; ", text)
             + (describe_left(event, self.view) if event in ends.values() else "")
+            + (f"; {explain_memory(memory)}" if self.verbose and (memory := _memory(event)) else "")
             for event in events
             if self._is_told(event, self.view) and (text := describe(event, self.view))
         ]
@@ -184,6 +189,10 @@ def describe(event: Event, view: RunView) -> str:
     if not isinstance(text, str):
         text = _without_text(event, kind)
     return text.replace(job, view.name(job), 1) if job and kind in ("admit", "end") else text
+
+
+def _memory(event: Event) -> Mapping[str, Any] | None:
+    return memory_of(event) if event["kind"] == "epoch" else None
 
 
 def _without_text(event: Event, kind: str) -> str:
