@@ -150,6 +150,8 @@ def test_the_json_form_says_the_same_in_bytes_and_seconds(finished):
         "log": str(finished.path / "jobs/fold_2/err.log"),
         "diagnosis": None,
         "heap": None,
+        "epoch": None,
+        "epoch_memory": None,
         "result": {},
     }
     assert found["stages"][1]["metrics"]["num_dates"] == {"mean": 544.5, "sd": pytest.approx(0.5**0.5), "n": 2}

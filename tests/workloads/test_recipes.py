@@ -1,12 +1,16 @@
 """The recipe fine-tune: what is left out and told, the batch as an equation, out of memory, and kills."""
 
+import io
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from pydantic import ValidationError
+from rich.console import Console
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("transformers")
@@ -15,9 +19,12 @@ pytest.importorskip("tokenizers")
 import kills  # noqa: E402
 from memfit import run  # noqa: E402
 from memfit.data import Padding, SequenceLoader  # noqa: E402
-from memfit.errors import DataError, DoesNotFitError  # noqa: E402
-from memfit.pipeline import Choice, Output  # noqa: E402
+from memfit.errors import ConfigError, DataError, DoesNotFitError  # noqa: E402
+from memfit.pipeline import Choice, Output, _plan_run, estimate_workload, plan_run  # noqa: E402
+from memfit.reports import print_run_plan  # noqa: E402
+from memfit.rundir import RunDir  # noqa: E402
 from memfit.training import EpochRecord, SafeStep, seed_everything  # noqa: E402
+from memfit.units import format_bytes  # noqa: E402
 from memfit_workloads.recipes import training  # noqa: E402
 from memfit_workloads.recipes.params import RecipesParams, equation  # noqa: E402
 
@@ -222,3 +229,88 @@ def test_generation_cache_is_off_while_checkpointing_and_gradients_stay_the_same
         training.loss(model.train(), batch)[0].backward()
         grads.append([one.grad for one in model.parameters() if one.grad is not None])
     assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*grads, strict=True))
+
+
+XL = Path(__file__).parents[2] / "src/memfit_workloads/recipes"
+
+
+def test_a_plan_has_the_models_memory_by_part_with_context_and_bound_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = plan_run(config(tmp_path))
+    stages = {stage.name: stage for stage in plan.stages}
+    assert [name for name, stage in stages.items() if stage.model is not None] == ["train"]
+    answer = stages["train"].model
+    num_bytes = sum(4 * one.numel() for one in training.make_model(RecipesParams(**SMALL), 120).parameters())
+    parts = {name: size["value"] for name, size in answer["parts"].items()}
+    assert answer["method"] == "traced"
+    assert (parts["weights"], parts["gradients"]) == (num_bytes, num_bytes)
+    assert 2 * num_bytes <= parts["optimizer"] < 2.1 * num_bytes + 4096
+    assert parts["activations"] > 0 and sum(parts.values()) == answer["device"]["allocated_bytes"]["value"]
+    file = io.StringIO()
+    print_run_plan(plan, Console(file=file, width=200))
+    sizes = {name: format_bytes(size) for name, size in parts.items()}
+    shown = " + ".join(f"{name} {sizes[name]}" for name in ("weights", "gradients", "optimizer", "activations"))
+    assert f"in tensors = {shown} + " in file.getvalue()
+    assert re.search(
+        r"on a GPU: \S+ MiB \(at most \S+ GiB\), with torch's cache and a context of \S+ MiB", file.getvalue()
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "settings", "verdict", "change"),
+    [
+        ("RTX 4090", {}, "does not fit", "--optimizer adamw8bit --gradient-checkpointing"),
+        ("RTX 4090", {"gradient_checkpointing": "true", "optimizer": "adafactor"}, "fits", None),
+        ("RTX 5090", {}, "does not fit", "--gradient-checkpointing"),
+        ("RTX 5090", {"gradient_checkpointing": "true"}, "fits", None),
+        ("A100-80GB", {}, "fits", None),
+        ("A100-80GB", {"precision": "bf16-mixed", "gradient_checkpointing": "true"}, "fits", None),
+    ],
+)
+def test_an_xl_model_is_planned_from_the_workloads_own_settings(monkeypatch, gpu, settings, verdict, change):
+    monkeypatch.chdir(XL.parents[2])
+    overrides = [f"params.{name}={value}" for name, value in settings.items()]
+    found = estimate_workload(XL / "flan-t5-xl.yaml", gpu=gpu, formula=True, overrides=overrides)
+    assert found["verdict"] == verdict
+    assert (found["setup"]["batch"], found["setup"]["num_microbatches"]) == (8, 16)
+    precise = settings.get("precision") == "bf16-mixed"
+    assert found["parts"]["weights"]["value"] == pytest.approx((4 if precise else 2) * 2.85e9, rel=0.01)
+    if change is None:
+        assert found["change"] is None and found["device"]["device_bytes"]["upper"] < found["gpu"]["total_bytes"]
+    else:
+        assert set(change.split()) <= set(" ".join(found["change"]["options"]).split())
+        assert found["change"]["device"]["device_bytes"]["upper"] < found["gpu"]["total_bytes"]
+
+
+def test_a_plan_says_whether_the_model_fits_this_machines_gpu_and_what_makes_it_fit(monkeypatch, tmp_path):
+    monkeypatch.chdir(XL.parents[2])
+    monkeypatch.setattr(_plan_run, "find_this_gpu", lambda budget: ("RTX 5090", 30 << 30, ["another process"]))
+    monkeypatch.setattr(_plan_run, "_TRACE_SECONDS", 0.0)  # the formula answers
+    plan = plan_run(XL / "flan-t5-xl.yaml", overrides=[f"runs_dir={tmp_path}"])
+    file = io.StringIO()
+    print_run_plan(plan, Console(file=file, width=200))
+    assert (
+        "a step of its model (by the formula): 38.89 GiB (at most 44.83 GiB) in tensors = weights 5.31 GiB"
+        in file.getvalue()
+    )
+    assert "does not fit: 30.00 GiB (RTX 5090)" in file.getvalue()
+    assert "fits with --gradient-checkpointing: 23.49 GiB (at most 26.66 GiB)" in file.getvalue()
+
+
+def test_a_folder_without_a_model_is_refused_by_the_plan_too(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no_model cannot be loaded: .*No such file") as refused:
+        plan_run(config(tmp_path, pretrained_model="no_model"))
+    assert "nothing is downloaded" in refused.value.rule
+
+
+def test_adafactor_trains_with_hardly_any_state_and_a_falling_loss(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(config(tmp_path, optimizer="adafactor", learning_rate=0.02, epochs=4))
+    epochs = [event for event in RunDir(result.path).events() if event["kind"] == "epoch"]
+    assert epochs[-1]["valid_loss"] < epochs[0]["valid_loss"]
+    parts = epochs[-1]["memory"]["parts"]["cpu"]
+    assert (
+        0 < parts["optimizer_bytes"] < parts["weights_bytes"] / 2 and parts["gradients_bytes"] == parts["weights_bytes"]
+    )

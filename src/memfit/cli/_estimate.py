@@ -17,13 +17,12 @@ from memfit.cli._files import read_model_config
 from memfit.cli._settings import Set, with_flags
 from memfit.cli._terminal import AsJson, answer, console
 from memfit.cli._training import Training
-from memfit.errors import ConfigError, DoesNotFitError, UsageError
-from memfit.estimation import ALLOCATOR_VARIABLES, TIME_LIMIT, find_gpu
+from memfit.errors import DoesNotFitError, UsageError
+from memfit.estimation import ALLOCATOR_VARIABLES, TIME_LIMIT
 from memfit.memory import Budget
-from memfit.units import format_bytes
 
 #: The flags that go with a workload's config; the others describe a model's config.json.
-_OF_CONFIGS = ("config", "gpu", "allocator", "time_limit", "set_", "as_json")
+_OF_CONFIGS = ("config", "gpu", "allocator", "formula", "time_limit", "set_", "as_json")
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def estimate(
     The step runs on fake tensors, without a GPU, in seconds. If that fails, a formula gives a wider bound. The figures
     are allocated (tensors), reserved (torch's allocator) and device (as nvidia-smi shows it). With --gpu it says
     whether the training fits, and the cheapest change after which it does. Beside a config only --gpu, --allocator,
-    --time-limit, --set and --json have an effect.
+    --formula, --time-limit, --set and --json have an effect.
 
     Exit codes: 0 done, 2 bad config or input, 3 it does not fit, or only may.
     """
@@ -93,7 +92,7 @@ def estimate(
         from memfit.pipeline import estimate_workload
 
         with _tracing(flags.time_limit):
-            found = estimate_workload(config or "", overrides=flags.set_ or [], **how)
+            found = estimate_workload(config or "", overrides=flags.set_ or [], formula=flags.formula, **how)
     else:
         found = _of_model(read_model_config(hf_config), flags, how)
     found["notes"] += others
@@ -156,24 +155,9 @@ def _this_gpu(gpu: str | None) -> tuple[str | None, int | None, list[str]]:
     """Return a GPU's name or size, its free bytes and who uses the rest; by default of this machine's first GPU."""
     if gpu is not None:
         return (None if gpu.lower() == "none" else gpu), None, []
-    devices = Budget.read().devices
-    if not devices:
-        return None, None, []
-    here = devices[0]
-    available = max(0, here.total_bytes - here.foreign_bytes)
-    try:
-        name = find_gpu(here.name).name
-    except ConfigError:
-        name = f"{here.total_bytes} B"
-    others = ", ".join(
-        f"{one.name} ({one.pid}) {'?' if one.used_bytes is None else format_bytes(one.used_bytes)}"
-        for one in here.processes
-    )
-    note = (
-        f"GPU {here.index} of this machine, {here.name}: {format_bytes(available)} of "
-        f"{format_bytes(here.total_bytes)} are free; other processes: {others or 'none'}"
-    )
-    return name, available, [note]
+    from memfit.planning import find_this_gpu
+
+    return find_this_gpu(Budget.read())
 
 
 def _tracing(time_limit: float) -> AbstractContextManager[object]:

@@ -127,7 +127,7 @@ def show_run(start: Callable[..., RunResult], output: Output) -> NoReturn:
     """Show a run while it goes on, print its summary, and exit with its code."""
     log = console(stderr=output.as_json)
     survive_hangup()
-    live = LiveRun(log, quiet=output.quiet)
+    live = LiveRun(log, quiet=output.quiet, verbose=output.verbose)
     try:
         result = start(view=live.show)
     finally:
@@ -175,7 +175,7 @@ def _show_command(start: Callable[..., RunResult], output: Output) -> NoReturn:
     log = console(stderr=True)
     log._force_terminal = False  # lines alone: a table that is drawn anew would mix with the command's own output
     survive_hangup()
-    live, echo = LiveRun(log, quiet=output.quiet), _Echo(to_stderr=output.as_json)
+    live, echo = LiveRun(log, quiet=output.quiet, verbose=output.verbose), _Echo(to_stderr=output.as_json)
 
     def view(run_dir: RunDir) -> Callable[[], None]:
         tick = live.show(run_dir)

@@ -38,6 +38,9 @@ def watch(
         str | None,
         typer.Argument(help="A run's folder, name or experiment; by default the newest run.", show_default=False),
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also show the memory of each epoch, by part and by phase.")
+    ] = False,
 ) -> None:
     """Show a run while it goes on: its jobs, their phases and their memory.
 
@@ -56,7 +59,7 @@ def watch(
         state = "interrupted" if found.state == "running" else found.state
         log.say(f"Run {found.path} does not run any more: {state}{going_on}")
         return
-    live, interrupted = LiveRun(log, here=False), threading.Event()
+    live, interrupted = LiveRun(log, here=False, verbose=verbose), threading.Event()
     # Not as an exception, which would come in the middle of what is printed.
     before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     try:

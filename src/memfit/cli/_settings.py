@@ -27,7 +27,9 @@ class Output:
     """How a run is shown."""
 
     quiet: Annotated[bool, Option("--quiet", "-q", help="Print only failures and the summary.")] = False
-    verbose: Annotated[bool, Option("--verbose", help="Say more in the summary: waits, forecasts, OOM kills.")] = False
+    verbose: Annotated[bool, Option("--verbose", help="Say more: waits, forecasts, OOM kills, memory of epochs.")] = (
+        False
+    )
     as_json: AsJson = False
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from memfit.data import Panel
+    from memfit.estimation import Setup
 
 P = TypeVar("P", bound=BaseModel)
 T = TypeVar("T")
@@ -195,15 +196,18 @@ class Context:
 
 @dataclass(frozen=True)
 class Probe:
-    """How ``memfit bench loader`` and ``memfit estimate`` measure a training stage without a run.
+    """How ``bench loader``, ``estimate`` and ``run --plan`` look at a training stage without a run.
 
     Attributes:
         loader: Takes the context, the params and a number of workers; returns the training batches of a unit.
         step: Takes the context and the params; returns a function that takes one training step on a batch.
+        model: Takes the params; returns the content of a model's config.json, and the `memfit.estimation.Setup` that it
+            is trained with. It needs no data, so that a plan has its memory before anything has run.
     """
 
     loader: Callable[[Context, Any, int], Iterable[Any]] | None = None
     step: Callable[[Context, Any], Callable[[Any], object]] | None = None
+    model: Callable[[Any], tuple[Mapping[str, Any], Setup]] | None = None
 
 
 @dataclass(frozen=True)

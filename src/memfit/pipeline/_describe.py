@@ -45,6 +45,7 @@ class StageSpec:
     in_order: bool = False
     phases: Sequence[str] = ()
     has_probe: bool = False
+    has_model: bool = False
     units: Sequence[Any] | None = None
     variable: str | None = None
     source: str | None = None
@@ -151,9 +152,18 @@ def _spec(
     stage: Stage, names: Sequence[str], params: Mapping[str, Any], target: str, model: type[BaseModel] | None
 ) -> StageSpec:
     has_probe = stage.probe is not None and stage.probe.step is not None
+    has_model = stage.probe is not None and stage.probe.model is not None
     is_ordered = _setting(params, stage.in_order, stage) if isinstance(stage.in_order, str) else stage.in_order
     found = StageSpec(
-        stage.name, stage.needs, stage.after, stage.each, stage.holds, bool(is_ordered), stage.phases, has_probe
+        stage.name,
+        stage.needs,
+        stage.after,
+        stage.each,
+        stage.holds,
+        bool(is_ordered),
+        stage.phases,
+        has_probe,
+        has_model,
     )
     if callable(stage.run):
         reads = [*params, SEED] if stage.reads is None else list(stage.reads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,21 +14,24 @@ from typing import Any
 
 from memfit import config
 from memfit.errors import DamagedError
-from memfit.jobs import JobStatus, read_status
+from memfit.jobs import JobStatus, call_in_child, read_status
 from memfit.memory import Budget, Footprint
 from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._graph import ALL, PASSED, Choice, Graph
 from memfit.pipeline._grid import fill
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, order_of_config
+from memfit.pipeline._probe import ask_of_model
 from memfit.pipeline._results import Unit
 from memfit.pipeline._run import find_run, order_of_params
 from memfit.pipeline._supervise import most_at_once, read_budget
-from memfit.planning import decide
+from memfit.planning import decide, find_this_gpu
 from memfit.rundir import RunDir, read_json
 from memfit.units import format_duration
 
 _MOST_RUNS = 20
+#: A model is traced so long at most; then the formula answers.
+_TRACE_SECONDS = 30.0
 #: The numbers of jobs at once with a row each, beside as many as fit and all.
 _FIRST_ROWS = (1, 2, 3, 4)
 
@@ -59,6 +63,7 @@ class StagePlan:
         measure: Commands: one that measures one job if its memory is not known; one that estimates its GPU memory.
         rows: Memory and time by the number of jobs at once.
         advice: How many run at once, and how more of them would fit.
+        model: The answer of ``memfit.planning.ask`` about the model that it names; None if it names none.
     """
 
     name: str
@@ -72,6 +77,7 @@ class StagePlan:
     measure: Sequence[str] = ()
     rows: Sequence[AtOnce] = ()
     advice: str = ""
+    model: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,20 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], budget: Budget, s
         measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
     rows = _rows(order, budget, footprint, seconds, len(left)) if footprint and left else ()
     advice = _advice(rows, len(left)) if len(left) > 1 else ""
-    return StagePlan(**facts, footprint=footprint, origin=origin, measure=measure, rows=rows, advice=advice)
+    model = _model(order, stage, budget) if stage.has_model else None
+    return StagePlan(
+        **facts, footprint=footprint, origin=origin, measure=measure, rows=rows, advice=advice, model=model
+    )
+
+
+def _model(order: Order, stage: StageSpec, budget: Budget) -> Mapping[str, Any]:
+    """Return the estimate of a stage's model on this machine's GPU, or on any where there is none."""
+    own: dict[str, Any] = {"target": order.target, "params": dict(order.params), "stage": stage.name}
+    own["allocator"] = order.settings.memory.cuda_allocator
+    asked = call_in_child("memfit.pipeline._probe:question_of", own, env=dict(os.environ) | dict(order.env))
+    gpu, available, notes = find_this_gpu(budget)
+    answer = ask_of_model(asked, gpu=gpu, available_bytes=available, time_limit=_TRACE_SECONDS)
+    return answer | {"notes": [*answer["notes"], *notes]}
 
 
 def _advice(rows: Sequence[AtOnce], num_jobs: int) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from memfit import config
 from memfit.errors import MissingExtraError, UntraceableError, UsageError
+from memfit.estimation import TIME_LIMIT
 from memfit.jobs import JobStatus, call_in_child, limit_threads
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._contract import Context, Probe, load_workload
@@ -217,9 +218,12 @@ def estimate_workload(
     available_bytes: int | None = None,
     allocator: str | None = None,
     overrides: Sequence[config.Override] = (),
+    formula: bool = False,
     time_limit: float = math.inf,
 ) -> dict[str, Any]:
     """Estimate the training step of a config's workload, on its first fold, in an interpreter of its own.
+
+    A stage that names its model, and no step, is estimated as that model's config.json is, without any data.
 
     Args:
         source: The config.
@@ -227,12 +231,13 @@ def estimate_workload(
         available_bytes: The free memory of the device; None for all of it.
         allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``; None for the config's ``memory.cuda_allocator``.
         overrides: Further settings of the config.
+        formula: Compute, do not trace; for a stage that names its model.
         time_limit: Seconds for the trace.
 
     Returns:
-        The answer of ``memfit.planning.ask`` without a ``setup``. ``data`` says what the batch is. ``host`` is the host
-        memory beside the device: ``panel`` (mapped, and shared by all jobs), ``batch_bytes``, and ``loader`` (see
-        ``memfit.data.loader_footprint``; None for a loader of another kind).
+        The answer of ``memfit.planning.ask``, without a ``setup`` where a step was traced. ``data`` says what the batch
+        is. Of a traced step, ``host`` is the host memory beside the device: ``panel`` (mapped, and shared by all jobs),
+        ``batch_bytes``, and ``loader`` (see ``memfit.data.loader_footprint``; None for a loader of another kind).
 
     Raises:
         UsageError: If the config is bad, its workload names no loader or no step, or the step cannot be traced.
@@ -243,14 +248,57 @@ def estimate_workload(
         find_gpu(gpu)
     if allocator is not None:
         check_allocator(allocator, name="--allocator")
-    arguments = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
-    return call_alone(f"{__name__}:estimate_in_child", source, arguments, overrides=overrides)
+    how = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
+    found = call_alone(f"{__name__}:estimate_in_child", source, {**how, "formula": formula}, overrides=overrides)
+    return ask_of_model(found, **how, formula=formula) if "question" in found else found
+
+
+def ask_of_model(asked: Mapping[str, Any], **how: Any) -> dict[str, Any]:
+    """Return the estimate of what `question_of` found; ``how`` are fields of `memfit.planning.Question`."""
+    from memfit.planning import Question, ask
+
+    question = {**asked["question"], **how, "allocator": how.get("allocator") or asked["question"]["allocator"]}
+    answer = ask(Question.from_dict(question | {"time_limit": min(how.get("time_limit", math.inf), TIME_LIMIT)}))
+    return answer | {"data": {"text": asked["text"]}}
+
+
+def question_of(target: str, params: Mapping[str, Any], stage: str, allocator: str | None) -> dict[str, Any]:
+    """Return the question about the model that a stage names, in JSON, and what it is about."""
+    from memfit.planning import Question
+
+    workload = load_workload(target)
+    probe = workload.stage(stage).probe
+    assert probe is not None and probe.model is not None
+    model, setup = probe.model(workload.params.model_validate(params))
+    text = f"the model and the settings of stage {stage} of '{target}', at its longest lengths"
+    return {"question": Question(model, setup, allocator=allocator).to_dict(), "text": text}
 
 
 def estimate_in_child(
-    target: str, resolved: str, gpu: str | None, available_bytes: int | None, allocator: str | None, time_limit: float
+    target: str,
+    resolved: str,
+    gpu: str | None,
+    available_bytes: int | None,
+    allocator: str | None,
+    time_limit: float,
+    formula: bool,
 ) -> dict[str, Any]:
-    """Prepare the workload's data as a run does, take its longest batch, and trace its step."""
+    """Prepare the workload's data as a run does, take its longest batch, and trace its step.
+
+    Where the stage names a model and no step, return `question_of` it.
+    """
+    whole = config.Resolved.from_json(RunConfig, resolved)
+    workload = load_workload(target)
+    probed = next((one for one in workload.stages if one.probe is not None), None)
+    if probed is not None and probed.probe is not None and probed.probe.model is not None and probed.probe.step is None:
+        params = config.resolve_nested(whole, "params", workload.params).value.model_dump(mode="json")
+        return question_of(target, params, probed.name, whole.value.memory.cuda_allocator)
+    if formula:
+        raise UsageError(
+            f"--formula was given, and no stage of '{target}' names a model.",
+            rule="the formula reads a model's config.json; a step is traced.",
+            remedy="leave --formula out, or name the model: Stage(..., probe=Probe(model=function))",
+        )
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
     from memfit.estimation import AllocatorSettings, check_allocator, estimate_step, find_gpu, limit_time
@@ -260,7 +308,7 @@ def estimate_in_child(
     if device is not None and available_bytes is not None:
         device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
     with _probed(target, resolved, "loader", "step") as (context, params, probe):
-        text = allocator or config.Resolved.from_json(RunConfig, resolved).value.memory.cuda_allocator
+        text = allocator or whole.value.memory.cuda_allocator
         warned = [] if text is None else check_allocator(text)
         assert probe.loader is not None and probe.step is not None
         loader, make_step = probe.loader(context, params, 0), probe.step

@@ -6,14 +6,26 @@ from typing import TYPE_CHECKING, Any
 from memfit.planning._plan import Plan, decide, plan
 
 if TYPE_CHECKING:
-    from memfit.planning._estimate import Question, ask
+    from memfit.planning._estimate import Question, ask, find_this_gpu
     from memfit.planning._launch import Launch, LaunchConfig, LaunchFormat, Measured
 
-__all__ = ["Launch", "LaunchConfig", "LaunchFormat", "Measured", "Plan", "Question", "ask", "decide", "plan"]
+__all__ = [
+    "Launch",
+    "LaunchConfig",
+    "LaunchFormat",
+    "Measured",
+    "Plan",
+    "Question",
+    "ask",
+    "decide",
+    "find_this_gpu",
+    "plan",
+]
 
 _LATER = {
     "Question": "_estimate",
     "ask": "_estimate",
+    "find_this_gpu": "_estimate",
     "Launch": "_launch",
     "LaunchConfig": "_launch",
     "LaunchFormat": "_launch",

@@ -27,6 +27,7 @@ from memfit.estimation import (
     limit_time,
     split_batch,
 )
+from memfit.memory import Budget
 from memfit.units import format_bytes
 
 #: A larger difference between trace and formula gets a note.
@@ -96,6 +97,32 @@ class Question:
         each = self.global_batch // devices
         sizes = [size for size in range(1, each + 1) if each % size == 0]
         return [replace(one, batch=size, num_microbatches=each // size) for size in sizes]
+
+
+def find_this_gpu(budget: Budget) -> tuple[str | None, int | None, list[str]]:
+    """Return the name or size of a machine's first GPU, its free bytes, and a note on who uses the rest.
+
+    >>> import dataclasses
+    >>> find_this_gpu(dataclasses.replace(Budget.read(), devices=()))
+    (None, None, [])
+    """
+    if not budget.devices:
+        return None, None, []
+    here = budget.devices[0]
+    available = max(0, here.total_bytes - here.foreign_bytes)
+    try:
+        name = find_gpu(here.name).name
+    except ConfigError:
+        name = f"{here.total_bytes} B"
+    others = ", ".join(
+        f"{one.name} ({one.pid}) {'?' if one.used_bytes is None else format_bytes(one.used_bytes)}"
+        for one in here.processes
+    )
+    note = (
+        f"GPU {here.index} of this machine, {here.name}: {format_bytes(available)} of "
+        f"{format_bytes(here.total_bytes)} are free; other processes: {others or 'none'}"
+    )
+    return name, available, [note]
 
 
 def ask(question: Question) -> dict[str, Any]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from memfit.memory import Budget
+from memfit.reports._epoch_memory import explain_memory, memory_of
 from memfit.reports._numbers import format_number, or_dash, plain_table, say
 from memfit.reports._run_view import Event, JobRow, RunView, is_number
 from memfit.rundir import RunDir
@@ -67,6 +69,7 @@ class LiveRun:
         console: Where to show it.
         here: True if this process runs the jobs; a watcher may have other limits.
         quiet: Print failures only.
+        verbose: Also print the memory of each epoch, by part and by phase.
 
     Example:
         >>> import tempfile; from pathlib import Path
@@ -77,10 +80,11 @@ class LiveRun:
         >>> tick(); live.close()
     """
 
-    def __init__(self, console: Console, *, here: bool = True, quiet: bool = False) -> None:
+    def __init__(self, console: Console, *, here: bool = True, quiet: bool = False, verbose: bool = False) -> None:
         self.console = console
         self.here = here
         self.quiet = quiet
+        self.verbose = verbose
         #: The run as it was read so far; None before ``show``.
         self.view: RunView | None = None
         self._live: Live | None = None
@@ -150,6 +154,7 @@ class LiveRun:
             f"{_stamp(float(event['time']))}  "
             + re.sub(r"\s*\n\s*", "; ", text)
             + (describe_left(event, view) if event in ends.values() else "")
+            + (f"; {explain_memory(memory)}" if self.verbose and (memory := _memory(event)) else "")
             for event in events
             if self._is_told(event, view) and (text := describe(event, view))
         ]
@@ -187,6 +192,10 @@ def describe(event: Event, view: RunView) -> str:
     if not isinstance(text, str):
         return ""
     return text.replace(job, view.name(job), 1) if job and kind in ("admit", "end") else text
+
+
+def _memory(event: Event) -> Mapping[str, Any] | None:
+    return memory_of(event) if event["kind"] == "epoch" else None
 
 
 def describe_left(event: Event, view: RunView) -> str:

@@ -21,6 +21,7 @@ from memfit.errors import DamagedError
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, draw_bars, draw_stack, legend
+from memfit.reports._epoch_memory import memory_rows
 from memfit.reports._numbers import format_number
 from memfit.reports._summary import BAD, explain_forecast, summarize
 from memfit.rundir import RunDir, write_atomic
@@ -311,6 +312,10 @@ def _moments(seen: _Seen) -> Iterator[str]:
     if rows:
         table = _table(("job", "moment", "private memory"), rows[:_MOST_MOMENTS], num_words=2)
         yield _folded("Memory at each moment", table)
+    epochs = [event for event in seen.run.events() if event["kind"] == "epoch" and event.get("job") in seen.series]
+    if parts := [row for event in epochs for row in memory_rows(event)]:
+        table = _table(("job", "epoch", "what", "where", "bytes"), parts[-_MOST_MOMENTS:], num_words=4)
+        yield _folded("Memory of each epoch, by part and by phase", table)
 
 
 def _phase(sample: Sample) -> str:

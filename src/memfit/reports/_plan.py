@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Entries of a footprint's parts that the private peak does not consist of.
 _NO_PARTS = ("file", "charged_peak")
+#: The parts of a training step that are always shown, in this order.
+_OF_STEPS = ("weights", "gradients", "optimizer", "activations")
 
 
 def print_run_plan(plan: RunPlan, console: Console) -> None:
@@ -56,8 +58,34 @@ def _lines(stage: StagePlan) -> Iterator[str]:
         yield from _size(stage.footprint, stage)
     elif stage.origin:
         yield f"one job: {stage.origin}"
+    if stage.model is not None:
+        yield from _model(stage.model)
     for command in stage.measure:
         yield f"{'estimate its GPU memory' if command.startswith('memfit estimate') else 'measure one'}: {command}"
+
+
+def _model(answer: Mapping[str, Any]) -> Iterator[str]:
+    """What a step of a stage's model takes: its tensors by part, all of it on a GPU, and what makes it fit."""
+    sizes, parts = answer["device"], answer["parts"]
+    names = dict.fromkeys((*_OF_STEPS, *sorted(parts, key=lambda name: -int(parts[name]["value"]))))
+    shown = {name: parts.get(name, {"value": 0})["value"] for name in names}
+    terms = [
+        f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in shown.items() if size or name in _OF_STEPS
+    ]
+    tensors, reserved, whole = (sizes[name] for name in ("allocated_bytes", "reserved_bytes", "device_bytes"))
+    how = "traced" if answer["method"] == "traced" else "by the formula"
+    yield f"a step of its model ({how}): {_bound(tensors)} in tensors = {' + '.join(terms)}"
+    context = {name: whole[name] - reserved[name] for name in whole}
+    yield f"  on a GPU: {_bound(whole)}, with torch's cache and a context of {_bound(context)}"
+    gpu, change = answer["gpu"], answer["change"]
+    if gpu is not None:
+        yield f"  {answer['verdict']}: {format_bytes(gpu['total_bytes'])} ({gpu['name']})"
+    if change is not None:
+        yield f"  fits with {' '.join(change['options'])}: {_bound(change['device']['device_bytes'])}"
+
+
+def _bound(size: Mapping[str, int]) -> str:
+    return f"{format_bytes(size['value'])} (at most {format_bytes(size['upper'])})"
 
 
 def _size(footprint: Footprint, stage: StagePlan) -> Iterator[str]:

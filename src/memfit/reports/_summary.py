@@ -17,6 +17,7 @@ from rich.text import Text
 from memfit.errors import MemfitError
 from memfit.memory import Footprint
 from memfit.reports._diagnosis import explain_in_a_line
+from memfit.reports._epoch_memory import explain_memory, memory_of
 from memfit.reports._numbers import format_column, format_number, or_dash, plain_table, print_facts, say
 from memfit.reports._run_view import JobRow, RunView, StageView, finite, is_number, summarize_metrics
 from memfit.rundir import RunDir, read_json
@@ -99,8 +100,10 @@ def _stage(view: RunView, name: str, rows: Sequence[JobRow]) -> dict[str, Any]:
 def _job(view: RunView, row: JobRow) -> dict[str, Any]:
     """Return one job; ``heap`` is what its C allocator used and held at its last phase mark."""
     mark = view.last("phase", row.status.job_id) or {}
+    epoch = view.last("epoch", row.status.job_id) or {}
     heap = {name: mark.get(name) for name in ("live_bytes", "resident_bytes")}
-    more = {"log": str(_log(view, row)), "diagnosis": _diagnosis(view, row) if row.state in BAD else None}
+    more: dict[str, Any] = {"epoch": epoch.get("epoch"), "epoch_memory": memory_of(epoch)}
+    more |= {"log": str(_log(view, row)), "diagnosis": _diagnosis(view, row) if row.state in BAD else None}
     return row.to_dict() | more | {"heap": heap if all(map(is_number, heap.values())) else None}
 
 
@@ -131,7 +134,8 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None, *,
         run: The run directory.
         console: Where to print it.
         view: What has followed the run so far; it saves reading everything again.
-        verbose: Also print all columns, how the limit is enforced, what jobs waited for, and how exact forecasts were.
+        verbose: Also print all columns, how the limit is enforced, what jobs waited for, how exact forecasts were, and
+            the memory of each job's last epoch.
     """
     view = view or RunView(run)
     view.read()
@@ -154,7 +158,10 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None, *,
             text += f"\n  the same: {names}{more}"
         console.print(Text(text, style="red"), soft_wrap=True)
     console.print()
-    print_facts([*(_phases(rows) if is_one else _totals(view, rows, verbose)), *_places(view, is_one)], console)
+    facts = (
+        [*_phases(rows), *(_epoch_memory(view, rows) if verbose else ())] if is_one else _totals(view, rows, verbose)
+    )
+    print_facts([*facts, *_places(view, is_one)], console)
 
 
 def _failures(rows: Sequence[JobRow]) -> dict[tuple[str, str], list[JobRow]]:
@@ -262,6 +269,15 @@ def _totals(view: RunView, rows: Sequence[JobRow], verbose: bool) -> Iterator[tu
         yield from _bounds(view, sum(row.seconds or 0.0 for row in rows if row.status.ended) / wall, wall)
     if verbose:
         yield from explain_record(view.run, rows)
+        yield from _epoch_memory(view, rows)
+
+
+def _epoch_memory(view: RunView, rows: Sequence[JobRow]) -> Iterator[tuple[str, str]]:
+    """Yield the memory of each job's last epoch, by part and by phase."""
+    for row in rows[:_MOST_LINES]:
+        event = view.last("epoch", row.status.job_id) or {}
+        if (memory := memory_of(event)) is not None:
+            yield "memory", f"{row.name} epoch {event['epoch']}: {explain_memory(memory)}"
 
 
 def _bounds(view: RunView, at_once: float, wall: float) -> Iterator[tuple[str, str]]:

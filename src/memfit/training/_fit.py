@@ -26,6 +26,7 @@ from memfit.memory import Budget
 from memfit.rundir import phase, record
 from memfit.training._checkpoint import position_of, tensor_bytes
 from memfit.training._compute import autocast
+from memfit.training._epoch_memory import EpochMemory
 from memfit.training._keyed import TrainingData, preserved_generators, refuse_own_generators
 from memfit.training._leaks import LeakDetector
 from memfit.training._oom import classify_oom, release
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 _STEP_EVENT_SECONDS = 0.5
 _MAX_ROLLBACKS = 3
-_RESERVED_NAMES = frozenset({"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text"})
+_RESERVED_NAMES = frozenset({"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text", "memory"})
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Fit:
             **optimizer_identity(trainer.optimizer, scheduled=trainer.schedule is not None),
         }
         self._leaks = LeakDetector()
+        self._memory = EpochMemory(trainer.model, trainer.optimizer, trainer.ema)
         self._rollbacks: Counter[tuple[int, int]] = Counter()
         self._data_state: Mapping[str, Any] | None = None
         self._is_open = self._has_room = False
@@ -220,7 +222,8 @@ class Fit:
 
     def _train_epoch(self) -> None:
         progress = self.progress
-        phase("train")
+        self._memory.begin()
+        self._enter("train")
         self.trainer.model.train()
         self._open_epoch()
         while self._step():
@@ -231,7 +234,8 @@ class Fit:
                 raise self._stopped()
             if time.monotonic() >= self._next_save and self.folder is not None:
                 self._save()
-                phase("train")
+                self._enter("train")
+        self._memory.count_parts()
         self.data.close()
         self._is_open = False
         if progress.step == 0:
@@ -270,6 +274,10 @@ class Fit:
             self.trainer.on_step(outcome)
         return True
 
+    def _enter(self, name: str) -> None:
+        phase(name)
+        self._memory.enter(name)
+
     def _where(self) -> dict[str, Any]:
         return {"epoch": self.progress.epoch, "step": self.progress.step}
 
@@ -279,7 +287,7 @@ class Fit:
         folder, progress = self.folder, self.progress
         if folder is None:
             return Path()
-        phase("checkpoint")
+        self._enter("checkpoint")
 
         def save() -> Path:
             state = capture(self._parts(), progress, self.identity)
@@ -321,7 +329,8 @@ class Fit:
         numbers = {"train_loss": newest.train_loss, **(newest.metrics or {})}
         figures = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
         text = f"epoch {newest.epoch}/{self.plan.num_epochs}  {figures}"
-        record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **numbers, text=text)
+        memory = self._memory.end()
+        record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **numbers, memory=memory, text=text)
         say(text)
         if leak := self._leaks.end_epoch():
             print(f"memfit: {leak}", file=sys.stderr)
@@ -331,7 +340,7 @@ class Fit:
         return is_done or self._is_early()
 
     def _validate(self) -> dict[str, float]:
-        phase("validate")
+        self._enter("validate")
         if not self._has_room_for_both():
             self.data.close(persistent_too=True)
         remedy = "make the validation batches smaller, or keep less of each in evaluate"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from memfit import config
-from memfit.estimation import equation_of_batch
+from memfit.errors import ConfigError
+from memfit.estimation import Dtype, Setup, equation_of_batch
 
 #: What report 4 trained with: 8 x 16.
 _DEFAULT_GLOBAL = 128
+_DTYPES: Mapping[str, Dtype] = {"fp32": "fp32", "bf16-mixed": "bf16-amp", "bf16": "bf16"}
 
 
 class DataParams(config.Settings):
@@ -63,6 +67,7 @@ class RecipesParams(config.Settings):
     warmup_steps: int = Field(10, ge=0)
     max_grad_norm: float | None = Field(1.0, gt=0)
     precision: Literal["fp32", "bf16-mixed", "bf16"] = Field("fp32", description="bf16: all 16-bit, with a warning")
+    optimizer: Literal["adamw", "adafactor"] = Field("adamw", description="adafactor: hardly any state")
     gradient_checkpointing: bool = False
     device: str = "auto"
     num_samples: int = Field(2, ge=0, description="texts to generate at the end")
@@ -102,3 +107,53 @@ def equation(batch: int, steps: int) -> str:
     '8 samples x 16 microbatches x 1 device = 128 samples an update'
     """
     return equation_of_batch(batch, steps, 1)
+
+
+def model_config(params: RecipesParams, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json of the model: of the pretrained one, or of a small T5.
+
+    Raises:
+        ConfigError: If the pretrained model's folder has none.
+    """
+    if params.pretrained_model is None:
+        tiny = params.tiny
+        shape = {"d_model": tiny.d_model, "d_kv": tiny.d_model // tiny.num_heads, "d_ff": 2 * tiny.d_model,
+                 "num_layers": tiny.num_layers, "num_heads": tiny.num_heads}  # fmt: skip
+        pieces = {"vocab_size": vocab_size, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+        name = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
+        return {**name, **shape, **pieces, "feed_forward_proj": "gated-gelu", "is_encoder_decoder": True}
+    try:
+        found: dict[str, Any] = json.loads((params.pretrained_model / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise unreadable(params.pretrained_model, error) from None
+    return found
+
+
+def unreadable(folder: Path, error: Exception) -> ConfigError:
+    """Return the refusal of a folder that holds no model."""
+    return ConfigError(
+        f"{folder} cannot be loaded: {str(error).splitlines()[0]}.",
+        rule="pretrained_model is a folder that save_pretrained() wrote; nothing is downloaded.",
+        remedy="name such a folder, or leave pretrained_model out for a small T5",
+    )
+
+
+def setup_of(params: RecipesParams, batch: int) -> Setup:
+    """Return how the model is trained, with so many pairs at once where the settings name no number."""
+    batch, steps = params.sizes(batch)
+    return Setup(
+        batch=batch, num_microbatches=steps, seq_len=params.max_source_length, target_len=params.max_target_length,
+        dtype=_DTYPES[params.precision], optimizer=params.optimizer, foreach=False, clip_grad_norm=params.max_grad_norm is not None,
+        gradient_checkpointing="full" if params.gradient_checkpointing else "none",
+    )  # fmt: skip
+
+
+def plan_of(params: RecipesParams) -> tuple[dict[str, Any], Setup]:
+    """Return the model and how it is trained, as ``memfit estimate`` and ``--plan`` take it; one pair where automatic.
+
+    >>> config, setup = plan_of(RecipesParams(batch_size=8, gradient_accumulation_steps=16))
+    >>> config["vocab_size"], setup.batch, setup.num_microbatches
+    (800, 8, 16)
+    """
+    is_auto = params.auto_batch_size and params.batch_size is None
+    return model_config(params, params.tiny.vocab_size), setup_of(params, 1 if is_auto else 8)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from memfit.pipeline import Context, Stage, Workload
+from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit_workloads.recipes import text
-from memfit_workloads.recipes.params import RecipesParams
+from memfit_workloads.recipes.params import RecipesParams, plan_of
 
 
 def train(context: Context, params: RecipesParams) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def evaluate(context: Context, params: RecipesParams) -> dict[str, Any]:
 _MODEL = ("pretrained_model", "tiny", "max_source_length", "max_target_length")
 _TRAIN = (
     "model_output", "epochs", "batch_size", "gradient_accumulation_steps", "global_batch_size", "auto_batch_size",
-    "max_tokens", "learning_rate", "warmup_steps", "max_grad_norm", "precision", "gradient_checkpointing", "device",
+    "max_tokens", "optimizer", "learning_rate", "warmup_steps", "max_grad_norm", "precision", "gradient_checkpointing", "device",
 )  # fmt: skip
 
 RECIPES = Workload(
@@ -41,6 +41,7 @@ RECIPES = Workload(
             needs=("tokenize",),
             reads=(*_MODEL, *_TRAIN, "@seed"),
             phases=("load", "train", "checkpoint", "validate"),
+            probe=Probe(model=plan_of),
         ),
         Stage(
             "evaluate",

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
 from memfit.data import PackedDataset, Padding, SequenceLoader
-from memfit.errors import ConfigError, DoesNotFitError, MissingExtraError
-from memfit.estimation import Setup, estimate_formula
+from memfit.errors import DoesNotFitError, MissingExtraError
+from memfit.estimation import estimate_formula
 from memfit.memory import Budget
 from memfit.pipeline import Context
 from memfit.rundir import phase, record
@@ -29,12 +29,11 @@ from memfit.training import (
     seed_everything,
 )
 from memfit.units import format_bytes
-from memfit_workloads.recipes.params import RecipesParams, equation
+from memfit_workloads.recipes.params import RecipesParams, equation, model_config, setup_of, unreadable
 from memfit_workloads.recipes.text import load_tokenizer
 
 #: What a process takes that has imported torch and transformers, and reads the data, beside the training step.
 _BASE_BYTES = 700 << 20
-_DTYPES: Mapping[str, Any] = {"fp32": "fp32", "bf16-mixed": "bf16-amp", "bf16": "bf16"}
 
 
 def make_model(params: RecipesParams, vocab_size: int) -> torch.nn.Module:
@@ -48,17 +47,9 @@ def make_model(params: RecipesParams, vocab_size: int) -> torch.nn.Module:
         try:
             found = transformers.AutoModelForSeq2SeqLM.from_pretrained(params.pretrained_model, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{params.pretrained_model} cannot be loaded: {str(error).splitlines()[0]}.",
-                rule="pretrained_model is a folder that save_pretrained() wrote; nothing is downloaded.",
-                remedy="name such a folder, or leave pretrained_model out for a small T5",
-            ) from None
+            raise unreadable(params.pretrained_model, error) from None
     else:
-        tiny = params.tiny
-        shape = {"d_model": tiny.d_model, "d_kv": tiny.d_model // tiny.num_heads, "d_ff": 2 * tiny.d_model,
-                 "num_layers": tiny.num_layers, "num_heads": tiny.num_heads}  # fmt: skip
-        pieces = {"vocab_size": vocab_size, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-        config = transformers.T5Config.from_dict({**shape, **pieces, "feed_forward_proj": "gated-gelu"})
+        config = transformers.T5Config.from_dict(model_config(params, vocab_size))
         found = transformers.T5ForConditionalGeneration(config)
     found.config.use_cache = False
     if params.gradient_checkpointing:
@@ -95,12 +86,7 @@ def plan(params: RecipesParams, model: Any) -> dict[str, Any]:
     config, tried = json.loads(model.config.to_json_string()), []
 
     def bound(batch: int) -> int:
-        setup = Setup(
-            batch=batch, seq_len=params.max_source_length, target_len=params.max_target_length, foreach=False,
-            dtype=_DTYPES[params.precision], num_microbatches=params.sizes(batch)[1],
-            gradient_checkpointing="full" if params.gradient_checkpointing else "none",
-        )  # fmt: skip
-        found = estimate_formula(config, setup).device["allocated_bytes"].upper
+        found = estimate_formula(config, setup_of(params, batch)).device["allocated_bytes"].upper
         tried.append(f"{batch}: {format_bytes(found)}")
         return found
 
@@ -149,7 +135,8 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
     told = f"{'automatic' if chosen['auto'] else 'given'}: {chosen['equation']}"
     record("batch_plan", **chosen, text=f"trains with the batch {told}")
     batches = loaders(context, params, chosen["batch_size"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=params.learning_rate, foreach=False)
+    kind: Any = torch.optim.AdamW if params.optimizer == "adamw" else torch.optim.Adafactor
+    optimizer = kind(model.parameters(), lr=params.learning_rate, foreach=False)
     warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (params.warmup_steps + 1)))
     monitor = FrozenWeights(model)
     sizes = SizesTold(chosen["batch_size"], params.total)
