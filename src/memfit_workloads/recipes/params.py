@@ -143,7 +143,8 @@ def setup_of(params: RecipesParams, batch: int) -> Setup:
     batch, steps = params.sizes(batch)
     return Setup(
         batch=batch, num_microbatches=steps, seq_len=params.max_source_length, target_len=params.max_target_length,
-        dtype=_DTYPES[params.precision], optimizer=params.optimizer, foreach=False, clip_grad_norm=params.max_grad_norm is not None,
+        dtype=_DTYPES[params.precision], optimizer=params.optimizer, foreach=False,
+        clip_grad_norm=params.max_grad_norm is not None,
         gradient_checkpointing="full" if params.gradient_checkpointing else "none",
     )  # fmt: skip
 
