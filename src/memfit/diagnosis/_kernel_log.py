@@ -59,11 +59,7 @@ _CONTAINER = re.compile(r"docker|libpod|kubepods|pod[0-9a-f]{8}|/ecs/|lxc|machin
 
 
 def find_kills(lines: Iterable[Line]) -> list[Sign]:
-    """Return the kills in a kernel log, in order.
-
-    Their ``scope`` is ``group`` (the cgroup of the victim, or an unknown one), ``group above it``, ``cpuset``,
-    ``global`` (the machine) or ``unknown``.
-    """
+    """Return the kills in a kernel log, each with the scope of its limit."""
     found: list[Sign] = []
     lines = list(lines)
     if not any("illed process" in line.text for line in lines):  # nearly all logs

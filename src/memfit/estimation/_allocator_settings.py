@@ -130,11 +130,7 @@ def _refuse(problems: Iterable[Check], name: str) -> None:
 
 
 def _split(text: str) -> list[tuple[str, str | None]]:
-    """Return keys and values, in order; None if there is no value. A list in brackets is one value.
-
-    >>> _split("max_split_size_mb:128, roundup_power2_divisions:[256:1,>:4],x")
-    [('max_split_size_mb', '128'), ('roundup_power2_divisions', '[256:1,>:4]'), ('x', None)]
-    """
+    """Return keys and values, in order; None if there is no value. A list in brackets is one value."""
     found = []
     for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", re.sub(r"\s", "", text)):
         key, colon, value = part.partition(":")
