@@ -9,12 +9,8 @@ from pathlib import Path
 
 from memfit.errors import UsageError
 
-#: The long names of sbatch's short options. Source: sbatch(1), Slurm 24.11.
-_LONG = {
-    "A": "account", "a": "array", "C": "constraint", "c": "cpus-per-task", "D": "chdir", "e": "error", "G": "gpus",
-    "J": "job-name", "L": "licenses", "N": "nodes", "n": "ntasks", "o": "output", "p": "partition", "q": "qos",
-    "t": "time", "w": "nodelist", "x": "exclude",
-}  # fmt: skip
+#: The long names of sbatch's short options that are read. Source: sbatch(1), Slurm 24.11.
+_LONG = {"c": "cpus-per-task", "G": "gpus", "N": "nodes", "n": "ntasks", "p": "partition", "t": "time"}
 #: The options that request memory. Source: sbatch(1), srun(1), Slurm 24.11.
 MEMORY = ("mem", "mem-per-cpu")
 _DIRECTIVE = re.compile(

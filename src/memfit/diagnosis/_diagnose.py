@@ -415,8 +415,8 @@ def _phase_at(streams: list[Stream], index: int, place: int) -> JobPhase:
 
 def _later_phase(streams: list[Stream], sign: Sign, readings: _Readings) -> JobPhase:
     """The phase of the first progress after a sign, for a job that went on."""
-    place = next((one.place for one in readings[sign.stream] if one.place > sign.place), None)
-    return "unknown" if place is None else _phase_at(streams, sign.stream, place)
+    places = (one.place for one in readings[sign.stream] if one.place > sign.place)
+    return next((_phase_at(streams, sign.stream, place) for place in places), "unknown")
 
 
 def _warned(streams: list[Stream], marks: list[Sign], signs: Sequence[Sign], readings: _Readings) -> Diagnosis:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.checks import Check
 from memfit.diagnosis._batch_script import MEMORY, BatchScript, Setting, parse_script, read_script
 from memfit.diagnosis._job import ACCUMULATE, BATCH, Job, bytes_of, job_of_script, read_value
-from memfit.diagnosis._remedies import (
-    DEVICES,
-    list_remedies,
-    wanted_request,
-    wanted_time,
-    with_figures,
-)
+from memfit.diagnosis._remedies import DEVICES, list_remedies, wanted_request, wanted_time, with_figures
 from memfit.diagnosis._remedy_table import Remedy
 from memfit.errors import UsageError
 from memfit.slurm import format_time
@@ -72,14 +67,11 @@ class Fix:
         number = 1
         while True:
             path = fixed_name(self.path, number)
-            try:
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self.path.stat().st_mode & 0o777)
-                break
-            except FileExistsError:
-                number += 1
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(self.text)
-        return replace(self, new_path=path)
+            with suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
+                shutil.copymode(self.path, path)
+                file.write(self.text)
+                return replace(self, new_path=path)
+            number += 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form."""

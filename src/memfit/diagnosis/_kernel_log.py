@@ -11,17 +11,9 @@ import re
 from collections.abc import Iterable
 
 from memfit.diagnosis._signatures import Sign
-from memfit.diagnosis._text import Line
+from memfit.diagnosis._text import Line, read_line
 from memfit.units import KIB
 
-_BEFORE = re.compile(
-    r"(?:<\d+>)?(?:\d+,\d+,(?P<micro>\d+),[^;]*;)?\s*"
-    r"(?:(?P<syslog>[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|"
-    r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)"
-    r" (?:(?P<host>\S+) )?(?:kernel|\S+\[\d+\])(?:\[\d+\])?: ?|kernel: ?)?\s*"
-    r"(?:\[ *(?P<since>\d+\.\d+)\](?:\[ *[TC]\d+\])? ?|"
-    r"\[(?P<date>[A-Z][a-z]{2} [A-Z][a-z]{2} +\d+ [\d:]{8} \d{4})\] ?)?"
-)
 #: A message in JSON, from ``dmesg -J``, ``journalctl -o json`` or a cloud's log.
 _MESSAGE = re.compile(
     r'"(?:MESSAGE|msg|textPayload|message|log)"\s?:\s?("(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9A-Fa-f]{4})*")'
@@ -29,23 +21,12 @@ _MESSAGE = re.compile(
 
 
 def read_kernel_lines(text: str, file: str = "-") -> list[Line]:
-    """Return the kernel's lines, without what a logger set before them.
-
-    It reads ``dmesg`` (also ``-T``, ``-J`` and raw ``/dev/kmsg``), syslog, ``journalctl`` and a cloud's JSON.
-    """
+    """Return the kernel's lines of ``dmesg`` (also ``-T``, ``-J``, raw ``/dev/kmsg``), syslog, a journal or JSON."""
     found: list[Line] = []
     for number, line in enumerate(text.split("\n"), 1):
         said = [json.loads(one, strict=False) for one in _MESSAGE.findall(line)] if '"' in line else []
-        found += [_strip(Line(file, number, piece.rstrip("\r"))) for one in said or [line] for piece in one.split("\n")]
+        found += [read_line(piece.rstrip("\r"), file, number) for one in said or [line] for piece in one.split("\n")]
     return found
-
-
-def _strip(line: Line) -> Line:
-    found = _BEFORE.match(line.text)
-    if not found or not found.end():
-        return line
-    time = found["syslog"] or found["date"] or found["since"] or found["micro"] or line.time
-    return Line(line.file, line.number, line.text[found.end() :], line.rank, time, found["host"] or line.host)
 
 
 #: So many lines may lie between the header of a block and the line of its kill.
@@ -78,17 +59,13 @@ _CONTAINER = re.compile(r"docker|libpod|kubepods|pod[0-9a-f]{8}|/ecs/|lxc|machin
 
 
 def find_kills(lines: Iterable[Line]) -> list[Sign]:
-    """Return the kills in a kernel log, in order.
-
-    Their ``scope`` is ``group`` (the cgroup of the victim, or an unknown one), ``group above it``, ``cpuset``,
-    ``global`` (the machine) or ``unknown``.
-    """
+    """Return the kills in a kernel log, each with the scope of its limit."""
     found: list[Sign] = []
     lines = list(lines)
     if not any("illed process" in line.text for line in lines):  # nearly all logs
         return found
     block: list[Line] = []
-    for line in map(_strip, lines):
+    for line in lines:
         if _INVOKED.search(line.text) or len(block) > _LONGEST_BLOCK:
             block = []
         block.append(line)

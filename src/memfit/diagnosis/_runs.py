@@ -95,8 +95,7 @@ def _ends_of(folder: Path) -> Iterator[Sign]:
 def _end(job: str, path: Path, record: Mapping[str, Any], *, recovered: bool) -> Sign | None:
     """The end of one attempt; None if it still runs, or nothing is known of it."""
     evidence, state, cause = record.get("evidence") or {}, record["state"], str(record.get("cause") or "")
-    kills = evidence.get("oom_kills") or {}
-    before, after = kills.get("before") or {}, kills.get("after") or {}
+    before, after = ((evidence.get("oom_kills") or {}).get(name) or {} for name in ("before", "after"))
     own = before.get("own"), after.get("own")
     name, who = _judge(record, evidence, before, after)
     values: dict[str, Any] = {
@@ -125,11 +124,8 @@ def _judge(
     """The heading for the end of a job, and who ended it."""
     state, is_killed = record.get("state"), record.get("exit_code") == _SIGKILL
     if state != "out_of_memory":
-        name = _STATES.get(str(state), "")
-        if not name and is_killed:
-            name = "killed"
-        is_memfit = state in ("cancelled", "timeout")
-        return name or ("own_exception" if state == "failed" else ""), "memfit" if is_memfit else ""
+        name = "killed" if is_killed else "own_exception" if state == "failed" else ""
+        return _STATES.get(str(state), name), "memfit" if state in ("cancelled", "timeout") else ""
     if evidence.get("place") == "device":
         return "device_refused", ""
     counts = [(before.get("own"), after.get("own"))]

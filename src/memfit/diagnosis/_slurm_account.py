@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from memfit.diagnosis._job import Job
 from memfit.slurm import Row
@@ -17,51 +16,35 @@ _TOTAL = "requested over its nodes"
 _CLOSE = 0.85
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """A step's memory on its fullest node, against what a node's tasks may use and the setting that says so."""
+class StepMemory(NamedTuple):
+    """A step's memory on its fullest node, against what a node's tasks may use."""
 
     step: str
     job: Job
-    limit_source: str
+    most_bytes: int = 0  # of a node's tasks when each is as large as the largest; 0 when not sampled
+    is_over: bool = False  # a node was over its limit, on average or when all tasks are as large as the largest
+    text: str = ""  # the sum in a sentence; empty without a limit or a sample
 
-    def _sum(self, each: int | None) -> int | None:
-        return each and each * (self.job.tasks_per_node or 1)
 
-    @property
-    def most_bytes(self) -> int | None:
-        """The memory of a node's tasks when each is as large as the largest; None when not sampled."""
-        return self._sum(self.job.task_peak_bytes)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether a node was over its limit, on average or when all tasks are as large as the largest."""
-        sums = (self._sum(self.job.task_mean_bytes), self.most_bytes)
-        return any(one > self.job.request_bytes for one in sums if one and self.job.request_bytes)
-
-    @property
-    def text(self) -> str:
-        """The sum in a sentence; empty without a limit or a sample."""
-        limit, most = self.job.request_bytes, self.most_bytes
-        mean = self._sum(self.job.task_mean_bytes)
-        if not limit or not (mean or most):
-            return ""
-        tasks = self.job.tasks_per_node or 1
-        words = f"the {format_bytes(limit)} of a node ({self.limit_source})"
-
-        def product(total: int) -> str:
-            return f"{tasks} task{'s' if tasks != 1 else ''} x {format_bytes(total // tasks)} = {format_bytes(total)}"
-
-        if mean and mean > limit:
-            return f"{product(mean)} on average, over {words}"
-        if not most:
-            return ""
-        if most > limit:
-            below = "; their mean is below it" if mean else ""
-            return f"{product(most)} when all are as large as the largest, over {words}{below}"
-        if most >= _CLOSE * limit:
-            return f"{product(most)} at most, close to {words}: samples can miss the peak"
-        return f"{product(most)} at most, below {words}: these samples do not explain a kill"
+def _sum_up(step: str, job: Job, limit_source: str) -> StepMemory:
+    """Add up a node's tasks; ``limit_source`` is the setting that says what they may use."""
+    tasks, limit = job.tasks_per_node or 1, job.request_bytes or 0
+    mean, most = tasks * (job.task_mean_bytes or 0), tasks * (job.task_peak_bytes or 0)
+    total, is_over = mean if mean > limit else most, max(mean, most) > limit
+    if not limit or not total:
+        return StepMemory(step, job, most)
+    words = f"the {format_bytes(limit)} of a node ({limit_source})"
+    said = f"{tasks} task{'s' if tasks != 1 else ''} x {format_bytes(total // tasks)} = {format_bytes(total)}"
+    if mean > limit:
+        said += f" on average, over {words}"
+    elif most > limit:
+        below = "; their mean is below it" if mean else ""
+        said += f" when all are as large as the largest, over {words}{below}"
+    elif most >= _CLOSE * limit:
+        said += f" at most, close to {words}: samples can miss the peak"
+    else:
+        said += f" at most, below {words}: these samples do not explain a kill"
+    return StepMemory(step, job, most, is_over, said)
 
 
 def account_steps(rows: Sequence[Row], shape: Row | None = None) -> list[StepMemory]:
@@ -76,7 +59,7 @@ def account_steps(rows: Sequence[Row], shape: Row | None = None) -> list[StepMem
     # A step's kill ends its batch script's step too, whose own memory says nothing.
     return sorted(
         found,
-        key=lambda one: (one.step not in killed, not one.step.rpartition(".")[2].isdigit(), -(one.most_bytes or 0)),
+        key=lambda one: (one.step not in killed, not one.step.rpartition(".")[2].isdigit(), -one.most_bytes),
     )
 
 
@@ -109,7 +92,7 @@ def _account(step: Row, whole: Row | None, shape: Row | None) -> StepMemory:
         limit_seconds=first("limit_seconds"),
         partition=first("partition") or "",
     )
-    return StepMemory(step.id, job, source)
+    return _sum_up(step.id, job, source)
 
 
 def _limit(known: Sequence[Row], nodes: int, cpus: int | None) -> tuple[int | None, str]:

@@ -43,11 +43,12 @@ _PREFIX = re.compile(
     r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:? |"
     r"(?:INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[\S{1,80}:\d+\] ?|"
     r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?P<host>\S+) (?=kernel:|systemd|slurm|earlyoom|oom)|"
-    r"kernel: |<\d>|\[ *\d+\.\d{4,6}\] ?|"
+    r"(?P<node>[\w.-]+) (?=kernel: )|kernel: |<\d+>|\d+,\d+,\d+,[^;]{0,20};|\[ *\d+\.\d{4,6}\](?:\[ *[TC]\d+\])? ?|"
     r"\[[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}\] )"
 )
 _BOX = re.compile(r"^\s*[│┃] ?(.*?)\s*[│┃]\s*$")
 _TIME = re.compile(
+    r"[A-Z][a-z]{2} [A-Z][a-z]{2} +\d+ [\d:]{8} \d{4}|(?<=^\[) *\d+\.\d{6}(?=\])|"
     r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d|\b\d\d/\d\d/\d{4} \d\d:\d\d:\d\d"
     r"|\b[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d\b|\b\d\d:\d\d:\d\d\b"
 )
@@ -119,7 +120,7 @@ def _lines(source: BinaryIO, name: str) -> Iterator[Line]:
     for number, line in raw or enumerate(first.split(b"\n"), 1):
         text = line.decode("utf-8", errors="replace")
         for piece_of in _pieces(text):
-            one = _line(piece_of, name, number, is_labelled)
+            one = read_line(piece_of, name, number, is_labelled=is_labelled)
             if one.rank is None and is_wrapped:
                 one = replace(one, rank=rank)
             rank = one.rank
@@ -136,7 +137,8 @@ def _pieces(text: str) -> Iterator[str]:
         yield _CONTROL.sub("", piece)
 
 
-def _line(piece: str, file: str, number: int, is_labelled: bool) -> Line:
+def read_line(piece: str, file: str, number: int, *, is_labelled: bool = False) -> Line:
+    """Return a line without the marks that launchers and loggers set before it."""
     stamp = _TIME.search(piece[:100])
     rank: int | None = None
     host = ""
@@ -151,9 +153,9 @@ def _line(piece: str, file: str, number: int, is_labelled: bool) -> Line:
         prefix = _PREFIX.match(piece)
         if not prefix:
             break
-        host = prefix["host"] or host
+        host = prefix["host"] or prefix["node"] or host
         piece = piece[prefix.end() :]
     if "│" in piece or "┃" in piece:
         boxed = _BOX.match(piece)
         piece = boxed[1] if boxed else piece
-    return Line(file, number, piece, rank, stamp.group(0) if stamp else "", host)
+    return Line(file, number, piece, rank, stamp[0].strip() if stamp else "", host)

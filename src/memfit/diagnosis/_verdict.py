@@ -128,11 +128,7 @@ _AFTERMATH = frozenset({"collective_timeout", "terminated", "aborted", "killed",
 
 
 def survived(streams: Sequence[Stream], signs: Sequence[Sign], readings: Sequence[Sequence[Reading]]) -> frozenset[int]:
-    """Return the ids of the signs after which a job went on: its counters rise, or it says that it caught the error.
-
-    A job that goes on and then ends by a failure without another cause did not survive: the other ranks of a dead one
-    run a few steps more before they wait for it in vain.
-    """
+    """Return the ids of the signs after which a job went on: its counters rise, or it says that it caught the error."""
     found = {
         id(one)
         for one in signs
@@ -141,6 +137,7 @@ def survived(streams: Sequence[Stream], signs: Sequence[Sign], readings: Sequenc
             streams[one.stream], readings[one.stream], one, [other for other in signs if other.stream == one.stream]
         )
     }
+    # The other ranks of a dead one run a few steps more before they wait for it in vain: that is no survival.
     for sign in signs:
         later = [one for one in signs if one.file == sign.file and one.number > sign.number and id(one) not in found]
         if any(one.name in _AFTERMATH for one in later) and not any(
@@ -187,11 +184,7 @@ _BLOCK_LINES = 800
 
 
 def rank(streams: Sequence[Stream], signs: Sequence[Sign], lived: frozenset[int]) -> list[Sign]:
-    """Return the causes, the best explanation first.
-
-    Proofs of a shortage come before other causes, these before the program's exceptions and deaths without a sender,
-    these before consequences. Among equals the first in time is the cause. What was survived comes last.
-    """
+    """Return the causes, the best explanation first: by tier, then by time; what was survived comes last."""
     causes = [one for one in signs if one.meaning.tier != MARK and not _is_explained(one, signs)]
     was_killed = any(one.name == "killed" for one in signs)
     if any(one.name == "success" for one in signs) and not was_killed:

@@ -38,7 +38,7 @@ class Witnesses:
     def arithmetic(self) -> tuple[str, ...]:
         """Sums of memory: of the steps that were over their limit, else of the largest."""
         over = tuple(one.text for one in self.steps if one.is_over)
-        largest = sorted(self.steps, key=lambda one: -(one.most_bytes or 0))
+        largest = sorted(self.steps, key=lambda one: -one.most_bytes)
         return over or tuple(one.text for one in largest if one.text)[:1]
 
     def as_stream(self, index: int) -> tuple[Stream, list[Sign]]:
@@ -106,10 +106,7 @@ _OOM_SIGNAL = 125
 
 
 def _row_signs(rows: Sequence[Row], lines: Sequence[Line]) -> Iterator[Sign]:
-    """How the last attempt of each job ended, and each of its steps.
-
-    A job can be FAILED by its script though one of its steps ran out of memory, and OUT_OF_MEMORY with exit status 0.
-    """
+    """How the last attempt of each job ended, and each of its steps: only one of them may have run out of memory."""
     last = {row.job: row.attempt for row in rows}
     for row in rows:
         if row.attempt != last[row.job]:

@@ -61,14 +61,8 @@ class _Pool:
 class Allocator:
     """The allocator of one device, which can give it ``capacity_bytes``; None for no limit.
 
-    Each new segment has an address above the others. Not modelled: private pools (CUDA graphs, ``MemPool``), and what
-    only gives memory back earlier (``garbage_collection_threshold``, blocks above ``max_split_size_mb`` first).
-
+    Not modelled: private pools (CUDA graphs, ``MemPool``), and what only gives memory back earlier.
     Source: c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (torch 2.13).
-
-    >>> allocator = Allocator(AllocatorSettings())
-    >>> allocator.allocate(1, 3 << 20), allocator.allocated_bytes, allocator.reserved_bytes
-    (True, 3145728, 20971520)
     """
 
     def __init__(self, settings: AllocatorSettings, capacity_bytes: int | None = None) -> None:

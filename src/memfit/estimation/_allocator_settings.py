@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from memfit.checks import Check
+from memfit.checks import Check, Verdict
 from memfit.errors import ConfigError, nearest
 from memfit.units import MIB
 
@@ -17,6 +17,15 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 _PARSER = "c10/core/AllocatorConfig.cpp (torch 2.13)"
 _CUDA_PARSER = "c10/cuda/CUDAAllocatorConfig.h (torch 2.13)"
 _ALLOCATOR = "c10/cuda/CUDACachingAllocator.cpp (torch 2.13)"
+#: What expandable segments do not go with, and why.
+_BESIDE_EXPANDABLE = {
+    **dict.fromkeys(
+        ("max_split_size_mb", "garbage_collection_threshold"),
+        "before torch 2.5 it ends with an assertion near an out-of-memory; since then the other option skips blocks of "
+        "expandable segments (pytorch pull requests 120022 and 134338)",
+    ),
+    "roundup_power2_divisions": "rounding wastes memory to use blocks again; expandable segments do not need it",
+}
 _REFUSES = "torch refuses it when it is imported, also in a build for the CPU"
 _ALONE = "expandable_segments:True alone: it is what prevents fragmentation; the others are for drivers without it"
 
@@ -121,11 +130,7 @@ def _refuse(problems: Iterable[Check], name: str) -> None:
 
 
 def _split(text: str) -> list[tuple[str, str | None]]:
-    """Return keys and values, in order; None if there is no value. A list in brackets is one value.
-
-    >>> _split("max_split_size_mb:128, roundup_power2_divisions:[256:1,>:4],x")
-    [('max_split_size_mb', '128'), ('roundup_power2_divisions', '[256:1,>:4]'), ('x', None)]
-    """
+    """Return keys and values, in order; None if there is no value. A list in brackets is one value."""
     found = []
     for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", re.sub(r"\s", "", text)):
         key, colon, value = part.partition(":")
@@ -167,55 +172,34 @@ def _repeated(pairs: Sequence[tuple[str, str | None]]) -> Iterator[Check]:
 
 def _contradictions(given: Mapping[str, str]) -> Iterator[Check]:
     """Find settings that torch takes and that break one another."""
-    if given.get("expandable_segments") != "True":
-        return
-    for key in ("max_split_size_mb", "garbage_collection_threshold"):
+    is_expandable = given.get("expandable_segments") == "True"
+    for key, reason in _BESIDE_EXPANDABLE.items() if is_expandable else ():
         if key in given:
-            yield _fault(
-                "problem",
-                f"expandable_segments:True together with {key}:{given[key]}",
-                "before torch 2.5 it ends with an assertion near an out-of-memory; since then the other option skips "
-                "blocks of expandable segments",
-                _ALONE,
-                "pytorch pull requests 120022 and 134338, issue 119452",
-            )
-    if "roundup_power2_divisions" in given:
-        reason = "rounding wastes memory to use blocks again; expandable segments do not need it"
-        finding = f"expandable_segments:True together with roundup_power2_divisions:{given['roundup_power2_divisions']}"
-        yield _fault("warning", finding, reason, _ALONE, "pytorch issue 119452")
+            verdict: Verdict = "warning" if key == "roundup_power2_divisions" else "problem"
+            finding, source = f"expandable_segments:True together with {key}:{given[key]}", "pytorch issue 119452"
+            yield _fault(verdict, finding, reason, _ALONE, source)
 
 
 def _without_effect(given: Mapping[str, str]) -> Iterator[Check]:
     """Find settings that torch ignores."""
     native = [key for key in given if key != "backend" and not key.startswith("pinned_")]
     if given.get("backend") == "cudaMallocAsync" and native:
-        yield _fault(
-            "warning",
-            f"backend:cudaMallocAsync together with {', '.join(native)}",
-            "the driver's allocator ignores settings of torch's own",
-            "leave one of them out",
-            "torch notes, CUDA semantics, memory management",
-        )
+        finding, source = f"backend:cudaMallocAsync together with {', '.join(native)}", "torch notes, CUDA semantics"
+        reason = "the driver's allocator ignores settings of torch's own"
+        yield _fault("warning", finding, reason, "leave one of them out", source)
         return
     fraction, threshold = given.get("per_process_memory_fraction"), given.get("garbage_collection_threshold")
     has_share = fraction is not None and _is_share(fraction)
     if threshold is not None and given.get("expandable_segments") != "True" and not has_share:
         told = "without per_process_memory_fraction" if fraction is None else f"with a whole device ({fraction})"
-        yield _fault(
-            "warning",
-            f"garbage_collection_threshold:{threshold} {told}",
-            "torch applies it only if the process may use less than the whole device: nothing is given back",
-            "add per_process_memory_fraction:0.9, or torch.cuda.set_per_process_memory_fraction(0.9) to the script",
-            _ALLOCATOR,
-        )
+        finding = f"garbage_collection_threshold:{threshold} {told}"
+        reason = "torch applies it only if the process may use less than the whole device: nothing is given back"
+        remedy = "add per_process_memory_fraction:0.9, or torch.cuda.set_per_process_memory_fraction(0.9) to the script"
+        yield _fault("warning", finding, reason, remedy, _ALLOCATOR)
     if "throw_on_cudamalloc_oom" in given and fraction is None:
-        yield _fault(
-            "warning",
-            "throw_on_cudamalloc_oom without per_process_memory_fraction",
-            "it refuses requests above the process's fraction, and there is none",
-            "add per_process_memory_fraction:0.9",
-            _CUDA_PARSER,
-        )
+        finding = "throw_on_cudamalloc_oom without per_process_memory_fraction"
+        reason = "it refuses requests above the process's fraction, and there is none"
+        yield _fault("warning", finding, reason, "add per_process_memory_fraction:0.9", _CUDA_PARSER)
 
 
 @dataclass(frozen=True)

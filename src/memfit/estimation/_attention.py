@@ -64,11 +64,7 @@ def attend(call: Call, architecture: str) -> Tensor:
 
 
 def pick_kernel(call: Call, architecture: str) -> Kernel:
-    """Return the first kernel, in CUDA's order, that takes these arguments.
-
-    Hopper and Blackwell try cuDNN first (``check_prefer_cudnn_attention``); flash attention takes 16 bits and no mask;
-    the memory-efficient kernel takes masks and fp32, but needs as many heads of keys as of queries.
-    """
+    """Return the first kernel, in CUDA's order, that takes these arguments: cuDNN is tried first since Hopper."""
     query, key, value, mask = call.query, call.key, call.value, call.mask
     size = query.shape[-1]
     if query.dim() != 4 or query.shape[0] != key.shape[0] or (mask is not None and mask.dim() not in (2, 4)):

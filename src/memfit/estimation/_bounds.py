@@ -74,10 +74,9 @@ def bound_device(
 
 
 def bound_load(setup: Setup, whole: Interval, unit: int, largest: int) -> Interval | None:
-    """Return what loading the weights takes of a device, in bytes; None if it is no more than the weights.
+    """Return what loading ``whole`` takes of a device, in bytes; None if it is no more than the weights.
 
-    ``whole``: all weights; ``unit``: the largest block, or what lies outside of the blocks; ``largest``: the largest
-    weight before it is quantised, or 0.
+    ``unit``: the largest block, or what lies outside; ``largest``: the largest weight before it is quantised, or 0.
     """
     if setup.is_sharded:
         share = whole.times(1 / setup.world_size, 1.02 / setup.world_size)

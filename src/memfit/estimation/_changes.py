@@ -41,11 +41,7 @@ class Change:
 
 
 def list_options(before: Setup, after: Setup) -> tuple[str, ...]:
-    """Return the options that turn one setup into the other, to be added to those of the first.
-
-    >>> list_options(Setup(gradient_checkpointing="selective"), Setup(batch=2, gradient_checkpointing="full"))
-    ('--batch 2', '--no-selective-checkpointing', '--gradient-checkpointing')
-    """
+    """Return the options that turn one setup into the other, to be added to those of the first."""
     changed = []
     for field in fields(Setup):
         was, will = getattr(before, field.name), getattr(after, field.name)

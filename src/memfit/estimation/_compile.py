@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from memfit.estimation._program import Program, find_blocks
 
 #: Attributes that name a block's place in the model: equal blocks differ in them.
+_PLAIN = bool | int | float | str | torch.dtype
 _PLACES = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_id", "idx", "index", "name"}
 
 
@@ -89,25 +90,17 @@ class _Body(nn.Module):
 
 def _describe(value: Any) -> Any:
     """Return a key of an argument that is no tensor."""
-    plain = bool | int | float | str | torch.dtype | torch.device
-    return (type(value), value) if isinstance(value, plain) or value is None else id(value)
+    return (type(value), value) if isinstance(value, _PLAIN | torch.device | None) else id(value)
 
 
 def _describe_module(module: nn.Module) -> Any:
     """Return a key that equal blocks share: their classes, and their plain attributes without the place."""
-    plain = bool | int | float | str | torch.dtype
-    return tuple(
-        (
-            name,
-            type(part),
-            tuple(
-                (key, _describe(value))
-                for key, value in sorted(vars(part).items())
-                if isinstance(value, plain) and key not in _PLACES
-            ),
-        )
-        for name, part in module.named_modules()
-    )
+
+    def plain(part: nn.Module) -> dict[str, Any]:
+        return {key: one for key, one in vars(part).items() if isinstance(one, _PLAIN) and key not in _PLACES}
+
+    parts = ((name, type(part), sorted(plain(part).items())) for name, part in module.named_modules())
+    return tuple((name, kind, tuple((key, _describe(one)) for key, one in found)) for name, kind, found in parts)
 
 
 def _describe_tensors(tensors: Sequence[torch.Tensor]) -> Any:

@@ -175,9 +175,8 @@ def find_gpu(text: str) -> Gpu:
 def _key(name: str) -> str:
     """Return the part of a name that everybody writes: 4070tisuper of NVIDIA GeForce RTX 4070 Ti SUPER."""
     words = re.split(r"[\s_\-]+", name.strip().lower())
-    dropped = {"nvidia", "geforce", "tesla", "rtx", "pcie", "generation", "blackwell"}
+    dropped = {"nvidia", "geforce", "tesla", "rtx", "pcie", "generation", "blackwell", "server", "workstation"}
     kept = [word for word in words if word not in dropped and not re.fullmatch(r"sxm\d?|hbm\d?e?|.*edition", word)]
-    kept = [word for word in kept if word not in ("server", "workstation")]
     return re.sub(r"^(?:rtx|nvidia)|(?<=\d)gi?b$", "", "".join(kept))
 
 

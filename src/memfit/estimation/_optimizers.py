@@ -86,20 +86,24 @@ class WeightByWeight(torch.optim.Optimizer):
     """An optimizer that updates one weight after another, by one kernel each."""
 
     def __init__(
-        self, parameters: Iterable[torch.Tensor], make_state: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+        self,
+        parameters: Iterable[torch.Tensor],
+        make_state: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+        make_temporaries: Callable[[torch.Tensor], list[torch.Tensor]] = lambda weight: [],
     ) -> None:
         super().__init__(parameters, {})
-        self._make_state = make_state
+        self._make_state, self._make_temporaries = make_state, make_temporaries
         weights = [weight for group in self.param_groups for weight in group["params"]]
         #: bitsandbytes updates in place; torchao's compiled step may write both moments of a weight in fp32.
         self.slack_bytes = 2 * 4 * max((weight.numel() for weight in weights), default=0)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make missing states, one weight at a time."""
+        """Make missing states, and temporaries, one weight at a time."""
         for weight in _weights_with_gradients(self):
             if not self.state[weight]:
                 self.state[weight] = self._make_state(weight)
+            self._make_temporaries(weight)
 
 
 class _MixedAdam(torch.optim.Optimizer):

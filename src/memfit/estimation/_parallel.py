@@ -107,10 +107,7 @@ class _Communication:
 
 
 class _Group:
-    """Parameters that are gathered and reduced at once: a block's, or the rest, which is the root's.
-
-    Source: torch 2.13 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py.
-    """
+    """Parameters that are gathered and reduced at once: a block's, or the rest (torch's _fsdp_param_group.py)."""
 
     def __init__(self, weights: Sequence[_Weight], shared: _Communication, *, is_root: bool) -> None:
         self.weights = weights
