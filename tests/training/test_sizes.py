@@ -87,9 +87,9 @@ def test_units_of_unequal_cost_are_cut_by_what_they_cost_and_a_large_one_stands_
 def test_allocator_retries_in_two_steps_in_a_row_shrink_before_anything_fails():
     sizes = MicrobatchSizes()
     for retries in (1, 0, 2):
-        assert not sizes.note_alloc_retries(160, retries)
+        assert not sizes.succeeded(160, retries)
         assert size_for(sizes, 16) == 16
-    assert sizes.note_alloc_retries(160, 1)
+    assert sizes.succeeded(160, 1)
     assert size_for(sizes, 16) == 8
 
 

@@ -126,26 +126,12 @@ def _seal(file: BinaryIO, digest: str) -> None:
 def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
     """Return a checkpoint's content, on the CPU, after every byte of it was checked.
 
-    Args:
-        path: A file that a ``Trainer`` wrote.
-        mmap: Map the tensors' bytes instead of reading them.
-
-    Returns:
-        ``model`` and ``optimizer`` (state dicts), ``rng``, ``epoch`` (whole epochs), ``history``, and more.
+    It has ``model`` and ``optimizer`` (state dicts), ``rng``, ``epoch`` (whole epochs), ``history``, and more. With
+    ``mmap`` the tensors' bytes are mapped instead of read.
 
     Raises:
         DamagedError: If the file is cut short or differs from its checksum.
         UsageError: If it cannot be read, or holds objects that a safe load refuses.
-
-    Example:
-        >>> import tempfile
-        >>> from memfit.training import Trainer
-        >>> model, folder = torch.nn.Linear(2, 1), Path(tempfile.mkdtemp())
-        >>> trainer = Trainer(model, loss=lambda model, x: (model(x).sum(), len(x)), checkpoint_dir=folder)
-        >>> _ = trainer.fit([torch.ones(3, 2)], num_epochs=1)
-        >>> other = torch.nn.Linear(2, 1)
-        >>> other.load_state_dict(load_checkpoint(folder / "latest_checkpoint.pt")["model"])
-        <All keys matched successfully>
     """
     try:
         with open(path, "rb") as file:

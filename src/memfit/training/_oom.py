@@ -220,15 +220,13 @@ def _backends() -> list[Any]:
 
 def memory_now(kind: OomKind) -> str:
     """Return in a sentence how full the memory is in which an allocation failed."""
-    if kind in (OomKind.DEVICE, OomKind.LIBRARY) and (devices := device_bytes()):
-        return (
-            "; ".join(
-                f"{name} holds {format_bytes(sizes['allocated_bytes'])} in tensors, "
-                f"{format_bytes(sizes['allocated_peak_bytes'])} at its peak"
-                for name, sizes in devices.items()
-            )
-            + "."
-        )
+    held = [
+        f"{name} holds {format_bytes(sizes['allocated_bytes'])} in tensors, "
+        f"{format_bytes(sizes['allocated_peak_bytes'])} at its peak"
+        for name, sizes in device_bytes().items()
+    ]
+    if held and kind in (OomKind.DEVICE, OomKind.LIBRARY):
+        return f"{'; '.join(held)}."
     binding = Budget.read().binding
     return (
         f"{format_bytes(binding.used_bytes)} of {format_bytes(binding.limit_bytes)} are taken without it "

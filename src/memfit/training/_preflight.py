@@ -167,22 +167,14 @@ def preflight(
                     _take("validate", evaluate, meter, devices)
             if save is not None:
                 path = _take("checkpoint", save, meter, devices)
-    report = PreflightReport(
-        phases={
-            phase: PhaseMemory(
-                host_bytes=(host := meter.footprint.phases[phase]).private_bytes,
-                allocated_bytes={name: one["allocated_peak_bytes"] for name, one in sizes.items()},
-                reserved_bytes={name: one["reserved_peak_bytes"] for name, one in sizes.items()},
-                seconds=host.seconds,
-            )
-            for phase, sizes in devices.items()
-        },
-        longest=longest.how,
-        num_seen=longest.num_seen,
-        microbatch_size=microbatch_size,
-        num_ooms=num_ooms,
-        checkpoint_bytes=None if path is None else path.stat().st_size,
-    )
+    phases = {}
+    for name, sizes in devices.items():
+        host = meter.footprint.phases[name]
+        allocated = {device: one["allocated_peak_bytes"] for device, one in sizes.items()}
+        reserved = {device: one["reserved_peak_bytes"] for device, one in sizes.items()}
+        phases[name] = PhaseMemory(host.private_bytes, allocated, reserved, host.seconds)
+    size = None if path is None else path.stat().st_size
+    report = PreflightReport(phases, longest.how, longest.num_seen, microbatch_size, num_ooms, size)
     record("preflight", **asdict(report))
     return report
 
@@ -225,11 +217,7 @@ def find_longest(batches: Iterable[Any], first_batch_seconds: float = FIRST_BATC
 
     In this order: the batches' own ``longest()``; for a ``DataLoader`` whose dataset has ``lengths``, its longest
     samples; for a list, the largest of all; else the largest of the first eight, which is only a sample. For a
-    ``DataLoader`` a second one is made, with at most one worker.
-
-    Args:
-        batches: What a training iterates over once per epoch.
-        first_batch_seconds: How long a worker of a ``DataLoader`` may do nothing before a first batch.
+    ``DataLoader`` a second one is made, with at most one worker, which may do nothing for ``first_batch_seconds``.
 
     Raises:
         UsageError: If it can be iterated only once, or gives no batch.

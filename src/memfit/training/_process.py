@@ -30,10 +30,8 @@ def say(text: str) -> None:
 def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch (every device).
 
-    Call it before a model is built, so that its first weights are the same in every run.
-
-    Args:
-        seed: Any whole number from 0 up to 2**32 - 1, the largest that NumPy takes.
+    Call it before a model is built, so that its first weights are the same in every run. NumPy takes seeds from 0 up to
+    2**32 - 1.
 
     Example:
         >>> seed_everything(7)
@@ -58,15 +56,10 @@ def rng_state() -> dict[str, Any]:
         True
     """
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    words = torch.from_numpy(np.asarray(keys, np.int64))
     return {
         "python": random.getstate(),
-        "numpy": (
-            str(name),
-            torch.from_numpy(np.asarray(keys, np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ),
+        "numpy": (str(name), words, int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
         # asking a GPU that nothing has touched yet would cost this process a CUDA context
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]

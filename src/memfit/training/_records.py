@@ -22,10 +22,6 @@ class StepOutcome:
         microbatch_size: The largest of them, in units of the split.
         num_ooms: How often it went out of memory before it went through.
         skipped: Whether the weights are as they were: skipped by the policy or by the gradient scaler.
-
-    Example:
-        >>> StepOutcome(6.0, 4.0, 1.5, num_microbatches=2, microbatch_size=2, num_ooms=1, skipped=False).loss
-        1.5
     """
 
     loss_sum: float
@@ -76,10 +72,6 @@ class EpochRecord:
         num_steps: Optimizer steps.
         metrics: What validation gave; None without validation.
         num_skipped: Steps whose batch was skipped; they count in ``num_steps`` and not in ``train_loss``.
-
-    Example:
-        >>> EpochRecord(epoch=1, train_loss=0.7, num_steps=242, metrics={"rank_ic": 0.03}).metrics["rank_ic"]
-        0.03
     """
 
     epoch: int
@@ -99,11 +91,6 @@ class FitResult:
         epochs_run: How many epochs this call trained to their end.
         resumed_from: Whole epochs of the checkpoint that this call went on from; None if it began anew.
         stopped_early: Whether ``patience`` ended it before the last epoch.
-
-    Example:
-        >>> history = (EpochRecord(1, 0.9, 10), EpochRecord(2, 0.7, 10))
-        >>> FitResult(history, best_epoch=None, epochs_run=1, resumed_from=1).history[-1].train_loss
-        0.7
     """
 
     history: tuple[EpochRecord, ...]

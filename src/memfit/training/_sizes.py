@@ -92,29 +92,25 @@ class MicrobatchSizes:
             known.wait = min(2 * known.wait, _MOST_WAIT_STEPS)
         known.failed, known.quiet, known.retries = failed_cost, 0, 0
 
-    def succeeded(self, cost: int) -> bool:
-        """Note a step whose largest microbatch had this cost; return whether the limit rose."""
-        known = self._known
-        if known.limit is None:
-            return False
-        known.quiet += 1
-        if cost <= known.limit:
-            return False
-        known.limit, known.quiet = cost, 0
-        if known.failed is not None and known.failed <= cost:
-            known.failed = None
-        return True
+    def succeeded(self, cost: int, num_retries: int = 0) -> bool:
+        """Note a step whose largest microbatch had this cost; return whether the limit changed.
 
-    def note_alloc_retries(self, cost: int, num_retries: int) -> bool:
-        """Note how often the device's allocator emptied its cache in a step; return whether the limit fell.
-
-        Two such steps in a row count as a failure: the next allocation may find nothing to give back.
+        ``num_retries``: how often the device's allocator emptied its cache in it. Two such steps in a row count as a
+        failure: the next allocation may find nothing to give back.
         """
-        self._known.retries = self._known.retries + 1 if num_retries else 0
-        is_failure = self._known.retries >= _RETRIES_IN_A_ROW
-        if is_failure:
-            self.shrink(cost)
-        return is_failure
+        known = self._known
+        known.retries = known.retries + 1 if num_retries else 0
+        has_risen = known.limit is not None and cost > known.limit
+        if known.limit is not None:
+            known.quiet += 1
+        if has_risen:
+            known.limit, known.quiet = cost, 0
+            if known.failed is not None and known.failed <= cost:
+                known.failed = None
+        if known.retries < _RETRIES_IN_A_ROW:
+            return has_risen
+        self.shrink(cost)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold."""

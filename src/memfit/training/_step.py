@@ -361,13 +361,10 @@ class SafeStep:
 
     def _remember(self, todo: list[_Batch], num_retries: int) -> None:
         if self._never_splits or (self.sizes.limit is None and num_retries == 0):
-            self.sizes.note_alloc_retries(1, 0)
+            self.sizes.succeeded(1)
             return
         largest = max(todo, key=lambda batch: batch.largest_cost)
-        has_changed = self.sizes.succeeded(largest.largest_cost)
-        if largest.size > 1 or not num_retries:
-            has_changed |= self.sizes.note_alloc_retries(largest.largest_cost, num_retries)
-        if has_changed:
+        if self.sizes.succeeded(largest.largest_cost, num_retries if largest.size > 1 else 0):
             self._cut_anew(largest)
 
     def _cut_anew(self, batch: _Batch) -> int:

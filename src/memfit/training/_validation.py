@@ -36,11 +36,10 @@ def attempt_phase(step: SafeStep, phase: str, where: Mapping[str, Any], action: 
 
 def attempt_twice(step: SafeStep, phase: str, where: Mapping[str, Any], action: Callable[[], T], remedy: str) -> T:
     """Return the result of a phase's first or second try, or raise a ``JobFailedError``."""
-    result = attempt_phase(step, phase, where, action)
-    if isinstance(result, Failed):
+    for _ in range(2):
         result = attempt_phase(step, phase, where, action)
-    if not isinstance(result, Failed):
-        return result
+        if not isinstance(result, Failed):
+            return result
     raise JobFailedError(
         f"The phase '{phase}' ran out of memory twice: {result.first_line}",
         rule="it is run once more after caches were cleared, from the same random state; then it has failed.",

@@ -18,7 +18,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing import active_children, get_start_method, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class Workers:
         resource_tracker.ensure_running()  # it unblocks SIGTERM when it is started
         others = set(active_children())
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGINT])
-        loader.worker_init_fn = _WorkerInit(then, 0 if method == "forkserver" else os.getpid(), self._stacks)
+        loader.worker_init_fn = partial(_start_worker, then, 0 if method == "forkserver" else os.getpid(), self._stacks)
         try:
             return iter(loader)
         except BaseException:  # one has died at once; Python would wait for the others, which ignore SIGTERM
@@ -182,25 +182,18 @@ class Workers:
             self._stacks = ""
 
 
-@dataclass(frozen=True)
-class _WorkerInit:
-    """A worker's ``worker_init_fn``: it dies with its parent and can show its stacks; then the user's own runs."""
-
-    then: Callable[[int], None] | None
-    parent: int  # 0 if that is the fork server
-    stacks: str
-
-    def __call__(self, number: int) -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if self.parent and os.getppid() != self.parent:  # it died before this line
-                os._exit(1)
-        with contextlib.suppress(OSError):
-            register_stack_dump(self.stacks)
-        faulthandler.disable()  # as inherited by a fork: torch has put handlers of its own over its
-        faulthandler.enable()
-        if self.then is not None:
-            self.then(number)
+def _start_worker(then: Callable[[int], None] | None, parent: int, stacks: str, number: int) -> None:
+    """Let a worker die with its parent (0: the fork server) and show its stacks; then run the user's own function."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent and os.getppid() != parent:  # it died before this line
+            os._exit(1)
+    with contextlib.suppress(OSError):
+        register_stack_dump(stacks)
+    faulthandler.disable()  # as inherited by a fork: torch has put handlers of its own over its
+    faulthandler.enable()
+    if then is not None:
+        then(number)
 
 
 @contextmanager
