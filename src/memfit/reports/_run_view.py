@@ -48,8 +48,7 @@ class StageView:
     """One stage, as the last command left it.
 
     Attributes:
-        units: The state of each of its jobs, by job id: ``waiting``, ``running`` (or queued), ``kept``, ``reused``,
-            ``completed``, ``stopped``, ``passed``, ``skipped``, ``failed``, ``cancelled``.
+        units: The state of each of its jobs by job id, as the event ``stage`` told it.
         reasons: Why jobs run, were skipped or stopped the run: each reason with its jobs.
         saved_seconds: How long it took to make the results that were kept or reused.
     """
@@ -181,16 +180,12 @@ class _Progress:
 class RunView:
     """Follows a run directory. What has ended is read once, so that a run of thousands of jobs stays cheap to follow.
 
-    Args:
-        run: The run directory.
-        now: The clock, in Unix seconds.
-
     Attributes:
         started: When the command that runs now, or ran last, began: Unix seconds; None before it said so.
         num_commands: How many commands have begun this run or gone on with it.
         most_at_once: The most jobs that ran at the same time, by the last command that admitted any.
         num_restarts: How often memfit itself started a job again.
-        stages: The stages of the last command, by name, in order; empty for commands and for runs of memfit 0.1.
+        stages: The stages of the last command by name; empty for commands and for runs of memfit 0.1.
         waits: Seconds of the last command in which jobs waited and none could start, by what they waited for.
         cpu: What the host's cores did in the last command, as shares of their time; empty until it ends.
     """
