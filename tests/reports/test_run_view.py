@@ -101,7 +101,7 @@ def test_many_steps_are_not_kept(training):
         step(training, number, 1, number, num_epochs=2)
     view = RunView(training.run, now=lambda: training.start)
     assert len(view.read()) == 102
-    assert len(view._last) == 3 and len(view._progress) == 1
+    assert len(view._last) == 3 and len(view._attempts) == 1
 
 
 def test_a_job_has_reserved_what_it_was_admitted_with_or_grew_to_in_this_attempt(made):

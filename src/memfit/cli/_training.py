@@ -26,9 +26,7 @@ _ALIASES = {
 class Training:
     """The flags of a training. One that has the name of a field of ``Setup`` gives its value."""
 
-    batch: Annotated[
-        str, Option(help="Samples of a microbatch on a device; auto: as many as fit.", metavar="N|auto")
-    ] = "1"
+    batch: Annotated[str, Option(help="Samples of a microbatch; auto: as many as fit.", metavar="N|auto")] = "1"
     global_batch: Annotated[int | None, Option(min=1, help="Samples an update, over all devices.", metavar="N")] = None
     seq_len: Annotated[int, Option(min=1, help="Tokens of a sample, padding included.", metavar="N")] = 512
     target_len: Annotated[int | None, Option(min=1, help="Tokens of a target, for a decoder.", metavar="N")] = None
@@ -39,17 +37,11 @@ class Training:
         str, Option(help="fp32, bf16, fp16 (weights too), bf16-amp, fp16-amp (weights in fp32).", metavar="DTYPE")
     ] = "bf16"
     optimizer: Annotated[str, Option(help=f"One of {', '.join(get_args(Optimizer))}.", metavar="NAME")] = "adamw"
-    state_dtype: Annotated[str, Option(help="Of the optimizer's moments; none: the weights'.", metavar="DTYPE")] = (
-        "none"
-    )
+    state_dtype: Annotated[str, Option(help="Type of moments; none: the weights'.", metavar="DTYPE")] = "none"
     master_weights: Annotated[bool, Option(help="The optimizer holds an fp32 copy of 16-bit weights.")] = False
     optimizer_in_backward: Annotated[bool, Option(help="Update each weight within the backward pass.")] = False
-    foreach: Annotated[
-        bool, Option(help="Update all weights at once, torch's default; fused=True is --no-foreach.")
-    ] = True
-    gradient_checkpointing: Annotated[bool, Option(help="Keep only the inputs of blocks for the backward pass.")] = (
-        False
-    )
+    foreach: Annotated[bool, Option(help="Update all weights at once; fused=True is --no-foreach.")] = True
+    gradient_checkpointing: Annotated[bool, Option(help="Keep only the inputs of blocks.")] = False
     selective_checkpointing: Annotated[bool, Option(help="Keep the results of expensive operations.")] = False
     offload_activations: Annotated[bool, Option(help="Kept activations wait in host memory.")] = False
     attention: Annotated[str, Option(help="sdpa, flash, or eager, which keeps its scores.", metavar="NAME")] = "sdpa"
@@ -62,9 +54,7 @@ class Training:
     load: Annotated[
         str, Option(help="Loading of sharded weights: shards, whole (all on each device first), any.", metavar="HOW")
     ] = "any"
-    microbatches: Annotated[int | None, Option(min=1, help="Forward and backward passes an update.", metavar="N")] = (
-        None
-    )
+    microbatches: Annotated[int | None, Option(min=1, help="Passes an update.", metavar="N")] = None
     clip_grad_norm: Annotated[bool, Option("--clip/--no-clip", help="Gradients are clipped by their norm.")] = True
 
     @property
