@@ -54,7 +54,9 @@ class Training:
     load: Annotated[
         str, Option(help="Loading of sharded weights: shards, whole (all on each device first), any.", metavar="HOW")
     ] = "any"
-    microbatches: Annotated[int | None, Option(min=1, help="Passes an update.", metavar="N")] = None
+    microbatches: Annotated[int | None, Option(min=1, help="Forward and backward passes an update.", metavar="N")] = (
+        None
+    )
     clip_grad_norm: Annotated[bool, Option("--clip/--no-clip", help="Gradients are clipped by their norm.")] = True
 
     @property
@@ -154,28 +156,17 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 def _check(flags: Training) -> None:
     """Refuse flags that contradict each other; what a setup contradicts in itself it refuses when it is made."""
-    auto = flags.is_auto and flags.global_batch is not None
-    with_auto = f"with --batch auto and --global-batch {flags.global_batch}."
-    faults = (
-        (
-            flags.gradient_checkpointing and flags.selective_checkpointing,
+    if flags.gradient_checkpointing and flags.selective_checkpointing:
+        raise UsageError(
             "--gradient-checkpointing and --selective-checkpointing were both given.",
-            "blocks keep their inputs only, or the results of expensive operations too.",
-            "leave one of them out",
-        ),
-        (
-            auto and flags.microbatches is not None,
-            f"--microbatches {flags.microbatches} {with_auto}",
-            "the batch that fits decides how many microbatches make up an update.",
-            "leave --microbatches or --global-batch out, or give --batch a number",
-        ),
-        (
-            auto and flags.optimizer_in_backward,
-            f"--optimizer-in-backward {with_auto}",
-            "a gradient is dropped as soon as it is there, so none is summed up over microbatches.",
-            "leave one of them out",
-        ),
-    )
-    for is_wrong, what, rule, remedy in faults:
-        if is_wrong:
-            raise UsageError(what, rule=rule, remedy=remedy)
+            rule="blocks keep their inputs only, or the results of expensive operations too.",
+            remedy="leave one of them out",
+        )
+    given = f"--microbatches {flags.microbatches}" if flags.microbatches is not None else ""
+    given = given or ("--optimizer-in-backward" if flags.optimizer_in_backward else "")
+    if flags.is_auto and flags.global_batch is not None and given:
+        raise UsageError(
+            f"{given} with --batch auto and --global-batch {flags.global_batch}.",
+            rule="the batch that fits decides how many microbatches, and sums of their gradients, make up an update.",
+            remedy="leave one of them out, or give --batch a number",
+        )

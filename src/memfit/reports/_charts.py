@@ -94,15 +94,15 @@ def draw_stack(
     marks: Sequence[tuple[float, str]] = (),
     most_bytes: float | None = None,
 ) -> str:
-    """Return a chart of memory over time, its layers on top of each other.
+    """Return a chart of memory over time, its layers on top of each other, the lowest first.
 
     Args:
-        layers: The bands, the lowest first; each has as many values.
+        layers: The bands; each has as many values.
         seconds: How long the time axis is.
         frame: The outside of the chart.
         limit: The name and the bytes of a limit, drawn as a line where the data come near it.
         marks: Crosses at the upper edge: seconds from the start, and what a pointer shows.
-        most_bytes: The end of the memory axis, to compare two charts; as the data need when None.
+        most_bytes: The end of the memory axis, to compare two charts.
     """
     canvas = _Canvas(frame, frame.height)
     num = max((len(layer.values) for layer in layers), default=0)

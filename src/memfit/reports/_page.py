@@ -95,16 +95,11 @@ class _Seen:
         sums: dict[str, list[float]] = {}
         step = self.seconds / (_NUM_POINTS - 1) or 1.0
         for samples in self.series.values():
+            times = [sample.time - self.start for sample in samples]
             for first, last in _attempts(samples):
-                at = first
-                for point in range(int((samples[first].time - self.start) / step), _NUM_POINTS):
-                    now = self.start + point * step
-                    while at < last and samples[at + 1].time <= now:
-                        at += 1
-                    if now > samples[last].time + step:
-                        break
-                    values = sums.setdefault(_phase(samples[at]), [0.0] * _NUM_POINTS)
-                    values[point] += samples[at].private_bytes
+                for point in range(int(times[first] / step), min(_NUM_POINTS, int(times[last] / step) + 2)):
+                    sample = samples[max(first, bisect_right(times, point * step, hi=last + 1) - 1)]
+                    sums.setdefault(_phase(sample), [0.0] * _NUM_POINTS)[point] += sample.private_bytes
         return [Layer(name, colour, sums[name]) for name, colour in self.colours.items() if name in sums]
 
     @property

@@ -115,11 +115,6 @@ class JobRow:
         return str(self.status.state)
 
     @property
-    def has_unit(self) -> bool:
-        """Whether its stage runs once for each of several units."""
-        return self.status.job_id != self.stage
-
-    @property
     def metrics(self) -> Mapping[str, float]:
         """The numbers among what it returned."""
         return {name: value for name, value in self.result.items() if is_number(value)}
