@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -55,44 +55,45 @@ class _Masker:
 
     def __init__(self) -> None:
         self.found: set[str] = set()
+        self._names: set[str] = set()
+        self._known = re.compile("(?!)")
 
     def mask(self, value: Any) -> Any:
-        names = {name for text in self.found for name in re.findall(r"\{(\w+)\}", text)}
+        self._names = {name for text in self.found for name in re.findall(r"\{(\w+)\}", text)}
         texts = sorted((text for text in self.found if len(text) >= _LEAST_TEXT), key=len, reverse=True)
-        return self._mask(value, names, re.compile("|".join(map(re.escape, texts)) or r"(?!)"))
+        self._known = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        return self._mask(value)
 
-    def _mask_field(
-        self, name: str, value: Any, hide: Callable[[str], str] | None, names: set[str], known: re.Pattern[str]
-    ) -> Any:
-        if hide is not None and isinstance(value, str | int):
-            return hide(str(value))
-        if hide is not None and isinstance(value, list | tuple) and all(isinstance(one, str | int) for one in value):
-            return [hide(str(one)) for one in value]
+    def _is_secret(self, name: str) -> bool:
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+        return name in self._names or _SECRET_NAME.fullmatch(words) is not None
+
+    def _hide(self, text: object) -> str:
+        self.found.add(str(text).strip("'\""))
+        return MASK
+
+    def _mask_field(self, name: str, value: Any) -> Any:
+        if self._is_secret(name) and isinstance(value, str | int):
+            return self._hide(value)
+        if self._is_secret(name) and isinstance(value, list | tuple) and all(isinstance(v, str | int) for v in value):
+            return [self._hide(one) for one in value]
         if name in ("params", "unit") and isinstance(value, Mapping):  # a parameter that is a part of a secret argument
-            value = {
-                key: MASK if isinstance(one, str) and any(one in text for text in self.found) else one
-                for key, one in value.items()
-            }
-        return self._mask(value, names, known)
+            parts = {key for key, one in value.items() if isinstance(one, str) and any(one in it for it in self.found)}
+            value = {key: MASK if key in parts else one for key, one in value.items()}
+        return self._mask(value)
 
-    def _mask(self, value: Any, names: set[str], known: re.Pattern[str]) -> Any:
-        def is_secret(name: str) -> bool:
-            return name in names or _SECRET_NAME.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)) is not None
-
-        def hide(text: str) -> str:
-            self.found.add(text.strip("'\""))
-            return MASK
-
+    def _mask(self, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {name: self._mask_field(name, one, hide if is_secret(name) else None, names, known)
-                    for name, one in value.items()}  # fmt: skip
+            return {name: self._mask_field(name, one) for name, one in value.items()}
         if isinstance(value, list | tuple):
-            shown = [self._mask(one, names, known) for one in value]
+            shown = [self._mask(one) for one in value]
             for at, (flag, one) in enumerate(pairwise(value), start=1):
-                if isinstance(flag, str) and flag.startswith("-") and is_secret(flag.strip("-")):
-                    shown[at] = hide(str(one))
+                if isinstance(flag, str) and flag.startswith("-") and self._is_secret(flag.strip("-")):
+                    shown[at] = self._hide(one)
             return type(value)(shown)
         if isinstance(value, str):
-            named = _NAMED.sub(lambda it: it[1] + hide(it[4]) if is_secret(it["flag"] or it["name"]) else it[0], value)
-            return known.sub(MASK, _BY_ITSELF.sub(lambda it: (it[1] or "") + hide(it[2] or it[0]), named))
+            named = _NAMED.sub(
+                lambda it: it[1] + self._hide(it[4]) if self._is_secret(it["flag"] or it["name"]) else it[0], value
+            )
+            return self._known.sub(MASK, _BY_ITSELF.sub(lambda it: (it[1] or "") + self._hide(it[2] or it[0]), named))
         return value

@@ -2,17 +2,7 @@
 
 Two kinds of file live there. *Append-only* event files have one writer each; a process that dies in the middle of a
 line leaves a torn last record, which every reader passes over. All other files are *written aside and renamed*, so
-that a reader sees the old content or the new one and never a part.
-
-Layout::
-
-    runs/<experiment>/run_<YYYYmmdd_HHMMSS>_<8 hex>/    UTC
-      run.json                          schema version, fingerprint, who and where
-      config.yaml  graph.json  plan.json  outcome.json
-      events/<host>-<pid>-<start>.jsonl
-      jobs/<job id>/{out.log, err.log, outcome.json, memory.jsonl, ...}
-      checkpoints/fold_<i>.json         what a unit of a stage left; its files lie in checkpoints/fold_<i>/
-      checkpoints/stage_<name>.json     the same for a stage that runs once
+that a reader sees the old content or the new one and never a part. ARCHITECTURE.md lists the files.
 """
 
 from __future__ import annotations
@@ -79,7 +69,7 @@ def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True
         mode: Who may read and write it, less the umask.
 
     Raises:
-        OSError: For example on a full disk; the old content is then still there.
+        OSError: On a full disk, for example; the old content is still there.
     """
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -242,19 +232,10 @@ class EventWriter:
         """
         own = {"time": time.time(), "job": self.job_id or fields.get("job"), "kind": kind}
         record = own | fields | own  # first in the line, and not to be overwritten
-        os.write(self._descriptor, encode_event(record))
+        os.write(self._descriptor, f"{json.dumps(record, separators=(',', ':'))}\n".encode())
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-def encode_event(event: Mapping[str, Any]) -> bytes:
-    """An event as one line.
-
-    >>> encode_event({"time": 0.5, "kind": "phase"})
-    b'{"time":0.5,"kind":"phase"}\\n'
-    """
-    return f"{json.dumps(event, separators=(',', ':'))}\n".encode()
 
 
 class EventTail:

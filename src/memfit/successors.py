@@ -8,14 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Gone:
-    """One thing that an earlier memfit had.
-
-    Attributes:
-        kind: ``verb``, ``flag`` (with its verb), ``key`` of a config, ``name`` (a module's), ``argument``.
-        old: What it was called.
-        new: What to use now.
-        since: The first version without it.
-    """
+    """One thing that an earlier memfit had, what to use now, and the first version without it."""
 
     kind: Literal["verb", "flag", "key", "name", "argument"]
     old: str

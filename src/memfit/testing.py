@@ -74,13 +74,9 @@ class FakeJob:
         bytes_by_step: Its private bytes at each step; it ends after the last.
         device_bytes: What it takes at each step of each device that it was given; nothing after the last.
         settles_at: The step from which its footprint is a forecast for similar jobs.
-        state: How it ends.
         ends: How its first attempts end; after these comes ``state``.
-        checkpoint_bytes: The size of the checkpoint that it reports at its first step.
-        wanted_cpus: How many cores it wants while it runs.
         num_queued: For how many steps the backend's queue holds it before each start.
         exit_code: Its exit code where it does not complete.
-        phase: The phase that it marks at its first step.
     """
 
     bytes_by_step: tuple[int, ...] = (100,)
@@ -99,12 +95,6 @@ class FakeBackend:
     """A backend without processes: ``wait`` moves all jobs on by one step, and its clock by a tenth of a second.
 
     A job whose next step needs more than its limit, or than all may take together, stands still as in the kernel.
-
-    Attributes:
-        most_at_once: The most jobs that ran at the same time.
-        peak_bytes: The most private bytes that they had together.
-        grants: The last grant of each job.
-        total_bytes: What all may take together, as it was said last.
 
     Example:
         >>> backend = FakeBackend({"a": FakeJob((10, 20))})
@@ -187,17 +177,9 @@ class FakeBackend:
         self.cancelled.append((job_id, now))
         if known.state not in ENDED:
             verdict = verdict or Verdict("cancelled" if now else "preempted", "as asked")
-            self._status[job_id] = replace(
-                known,
-                state=verdict.state,
-                cause=verdict.cause,
-                ended=self.now,
-                exit_code=75 if verdict.state == "preempted" else -9,
-                asked=True,
-                ended_by="user",
-                used_bytes=0,
-                stalled=False,
-            )
+            code = 75 if verdict.state == "preempted" else -9
+            ended = known.ended_as(verdict.state, verdict.cause, "user")
+            self._status[job_id] = replace(ended, ended=self.now, exit_code=code, asked=True)
 
     def wait(self, seconds: float) -> None:
         """Move every running job on by one step."""
@@ -298,24 +280,16 @@ class BackendContract:
 
         return hide
 
-    def test_a_job_that_ends_with_0_is_completed(self, backend: Backend, make_job: MakeJob) -> None:
-        submit(backend, make_job("good", "completes"))
-        status = wait_for_end(backend, "good")
-        assert (status.state, status.exit_code, status.cause, status.ended_by) == ("completed", 0, "", "job")
-        assert status.started is not None and status.ended is not None and status.started <= status.ended
-
-    def test_a_job_that_ends_with_another_code_has_failed_and_says_so(
+    def test_each_job_of_a_batch_completes_or_fails_by_its_own_exit_code(
         self, backend: Backend, make_job: MakeJob
     ) -> None:
-        submit(backend, make_job("bad", "fails"))
-        status = wait_for_end(backend, "bad")
-        assert (status.state, status.exit_code, status.ended_by) == ("failed", 7, "job")
-        assert "exit code 7" in status.cause
-
-    def test_a_batch_of_jobs_gives_each_its_own_outcome(self, backend: Backend, make_job: MakeJob) -> None:
         wanted = ["completes", "fails", "completes", "fails", "completes"]
         backend.submit([Submission(make_job(f"job_{n}", behaviour)) for n, behaviour in enumerate(wanted)])
-        assert [wait_for_end(backend, f"job_{n}").exit_code for n in range(5)] == [0, 7, 0, 7, 0]
+        for status, behaviour in zip([wait_for_end(backend, f"job_{n}") for n in range(5)], wanted, strict=True):
+            assert status.started is not None and status.ended is not None and status.started <= status.ended
+            assert status.ended_by == "job"
+            assert (status.state, status.exit_code) == (("completed", 0) if behaviour == "completes" else ("failed", 7))
+            assert status.cause == "" if behaviour == "completes" else "exit code 7" in status.cause
 
     def test_a_cancelled_job_may_save_and_is_preempted_by_the_user(self, backend: Backend, make_job: MakeJob) -> None:
         submit(backend, make_job("polite", "saves"))

@@ -26,13 +26,11 @@ class Stack:
     """What a process is doing.
 
     Attributes:
-        pid: The process.
         text: The stacks of all its Python threads as ``faulthandler`` writes them; empty if the process did not answer.
         state: The kernel's letter for its main thread (R runs, S sleeps, D waits for a device, T stopped, Z ended);
             empty if there is no such process, or no ``/proc``.
         wchan: The kernel function that its main thread sleeps in; empty if it runs or this is not shown.
         num_threads: All threads of the process, not only Python's.
-        start: How it was started, by its command line.
     """
 
     pid: int

@@ -101,7 +101,7 @@ def test_many_steps_are_not_kept(training):
         step(training, number, 1, number, num_epochs=2)
     view = RunView(training.run, now=lambda: training.start)
     assert len(view.read()) == 102
-    assert len(view._last) == 3 and len(view._progress) == 1
+    assert len(view._last) == 3 and len(view._attempts) == 1
 
 
 def test_a_job_has_reserved_what_it_was_admitted_with_or_grew_to_in_this_attempt(made):
@@ -246,7 +246,7 @@ def test_jobs_are_in_the_order_of_their_stages_and_numbers(made):
     (made.path / "jobs" / ".hidden").mkdir()
     rows = view_of(made).rows()
     assert [row.status.job_id for row in rows] == ["prepare", "fold_1", "fold_2", "fold_10", "judge"]
-    assert [(row.stage, row.has_unit) for row in rows[:2]] == [("prepare", False), ("fold", True)]
+    assert [row.stage for row in rows[:2]] == ["prepare", "fold"]
 
 
 def test_stages_say_what_is_kept_why_others_run_and_what_that_saves(made):

@@ -17,7 +17,7 @@ def average(
     output: Annotated[str, typer.Option(help="The file to write.", metavar="FILE")],
     param: Annotated[
         list[str] | None,
-        typer.Option(help="One average for each value of {NAME}: fold=1..5. Repeatable.", metavar="NAME=VALUES"),
+        typer.Option(help="One average for each value: fold=1..5. Repeatable.", metavar="NAME=VALUES"),
     ] = None,
     integer_buffers: Annotated[
         Literal["equal", "last"],

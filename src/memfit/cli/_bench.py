@@ -40,12 +40,8 @@ class Flags:
     seconds: Annotated[float, Option(help="Seconds of each measurement.")] = 5.0
     step_ms: Annotated[float | None, Option(help="Milliseconds of a training step on a GPU.")] = None
     with_model: Annotated[bool, Option("--with-model", help="Train the workload's model on the batches.")] = False
-    limit: Annotated[
-        str | None, Option(help="Memory that workers may use; by default what is free.", metavar="SIZE")
-    ] = None
-    modes: Annotated[bool, Option("--modes", help="Compare the modes safe, preload and workers, and choose one.")] = (
-        False
-    )
+    limit: Annotated[str | None, Option(help="Memory of the workers; by default what is free.", metavar="SIZE")] = None
+    modes: Annotated[bool, Option("--modes", help="Compare safe, preload and workers, and choose one.")] = False
     epochs: Annotated[int, Option(help="With --modes: epochs of the training.")] = 10
     set_: Set = None
     as_json: AsJson = False

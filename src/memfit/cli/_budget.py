@@ -15,11 +15,9 @@ from memfit.units import parse_bytes
 def budget(
     as_json: AsJson = False,
     limit: Annotated[
-        str | None, typer.Option(help="The most memory of all jobs together, for example 8GiB.", metavar="SIZE")
+        str | None, typer.Option(help="The most that all jobs may use, such as 8GiB.", metavar="SIZE")
     ] = None,
-    reserve: Annotated[
-        str | None, typer.Option(help="Memory to keep free, for example 512MiB.", metavar="SIZE")
-    ] = None,
+    reserve: Annotated[str | None, typer.Option(help="Memory to keep free, such as 512MiB.", metavar="SIZE")] = None,
 ) -> None:
     """Show how much memory jobs may use here, and which limit says so.
 

@@ -26,16 +26,16 @@ class Flags:
     """The flags of this verb."""
 
     metric: Annotated[str, Option(help="The column to compare; higher is better.", metavar="COLUMN")]
-    horizon: Annotated[
-        int | None, Option(help="Dates that a label spans; by default the number in h5_...", metavar="DATES", min=1)
-    ] = None
+    horizon: Annotated[int | None, Option(help="Dates of a label; by default as in h5_...", metavar="DATES", min=1)] = (
+        None
+    )
     level: Annotated[float, Option(help="Confidence level of the interval; alpha of the test is 1 - level.")] = 0.95
     record: Annotated[Path, Option(help="The file that lists and counts all comparisons.", metavar="FILE")] = Path(
         "comparisons.jsonl"
     )
-    common_assets: Annotated[
-        bool, Option("--common-assets", help="Evaluate both again on the assets that both scored.")
-    ] = False
+    common_assets: Annotated[bool, Option("--common-assets", help="Evaluate both on the assets that both scored.")] = (
+        False
+    )
     as_json: AsJson = False
 
 

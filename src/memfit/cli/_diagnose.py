@@ -25,9 +25,7 @@ _LOGS = (".out", ".err", ".log", ".txt", ".gz")
 class Flags:
     """The flags of this verb."""
 
-    sacct: Annotated[
-        Text, Option(help="The job's number, or a file with the output of sacct.", metavar="FILE|JOBID")
-    ] = None
+    sacct: Annotated[Text, Option(help="The job's number, or a file that sacct printed.", metavar="FILE|JOBID")] = None
     script: Annotated[Path | None, Option(help="The job's batch script.", metavar="FILE", exists=True)] = None
     kernel_log: Annotated[
         Path | None, Option(help="A file with the output of dmesg or journalctl -k.", metavar="FILE", exists=True)
@@ -41,9 +39,7 @@ class Flags:
         Path | None, Option(help="Check whether this run used the fixed script.", metavar="RUN", exists=True)
     ] = None
     against: Annotated[Path | None, Option(help="The fixed script.", metavar="FIXED", exists=True)] = None
-    verbose: Annotated[bool, Option("--verbose", help="Also print the timeline, the arithmetic and every remedy.")] = (
-        False
-    )
+    verbose: Annotated[bool, Option("--verbose", help="Also print timeline, arithmetic and every remedy.")] = False
     as_json: AsJson = False
 
 

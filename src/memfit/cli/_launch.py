@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from memfit import config as settings
 from memfit import slurm
 from memfit.cli._settings import Set
-from memfit.cli._terminal import AsJson
+from memfit.cli._terminal import AsJson, Console, answer
 from memfit.errors import UsageError
 from memfit.memory import Budget
 from memfit.planning import Launch, LaunchConfig, LaunchFormat, Measured
@@ -29,7 +28,7 @@ def launch(
     ] = None,
     set_: Set = None,
     test_only: Annotated[
-        bool, typer.Option("--test-only", help="Have sbatch check the script; nothing is submitted.")
+        bool, typer.Option("--test-only", help="Let sbatch check the script; submit nothing.")
     ] = False,
     submit: Annotated[bool, typer.Option("--submit", help="Hand the script to sbatch.")] = False,
     as_json: AsJson = False,
@@ -58,28 +57,26 @@ def launch(
     text = made.render(format_)
     if submit or test_only:
         notes.append(_hand_over(text, is_test=test_only))
-    if as_json:
-        told: dict[str, Any] = {"format": format_, "text": text, "figures": made.figures(), "notes": notes}
-        typer.echo(json.dumps(told, indent=2))
-        return
-    typer.echo(text, nl=False)
-    for note in filter(None, notes):
-        typer.echo(f"memfit: {note}", err=True)
+
+    def show(_: Console) -> None:
+        typer.echo(text, nl=False)
+        for note in filter(None, notes):
+            typer.echo(f"memfit: {note}", err=True)
+
+    answer({"format": format_, "text": text, "figures": made.figures(), "notes": notes}, as_json, show)
 
 
 def _measured(name: str) -> Measured:
     view = RunView(find_run(name))
     view.read()
-    rows = [row for row in view.rows() if row.status.footprint is not None]
-    if not rows:
+    found = [(row.status.footprint, row) for row in view.rows() if row.status.footprint is not None]
+    if not found:
         raise UsageError(
             f"no job of {view.run.path} was measured.",
             rule="--measured takes the peak of a run's largest job.",
             remedy="name a run whose jobs have trained and validated, or give --set memory.node=8GiB",
         )
-    largest = max(rows, key=lambda row: row.status.footprint.private_bytes if row.status.footprint else 0)
-    footprint = largest.status.footprint
-    assert footprint is not None
+    footprint, largest = max(found, key=lambda one: one[0].private_bytes)
     seconds = largest.seconds / largest.epochs_done if largest.seconds and largest.epochs_done >= 1 else None
     return Measured(footprint.private_bytes, footprint.shared_bytes, seconds, view.run.path.name)
 

@@ -37,9 +37,7 @@ def build(
     sources: Sources,
     *,
     index: Annotated[str, Option(help="The columns of dates and of asset codes.", metavar="DATE,ASSET")],
-    features: Annotated[
-        list[str], Option(help="Names, or quoted patterns such as 'f*'; commas between them.", metavar="NAMES")
-    ],
+    features: Annotated[list[str], Option(help="Names or quoted patterns, with commas: 'f*,g1'.", metavar="NAMES")],
     output: Annotated[Path, Option("--output", "-o", help="The cache folder.", metavar="FOLDER")],
     targets: Annotated[list[str] | None, Option(help="The same, for targets.", metavar="NAMES")] = None,
     dtype: Annotated[str, Option(help="float32, float64, float16 or bfloat16.", metavar="TYPE")] = "float32",
@@ -167,9 +165,7 @@ def prune_(
 @panel.command(short_help="Write a panel as one table for pandas, polars or R.")
 def export(
     path: Where,
-    output: Annotated[
-        Path, Option("--output", "-o", help="A .parquet, .feather, .arrow or .ipc file.", metavar="FILE")
-    ],
+    output: Annotated[Path, Option("--output", "-o", help="A .parquet, .feather or .arrow file.", metavar="FILE")],
     as_json: AsJson = False,
 ) -> None:
     """Write a panel's rows as one table: date, asset, features, targets; missing values are null.

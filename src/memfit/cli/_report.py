@@ -22,7 +22,7 @@ def report(
         str | None, typer.Option("--compare", metavar="RUN", help="A second run to show beside it.", show_default=False)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="The file to write (default: report.html in the run's folder).")
+        Path | None, typer.Option("--out", help="The file; by default report.html in the run's folder.")
     ] = None,
 ) -> None:
     """Write a run as one HTML page: memory over time, jobs, forecasts against peaks, and why jobs failed.

@@ -38,14 +38,10 @@ class RunFlags(Flags):
     """The flags of this verb alone: which stages and units of a config run."""
 
     until: Annotated[Text, Option(help="Run up to this stage.", metavar="STAGE")] = None
-    stage: Annotated[
-        Text, Option(help="Run this stage only; the results that it needs must exist.", metavar="STAGE")
-    ] = None
+    stage: Annotated[Text, Option(help="Run this stage only; what it needs must exist.", metavar="STAGE")] = None
     from_: Annotated[Text, Option("--from", help="Run this stage and all later ones again.", metavar="STAGE")] = None
     skip: Annotated[list[str] | None, Option(help="Treat this stage as done. Repeatable.", metavar="STAGE")] = None
-    units: Annotated[
-        Text, Option(help="Run these units only (folds, files ...), such as 2-5 or 1,3.", metavar="RANGE")
-    ] = None
+    units: Annotated[Text, Option(help="Run these units only, such as 2-5 or 1,3.", metavar="RANGE")] = None
 
 
 @with_flags

@@ -41,12 +41,8 @@ class Flags(Output):
         list[str] | None,
         Option(help="Values of a parameter: fold=1..5 or lr=1e-3,1e-4. Repeatable.", metavar="NAME=VALUES"),
     ] = None
-    param_file: Annotated[
-        Path | None, Option(help="A CSV file: each row is a combination of parameters.", metavar="CSV")
-    ] = None
-    plan: Annotated[bool, Option("--plan", help="Print what would run, why, and how many jobs fit. Start nothing.")] = (
-        False
-    )
+    param_file: Annotated[Path | None, Option(help="A CSV file: each row is a combination.", metavar="CSV")] = None
+    plan: Annotated[bool, Option("--plan", help="Print what would run, why, and how many fit.")] = False
     max_parallel: Annotated[
         Text, Option(help="Run at most N jobs at once; auto: as many as fit.", metavar="auto|N"), "max_parallel"
     ] = None
@@ -55,9 +51,9 @@ class Flags(Output):
         Option(help="Expected peak of one job, until it is measured; '{name}' is a parameter.", metavar="SIZE"),
         "memory.job",
     ] = None
-    num_gpus: Annotated[
-        Text, Option(help="GPUs for each job. A job sees no others.", metavar="N"), "memory.num_gpus"
-    ] = None
+    num_gpus: Annotated[Text, Option(help="GPUs of each job. It sees no others.", metavar="N"), "memory.num_gpus"] = (
+        None
+    )
     gpu_memory: Annotated[
         Text, Option(help="Expected peak of one job on each of its GPUs.", metavar="SIZE"), "memory.gpu_job"
     ] = None
@@ -81,9 +77,7 @@ class Flags(Output):
         Text, Option(help="The name of the experiment, a folder below the runs.", metavar="NAME"), "experiment"
     ] = None
     runs_dir: Annotated[Text, Option(help="The folder of all runs.", metavar="FOLDER"), "runs_dir"] = None
-    threads: Annotated[
-        Text, Option(help="Threads of each job's numerical libraries.", metavar="N"), "threads_per_job"
-    ] = None
+    threads: Annotated[Text, Option(help="Threads of each job's libraries.", metavar="N"), "threads_per_job"] = None
     grace: Annotated[
         Text,
         Option(help="Time to write a checkpoint before a stopped job is killed.", metavar="SECONDS"),

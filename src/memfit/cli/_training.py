@@ -26,9 +26,7 @@ _ALIASES = {
 class Training:
     """The flags of a training. One that has the name of a field of ``Setup`` gives its value."""
 
-    batch: Annotated[
-        str, Option(help="Samples of a microbatch on a device; auto: as many as fit.", metavar="N|auto")
-    ] = "1"
+    batch: Annotated[str, Option(help="Samples of a microbatch; auto: as many as fit.", metavar="N|auto")] = "1"
     global_batch: Annotated[int | None, Option(min=1, help="Samples an update, over all devices.", metavar="N")] = None
     seq_len: Annotated[int, Option(min=1, help="Tokens of a sample, padding included.", metavar="N")] = 512
     target_len: Annotated[int | None, Option(min=1, help="Tokens of a target, for a decoder.", metavar="N")] = None
@@ -39,17 +37,11 @@ class Training:
         str, Option(help="fp32, bf16, fp16 (weights too), bf16-amp, fp16-amp (weights in fp32).", metavar="DTYPE")
     ] = "bf16"
     optimizer: Annotated[str, Option(help=f"One of {', '.join(get_args(Optimizer))}.", metavar="NAME")] = "adamw"
-    state_dtype: Annotated[str, Option(help="Of the optimizer's moments; none: the weights'.", metavar="DTYPE")] = (
-        "none"
-    )
+    state_dtype: Annotated[str, Option(help="Type of moments; none: the weights'.", metavar="DTYPE")] = "none"
     master_weights: Annotated[bool, Option(help="The optimizer holds an fp32 copy of 16-bit weights.")] = False
     optimizer_in_backward: Annotated[bool, Option(help="Update each weight within the backward pass.")] = False
-    foreach: Annotated[
-        bool, Option(help="Update all weights at once, torch's default; fused=True is --no-foreach.")
-    ] = True
-    gradient_checkpointing: Annotated[bool, Option(help="Keep only the inputs of blocks for the backward pass.")] = (
-        False
-    )
+    foreach: Annotated[bool, Option(help="Update all weights at once; fused=True is --no-foreach.")] = True
+    gradient_checkpointing: Annotated[bool, Option(help="Keep only the inputs of blocks.")] = False
     selective_checkpointing: Annotated[bool, Option(help="Keep the results of expensive operations.")] = False
     offload_activations: Annotated[bool, Option(help="Kept activations wait in host memory.")] = False
     attention: Annotated[str, Option(help="sdpa, flash, or eager, which keeps its scores.", metavar="NAME")] = "sdpa"
@@ -164,28 +156,17 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 def _check(flags: Training) -> None:
     """Refuse flags that contradict each other; what a setup contradicts in itself it refuses when it is made."""
-    auto = flags.is_auto and flags.global_batch is not None
-    with_auto = f"with --batch auto and --global-batch {flags.global_batch}."
-    faults = (
-        (
-            flags.gradient_checkpointing and flags.selective_checkpointing,
+    if flags.gradient_checkpointing and flags.selective_checkpointing:
+        raise UsageError(
             "--gradient-checkpointing and --selective-checkpointing were both given.",
-            "blocks keep their inputs only, or the results of expensive operations too.",
-            "leave one of them out",
-        ),
-        (
-            auto and flags.microbatches is not None,
-            f"--microbatches {flags.microbatches} {with_auto}",
-            "the batch that fits decides how many microbatches make up an update.",
-            "leave --microbatches or --global-batch out, or give --batch a number",
-        ),
-        (
-            auto and flags.optimizer_in_backward,
-            f"--optimizer-in-backward {with_auto}",
-            "a gradient is dropped as soon as it is there, so none is summed up over microbatches.",
-            "leave one of them out",
-        ),
-    )
-    for is_wrong, what, rule, remedy in faults:
-        if is_wrong:
-            raise UsageError(what, rule=rule, remedy=remedy)
+            rule="blocks keep their inputs only, or the results of expensive operations too.",
+            remedy="leave one of them out",
+        )
+    given = f"--microbatches {flags.microbatches}" if flags.microbatches is not None else ""
+    given = given or ("--optimizer-in-backward" if flags.optimizer_in_backward else "")
+    if flags.is_auto and flags.global_batch is not None and given:
+        raise UsageError(
+            f"{given} with --batch auto and --global-batch {flags.global_batch}.",
+            rule="the batch that fits decides how many microbatches, and sums of their gradients, make up an update.",
+            remedy="leave one of them out, or give --batch a number",
+        )

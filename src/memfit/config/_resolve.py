@@ -72,15 +72,13 @@ class Resolved(Generic[M]):
 
     def to_json(self) -> str:
         """Return what was given and where, as JSON; ``from_json`` resolves it again, in another process too."""
-        given = [[path, value, origin] for path, (value, origin) in self._given.items()]
-        return json.dumps({"given": given, "prefix": self.prefix})
+        return json.dumps({"given": [*self._given.items()], "prefix": self.prefix})
 
     @classmethod
     def from_json(cls, model: type[N], text: str) -> Resolved[N]:
         """Return the settings that ``to_json`` wrote, resolved again without file, environment or overrides."""
         record = json.loads(text)
-        given = {tuple(path): (value, origin) for path, value, origin in record["given"]}
-        return _checked(model, given, [], record["prefix"])
+        return _checked(model, {tuple(path): tuple(one) for path, one in record["given"]}, [], record["prefix"])
 
 
 def resolve(

@@ -15,7 +15,7 @@ from memfit.reports._numbers import format_column, format_number, or_dash, plain
 from memfit.reports._page import write_page
 from memfit.reports._plan import print_run_plan
 from memfit.reports._run_view import JobRow, RunView, summarize_metrics
-from memfit.reports._runs import Overview, Target, find_run, find_target, has_supervisor, is_live, list_runs
+from memfit.reports._runs import Overview, find_run, find_target, has_supervisor, is_live, list_runs
 from memfit.reports._summary import count_kills, explain_record, forecast_error, print_summary, summarize
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Overview",
     "Room",
     "RunView",
-    "Target",
     "draw_stack",
     "count_kills",
     "describe",

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from memfit.memory import Budget, Device
-from memfit.reports._numbers import print_facts
+from memfit.reports._numbers import plain_table, print_facts
 from memfit.units import format_bytes
 
 
@@ -34,11 +34,9 @@ def print_budget(budget: Budget, console: Console) -> None:
 
 
 def _limit_table(budget: Budget) -> Table:
-    table = Table("limit", "scope", "size", "used", "left", "source", title_justify="left", box=None, pad_edge=False)
-    for column in table.columns[2:5]:
-        column.justify, column.no_wrap = "right", True
-    for column in (table.columns[0], table.columns[5]):
-        column.overflow = "fold"
+    table = plain_table("limit", "scope", "size", "used", "left", "source", left=("limit", "scope", "source"))
+    for place in (0, 1, 5):
+        table.columns[place].no_wrap, table.columns[place].overflow = False, "fold"
     for number, one in enumerate(budget.limits):
         says = _short(one.source) + (f": {one.note}" if one.note else "")
         sizes = map(format_bytes, (one.limit_bytes, one.used_bytes, one.headroom_bytes))

@@ -27,13 +27,7 @@ _ABOUT_TICKS = 5
 
 @dataclass(frozen=True)
 class Layer:
-    """One band of a stack.
-
-    Attributes:
-        name: What the legend calls it.
-        colour: Its fill.
-        values: Bytes at evenly spaced times.
-    """
+    """One band of a stack: its name in the legend, its fill, and its bytes at evenly spaced times."""
 
     name: str
     colour: str
@@ -53,14 +47,9 @@ class Bar:
 
 @dataclass(frozen=True)
 class Frame:
-    """The outside of a chart.
+    """The outside of a chart: what a screen reader says, a heading, the size in pixels.
 
-    Attributes:
-        label: What a screen reader says.
-        title: A heading inside of the chart.
-        width: Pixels.
-        height: Pixels; draw_bars takes what its bars need.
-        styled: Whether the SVG has a style sheet of its own, for a file that stands alone.
+    A ``styled`` one has a style sheet of its own, for a file that stands alone; ``draw_bars`` takes its own height.
     """
 
     label: str
@@ -105,15 +94,15 @@ def draw_stack(
     marks: Sequence[tuple[float, str]] = (),
     most_bytes: float | None = None,
 ) -> str:
-    """Return a chart of memory over time, its layers on top of each other.
+    """Return a chart of memory over time, its layers on top of each other, the lowest first.
 
     Args:
-        layers: The bands, the lowest first; each has as many values.
+        layers: The bands; each has as many values.
         seconds: How long the time axis is.
         frame: The outside of the chart.
         limit: The name and the bytes of a limit, drawn as a line where the data come near it.
         marks: Crosses at the upper edge: seconds from the start, and what a pointer shows.
-        most_bytes: The end of the memory axis, to compare two charts; as the data need when None.
+        most_bytes: The end of the memory axis, to compare two charts.
     """
     canvas = _Canvas(frame, frame.height)
     num = max((len(layer.values) for layer in layers), default=0)
@@ -151,9 +140,7 @@ def draw_stack(
         text = f"{limit[0]}: {format_bytes(limit[1])}"
         if near:
             canvas.line(left, y_of(limit[1]), right, y_of(limit[1]), "limit")
-            canvas.add(
-                f'<text x="{right}" y="{y_of(limit[1]) - 5:.1f}" text-anchor="end" class="bad">{escape(text)}</text>'
-            )
+            canvas.text(right, y_of(limit[1]) - 5, text, anchor="end", kind="bad")
         else:
             canvas.text(right, top - 6, f"{text}, far above this chart", anchor="end", kind="dim")
     for at, text in marks:

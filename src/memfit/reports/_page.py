@@ -96,16 +96,11 @@ class _Seen:
         sums: dict[str, list[float]] = {}
         step = self.seconds / (_NUM_POINTS - 1) or 1.0
         for samples in self.series.values():
+            times = [sample.time - self.start for sample in samples]
             for first, last in _attempts(samples):
-                at = first
-                for point in range(int((samples[first].time - self.start) / step), _NUM_POINTS):
-                    now = self.start + point * step
-                    while at < last and samples[at + 1].time <= now:
-                        at += 1
-                    if now > samples[last].time + step:
-                        break
-                    values = sums.setdefault(_phase(samples[at]), [0.0] * _NUM_POINTS)
-                    values[point] += samples[at].private_bytes
+                for point in range(int(times[first] / step), min(_NUM_POINTS, int(times[last] / step) + 2)):
+                    sample = samples[max(first, bisect_right(times, point * step, hi=last + 1) - 1)]
+                    sums.setdefault(_phase(sample), [0.0] * _NUM_POINTS)[point] += sample.private_bytes
         return [Layer(name, colour, sums[name]) for name, colour in self.colours.items() if name in sums]
 
     @property
@@ -115,16 +110,7 @@ class _Seen:
 
 
 def write_page(run: RunDir, path: Path, other: RunDir | None = None) -> Path:
-    """Write a run as an HTML page.
-
-    Args:
-        run: The run.
-        path: The file to write.
-        other: A second run to show beside it.
-
-    Returns:
-        The file.
-    """
+    """Write a run as an HTML page, with a second one beside it if there is one; return the file."""
     runs = [run] if other is None else [run, other]
     series = [_read(one) for one in runs]
     colours = _colours(series)
@@ -164,8 +150,8 @@ def _page(seen: Sequence[_Seen]) -> str:
         body += [f"<h2>Jobs{of}</h2>", *_jobs(one), *_moments(one), f"<h2>Forecast and peak{of}</h2>", *_forecasts(one)]
         if deaths := list(_deaths(one)):
             body += [f"<h2>What failed{of}</h2>", *deaths]
-        if len(seen) == 1 and (stages := _stages(one)):
-            body += ["<h2>Results</h2>", stages]
+        if len(seen) == 1 and (results := _metrics(one)):
+            body += ["<h2>Results</h2>", _table(("result", "value"), [*results.items()], num_words=1)]
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     body.append(f'<p class="note">Written by memfit report on {made}.</p>')
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
@@ -174,8 +160,7 @@ def _page(seen: Sequence[_Seen]) -> str:
 
 
 def _facts(seen: _Seen) -> str:
-    facts = _numbers(seen)
-    boxes = "".join(f"<div><b>{escape(value)}</b>{escape(name)}</div>" for name, value in facts.items())
+    boxes = "".join(f"<div><b>{escape(value)}</b>{escape(name)}</div>" for name, value in _numbers(seen).items())
     why = f'<p class="failed">{escape(seen.summary["why"])}</p>' if seen.summary["why"] else ""
     return f'<div class="facts">{boxes}</div>{why}'
 
@@ -253,6 +238,7 @@ def _folded(title: str, inside: str) -> str:
 def _metrics(seen: _Seen) -> dict[str, str]:
     return {
         f"{stage['name']}: {name}, mean of {one['n']}": format_number(one["mean"])
+        + (f", sd {format_number(one['sd'])}" if one["sd"] is not None else "")
         for stage in seen.summary["stages"]
         for name, one in stage["metrics"].items()
         if one["mean"] is not None
@@ -391,17 +377,3 @@ def _deaths(seen: _Seen) -> Iterator[str]:
             yield f"<pre>{escape(job['diagnosis'])}</pre>"
         folder = escape(str(seen.run.job_dir(job["job"])))
         yield f'<p class="note">log: {escape(job["log"])}; more: memfit diagnose {folder}</p>'
-
-
-def _stages(seen: _Seen) -> str:
-    rows = [
-        (stage["name"], name, _number(one["mean"]), _number(one["sd"]), str(one["n"]))
-        for stage in seen.summary["stages"]
-        for name, one in stage["metrics"].items()
-    ]
-    headings = ("stage", "result", "mean", "standard deviation", "units")
-    return _table(headings, rows, num_words=2) if rows else ""
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else format_number(value)

@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -48,8 +48,7 @@ class StageView:
     """One stage, as the last command left it.
 
     Attributes:
-        units: The state of each of its jobs, by job id: ``waiting``, ``running`` (or queued), ``kept``, ``reused``,
-            ``completed``, ``stopped``, ``passed``, ``skipped``, ``failed``, ``cancelled``.
+        units: The state of each of its jobs by job id, as the event ``stage`` told it.
         reasons: Why jobs run, were skipped or stopped the run: each reason with its jobs.
         saved_seconds: How long it took to make the results that were kept or reused.
     """
@@ -116,11 +115,6 @@ class JobRow:
         return str(self.status.state)
 
     @property
-    def has_unit(self) -> bool:
-        """Whether its stage runs once for each of several units."""
-        return self.status.job_id != self.stage
-
-    @property
     def metrics(self) -> Mapping[str, float]:
         """The numbers among what it returned."""
         return {name: value for name, value in self.result.items() if is_number(value)}
@@ -152,9 +146,12 @@ class JobRow:
 
 
 @dataclass
-class _Progress:
-    """How far a job has come since it was admitted: epochs done at two times (Unix seconds), of how many."""
+class _Attempt:
+    """What events told of a job since it was admitted: its memory, and the epochs done at two times, of how many."""
 
+    admitted: float | None = None  # until it ends
+    reserved_bytes: int | None = None
+    forecast_bytes: int | None = None
     first: tuple[float, float] | None = None
     last: tuple[float, float] = (0.0, 0.0)
     num_epochs: int = 0
@@ -181,16 +178,12 @@ class _Progress:
 class RunView:
     """Follows a run directory. What has ended is read once, so that a run of thousands of jobs stays cheap to follow.
 
-    Args:
-        run: The run directory.
-        now: The clock, in Unix seconds.
-
     Attributes:
         started: When the command that runs now, or ran last, began: Unix seconds; None before it said so.
         num_commands: How many commands have begun this run or gone on with it.
         most_at_once: The most jobs that ran at the same time, by the last command that admitted any.
         num_restarts: How often memfit itself started a job again.
-        stages: The stages of the last command, by name, in order; empty for commands and for runs of memfit 0.1.
+        stages: The stages of the last command by name; empty for commands and for runs of memfit 0.1.
         waits: Seconds of the last command in which jobs waited and none could start, by what they waited for.
         cpu: What the host's cores did in the last command, as shares of their time; empty until it ends.
     """
@@ -211,10 +204,7 @@ class RunView:
         self._admitted_by = 0
         self._tails: dict[str, tuple[EventTail, int]] = {}
         self._last: dict[tuple[str, str | None], Event] = {}
-        self._progress: dict[str, _Progress] = {}
-        self._reserved: dict[str, int | None] = {}
-        self._forecast: dict[str, int | None] = {}
-        self._admitted: dict[str, float] = {}
+        self._attempts: defaultdict[str, _Attempt] = defaultdict(_Attempt)
         self._queued: set[str] = set()
         self._settled: dict[str, JobRow] = {}
 
@@ -240,7 +230,7 @@ class RunView:
         self._last_time = now
         if kind in ("admit", "end", "retry"):
             self._settled.pop(job, None)
-            self._admitted.pop(job, None)
+            self._attempts[job].admitted = None
             self._queued.discard(job)  # a job may also end while it is queued
         if kind == "run":
             self._take_run(event, now)
@@ -250,14 +240,13 @@ class RunView:
             self._queued.add(job)
             self.num_restarts += 1
         elif kind == "admit":
-            self._progress[job], self._admitted[job] = _Progress(), now
-            self._reserved[job] = self._forecast[job] = event["reservation_bytes"]
+            self._attempts[job] = _Attempt(now, event["reservation_bytes"], event["reservation_bytes"])
             before = self.most_at_once if self._admitted_by == self.num_commands else 0
             self.most_at_once, self._admitted_by = max(before, event["num_running"]), self.num_commands
         elif kind == "grow":
-            self._reserved[job] = event["to_bytes"]
+            self._attempts[job].reserved_bytes = event["to_bytes"]
         elif kind in ("epoch", "step"):
-            self._progress.setdefault(job, _Progress()).take(event)
+            self._attempts[job].take(event)
         elif kind == "stage" and self.kind != "commands":
             self.stages.setdefault(event["stage"], StageView(event["stage"])).take(event)
             for unit in event["jobs"]:
@@ -266,7 +255,8 @@ class RunView:
     def _take_run(self, event: Event, now: float) -> None:
         """Take in the start or the end of a command: what still runs is admitted anew, and nothing is queued."""
         self._queued.clear()
-        self._admitted.clear()
+        for attempt in self._attempts.values():
+            attempt.admitted = None
         if event["state"] in ("started", "continued"):
             self.started, self._ended, self.num_commands = now, None, self.num_commands + 1
             self.waits, self.cpu = {}, {}
@@ -350,10 +340,10 @@ class RunView:
         if (known := self._settled.get(job_id)) is not None:
             return known
         status, now = read_status(self.run, job_id), self.now()
-        if status.state == "pending" and job_id in self._admitted:
+        attempt = self._attempts.get(job_id) or _Attempt()
+        if status.state == "pending" and attempt.admitted is not None:
             # A watcher writes its job's first status when that has lived half a second.
-            status = replace(status, state="running", started=self._admitted[job_id])
-        progress = self._progress.get(job_id) or _Progress()
+            status = replace(status, state="running", started=attempt.admitted)
         began, is_over, stage = status.started, status.state in ENDED, self.stage_of(job_id)
         told = self.stages[stage].units.get(job_id, "") if stage in self.stages else ""
         row = JobRow(
@@ -361,11 +351,11 @@ class RunView:
             told=told,
             status=status,
             seconds=None if began is None else max(0.0, (status.ended or now) - began),
-            reserved_bytes=self._reserved.get(job_id),
-            forecast_bytes=self._forecast.get(job_id),
-            epochs_done=progress.last[1],
-            num_epochs=progress.num_epochs,
-            eta_seconds=None if is_over or began is None else progress.eta_seconds(now),
+            reserved_bytes=attempt.reserved_bytes,
+            forecast_bytes=attempt.forecast_bytes,
+            epochs_done=attempt.last[1],
+            num_epochs=attempt.num_epochs,
+            eta_seconds=None if is_over or began is None else attempt.eta_seconds(now),
             result=self._result(stage, job_id) if told in _THERE or status.state == "completed" else {},
             params=self.params.get(job_id, {}),
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from memfit.errors import MemfitError, UsageError, nearest
 from memfit.jobs import find_supervisor, running_jobs
@@ -19,16 +19,7 @@ _ROOT = Path("runs")
 
 @dataclass(frozen=True)
 class Overview:
-    """A run at a glance.
-
-    Attributes:
-        run: The run directory.
-        supervisor: Its supervisor's process id; None when it has none.
-        state: ``running``, or what it came to.
-        counts: How many jobs are in which state.
-        running: The jobs that run now.
-        problem: Why no more is known, when its directory cannot be read.
-    """
+    """A run at a glance: its supervisor's process id, its jobs, or why it cannot be read."""
 
     run: RunDir
     supervisor: int | None
@@ -66,8 +57,7 @@ class Overview:
         }
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """What a word of the user's means: a run, or one of its jobs."""
 
     run: RunDir
@@ -83,13 +73,9 @@ def look_at(run: RunDir, supervisor: int | None = None) -> Overview:
         running = [row for row in rows if row.status.job_id in held]
         if supervisor is None:  # nobody settles yet what a dead watcher left
             lost = {row.status.job_id for row in rows if row.status.state == "running"} - held
-            rows = [
-                # as the next start records it
-                replace(row, status=replace(row.status, state="node_fail", used_bytes=0))
-                if row.status.job_id in lost
-                else row
-                for row in rows
-            ]
+            for place, row in enumerate(rows):  # as the next start records it
+                if row.status.job_id in lost:
+                    rows[place] = replace(row, status=replace(row.status, state="node_fail", used_bytes=0))
         return Overview(run, supervisor, run.state, view.counts(rows), running)
     except (OSError, MemfitError) as error:
         return Overview(run, supervisor, "unknown", {}, [], str(error).splitlines()[0])
@@ -172,10 +158,8 @@ def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) ->
 def _by_path(path: Path) -> Target | None:
     if (path / "run.json").exists():
         return Target(RunDir.open(path))
-    run = path.parent.parent
-    if path.parent.name == "jobs" and path.is_dir() and (run / "run.json").exists():
-        return Target(RunDir.open(run), path.name)
-    if path.name and (path.parent / "run.json").exists() and _has_job(opened := RunDir.open(path.parent), path.name):
+    run = path.parent.parent if path.parent.name == "jobs" else path.parent
+    if path.name and (run / "run.json").exists() and _has_job(opened := RunDir.open(run), path.name):
         return Target(opened, path.name)
     return None
 
@@ -186,16 +170,15 @@ def _has_job(run: RunDir, job_id: str) -> bool:
 
 def _by_name(name: str, live: Sequence[RunDir], every: Sequence[RunDir]) -> RunDir | None:
     """The run of this name, else the newest of this experiment, else the only one that it begins; live ones first."""
-    meanings: tuple[Callable[[RunDir], bool], ...] = (
-        lambda run: run.path.name == name,
-        lambda run: run.path.parent.name == name,
-        lambda run: bool(name) and run.path.name.startswith(name),
-    )
-    for is_meant in meanings:
-        for runs in (live, every):
-            if found := [run for run in runs if is_meant(run)]:
-                is_experiment = found[0].path.parent.name == name
-                return max(found, key=lambda run: run.path.name) if is_experiment else _the_only(name, found)
+    for runs in (live, every):
+        if same := [run for run in runs if run.path.name == name]:
+            return _the_only(name, same)
+    for runs in (live, every):
+        if same := [run for run in runs if run.path.parent.name == name]:
+            return max(same, key=lambda run: run.path.name)
+    for runs in (live, every):
+        if name and (same := [run for run in runs if run.path.name.startswith(name)]):
+            return _the_only(name, same)
     return None
 
 

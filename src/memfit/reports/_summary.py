@@ -182,7 +182,7 @@ def _print_stages(view: RunView, rows: Sequence[JobRow], console: Console, verbo
         fate = _fate(view, view.stages.get(name, StageView(name)), view.states(name, rows))
         console.print(Text.assemble("\n" if gap else "", (f"{name:<{width}}", "bold"), fate), soft_wrap=True)
         lines = [line for row in own for line in row.result.get("report", ()) if isinstance(line, str)]
-        gap = any(row.has_unit for row in own)
+        gap = any(row.status.job_id != name for row in own)
         if gap:
             first, *more = _tables(own, view, console.width)
             for table in [first, *more] if verbose else [first]:
