@@ -74,6 +74,7 @@ def test_a_person_reads_whether_it_fits_what_the_batch_is_and_what_the_host_hold
         (["config.yaml", "--batch", "8", "--no-foreach"], "beside a config --batch and --foreach have no effect"),
         (["--hf-config", "config.json", "--set", "seed=1"], "beside --hf-config --set has no effect"),
         (["config.yaml", "--allocator", "expandable_segments:True,max_split_size_mb:64"], "max_split_size_mb:64"),
+        (["config.yaml", "--formula"], "no stage of 'loading:BOTH' names a model"),
         (["config.yaml", "--set", "sed=1"], "sed"),
     ],
 )
