@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from memfit.jobs._local import LocalBackend, child_env
     from memfit.jobs._scheduler import Scheduler
-    from memfit.jobs._slurm import SHIM_BYTES, SlurmBackend, SlurmOptions, render_script
+    from memfit.jobs._slurm import SHIM_BYTES, SlurmBackend, SlurmOptions, SlurmPlace, render_script
     from memfit.jobs._stop import ASK_SIGNAL, NOW_SIGNAL, find_supervisor, forget_stops, running_jobs, stop, take_stop
     from memfit.jobs._threads import limit_threads
 
@@ -60,6 +60,7 @@ __all__ = [
     "Scheduler",
     "SlurmBackend",
     "SlurmOptions",
+    "SlurmPlace",
     "State",
     "StopRequest",
     "Submission",
@@ -93,7 +94,7 @@ __getattr__, __dir__ = load_lazily(
         ),
         "_local": "LocalBackend child_env",
         "_scheduler": "Scheduler",
-        "_slurm": "SHIM_BYTES SlurmBackend SlurmOptions render_script",
+        "_slurm": "SHIM_BYTES SlurmBackend SlurmOptions SlurmPlace render_script",
         "_stop": "ASK_SIGNAL NOW_SIGNAL find_supervisor forget_stops running_jobs stop take_stop",
         "_threads": "limit_threads",
     },

@@ -1,4 +1,7 @@
-"""Submits batch scripts and asks what became of them: ``sbatch``, ``squeue``, ``sacct``, ``scancel``, ``sinfo``."""
+"""Submits batch scripts and asks what became of them: ``sbatch``, ``squeue``, ``sacct``, ``scancel``, ``sinfo``.
+
+Each call raises NoAnswerError if the controller or its database does not answer now, and UsageError if Slurm refuses.
+"""
 
 from __future__ import annotations
 
@@ -34,31 +37,17 @@ class Element(NamedTuple):
 
 
 def submit_script(path: Path) -> str:
-    """Submit a batch script; return the number of its job.
-
-    Raises:
-        NoAnswerError: The controller does not answer. It may have taken the script: look for its name.
-        UsageError: Slurm refuses it.
-    """
+    """Submit a batch script; return the number of its job. Without an answer, look for its name: it may be there."""
     return _call("sbatch", "--parsable", str(path)).strip().partition(";")[0]
 
 
 def check_script(path: Path) -> str:
-    """Have Slurm check a batch script without submitting it; return what it says.
-
-    Raises:
-        NoAnswerError: The controller does not answer.
-        UsageError: Slurm refuses it.
-    """
+    """Have Slurm check a batch script without submitting it; return what it says."""
     return _call("sbatch", "--test-only", str(path), with_stderr=True).strip()
 
 
 def read_queue(names: Iterable[str]) -> dict[str, Element]:
-    """Return the elements of these jobs, by number such as ``1234_5``; ended ones too, as long as Slurm shows them.
-
-    Raises:
-        NoAnswerError: The controller does not answer.
-    """
+    """Return the elements of these jobs, by number such as ``1234_5``; ended ones too, as long as Slurm shows them."""
     words = ("squeue", "-h", "-r", "-t", "all", f"--name={','.join(names)}", "-o", "%i|%T|%r|%N")
     return parse_queue(_call(*words).splitlines())
 
@@ -78,50 +67,29 @@ def parse_queue(lines: Sequence[str]) -> dict[str, Element]:
 
 
 def find_job(name: str) -> str:
-    """Return the number of the job of this name; empty if there is none.
-
-    Raises:
-        NoAnswerError: The controller does not answer.
-    """
+    """Return the number of the job of this name; empty if there is none."""
     return next((number.partition("_")[0] for number in read_queue([name])), "")
 
 
 def read_ends(numbers: Iterable[str]) -> dict[str, str]:
-    """Return the states of the elements of these arrays by the accounting, each by its last attempt.
-
-    Raises:
-        NoAnswerError: There is no accounting, or it does not answer.
-    """
+    """Return the states of the elements of these arrays by the accounting, each by its last attempt."""
     arrays = ",".join(sorted({number.partition("_")[0] for number in numbers}))  # thousands of elements are too long
     lines = _call("sacct", "-n", "-P", "-X", "-D", "-j", arrays, "-o", "JobID,State").splitlines()
     return {number: state.split()[0] for number, _, state in (line.partition("|") for line in lines) if state}
 
 
 def cancel_elements(numbers: Iterable[str]) -> None:
-    """End elements: pending ones never start, others get SIGTERM and, later, SIGKILL.
-
-    Raises:
-        NoAnswerError: The controller does not answer.
-    """
+    """End elements: pending ones never start, others get SIGTERM and, later, SIGKILL."""
     _call("scancel", *numbers)
 
 
 def release_element(number: str) -> None:
-    """Let an element wait for its turn that Slurm holds, as after a controller's crash.
-
-    Raises:
-        NoAnswerError: The controller does not answer.
-    """
+    """Let an element wait for its turn that Slurm holds, as after a controller's crash."""
     _call("scontrol", "release", number)
 
 
 def read_largest_node(partition: str = "") -> tuple[str, int]:
-    """Return the partition that is meant and the memory of its largest node in bytes.
-
-    Raises:
-        NoAnswerError: The controller does not answer.
-        UsageError: There is no such partition.
-    """
+    """Return the partition that is meant and the memory of its largest node in bytes."""
     where = ("-p", partition) if partition else ()
     return parse_nodes(_call("sinfo", "-h", *where, "-o", "%P|%m").splitlines(), partition)
 
