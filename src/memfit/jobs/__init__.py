@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         JobStatus,
         OnFailure,
         Policy,
-        Request,
         State,
         StopRequest,
         Submission,
@@ -56,7 +55,6 @@ __all__ = [
     "OnFailure",
     "Policy",
     "ReadBudget",
-    "Request",
     "Scheduler",
     "SlurmBackend",
     "SlurmOptions",
@@ -81,21 +79,4 @@ __all__ = [
     "take_stop",
 ]
 
-__getattr__, __dir__ = load_lazily(
-    __name__,
-    {
-        "_admission": "LocalAdmission",
-        "_budget_watch": "ReadBudget",
-        "_child": "call_in_child load_target raise_error_of",
-        "_folder": "read_status",
-        "_job": (
-            "ENDED STATES Backend EndedBy Enforcer Grant Job JobSource JobStatus OnFailure Policy Request "
-            "State StopRequest Submission Traits Verdict name_jobs"
-        ),
-        "_local": "LocalBackend child_env",
-        "_scheduler": "Scheduler",
-        "_slurm": "SHIM_BYTES SlurmBackend SlurmOptions SlurmPlace render_script",
-        "_stop": "ASK_SIGNAL NOW_SIGNAL find_supervisor forget_stops running_jobs stop take_stop",
-        "_threads": "limit_threads",
-    },
-)
+__getattr__, __dir__ = load_lazily(__name__)

@@ -24,7 +24,7 @@ from memfit.jobs._folder import (
     write_outcome,
 )
 from memfit.jobs._follow import Followed, FollowingBackend, runs_already
-from memfit.jobs._job import Grant, Job, JobStatus, Request, Submission, Traits
+from memfit.jobs._job import Grant, Job, JobStatus, Submission, Traits
 from memfit.jobs._processes import end_group
 from memfit.jobs._threads import thread_env
 from memfit.memory import JobGroup, Walls
@@ -64,7 +64,6 @@ class LocalBackend(FollowingBackend[_Followed]):
     """Runs jobs as processes of this host. All state lies in the run directory.
 
     Args:
-        run: The run directory.
         grace_seconds: How long a job that was asked to stop may take to checkpoint.
         walls: Makes a control group for each job that has a grant. Without it, RLIMIT_DATA limits the job's processes.
     """
@@ -102,16 +101,11 @@ class LocalBackend(FollowingBackend[_Followed]):
         self._adopted.add(job_id)
 
     def submit(self, batch: Sequence[Submission]) -> None:
-        """Start the shims of jobs.
+        """Start the shims of jobs; an OSError comes for example from a full disk."""
+        for job, limit_bytes in batch:
+            self._submit(job, limit_bytes)
 
-        Raises:
-            UsageError: If a job of one of these ids runs already.
-            OSError: For example on a full disk.
-        """
-        for job, request in batch:
-            self._submit(job, request)
-
-    def _submit(self, job: Job, request: Request) -> None:
+    def _submit(self, job: Job, limit_bytes: int | None) -> None:
         folder = self.run.job_dir(job.id)
         folder.mkdir(parents=True, exist_ok=True)
         lock = take_lock(folder)
@@ -127,7 +121,7 @@ class LocalBackend(FollowingBackend[_Followed]):
                 "env": child_env(job, self.run),
                 "grace_seconds": self.grace_seconds,
                 "group": str(group.path) if group else None,
-                "data_limit_bytes": request.limit_bytes if has_limit else None,
+                "data_limit_bytes": limit_bytes if has_limit else None,
             }
             write_order(folder, job, more)
             shim_pid = self._start_shim(job.id, folder, lock)

@@ -137,7 +137,6 @@ class SlurmBackend(FollowingBackend[_Followed]):
         by_stage: The same for the jobs of some stages.
         grace_seconds: How long a job that was asked to stop may take to checkpoint.
         max_parallel: The most elements of an array at once; None for no limit.
-        now: Monotonic seconds.
     """
 
     enforcer = None
@@ -185,18 +184,14 @@ class SlurmBackend(FollowingBackend[_Followed]):
         return self._adopted.intersection(job_ids)
 
     def submit(self, batch: Sequence[Submission]) -> None:
-        """Submit jobs as arrays, one for each size of request. A controller that does not answer is asked again later.
-
-        Raises:
-            UsageError: If a job of one of these ids runs already.
-        """
+        """Submit jobs as arrays, one for each size. A controller that does not answer is asked again later."""
         groups: defaultdict[tuple[int | None, int, SlurmOptions], list[Job]] = defaultdict(list)
-        for job, request in batch:
+        for job, limit_bytes in batch:
             if job.id in self._live:
                 self._look(job.id, self._live[job.id])
             if job.id in self._live:
                 raise runs_already(job.id)
-            groups[request.limit_bytes, job.threads, self.by_stage.get(job.stage, self.options)].append(job)
+            groups[limit_bytes, job.threads, self.by_stage.get(job.stage, self.options)].append(job)
         for (limit_bytes, num_cpus, options), jobs in groups.items():
             for first in range(0, len(jobs), _MOST_ELEMENTS):
                 self._send(self._make_array(jobs[first : first + _MOST_ELEMENTS], limit_bytes, num_cpus, options))

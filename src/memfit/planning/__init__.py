@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Launch", "LaunchConfig", "LaunchFormat", "Measured", "Plan", "Question", "ask", "decide", "plan"]
 
+
 # A run plans without these, and they take a while to load.
-__getattr__, __dir__ = load_lazily(
-    __name__, {"_estimate": "Question ask", "_launch": "Launch LaunchConfig LaunchFormat Measured"}
-)
+__getattr__, __dir__ = load_lazily(__name__)

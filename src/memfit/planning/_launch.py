@@ -116,17 +116,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Launch:
-    """A training with its sizes worked out.
+    """A training with its sizes worked out; each ``_why`` says how a figure follows, in words.
 
-    Attributes:
-        config: Its settings.
-        memory_bytes: What each node or container needs.
-        memory_why: How that follows, in words.
-        shm_bytes: What /dev/shm must hold, within that memory.
-        shm_why: How that follows.
-        cpus_per_task: The cores of one task.
-        time: The time limit; empty for the partition's own.
-        time_why: How it follows.
+    ``memory_bytes`` is what each node or container needs, and ``shm_bytes`` the part of it that /dev/shm must hold. An
+    empty ``time`` stands for the partition's own limit.
     """
 
     config: LaunchConfig
