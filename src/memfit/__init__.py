@@ -35,18 +35,4 @@ __all__ = [
     "run",
 ]
 
-
-__getattr__, __dir__ = load_lazily(
-    __name__,
-    {
-        "memory": "Budget Footprint measure",
-        "jobs": "Job",
-        "data": "Panel",
-        "training": "SafeStep Trainer",
-        "diagnosis": "diagnose",
-        "estimation": "estimate",
-        "rundir": "phase",
-        "planning": "plan",
-        "pipeline": "run",
-    },
-)
+__getattr__, __dir__ = load_lazily(__name__)

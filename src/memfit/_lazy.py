@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 
-def load_lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def load_lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's ``__getattr__``, which imports a name from its module at its first use, and its ``__dir__``.
 
-    Args:
-        package: The package, whose ``__name__`` it is.
-        homes: The names in each module of the package, with spaces between them.
+    Its names are those that the package imports below ``if TYPE_CHECKING``.
 
     Raises:
         ImportError: From the first function, if a name is gone; the error says what takes its place.
     """
-    modules = {name: module for module, names in homes.items() for name in names.split()}
+
+    @cache
+    def modules() -> dict[str, str]:
+        source = vars(sys.modules[package])["__loader__"].get_source(package)
+        blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
+        imports = (node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom))
+        return {one.name: str(node.module) for node in imports for one in node.names}
 
     def find(name: str) -> Any:
-        if name not in modules:
+        if name not in modules():
             from memfit.successors import missing_name
 
             raise missing_name(package, name)
-        found = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        found = getattr(importlib.import_module(modules()[name]), name)
         setattr(sys.modules[package], name, found)
         return found
 
-    return find, lambda: sorted({*vars(sys.modules[package]), *modules})
+    return find, lambda: sorted({*vars(sys.modules[package]), *modules()})

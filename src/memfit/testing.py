@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from memfit.errors import UsageError
-from memfit.jobs import ENDED, Backend, Grant, Job, JobStatus, Request, State, Submission, Traits, Verdict, read_status
+from memfit.jobs import ENDED, Backend, Grant, Job, JobStatus, State, Submission, Traits, Verdict, read_status
 from memfit.memory import Footprint
 from memfit.rundir import RunDir, read_json
 
@@ -425,8 +425,7 @@ class ProcessContract(BackendContract):
     def test_more_memory_than_was_requested_is_out_of_memory(self, backend: Backend) -> None:
         if not backend.traits.enforces_memory:
             pytest.skip("this backend does not enforce a request")
-        request = Request(limit_bytes=256 << 20)
-        backend.submit([Submission(python("large", "block = bytearray(400 << 20)"), request)])
+        backend.submit([Submission(python("large", "block = bytearray(400 << 20)"), 256 << 20)])
         assert wait_for_end(backend, "large").state == "out_of_memory"
 
     def test_an_end_that_nobody_watched_is_read_right_and_kept_beside_the_next(
@@ -504,7 +503,7 @@ def submit(backend: Backend, job: Job, grant: Grant | None = None) -> None:
     """Start one job, held back by a grant where there is one."""
     if grant is not None and backend.enforcer is not None:
         backend.enforcer.grant(job.id, grant)
-    backend.submit([Submission(job, Request(grant.wall_bytes if grant is not None else None))])
+    backend.submit([Submission(job, grant.wall_bytes if grant is not None else None)])
 
 
 def is_submitted(backend: Backend, job: Job) -> bool:

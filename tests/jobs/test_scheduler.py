@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import DoesNotFitError
-from memfit.jobs import Job, LocalAdmission, Policy, Request, Scheduler, StopRequest, Submission, Verdict
+from memfit.jobs import Job, LocalAdmission, Policy, Scheduler, StopRequest, Submission, Verdict
 from memfit.memory import HOST, Budget, Device, Footprint, Others
 from memfit.testing import FakeBackend, FakeJob, ListSource
 
@@ -774,7 +774,7 @@ def test_a_job_that_is_taken_over_keeps_what_it_uses_of_its_gpus(tmp_path):
     scripts = {"a": FakeJob((1,) * 9, device_bytes=(30 * GIB,) * 9, settles_at=99), "b": FakeJob((1,) * 3)}
     scheduler, backend, events = make_gpu(tmp_path, scripts, [(80, 0)], declared=60)
     earlier = Job("a", command=("true",), env={"CUDA_VISIBLE_DEVICES": "GPU-0"})
-    backend.submit([Submission(earlier, Request(None))])
+    backend.submit([Submission(earlier)])
     scheduler.run(still_running=["a"])
     assert backend.most_at_once == 1
     assert of_kind(events, "wait")[0]["on"] == "device"

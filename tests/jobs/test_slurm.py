@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from memfit.errors import UsageError
-from memfit.jobs import Job, Request, SlurmBackend, SlurmOptions, Submission, read_status, stop
+from memfit.jobs import Job, SlurmBackend, SlurmOptions, Submission, read_status, stop
 from memfit.jobs._shim import run_element
 from memfit.rundir import RunDir
 
@@ -44,7 +44,7 @@ class Clock:
 
 
 def submit(backend, *names, limit_bytes=None):
-    backend.submit([Submission(Job(name, command=("true",)), Request(limit_bytes)) for name in names])
+    backend.submit([Submission(Job(name, command=("true",)), limit_bytes) for name in names])
 
 
 def test_a_controller_that_does_not_answer_is_asked_again_and_gets_each_array_once(tools, run_dir):
@@ -173,7 +173,7 @@ def test_the_jobs_of_a_stage_may_ask_for_something_else(tools, run_dir):
     options = {"train": SlurmOptions(partition="gpu", nodes=2, extra=("--gpus-per-node=4",))}
     backend = SlurmBackend(run_dir, SlurmOptions(partition="cpu"), by_stage=options)
     jobs = [Job(name, command=("true",), stage=stage) for name, stage in (("a", "prepare"), ("b", "train"))]
-    backend.submit([Submission(job, Request(100 << 20)) for job in jobs])
+    backend.submit([Submission(job, 100 << 20) for job in jobs])
     scripts = {text.partition("partition=")[2].split()[0]: text for text in _scripts(run_dir)}
     assert "--nodes=1" in scripts["cpu"] and "--mem=116M" in scripts["cpu"] and "gpus" not in scripts["cpu"]
     assert "--nodes=2" in scripts["gpu"] and "--mem=164M" in scripts["gpu"] and "--gpus-per-node=4" in scripts["gpu"]

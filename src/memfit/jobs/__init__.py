@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         JobStatus,
         OnFailure,
         Policy,
-        Request,
         State,
         StopRequest,
         Submission,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     )
     from memfit.jobs._local import LocalBackend, child_env
     from memfit.jobs._scheduler import Scheduler
-    from memfit.jobs._slurm import SHIM_BYTES, SlurmBackend, SlurmOptions, render_script
+    from memfit.jobs._slurm import SHIM_BYTES, SlurmBackend, SlurmOptions, SlurmPlace, render_script
     from memfit.jobs._stop import ASK_SIGNAL, NOW_SIGNAL, find_supervisor, forget_stops, running_jobs, stop, take_stop
     from memfit.jobs._threads import limit_threads
 
@@ -56,10 +55,10 @@ __all__ = [
     "OnFailure",
     "Policy",
     "ReadBudget",
-    "Request",
     "Scheduler",
     "SlurmBackend",
     "SlurmOptions",
+    "SlurmPlace",
     "State",
     "StopRequest",
     "Submission",
@@ -80,21 +79,4 @@ __all__ = [
     "take_stop",
 ]
 
-__getattr__, __dir__ = load_lazily(
-    __name__,
-    {
-        "_admission": "LocalAdmission",
-        "_budget_watch": "ReadBudget",
-        "_child": "call_in_child load_target raise_error_of",
-        "_folder": "read_status",
-        "_job": (
-            "ENDED STATES Backend EndedBy Enforcer Grant Job JobSource JobStatus OnFailure Policy Request "
-            "State StopRequest Submission Traits Verdict name_jobs"
-        ),
-        "_local": "LocalBackend child_env",
-        "_scheduler": "Scheduler",
-        "_slurm": "SHIM_BYTES SlurmBackend SlurmOptions render_script",
-        "_stop": "ASK_SIGNAL NOW_SIGNAL find_supervisor forget_stops running_jobs stop take_stop",
-        "_threads": "limit_threads",
-    },
-)
+__getattr__, __dir__ = load_lazily(__name__)

@@ -26,12 +26,9 @@ HELD_BY_OTHERS = "another run on this host has the memory that it needs"
 
 
 class Admitted(NamedTuple):
-    """A job may start.
+    """A job may start, and why. ``note`` is what the log must say of that.
 
-    Attributes:
-        reserved: Bytes by place; nothing on the host when its size is unknown and it has the whole budget.
-        why: Why it fits, in words.
-        note: What of that the log must say.
+    ``reserved`` is in bytes by place; nothing on the host when its size is unknown and it has the whole budget.
     """
 
     reserved: Sizes
@@ -45,11 +42,8 @@ class LocalAdmission:
     On this host a job in the backend's queue counts for nothing.
 
     Args:
-        read_budget: Reads the budget.
-        policy: How jobs are admitted.
         known: Footprints measured earlier, each with the stage and the parameters of its job.
         claims: The list of this user's runs on this host; None for no list.
-        now: Monotonic seconds.
         is_shared: True if the jobs share one budget; False if each may have it whole, as on a node of a cluster.
 
     Attributes:

@@ -76,6 +76,11 @@ def write_outcome(folder: Path, status: JobStatus) -> None:
     (folder / STATUS).unlink(missing_ok=True)
 
 
+def ask_to_stop(folder: Path, *, now: bool) -> None:
+    """Ask the shim of a job to have it checkpoint and end, or to end it ``now``."""
+    write_atomic(folder / STOP_REQUESTED, "now\n" if now else "stop\n", durable=False)
+
+
 def read_order(folder: Path) -> dict[str, Any]:
     """Return ``job.json``; nothing when it is not there or damaged."""
     with suppress(DamagedError):

@@ -240,22 +240,11 @@ class Verdict:
     cause: str
 
 
-@dataclass(frozen=True)
-class Request:
-    """What one attempt of a job asks for.
-
-    Attributes:
-        limit_bytes: The most host memory that it may take where there is no enforcer; None for no limit.
-    """
-
-    limit_bytes: int | None = None
-
-
 class Submission(NamedTuple):
-    """A job to start, and what this attempt asks for."""
+    """A job to start, and the most host memory that this attempt may take where there is no enforcer."""
 
     job: Job
-    request: Request = Request()
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,15 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memfit.errors import DamagedError, UsageError
+from memfit.errors import DamagedError
 from memfit.jobs._folder import (
     LOCK,
     OUTCOME,
     STATUS,
-    STOP_REQUESTED,
     is_held,
     next_attempt,
     read_order,
@@ -25,17 +23,17 @@ from memfit.jobs._folder import (
     write_order,
     write_outcome,
 )
-from memfit.jobs._job import Grant, Job, JobStatus, Request, Submission, Traits, Verdict
+from memfit.jobs._follow import Followed, FollowingBackend, runs_already
+from memfit.jobs._job import Grant, Job, JobStatus, Submission, Traits
 from memfit.jobs._processes import end_group
 from memfit.jobs._threads import thread_env
 from memfit.memory import JobGroup, Walls
-from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir, write_atomic
+from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
 
 #: Has glibc give freed memory back to the kernel at once.
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
 #: torch 2.13 reads the first that is set; later versions perhaps the second alone.
 _CUDA_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_LOOK_SECONDS = 0.05
 
 
 def child_env(job: Job, run: RunDir) -> dict[str, str]:
@@ -55,38 +53,25 @@ def child_env(job: Job, run: RunDir) -> dict[str, str]:
 
 
 @dataclass
-class _Followed:
-    """A job that this backend follows.
+class _Followed(Followed):
+    """``shim_pid`` is None if its shim is no child of this process: then the job's lock shows that it runs."""
 
-    ``shim_pid`` is None if its shim is no child of this process: then the job's lock shows that it runs. ``changed`` is
-    when the status file was written that was read last, in nanoseconds.
-    """
-
-    folder: Path
-    status: JobStatus
     group: JobGroup | None = None
     shim_pid: int | None = None
-    changed: int = 0
-    verdict: Verdict | None = None
 
 
-class LocalBackend:
+class LocalBackend(FollowingBackend[_Followed]):
     """Runs jobs as processes of this host. All state lies in the run directory.
 
     Args:
-        run: The run directory.
         grace_seconds: How long a job that was asked to stop may take to checkpoint.
         walls: Makes a control group for each job that has a grant. Without it, RLIMIT_DATA limits the job's processes.
     """
 
     def __init__(self, run: RunDir, *, grace_seconds: float = 60.0, walls: Walls | None = None) -> None:
-        self.run = run
-        self.grace_seconds = grace_seconds
+        super().__init__(run, grace_seconds)
         self.walls = walls
         self.traits = Traits(queues_jobs=False, enforces_memory=walls is None, patience_seconds=1.0)
-        self._live: dict[str, _Followed] = {}
-        self._ended: dict[str, JobStatus] = {}
-        self._adopted: set[str] = set()
         self._granted: dict[str, JobGroup] = {}
         for lock in sorted((run.path / "jobs").glob(f"*/{LOCK}")):
             folder = lock.parent
@@ -102,7 +87,6 @@ class LocalBackend:
         return self if self.walls is not None else None
 
     def adopt(self, job_ids: Iterable[str]) -> set[str]:
-        """Follow those of these jobs that an earlier supervisor started and that still run; return their ids."""
         wanted = set(job_ids)
         for job_id in wanted.difference(self._adopted, self._live, self._ended):
             if is_held(self.run.job_dir(job_id)):
@@ -112,29 +96,21 @@ class LocalBackend:
     def _adopt(self, folder: Path) -> None:
         job_id, order = folder.name, read_order(folder)
         group = JobGroup.at(Path(order["group"])) if order.get("group") else None
-        self._live[job_id] = _Followed(folder, JobStatus(job_id, "pending", attempt=order.get("attempt", 1)), group)
+        status = JobStatus(job_id, "pending", attempt=order.get("attempt", 1))
+        self._live[job_id] = _Followed(folder, status, group=group)
         self._adopted.add(job_id)
 
     def submit(self, batch: Sequence[Submission]) -> None:
-        """Start the shims of jobs.
+        """Start the shims of jobs; an OSError comes for example from a full disk."""
+        for job, limit_bytes in batch:
+            self._submit(job, limit_bytes)
 
-        Raises:
-            UsageError: If a job of one of these ids runs already.
-            OSError: For example on a full disk.
-        """
-        for job, request in batch:
-            self._submit(job, request)
-
-    def _submit(self, job: Job, request: Request) -> None:
+    def _submit(self, job: Job, limit_bytes: int | None) -> None:
         folder = self.run.job_dir(job.id)
         folder.mkdir(parents=True, exist_ok=True)
         lock = take_lock(folder)
         if lock is None:
-            raise UsageError(
-                f"job {job.id} is running already.",
-                rule="a job never runs twice at once.",
-                remedy="wait for its end, or give the other job another id",
-            )
+            raise runs_already(job.id)
         try:
             if job.id in self._live:
                 self._look(job.id, self._live[job.id])
@@ -145,15 +121,14 @@ class LocalBackend:
                 "env": child_env(job, self.run),
                 "grace_seconds": self.grace_seconds,
                 "group": str(group.path) if group else None,
-                "data_limit_bytes": request.limit_bytes if has_limit else None,
+                "data_limit_bytes": limit_bytes if has_limit else None,
             }
             write_order(folder, job, more)
             shim_pid = self._start_shim(job.id, folder, lock)
         finally:
             os.close(lock)
-        self._ended.pop(job.id, None)
-        self._adopted.discard(job.id)
-        self._live[job.id] = _Followed(folder, JobStatus(job.id, "pending", attempt=attempt), group, shim_pid)
+        status = JobStatus(job.id, "pending", attempt=attempt)
+        self._begin(job.id, _Followed(folder, status, group=group, shim_pid=shim_pid))
 
     def _start_shim(self, job_id: str, folder: Path, lock: int) -> int | None:
         """Start the shim of a job in a session of its own, with the job's lock; None when no process can be had."""
@@ -195,14 +170,7 @@ class LocalBackend:
         """Return what jobs that ended left charged to the run."""
         return self.walls.left_bytes() if self.walls is not None else 0
 
-    def poll(self) -> dict[str, JobStatus]:
-        """Return the status of every job followed here, by id."""
-        for job_id, followed in list(self._live.items()):
-            self._look(job_id, followed)
-        return self._ended | {job_id: followed.status for job_id, followed in self._live.items()}
-
     def _look(self, job_id: str, followed: _Followed) -> None:
-        """Bring a job's status up to date."""
         if _has_shim(followed):  # also between its outcome and its end: a job that has ended has no process left
             _read_running(followed)
             return
@@ -212,41 +180,9 @@ class LocalBackend:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(followed.status.pid, signal.SIGKILL)
             status = _settle(followed.folder)
-        if followed.verdict is not None and status.ended_by == "user":
-            status = replace(status, state=followed.verdict.state, cause=followed.verdict.cause)
-            write_outcome(followed.folder, status)
-        (followed.folder / STOP_REQUESTED).unlink(missing_ok=True)  # obeyed
-        self._ended[job_id] = status
-        del self._live[job_id]
+        self._end(job_id, status)
         if self.walls is not None:
             self.walls.forget(job_id)
-
-    def wait(self, seconds: float) -> None:
-        """Wait until it is time to look at the jobs again."""
-        time.sleep(max(0.0, min(seconds, _LOOK_SECONDS)))
-
-    def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
-        """Ask a job to checkpoint and end, or end it ``now``; record one that does not run with the verdict."""
-        followed = self._live.get(job_id)
-        if followed is not None:
-            self._adopted.discard(job_id)
-            followed.verdict = verdict or followed.verdict
-            write_atomic(followed.folder / STOP_REQUESTED, "now\n" if now else "stop\n", durable=False)
-        elif verdict is not None:
-            folder = self.run.job_dir(job_id)
-            folder.mkdir(parents=True, exist_ok=True)
-            known = read_record(job_id, folder / OUTCOME) or JobStatus(job_id, "pending", attempt=0, ended=time.time())
-            self._ended[job_id] = replace(known, state=verdict.state, cause=verdict.cause)
-            write_outcome(folder, self._ended[job_id])
-        elif job_id not in self._ended:
-            raise UsageError(
-                f"there is no job {job_id} here.",
-                rule="only a job that was submitted can be cancelled.",
-                remedy=f"name one of: {', '.join([*self._live, *self._ended]) or 'none was submitted'}",
-            )
-
-    def close(self) -> None:
-        """Do nothing: jobs that run go on, and nothing is held for them here."""
 
 
 def _has_shim(followed: _Followed) -> bool:
@@ -259,13 +195,11 @@ def _has_shim(followed: _Followed) -> bool:
 
 def _read_running(followed: _Followed) -> None:
     """Read a running job's status from its file, if that has changed, and from its group."""
-    known, path = followed.status, followed.folder / STATUS
-    with contextlib.suppress(OSError):
-        changed = path.stat().st_mtime_ns
-        if changed != followed.changed:
-            found = read_record(known.job_id, path) or known
-            known = replace(found, wants_more=found.wants_more or known.wants_more)  # its shim may not have seen that
-            followed.changed = changed
+    wanted_more = followed.status.wants_more  # its shim may not have seen that
+    followed.read_status()
+    known = followed.status
+    if wanted_more and not known.wants_more:
+        known = replace(known, wants_more=True)
     if followed.group is not None and (state := followed.group.state()) is not None:
         known = replace(
             known,

@@ -63,7 +63,6 @@ class Monitor:
     Attributes:
         job: ``job.json``.
         known: What is known of it, without its memory.
-        group: Its control group, or None.
         first: The state of its group before it began.
         older: Event files that were there before it.
         devices: The devices that it was given, by UUID, in the order in which it numbers them.

@@ -6,7 +6,6 @@ starts it as ``python -m memfit.jobs shim FOLDER --node``.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -16,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memfit.jobs._folder import JOB, OUTCOME, STATUS, STOP_REQUESTED, read_record
+from memfit.jobs._folder import JOB, OUTCOME, STATUS, ask_to_stop, read_record
 from memfit.jobs._job import JobStatus
 from memfit.jobs._shim import Shim, Stop, main
-from memfit.rundir import write_atomic, write_masked
+from memfit.rundir import write_masked
 
 #: Which end is told of all: a node that was short of memory ends the others.
 _FIRST = ("out_of_memory", "failed", "timeout", "node_fail", "preempted", "cancelled", "completed")
@@ -99,8 +98,7 @@ class NodesShim(Shim):
         )
 
     def _write(self, status: JobStatus) -> None:
-        with suppress(OSError):
-            write_atomic(self.job_dir / STATUS, json.dumps(self._merged(status).to_dict()) + "\n", durable=False)
+        super()._write(self._merged(status))
 
     def _pass_on_stop(self, pid: int, sent: str | None) -> str | None:
         """Ask the nodes' shims to stop, and end ``srun`` only after them."""
@@ -110,5 +108,5 @@ class NodesShim(Shim):
         word = "SIGKILL" if is_over else "SIGTERM"
         if word != sent:
             for path in self._files(JOB):
-                write_atomic(path.with_name(STOP_REQUESTED), "now\n" if is_over else "stop\n", durable=False)
+                ask_to_stop(path.parent, now=is_over)
         return word

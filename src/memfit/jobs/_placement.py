@@ -27,12 +27,7 @@ def choose(
     """Return the devices of a job, those with the most room; or why it gets none.
 
     CUDA gives a process one MIG instance at most, so a job that needs several devices gets whole GPUs.
-
-    Args:
-        rooms: What is available at each place.
-        num_devices: How many devices the job needs.
-        held: The devices that other jobs use.
-        is_unknown: What it needs there is unknown, so it gets devices on which no other job is.
+    One of unknown size gets devices that are not ``held`` by other jobs.
 
     Source: NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES: "CUDA can only enumerate a single compute instance".
 
@@ -66,13 +61,7 @@ def device_env(
 
     torch takes one fraction for all devices of a process; what other processes and the driver take of a device does
     not count against it.
-
-    Args:
-        job: The job.
-        given: Its devices, by UUID.
-        most: What it may take of each; nothing stands for all.
-        devices: All devices here.
-        env: What the job's environment is made of.
+    ``most`` is what the job may take of each device that it is ``given``; nothing stands for all.
 
     Source: torch 2.13, c10/cuda/CUDAAllocatorConfig.h.
     """

@@ -17,7 +17,7 @@ from dataclasses import replace
 from memfit.errors import DoesNotFitError
 from memfit.jobs._admission import HELD_BY_OTHERS, Admitted, LocalAdmission
 from memfit.jobs._enforce import Enforcement
-from memfit.jobs._job import ENDED, Backend, JobSource, JobStatus, Request, State, StopRequest, Submission, Verdict
+from memfit.jobs._job import ENDED, Backend, JobSource, JobStatus, State, StopRequest, Submission, Verdict
 from memfit.jobs._placement import device_env
 from memfit.jobs._reservation import Reservation, Wait
 from memfit.jobs._retry import Retry, decide
@@ -280,7 +280,7 @@ class Scheduler:
             env = device_env(job, entry.devices, most, self.admission.budget.now.devices)
             job = replace(job, env=dict(job.env) | env)
         if not is_adopted:
-            self._orders.append(Submission(job, Request(self._limit_of(entry))))
+            self._orders.append(Submission(job, self._limit_of(entry)))
         size, num = entry.reserved[HOST] or None, len(self._running)
         found: dict[str, object] = {"reservation_bytes": size, "num_running": num, "why": admitted.why}
         found["devices"] = {place: entry.reserved[place] for place in entry.devices}

@@ -111,16 +111,10 @@ class Stop:
 
 
 def main(job_dir: Path, lock: int | None = None) -> int:
-    """Run the job whose folder this is, as its ``job.json`` says.
+    """Run the job whose folder this is, as its ``job.json`` says; return its exit code, or 128 + n for signal n.
 
-    Starting it again is harmless: an attempt that has ended is not run twice, and one that runs is left alone.
-
-    Args:
-        job_dir: The job's folder.
-        lock: The descriptor that holds the job's lock; taken here when None.
-
-    Returns:
-        The job's exit code, 128 + n when signal n ended it; 0 when another shim has the job.
+    Starting it again is harmless: an attempt that has ended is not run twice, and one that runs is left alone (0).
+    ``lock`` is the descriptor that holds the job's lock; it is taken here when None.
     """
     if lock is None and (lock := take_lock(job_dir)) is None:
         return 0

@@ -17,19 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from memfit import slurm
+from memfit.config import ByteSize, Settings
 from memfit.errors import UsageError
-from memfit.jobs._folder import (
-    OUTCOME,
-    STATUS,
-    STOP_REQUESTED,
-    next_attempt,
-    read_order,
-    read_record,
-    write_order,
-    write_outcome,
-)
+from memfit.jobs._folder import OUTCOME, STOP_REQUESTED, next_attempt, read_order, read_record, write_order
+from memfit.jobs._follow import Followed, FollowingBackend, runs_already
 from memfit.jobs._job import ENDED, EndedBy, Job, JobStatus, State, Submission, Traits, Verdict
 from memfit.jobs._local import child_env
 from memfit.rundir import RunDir, read_json, write_atomic, write_json
@@ -44,7 +40,6 @@ _SHIM = ("-P", "-m", "memfit.jobs", "shim")
 _MOST_ELEMENTS = 1000
 #: How often the queue is asked at first, and at most how seldom while nothing changes.
 _FIRST_SECONDS, _LAST_SECONDS = 2.0, 60.0
-_LOOK_SECONDS = 0.2
 #: How long a folder is read after it changed: what changes it twice in a few milliseconds shows once.
 _NEWS_SECONDS = 2.0
 #: Why Slurm holds an element that it could not start, in the words of squeue.
@@ -68,25 +63,39 @@ _ENDS: dict[str, tuple[State, EndedBy]] = {
 }
 
 
-@dataclass(frozen=True)
-class SlurmOptions:
-    """What every array asks of Slurm.
+class SlurmPlace(Settings):
+    """Where Slurm runs a job.
 
     Attributes:
-        partition, account, qos: As for ``sbatch``; the cluster's own when empty.
-        time: The time limit of a job, as ``sbatch --time`` takes it; the partition's when empty.
-        memory: What a job of unknown size asks for on each node, in bytes; the partition's default when None.
-        nodes: The nodes of one job; its command is started on each.
-        extra: Further options, such as ``--constraint=a100``.
+        partition: The partition; the cluster's default when empty.
+        account: The account that pays; your default when empty.
+        qos: The quality of service.
+        extra: Further options of sbatch, such as ``--constraint=a100``.
     """
 
     partition: str = ""
     account: str = ""
     qos: str = ""
-    time: str = ""
-    memory: int | None = None
-    nodes: int = 1
     extra: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Its first three as options of ``sbatch``."""
+        return {"partition": self.partition, "account": self.account, "qos": self.qos}
+
+
+class SlurmOptions(SlurmPlace):
+    """What each job asks of Slurm, with ``backend: slurm``. Memory comes from its forecast.
+
+    Attributes:
+        time: The time limit of one job, as ``sbatch --time`` takes it: ``08:00:00``; the partition's when empty.
+        memory: What a job asks for on each node while its size is unknown.
+        nodes: The nodes of one job. Its command starts once on each, as one unit.
+    """
+
+    time: str = ""
+    memory: ByteSize = ByteSize(4 << 30)
+    nodes: Annotated[int, Field(ge=1)] = 1
 
 
 @dataclass
@@ -103,19 +112,15 @@ class _Array:
         write_json(self.path, {"name": self.name, "number": self.number, "jobs": self.jobs})
 
 
-@dataclass
-class _Followed:
-    folder: Path
-    status: JobStatus
+@dataclass(kw_only=True)
+class _Followed(Followed):
     array: _Array
     index: int
-    changed: int = 0
     ended_since: float | None = None
     silent_since: float | None = None
     is_stopping: bool = False
     folder_changed: int = 0
     news_until: float = 0.0
-    verdict: Verdict | None = None
 
     @property
     def element(self) -> str:
@@ -123,7 +128,7 @@ class _Followed:
         return f"{self.array.number}_{self.index}" if self.array.number else ""
 
 
-class SlurmBackend:
+class SlurmBackend(FollowingBackend[_Followed]):
     """Runs jobs as elements of Slurm arrays. All state lies in the run directory and in Slurm.
 
     Args:
@@ -132,33 +137,25 @@ class SlurmBackend:
         by_stage: The same for the jobs of some stages.
         grace_seconds: How long a job that was asked to stop may take to checkpoint.
         max_parallel: The most elements of an array at once; None for no limit.
-        now: Monotonic seconds.
     """
 
     enforcer = None
+    look_seconds = 0.2
 
     def __init__(
         self,
         run: RunDir,
-        options: SlurmOptions = SlurmOptions(),
+        options: SlurmOptions | None = None,
         *,
         grace_seconds: float = 60.0,
         max_parallel: int | None = None,
         by_stage: Mapping[str, SlurmOptions] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.run, self.options, self.grace_seconds, self.max_parallel, self.now = (
-            run,
-            options,
-            grace_seconds,
-            max_parallel,
-            now,
-        )
-        self.by_stage = by_stage or {}
+        super().__init__(run, grace_seconds)
+        self.options, self.by_stage = options or SlurmOptions(), by_stage or {}
+        self.max_parallel, self.now = max_parallel, now
         self.traits = Traits(queues_jobs=True, enforces_memory=True, patience_seconds=_LATEST_SECONDS)
-        self._live: dict[str, _Followed] = {}
-        self._ended: dict[str, JobStatus] = {}
-        self._adopted: set[str] = set()
         self._arrays: list[_Array] = []
         self._names: set[str] = set()
         self._queue: dict[str, slurm.Element] | None = None
@@ -176,33 +173,25 @@ class SlurmBackend:
         for index, (job_id, attempt) in enumerate(array.jobs):
             folder = self.run.job_dir(job_id)
             if read_order(folder).get("attempt") == attempt and read_record(job_id, folder / OUTCOME) is None:
-                self._live[job_id] = _Followed(folder, JobStatus(job_id, "pending", attempt=attempt), array, index)
+                status = JobStatus(job_id, "pending", attempt=attempt)
+                self._live[job_id] = _Followed(folder, status, array=array, index=index)
                 self._adopted.add(job_id)
         if any(followed.array is array for followed in self._live.values()):
             self._arrays.append(array)
             self._names |= {array.name} if array.number else set()
 
     def adopt(self, job_ids: Iterable[str]) -> set[str]:
-        """Follow those of these jobs that an earlier supervisor submitted and that have not ended; return their ids."""
         return self._adopted.intersection(job_ids)
 
     def submit(self, batch: Sequence[Submission]) -> None:
-        """Submit jobs as arrays, one for each size of request. A controller that does not answer is asked again later.
-
-        Raises:
-            UsageError: If a job of one of these ids runs already.
-        """
+        """Submit jobs as arrays, one for each size. A controller that does not answer is asked again later."""
         groups: defaultdict[tuple[int | None, int, SlurmOptions], list[Job]] = defaultdict(list)
-        for job, request in batch:
+        for job, limit_bytes in batch:
             if job.id in self._live:
                 self._look(job.id, self._live[job.id])
             if job.id in self._live:
-                raise UsageError(
-                    f"job {job.id} is running already.",
-                    rule="a job never runs twice at once.",
-                    remedy="wait for its end, or give the other job another id",
-                )
-            groups[request.limit_bytes, job.threads, self.by_stage.get(job.stage, self.options)].append(job)
+                raise runs_already(job.id)
+            groups[limit_bytes, job.threads, self.by_stage.get(job.stage, self.options)].append(job)
         for (limit_bytes, num_cpus, options), jobs in groups.items():
             for first in range(0, len(jobs), _MOST_ELEMENTS):
                 self._send(self._make_array(jobs[first : first + _MOST_ELEMENTS], limit_bytes, num_cpus, options))
@@ -219,9 +208,8 @@ class SlurmBackend:
             more = {"attempt": attempt, "env": child_env(job, self.run), "grace_seconds": self.grace_seconds}
             write_order(folder, job, more | {"group": None, "data_limit_bytes": None, "num_nodes": options.nodes})
             array.jobs.append((job.id, attempt))
-            self._ended.pop(job.id, None)
-            self._adopted.discard(job.id)
-            self._live[job.id] = _Followed(folder, JobStatus(job.id, "pending", attempt=attempt), array, index)
+            status = JobStatus(job.id, "pending", attempt=attempt)
+            self._begin(job.id, _Followed(folder, status, array=array, index=index))
         write_atomic(path.with_suffix(".sh"), self._script(array, limit_bytes, num_cpus, options), durable=False)
         array.save()
         self._arrays.append(array)
@@ -229,21 +217,17 @@ class SlurmBackend:
 
     def _script(self, array: _Array, limit_bytes: int | None, num_cpus: int, options: SlurmOptions) -> str:
         most = f"%{self.max_parallel}" if self.max_parallel else ""
-        limit_bytes = limit_bytes or options.memory
         own = SHIM_BYTES if options.nodes == 1 else _NODES_BYTES
-        memory = "" if limit_bytes is None else f"{math.ceil((limit_bytes + own) / MIB)}M"
         return render_script(
             {
                 "job-name": array.name,
                 "array": f"0-{len(array.jobs) - 1}{most}",
-                "partition": options.partition,
-                "account": options.account,
-                "qos": options.qos,
+                **options.options,
                 "time": options.time,
                 "nodes": str(options.nodes),
                 "ntasks": str(options.nodes),
                 "cpus-per-task": str(num_cpus),
-                "mem": memory,
+                "mem": f"{math.ceil(((limit_bytes or options.memory) + own) / MIB)}M",
                 # Slurm sends it up to a minute early. The job needs the grace to save.
                 "signal": f"B:TERM@{math.ceil(self.grace_seconds) + 60}",
                 "no-requeue": None,
@@ -272,12 +256,9 @@ class SlurmBackend:
         self._ask_at, self._pause = 0.0, _FIRST_SECONDS
 
     def poll(self) -> dict[str, JobStatus]:
-        """Return the status of every job submitted or adopted here, by id."""
         if self._live and self.now() >= self._ask_at:
             self._ask()
-        for job_id, followed in list(self._live.items()):
-            self._look(job_id, followed)
-        return self._ended | {job_id: followed.status for job_id, followed in self._live.items()}
+        return super().poll()
 
     def _ask(self) -> None:
         """Ask Slurm about all jobs at once, and more seldom while nothing changes."""
@@ -313,11 +294,7 @@ class SlurmBackend:
             if (outcome := read_record(job_id, followed.folder / OUTCOME)) is not None:
                 self._end(job_id, outcome)
                 return
-            path = followed.folder / STATUS
-            with suppress(OSError):
-                changed = path.stat().st_mtime_ns
-                if changed != followed.changed:
-                    followed.status, followed.changed = read_record(job_id, path) or followed.status, changed
+            followed.read_status()
         if followed.status.state == "pending":
             reason = element.reason if element else "" if followed.element else "Slurm's controller does not answer"
             if followed.status.pending_reason != (reason or "submitted"):
@@ -369,29 +346,12 @@ class SlurmBackend:
             return whole, whole.state
         return None, self._ends.get(followed.element, self._ends.get(number, ""))
 
-    def _end(self, job_id: str, status: JobStatus, *, is_new: bool = False) -> None:
-        followed = self._live.pop(job_id)
-        verdict = followed.verdict if status.ended_by == "user" else None
-        if verdict is not None:
-            status = replace(status, state=verdict.state, cause=verdict.cause)
-        if is_new or verdict is not None or not (followed.folder / OUTCOME).exists():
-            write_outcome(followed.folder, status)
-        (followed.folder / STOP_REQUESTED).unlink(missing_ok=True)  # obeyed
-        self._ended[job_id] = status
-
-    def wait(self, seconds: float) -> None:
-        """Wait until it is time to look at the jobs again."""
-        time.sleep(max(0.0, min(seconds, _LOOK_SECONDS)))
-
     def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
         """Ask a job to checkpoint and end, or end it ``now``; one that Slurm has not started never starts."""
-        followed = self._live.get(job_id)
-        if followed is None:
-            self._cancel_absent(job_id, verdict)
+        super().cancel(job_id, now=now, verdict=verdict)
+        if (followed := self._live.get(job_id)) is None:
             return
-        self._adopted.discard(job_id)
-        followed.verdict, followed.is_stopping = verdict or followed.verdict, True
-        write_atomic(followed.folder / STOP_REQUESTED, "now\n" if now else "stop\n", durable=False)
+        followed.is_stopping = True
         self._look(job_id, followed)
         if job_id not in self._live or followed.changed:
             return  # its shim reads the file
@@ -402,20 +362,6 @@ class SlurmBackend:
             if followed.element:
                 slurm.cancel_elements([followed.element])
         self._ask_at, self._pause = 0.0, _FIRST_SECONDS
-
-    def _cancel_absent(self, job_id: str, verdict: Verdict | None) -> None:
-        if verdict is not None:
-            folder = self.run.job_dir(job_id)
-            folder.mkdir(parents=True, exist_ok=True)
-            known = read_record(job_id, folder / OUTCOME) or JobStatus(job_id, "pending", attempt=0, ended=time.time())
-            self._ended[job_id] = replace(known, state=verdict.state, cause=verdict.cause)
-            write_outcome(folder, self._ended[job_id])
-        elif job_id not in self._ended:
-            raise UsageError(
-                f"there is no job {job_id} here.",
-                rule="only a job that was submitted can be cancelled.",
-                remedy=f"name one of: {', '.join([*self._live, *self._ended]) or 'none was submitted'}",
-            )
 
     def close(self) -> None:
         """Follow no job any more; those that run go on.
@@ -433,8 +379,6 @@ def cancel_queued(run: RunDir) -> list[str]:
     Raises:
         UsageError: Slurm does not answer.
     """
-    if not (run.path / "slurm").is_dir():
-        return []
     backend = SlurmBackend(run)
     queued = [job_id for job_id, status in backend.poll().items() if status.state == "pending"]
     for job_id in queued:

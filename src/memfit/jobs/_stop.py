@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from memfit.errors import UsageError
-from memfit.jobs._folder import STOP_REQUESTED, is_held, read_status
+from memfit.jobs._folder import STOP_REQUESTED, ask_to_stop, is_held, read_status
 from memfit.jobs._job import JobStatus
-from memfit.jobs._slurm import cancel_queued
 from memfit.memory import is_locked, live_jobs
-from memfit.rundir import RunDir, check_owner, write_atomic
+from memfit.rundir import RunDir, check_owner
 
 _LOCK = "supervisor.lock"
 _STEP_SECONDS = 0.1
@@ -59,8 +58,10 @@ def stop(
         run.job_dir(job_id).mkdir(parents=True, exist_ok=True)
         asked = [job_id]
     for one in asked:
-        write_atomic(run.job_dir(one) / STOP_REQUESTED, "now\n" if now else "stop\n", durable=False)
-    if job_id is None and supervisor is None:
+        ask_to_stop(run.job_dir(one), now=now)
+    if job_id is None and supervisor is None and (run.path / "slurm").is_dir():
+        from memfit.jobs._slurm import cancel_queued
+
         asked += [one for one in cancel_queued(run) if one not in asked]
     if job_id is not None and waits and asked and not is_held(run.job_dir(job_id)):
         return [JobStatus(job_id, "cancelled", cause=_NEVER_BEGAN, attempt=0)]

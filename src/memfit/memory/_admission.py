@@ -118,11 +118,7 @@ def count_fitting(
 ) -> int:
     """Return how many jobs of one size fit side by side; each runs on as many different devices as it needs.
 
-    Args:
-        rooms: What is available at each place.
-        needed_bytes: What a job reserves on the host, at least 1.
-        num_devices: How many devices it needs.
-        needed_device_bytes: What it reserves on each of them, at least 1.
+    Both sizes are at least 1.
 
     >>> rooms = {HOST: Lendable(100, 0, 0), "GPU-a": Lendable(90, 0, 0), "GPU-b": Lendable(20, 0, 0)}
     >>> count_fitting(rooms, 30), count_fitting(rooms, 10, 1, 30), count_fitting(rooms, 10, 2, 10)

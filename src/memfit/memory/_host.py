@@ -74,11 +74,7 @@ class Mount:
 class Swap:
     """Swap space. It is shown and never used for jobs: a job that swaps hardly goes on.
 
-    Attributes:
-        total_bytes: The host's swap space.
-        free_bytes: What is free of it.
-        usable_bytes: What of it this process's groups may still use.
-        source: Where that is set.
+    ``usable_bytes`` is what this process's groups may still use of it, and ``source`` is where that is set.
     """
 
     total_bytes: int
@@ -91,10 +87,7 @@ class Swap:
 class SharedMemory:
     """The file system at /dev/shm. What lies there is charged to the group that wrote it.
 
-    Attributes:
-        total_bytes: Its size.
-        free_bytes: What is free; None in a recorded tree.
-        source: Where that was read.
+    What is free is None in a recorded tree.
     """
 
     total_bytes: int

@@ -34,17 +34,10 @@ _PATIENCE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of this user.
+    """One run of this user. Its ``pid`` is only valid while its supervisor is ``alive``.
 
-    Attributes:
-        run: The run directory.
-        host: The host's name.
-        pid: The supervisor's process id; only valid while ``alive``.
-        started: When the supervisor began, in Unix seconds.
-        used: What its jobs use, in bytes by place.
-        unused: What its jobs have reserved and do not use yet, in bytes by place.
-        group: The folder of its parent control group, or empty.
-        alive: True if its supervisor lives.
+    ``used`` is what its jobs use and ``unused`` what they have reserved beyond that, in bytes by place. ``group`` is
+    the folder of its parent control group, or empty.
     """
 
     run: Path
@@ -73,7 +66,6 @@ class Claims:
     entry changes.
 
     Args:
-        run: The run directory.
         folder: The list; ``MEMFIT_CLAIMS_DIR`` or ``/var/tmp/memfit-<uid>`` when None.
         patience_seconds: How long to wait for another supervisor's decision.
 
@@ -129,10 +121,7 @@ class Claims:
     def write(self, *, used: Sizes, unused: Sizes, group: str | None = None) -> None:
         """Bring the own entry up to date; costs nothing when nothing changed.
 
-        Args:
-            used: What the run's jobs use, in bytes by place.
-            unused: What they have reserved and do not use yet, in bytes by place.
-            group: The folder of its parent control group, so that a later start can remove what is left there.
+        A later start removes what is left in ``group``.
         """
         group = self._entry.group if group is None else group
         self._entry = replace(self._entry, used=used.copy(), unused=unused.copy(), group=group)

@@ -154,14 +154,8 @@ class Walls:
         On v2, this process and its descendants move to a leaf beside the parent group until ``close`` if they are in
         the way.
 
-        Args:
-            name: Differs from that of all other runs on the host.
-            capacity_bytes: What all jobs may take together.
-            root: The folder above proc and sys.
-            pid: The process below whose group to build; this one when None.
-
-        Returns:
-            None where no groups can be made; ``why_no_walls`` says why.
+        The name differs from that of all other runs on the host, and ``pid`` is the process below whose group to build.
+        Returns None where no groups can be made; ``why_no_walls`` says why.
         """
         base = find_base(root, locate(root, "memory", pid))
         if isinstance(base, str):

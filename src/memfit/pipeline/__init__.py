@@ -51,18 +51,4 @@ __all__ = [
     "run_commands",
 ]
 
-__getattr__, __dir__ = load_lazily(
-    __name__,
-    {
-        "_config": "CommandSettings MemorySettings RunConfig StageSettings",
-        "_contract": "Context Output Probe Stage Stop Workload",
-        "_graph": "Choice",
-        "_grid": "expand fill",
-        "_manifest": "fingerprint_files",
-        "_order": "resolve_settings",
-        "_plan_run": "RunPlan StagePlan plan_commands plan_run",
-        "_probe": "LoaderBench bench_loader call_alone context_of estimate_workload",
-        "_run": "resume run run_commands",
-        "_supervise": "RunResult read_budget",
-    },
-)
+__getattr__, __dir__ = load_lazily(__name__)

@@ -13,7 +13,7 @@ from memfit import config
 from memfit.config import ByteSize, Settings
 from memfit.errors import ConfigError
 from memfit.integrations import NotifySettings, TrackSettings
-from memfit.jobs import OnFailure
+from memfit.jobs import OnFailure, SlurmOptions
 from memfit.memory import DEFAULT_SLACK
 from memfit.units import MIB
 
@@ -75,28 +75,6 @@ class MemorySettings(Settings):
     cuda_allocator: Annotated[str, AfterValidator(_allocator)] | None = None
 
 
-class SlurmSettings(Settings):
-    """What each job asks of Slurm, with ``backend: slurm``. Memory comes from its forecast.
-
-    Attributes:
-        partition: The partition; the cluster's default when empty.
-        account: The account that pays; your default when empty.
-        qos: The quality of service.
-        time: The time limit of one job, as ``sbatch --time`` takes it: ``08:00:00``.
-        memory: What a job asks for on each node while its size is unknown.
-        nodes: The nodes of one job. Its command starts once on each, as one unit.
-        extra: Further options of sbatch, such as ``--constraint=a100``.
-    """
-
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    time: str = ""
-    memory: ByteSize = ByteSize(4 << 30)
-    nodes: Annotated[int, Field(ge=1)] = 1
-    extra: list[str] = Field(default_factory=list)
-
-
 class CommandSettings(Settings):
     """The settings of a run of commands; a config has these too.
 
@@ -127,7 +105,7 @@ class CommandSettings(Settings):
     runs_dir: _Folder = Path("runs")
     memory: MemorySettings = MemorySettings()
     backend: Literal["local", "slurm"] = "local"
-    slurm: SlurmSettings = SlurmSettings()
+    slurm: SlurmOptions = SlurmOptions()
     notify: NotifySettings = NotifySettings()
     track: TrackSettings = TrackSettings()
 
@@ -162,7 +140,7 @@ class StageSettings(Settings):
     gpu_memory: ByteSize | None = None
     num_gpus: Annotated[int, Field(ge=0)] | None = None
     like: str | None = None
-    slurm: SlurmSettings | None = None
+    slurm: SlurmOptions | None = None
 
 
 class RunConfig(CommandSettings):

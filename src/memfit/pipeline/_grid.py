@@ -72,12 +72,9 @@ def expand(
 
 
 def fill(command: Sequence[str], words: Mapping[str, str | Sequence[str]], *, shell: bool = False) -> tuple[str, ...]:
-    """Return a command with its placeholders replaced; all other braces stay.
+    """Return a command with its placeholders replaced, each by a text or by several; all other braces stay.
 
-    Args:
-        command: Its words, or one line for the shell.
-        words: The text, or several texts, for each placeholder.
-        shell: Whether the command is a line for the shell; values are then quoted.
+    With ``shell`` the command is one line for the shell, and the values are quoted.
 
     >>> fill(["train", "--fold={fold}", '{"a": {fold}, "b": {b}}'], {"fold": "3"})
     ('train', '--fold=3', '{"a": 3, "b": {b}}')

@@ -123,12 +123,7 @@ def plan_run(
 ) -> RunPlan:
     """Return what `memfit.run` would do with the same arguments; start and write nothing.
 
-    Args:
-        source, overrides, env, choice, new: As in `memfit.run`.
-        start: The command that starts this run without the choice: ``memfit run SOURCE`` and flags.
-
-    Raises:
-        UsageError: As `memfit.run` does.
+    ``start`` is the command that starts this run without the choice: ``memfit run SOURCE`` and flags.
     """
     order = order_of_config(source, overrides=overrides, env=env, choice=choice)
     name = "CONFIG" if isinstance(source, Mapping) else str(source)
@@ -146,12 +141,7 @@ def plan_commands(
 ) -> RunPlan:
     """Return what `run_commands` would do with the same arguments; start and write nothing.
 
-    Args:
-        command, params, param_file, settings, new: As in `run_commands`.
-        start: The command line of memfit, up to its ``--``.
-
-    Raises:
-        UsageError: As `run_commands` does.
+    ``start`` is the command line of memfit, up to its ``--``.
     """
     return _plan(order_of_params(command, params, param_file, settings), start, new=new)
 

@@ -46,16 +46,9 @@ def call_alone(
     *,
     overrides: Sequence[config.Override],
 ) -> dict[str, Any]:
-    """Call a function in an interpreter of its own with the threads of a job, and return its result.
+    """Call ``module:name`` in an interpreter of its own with the threads of a job, and return its result.
 
-    Args:
-        function: As ``module:name``; it takes ``target``, ``resolved`` (the config as JSON) and the arguments.
-        source: The config.
-        arguments: Further keywords.
-        overrides: Settings of the config.
-
-    Raises:
-        UsageError: If the config is bad; and what the function raises.
+    It gets ``target``, ``resolved`` (the config as JSON) and the arguments; what it raises is raised here.
     """
     file = Path(source)
     resolved = config.resolve(RunConfig, file=file, overrides=overrides)
@@ -71,12 +64,7 @@ def context_of(
 ) -> tuple[Context, Any]:
     """Run what a stage needs in this process, and return the context and params of one of its units.
 
-    Args:
-        target: The workload.
-        whole: The config; panels go to its ``panels_dir``, so those of earlier runs are found.
-        stage: The stage.
-        folder: Where everything else goes.
-        unit: The unit.
+    Panels go to the config's ``panels_dir``, so that those of earlier runs are found; all else goes to ``folder``.
     """
     described = describe(target, whole.to_json())
     stages, params = [StageSpec(**one) for one in described["stages"]], described["params"]

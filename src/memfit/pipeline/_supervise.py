@@ -52,7 +52,7 @@ from memfit.memory import (
     sweep_groups,
     why_no_walls,
 )
-from memfit.pipeline._config import CommandSettings, RunConfig, SlurmSettings
+from memfit.pipeline._config import CommandSettings, RunConfig
 from memfit.pipeline._graph import PASSED, Graph
 from memfit.planning import plan
 from memfit.rundir import EventWriter, RunDir, write_json
@@ -263,7 +263,7 @@ def _read_node_budget(settings: CommandSettings) -> Budget:
     )
 
 
-def _slurm_of_stages(settings: CommandSettings) -> dict[str, SlurmSettings]:
+def _slurm_of_stages(settings: CommandSettings) -> dict[str, SlurmOptions]:
     """Return what the jobs of some stages ask of Slurm, each with the run's own settings where it says nothing."""
     stages = settings.stages if isinstance(settings, RunConfig) else {}
     return {
@@ -271,10 +271,6 @@ def _slurm_of_stages(settings: CommandSettings) -> dict[str, SlurmSettings]:
         for name, one in stages.items()
         if one.slurm is not None
     }
-
-
-def _slurm_options(one: SlurmSettings) -> SlurmOptions:
-    return SlurmOptions(one.partition, one.account, one.qos, one.time, one.memory, one.nodes, tuple(one.extra))
 
 
 def most_at_once(settings: CommandSettings) -> int | None:
@@ -340,13 +336,12 @@ def _set_up(run: RunDir, settings: CommandSettings, events: EventWriter, stack: 
                 remedy="leave slurm.nodes out, or run a command: memfit run --backend slurm -- torchrun train.py",
             )
         events.write("budget", **read_budget(settings).to_dict(), group="", backend="slurm")
-        by_stage = {name: _slurm_options(one) for name, one in own.items()}
         queue = SlurmBackend(
             run,
-            _slurm_options(settings.slurm),
+            settings.slurm,
             grace_seconds=settings.grace_seconds,
             max_parallel=most_at_once(settings),
-            by_stage=by_stage,
+            by_stage=own,
         )
         stack.callback(queue.close)
         return queue, Claims(run.path)

@@ -1,8 +1,8 @@
 """Decisions from budgets, footprints and estimates, before anything runs."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from memfit._lazy import load_lazily
 from memfit.planning._plan import Plan, decide, plan
 
 if TYPE_CHECKING:
@@ -22,19 +22,6 @@ __all__ = [
     "plan",
 ]
 
-_LATER = {
-    "Question": "_estimate",
-    "ask": "_estimate",
-    "find_this_gpu": "_estimate",
-    "Launch": "_launch",
-    "LaunchConfig": "_launch",
-    "LaunchFormat": "_launch",
-    "Measured": "_launch",
-}
 
-
-def __getattr__(name: str) -> Any:
-    # A run plans without these, and they take a while to load.
-    if name in _LATER:
-        return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# A run plans without these, and they take a while to load.
+__getattr__, __dir__ = load_lazily(__name__)

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from memfit.config import ByteSize, Settings
 from memfit.errors import ConfigError, DoesNotFitError
-from memfit.jobs import SHIM_BYTES, render_script
+from memfit.jobs import SHIM_BYTES, SlurmPlace, render_script
 from memfit.masking import mask
 from memfit.slurm import format_time
 from memfit.units import MIB, format_bytes, round_up_size, write_size
@@ -60,20 +60,6 @@ class LaunchMemory(Settings):
     slack: Annotated[float, Field(ge=0.0, le=10.0)] = 0.25
 
 
-class LaunchSlurm(Settings):
-    """Where a batch script runs.
-
-    Attributes:
-        partition, account, qos: As for ``sbatch``.
-        extra: Further options of sbatch.
-    """
-
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    extra: list[str] = Field(default_factory=list)
-
-
 class LaunchConfig(Settings):
     """A training that is to be started elsewhere.
 
@@ -114,7 +100,7 @@ class LaunchConfig(Settings):
     epoch_seconds: Annotated[float, Field(gt=0)] | None = None
     time: str = ""
     checkpoint_seconds: Annotated[float, Field(gt=0)] = 60.0
-    slurm: LaunchSlurm = LaunchSlurm()
+    slurm: SlurmPlace = SlurmPlace()
     image: str = ""
     requirements: str = "requirements.txt"
     env: dict[_Variable, str] = Field(default_factory=dict)
@@ -141,17 +127,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Launch:
-    """A training with its sizes worked out.
+    """A training with its sizes worked out; each ``_why`` says how a figure follows, in words.
 
-    Attributes:
-        config: Its settings.
-        memory_bytes: What each node or container needs.
-        memory_why: How that follows, in words.
-        shm_bytes: What /dev/shm must hold, within that memory.
-        shm_why: How that follows.
-        num_cpus: The cores of one task.
-        time: The time limit; empty for the partition's own.
-        time_why: How it follows.
+    ``memory_bytes`` is what each node or container needs, and ``shm_bytes`` the part of it that /dev/shm must hold. An
+    empty ``time`` stands for the partition's own limit.
     """
 
     config: LaunchConfig
@@ -159,7 +138,7 @@ class Launch:
     memory_why: str
     shm_bytes: int
     shm_why: str
-    num_cpus: int
+    cpus_per_task: int
     time: str
     time_why: str
 
@@ -215,18 +194,8 @@ class Launch:
 
     def figures(self) -> dict[str, Any]:
         """Return the sizes as JSON values."""
-        config = self.config
-        return {
-            "num_nodes": config.num_nodes,
-            "num_ranks": config.num_nodes * config.ranks_per_node,
-            "memory_bytes": self.memory_bytes,
-            "memory_why": self.memory_why,
-            "shm_bytes": self.shm_bytes,
-            "shm_why": self.shm_why,
-            "cpus_per_task": self.num_cpus,
-            "time": self.time,
-            "time_why": self.time_why,
-        }
+        config, sizes = self.config, {name: value for name, value in vars(self).items() if name != "config"}
+        return {"num_nodes": config.num_nodes, "num_ranks": config.num_nodes * config.ranks_per_node} | sizes
 
     def render(self, form: LaunchFormat) -> str:
         """Return the file."""
@@ -248,13 +217,11 @@ class Launch:
         tasks = config.ranks_per_node if config.start_with == "srun" else 1
         options: dict[str, str | None] = {
             "job-name": config.name,
-            "partition": config.slurm.partition,
-            "account": config.slurm.account,
-            "qos": config.slurm.qos,
+            **config.slurm.options,
             "nodes": str(config.num_nodes),
             "ntasks": str(config.num_nodes * tasks),
             "ntasks-per-node": str(tasks),
-            "cpus-per-task": str(self.num_cpus),
+            "cpus-per-task": str(self.cpus_per_task),
             "gres": f"gpu:{config.gpus_per_node}" if config.gpus_per_node else "",
             "mem": write_size(self.memory_bytes),
             "time": self.time,

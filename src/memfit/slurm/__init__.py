@@ -1,7 +1,6 @@
 """Slurm's tools: what they print, as records, and calls that submit, ask and cancel."""
 
 from memfit.slurm._accounting import Request, Row, parse_request, parse_sacct, parse_seconds
-from memfit.slurm._ask import read_accounting
 from memfit.slurm._control import (
     Element,
     NoAnswerError,
@@ -10,6 +9,7 @@ from memfit.slurm._control import (
     find_job,
     parse_nodes,
     parse_queue,
+    read_accounting,
     read_ends,
     read_largest_node,
     read_queue,

@@ -54,14 +54,11 @@ class Row:
         state: In full; empty if it does not say.
         exit_code, signal: Of its ``ExitCode``; signal 125 stands for memory.
         derived_signal: The worst of a job's steps.
-        request: The memory that was requested.
         allocated_bytes: The memory that it got, over all of its nodes.
         max_rss_bytes: The largest sample of one task. A task that died between two samples may show nothing.
         ave_rss_bytes: The mean over the tasks; one that was not sampled counts as nothing in it.
         total_rss_bytes: The sum over the tasks.
-        num_tasks, num_nodes, num_cpus, tasks_per_node: How many it had.
         seconds, limit_seconds: How long it ran, and was allowed to run.
-        nodes, partition: As written.
         attempt: From 1; a requeued job has several.
         number: Its line, from 1.
     """
@@ -99,9 +96,6 @@ def parse_sacct(text: str | Sequence[str]) -> list[Row]:
     """Return the rows of what ``sacct`` printed, alone or amid other lines, in order.
 
     It reads ``-P``, ``-p`` and other delimiters, and wide tables with cut columns, also without a header.
-
-    Args:
-        text: The text, or its lines.
 
     Example:
         >>> parse_sacct("JobID|State|MaxRSS\\n7.0|OUT_OF_MEMORY|258908K\\n")[0].max_rss_bytes == 258908 * 1024

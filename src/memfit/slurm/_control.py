@@ -1,16 +1,26 @@
-"""Submits batch scripts and asks what became of them: ``sbatch``, ``squeue``, ``sacct``, ``scancel``, ``sinfo``."""
+"""Submits batch scripts and asks what became of them: ``sbatch``, ``squeue``, ``sacct``, ``scancel``, ``sinfo``.
+
+Each call raises NoAnswerError if the controller or its database does not answer now, and UsageError if Slurm refuses.
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from memfit.errors import UsageError
 
-#: A call that takes longer counts as no answer; Slurm's own tools give up after 9 to 18 s.
-_MOST_SECONDS = 10.0
+#: A call that takes longer counts as no answer; Slurm's own tools give up after 9 to 18 s. A user waits longer.
+_MOST_SECONDS, _PATIENCE_SECONDS = 10.0, 30.0
+#: The columns that are asked of Slurm's accounting.
+_COLUMNS = (
+    "JobID,JobIDRaw,JobName,Partition,State,ExitCode,DerivedExitCode,ReqMem,MaxRSS,MaxRSSNode,AveRSS,NTasks,NNodes,"
+    "NCPUS,AllocTRES,Elapsed,Timelimit,Start,End,NodeList"
+)
 #: What the tools print when the controller or its database cannot be asked now.
 _NO_ANSWER = ("unable to contact", "connection refused", "socket timed out", "communication", "slurmdbd", "timed out")
 
@@ -34,31 +44,17 @@ class Element(NamedTuple):
 
 
 def submit_script(path: Path) -> str:
-    """Submit a batch script; return the number of its job.
-
-    Raises:
-        NoAnswerError: The controller does not answer. It may have taken the script: look for its name.
-        UsageError: Slurm refuses it.
-    """
+    """Submit a batch script; return the number of its job. Without an answer, look for its name: it may be there."""
     return _call("sbatch", "--parsable", str(path)).strip().partition(";")[0]
 
 
 def check_script(path: Path) -> str:
-    """Have Slurm check a batch script without submitting it; return what it says.
-
-    Raises:
-        NoAnswerError: The controller does not answer.
-        UsageError: Slurm refuses it.
-    """
+    """Have Slurm check a batch script without submitting it; return what it says."""
     return _call("sbatch", "--test-only", str(path), with_stderr=True).strip()
 
 
 def read_queue(names: Iterable[str]) -> dict[str, Element]:
-    """Return the elements of these jobs, by number such as ``1234_5``; ended ones too, as long as Slurm shows them.
-
-    Raises:
-        NoAnswerError: The controller does not answer.
-    """
+    """Return the elements of these jobs, by number such as ``1234_5``; ended ones too, as long as Slurm shows them."""
     words = ("squeue", "-h", "-r", "-t", "all", f"--name={','.join(names)}", "-o", "%i|%T|%r|%N")
     return parse_queue(_call(*words).splitlines())
 
@@ -78,50 +74,29 @@ def parse_queue(lines: Sequence[str]) -> dict[str, Element]:
 
 
 def find_job(name: str) -> str:
-    """Return the number of the job of this name; empty if there is none.
-
-    Raises:
-        NoAnswerError: The controller does not answer.
-    """
+    """Return the number of the job of this name; empty if there is none."""
     return next((number.partition("_")[0] for number in read_queue([name])), "")
 
 
 def read_ends(numbers: Iterable[str]) -> dict[str, str]:
-    """Return the states of the elements of these arrays by the accounting, each by its last attempt.
-
-    Raises:
-        NoAnswerError: There is no accounting, or it does not answer.
-    """
+    """Return the states of the elements of these arrays by the accounting, each by its last attempt."""
     arrays = ",".join(sorted({number.partition("_")[0] for number in numbers}))  # thousands of elements are too long
     lines = _call("sacct", "-n", "-P", "-X", "-D", "-j", arrays, "-o", "JobID,State").splitlines()
     return {number: state.split()[0] for number, _, state in (line.partition("|") for line in lines) if state}
 
 
 def cancel_elements(numbers: Iterable[str]) -> None:
-    """End elements: pending ones never start, others get SIGTERM and, later, SIGKILL.
-
-    Raises:
-        NoAnswerError: The controller does not answer.
-    """
+    """End elements: pending ones never start, others get SIGTERM and, later, SIGKILL."""
     _call("scancel", *numbers)
 
 
 def release_element(number: str) -> None:
-    """Let an element wait for its turn that Slurm holds, as after a controller's crash.
-
-    Raises:
-        NoAnswerError: The controller does not answer.
-    """
+    """Let an element wait for its turn that Slurm holds, as after a controller's crash."""
     _call("scontrol", "release", number)
 
 
 def read_largest_node(partition: str = "") -> tuple[str, int]:
-    """Return the partition that is meant and the memory of its largest node in bytes.
-
-    Raises:
-        NoAnswerError: The controller does not answer.
-        UsageError: There is no such partition.
-    """
+    """Return the partition that is meant and the memory of its largest node in bytes."""
     where = ("-p", partition) if partition else ()
     return parse_nodes(_call("sinfo", "-h", *where, "-o", "%P|%m").splitlines(), partition)
 
@@ -143,11 +118,37 @@ def parse_nodes(lines: Sequence[str], partition: str = "") -> tuple[str, int]:
     return wanted[0][0], max(int(size.rstrip("+")) for _, size in wanted) << 20
 
 
-def _call(*words: str, with_stderr: bool = False) -> str:
+def read_accounting(given: str) -> str:
+    """Return what sacct printed: from a file, or asked of Slurm for a job's number.
+
+    Raises:
+        UsageError: The file cannot be read, or there is no sacct, or it refuses.
+    """
+    path = Path(given)
+    if path.is_file():
+        return path.read_text(encoding="utf-8-sig", errors="replace")
+    rule = "--sacct takes a file that sacct wrote, or a job's number where sacct is installed."
+    by_hand = f"where Slurm is: sacct -j JOBID -P --format={_COLUMNS} > sacct.txt; then --sacct sacct.txt"
+    if not re.fullmatch(r"\d+(?:_\d+)?", given):
+        raise UsageError(f"--sacct {given} is neither a file nor a job's number.", rule=rule, remedy=by_hand)
+    asked = ("-j", given, "-P", "--duplicates", f"--format={_COLUMNS}")
     try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=_MOST_SECONDS, check=False
-        )
+        text = _call("sacct", *asked, seconds=_PATIENCE_SECONDS)
+    except (NoAnswerError, UsageError) as error:
+        why = error.what if isinstance(error, UsageError) else f"{error}."
+        raise UsageError(f"job {given} cannot be asked for: {why}", rule=rule, remedy=by_hand) from error
+    if len(text.splitlines()) < 2:
+        raise UsageError(f"sacct knows no job {given}.", rule=rule, remedy=by_hand)
+    # The job's shape, and what the partitions' nodes have, as long as Slurm knows.
+    for words in (["scontrol", "show", "job", given], ["sinfo", "-o", "%P %m %l"]):
+        with suppress(NoAnswerError, UsageError):
+            text += f"\n{_call(*words, seconds=_PATIENCE_SECONDS)}"
+    return text
+
+
+def _call(*words: str, with_stderr: bool = False, seconds: float = _MOST_SECONDS) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
     except FileNotFoundError as error:
         raise UsageError(
             f"{words[0]} is not installed here.",
@@ -155,7 +156,7 @@ def _call(*words: str, with_stderr: bool = False) -> str:
             remedy="start it on a login node of the cluster, or leave --backend out",
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise NoAnswerError(f"{words[0]} gave no answer in {_MOST_SECONDS:g} s") from error
+        raise NoAnswerError(f"{words[0]} gave no answer in {seconds:g} s") from error
     if done.returncode == 0:
         return done.stdout + done.stderr * with_stderr
     said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1][:200]

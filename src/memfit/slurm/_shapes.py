@@ -23,12 +23,7 @@ def format_time(seconds: int) -> str:
 
 @dataclass(frozen=True)
 class Limit:
-    """The most memory that a job can request of a node.
-
-    Attributes:
-        bytes: The memory.
-        name: The node or the partition.
-    """
+    """The most memory that a job can request of a node, by the name of the node or its partition."""
 
     bytes: int
     name: str
@@ -36,9 +31,6 @@ class Limit:
 
 def parse_shapes(lines: Sequence[str]) -> list[Row]:
     """Return the jobs in what ``scontrol show job`` printed, alone or in a log.
-
-    Args:
-        lines: The lines.
 
     Example:
         >>> text = "JobId=2 JobName=a b\\n   NumNodes=2 NumTasks=4\\n   MinMemoryNode=300M MinTmpDiskNode=0"
@@ -94,9 +86,6 @@ def parse_node_limits(lines: Sequence[str]) -> list[Limit]:
     """Return the memory of nodes in what ``scontrol show node``, ``scontrol show partition`` or ``sinfo`` printed.
 
     Of a node's ``RealMemory``, jobs cannot use what is kept for the system.
-
-    Args:
-        lines: The lines.
 
     Example:
         >>> shown = ["NodeName=n1 RealMemory=525000 MemSpecLimit=1000"]

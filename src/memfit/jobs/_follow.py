@@ -1,0 +1,110 @@
+"""Follows jobs by their folders: what the backends of this host and of Slurm have in common."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from memfit.errors import UsageError
+from memfit.jobs._folder import OUTCOME, STATUS, STOP_REQUESTED, ask_to_stop, read_record, write_outcome
+from memfit.jobs._job import JobStatus, Verdict
+from memfit.rundir import RunDir
+
+
+@dataclass
+class Followed:
+    """A job that a backend follows.
+
+    ``changed`` is when the status file was written that was read last, in nanoseconds; 0 before the first.
+    """
+
+    folder: Path
+    status: JobStatus
+    changed: int = 0
+    verdict: Verdict | None = None
+
+    def read_status(self) -> None:
+        """Read its status file if that has changed."""
+        path = self.folder / STATUS
+        with suppress(OSError):
+            changed = path.stat().st_mtime_ns
+            if changed != self.changed:
+                self.status, self.changed = read_record(self.status.job_id, path) or self.status, changed
+
+
+F = TypeVar("F", bound=Followed)
+
+
+class FollowingBackend(ABC, Generic[F]):
+    """Follows the jobs that it submitted or adopted until each has an outcome. See ``Backend`` for the methods."""
+
+    look_seconds = 0.05
+
+    def __init__(self, run: RunDir, grace_seconds: float) -> None:
+        self.run, self.grace_seconds = run, grace_seconds
+        self._live: dict[str, F] = {}
+        self._ended: dict[str, JobStatus] = {}
+        self._adopted: set[str] = set()
+
+    @abstractmethod
+    def _look(self, job_id: str, followed: F) -> None:
+        """Bring a job's status up to date; end it here if it has ended."""
+
+    def poll(self) -> dict[str, JobStatus]:
+        for job_id, followed in list(self._live.items()):
+            self._look(job_id, followed)
+        return self._ended | {job_id: followed.status for job_id, followed in self._live.items()}
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(max(0.0, min(seconds, self.look_seconds)))
+
+    def cancel(self, job_id: str, *, now: bool = False, verdict: Verdict | None = None) -> None:
+        if (followed := self._live.get(job_id)) is not None:
+            self._adopted.discard(job_id)
+            followed.verdict = verdict or followed.verdict
+            ask_to_stop(followed.folder, now=now)
+        elif verdict is not None:
+            folder = self.run.job_dir(job_id)
+            folder.mkdir(parents=True, exist_ok=True)
+            known = read_record(job_id, folder / OUTCOME) or JobStatus(job_id, "pending", attempt=0, ended=time.time())
+            self._ended[job_id] = replace(known, state=verdict.state, cause=verdict.cause)
+            write_outcome(folder, self._ended[job_id])
+        elif job_id not in self._ended:
+            raise UsageError(
+                f"there is no job {job_id} here.",
+                rule="only a job that was submitted can be cancelled.",
+                remedy=f"name one of: {', '.join([*self._live, *self._ended]) or 'none was submitted'}",
+            )
+
+    def close(self) -> None:
+        """Do nothing: jobs that run go on, and nothing is held for them here."""
+
+    def _begin(self, job_id: str, followed: F) -> None:
+        """Follow a new attempt of a job."""
+        self._ended.pop(job_id, None)
+        self._adopted.discard(job_id)
+        self._live[job_id] = followed
+
+    def _end(self, job_id: str, status: JobStatus, *, is_new: bool = False) -> None:
+        """Record how a job ended; ``is_new`` if its folder does not say so yet."""
+        followed = self._live.pop(job_id)
+        verdict = followed.verdict if status.ended_by == "user" else None
+        if verdict is not None:
+            status = replace(status, state=verdict.state, cause=verdict.cause)
+        if is_new or verdict is not None or not (followed.folder / OUTCOME).exists():
+            write_outcome(followed.folder, status)
+        (followed.folder / STOP_REQUESTED).unlink(missing_ok=True)  # obeyed
+        self._ended[job_id] = status
+
+
+def runs_already(job_id: str) -> UsageError:
+    """Return the error for a job that is submitted while it runs."""
+    return UsageError(
+        f"job {job_id} is running already.",
+        rule="a job never runs twice at once.",
+        remedy="wait for its end, or give the other job another id",
+    )
