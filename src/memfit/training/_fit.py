@@ -29,6 +29,7 @@ from memfit.training._compute import autocast
 from memfit.training._keyed import TrainingData, preserved_generators, refuse_own_generators
 from memfit.training._leaks import LeakDetector
 from memfit.training._oom import classify_oom, release
+from memfit.training._pace import describe, has_decoder
 from memfit.training._preflight import find_longest, preflight
 from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
 from memfit.training._records import Direction, FitResult, best_epoch
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 
 _STEP_EVENT_SECONDS = 0.5
 _MAX_ROLLBACKS = 3
-_RESERVED_NAMES = frozenset({"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text"})
+_PACE = ("samples_per_second", "wait_share", "pad_share")
+_RESERVED_NAMES = frozenset({"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text", *_PACE})
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Fit:
             **self.data.identity(),
             **optimizer_identity(trainer.optimizer, scheduled=trainer.schedule is not None),
         }
+        self._labels_too = has_decoder(trainer.model)
         self._leaks = LeakDetector()
         self._rollbacks: Counter[tuple[int, int]] = Counter()
         self._data_state: Mapping[str, Any] | None = None
@@ -213,7 +216,10 @@ class Fit:
         if self._is_open:
             return
         progress = self.progress
+        began = time.perf_counter()
         reached = self.data.open(progress.epoch, progress.num_batches, self._data_state, lambda: self.stop.noted)
+        waited = time.perf_counter() - began  # for workers to start, or for batches that are run forward
+        progress.pace.add(waited, waited)
         self._data_state, self._is_open = None, True
         if not reached or self.stop.noted:
             raise self._stopped()
@@ -244,7 +250,9 @@ class Fit:
 
     def _step(self) -> bool:
         """Make the next optimizer step; return False at the epoch's end."""
+        began = time.perf_counter()
         batches = list(itertools.islice(self.data, self.batches_per_step))
+        waited = time.perf_counter() - began
         if not batches:
             return False
         step, progress = self.step, self.progress
@@ -255,12 +263,7 @@ class Fit:
                 self.trainer.schedule.step()
             if self.ema is not None:
                 self.ema.update(self.trainer.model)
-        progress.step += 1
-        progress.num_batches += len(batches)
-        progress.num_skipped += outcome.skipped
-        if not outcome.skipped:  # by the policy, or by the scaler, whose loss did not come to the weights
-            progress.loss_sum += outcome.loss_sum
-            progress.weight += outcome.weight
+        progress.add_step(outcome, batches, labels_too=self._labels_too)
         now = time.monotonic()
         if now >= self._next_step_event:
             self._next_step_event = now + _STEP_EVENT_SECONDS
@@ -268,6 +271,7 @@ class Fit:
             record("step", **fields, loss=outcome.loss if outcome.weight else None)
         if self.trainer.on_step is not None:
             self.trainer.on_step(outcome)
+        progress.pace.add(time.perf_counter() - began, waited, batches)
         return True
 
     def _where(self) -> dict[str, Any]:
@@ -321,7 +325,9 @@ class Fit:
         numbers = {"train_loss": newest.train_loss, **(newest.metrics or {})}
         figures = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
         text = f"epoch {newest.epoch}/{self.plan.num_epochs}  {figures}"
-        record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **numbers, text=text)
+        pace = {name: value for name in _PACE if (value := getattr(newest, name)) is not None}
+        text = f"{text}  {describe(pace)}".rstrip()
+        record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **numbers, **pace, text=text)
         say(text)
         if leak := self._leaks.end_epoch():
             print(f"memfit: {leak}", file=sys.stderr)
