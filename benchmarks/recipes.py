@@ -1,9 +1,11 @@
-"""The recipe fine-tune: an index of many lines beside wc -l, and ten kills.
+"""The recipe fine-tune: an index of many lines beside wc -l, ten kills, and a training over many lines.
 
-    python benchmarks/recipes.py [--part index|kills] [--lines 6000000] ...
+    python benchmarks/recipes.py [--part index|kills|train] [--lines 6000000] ...
 
 Parts: ``index``: lines as long as recipes are written into a temporary file (about 0.6 GB a million), then wc -l and
-the index take turns on the warm file; ``kills``: SIGKILL at ten moments, and the results beside an unbroken run's.
+the index take turns on the warm file; ``kills``: SIGKILL at ten moments, and the results beside an unbroken run's;
+``train``: a training over the lines, its memory and waiting, beside a DataLoader that tokenises per item; each record
+counted; kills, batch by batch; a file that changes.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 import psutil
 import torch
 
+import recipes_train
 from memfit.data import JsonLines
 from memfit.pipeline import Output
 
@@ -114,7 +117,7 @@ def kills(folder: Path, num_lines: int) -> None:
     print(f"{num_kills} of 10 kills; {len(different)} of {len(expected)} results and tensors differ {different[:3]}")
 
 
-PARTS: dict[str, Callable[[Path, int], None]] = {"index": index, "kills": kills}
+PARTS: dict[str, Callable[[Path, int], None]] = {"index": index, "kills": kills, "train": recipes_train.run}
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -12,6 +13,30 @@ import numpy.typing as npt
 from memfit.errors import DataError
 
 Array = npt.NDArray[Any]
+
+
+class Cut(Sequence[Array]):
+    """The indices of each batch, cut out when asked for: a list of them takes more memory than all indices.
+
+    >>> list(Cut(np.array([5, 3, 1]), np.array([0, 2, 3]), np.array([1, 0])))
+    [array([1]), array([5, 3])]
+    """
+
+    def __init__(self, order: Array, starts: Array, places: Array) -> None:
+        self._order, self._starts, self._places = order, starts, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return Cut(self._order, self._starts, self._places[number])
+        place = self._places[number]
+        return self._order[self._starts[place] : self._starts[place + 1]]
+
+    def drawn(self, generator: np.random.Generator) -> Cut:
+        """Return the batches in an order that is drawn."""
+        return Cut(self._order, self._starts, generator.permutation(len(self)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +73,7 @@ class Order:
         plain = [None if number is None else int(number) for number in numbers]
         return {"numbers": plain, "widths": blake2b(values, digest_size=16).hexdigest()}
 
-    def batches(self, epoch: int) -> list[Array]:
+    def batches(self, epoch: int) -> Cut:
         """Return the indices of each batch."""
         if self.seed is None:
             return self._cut(np.arange(self.number))
@@ -62,7 +87,7 @@ class Order:
                 size = self.bucket * self.batch
                 order = np.concatenate([self._sorted(order[at : at + size]) for at in range(0, self.number, size)])
             parts = self._cut(order)
-        return [parts[place] for place in generator.permutation(len(parts))]
+        return parts.drawn(generator)
 
     def _sorted(self, indices: Array) -> Array:
         """Sort from the longest to the shortest, stably."""
@@ -70,9 +95,10 @@ class Order:
         ordered: Array = indices[np.argsort(-self.widths[indices], kind="stable")]
         return ordered
 
-    def _cut(self, order: Array) -> list[Array]:
+    def _cut(self, order: Array) -> Cut:
         if self.max_tokens is None:
-            return [order[at : at + (self.batch or 0)] for at in range(0, len(order), self.batch or 1)]
+            equal = np.arange(0, len(order), self.batch or 1)
+            return Cut(order, np.append(equal, len(order)), np.arange(len(equal)))
         assert self.widths is not None
         widths, most = self.widths[order].tolist(), self.batch or len(order)
         starts, width = [0], 0
@@ -82,7 +108,7 @@ class Order:
             if size > most or size * width > self.max_tokens:
                 starts.append(place)
                 width = own
-        return [order[start:end] for start, end in zip(starts, [*starts[1:], len(order)], strict=True)]
+        return Cut(order, np.array([*starts, len(order)]), np.arange(len(starts)))
 
     def longest(self) -> Array:
         """Return the batch of the most numbers."""

@@ -30,6 +30,7 @@ from memfit.training._epoch_memory import EpochMemory
 from memfit.training._keyed import TrainingData, preserved_generators, refuse_own_generators
 from memfit.training._leaks import LeakDetector
 from memfit.training._oom import classify_oom, release
+from memfit.training._pace import describe, has_decoder
 from memfit.training._preflight import find_longest, preflight
 from memfit.training._process import StopSignals, preserved_rng, say, seed_everything
 from memfit.training._records import Direction, FitResult, best_epoch
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 
 _STEP_EVENT_SECONDS = 0.5
 _MAX_ROLLBACKS = 3
-_RESERVED_NAMES = frozenset({"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text", "memory"})
+_PACE = ("samples_per_second", "wait_share", "pad_share")
+_RESERVED_NAMES = frozenset({"epoch", "num_epochs", "train_loss", "time", "job", "kind", "text", "memory", *_PACE})
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Fit:
             **self.data.identity(),
             **optimizer_identity(trainer.optimizer, scheduled=trainer.schedule is not None),
         }
+        self._labels_too = has_decoder(trainer.model)
         self._leaks = LeakDetector()
         self._memory = EpochMemory(trainer.model, trainer.optimizer, trainer.ema)
         self._rollbacks: Counter[tuple[int, int]] = Counter()
@@ -215,7 +218,10 @@ class Fit:
         if self._is_open:
             return
         progress = self.progress
+        began = time.perf_counter()
         reached = self.data.open(progress.epoch, progress.num_batches, self._data_state, lambda: self.stop.noted)
+        waited = time.perf_counter() - began  # for workers to start, or for batches that are run forward
+        progress.pace.add(waited, waited)
         self._data_state, self._is_open = None, True
         if not reached or self.stop.noted:
             raise self._stopped()
@@ -248,7 +254,9 @@ class Fit:
 
     def _step(self) -> bool:
         """Make the next optimizer step; return False at the epoch's end."""
+        began = time.perf_counter()
         batches = list(itertools.islice(self.data, self.batches_per_step))
+        waited = time.perf_counter() - began
         if not batches:
             return False
         step, progress = self.step, self.progress
@@ -259,12 +267,7 @@ class Fit:
                 self.trainer.schedule.step()
             if self.ema is not None:
                 self.ema.update(self.trainer.model)
-        progress.step += 1
-        progress.num_batches += len(batches)
-        progress.num_skipped += outcome.skipped
-        if not outcome.skipped:  # by the policy, or by the scaler, whose loss did not come to the weights
-            progress.loss_sum += outcome.loss_sum
-            progress.weight += outcome.weight
+        progress.add_step(outcome, batches, labels_too=self._labels_too)
         now = time.monotonic()
         if now >= self._next_step_event:
             self._next_step_event = now + _STEP_EVENT_SECONDS
@@ -272,6 +275,7 @@ class Fit:
             record("step", **fields, loss=outcome.loss if outcome.weight else None)
         if self.trainer.on_step is not None:
             self.trainer.on_step(outcome)
+        progress.pace.add(time.perf_counter() - began, waited, batches)
         return True
 
     def _enter(self, name: str) -> None:
@@ -330,7 +334,10 @@ class Fit:
         figures = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
         text = f"epoch {newest.epoch}/{self.plan.num_epochs}  {figures}"
         memory = self._memory.end()
-        record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **numbers, memory=memory, text=text)
+        pace = {name: value for name in _PACE if (value := getattr(newest, name)) is not None}
+        text = f"{text}  {describe(pace)}".rstrip()
+        facts: dict[str, Any] = {**numbers, **pace, "memory": memory}
+        record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **facts, text=text)
         say(text)
         if leak := self._leaks.end_epoch():
             print(f"memfit: {leak}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.training._checkpoint import CheckpointWarning, Position
+from memfit.training._pace import Pace, padding_in
 from memfit.training._process import rng_state, set_rng_state
-from memfit.training._records import EpochRecord
+from memfit.training._records import EpochRecord, StepOutcome
 
 
 @dataclass
@@ -29,6 +30,9 @@ class Progress:
     loss_sum: float = 0.0
     weight: float = 0.0
     num_skipped: int = 0
+    num_positions: int = 0
+    num_padding: int = 0
+    pace: Pace = field(default_factory=Pace)  # since the start or the resume; in no checkpoint
 
     @property
     def epoch(self) -> int:
@@ -39,17 +43,36 @@ class Progress:
     def position(self) -> Position:
         return len(self.history), self.step
 
+    def add_step(self, outcome: StepOutcome, batches: Sequence[Any], *, labels_too: bool) -> None:
+        """Count an optimizer step, its batches and their padding; see ``padding_in``."""
+        self.step += 1
+        self.num_batches += len(batches)
+        for batch in batches:
+            padding, positions = padding_in(batch, labels_too)
+            self.num_padding += padding
+            self.num_positions += positions
+        self.num_skipped += outcome.skipped
+        if not outcome.skipped:  # by the policy, or by the scaler, whose loss did not come to the weights
+            self.loss_sum += outcome.loss_sum
+            self.weight += outcome.weight
+
     def end_epoch(self) -> None:
         """Make the epoch under way a whole one."""
         train_loss = self.loss_sum / self.weight if self.weight else math.nan
-        self.history.append(EpochRecord(self.epoch, train_loss, self.step, num_skipped=self.num_skipped))
-        self.step = self.num_batches = self.num_skipped = 0
+        pad_share = self.num_padding / self.num_positions if self.num_positions else None
+        facts: dict[str, Any] = {"num_skipped": self.num_skipped, "pad_share": pad_share, **self.pace.figures()}
+        self.history.append(EpochRecord(self.epoch, train_loss, self.step, **facts))
+        self.step = self.num_batches = self.num_skipped = self.num_positions = self.num_padding = 0
         self.loss_sum = self.weight = 0.0
+        self.pace = Pace()
 
 
 def capture(parts: Mapping[str, Any], progress: Progress, identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's content: the state of every part, the random state, and how far the fit has come."""
     entries = asdict(progress)
+    del entries["pace"]
+    for entry in entries["history"]:  # times are in the events: two equal fits have equal checkpoints
+        del entry["samples_per_second"], entry["wait_share"]
     return {
         "memfit_checkpoint": 1,
         "epoch": len(progress.history),

@@ -244,6 +244,7 @@ class SafeStep:
             if not isinstance(failed, Failed):
                 return
             self.num_ooms += 1
+        assert isinstance(failed, Failed)
         raise DoesNotFitError(
             f"In {place(self.where)} the copies of the model's buffers have no room: {failed.first_line}",
             rule=memory_now(failed.kind),

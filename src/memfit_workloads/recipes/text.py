@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -81,7 +83,7 @@ def index(context: Context, params: RecipesParams) -> dict[str, Any]:
         make_recipes(path, settings.num_pairs, settings.data_seed)
         context.save("recipes", path)
     rows = JsonLines(path, context.dir / "lines.index")
-    good: list[int] = []
+    good = array("q")
     why, named = Counter[str](), list[dict[str, Any]]()
     for number, line in enumerate(rows.lines()):
         fault = _fault(rows, line, number, settings)
@@ -102,7 +104,7 @@ def index(context: Context, params: RecipesParams) -> dict[str, Any]:
         )
     order = np.random.default_rng(context.seed).permutation(len(good))
     num_valid = max(1, round(settings.valid_share * len(good)))
-    numbers = np.asarray(good, np.int64)
+    numbers = np.frombuffer(good, np.int64)
     context.save("rows", {"train": numbers[np.sort(order[num_valid:])], "valid": numbers[np.sort(order[:num_valid])]})
     context.save("left_out", named)
     return {
@@ -152,7 +154,8 @@ def tokenize(context: Context, params: RecipesParams) -> dict[str, Any]:
             pack(Tokenized(pairs_of(context, params, part), Encode(tokenizer, params), batched=True,
                            fields={"input_ids": "input_ids", "labels": "labels"}), folder)  # fmt: skip
         ids = PackedDataset.open(folder)
-        lengths = np.array([[len(one["input_ids"]), len(one["labels"])] for one in ids], np.int32)
+        each = itertools.chain.from_iterable((len(one["input_ids"]), len(one["labels"])) for one in ids)
+        lengths = np.fromiter(each, np.int32, 2 * len(ids)).reshape(-1, 2)
         context.save(part, folder)
         context.save(f"{part}_lengths", pa.table({"source": lengths[:, 0], "target": lengths[:, 1]}))
         limits = params.max_source_length, params.max_target_length

@@ -124,7 +124,7 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
 
     Returns:
         The plan of the batch, ``microbatch_size`` that fitted in the end, ``train_loss`` and ``valid_loss`` of a token
-        in nats, ``pad_share`` of the batches, ``frozen_share`` of the weights in the last epoch, and what attention
+        in nats, ``pad_share`` of the batches and ``frozen_share`` of the weights in the last epoch, and what attention
         and kernels the model has.
     """
     phase("load")
@@ -172,7 +172,7 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
         "train_loss": last.train_loss,
         "valid_loss": last.metrics["valid_loss"],
         "num_epochs": len(result.history),
-        "pad_share": pad_share(batches["train"]),
+        "pad_share": last.pad_share,
         "frozen_share": monitor.share,
         "capabilities": capabilities(model),
     }
@@ -216,15 +216,6 @@ class FrozenWeights:
         if self.share > 0.5:
             text = f"{self.share:.0%} of the weights did not move in epoch {epoch.epoch}"
             warnings.warn(f"{text}: the learning rate is too small for their precision", stacklevel=1)
-
-
-def pad_share(batches: SequenceLoader) -> float:
-    """Return the share of padding in the tokens of an epoch."""
-    used = total = 0
-    for batch in batches:
-        used += int(batch["attention_mask"].sum()) + int((batch["labels"] != -100).sum())
-        total += batch["input_ids"].size + batch["labels"].size
-    return 1 - used / total
 
 
 def capabilities(model: Any) -> dict[str, str]:
