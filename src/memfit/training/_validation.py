@@ -40,6 +40,7 @@ def attempt_twice(step: SafeStep, phase: str, where: Mapping[str, Any], action: 
         result = attempt_phase(step, phase, where, action)
         if not isinstance(result, Failed):
             return result
+    assert isinstance(result, Failed)
     raise JobFailedError(
         f"The phase '{phase}' ran out of memory twice: {result.first_line}",
         rule="it is run once more after caches were cleared, from the same random state; then it has failed.",
