@@ -181,7 +181,6 @@ def test_peaks_are_told_by_phase_and_recorded(tmp_path, monkeypatch):
     step = SafeStep(model, adam(model), squared)
     report = preflight(step, longest=Longest(batches(4)[0], "given"), validate=validate)
     phases = report.phases
-    assert report.peak_phase == "validate"
     assert phases["validate"].host_bytes - phases["train"].host_bytes > 64 * MIB
     (event,) = [event for event in run.events() if event["kind"] == "preflight"]
     assert event["phases"]["validate"]["host_bytes"] == phases["validate"].host_bytes

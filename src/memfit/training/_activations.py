@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,7 @@ def checkpoint_activations(
             )
         _refuse_batch_norm(name, block)
     for block in chosen.values():
-        block.__class__ = _checkpointed(type(block))
+        block.__class__ = _checkpointed(type(block))  # type: ignore[arg-type]
     return CheckpointedBlocks(tuple(chosen), "memfit", _switch_caches_off(model))
 
 
@@ -95,13 +96,9 @@ class _Checkpointed(torch.nn.Module):
         return _rebuild, (type(self).__mro__[2],), vars(self).copy()
 
 
-_classes: dict[type, Any] = {}
-
-
+@functools.cache
 def _checkpointed(base: type) -> Any:
-    if base not in _classes:
-        _classes[base] = type(base.__name__, (_Checkpointed, base), {"__module__": base.__module__})
-    return _classes[base]
+    return type(base.__name__, (_Checkpointed, base), {"__module__": base.__module__})
 
 
 def _rebuild(base: type) -> Any:

@@ -154,14 +154,11 @@ class Ema:
                 rule="a resume goes on with what the checkpoint was made with; a change would mix two averages.",
                 remedy="set these back, or begin with a new checkpoint_dir",
             )
-        loaded = state["average"]
-        if loaded.keys() == self._average.keys() and all(
-            loaded[n].shape == own.shape for n, own in self._average.items()
-        ):
-            for name, own in self._average.items():
-                own.copy_(loaded[name])
-        else:
-            self._average = {name: average.detach().clone() for name, average in loaded.items()}
+        own = self._average
+        self._average = {  # in place where it can be: an update after that allocates nothing
+            name: own[name].copy_(one) if name in own and own[name].shape == one.shape else one.detach().clone()
+            for name, one in state["average"].items()
+        }
         self.num_updates = state["num_updates"]
 
     def path(self, folder: Path, epoch: int) -> Path:

@@ -45,10 +45,6 @@ class OptimizerGuard:
     def parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def zero_grad(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad = None
-
     def prepare(self) -> None:
         """Take the memory of the state that the first step will make, and try that of a step's temporaries.
 

@@ -95,14 +95,6 @@ class PreflightReport:
     num_ooms: int
     checkpoint_bytes: int | None
 
-    @property
-    def peak_phase(self) -> str:
-        """The phase with the highest peak on the devices, or on the host where there is none."""
-        return max(
-            self.phases,
-            key=lambda name: (sum(self.phases[name].reserved_bytes.values()), self.phases[name].host_bytes),
-        )
-
 
 def preflight(
     step: SafeStep,

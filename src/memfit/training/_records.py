@@ -45,7 +45,6 @@ class SkipPolicy:
     Args:
         max_skipped: The most batches that may be skipped.
         max_share: The largest share of all batches so far; one is always within it.
-        on_nonfinite: Also skip a batch whose loss is not finite, and a step whose gradient is not.
 
     Example:
         >>> policy = SkipPolicy(max_skipped=10, max_share=0.01)
@@ -55,7 +54,6 @@ class SkipPolicy:
 
     max_skipped: int
     max_share: float
-    on_nonfinite: bool = False
 
     def allows(self, num_skipped: int, num_batches: int) -> bool:
         """Return whether ``num_skipped`` of ``num_batches`` may be skipped."""

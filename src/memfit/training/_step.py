@@ -61,7 +61,6 @@ class _Gradients:
     loss_sum: float
     weight: float
     norm: float
-    bad: list[_Batch] = field(default_factory=list)
     skipped_by_scaler: bool = False
 
 
@@ -202,11 +201,6 @@ class SafeStep:
                 updates_left -= self._at[2] == "update"
                 self._recover(done, todo, updates_left)
                 continue
-            if done.bad:
-                self._before.restore()
-                what = f"In {place(self.where)} a loss or gradient is not finite."
-                self._skip(done.bad, todo, _not_finite(what))
-                continue
             outcome = StepOutcome(
                 done.loss_sum,
                 done.weight,
@@ -220,7 +214,7 @@ class SafeStep:
             if not update:
                 self._before.reset_scaler()
             return outcome
-        self._guard.zero_grad()
+        self.optimizer.zero_grad()
         return StepOutcome(0.0, 0.0, None, 0, 0, self.num_ooms - ooms_before, skipped=True)
 
     def _batch(self, content: Any) -> _Batch:
@@ -259,17 +253,17 @@ class SafeStep:
 
     def _try(self, todo: list[_Batch], *, update: bool) -> _Gradients:
         done = self._backward(todo)
-        if update and not done.bad:
+        if update:
             self._update(done)
         return done
 
     def _backward(self, todo: list[_Batch]) -> _Gradients:
         """Make the gradients of the mean loss over all batches, cut to the longest allowed."""
         self._at = (todo[0], todo[0].parts[0], "forward")
-        self._guard.zero_grad()
+        self.optimizer.zero_grad()
         is_one = sum(len(batch.parts) for batch in todo) == 1
         divisor: Any = None
-        sums: list[tuple[_Batch, torch.Tensor, Any]] = []
+        sums: list[tuple[torch.Tensor, Any]] = []
         for batch in todo:
             for start, stop in batch.parts:
                 self._at = (batch, (start, stop), "forward")
@@ -281,26 +275,20 @@ class SafeStep:
                 if divisor is None:
                     divisor = _provisional(weight, stop - start, sum(one.count for one in todo))
                 loss = loss_sum / (weight if is_one else divisor)
-                sums.append((batch, loss_sum.detach(), weight))
+                sums.append((loss_sum.detach(), weight))
                 del loss_sum
                 self._at = (batch, (start, stop), "backward")
                 self.backward(loss if self.scaler is None else self.scaler.scale(loss))
                 del loss
-        divisor, *values = _read([divisor, *(loss_sum for _, loss_sum, _ in sums), *(weight for *_, weight in sums)])
-        values, weights = values[: len(sums)], values[len(sums) :]
-        done = _Gradients(sum(values), sum(weights), 0.0)
-        bad = [not math.isfinite(value * weight) for value, weight in zip(values, weights, strict=True)]
-        done.bad = list({id(batch): batch for (batch, *_), is_bad in zip(sums, bad, strict=True) if is_bad}.values())
-        if done.weight <= 0 or (done.bad and self.scaler is None) or not math.isfinite(done.weight):
-            done.bad = done.bad or list(todo)
-            self._refuse_bad(f"the loss is {done.loss_sum} over a weight of {done.weight}.")
-            return done
-        done.bad = []
+        divisor, *values = _read([divisor, *(loss_sum for loss_sum, _ in sums), *(weight for _, weight in sums)])
+        done = _Gradients(sum(values[: len(sums)]), sum(values[len(sums) :]), 0.0)
+        is_finite = math.isfinite(done.weight) and (math.isfinite(done.loss_sum) or self.scaler is not None)
+        if done.weight <= 0 or not is_finite:
+            raise self._not_finite(f"the loss is {done.loss_sum} over a weight of {done.weight}.")
         self._at = (None, (0, 0), "update")
         self._finish_gradients(done, 1.0 if is_one else divisor / done.weight)
         if not math.isfinite(done.norm) and self.scaler is None:
-            done.bad = list(todo)
-            self._refuse_bad(f"the gradient's norm is {done.norm}; the loss is {done.loss_sum / done.weight}.")
+            raise self._not_finite(f"the gradient's norm is {done.norm}; the loss is {done.loss_sum / done.weight}.")
         return done
 
     def _loss_of(self, part: Any) -> tuple[torch.Tensor, Any]:
@@ -350,8 +338,7 @@ class SafeStep:
             next_scale = scaler.get_scale()
             record("scaler_skip", scale=scale, next_scale=next_scale, **self.where)
             if next_scale < _LEAST_SCALE:  # no scale helps, as with a loss that is not finite itself
-                what = f"the gradient is not finite, however small its scale: {scale:.2g} now."
-                raise _not_finite(f"In {place(self.where)} {what}")
+                raise self._not_finite(f"the gradient is not finite, however small its scale: {scale:.2g} now.")
             return
 
         def step_and_adapt() -> None:
@@ -382,9 +369,8 @@ class SafeStep:
         _, part, phase = self._at
         where = {**self.where, "phase": phase, "microbatch_size": part[1] - part[0] or None}
         record_oom(text, kind, model=self.model, optimizer=self.optimizer, where=where)
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        self._guard.zero_grad()
+        self.model.zero_grad()
+        self.optimizer.zero_grad()
 
     def _recover(self, failed: Failed, todo: list[_Batch], updates_left: int) -> None:
         """Put everything back, and choose what is tried next."""
@@ -417,7 +403,7 @@ class SafeStep:
         error = self._too_large(batch, failed)
         if self.skip is None:
             raise self._given_up(error)
-        self._skip([batch], todo, error)
+        self._skip(batch, todo, error)
         return None
 
     def _given_up(self, error: E) -> E:
@@ -445,9 +431,9 @@ class SafeStep:
             remedy=remedy,
         )
 
-    def _skip(self, dropped: list[_Batch], todo: list[_Batch], error: MemfitError) -> None:
+    def _skip(self, batch: _Batch, todo: list[_Batch], error: MemfitError) -> None:
         assert self.skip is not None
-        self.num_skipped += len(dropped)
+        self.num_skipped += 1
         counts = {"num_skipped": self.num_skipped, "num_batches": self._num_batches}
         told = f"skips a batch, number {self.num_skipped} of {self._num_batches}: {error.what}"
         record("skip", reason=error.what, **counts, **self.where, text=told)
@@ -458,11 +444,15 @@ class SafeStep:
                 rule=f"{self.skip} allows no more. {error.rule}",
                 remedy=error.remedy,
             )
-        todo[:] = [batch for batch in todo if not any(batch is other for other in dropped)]
+        todo[:] = [one for one in todo if one is not batch]
 
-    def _refuse_bad(self, what: str) -> None:
-        if self.skip is None or not self.skip.on_nonfinite:
-            raise _not_finite(f"In {place(self.where)} {what}")
+    def _not_finite(self, what: str) -> JobFailedError:
+        return JobFailedError(
+            f"In {place(self.where)} {what}",
+            rule="a step is taken only on a finite loss over a weight above 0, with a finite gradient; the weights are "
+            "as they were before it.",
+            remedy="look for missing values in this batch, lower the learning rate, or set max_grad_norm",
+        )
 
     def _check_unedited(self, todo: list[_Batch]) -> None:
         for batch in todo:
@@ -522,12 +512,3 @@ def _num_alloc_retries(parameters: list[torch.Tensor]) -> int:
         return 0
     devices = {parameter.device for parameter in parameters if parameter.is_cuda}
     return sum(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0) for device in devices)
-
-
-def _not_finite(what: str) -> JobFailedError:
-    return JobFailedError(
-        what,
-        rule="a step is taken only on a finite loss over a weight above 0, with a finite gradient; the weights are as "
-        "they were before it.",
-        remedy="look for missing values in this batch, lower the learning rate, or set max_grad_norm",
-    )
