@@ -336,8 +336,8 @@ class Fit:
         memory = self._memory.end()
         pace = {name: value for name in _PACE if (value := getattr(newest, name)) is not None}
         text = f"{text}  {describe(pace)}".rstrip()
-        facts: dict[str, Any] = {**numbers, **pace, "memory": memory}
-        record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **facts, text=text)
+        shown: dict[str, Any] = {**numbers, **pace, "memory": memory}
+        record("epoch", epoch=newest.epoch, num_epochs=self.plan.num_epochs, **shown, text=text)
         say(text)
         if leak := self._leaks.end_epoch():
             print(f"memfit: {leak}", file=sys.stderr)
