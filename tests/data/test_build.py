@@ -353,7 +353,7 @@ def test_a_disk_that_fills_up_is_a_data_error_that_leaves_nothing(parquet: Path,
     assert leftovers(small_disk) == []
     assert not list(small_disk.glob("[!.]*[!t]"))
     ballast.unlink()
-    assert not write_panel(spec, Source.of(parquet), small_disk).reused
+    assert not write_panel(spec, Source.of(parquet), small_disk)[1]
 
 
 def test_a_system_without_fallocate_builds_the_same_panel(

@@ -142,7 +142,7 @@ def test_what_cannot_be_forecast_is_refused(torch_loader, monkeypatch):
         def __iter__(self):
             return iter(range(3))
 
-    for loader, said in (([1], "what a list takes"), (torch_loader(Endless(), 1), "has no items by number")):
+    for loader, said in (([1], "what a list over"), (torch_loader(Endless(), 1), "DataLoader over a Endless takes")):
         with pytest.raises(UsageError, match=said):
             loader_footprint(loader)
     with pytest.raises(UsageError, match="for 2 ranks of which 3 validate"):

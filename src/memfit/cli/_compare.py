@@ -33,9 +33,6 @@ class Flags:
     record: Annotated[Path, Option(help="The file that lists and counts all comparisons.", metavar="FILE")] = Path(
         "comparisons.jsonl"
     )
-    common_assets: Annotated[bool, Option("--common-assets", help="Evaluate both on the assets that both scored.")] = (
-        False
-    )
     as_json: AsJson = False
 
 
@@ -58,14 +55,11 @@ def compare(
 
     Exit codes: 0 done, whatever the verdict, 2 bad input, or too few dates.
     """
-    from memfit.evaluation import common_days, decide_on_record, read_days
+    from memfit.evaluation import decide_on_record, read_days
 
     horizon = _horizon(flags.metric, flags.horizon)
-    days_b: pa.Table | Literal["random"] = "random"
-    if flags.common_assets and b != "random":
-        days_a, days_b = common_days(Path(a), Path(b))
-    else:
-        days_a, days_b = read_days(Path(a)), days_b if b == "random" else read_days(Path(b))
+    days_a = read_days(Path(a))
+    days_b: pa.Table | Literal["random"] = "random" if b == "random" else read_days(Path(b))
     decision = decide_on_record(
         days_a, days_b, flags.metric, horizon, record=flags.record, level=flags.level, names=(a, b)
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,9 @@ from memfit.data._segments import CUT_BYTES, array_files, file_name, header, map
 from memfit.data._source import Source, check_columns, decode_assets, decode_dates, decode_numbers
 from memfit.data._versions import newest
 from memfit.errors import DataError
+
+if TYPE_CHECKING:
+    from memfit.data._panel import Panel
 
 Array = npt.NDArray[Any]
 
@@ -98,6 +101,20 @@ class PanelSpec:
             ) from error
         return cls(names[0], names[1], tuple(features), tuple(targets), dtype_name(dtype), plain)
 
+    @classmethod
+    def of_panel(cls, panel: Panel) -> PanelSpec:
+        """Return what a panel was built with; a DataError if no version can go on from it."""
+        key = panel.manifest.key
+        if key.get("order") == "asset" or key["dtype"] not in FLOATS:
+            what = "lies by asset" if key.get("order") == "asset" else f"holds {key['dtype']}"
+            raise DataError(
+                f"{panel.path} {what}, as memfit 0.1 could build it, and cannot be appended to.",
+                rule="memfit reads such a panel; it writes floats by date alone.",
+                remedy="build it anew from the whole source: Panel.build(...) or memfit panel build",
+            )
+        columns = {"features": panel.feature_names, "targets": panel.target_names}
+        return cls(**{name: key[name] for name in cls.__dataclass_fields__} | columns)
+
     @property
     def numbers(self) -> tuple[str, ...]:
         return self.features + self.targets
@@ -111,58 +128,6 @@ class PanelSpec:
             "present": {"dtype": "|b1", "shape": [0, num_assets]},
             "history": {"dtype": "<i4", "shape": [0, num_assets]},
         }
-
-
-@dataclass(frozen=True)
-class Base:
-    """The version to append to: its folder, manifest, dates and assets."""
-
-    path: Path
-    manifest: Manifest
-    dates: npt.NDArray[np.datetime64]
-    assets: tuple[str, ...]
-
-    def spec(self) -> PanelSpec:
-        """Return what it was built with; a DataError if no version can go on from it."""
-        key = self.manifest.key
-        if key.get("order") == "asset" or key["dtype"] not in FLOATS:
-            what = "lies by asset" if key.get("order") == "asset" else f"holds {key['dtype']}"
-            raise DataError(
-                f"{self.path} {what}, as memfit 0.1 could build it, and cannot be appended to.",
-                rule="memfit reads such a panel; it writes floats by date alone.",
-                remedy="build it anew from the whole source: Panel.build(...) or memfit panel build",
-            )
-        fields = {name: key[name] for name in PanelSpec.__dataclass_fields__}
-        return PanelSpec(**{**fields, "features": tuple(key["features"]), "targets": tuple(key["targets"])})
-
-    def check_later(self, axes: _Axes) -> None:
-        """Refuse dates that are not after the last one, and assets that the panel has not."""
-        old = axes.dates[axes.dates <= self.dates[-1]]
-        if len(old):
-            raise DataError(
-                f"{len(old)} of the source's {len(axes.dates)} dates are not after the panel's last, {self.dates[-1]}; "
-                f"the first is {old[0]}.",
-                rule="a later version shares the old one's bytes, so what is there can be neither restated nor added "
-                "to.",
-                remedy=f"pass only rows after {self.dates[-1]}, or build a panel anew from the whole source",
-            )
-        unknown = sorted(set(axes.assets.to_pylist()).difference(self.assets))
-        if unknown:
-            raise DataError(
-                f"the source has {len(unknown)} assets that the panel has not: {', '.join(unknown[:5])}"
-                + (", ..." if len(unknown) > 5 else "."),
-                rule="every date of a panel has room for the same assets, so that a new one changes the layout of all.",
-                remedy="build a panel anew from the whole source, or drop those rows",
-            )
-
-
-@dataclass(frozen=True)
-class Built:
-    """Where a panel lies, whether it was there already, and in what it differs from the newest other one there."""
-
-    path: Path
-    reused: bool
-    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -186,6 +151,25 @@ class _Axes:
         if not num_rows:
             raise DataError("the source has no rows.", rule="a panel has at least one.", remedy="name another source")
         return cls(dates, text_of(sorted(assets)), num_rows)
+
+    def check_later(self, base: Panel) -> None:
+        """Refuse dates that are not after a panel's last one, and assets that it has not."""
+        last, old = base.dates[-1], self.dates[self.dates <= base.dates[-1]]
+        if len(old):
+            raise DataError(
+                f"{len(old)} of the source's {len(self.dates)} dates are not after the panel's last, {last}; "
+                f"the first is {old[0]}.",
+                rule="a later version shares the old one's bytes, which can be neither restated nor added to.",
+                remedy=f"pass only rows after {last}, or build a panel anew from the whole source",
+            )
+        unknown = sorted(set(self.assets.to_pylist()).difference(base.assets))
+        if unknown:
+            raise DataError(
+                f"the source has {len(unknown)} assets that the panel has not: {', '.join(unknown[:5])}"
+                + (", ..." if len(unknown) > 5 else "."),
+                rule="every date of a panel has room for the same assets, so that a new one changes the layout of all.",
+                remedy="build a panel anew from the whole source, or drop those rows",
+            )
 
 
 @dataclass(frozen=True)
@@ -219,7 +203,7 @@ class _Growth:
         more = {"segments": [list(file) for file in files]} if len(files) > 1 else {}
         return {"dtype": self.dtype, "shape": list(self.shape), **more}
 
-    def create(self, base: Base | None, aside: Path) -> tuple[np.memmap[Any, Any], Array]:
+    def create(self, base: Panel | None, aside: Path) -> tuple[np.memmap[Any, Any], Array]:
         """Map the new file with what it repeats of the old ones; return it and the new dates in it, all zeros."""
         path = aside / self.file
         with open(path, "wb") as file:
@@ -235,7 +219,7 @@ class _Growth:
         shape = (self.num_new, *self.shape[1:])
         return content, np.ndarray(shape, np.dtype(self.dtype), buffer=content.data, offset=size)
 
-    def _repeated(self, base: Base) -> bytes:
+    def _repeated(self, base: Panel) -> bytes:
         """Check and return the last bytes of the old version, from the cut on; check all of `history`."""
         old, at = array_files(self.name, base.manifest.arrays[self.name])[-1]
         check_from(base.path / old, base.manifest.files[old], self.start - at if self.name != "history" else 0)
@@ -252,29 +236,30 @@ def write_panel(
     source: Source,
     directory: Path,
     *,
-    base: Base | None = None,
+    base: Panel | None = None,
     progress: Progress | None = None,
     free: FreeBytes = free_bytes,
-) -> Built:
+) -> tuple[Path, bool, tuple[str, ...]]:
     """Find the panel of a source in a cache folder, or write it there; with a base, the source has later dates.
 
-    ``free`` gives the bytes that may still be written in a folder.
+    Return its folder, whether it was there already, and in what it differs from the newest other one there. ``free``
+    gives the bytes that may still be written in a folder.
     """
     stamp = source.stamp()
     key = _key(spec, source) | ({"parent": base.manifest.fingerprint} if base else {})
     fingerprint = fingerprint_of(key)
     path = directory.resolve() / fingerprint[:16]
     if path.exists():
-        return Built(path, reused=True)
+        return path, True, ()
     with locked(path):
         if path.exists():
-            return Built(path, reused=True)
+            return path, True, ()
         sweep(path)
         changed = () if base else _differences(path.parent, key)
         axes = _Axes.of(source, spec)
         num_rows = axes.num_rows
         if base:
-            base.check_later(axes)
+            axes.check_later(base)
             axes = _Axes(axes.dates, text_of(base.assets), num_rows)
             num_rows += base.manifest.num_rows
         arrays = base.manifest.arrays if base else spec.empty_arrays(len(axes.assets))
@@ -284,13 +269,13 @@ def write_panel(
         needed = _SLACK_BYTES + sum(one.end - one.start for one in growths)
         check_space(path.parent, what, needed, free(path.parent))
         with writing(path, "the panel", needed) as aside:
-            known = _share(base, aside, growths, free) if base else {}
+            known = _share(base, aside, growths) if base else {}
             _write_arrays(base, aside, spec, source, axes, growths, progress or progress_events())
             if source.stamp() != stamp:
                 raise source_changed()
             files = _force(aside, known)
             Manifest(fingerprint, key, num_rows, {one.name: one.facts() for one in growths}, files).write(aside)
-    return Built(path, reused=False, changed=changed)
+    return path, False, changed
 
 
 def _key(spec: PanelSpec, source: Source) -> dict[str, Any]:
@@ -316,11 +301,11 @@ def _differences(directory: Path, key: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in key if old.get(name) != key[name])
 
 
-def _share(base: Base, new: Path, growths: list[_Growth], free: FreeBytes) -> dict[str, Any]:
+def _share(base: Panel, new: Path, growths: list[_Growth]) -> dict[str, Any]:
     """Link the old version's files into the new folder, or copy them; return their facts of the old manifest."""
     files = [ASSETS, *(file for growth in growths for file, _ in growth.kept)]
     with panel_lock(base.path):  # so that nobody removes the old version meanwhile
-        for number, file in enumerate(files):
+        for file in files:
             try:
                 os.link(base.path / file, new / file)
             except FileNotFoundError:
@@ -328,17 +313,9 @@ def _share(base: Base, new: Path, growths: list[_Growth], free: FreeBytes) -> di
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                _copy(base.path, new, files[number:], free)
-                break
+                shutil.copyfile(base.path / file, new / file)
+                _fsync(new / file)
     return {file: base.manifest.files[file] for file in files}
-
-
-def _copy(old: Path, new: Path, files: list[str], free: FreeBytes) -> None:
-    needed = sum((old / file).stat().st_size for file in files)
-    check_space(new.parent, "a copy of the old version, for want of hard links,", needed, free(new.parent))
-    for file in files:
-        shutil.copyfile(old / file, new / file)
-        _fsync(new / file)
 
 
 def _fsync(file: Path) -> None:
@@ -357,7 +334,7 @@ def _force(aside: Path, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_arrays(
-    base: Base | None,
+    base: Panel | None,
     aside: Path,
     spec: PanelSpec,
     source: Source,

@@ -122,17 +122,12 @@ def _look_at(loader: Any) -> _Loader:
         # The threads' batches, the one in use, and the one that takes its place.
         size = (loader.num_workers + 2) * size_of(loader.longest())[1]
         return _Loader({"batches": size, "data": _held(data_size(loader.examples))}, mapped_in(loader.examples))
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(loader, torch.utils.data.DataLoader):
+    torch, data = sys.modules.get("torch"), getattr(loader, "dataset", None)
+    is_known = torch is not None and isinstance(loader, torch.utils.data.DataLoader) and hasattr(data, "__getitem__")
+    if torch is None or not is_known or isinstance(data, torch.utils.data.IterableDataset):
         raise UsageError(
-            f"what a {type(loader).__name__} takes cannot be told before it runs.",
-            rule="loaders that are counted are a PyTorch DataLoader, and memfit's Loader and SequenceLoader.",
-            remedy="measure it: memfit.data.measure_loader",
-        )
-    if not hasattr(loader.dataset, "__getitem__") or isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        raise UsageError(
-            f"the data set {type(loader.dataset).__name__} has no items by number.",
-            rule="a batch is made of some items to see its size, and an iterable data set would lose them.",
+            f"what a {type(loader).__name__} over a {type(data).__name__} takes cannot be told before it runs.",
+            rule="counted are memfit's Loader and SequenceLoader, and a DataLoader whose data set has items by number.",
             remedy="measure it: memfit.data.measure_loader",
         )
     return _look_at_torch(loader)

@@ -143,14 +143,10 @@ def check_files(
         if size != facts["bytes"]:
             raise damaged(file, "is not there" if size < 0 else f"has {size} bytes instead of {facts['bytes']}")
         if check == "full" or name in (ASSETS, DATES):
-            check_from(file, facts, 0, None if progress is None else partial(_advance, progress, done, total))
+            check_from(file, facts, 0, progress and (lambda at, before=done: progress(before + at, total)))
         done += size
     if check == "sample":
         _check_sample(folder, files)
-
-
-def _advance(progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:
-    progress(before + done, total)
 
 
 def _check_sample(folder: Path, files: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -55,11 +55,7 @@ class Tokenized(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.examples)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Tokenized: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return Tokenized(self.examples[index], self.tokenize, self.fields, batched=self.batched)
         return self._tokenized([self.examples[index]])[0]

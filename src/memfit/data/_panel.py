@@ -18,7 +18,6 @@ from memfit.errors import DataError, check_counts, nearest
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
-    from memfit.data._build import Built
     from memfit.data._publish import Progress
     from memfit.data._source import SourceLike
 
@@ -61,7 +60,7 @@ class Panel:
         self.reused = reused
         self.changed = changed
         self.verified = False  # whether every byte was compared with the checksums
-        self._manifest = manifest
+        self.manifest = manifest
 
     @classmethod
     def build(  # noqa: PLR0913 - the columns by role are one argument each, so that a call reads as a sentence
@@ -107,12 +106,12 @@ class Panel:
         from memfit.data._source import Source
 
         spec = PanelSpec.of(index, features, targets, dtype, parameters or {})
-        return cls._of(write_panel(spec, Source.of(source), Path(directory), progress=progress))
+        return cls._of(*write_panel(spec, Source.of(source), Path(directory), progress=progress))
 
     @classmethod
-    def _of(cls, built: Built) -> Panel:
-        panel = cls.open(built.path, verify="full" if built.reused else "sizes")
-        panel.reused, panel.changed = built.reused, built.changed
+    def _of(cls, path: Path, reused: bool, changed: tuple[str, ...]) -> Panel:
+        panel = cls.open(path, verify="full" if reused else "sizes")
+        panel.reused, panel.changed = reused, changed
         return panel
 
     @classmethod
@@ -167,11 +166,11 @@ class Panel:
             >>> panel.append(day("2024-01-03", 2.0)).values.ravel().tolist(), panel.shape
             ([1.0, 2.0], (1, 1, 1))
         """
-        from memfit.data._build import Base, write_panel
+        from memfit.data._build import PanelSpec, write_panel
         from memfit.data._source import Source
 
-        base = Base(self.path, self._manifest, self.dates, self.assets)
-        return Panel._of(write_panel(base.spec(), Source.of(source), self.path.parent, base=base, progress=progress))
+        spec = PanelSpec.of_panel(self)
+        return Panel._of(*write_panel(spec, Source.of(source), self.path.parent, base=self, progress=progress))
 
     def export(self, file: Path | str, *, progress: Progress | None = None) -> int:
         """Write the rows that are present as one table for pandas, polars or R; returns their number.
@@ -189,7 +188,7 @@ class Panel:
         """
         from memfit.data._export import export_rows
 
-        key = self._manifest.key
+        key = self.manifest.key
         features = (self.feature_names, self.values, self.dtype)
         targets = (self.target_names, self.targets, str(self.targets.dtype))
         return export_rows(
@@ -208,7 +207,7 @@ class Panel:
         Raises:
             DamagedError: Naming the first file that differs, and the 64 MiB in which it does.
         """
-        check_files(self.path, self._manifest.files, "full", progress=progress)
+        check_files(self.path, self.manifest.files, "full", progress=progress)
         self.verified = True
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -222,52 +221,52 @@ class Panel:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(num_dates, num_assets, num_features)."""
-        num_dates, num_assets = self._manifest.arrays["present"]["shape"]
+        num_dates, num_assets = self.manifest.arrays["present"]["shape"]
         return num_dates, num_assets, len(self.feature_names)
 
     @property
     def fingerprint(self) -> str:
         """64 hex digits that stand for all that the values depend on."""
-        return self._manifest.fingerprint
+        return self.manifest.fingerprint
 
     @property
     def nbytes(self) -> int:
         """Bytes of all its arrays: what it takes on disk, and in the page cache when all of it was read."""
-        return sum(int(facts["bytes"]) for facts in self._manifest.files.values())
+        return sum(int(facts["bytes"]) for facts in self.manifest.files.values())
 
     @property
     def shared_bytes(self) -> int:
         """Of `nbytes`, those in files that other versions name too."""
-        files = [(self.path / name).stat() for name in self._manifest.files]
+        files = [(self.path / name).stat() for name in self.manifest.files]
         return sum(file.st_size for file in files if file.st_nlink > 1)
 
     @property
     def parent(self) -> str | None:
         """The fingerprint of the version that this one was appended to."""
-        return self._manifest.key.get("parent")
+        return self.manifest.key.get("parent")
 
     @property
     def dtype(self) -> str:
         """The name of the values' type, ``bfloat16`` included."""
-        return str(self._manifest.key["dtype"])
+        return str(self.manifest.key["dtype"])
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        return tuple(self._manifest.key["features"])
+        return tuple(self.manifest.key["features"])
 
     @property
     def target_names(self) -> tuple[str, ...]:
-        return tuple(self._manifest.key["targets"])
+        return tuple(self.manifest.key["targets"])
 
     @property
     def parameters(self) -> Mapping[str, Any]:
         """The caller's own parameters, as they were given to `build`."""
-        return dict(self._manifest.key["parameters"])
+        return dict(self.manifest.key["parameters"])
 
     @property
     def num_rows(self) -> int:
         """Rows in the source."""
-        return self._manifest.num_rows
+        return self.manifest.num_rows
 
     @cached_property
     def assets(self) -> tuple[str, ...]:
@@ -305,12 +304,12 @@ class Panel:
         return np.asarray(self.dates[self.shape[0] - 1 - self.present[::-1].argmax(axis=0)])
 
     def _array(self, name: str) -> Array:
-        return map_array(self.path, name, self._manifest.arrays[name])
+        return map_array(self.path, name, self.manifest.arrays[name])
 
     def _by_date(self, name: str) -> Array:
         array = self._array(name)
         # memfit 0.1 also built panels that lie by asset.
-        return array.transpose(1, 0, 2) if self._manifest.key.get("order") == "asset" else array
+        return array.transpose(1, 0, 2) if self.manifest.key.get("order") == "asset" else array
 
     def decode(self, values: Array) -> Array:
         """Any part of ``values`` as numbers: bfloat16 bits as new float32, exactly; other types as they are."""

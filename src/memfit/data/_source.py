@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -207,7 +207,7 @@ def match_columns(source: SourceLike, patterns: Sequence[str], *, taken: Sequenc
             names[pattern] = None
             continue
         found = [field for field in schema if fnmatchcase(field.name, pattern)]
-        numbers = [field.name for field in found if field.name not in taken and _is_number(field.type)]
+        numbers = [field.name for field in found if field.name not in taken and _is(field.type, *_NUMBER[0])]
         if not numbers:
             known = ", ".join(schema.names[:_NUM_NAMED]) + (", ..." if len(schema.names) > _NUM_NAMED else "")
             raise DataError(
@@ -235,20 +235,14 @@ def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[st
                     remedy=nearest(name, set(schema.names)) if count == 0 else "rename or drop one of them",
                 )
             types.setdefault(name, set()).add(str(schema.field(name).type))
-        _check_type(part, date, schema.field(date).type, _is_date, "dates are date32, timestamps or ISO 8601 text.")
-        _check_type(part, asset, schema.field(asset).type, _is_code, "asset codes are text or integers.")
-        for name in numbers:
-            _check_type(part, name, schema.field(name).type, _is_number, "features and targets are numbers.")
+        for name, (kinds, rule) in {date: _DATE, asset: _CODE, **dict.fromkeys(numbers, _NUMBER)}.items():
+            if not _is(kind := schema.field(name).type, *kinds):
+                raise DataError(
+                    f"column '{name}' of {part} has type {kind}.",
+                    rule=rule,
+                    remedy=f"convert the column, or leave '{name}' out",
+                )
     return {name: sorted(found) for name, found in types.items()}
-
-
-def _check_type(part: str, name: str, kind: pa.DataType, fits: Callable[[pa.DataType], bool], rule: str) -> None:
-    if not fits(kind):
-        raise DataError(
-            f"column '{name}' of {part} has type {kind}.",
-            rule=rule,
-            remedy=f"convert the column, or leave '{name}' out",
-        )
 
 
 def _is(kind: pa.DataType, *names: str) -> bool:
@@ -259,18 +253,10 @@ def _is(kind: pa.DataType, *names: str) -> bool:
 
 
 _TEXT = ("string", "large_string", "string_view")
-
-
-def _is_date(kind: pa.DataType) -> bool:
-    return _is(kind, "date", "timestamp", *_TEXT)
-
-
-def _is_code(kind: pa.DataType) -> bool:
-    return _is(kind, "integer", *_TEXT)
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return _is(kind, "integer", "floating", "boolean", "decimal")
+#: What columns of a role may hold, and the rule that says so.
+_DATE = ("date", "timestamp", *_TEXT), "dates are date32, timestamps or ISO 8601 text."
+_CODE = ("integer", *_TEXT), "asset codes are text or integers."
+_NUMBER = ("integer", "floating", "boolean", "decimal"), "features and targets are numbers."
 
 
 def _plain(column: pa.Array) -> pa.Array:
@@ -303,21 +289,19 @@ def decode_dates(column: pa.Array, name: str) -> npt.NDArray[np.datetime64]:
             ) from error
     if pa.types.is_timestamp(column.type) and column.type.tz is not None:
         column = pc.local_timestamp(column)
-    if pa.types.is_date32(column.type):
-        return numpy_of(column.cast(pa.int32())).astype(np.int64).astype("datetime64[D]")
-    unit: Any = "ms" if pa.types.is_date64(column.type) else column.type.unit
-    per_day = 86400 * {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
-    ticks = numpy_of(column.cast(pa.int64()))
-    days, rest = np.divmod(ticks, per_day)
-    if rest.any():
-        first = np.datetime64(int(ticks[np.flatnonzero(rest)[0]]), unit)
+    if not pa.types.is_timestamp(column.type):
+        column = column.cast(pa.timestamp("s" if pa.types.is_date32(column.type) else "ms"))
+    days = column.cast(pa.date32(), safe=False)
+    is_midnight = pc.equal(days.cast(column.type), column)
+    if not pc.all(is_midnight, min_count=0).as_py():
+        late = column.filter(pc.invert(is_midnight))
         raise DataError(
-            f"column '{name}' has a time of day in {np.count_nonzero(rest)} of {len(rest)} rows read together, "
-            f"first {first}.",
+            f"column '{name}' has a time of day in {len(late)} of {len(column)} rows read together, first "
+            f"{late[:1].cast(pa.timestamp('us'), safe=False)[0].as_py().isoformat()}.",
             rule="a panel has one row per date and asset; timestamps lie on midnight.",
             remedy="aggregate to days, or cut the time off before building",
         )
-    return np.asarray(days, "datetime64[D]")
+    return numpy_of(days.cast(pa.int32())).astype(np.int64).astype("datetime64[D]")
 
 
 def decode_assets(column: pa.Array, name: str) -> pa.Array:

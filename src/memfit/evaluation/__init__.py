@@ -17,7 +17,7 @@ Example:
 
 from typing import Any
 
-from memfit.evaluation._days import common_days, evaluate_days, evaluate_folds, read_days, summarize_days
+from memfit.evaluation._days import evaluate_days, evaluate_folds, read_days, summarize_days
 from memfit.evaluation._decision import Decision, FoldEffect, decide, decide_on_record, read_record
 from memfit.evaluation._inference import (
     DieboldMariano,
@@ -55,7 +55,6 @@ __all__ = [
     "Summary",
     "adjust_p_value",
     "bootstrap_interval",
-    "common_days",
     "decide",
     "decide_on_record",
     "diebold_mariano",

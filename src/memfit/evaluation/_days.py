@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from memfit.errors import DataError, UsageError, nearest
@@ -26,7 +25,7 @@ from memfit.evaluation._metrics import (
     quantile_spread,
     rank_ic,
 )
-from memfit.evaluation._scores import Scores, as_days, in_common, numbers, read_scores
+from memfit.evaluation._scores import Scores, as_days, numbers, read_scores
 
 #: The columns of a day table that are no metrics.
 _KEYS = ("fold", "date", "num_assets")
@@ -196,59 +195,6 @@ def _file_of(path: Path) -> Path:
             remedy="name the folder of a run that was judged, or a day table itself",
         )
     return inside[0]
-
-
-def common_days(path_a: Path, path_b: Path) -> tuple[pa.Table, pa.Table]:
-    """Return the day tables of two runs, evaluated anew on the dates and assets that both scored.
-
-    Each keeps its own k and quantiles. Its scores are the ``scores.feather`` beside its day table.
-
-    Args:
-        path_a, path_b: A run's folder, or the ``..._days.feather`` of a backtest.
-
-    Raises:
-        UsageError: If one is not there.
-        DataError: If one has no scores beside it or dates of several folds, or the two have no asset in common.
-    """
-    (days_a, a), (days_b, b) = _with_scores(path_a), _with_scores(path_b)
-    a, b = in_common(a, b)
-    return _anew(a, days_a), _anew(b, days_b)
-
-
-def _with_scores(path: Path) -> tuple[pa.Table, Scores]:
-    """Return a day table with one row per date, and the scores beside it."""
-    import pyarrow.feather
-
-    path = _file_of(path)
-    days, beside = read_days(path), path.with_name(path.name.replace("days", "scores"))
-    if path.suffix != ".feather" or beside == path or not beside.is_file():
-        raise DataError(
-            f"{path} has no scores beside it.",
-            rule="the stage backtest and memfit backtest --output leave scores.feather beside days.feather.",
-            remedy="name the folder of a run that was judged, or the ..._days.feather of a backtest",
-        )
-    if len(days) != len(pc.unique(days.column("date"))):
-        raise DataError(
-            f"{path} has dates of several folds.",
-            rule="of such a date one mean score is kept, and a day table has a row for each fold.",
-            remedy="evaluate each fold's scores on the common assets: memfit.evaluation.evaluate_folds",
-        )
-    return days, read_scores(pyarrow.feather.read_table(str(beside)))
-
-
-def _anew(scores: Scores, days: pa.Table) -> pa.Table:
-    """Return the day table of some scores, evaluated as another one was, with its folds."""
-    used = description(days)
-    found = evaluate_days(
-        scores,
-        horizons=scores.horizons,
-        k=used.get("k"),
-        k_ratio=used.get("k_ratio"),
-        num_quantiles=used.get("num_quantiles", 5),
-    )
-    folds = dict(zip(days.column("date").to_pylist(), days.column("fold").to_pylist(), strict=True))
-    of_date = pa.array([folds.get(date, 0) for date in found.column("date").to_pylist()], pa.int32())
-    return found.set_column(found.column_names.index("fold"), "fold", of_date)
 
 
 def summarize_days(days: pa.Table) -> dict[str, Summary]:

@@ -290,12 +290,11 @@ def _fold_effects(
 def _refuse_unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
     for name in _HAVE_TO_AGREE if a and b else ():
         if a.get(name) != b.get(name):
-            remedy = "memfit compare --common-assets evaluates both anew on what both scored"
             shown = "num_codes" if name == "universe" and a.get("num_codes") != b.get("num_codes") else name
             raise DataError(
                 f"A was evaluated with {shown} {a.get(shown)}, and B with {b.get(shown)}.",
                 rule="two day tables compare when they were evaluated with the same k, quantiles and assets.",
-                remedy=remedy if name == "universe" else f"evaluate the scores of both with the same {name}",
+                remedy=f"evaluate both with the same {'assets' if name == 'universe' else name}: evaluate_folds",
             )
 
 

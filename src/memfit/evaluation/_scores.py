@@ -52,30 +52,6 @@ class Scores:
         return self.values[name]
 
 
-def in_common(a: Scores, b: Scores) -> tuple[Scores, Scores]:
-    """Return two models' scores on what both have; NaN where either has none."""
-    _, *of_date = np.intersect1d(a.dates, b.dates, return_indices=True)
-    _, *of_code = np.intersect1d(a.codes, b.codes, return_indices=True)
-    horizons = sorted({*a.horizons} & {*b.horizons})
-    if not (len(of_date[0]) and len(of_code[0]) and horizons):
-        raise DataError(
-            f"the two have {len(of_date[0])} dates, {len(of_code[0])} assets and {len(horizons)} horizons in common.",
-            rule="models are compared on what both scored.",
-            remedy="score the same market with both",
-        )
-    found = []
-    for one, rows, columns in zip((a, b), of_date, of_code, strict=True):
-        names = [f"{kind}_h{horizon}" for horizon in horizons for kind in ("score", "target")]
-        values = {name: one.values[name][np.ix_(rows, columns)] for name in names}
-        found.append(Scores(one.dates[rows], tuple(one.codes[column] for column in columns), values))
-    for horizon in horizons:
-        of_horizon = [one.values[f"{kind}_h{horizon}"] for one in found for kind in ("score", "target")]
-        unknown = np.isnan(of_horizon).any(axis=0)
-        for matrix in of_horizon:
-            matrix[unknown] = np.nan
-    return found[0], found[1]
-
-
 def read_scores(table: pa.Table) -> Scores:
     """Return the matrices of a long table: one row per date and asset, in any order.
 

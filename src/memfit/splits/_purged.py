@@ -64,13 +64,8 @@ class DatedRows:
     num_dates: int
 
     def blocks(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yield the first and last date number of each block; a remainder goes one by one to the first blocks."""
-        size, remainder = divmod(self.num_dates, number)
-        first = 0
-        for block in range(number):
-            last = first + size + (block < remainder) - 1
-            yield first, last
-            first = last + 1
+        """Return the first and last date number of each block; a remainder goes one by one to the first blocks."""
+        return ((int(block[0]), int(block[-1])) for block in np.array_split(np.arange(self.num_dates), number))
 
 
 @dataclass(frozen=True, eq=False)
