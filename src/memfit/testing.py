@@ -209,8 +209,7 @@ class FakeBackend:
             return JobStatus(job_id, "running", started=0.0, attempt=attempt, device_used_bytes=unused)
         peak = max(script.bytes_by_step[: at + 1])
         over = at >= len(script.bytes_by_step)
-        on_device = script.device_bytes[at : at + 1] or (0,)
-        device_peak = max(script.device_bytes[: at + 1], default=0)
+        on_device, device_peak = script.device_bytes[at : at + 1] or (0,), max(script.device_bytes[: at + 1], default=0)
         state = script.ends[attempt - 1] if attempt <= len(script.ends) else script.state
         ended: dict[str, Any] = {}
         if over:

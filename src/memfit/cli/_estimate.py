@@ -114,19 +114,14 @@ def _check_source(context: typer.Context, config: Path | None, hf_config: Path |
         )
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
-    if config is None and "set_" in given:
-        raise UsageError(
-            "beside --hf-config --set has no effect.",
-            rule="it sets what a config holds.",
-            remedy="leave out --set; memfit estimate --help lists the flags of a training",
-        )
     others = [one.opts[0] for one in context.command.params if one.name in given and one.name not in _OF_CONFIGS]
-    if config is not None and others:
-        flags = " and ".join(others)
+    beside, useless = ("a config", others) if config else ("--hf-config", ["--set"] if "set_" in given else [])
+    if useless:
+        flags = " and ".join(useless)
         raise UsageError(
-            f"beside a config {flags} {'has' if len(others) == 1 else 'have'} no effect.",
-            rule="the workload's own step says how it trains, and its loader what a batch is.",
-            remedy=f"leave out {flags}, or set the workload's own: --set params.NAME=VALUE",
+            f"beside {beside} {flags} {'has' if len(useless) == 1 else 'have'} no effect.",
+            rule="a config's workload says how it trains, and --set changes that; flags describe a config.json.",
+            remedy=f"leave out {flags}" + ("; set the workload's own: --set params.NAME=VALUE" if config else ""),
         )
 
 

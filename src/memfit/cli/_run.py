@@ -83,11 +83,11 @@ def run(
     given = flags.overrides(
         units=flags.units and json.dumps(flags.units), skip=json.dumps(flags.skip) if flags.skip else None
     )
+    how: dict[str, Any] = {"overrides": given, "choice": choice, "new": flags.new}
     if flags.plan:
         again = _start_of(context, but=_CHOOSING | {"new"})
-        _close_plan(plan_run(source or "", overrides=given, choice=choice, new=flags.new, start=again), flags)
-    start = partial(run_config, source or "", overrides=given, choice=choice, new=flags.new, force=flags.force)
-    show_run(start, flags)
+        _close_plan(plan_run(source or "", start=again, **how), flags)
+    show_run(partial(run_config, source or "", force=flags.force, **how), flags)
 
 
 @with_flags

@@ -123,10 +123,9 @@ def _unknown(name: str, model: type[BaseModel], origin: str, prefix: str) -> Con
     beside = {tail: one for one, (parent, _, tail) in known.items() if parent == above}
     anywhere = {tail: one for one, (_, _, tail) in reversed(known.items())} | beside
     near = [*difflib.get_close_matches(last, beside, n=1), *difflib.get_close_matches(last, anywhere, n=1)]
+    remedy = f"known: {', '.join(sorted(map(write, beside.values())))}" if beside else "take it away"
     if near:
         remedy = f"did you mean '{write(anywhere[near[0]])}{rest}'?"
-    else:
-        remedy = f"known: {', '.join(sorted(map(write, beside.values())))}" if beside else "take it away"
     rule = f"an unknown name is refused, so that no setting is silently off (known to {model.__name__})"
     return ConfigError(what, rule=rule, remedy=remedy)
 
