@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from memfit.jobs import ENDED, Grant, Job, Verdict
+from memfit.jobs import ENDED, Job, Verdict
 from memfit.memory import Footprint
 from memfit.testing import BackendContract, FakeBackend, FakeJob, ProcessContract, submit
 
@@ -85,12 +85,12 @@ def test_its_footprint_speaks_from_its_step_on():
 def test_a_job_stands_still_at_its_wall_and_at_the_wall_of_all_until_they_are_raised():
     backend = FakeBackend({"a": FakeJob((10, 30)), "b": FakeJob((10,) * 9)})
     submit(backend, job("b"))
-    submit(backend, job("a"), Grant(10, 20))
+    submit(backend, job("a"), 20)
     for _ in range(4):
         backend.wait(0.1)
     assert (backend.poll()["a"].stalled, backend.poll()["a"].used_bytes) == (True, 20)
     backend.cap(35)
-    backend.grant("a", Grant(10, 100))
+    backend.grant("a", 100)
     backend.wait(0.1)
     assert (backend.poll()["a"].stalled, backend.used_bytes) == (True, 35)
     backend.cap(40)

@@ -29,6 +29,7 @@ GONE = (
     Gone("name", "memfit.memory.Claim", "memfit.memory.rooms_of(budget, unused={place: bytes})"),
     Gone("name", "memfit.memory.lendable_on_devices", "memfit.memory.rooms_of"),
     Gone("name", "memfit.jobs.Request", "memfit.jobs.Submission(job, limit_bytes)"),
+    Gone("name", "memfit.jobs.Grant", "the limit in bytes: backend.enforcer.grant(job_id, wall_bytes)"),
     Gone("name", "memfit.pipeline.FoldWorkload", "memfit.pipeline.Workload"),
     Gone("name", "memfit.pipeline.FoldContext", "memfit.pipeline.Context"),
     Gone("name", "memfit.pipeline.PrepareContext", "memfit.pipeline.Context"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from memfit.errors import UsageError
-from memfit.jobs import ENDED, Backend, Grant, Job, JobStatus, State, Submission, Traits, Verdict, read_status
+from memfit.jobs import ENDED, Backend, Job, JobStatus, State, Submission, Traits, Verdict, read_status
 from memfit.memory import Footprint
 from memfit.rundir import RunDir, read_json
 
@@ -113,7 +113,7 @@ class FakeBackend:
         self.submitted: list[str] = []
         self.jobs: dict[str, Job] = {}
         self.cancelled: list[tuple[str, bool]] = []
-        self.grants: dict[str, Grant] = {}
+        self.grants: dict[str, int] = {}
         self.total_bytes: int | None = None
         self.most_at_once = 0
         self.peak_bytes = 0
@@ -149,9 +149,9 @@ class FakeBackend:
     def close(self) -> None:
         """Do nothing: there is nothing to follow."""
 
-    def grant(self, job_id: str, grant: Grant) -> None:
+    def grant(self, job_id: str, wall_bytes: int) -> None:
         """Take note of a job's grant."""
-        self.grants[job_id] = grant
+        self.grants[job_id] = wall_bytes
 
     def cap(self, total_bytes: int) -> None:
         """Take note of what all may take together."""
@@ -186,10 +186,10 @@ class FakeBackend:
         self.now += 0.1
         for job_id, status in self._status.items():
             if status.state not in ENDED:
-                grant, steps = self.grants.get(job_id), self.scripts[job_id].bytes_by_step
+                wall_bytes, steps = self.grants.get(job_id), self.scripts[job_id].bytes_by_step
                 at = self._at[job_id] + 1
-                room = [grant.wall_bytes] if grant is not None else []
-                if self.total_bytes is not None and grant is not None:
+                room = [wall_bytes] if wall_bytes is not None else []
+                if self.total_bytes is not None and room:
                     room.append(self.total_bytes - self.used_bytes + status.used_bytes)
                 if room and 0 <= at < len(steps) and steps[at] > min(room):
                     used = max(status.used_bytes, min(room))
@@ -452,11 +452,11 @@ class EnforcerContract:
     def test_a_job_waits_at_its_wall_and_goes_on_when_the_wall_is_raised(self, backend: Backend) -> None:
         assert backend.enforcer is not None
         code = "import time; time.sleep(0.2); block = bytearray(200 << 20); time.sleep(0.5)"
-        submit(backend, python("grower", code), Grant(50 << 20, 100 << 20))
+        submit(backend, python("grower", code), 100 << 20)
         wait_for(backend, lambda: backend.poll()["grower"].stalled)
         status = backend.poll()["grower"]
         assert status.wants_more and 80 << 20 < status.used_bytes <= 100 << 20
-        backend.enforcer.grant("grower", Grant(300 << 20, 400 << 20))
+        backend.enforcer.grant("grower", 400 << 20)
         status = wait_for_end(backend, "grower")
         assert (status.state, status.wants_more) == ("completed", True)
         assert status.peak_bytes > 200 << 20
@@ -465,14 +465,14 @@ class EnforcerContract:
         assert backend.enforcer is not None
         backend.enforcer.cap(100 << 20)
         code = "import time; time.sleep(0.2); block = bytearray(200 << 20)"
-        submit(backend, python("held", code), Grant(300 << 20, 400 << 20))
+        submit(backend, python("held", code), 400 << 20)
         wait_until(lambda: backend.poll()["held"].stalled)
         backend.enforcer.cap(1 << 30)
         assert wait_for_end(backend, "held").state == "completed"
 
     def test_a_grant_for_a_job_that_has_ended_does_nothing(self, backend: Backend) -> None:
         assert backend.enforcer is not None
-        submit(backend, python("brief", "pass"), Grant(300 << 20, 400 << 20))
+        submit(backend, python("brief", "pass"), 400 << 20)
         wait_until(lambda: backend.poll()["brief"].state == "completed")
         assert backend.enforcer.left_bytes() < 64 << 20
 
@@ -498,11 +498,11 @@ def python(job_id: str, code: str, **options: Any) -> Job:
     return Job(job_id, command=(sys.executable, "-c", code), **options)
 
 
-def submit(backend: Backend, job: Job, grant: Grant | None = None) -> None:
-    """Start one job, held back by a grant where there is one."""
-    if grant is not None and backend.enforcer is not None:
-        backend.enforcer.grant(job.id, grant)
-    backend.submit([Submission(job, grant.wall_bytes if grant is not None else None)])
+def submit(backend: Backend, job: Job, wall_bytes: int | None = None) -> None:
+    """Start one job, held back by a limit where one is given."""
+    if wall_bytes is not None and backend.enforcer is not None:
+        backend.enforcer.grant(job.id, wall_bytes)
+    backend.submit([Submission(job, wall_bytes)])
 
 
 def is_submitted(backend: Backend, job: Job) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import UsageError
-from memfit.jobs import Grant, Job, JobStatus, LocalBackend, Verdict, read_status
+from memfit.jobs import Job, JobStatus, LocalBackend, Verdict, read_status
 from memfit.jobs._folder import is_held
 from memfit.jobs._monitor import Monitor
 from memfit.memory import GroupState, JobGroup, Walls, read_series
@@ -53,7 +53,7 @@ class WithGrants(LocalBackend):
     def submit(self, batch):
         for job, _ in batch:
             if not self.adopt([job.id]):
-                self.grant(job.id, Grant(1024 * MIB, 2048 * MIB))
+                self.grant(job.id, 2048 * MIB)
         super().submit(batch)
 
 
@@ -498,7 +498,7 @@ def test_the_cores_that_a_job_wants_are_those_that_it_has_and_those_that_it_wait
 
 def test_without_walls_a_grant_limits_what_a_job_can_allocate(run_dir):
     backend = LocalBackend(run_dir)
-    submit(backend, python("large", "block = bytearray(400 << 20)"), Grant(200 * MIB, 256 * MIB))
+    submit(backend, python("large", "block = bytearray(400 << 20)"), 256 * MIB)
     status = wait_for_end(backend, "large")
     assert (status.state, status.exit_code) == ("out_of_memory", 1)
     assert "MemoryError" in status.cause and "256.0 MiB" in status.cause
@@ -508,7 +508,7 @@ def test_without_walls_a_grant_limits_what_a_job_can_allocate(run_dir):
 def test_a_job_that_needs_a_device_has_no_limit_on_its_data(run_dir):
     backend = LocalBackend(run_dir)
     code = "import resource, sys; sys.exit(resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY)"
-    submit(backend, python("device", code, num_devices=1), Grant(MIB, MIB))
+    submit(backend, python("device", code, num_devices=1), MIB)
     assert wait_for_end(backend, "device").exit_code == 0
 
 
@@ -544,7 +544,7 @@ def test_shared_memory_that_a_job_leaves_is_told_and_kept(run_dir, walls):
     code = f"import pathlib; pathlib.Path({str(left)!r}).write_bytes(bytes(8 << 20))"
     backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
     try:
-        submit(backend, python("leaver", code), Grant(256 * MIB, 512 * MIB))
+        submit(backend, python("leaver", code), 512 * MIB)
         status = wait_for_end(backend, "leaver")
         assert left.exists()
         assert status.state == "completed" and "8.0 MiB in /dev/shm or another tmpfs" in status.cause
@@ -558,7 +558,7 @@ def test_a_file_in_shared_memory_that_no_process_maps_counts_as_used(run_dir, wa
     code = f"import pathlib, time; p = pathlib.Path({str(left)!r}); p.write_bytes(bytes(64 << 20)); time.sleep(1); p.unlink()"
     backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
     try:
-        submit(backend, python("writer", code), Grant(256 * MIB, 512 * MIB))
+        submit(backend, python("writer", code), 512 * MIB)
         status = wait_for_end(backend, "writer")
         assert status.peak_bytes >= 64 * MIB and status.footprint.parts["other"] >= 40 * MIB
     finally:
@@ -572,7 +572,7 @@ def walls_of(backend):
 @pytest.mark.root
 def test_a_group_that_is_to_be_kept_outlives_its_job(run_dir, walls):
     backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
-    submit(backend, python("panel", "pass", keeps_group=True), Grant(256 * MIB, 512 * MIB))
+    submit(backend, python("panel", "pass", keeps_group=True), 512 * MIB)
     assert wait_for_end(backend, "panel").state == "completed"
     assert (walls_of(backend) / "job-panel").exists()
 
@@ -580,7 +580,7 @@ def test_a_group_that_is_to_be_kept_outlives_its_job(run_dir, walls):
 @pytest.mark.root
 def test_a_job_that_cannot_be_started_leaves_no_group(run_dir, walls):
     backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
-    submit(backend, Job("absent", command=("/nonexistent/program",)), Grant(256 * MIB, 512 * MIB))
+    submit(backend, Job("absent", command=("/nonexistent/program",)), 512 * MIB)
     assert wait_for_end(backend, "absent").state == "failed"
     assert not (walls_of(backend) / "job-absent").exists()
 
@@ -600,7 +600,7 @@ def test_a_job_begins_in_its_group_and_its_watcher_stays_outside(run_dir, walls)
     )
     (run_dir.path / "words").write_text("hello\n")
     job = Job("inside", command=("sh", "-c", code), cwd="/usr", stdin=str(run_dir.path / "words"))
-    submit(backend, job, Grant(256 * MIB, 512 * MIB))
+    submit(backend, job, 512 * MIB)
     shim, log = shim_of(run_dir, "inside"), run_dir.job_dir("inside") / "out.log"
     wait_until(lambda: log.read_text().count("Sig") == 2)
     text, pid = log.read_text(), read_status(run_dir, "inside").pid
@@ -629,7 +629,7 @@ def test_a_job_begins_in_its_group_and_its_watcher_stays_outside(run_dir, walls)
 )
 def test_what_is_missing_is_named_and_leaves_no_group(run_dir, walls, job):
     backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
-    submit(backend, job, Grant(256 * MIB, 512 * MIB))
+    submit(backend, job, 512 * MIB)
     status = wait_for_end(backend, "odd")
     assert (status.state, status.cause) == (
         "failed",
@@ -645,7 +645,7 @@ def test_a_program_is_looked_for_on_the_jobs_own_path_and_not_in_its_folder(run_
     program.chmod(0o755)
     backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
     for name, env, state in (("absent", {}, "failed"), ("there", {"PATH": str(tmp_path)}, "completed")):
-        submit(backend, Job(name, command=("train",), cwd=str(tmp_path), env=env), Grant(256 * MIB, 512 * MIB))
+        submit(backend, Job(name, command=("train",), cwd=str(tmp_path), env=env), 512 * MIB)
         assert wait_for_end(backend, name).state == state
     assert (run_dir.job_dir("there") / "out.log").read_text() == "found\n"
 
@@ -659,7 +659,7 @@ def test_no_attempt_runs_beside_one_whose_watcher_was_killed_right_after_the_sta
     folder, pids = run_dir.job_dir("twice"), []
     for number in range(8):
         first = LocalBackend(run_dir, walls=built)
-        submit(first, python("twice", program), Grant(256 * MIB, 512 * MIB))
+        submit(first, python("twice", program), 512 * MIB)
         wait_until(lambda: read_status(run_dir, "twice").watcher_pid is not None)
         time.sleep(0.02 * number)  # before, while and after it starts
         os.kill(read_status(run_dir, "twice").watcher_pid, signal.SIGKILL)
@@ -677,9 +677,7 @@ def test_no_attempt_runs_beside_one_whose_watcher_was_killed_right_after_the_sta
 @pytest.mark.root
 def test_a_job_killed_by_the_kernel_in_its_own_group_is_told_by_that_groups_counter(run_dir, walls):
     backend = LocalBackend(run_dir, walls=walls(run_dir, 1024 * MIB))
-    submit(
-        backend, python("hog", "import time; time.sleep(1); block = bytearray(200 << 20)"), Grant(50 * MIB, 100 * MIB)
-    )
+    submit(backend, python("hog", "import time; time.sleep(1); block = bytearray(200 << 20)"), 100 * MIB)
     (walls_of(backend) / "job-hog" / "memory.oom_control").write_text("0")  # let the kernel kill here
     status = wait_for_end(backend, "hog")
     assert (status.state, status.exit_code) == ("out_of_memory", -signal.SIGKILL)
@@ -703,7 +701,7 @@ def test_a_file_in_shared_memory_that_the_wall_above_all_jobs_refuses_is_a_lack_
             os.ftruncate(descriptor, 0)  # a fault of this process would wait at the wall
     """
     backend = LocalBackend(run_dir, walls=walls(run_dir, 100 * MIB))
-    submit(backend, Job("full", command=(sys.executable, "-c", textwrap.dedent(code))), Grant(50 * MIB, 400 * MIB))
+    submit(backend, Job("full", command=(sys.executable, "-c", textwrap.dedent(code))), 400 * MIB)
     status = wait_for_end(backend, "full")
     assert (status.state, status.exit_code) == ("out_of_memory", 1), status.cause
     assert "has met its limit" in status.cause

@@ -301,11 +301,10 @@ def test_every_grant_stays_within_the_capacity_and_leaves_room_for_a_burst(tmp_p
     scheduler.admission.forecast.learn(like({}), Footprint(100))
     seen = []
     scheduler.run(on_tick=lambda: seen.append(dict(backend.grants)))
-    assert all(grant.wall_bytes <= 1000 for grants in seen for grant in grants.values())
+    assert all(grant <= 1000 for grants in seen for grant in grants.values())
     # 800 are free beside the two reservations, and each may burst into an eighth of them at once.
-    assert seen[2]["a"].soft_bytes == 100
-    assert seen[2]["a"].wall_bytes == 200
-    assert all(sum(grant.wall_bytes for grant in grants.values()) <= 1000 for grants in seen[1:])
+    assert seen[2]["a"] == 200
+    assert all(sum(grants.values()) <= 1000 for grants in seen[1:])
     assert backend.total_bytes == 1000
 
 
@@ -483,7 +482,7 @@ def test_when_a_neighbour_takes_the_whole_reserve_the_cheapest_gives_way_before_
 
     def note(job_id, grant) -> None:
         if job_id in backend.grants:
-            granted.append((job_id, grant.wall_bytes - backend.grants[job_id].wall_bytes))
+            granted.append((job_id, grant - backend.grants[job_id]))
         give(job_id, grant)
 
     backend.grant = note

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import UsageError
-from memfit.jobs import Grant, Job, LocalBackend, read_status
+from memfit.jobs import Job, LocalBackend, read_status
 from memfit.jobs._processes import remove_segments
 from memfit.jobs._shim import Unsupervised
 from memfit.memory import GroupState, JobGroup, Walls, is_locked
@@ -184,7 +184,7 @@ def walls(memory_group):
 @pytest.mark.root
 def test_a_stalled_job_without_a_supervisor_gets_what_is_free_by_itself(run_dir, walls):
     supervisor = LocalBackend(run_dir, walls=walls)
-    submit(supervisor, python("orphan", "block = bytearray(200 << 20)"), Grant(50 * MIB, 100 * MIB))
+    submit(supervisor, python("orphan", "block = bytearray(200 << 20)"), 100 * MIB)
     wait_until(lambda: supervisor.poll()["orphan"].stalled)
     # Nobody holds supervisor.lock, and nobody raises the wall.
     status = wait_for_end(supervisor, "orphan")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 from memfit.jobs._admission import HELD_BY_OTHERS, LocalAdmission
 from memfit.jobs._job import Backend, Verdict
@@ -56,11 +55,11 @@ class Enforcement:
         if self.admission.policy.force or not self.admission.is_shared:
             return Counter()
         free, num = self.admission.parts(), max(_LEAST_PARTS, len(self._running))
-        entry.grant = entry.grant_of(free[HOST] // num, self.admission.capacity_bytes())
+        entry.wall_bytes = entry.wall_of(free[HOST] // num, self.admission.capacity_bytes())
         if self.admission.budget.others.num:
             self._cap()
         if self.walls is not None:
-            self.walls.grant(entry.job.id, entry.grant)
+            self.walls.grant(entry.job.id, entry.wall_bytes)
         return Counter({place: entry.reserved[place] + free[place] // num for place in entry.devices})
 
     def relieve(self) -> None:
@@ -154,19 +153,17 @@ class Enforcement:
         for job_id, entry in self._running.items():
             if entry.set_aside is not None:
                 continue  # it has what it needs to leave
-            grant, old = entry.grant_of(self._free_for(entry, free_bytes) // num, capacity), entry.grant
-            is_pressed = entry.status.stalled or entry.status.used_bytes > 0.8 * (old.wall_bytes if old else 0)
-            least = 0 if is_pressed else grant.wall_bytes // 64
-            more = grant.wall_bytes - (old.wall_bytes if old else 0)
-            if old is None or abs(more) > least or grant.soft_bytes != old.soft_bytes:
-                changes.append((more, job_id, grant))
-        for more, job_id, grant in sorted(changes, key=lambda change: change[0]):
+            wall, old = entry.wall_of(self._free_for(entry, free_bytes) // num, capacity), entry.wall_bytes or 0
+            is_pressed = entry.status.stalled or entry.status.used_bytes > 0.8 * old
+            if not old or abs(wall - old) > (0 if is_pressed else wall // 64):
+                changes.append((wall - old, job_id, wall))
+        for more, job_id, wall in sorted(changes):
             entry = self._running[job_id]
             if more > 0:
                 entry.stalled_since = None  # it has yet to show whether that is enough
-            entry.grant = grant
+            entry.wall_bytes = wall
             if self.walls is not None:
-                self.walls.grant(job_id, grant)
+                self.walls.grant(job_id, wall)
 
     def _relieve_stalled(self) -> None:
         """Ask a job to give way when others have waited at their limits for too long."""
@@ -212,10 +209,10 @@ class Enforcement:
     def _set_aside(self, entry: Reservation, reason: str) -> None:
         """Ask a job to checkpoint and stop; it is restarted later."""
         entry.set_aside = self._now()
-        if entry.grant and self.walls is not None:
+        if entry.wall_bytes and self.walls is not None:
             # A job that waits in the kernel runs no signal handler. It gets the room to leave, from the reserve.
             more = self.admission.budget.checkpoint_bytes + self.admission.read_budget().reserve_bytes // 8
-            self.walls.grant(entry.job.id, replace(entry.grant, wall_bytes=entry.grant.wall_bytes + more))
+            self.walls.grant(entry.job.id, entry.wall_bytes + more)
         text = f"{entry.job.id} gives way and is restarted later: {reason}"
         self._say("aside", job=entry.job.id, reason=reason, now=False, text=text)
         self.backend.cancel(entry.job.id)

@@ -220,19 +220,6 @@ class JobStatus:
 
 
 @dataclass(frozen=True)
-class Grant:
-    """What a running job may take, in non-reclaimable bytes.
-
-    Attributes:
-        soft_bytes: Its reservation.
-        wall_bytes: Its limit, where the kernel makes it wait and does not kill it; never below ``soft_bytes``.
-    """
-
-    soft_bytes: int
-    wall_bytes: int
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The state and the cause that a job's end is recorded with, from whoever ends it and knows why."""
 
@@ -265,8 +252,11 @@ class Traits:
 class Enforcer(Protocol):
     """Makes running jobs wait at their limits. Only a backend on this host can offer one."""
 
-    def grant(self, job_id: str, grant: Grant) -> None:
-        """Set what a job may take: before its start, and again while it runs. Does nothing for one that has ended."""
+    def grant(self, job_id: str, wall_bytes: int) -> None:
+        """Set a job's limit in non-reclaimable bytes: before its start, and again while it runs.
+
+        Does nothing for one that has ended.
+        """
 
     def cap(self, total_bytes: int) -> None:
         """Set what all jobs together may take now."""

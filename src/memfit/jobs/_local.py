@@ -24,7 +24,7 @@ from memfit.jobs._folder import (
     write_outcome,
 )
 from memfit.jobs._follow import Followed, FollowingBackend, runs_already
-from memfit.jobs._job import Grant, Job, JobStatus, Submission, Traits
+from memfit.jobs._job import Job, JobStatus, Submission, Traits
 from memfit.jobs._processes import end_group
 from memfit.jobs._threads import thread_env
 from memfit.memory import JobGroup, Walls
@@ -149,16 +149,16 @@ class LocalBackend(FollowingBackend[_Followed]):
             Path(log).write_text(f"no watcher for {job_id}: {error}\n")
             return None
 
-    def grant(self, job_id: str, grant: Grant) -> None:
+    def grant(self, job_id: str, wall_bytes: int) -> None:
         """Make the group of a job that is to start, or move the limit of one that runs."""
         followed = self._live.get(job_id)
         if self.walls is None or (followed is not None and followed.group is None):
             return
         with contextlib.suppress(OSError):  # gone with its job, or refused: then RLIMIT_DATA holds instead
             if followed is None:
-                self._granted[job_id] = self.walls.make(job_id, grant.wall_bytes)
+                self._granted[job_id] = self.walls.make(job_id, wall_bytes)
             else:
-                self.walls.resize(job_id, grant.wall_bytes)
+                self.walls.resize(job_id, wall_bytes)
 
     def cap(self, total_bytes: int) -> None:
         """Move the limit of all jobs together."""

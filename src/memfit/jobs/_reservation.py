@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memfit.jobs._budget_watch import DEVICE
-from memfit.jobs._job import Grant, Job, JobStatus, Verdict
+from memfit.jobs._job import Job, JobStatus, Verdict
 from memfit.memory import HOST, Footprint, Sizes, reservation_bytes
 from memfit.units import MIB
 
@@ -45,7 +45,7 @@ class Reservation:
         expected: What its forecast says that it will take, by place.
         by_hint: The places where its reservation rests on no measurement; a measured one may lower it.
         needed: What it must get at its next start (``HOST``; ``DEVICE``: on each); nothing where the forecast decides.
-        grant: What the backend was given last.
+        wall_bytes: The limit that the backend was given last.
         stalled_since: Since when it waits at its limit, by the monotonic clock.
         grew: When its reservation at each place grew last, by the same clock.
         set_aside: When it was asked to stop so that others can go on, by the same clock.
@@ -61,7 +61,7 @@ class Reservation:
     expected: Sizes = field(default_factory=Counter)
     by_hint: frozenset[str] = frozenset()
     needed: Sizes = field(default_factory=Counter)
-    grant: Grant | None = None
+    wall_bytes: int | None = None
     stalled_since: float | None = None
     grew: dict[str, float] = field(default_factory=dict)
     set_aside: float | None = None
@@ -142,7 +142,7 @@ class Reservation:
 
     def had(self) -> Sizes:
         """Return what it could take before it ended, on the host and on each device."""
-        wall = self.grant.wall_bytes if self.grant else 0
+        wall = self.wall_bytes or 0
         met_wall = self.status.wants_more and self.status.peak_bytes >= 0.8 * wall
         host = wall if met_wall or not self.reserved[HOST] else self.reserved[HOST]
         host = max(host, self.status.evidence.get("data_limit_bytes") or 0)
@@ -151,7 +151,7 @@ class Reservation:
     def take_back(self, needed: Sizes) -> None:
         """Queue it again; from now on it needs so much, or what it needed before."""
         self.needed = Counter({**self.needed, **needed})
-        self.set_aside, self.stalled_since, self.grant = None, None, None
+        self.set_aside, self.stalled_since, self.wall_bytes = None, None, None
         self.reserved, self.grew = Counter(), {}
 
     def wanted_bytes(self, free_bytes: int, place: str = HOST) -> int:
@@ -169,14 +169,12 @@ class Reservation:
         least, held = max(self.expected[place], round(self.used[place] * _GROWTH), 1), self.reserved[place]
         return held - least if place in self.grew and least < 0.9 * held else 0
 
-    def grant_of(self, free_bytes: int, capacity_bytes: int) -> Grant:
-        """Return what it may take: its reservation and its part of what is free; all there is if it runs alone."""
-        reserved = self.reserved[HOST]
-        if not reserved:
-            whole = max(1, capacity_bytes)
-            return Grant(whole, whole)
-        held = max(reserved, self.status.used_bytes)
-        return Grant(reserved, max(held, min(held + free_bytes, capacity_bytes)))
+    def wall_of(self, free_bytes: int, capacity_bytes: int) -> int:
+        """Return its limit: its reservation and its part of what is free; all there is if it runs alone."""
+        if not self.reserved[HOST]:
+            return max(1, capacity_bytes)
+        held = max(self.reserved[HOST], self.status.used_bytes)
+        return max(held, min(held + free_bytes, capacity_bytes))
 
 
 def kind_of(place: str) -> str:

@@ -297,7 +297,7 @@ class Scheduler:
     def _limit_of(self, entry: Reservation) -> int | None:
         """Return what an attempt asks for: its grant here, or in a queue its reservation and what it shares."""
         if self.admission.is_shared:
-            return entry.grant.wall_bytes if entry.grant is not None else None
+            return entry.wall_bytes
         expected, reserved = self.admission.forecast.predict(entry.job), entry.reserved[HOST]
         wanted = reserved + (expected.shared_bytes if expected else 0)
         return min(wanted, self.admission.budget.capacity_bytes) if reserved else None

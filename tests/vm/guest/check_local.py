@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from memfit.jobs import Grant, Job, LocalBackend
+from memfit.jobs import Job, LocalBackend
 from memfit.memory import JobGroup, Walls, why_no_walls
 from memfit.rundir import RunDir
 from memfit.testing import is_alive, submit, wait_for_end, wait_until
@@ -52,7 +52,7 @@ def backend(tmp_path_factory):
 
 
 def test_a_job_completes_in_its_own_group_and_its_peak_is_told(backend):
-    submit(backend, Job("good", command=(sys.executable, "-c", HOLD, "64")), Grant(100 * MIB, 200 * MIB))
+    submit(backend, Job("good", command=(sys.executable, "-c", HOLD, "64")), 200 * MIB)
     status = wait_for_end(backend, "good")
     assert (status.state, status.exit_code, status.cause) == ("completed", 0, "")
     assert 64 * MIB < status.peak_bytes < 100 * MIB
@@ -64,12 +64,12 @@ def test_a_job_completes_in_its_own_group_and_its_peak_is_told(backend):
 
 
 def test_a_job_that_meets_its_wall_is_told_as_stalled_and_completes_when_it_gets_more(backend):
-    submit(backend, Job("held", command=(sys.executable, "-c", HOLD, "64")), Grant(30 * MIB, 32 * MIB))
+    submit(backend, Job("held", command=(sys.executable, "-c", HOLD, "64")), 32 * MIB)
     wait_until(lambda: backend.poll()["held"].stalled)
     held = backend.poll()["held"]
     assert (held.state, held.wants_more) == ("running", True)
     wait_until(lambda: events(JobGroup.at(backend.walls.parent.path / "job-held").path)["high"] > 0)
-    backend.grant("held", Grant(100 * MIB, 128 * MIB))
+    backend.grant("held", 128 * MIB)
     status = wait_for_end(backend, "held")
     assert (status.state, status.cause, status.stalled) == ("completed", "", False)
     assert status.evidence["met_wall"] > 0
@@ -77,7 +77,7 @@ def test_a_job_that_meets_its_wall_is_told_as_stalled_and_completes_when_it_gets
 
 def test_a_kill_at_memory_max_is_proven_by_the_groups_own_counter_and_takes_the_grandchildren(backend, tmp_path):
     job = Job("killed", command=(sys.executable, "-c", GROWS), cwd=str(tmp_path), keeps_group=True)
-    submit(backend, job, Grant(400 * MIB, 500 * MIB))
+    submit(backend, job, 500 * MIB)
     wait_until((tmp_path / "pids").exists)
     group = JobGroup.at(backend.walls.parent.path / "job-killed")
     (group.path / "memory.max").write_text(str(64 * MIB))
@@ -95,7 +95,7 @@ def test_a_kill_at_memory_max_is_proven_by_the_groups_own_counter_and_takes_the_
 
 
 def test_a_job_killed_by_a_stranger_is_not_taken_for_one_that_ran_out_of_memory(backend):
-    submit(backend, Job("shot", command=("sleep", "600")), Grant(100 * MIB, 128 * MIB))
+    submit(backend, Job("shot", command=("sleep", "600")), 128 * MIB)
     wait_until(lambda: backend.poll()["shot"].pid is not None)
     os.kill(backend.poll()["shot"].pid, 9)
     status = wait_for_end(backend, "shot")
@@ -108,14 +108,14 @@ def test_a_job_that_maps_a_file_of_twice_its_limit_and_reads_all_of_it_finishes(
     file = max(Path(pyarrow.__file__).parent.glob("*.so*"), key=lambda path: path.stat().st_size)
     size = file.stat().st_size
     assert size > 32 * MIB
-    grant = Grant(size // 2 - MIB, size // 2)
+    grant = size // 2
     submit(backend, Job("maps", command=(sys.executable, "-c", READS, str(file))), grant)
     status = wait_for_end(backend, "maps")
     assert (status.state, status.cause) == ("completed", "")
     assert (backend.run.job_dir("maps") / "out.log").read_text().startswith(f"{size} ")
     assert status.evidence["met_wall"] > 0
-    assert status.peak_bytes < grant.soft_bytes
-    assert status.evidence["charged_peak_bytes"] > grant.wall_bytes - 4 * MIB
+    assert status.peak_bytes < grant - MIB
+    assert status.evidence["charged_peak_bytes"] > grant - 4 * MIB
 
 
 # Does what systemd's user manager does for `systemd-run --user --scope --property=Delegate=yes -- COMMAND`.
