@@ -64,6 +64,7 @@ class RecipesParams(config.Settings):
     max_grad_norm: float | None = Field(1.0, gt=0)
     precision: Literal["fp32", "bf16-mixed", "bf16"] = Field("fp32", description="bf16: all 16-bit, with a warning")
     gradient_checkpointing: bool = False
+    compile: bool = Field(False, description="the blocks run through torch.compile while training")
     device: str = "auto"
     num_samples: int = Field(2, ge=0, description="texts to generate at the end")
 

@@ -26,7 +26,8 @@ def evaluate(context: Context, params: RecipesParams) -> dict[str, Any]:
 _MODEL = ("pretrained_model", "tiny", "max_source_length", "max_target_length")
 _TRAIN = (
     "model_output", "epochs", "batch_size", "gradient_accumulation_steps", "global_batch_size", "auto_batch_size",
-    "max_tokens", "learning_rate", "warmup_steps", "max_grad_norm", "precision", "gradient_checkpointing", "device",
+    "max_tokens", "learning_rate", "warmup_steps", "max_grad_norm", "precision", "gradient_checkpointing", "compile",
+    "device",
 )  # fmt: skip
 
 RECIPES = Workload(
