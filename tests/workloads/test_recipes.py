@@ -253,6 +253,7 @@ def without_code_generation():
     torch.compiler.reset()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("num_layers", [2, 4])
 def test_blocks_are_compiled_once_whatever_the_lengths_and_the_number_of_layers(
     without_code_generation, monkeypatch, num_layers
@@ -297,6 +298,7 @@ def test_a_compiled_run_says_what_it_compiled(tmp_path, monkeypatch):
     path = config(tmp_path, compile=True, epochs=1)
     path.write_text(path.read_text().replace("memfit_workloads.recipes.stages:RECIPES", "own_recipes:RECIPES"))
     done = run(path)
+    assert done.exit_code == 0, [one.read_text()[-2000:] for one in done.path.glob("jobs/*/err.log")]
     result = Output(done.path / "checkpoints/stage_train.json").result
     assert result["capabilities"]["compiled"] == "blocks"
     assert result["compile"]["num_graphs"] > 0
