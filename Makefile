@@ -67,6 +67,7 @@ docs: install ## build the documents as a site in build/site
 	rm -rf build/docs build/site && mkdir -p build && cp -r docs build/docs
 	cp src/memfit_workloads/video/README.md build/docs/video.md
 	cp src/memfit_workloads/recipes/README.md build/docs/recipes.md
+	sed -i 's#(../src/memfit_workloads/recipes/README.md\#how#(recipes.md\#how#' build/docs/claims.md
 	sed 's#(docs/#(#g; s#(src/memfit_workloads/video/README.md)#(video.md)#; s#(src/memfit_workloads/recipes/README.md)#(recipes.md)#' README.md > build/docs/index.md
 	sed 's#(docs/#(#g' ARCHITECTURE.md > build/docs/ARCHITECTURE.md
 	$(BIN)/zensical build --clean --strict
@@ -102,7 +103,7 @@ bench-decision: install ## size, coverage and power of a comparison of two ranki
 bench-video: install ## the video classifier: ten kills, a leak on purpose, collections, decoding, 300 clips under a limit (ARGS=--part kills)
 	$(BIN)/python benchmarks/video.py $(ARGS)
 
-bench-recipes: install ## the recipe fine-tune: an index of 6 million lines, and ten kills (ARGS="--part kills")
+bench-recipes: install ## the recipe fine-tune: an index of 6 million lines, ten kills, what compiling gains (ARGS="--part kills")
 	$(BIN)/python benchmarks/recipes.py $(ARGS)
 
 bench-ranker: install ## the ranker's stages: folds side by side against one by one, and ten kills

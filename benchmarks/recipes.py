@@ -1,11 +1,12 @@
-"""The recipe fine-tune: an index of many lines beside wc -l, ten kills, and a training over many lines.
+"""The recipe fine-tune: an index beside wc -l, ten kills, a training over many lines, and what compiling gains.
 
-    python benchmarks/recipes.py [--part index|kills|train] [--lines 6000000] ...
+    python benchmarks/recipes.py [--part index|kills|train|compile] [--lines 6000000] ...
 
 Parts: ``index``: lines as long as recipes are written into a temporary file (about 0.6 GB a million), then wc -l and
 the index take turns on the warm file; ``kills``: SIGKILL at ten moments, and the results beside an unbroken run's;
 ``train``: a training over the lines, its memory and waiting, beside a DataLoader that tokenises per item; each record
-counted; kills, batch by batch; a file that changes.
+counted; kills, batch by batch; a file that changes; ``compile``: steps of the small T5 without and with
+``torch.compile``, in turns, after all its graphs are there, with a 95 % interval by bootstrap of the rounds.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
 import recipes_train
-from memfit.data import JsonLines
+from memfit.data import JsonLines, Padding, SequenceLoader, Tokenized
 from memfit.pipeline import Output
+from memfit.training import EpochRecord, seed_everything
+from memfit_workloads.recipes import text, training
+from memfit_workloads.recipes.compiling import CompiledBlocks
+from memfit_workloads.recipes.params import RecipesParams
 
 CONFIG = Path(__file__).parents[1] / "src/memfit_workloads/recipes/config.yaml"
 SETTINGS = ("params.data.num_pairs=400", "params.epochs=6", "params.tiny.d_model=32")
@@ -117,7 +123,69 @@ def kills(folder: Path, num_lines: int) -> None:
     print(f"{num_kills} of 10 kills; {len(different)} of {len(expected)} results and tensors differ {different[:3]}")
 
 
-PARTS: dict[str, Callable[[Path, int], None]] = {"index": index, "kills": kills, "train": recipes_train.run}
+class Contestant:
+    """A small T5 with its optimizer, as the workload trains it."""
+
+    def __init__(self, params: RecipesParams, vocab_size: int, *, is_compiled: bool) -> None:
+        seed_everything(0)
+        self.model = training.make_model(params, vocab_size).train()
+        self.compiled = CompiledBlocks(self.model, torch.device("cpu")) if is_compiled else None
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=params.learning_rate, foreach=False)
+
+    def epoch(self, batches: list[Any]) -> float:
+        """Take a step on each batch; return the seconds."""
+        start = time.perf_counter()
+        for batch in batches:
+            total, weight = training.loss(self.model, batch)
+            (total / weight).backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+
+def batches_of(folder: Path, params: RecipesParams) -> tuple[list[Any], int]:
+    """Return batches of generated recipes as the workload reads them, and the size of the vocabulary."""
+    text.make_recipes(folder / "recipes.jsonl", 160, 0)
+    rows = JsonLines(folder / "recipes.jsonl")
+    pairs = text.Pairs(rows, np.arange(len(rows)), params.data)
+    tokenizer = text.train_tokenizer(pairs, params)
+    names = {"input_ids": "input_ids", "labels": "labels"}
+    ids = Tokenized(pairs, text.Encode(tokenizer, params), batched=True, fields=names)
+    return list(SequenceLoader(ids, Padding(pad_id=0), batch=8)), tokenizer.get_vocab_size()
+
+
+def compiling(folder: Path, num_lines: int) -> None:
+    params, num_rounds = RecipesParams(), 30
+    batches, vocab_size = batches_of(folder, params)
+    eager, fast = (Contestant(params, vocab_size, is_compiled=one) for one in (False, True))
+    assert fast.compiled is not None
+    before = psutil.Process().memory_full_info().uss
+    for number in (1, 2):
+        eager.epoch(batches)
+        fast.epoch(batches)
+        fast.compiled(EpochRecord(number, 0.0, len(batches)))
+    more = psutil.Process().memory_full_info().uss - before
+    times = np.array([[eager.epoch(batches), fast.epoch(batches)] for _ in range(num_rounds)])
+    gains, rng = times[:, 0] / times[:, 1], np.random.default_rng(0)
+    low, high = np.quantile(np.median(rng.choice(gains, (2000, num_rounds)), axis=1), [0.025, 0.975])
+    each, found = np.median(times, axis=0) / len(batches), fast.compiled.summary()
+    print(f"a step: {each[0] * 1e3:.1f} ms without, {each[1] * 1e3:.1f} ms with torch.compile")
+    print(f"gain: {np.median(gains):.2f} times as fast (95 % {low:.2f} to {high:.2f}, {num_rounds} rounds)")
+    print(
+        f"warm-up {found['warm_up_seconds']:.0f} s, {found['num_graphs']} graphs, "
+        f"{found['num_recompiles']} recompiles, {found['num_graphs_after_warm_up']} graphs after it; "
+        f"{more / 2**20:.0f} MiB more of the process's own memory"
+    )
+    if each[0] > each[1]:
+        print(f"the warm-up is paid back after {found['warm_up_seconds'] / (each[0] - each[1]):.0f} steps")
+
+
+PARTS: dict[str, Callable[[Path, int], None]] = {
+    "index": index,
+    "kills": kills,
+    "train": recipes_train.run,
+    "compile": compiling,
+}
 
 
 def main() -> None:

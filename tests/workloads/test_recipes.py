@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +28,7 @@ from memfit.reports import print_run_plan  # noqa: E402
 from memfit.rundir import RunDir  # noqa: E402
 from memfit.training import EpochRecord, SafeStep, seed_everything  # noqa: E402
 from memfit.units import format_bytes  # noqa: E402
-from memfit_workloads.recipes import training  # noqa: E402
+from memfit_workloads.recipes import compiling, training  # noqa: E402
 from memfit_workloads.recipes.params import RecipesParams, equation  # noqa: E402
 
 SMALL = {
@@ -203,12 +206,12 @@ def test_what_is_too_large_goes_on_with_half_the_microbatch_and_the_same_update(
 
 
 @pytest.mark.parametrize(("precision", "is_frozen"), [("bf16", True), ("fp32", False)])
-def test_weights_that_a_small_rate_never_moves_are_told(precision, is_frozen, recwarn):
+def test_weights_that_a_small_rate_never_moves_are_told(precision, is_frozen, recwarn, tmp_path):
     model = tiny(precision=precision)
     with torch.no_grad():
         for one in model.parameters():
             one.fill_(1.0)
-    monitor = training.FrozenWeights(model)
+    monitor = training.FrozenWeights(model, tmp_path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
     for one in model.parameters():
         one.grad = torch.ones_like(one)
@@ -217,6 +220,125 @@ def test_weights_that_a_small_rate_never_moves_are_told(precision, is_frozen, re
     monitor(EpochRecord(1, 1.0, 5))
     assert monitor.share == (1.0 if is_frozen else 0.0)
     assert any("100% of the weights did not move in epoch 1" in str(one.message) for one in recwarn) == is_frozen
+
+
+@pytest.mark.parametrize(("precision", "least", "most"), [("bf16", 0.9, 1.0), ("fp32", 0.0, 0.05)])
+def test_a_small_rate_moves_weights_in_fp32_and_not_in_bf16(precision, least, most, recwarn, tmp_path):
+    told = {}
+    for is_killed in (False, True):
+        folder = tmp_path / str(is_killed)
+        folder.mkdir()
+        model = tiny(precision=precision)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
+        step = SafeStep(model, optimizer, training.loss)
+        monitor = training.FrozenWeights(model, folder)
+        batches = list(SequenceLoader(examples(32), Padding(pad_id=0), batch=8))
+        for epoch in (1, 2, 3):
+            for batch in batches:
+                step(batch)
+            if is_killed and epoch == 3:  # a new attempt: fresh weights, then those of the checkpoint
+                weights = model.state_dict()
+                model = tiny(precision=precision)
+                monitor = training.FrozenWeights(model, folder)
+                model.load_state_dict(weights)
+            monitor(EpochRecord(epoch, 1.0, len(batches)))
+        told[is_killed] = monitor.share
+    assert told[True] == told[False]
+    assert least <= told[False] <= most
+    assert any("of the weights did not move in epoch 3" in str(one.message) for one in recwarn) == (precision == "bf16")
+
+
+@pytest.fixture
+def without_code_generation():
+    """The compiler's front and its graphs, without C++: that takes minutes, and benchmarks/recipes.py does it."""
+    before = torch.compiler.get_default_backend()
+    torch.compiler.reset()
+    torch.compiler.set_default_backend("aot_eager")
+    yield
+    torch.compiler.set_default_backend(before)
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("num_layers", [2, 4])
+def test_blocks_are_compiled_once_whatever_the_lengths_and_the_number_of_layers(
+    without_code_generation, monkeypatch, num_layers
+):
+    told = []
+    monkeypatch.setattr(compiling, "record", lambda kind, **fields: told.append((kind, fields)))
+    model = tiny(tiny=SMALL["tiny"] | {"num_layers": num_layers}).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    batches = list(SequenceLoader(examples(48), Padding(pad_id=0), batch=4))
+    plain = [float(training.loss(model, batch)[0].detach()) for batch in batches]
+    compiled = compiling.CompiledBlocks(model, torch.device("cpu"))
+    loss = compiled.loss(training.loss)
+    assert len(compiling.blocks_of(model)) == 2 * num_layers
+    for epoch in (1, 2):
+        for batch, expected in zip(batches, plain, strict=True):
+            total, weight = loss(model, batch)
+            (total / weight).backward()
+            assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
+        compiled(EpochRecord(epoch, 1.0, len(batches)))
+    before = compiled.num_graphs
+    model.eval()
+    with torch.no_grad():
+        loss(model, batches[0])
+    assert compiled.num_graphs == before  # validation compiles nothing
+    first, second = (fields for _, fields in told)
+    assert 0 < first["num_graphs"] <= 12
+    assert second["num_graphs"] == second["num_recompiles"] == second["graph_breaks"] == 0
+    assert first["seconds"] > 0 and "text" in first and "text" not in second
+    summary = compiled.summary()
+    assert summary["num_graphs_after_warm_up"] == 0
+    assert summary["warm_up_seconds"] == first["seconds"]
+
+
+def test_a_compiled_run_says_what_it_compiled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_recipes.py").write_text(
+        "import torch\ntorch.compiler.set_default_backend('aot_eager')\n"
+        "from memfit_workloads.recipes.stages import RECIPES\n"
+    )
+    path = config(tmp_path, compile=True, epochs=1)
+    path.write_text(path.read_text().replace("memfit_workloads.recipes.stages:RECIPES", "own_recipes:RECIPES"))
+    done = run(path)
+    assert done.exit_code == 0, [one.read_text()[-2000:] for one in done.path.glob("jobs/*/err.log")]
+    result = Output(done.path / "checkpoints/stage_train.json").result
+    assert result["capabilities"]["compiled"] == "blocks"
+    assert result["compile"]["num_graphs"] > 0
+    assert result["compile"]["warm_up_seconds"] > 0
+    events = {event["kind"]: event for event in RunDir(done.path).events()}
+    assert events["compiled"]["num_graphs"] == result["compile"]["num_graphs"]
+    assert (events["capabilities"]["attention"], events["capabilities"]["attention_kernel"]) == ("sdpa", "math")
+
+
+def test_the_attention_kernel_is_the_one_that_runs(monkeypatch):
+    assert training.capabilities(tiny(), RecipesParams(**SMALL))["attention_kernel"] == "math"
+    model = tiny()
+    model.set_attn_implementation("eager")
+    found = training.capabilities(model, RecipesParams(**SMALL))
+    assert (found["attention"], found["attention_kernel"]) == ("eager", "eager")
+    with training._AttentionKernels() as kernels, torch.no_grad():
+        query = torch.ones(1, 1, 4, 8)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert kernels.seen == {"scaled_dot_product_flash_attention_for_cpu"}
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_a_missing_compiler_is_told_before_anything_is_trained(tmp_path, has_compiler):
+    code = (
+        "import torch; from memfit_workloads.recipes.compiling import try_compiler; try_compiler(torch.device('cpu'))"
+    )
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    env |= {} if has_compiler else {"CXX": "no-such-compiler"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) is has_compiler, done.stderr
+    if not has_compiler:
+        told = done.stderr[done.stderr.index(ConfigError.__name__) :]
+        assert "torch.compile fails on cpu: " in told and "no-such-compiler" in told
+        assert "rule: params.compile needs a C++ compiler" in told and "do:   install one" in told
 
 
 def test_generation_cache_is_off_while_checkpointing_and_gradients_stay_the_same():

@@ -69,6 +69,7 @@ class RecipesParams(config.Settings):
     precision: Literal["fp32", "bf16-mixed", "bf16"] = Field("fp32", description="bf16: all 16-bit, with a warning")
     optimizer: Literal["adamw", "adafactor"] = Field("adamw", description="adafactor: hardly any state")
     gradient_checkpointing: bool = False
+    compile: bool = Field(False, description="the blocks run through torch.compile while training")
     device: str = "auto"
     num_samples: int = Field(2, ge=0, description="texts to generate at the end")
 
@@ -145,7 +146,7 @@ def setup_of(params: RecipesParams, batch: int) -> Setup:
         batch=batch, num_microbatches=steps, seq_len=params.max_source_length, target_len=params.max_target_length,
         dtype=_DTYPES[params.precision], optimizer=params.optimizer, foreach=False,
         clip_grad_norm=params.max_grad_norm is not None,
-        gradient_checkpointing="full" if params.gradient_checkpointing else "none",
+        gradient_checkpointing="full" if params.gradient_checkpointing else "none", compiled=params.compile,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ _MODEL = ("pretrained_model", "tiny", "max_source_length", "max_target_length")
 _TRAIN = (
     "model_output", "epochs", "batch_size", "gradient_accumulation_steps", "global_batch_size", "auto_batch_size",
     "max_tokens", "optimizer", "learning_rate", "warmup_steps", "max_grad_norm", "precision",
-    "gradient_checkpointing", "device",
+    "gradient_checkpointing", "compile", "device",
 )  # fmt: skip
 
 RECIPES = Workload(

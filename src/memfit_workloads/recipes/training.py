@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.data import PackedDataset, Padding, SequenceLoader
 from memfit.errors import DoesNotFitError, MissingExtraError
 from memfit.estimation import estimate_formula
 from memfit.memory import Budget
 from memfit.pipeline import Context
-from memfit.rundir import phase, record
+from memfit.rundir import phase, record, write_atomic
 from memfit.training import (
     EpochRecord,
     StepOutcome,
@@ -29,6 +33,7 @@ from memfit.training import (
     seed_everything,
 )
 from memfit.units import format_bytes
+from memfit_workloads.recipes.compiling import CompiledBlocks
 from memfit_workloads.recipes.params import RecipesParams, equation, model_config, setup_of, unreadable
 from memfit_workloads.recipes.text import load_tokenizer
 
@@ -124,8 +129,8 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
 
     Returns:
         The plan of the batch, ``microbatch_size`` that fitted in the end, ``train_loss`` and ``valid_loss`` of a token
-        in nats, ``pad_share`` of the batches and ``frozen_share`` of the weights in the last epoch, and what attention
-        and kernels the model has.
+        in nats, ``pad_share`` of the batches and ``frozen_share`` of the weights in the last epoch, what attention
+        and kernels the model has, and what ``compile`` took.
     """
     phase("load")
     seed_everything(context.seed)
@@ -138,21 +143,31 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
     kind: Any = torch.optim.AdamW if params.optimizer == "adamw" else torch.optim.Adafactor
     optimizer = kind(model.parameters(), lr=params.learning_rate, foreach=False)
     warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (params.warmup_steps + 1)))
-    monitor = FrozenWeights(model)
+    monitor = FrozenWeights(model, context.dir)
+    device = find_device(params.device)
+    able = capabilities(model.to(device), params)
+    record("capabilities", **able, text=f"attention: {able['attention']}, computed by {able['attention_kernel']}")
+    compiled = CompiledBlocks(model, device) if params.compile else None
     sizes = SizesTold(chosen["batch_size"], params.total)
+
+    def on_epoch(epoch: EpochRecord) -> None:
+        monitor(epoch)
+        if compiled is not None:
+            compiled(epoch)
+
     trainer = Trainer(
         model,
-        loss=loss,
+        loss=loss if compiled is None else compiled.loss(loss),
         optimizer=optimizer,
         schedule=warmup,
         device=params.device,
-        precision="bf16-mixed" if params.precision == "bf16-mixed" else None,
+        precision=_autocast(params),
         seed=context.seed,
         global_batch_size=params.total if params.max_tokens is None else None,
         checkpoint_dir=context.dir,
         max_grad_norm=params.max_grad_norm,
         on_step=sizes,
-        on_epoch=monitor,
+        on_epoch=on_epoch,
     )
     if params.precision == "bf16":
         warnings.warn("all-bf16 AdamW: updates smaller than 1/256 of a weight vanish; bf16-mixed keeps fp32 weights",
@@ -174,7 +189,8 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
         "num_epochs": len(result.history),
         "pad_share": last.pad_share,
         "frozen_share": monitor.share,
-        "capabilities": capabilities(model),
+        "capabilities": able,
+        "compile": compiled.summary() if compiled else None,
     }
 
 
@@ -194,41 +210,79 @@ class SizesTold:
 
 
 class FrozenWeights:
-    """After each epoch: how many of the weights have not moved, by a sample of each tensor.
+    """After each epoch: how many of the weights have not moved in it, by a sample of each tensor.
 
-    With 16-bit weights small updates round to nothing; a share near 1 is a training that stands still.
+    With 16-bit weights small updates round to nothing; a share near 1 is a training that stands still. The samples of
+    two epochs lie in ``folder``, so that a training that goes on finds the same share.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model, self.share = model, 0.0
-        self._before = self._sample()
+    def __init__(self, model: torch.nn.Module, folder: Path) -> None:
+        self._model, self._folder, self.share = model, folder, 0.0
+        self._at_start = self._sample()
 
-    def _sample(self) -> list[torch.Tensor]:
-        picked = [one for one in self._model.parameters() if one.requires_grad]
-        return [one.detach().flatten()[:: max(1, one.numel() // 4096)].cpu().clone() for one in picked]
+    def _sample(self) -> npt.NDArray[np.generic]:
+        picked = [one.detach().flatten() for one in self._model.parameters() if one.requires_grad]
+        sample = torch.cat([one[:: max(1, len(one) // 4096)].double().cpu() for one in picked])
+        return np.asarray(sample.numpy())
+
+    def _path(self, epoch: int) -> Path:
+        return self._folder / f"weights_seen_{epoch}.npy"
 
     def __call__(self, epoch: EpochRecord) -> None:
         """Compare with the epoch before."""
-        now = self._sample()
-        same = sum(int((a == b).sum()) for a, b in zip(self._before, now, strict=True))
-        self.share, self._before = same / sum(one.numel() for one in now), now
-        record("frozen_weights", epoch=epoch.epoch, share=self.share)
-        if self.share > 0.5:
-            text = f"{self.share:.0%} of the weights did not move in epoch {epoch.epoch}"
+        now, path = self._sample(), self._path(epoch.epoch - 1)
+        before = np.load(path) if path.exists() else self._at_start
+        self.share = float((now == before).mean())
+        kept = io.BytesIO()
+        np.save(kept, now)
+        write_atomic(self._path(epoch.epoch), kept.getvalue())
+        self._path(epoch.epoch - 2).unlink(missing_ok=True)
+        text = f"{self.share:.0%} of the weights did not move in epoch {epoch.epoch}"
+        is_frozen = self.share > 0.5
+        record("frozen_weights", epoch=epoch.epoch, share=self.share, **({"text": text} if is_frozen else {}))
+        if is_frozen:
             warnings.warn(f"{text}: the learning rate is too small for their precision", stacklevel=1)
 
 
-def capabilities(model: Any) -> dict[str, str]:
-    """Return what the model computes with: attention by name, its precision, the kernels of torch."""
+def capabilities(model: Any, params: RecipesParams) -> dict[str, str]:
+    """Return what the model computes with: attention by name and by kernel, its precision, the versions.
+
+    The kernel is seen, not assumed: SDPA takes its plain one, which keeps the scores, where it has no fused one for
+    the position bias or dropout.
+    """
     import transformers
 
+    attention = str(getattr(model.config, "_attn_implementation", "eager"))
+    ids = torch.ones((2, 4), dtype=torch.long)
+    with _AttentionKernels() as kernels, torch.enable_grad(), autocast(model, _autocast(params)):
+        logits_of(model.train(), {"input_ids": ids, "attention_mask": ids, "labels": ids})
+    plain = "eager" if attention == "eager" else "math"
     return {
-        "attention": str(getattr(model.config, "_attn_implementation", "eager")),
+        "attention": attention,
+        "attention_kernel": ", ".join(sorted(kernels.seen)) or plain,
         "dtype": str(next(model.parameters()).dtype),
         "transformers": transformers.__version__,
         "torch": torch.__version__,
-        "compiled": "no",
+        "compiled": "blocks" if params.compile else "no",
     }
+
+
+class _AttentionKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the names of fused attention kernels that run inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if "scaled_dot_product" in name:
+            self.seen.add(name.strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def _autocast(params: RecipesParams) -> Literal["bf16-mixed"] | None:
+    return "bf16-mixed" if params.precision == "bf16-mixed" else None
 
 
 def evaluate(context: Context, params: RecipesParams) -> dict[str, Any]:
@@ -241,7 +295,7 @@ def evaluate(context: Context, params: RecipesParams) -> dict[str, Any]:
     model.eval().to(device)
     batches = loaders(context, params, context["train"].result["microbatch_size"])["valid"]
     sums = np.zeros(3)
-    with torch.no_grad(), autocast(model, "bf16-mixed" if params.precision == "bf16-mixed" else None):
+    with torch.no_grad(), autocast(model, _autocast(params)):
         for batch in batches:
             logits, labels = logits_of(model, batch)
             kept = labels != -100

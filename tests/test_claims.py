@@ -1,0 +1,32 @@
+"""Each claim of the page of claims has a measurement that is in the repository, or says that there is none."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+
+
+def rows() -> list[list[str]]:
+    lines = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_a_claim_is_measured_by_a_file_that_is_there_or_is_said_not_to_be() -> None:
+    assert len(rows()) >= 8
+    for claim, found, by in rows():
+        files = re.findall(r"`([^`]+)`", by)
+        assert all((ROOT / name).is_file() for name in files), claim
+        assert files or found == "not measured: needs a GPU", claim
+
+
+def test_the_rates_that_contradict_each_other_are_compared_rightly() -> None:
+    found = re.search(
+        r"(\d) to (\d) batches of (\d) a second are (\d+) to (\d+) samples.*?(\d+) to (\d+) is (\d+)\s+to (\d+) times",
+        PAGE,
+        re.DOTALL,
+    )
+    assert found is not None
+    low, high, batch, slow, fast, loads_low, loads_high, least, most = map(int, found.groups())
+    assert (slow, fast) == (low * batch, high * batch)
+    assert (least, most) == (round(loads_low / fast), round(loads_high / slow))
