@@ -1,5 +1,6 @@
 """``memfit diagnose`` as a command."""
 
+import io
 import json
 import os
 import stat
@@ -129,6 +130,12 @@ def test_a_device_that_was_full_has_its_figures_and_no_advice_on_host_memory(mem
     found = json.loads(memfit("diagnose", "gpu.err", "--json").out)
     assert (found["kind"], found["tried_gib"], found["allocated_gib"]) == ("gpu", 2.0, 22.0)
     assert not any(one["helps"] for one in found["remedies"] if "--mem" in one["title"] + one["setting"])
+
+
+def test_a_log_comes_from_standard_input(memfit, job, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(FULL.encode())))
+    done = memfit("diagnose", "-", "--json")
+    assert done.exit_code == 0 and json.loads(done.out)["kind"] == "gpu"
 
 
 @pytest.mark.parametrize(

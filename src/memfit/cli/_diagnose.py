@@ -20,6 +20,8 @@ from memfit.slurm import read_accounting
 UNKNOWN_EXIT_CODE = 5
 _LOGS = (".out", ".err", ".log", ".txt", ".gz")
 
+_READS = "it reads run directories, logs, folders of logs, and - for standard input."
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -50,8 +52,6 @@ def diagnose(
         typer.Argument(
             help="Run directories, logs, folders of logs, or - for standard input.",
             metavar="PATH...",
-            exists=True,
-            allow_dash=True,
         ),
     ] = None,
     *,
@@ -74,6 +74,11 @@ def diagnose(
             rule="a run is held against the fixed script that it should have used.",
             remedy="memfit diagnose --verify RUN --against train.fixed.slurm",
         )
+    for path in paths or ():
+        if str(path) != "-" and not path.exists():
+            raise UsageError(
+                f"path '{path}' does not exist.", rule=_READS, remedy="check its name; --sacct takes a job's number"
+            )
     named, verify = [_newest_run(path) for path in paths or ()], flags.verify and _newest_run(flags.verify)
     if flags.report is not None and not flags.report.absolute().parent.is_dir():
         raise _no_report(flags.report, f"there is no folder {flags.report.parent}")
@@ -87,11 +92,7 @@ def diagnose(
             remedy="add --script train.slurm",
         )
     if not named and not accounting and flags.kernel_log is None:
-        raise UsageError(
-            "nothing to diagnose.",
-            rule="it reads run directories, logs and folders of logs.",
-            remedy="memfit diagnose slurm-123.err",
-        )
+        raise UsageError("nothing to diagnose.", rule=_READS, remedy="memfit diagnose slurm-123.err")
     _diagnose(named, accounting, flags)
 
 
