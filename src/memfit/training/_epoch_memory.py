@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memfit.memory import ProcReader
+from memfit.training._checkpoint import bytes_by_device
 from memfit.training._ema import Ema
 from memfit.training._oom import device_bytes
 
@@ -58,7 +59,7 @@ class EpochMemory:
         }
         self._parts = {}
         for name, tensors in parts.items():
-            for device, size in _bytes_by_device(tensors).items():
+            for device, size in bytes_by_device(tensors).items():
                 self._parts.setdefault(device, {})[name] = size
 
     def end(self) -> dict[str, Any]:
@@ -104,27 +105,3 @@ def _read_host() -> tuple[str, int]:
     if status is None:
         return "rss", psutil.Process().memory_info().rss
     return "non_reclaimable", status.private
-
-
-def _bytes_by_device(tensors: Iterable[Any]) -> dict[str, int]:
-    """Return the bytes of tensors by device; what several of them share counts once.
-
-    >>> weights = torch.zeros(1000)
-    >>> _bytes_by_device([weights, weights[:500], torch.eye(2).to_sparse(), 3])
-    {'cpu': 4040}
-    """
-    blocks: dict[tuple[str, int], int] = {}
-    for one in tensors:
-        if isinstance(one, torch.Tensor):
-            parts = [one._values(), one._indices()] if one.is_sparse else [one]
-            for part in parts:
-                try:
-                    storage = part.untyped_storage()
-                    key, size = storage.data_ptr(), storage.nbytes()
-                except (RuntimeError, NotImplementedError):  # a tensor that is made of others
-                    key, size = id(part), part.numel() * part.element_size()
-                blocks[str(part.device), key] = size
-    found: dict[str, int] = {}
-    for (device, _), size in blocks.items():
-        found[device] = found.get(device, 0) + size
-    return found
