@@ -129,6 +129,19 @@ def test_without_a_graph_no_asset_moves_another():
     assert (change > 1e-6).tolist() == [False, True, False, False]
 
 
+def test_in_mixed_precision_scores_and_gradients_are_near_those_of_float32():
+    batch = make_days([9, 5], dtype=torch.float32)
+    model = forecaster(dtype=torch.float32)
+    exact = model(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = model(batch)
+        total, weight = ForecastLoss((1.0,) * 3, rank_weight=0.1, rank_temperature=0.1)(model, batch)
+    (total / weight).backward()
+    assert rough.dtype == torch.bfloat16 and total.dtype == torch.float32
+    torch.testing.assert_close(rough.float(), exact, rtol=0, atol=0.01)
+    assert all(one.grad.isfinite().all() for one in model.parameters())
+
+
 def test_the_order_of_the_assets_of_a_day_permutes_the_scores():
     batch, model = make_days([7]), forecaster()
     order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
@@ -284,26 +297,33 @@ def test_the_encoder_of_another_network_is_refused(settings):
         forecaster().load_encoder_state(forecaster(**settings).encoder_state())
 
 
+def error_after_training(targets_of, *, graph):
+    """Return the mean squared error of the last steps, in variances of the targets."""
+    loss, recent = ForecastLoss((1.0,), rank_weight=0.0, rank_temperature=0.1), []
+    model = forecaster(graph=graph, num_horizons=1, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    partner = torch.arange(10) ^ 1
+    for step in range(250):
+        batch = make_days([10] * 8, num_horizons=1, dtype=torch.float32, seed=step)
+        targets = targets_of(batch.windows.unflatten(0, (8, 10)), partner)
+        batch = replace(batch, neighbours=partner.repeat(8)[:, None], targets=targets.reshape(-1, 1).contiguous())
+        total, weight = loss(model, batch)
+        optimizer.zero_grad()
+        (total / weight).backward()
+        optimizer.step()
+        recent.append((total / weight).item())
+    return np.mean(recent[-25:])
+
+
 @pytest.mark.slow
 def test_the_graph_finds_a_signal_that_only_neighbours_carry():
-    """The target of an asset is its neighbour's newest feature: with a graph it can be learnt, without it it cannot."""
-    loss = ForecastLoss((1.0,), rank_weight=0.0, rank_temperature=0.1)
-    errors = {}
-    for graph in (True, False):
-        model = forecaster(graph=graph, num_horizons=1, dtype=torch.float32)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        recent = []
-        for step in range(250):
-            batch = make_days([10] * 8, num_horizons=1, dtype=torch.float32, seed=step)
-            partner = torch.arange(10) ^ 1
-            feature = batch.windows[:, -1, 0].unflatten(0, (8, 10))
-            batch = replace(
-                batch, neighbours=partner.repeat(8)[:, None], targets=feature[:, partner].reshape(-1, 1).contiguous()
-            )
-            total, weight = loss(model, batch)
-            optimizer.zero_grad()
-            (total / weight).backward()
-            optimizer.step()
-            recent.append((total / weight).item())
-        errors[graph] = np.mean(recent[-25:])
-    assert errors[True] < 0.5 < 0.9 < errors[False]
+    def of_neighbour(windows, partner):
+        return windows[:, partner, -1, 0]
+
+    assert error_after_training(of_neighbour, graph=True) < 0.5
+    assert error_after_training(of_neighbour, graph=False) > 0.9
+
+
+@pytest.mark.slow
+def test_the_pooling_finds_a_signal_of_an_older_date():
+    assert error_after_training(lambda windows, partner: windows[:, :, 1, 4], graph=False) < 0.5
