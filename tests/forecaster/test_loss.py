@@ -92,7 +92,7 @@ def test_equal_scores_and_equal_targets_give_a_finite_gradient():
     found = soft_spearman(scores, targets, 0.1)
     found.sum().backward()
     assert found.tolist() == [0, 0, 0]
-    assert scores.grad.isfinite().all() and scores.grad[0].abs().max() > 0
+    assert scores.grad.isfinite().all() and 0 < scores.grad[0].abs().max() < 1e6
 
 
 def test_soft_spearman_keeps_no_pairs_for_the_backward_pass():

@@ -170,7 +170,7 @@ def test_what_is_not_known_does_not_count():
     known[:, :3] = False
     short = replace(batch, known=known, windows=batch.windows * known)
     before = model(short)
-    model.trunk.position_LD.data[:3] += 5.0
+    model.trunk.position_LD.data[:3].mul_(-3.0)
     assert torch.equal(model(short), before)
 
 
@@ -255,6 +255,15 @@ def test_in_evaluation_what_is_hidden_depends_on_the_seed_and_the_day_alone():
     torch.testing.assert_close(whole[0], parts[0][0] + parts[1][0], rtol=1e-12, atol=0)
     assert whole[1] == parts[0][1] + parts[1][1]
     assert pretraining_loss(model, batch, seed=2)[0] != whole[0]
+
+
+def test_a_pretraining_step_over_arrays_may_be_split_between_days():
+    batch, model = make_days([6, 9, 4]), Masked(forecaster()).double().train()
+    arrays = replace(batch, **{name: value.numpy() for name, value in vars(batch).items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = SafeStep(model, optimizer, pretraining_loss, split=ByGroup(lambda one: one.days), microbatch_size=1)
+    outcome = step(arrays)
+    assert outcome.num_microbatches == 3 and outcome.weight > 0
 
 
 def test_in_training_what_is_hidden_comes_from_the_global_generator():
