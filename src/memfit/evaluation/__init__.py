@@ -33,6 +33,7 @@ from memfit.evaluation._inference import (
     slow_variation,
     summarize,
 )
+from memfit.evaluation._intervals import wilson_interval
 from memfit.evaluation._metrics import (
     hit_rate,
     ndcg_at_k,
@@ -76,6 +77,7 @@ __all__ = [
     "slow_variation",
     "summarize",
     "summarize_days",
+    "wilson_interval",
 ]
 
 
