@@ -44,6 +44,7 @@ from memfit.evaluation._metrics import (
     rank_ic_by_date,
 )
 from memfit.evaluation._scores import Scores, read_scores
+from memfit.evaluation._seeds import SeedComparison, compare_seeds
 from memfit.successors import missing_name
 
 __all__ = [
@@ -52,10 +53,12 @@ __all__ = [
     "FoldEffect",
     "Interval",
     "Scores",
+    "SeedComparison",
     "SlowVariation",
     "Summary",
     "adjust_p_value",
     "bootstrap_interval",
+    "compare_seeds",
     "decide",
     "decide_on_record",
     "diebold_mariano",
