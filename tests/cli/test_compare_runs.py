@@ -180,12 +180,22 @@ def test_an_experiment_means_its_newest_run_by_its_name_or_its_folder(make, run,
         assert found["numbers"]["fold.rank_ic"]["before"]["mean"] == 0.3
 
 
-def test_runs_of_other_commands_differ_in_the_command(tmp_path, run, monkeypatch):
+@pytest.mark.parametrize(
+    ("facts", "change"),
+    [
+        ({"template": ["echo", "b"]}, "template"),
+        ({"combinations": [{"x": "1"}]}, "combinations"),
+        ({"settings": {"threads_per_job": 2, "retries": 1}}, "settings.threads_per_job"),
+        ({"settings": {"threads_per_job": 1, "retries": 3}}, None),
+    ],
+)
+def test_runs_of_commands_differ_in_the_command_and_its_threads(tmp_path, run, monkeypatch, facts, change):
     monkeypatch.chdir(tmp_path)
-    for name, word in (("old", "1"), ("new", "2")):
-        facts = {"kind": "commands", "template": ["echo", word], "combinations": [{}], "cwd": "/"}
-        RunDir.create(tmp_path / "runs", name, word * 64, facts)
-    assert json.loads(run("new", "old", "--json").out)["change"] == "template"
+    own = {"kind": "commands", "template": ["echo", "a"], "combinations": [{}], "cwd": "/"}
+    own |= {"settings": {"threads_per_job": 1, "retries": 1}}
+    RunDir.create(tmp_path / "runs", "old", "1" * 64, own)
+    RunDir.create(tmp_path / "runs", "new", "2" * 64, own | facts)
+    assert json.loads(run("new", "old", "--json").out)["change"] == change
 
 
 # One run each

@@ -18,6 +18,7 @@ from memfit.rundir import SCHEMA_VERSION, RunDir, read_json
 
 #: Settings that change no result: names, places, the memory and the order of jobs, and who is told.
 _NO_RESULT = re.compile(
+    r"(settings\.)?"  # of a command
     r"(schema_version|experiment|runs_dir|panels_dir|max_parallel|on_failure|retries|grace_seconds|backend|notify|track"
     r"|memory(?!\.num_gpus)|slurm(?!\.nodes)|stages\.\w+\.(memory|gpu_memory|like|slurm(?!\.nodes)))(\..*)?"
 )
@@ -86,12 +87,13 @@ def read_manifests(run: RunDir) -> dict[Path, dict[str, Any]]:
 
 
 def read_settings(run: RunDir) -> dict[str, Any]:
-    """Return the resolved config of a run; of a run of commands, the command and what it runs with."""
+    """Return a run's resolved config, or a command with its settings; secrets are masked."""
     if (run.path / "config.yaml").exists():
-        return read_file(run.path / "config.yaml")
-    header = run.header
-    threads = (header.get("settings") or {}).get("threads_per_job")
-    return {name: header.get(name) for name in ("template", "combinations", "cwd")} | {"threads_per_job": threads}
+        found = read_file(run.path / "config.yaml")
+    else:
+        found = {name: run.header.get(name) for name in ("template", "combinations", "cwd", "settings")}
+    shown: dict[str, Any] = mask(found)
+    return shown
 
 
 def find_changes(a: RunDir, b: RunDir, named: Sequence[str] = (), *, besides: Sequence[str] = ()) -> Changes:
@@ -129,7 +131,7 @@ def find_differences(a: RunDir, b: RunDir) -> list[Difference]:
     """Return all that differs from B to A and may change a result; secrets are masked and do not count."""
     from memfit.pipeline import StageSettings  # loaded only here: it brings the settings of a run
 
-    before, after = (mask(read_settings(run)) for run in (b, a))
+    before, after = (read_settings(run) for run in (b, a))
     blank = StageSettings().model_dump(mode="json")
     stages = {name: blank for one in (before, after) for name in one.get("stages") or {}}
     for one in (before, after):
