@@ -23,6 +23,8 @@ class SeedComparison:
     Attributes:
         verdict: ``A is higher`` or ``A is lower`` if the interval leaves out 0, ``no difference shown`` if it holds 0,
             ``too few pairs`` below 5, ``the seed changes nothing`` if neither A nor B varies.
+        sd_a: Standard deviation of A over the paired seeds: how stable it is. NaN for one pair.
+        sd_b: The same of B.
         difference: The mean of A less B over the pairs.
         standard_error: Of the difference; NaN for one pair.
         lower: Lower end of its interval; -inf for one pair.
@@ -36,6 +38,8 @@ class SeedComparison:
     verdict: str
     mean_a: float
     mean_b: float
+    sd_a: float
+    sd_b: float
     difference: float
     standard_error: float
     lower: float
@@ -99,9 +103,24 @@ def compare_seeds(a: Mapping[int, float], b: Mapping[int, float], level: float =
         verdict = "the seed changes nothing"
     else:
         verdict = "A is higher" if lower > 0 else "A is lower" if upper < 0 else "no difference shown"
-    mean_a, mean_b = (statistics.fmean(values) for values in zip(*pairs.values(), strict=True))
+    sides = list(zip(*pairs.values(), strict=True))
+    sds = [statistics.stdev(side) if n > 1 else math.nan for side in sides]
     unpaired = tuple(sorted(a.keys() ^ b.keys()))
-    return SeedComparison(verdict, mean_a, mean_b, mean, scale, lower, upper, level, n, pairs, unpaired)
+    return SeedComparison(
+        verdict=verdict,
+        mean_a=statistics.fmean(sides[0]),
+        mean_b=statistics.fmean(sides[1]),
+        sd_a=sds[0],
+        sd_b=sds[1],
+        difference=mean,
+        standard_error=scale,
+        lower=mean - reach,
+        upper=mean + reach,
+        level=level,
+        n=n,
+        pairs=pairs,
+        unpaired=unpaired,
+    )
 
 
 def _some(seeds: Mapping[int, float]) -> str:

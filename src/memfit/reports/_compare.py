@@ -87,6 +87,12 @@ def compare_numbers(a: RunDir, b: RunDir, metric: str | None = None) -> BeforeAf
 
     Raises:
         UsageError: If they do not share this number.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> run = RunDir.create(pathlib.Path(tempfile.mkdtemp()), "demo", "0" * 64)
+        >>> compare_numbers(run, run).jobs[0]
+        {'completed': 0, 'n': 0, 'lower': 0.0, 'upper': 1.0}
     """
     before, after = read_numbers(b), read_numbers(a)
     shared = {name: (number, after[name]) for name, number in before.items() if name in after}
@@ -220,4 +226,5 @@ def print_seeds(found: SeedRuns, console: Console) -> None:
     for seed, (one, other) in own.pairs.items():
         table.add_row(str(seed), format_number(other), format_number(one), f"{one - other:+.4g}")
     table.add_row("mean", format_number(own.mean_b), format_number(own.mean_a), f"{own.difference:+.4g}")
+    table.add_row("sd", format_number(own.sd_b), format_number(own.sd_a), "")
     console.print(table)

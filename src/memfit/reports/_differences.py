@@ -107,6 +107,14 @@ def find_changes(a: RunDir, b: RunDir, named: Sequence[str] = (), *, besides: Se
 
     Raises:
         UsageError: If more than one difference is not named, or one that was named is none.
+
+    Example:
+        >>> import tempfile
+        >>> a, b = (RunDir.create(Path(tempfile.mkdtemp()), "demo", "0" * 64) for _ in range(2))
+        >>> for run, rate in ((a, 0.2), (b, 0.1)):
+        ...     _ = (run.path / "config.yaml").write_text(f"params: {{lr: {rate}}}")
+        >>> str(find_changes(a, b).change)
+        'params.lr: 0.1 -> 0.2'
     """
     found = [one for one in find_differences(a, b) if one.name not in besides]
     silent = [one for one in found if one.name not in named]
@@ -137,6 +145,7 @@ def find_differences(a: RunDir, b: RunDir) -> list[Difference]:
     for one in (before, after):
         one["stages"] = stages | {name: blank | own for name, own in (one.get("stages") or {}).items()}
     found = [Difference(*one) for one in differences(before, after) if not _NO_RESULT.fullmatch(one[0])]
+    found.sort(key=lambda one: not one.name.startswith(("params.", "stages.")))  # what is tried, then its conditions
     for part in ("code", "data"):
         old, new = _parts(b, part), _parts(a, part)
         both = [stage for stage in old if stage in new]

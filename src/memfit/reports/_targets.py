@@ -69,6 +69,13 @@ def read_targets(file: Path) -> dict[str, Target]:
 
     Raises:
         ConfigError: If the file is no mapping of ``stage.number`` to targets.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "targets.yaml").write_text("fold.loss: {target: 0.1, direction: lower}")
+        ...     read_targets(Path(folder) / "targets.yaml")
+        {'fold.loss': Target(target=0.1, direction='lower', milestone='')}
     """
     nested: dict[str, dict[str, Any]] = {}
     for name, one in config.read_file(file).items():
