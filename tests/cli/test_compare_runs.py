@@ -119,7 +119,7 @@ def test_settings_that_change_no_result_are_no_difference(make, run, top):
     make("old", [0.1])
     make("new", [0.1], **top)
     done = run("new", "old")
-    assert (done.exit_code, done.out.splitlines()[0]) == (0, "change    none: settings, code and data are equal")
+    assert (done.exit_code, done.out.splitlines()[0]) == (0, "change    none found in settings, code and data")
 
 
 @pytest.mark.parametrize(

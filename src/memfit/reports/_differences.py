@@ -96,14 +96,13 @@ def read_settings(run: RunDir) -> dict[str, Any]:
     return shown
 
 
-def find_changes(a: RunDir, b: RunDir, named: Sequence[str] = (), *, besides: Sequence[str] = ()) -> Changes:
+def find_changes(a: RunDir, b: RunDir, named: Sequence[str] = ()) -> Changes:
     """Return what differs from B to A, and refuse to compare them if more than one difference was not named.
 
     Args:
         a: The run after the change.
         b: The run before it.
         named: The differences that the user named.
-        besides: Differences that do not count.
 
     Raises:
         UsageError: If more than one difference is not named, or one that was named is none.
@@ -116,7 +115,7 @@ def find_changes(a: RunDir, b: RunDir, named: Sequence[str] = (), *, besides: Se
         >>> str(find_changes(a, b).change)
         'params.lr: 0.1 -> 0.2'
     """
-    found = [one for one in find_differences(a, b) if one.name not in besides]
+    found = find_differences(a, b)
     silent = [one for one in found if one.name not in named]
     for name in named:
         if name not in [one.name for one in found]:
@@ -174,7 +173,8 @@ def _notes(a: RunDir, b: RunDir) -> list[str]:
     found = [f"{name} {old} -> {new}" for name, old, new in differences(then, now)]
     alike = [job for job in both if before[job]["parts"] == after[job]["parts"]]
     for stage in dict.fromkeys(before[job]["stage"] for job in alike if before[job]["digest"] != after[job]["digest"]):
-        found.append(f"{stage} gave another result from equal settings, code and data: it does not repeat exactly")
+        cause = "it does not repeat exactly, or reads data that no fingerprint names"
+        found.append(f"{stage} gave another result from equal settings, code and data: {cause}")
     return found
 
 
@@ -183,5 +183,5 @@ def print_changes(changes: Changes, console: Console) -> None:
     change = changes.change
     facts = [("change", f"{change}   (B -> A)")] if change else []
     facts += [("named", str(one)) for one in changes.found if one is not change]
-    facts = facts or [("change", "none: settings, code and data are equal")]
+    facts = facts or [("change", "none found in settings, code and data")]
     print_facts([*facts, *(("note", text) for text in changes.notes)], console)
