@@ -208,6 +208,7 @@ class Probe:
     loader: Callable[[Context, Any, int], Iterable[Any]] | None = None
     step: Callable[[Context, Any], Callable[[Any], object]] | None = None
     model: Callable[[Any], tuple[Mapping[str, Any], Setup]] | None = None
+    memory: Callable[[Any], int] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from memfit import config
 from memfit.errors import ConfigError, UsageError, nearest
 from memfit.pipeline._code import code_of, code_of_command
 from memfit.pipeline._config import RunConfig
-from memfit.pipeline._contract import Stage, load_workload
+from memfit.pipeline._contract import Probe, Stage, load_workload
 from memfit.pipeline._grid import PLACEHOLDER
 
 SEED = "@seed"
@@ -46,6 +46,7 @@ class StageSpec:
     phases: Sequence[str] = ()
     has_probe: bool = False
     has_model: bool = False
+    has_memory: bool = False
     units: Sequence[Any] | None = None
     variable: str | None = None
     source: str | None = None
@@ -151,8 +152,7 @@ def in_order(
 def _spec(
     stage: Stage, names: Sequence[str], params: Mapping[str, Any], target: str, model: type[BaseModel] | None
 ) -> StageSpec:
-    has_probe = stage.probe is not None and stage.probe.step is not None
-    has_model = stage.probe is not None and stage.probe.model is not None
+    probe = stage.probe or Probe()
     is_ordered = _setting(params, stage.in_order, stage) if isinstance(stage.in_order, str) else stage.in_order
     found = StageSpec(
         stage.name,
@@ -162,8 +162,9 @@ def _spec(
         stage.holds,
         bool(is_ordered),
         stage.phases,
-        has_probe,
-        has_model,
+        has_probe=probe.step is not None,
+        has_model=probe.model is not None,
+        has_memory=probe.memory is not None,
     )
     if callable(stage.run):
         reads = [*params, SEED] if stage.reads is None else list(stage.reads)
