@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from memfit.training import ByGroup
+from memfit_workloads.finance.lists import standardized
 from memfit_workloads.ranker.batches import ListBatch
-from memfit_workloads.ranker.loss import RankerLoss, listnet_loss, mse_loss, ranknet_loss, standardized
+from memfit_workloads.ranker.loss import RankerLoss, listnet_loss, mse_loss, ranknet_loss
 
 NAN = float("nan")
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from memfit_workloads.finance.lists import Lists, standardized
 from memfit_workloads.ranker.batches import ListBatch
 
 
@@ -104,15 +105,6 @@ def mse_loss(scores: torch.Tensor, targets: torch.Tensor, known: torch.Tensor) -
     return errors.sum(-1) / known.sum(-1).clamp_min(1) * _has_order(known)
 
 
-def standardized(targets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Targets less their mean in the list, over their standard deviation; 0 where not known or where all are equal."""
-    count = known.sum(-1, keepdim=True).clamp_min(1)
-    plain = torch.where(known, targets, 0.0)
-    centred = torch.where(known, plain - plain.sum(-1, keepdim=True) / count, 0.0)
-    sd = (centred.square().sum(-1, keepdim=True) / count).sqrt()
-    return torch.where(sd > 0, centred / sd, 0.0)  # equal targets name no order: every asset is first as likely
-
-
 def _has_order(known: torch.Tensor) -> torch.Tensor:
     return known.sum(-1) >= 2
 
@@ -138,7 +130,7 @@ class RankerLoss:
         device = next(model.parameters()).device
         scores_BH = model(torch.from_numpy(batch.windows).to(device))
         scores_BH = scores_BH.to(torch.promote_types(scores_BH.dtype, torch.float32))
-        lists = _Lists(torch.from_numpy(batch.lists), device)
+        lists = Lists(torch.from_numpy(batch.lists), device)
         scores_GHA = lists.padded(scores_BH, 0.0).transpose(1, 2)
         targets_GHA = lists.padded(torch.from_numpy(batch.targets).to(scores_BH), float("nan")).transpose(1, 2)
         known_GHA = targets_GHA.isfinite()
@@ -155,19 +147,3 @@ class RankerLoss:
         weight_GH = date_G[:, None] * scores_BH.new_tensor(self.horizon_weights) * _has_order(known_GHA)
         # A batch without any order, as the last part of a cut date can be, has a loss of 0 and must have a weight.
         return (loss_GH * weight_GH).sum(), weight_GH.sum().clamp_min(1e-12)
-
-
-class _Lists:
-    """Rows of several lists, one after the other, as a matrix of lists padded to the longest."""
-
-    def __init__(self, lists_B: torch.Tensor, device: torch.device) -> None:
-        _, list_B, counts = torch.unique_consecutive(lists_B, return_inverse=True, return_counts=True)
-        first = counts.cumsum(0) - counts
-        place_B = torch.arange(len(lists_B)) - first[list_B]
-        self.list_B, self.first, self.place_B = (index.to(device) for index in (list_B, first, place_B))
-        self.shape = (len(counts), int(counts.max()))
-
-    def padded(self, values: torch.Tensor, fill: float) -> torch.Tensor:
-        """(B, ...) values as (G, A, ...)."""
-        empty = torch.full((*self.shape, *values.shape[1:]), fill, dtype=values.dtype, device=values.device)
-        return empty.index_put((self.list_B, self.place_B), values)

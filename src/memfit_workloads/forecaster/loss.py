@@ -1,0 +1,142 @@
+"""The loss of a forecaster: squared error, and a regulariser of the order within each day.
+
+A tensor's suffix names its shape:
+
+    N   rows: assets of all days    G   days
+    Z   horizons                    A   assets of the largest day
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from memfit.errors import UsageError
+from memfit_workloads.finance.lists import Lists, standardized
+from memfit_workloads.forecaster.model import on_device
+
+_LEAST_ORDERED = 3
+_CHUNK_ELEMENTS = 1 << 22  # 16 MiB of float32
+_FLOOR = 1e-9  # of the variance of soft ranks, as a share of that of the targets' ranks
+
+
+def soft_spearman(
+    scores: torch.Tensor, targets: torch.Tensor, temperature: float, *, chunk_elements: int = _CHUNK_ELEMENTS
+) -> torch.Tensor:
+    """Return Spearman's rank correlation of each list, with soft ranks of the scores, so that it has a gradient.
+
+    The soft rank of a score is a sum of ``sigmoid((score - other) / temperature)`` over all others: it is the rank as
+    the temperature goes to 0. Targets have their ranks, equal ones the mean. A list without an order gives 0.
+
+    The pairs are made some rows at a time, and again in the backward pass: memory grows with ``chunk_elements``, not
+    with the square of A.
+
+    Args:
+        scores: (..., A) scores.
+        targets: (..., A) targets; NaN where not known.
+        temperature: In the scores' unit, more than 0.
+        chunk_elements: The most pairs of all lists that are held at once; one row of each list is the least.
+
+    Returns:
+        (...), without dimension, -1 to 1.
+
+    Source:
+        T. Qin, T.-Y. Liu, H. Li, A General Approximation Framework for Direct Optimization of Information Retrieval
+        Measures, Information Retrieval 2010: the approximation of a position by sigmoids.
+
+    Example:
+        >>> targets = torch.tensor([1.0, 2.0, 3.0, float("nan")])
+        >>> round(soft_spearman(torch.tensor([0.1, 0.2, 0.3, 9.0]), targets, temperature=0.001).item(), 4)
+        1.0
+    """
+    known = ~targets.isnan()
+    count = known.sum(-1, keepdim=True)
+    middle = (count + 1) / 2
+    soft = torch.where(known, _soft_ranks(scores, known, temperature, chunk_elements) - middle, 0.0)
+    hard = torch.where(known, _ranks(targets, known).to(scores.dtype) - middle, 0.0)
+    spread = hard.square().sum(-1)
+    scale = ((soft.square().sum(-1) + _FLOOR * spread) * spread).clamp_min(torch.finfo(scores.dtype).tiny).sqrt()
+    return (soft * hard).sum(-1) / scale
+
+
+def _soft_ranks(scores: torch.Tensor, known: torch.Tensor, temperature: float, chunk_elements: int) -> torch.Tensor:
+    rows = max(1, chunk_elements // scores.numel())
+
+    def ranks_of(some: torch.Tensor) -> torch.Tensor:
+        above = torch.sigmoid((some.unsqueeze(-1) - scores.unsqueeze(-2)) / temperature)
+        return (above * known.unsqueeze(-2)).sum(-1) + 0.5
+
+    parts = torch.split(scores, rows, -1)
+    again = [checkpoint(ranks_of, some, use_reentrant=False, preserve_rng_state=False) for some in parts]
+    return torch.cat(again, -1)
+
+
+def _ranks(targets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Return the ranks of the known targets from 1, equal ones their mean."""
+    plain = torch.where(known, targets, math.inf).contiguous()
+    order = plain.sort(-1).values
+    return (torch.searchsorted(order, plain) + torch.searchsorted(order, plain, right=True) + 1) / 2
+
+
+@dataclass(frozen=True)
+class ForecastLoss:
+    """The loss of a batch of whole days: a weighted sum, and the weight that it is the sum of.
+
+    Each known target costs the squared error of its score, times the weights of its row and its horizon. Targets are
+    standardised within day and horizon, so that all days and horizons have one scale. With a rank weight, each day and
+    horizon with three known targets or more costs ``rank_weight * (1 - Spearman)`` as well, times the weights of its
+    targets. A batch that is cut between days has the same gradient.
+
+    Attributes:
+        horizon_weights: How much each horizon counts, in the order of the model's heads.
+        rank_weight: How much the order counts; 0 leaves the term out.
+        rank_temperature: Of the soft ranks, in standard deviations of the targets.
+
+    Raises:
+        UsageError: If a weight is negative, all horizons have none, or the temperature is not above 0.
+
+    Example:
+        >>> ForecastLoss((1.0, 0.5), rank_weight=0.1, rank_temperature=0.05)
+        ForecastLoss(horizon_weights=(1.0, 0.5), rank_weight=0.1, rank_temperature=0.05)
+    """
+
+    horizon_weights: tuple[float, ...]
+    rank_weight: float
+    rank_temperature: float
+
+    def __post_init__(self) -> None:
+        if min(*self.horizon_weights, self.rank_weight) < 0 or not any(self.horizon_weights):
+            raise UsageError(
+                f"horizon_weights is {self.horizon_weights} and rank_weight is {self.rank_weight}.",
+                rule="no weight is negative, and at least one horizon counts.",
+                remedy="pass horizon_weights such as (1.0, 1.0) and rank_weight=0.1 or 0",
+            )
+        if self.rank_temperature <= 0:
+            raise UsageError(
+                f"rank_temperature is {self.rank_temperature}.",
+                rule="at 0 the ranks have no gradient, so it is more than 0.",
+                remedy="pass rank_temperature=0.05; to leave ranks out pass rank_weight=0",
+            )
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        scores_NZ = model(batch)
+        scores_NZ = scores_NZ.to(torch.promote_types(scores_NZ.dtype, torch.float32))
+        lists = Lists(torch.as_tensor(batch.days), scores_NZ.device)
+        targets_GZA = lists.padded(on_device(batch.targets, scores_NZ).to(scores_NZ.dtype), math.nan).transpose(1, 2)
+        weights_GA = lists.padded(on_device(batch.weights, scores_NZ).to(scores_NZ.dtype), 0.0)
+        scores_GZA = lists.padded(scores_NZ, 0.0).transpose(1, 2)
+        known_GZA = ~targets_GZA.isnan()
+        horizons_Z1 = scores_NZ.new_tensor(self.horizon_weights)[:, None]
+        weights_GZA = weights_GA[:, None] * horizons_Z1 * known_GZA
+        errors_GZA = (scores_GZA - standardized(targets_GZA, known_GZA)).square()
+        total = (weights_GZA * errors_GZA).sum()
+        if self.rank_weight:
+            order_GZ = soft_spearman(scores_GZA, targets_GZA, self.rank_temperature)
+            weights_GZ = weights_GZA.sum(-1) * (known_GZA.sum(-1) >= _LEAST_ORDERED)
+            total = total + self.rank_weight * (weights_GZ * (1 - order_GZ)).sum()
+        # A batch without any known target has a loss of 0 and must have a weight.
+        return total, weights_GZA.sum().clamp_min(1e-12)

@@ -1,0 +1,357 @@
+"""A forecaster of all assets of a day: it selects features, pools the look-back, and attends along a graph of the day.
+
+A tensor's suffix names its shape:
+
+    N   rows: assets of all days    D   width (``hidden_size``)
+    L   dates of look-back          H   attention heads
+    F   features                    W   width of a head, D / H
+    Z   horizons                    G   days
+    K   neighbours of an asset      A   assets of the largest day
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from memfit.errors import UsageError, check_counts
+from memfit_workloads.finance.lists import Lists
+
+_LEAST = -1e9  # of a logit: its share is 0
+
+
+class VariableSelection(nn.Module):
+    """Weighs the features of each date against each other, and embeds their weighted sum.
+
+    A gated residual network sees all features and which of them are known; a softmax of its outputs gives weights.
+    A feature that is not known has weight 0. Each feature has a linear embedding of its own.
+
+    Source: B. Lim, S. O. Arik, N. Loeff, T. Pfister, Temporal Fusion Transformers, International Journal of
+        Forecasting 2021, section 4.2; there each embedding passes through a network of its own as well.
+    """
+
+    def __init__(self, num_features: int, width: int) -> None:
+        super().__init__()
+        self.skip = nn.Linear(2 * num_features, num_features)
+        self.widen = nn.Linear(2 * num_features, width)
+        self.gate = nn.Linear(width, 2 * num_features)
+        self.norm = nn.LayerNorm(num_features)
+        self.scale_FD = nn.Parameter(torch.randn(num_features, width))
+        self.shift_FD = nn.Parameter(torch.randn(num_features, width))
+
+    def forward(self, x_NLF: torch.Tensor, known_NLF: torch.Tensor) -> torch.Tensor:
+        seen_NL2F = torch.cat([x_NLF, known_NLF.to(x_NLF.dtype)], -1)
+        gated_NLF = functional.glu(self.gate(functional.elu(self.widen(seen_NL2F))))
+        logits_NLF = self.norm(self.skip(seen_NL2F) + gated_NLF).masked_fill(~known_NLF, _LEAST)
+        share_NLF = logits_NLF.softmax(-1) * known_NLF
+        embedded_NLD: torch.Tensor = (share_NLF * x_NLF) @ self.scale_FD + share_NLF @ self.shift_FD
+        return embedded_NLD
+
+
+class TemporalPool(nn.Module):
+    """Attention of the newest date over the look-back: (N, L, D) to (N, D). It skips dates without any known value."""
+
+    def __init__(self, lookback: int, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.position_LD = nn.Parameter(torch.randn(lookback, width))
+        self.norm = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.join = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, z_NLD: torch.Tensor, known_NLF: torch.Tensor) -> torch.Tensor:
+        z_NLD = z_NLD + self.position_LD
+        normed_NLD = self.norm(z_NLD)
+        q_NH1W = self.query(normed_NLD[:, -1:]).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        k_NHLW, v_NHLW = self.key_value(normed_NLD).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        counts_NL = known_NLF.any(-1)
+        counts_NL[:, -1] = True
+        mixed_NH1W = functional.scaled_dot_product_attention(
+            q_NH1W, k_NHLW, v_NHLW, attn_mask=counts_NL[:, None, None, :]
+        )
+        pooled_ND: torch.Tensor = z_NLD[:, -1] + self.dropout(self.join(mixed_NH1W.flatten(1)))
+        return pooled_ND
+
+
+class GraphAttention(nn.Module):
+    """Dot-product attention along the edges of each day's graph: (N, D) to (N, D), heads side by side.
+
+    The first half of the heads follows the first kind of edges, the second half the second. This is ``TransformerConv``
+    of torch-geometric once for each kind, without its root weight. The scores of a fused kernel are never kept: memory
+    grows with A squared only by the masks, which all layers share.
+
+    Source: Y. Shi et al., Masked Label Prediction, IJCAI 2021, equations 3 and 4.
+    """
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query_key_value = nn.Linear(width, 3 * width)
+
+    def forward(self, z_ND: torch.Tensor, lists: Lists, masks_2G1AA: torch.Tensor) -> torch.Tensor:
+        """Attend where a mask is 0; where it is minus infinity there is no edge. Each row has one at least."""
+        split_N3HW = self.query_key_value(z_ND).unflatten(-1, (3, self.num_heads, -1))
+        halves = lists.padded(split_N3HW, 0.0).permute(2, 0, 3, 1, 4).chunk(2, dim=2)
+        mixed_GHAW = torch.cat(
+            [
+                functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+                for (q, k, v), mask in zip(halves, masks_2G1AA, strict=True)
+            ],
+            dim=1,
+        )
+        return lists.rows(mixed_GHAW.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention along the graph, if there is one, then a layer for each row; both normalise first and add."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float, graph: bool) -> None:
+        super().__init__()
+        self.attention = GraphAttention(width, num_heads) if graph else None
+        self.norm_attention = nn.LayerNorm(width) if graph else None
+        self.join = nn.Linear(width, width) if graph else None
+        self.norm_layer = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 2 * width)
+        self.narrow = nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, z_ND: torch.Tensor, lists: Lists, masks_2G1AA: torch.Tensor) -> torch.Tensor:
+        if self.attention is not None and self.norm_attention is not None and self.join is not None:
+            mixed_ND = self.attention(self.norm_attention(z_ND), lists, masks_2G1AA)
+            z_ND = z_ND + self.dropout(self.join(mixed_ND))
+        wide_N2D = functional.gelu(self.widen(self.norm_layer(z_ND)))
+        out_ND: torch.Tensor = z_ND + self.dropout(self.narrow(wide_N2D))
+        return out_ND
+
+
+class Forecaster(nn.Module):
+    """A score for each asset and horizon: the higher, the better its return is expected to be against the others.
+
+    Widths and heads of all layers come from ``hidden_size`` and ``num_heads``. Batches may be split between days: no
+    layer takes statistics over rows, and attention stays within a day.
+
+    Args:
+        num_features: Features of an asset and date.
+        lookback: Dates in a window.
+        num_horizons: Heads, one for each horizon.
+        hidden_size: The width of every layer, a multiple of ``num_heads``.
+        num_layers: Layers after the pooling.
+        num_heads: Attention heads; even with a graph, for half of them follows each kind of edges.
+        dropout: The share of each layer's output that is dropped in training, 0 to less than 1.
+        graph: Whether the layers attend along the graph; without it they are plain layers of the same widths.
+
+    Raises:
+        UsageError: If sizes do not go together.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> model = Forecaster(6, 10, 4, hidden_size=16, num_layers=2, dropout=0.1)
+        >>> batch = SimpleNamespace(
+        ...     windows=torch.randn(5, 10, 6), known=torch.ones(5, 10, 6, dtype=torch.bool),
+        ...     days=torch.tensor([0, 0, 0, 1, 1]), sectors=torch.tensor([1, 1, 2, 1, -1]),
+        ...     neighbours=torch.tensor([[1], [0], [-1], [1], [0]]))
+        >>> model(batch).shape
+        torch.Size([5, 4])
+    """
+
+    def __init__(  # noqa: PLR0913 - one each for the sizes of a network
+        self,
+        num_features: int,
+        lookback: int,
+        num_horizons: int,
+        *,
+        hidden_size: int,
+        num_layers: int,
+        num_heads: int = 4,
+        dropout: float,
+        graph: bool = True,
+    ) -> None:
+        super().__init__()
+        counts = {"num_features": num_features, "lookback": lookback, "num_horizons": num_horizons}
+        check_counts(UsageError, 1, **counts, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads)
+        _check_sizes(hidden_size, num_heads, dropout, graph)
+        self.selection = VariableSelection(num_features, hidden_size)
+        self.trunk = TemporalPool(lookback, hidden_size, num_heads, dropout)
+        self.layers = nn.ModuleList(Block(hidden_size, num_heads, dropout, graph) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(hidden_size)
+        self.heads = nn.Linear(hidden_size, num_horizons)
+        self.graph = graph
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Return the scores (N, Z) of a batch of whole days, whose fields are arrays or tensors."""
+        scores_NZ: torch.Tensor = self.heads(self.encode(batch))
+        return scores_NZ
+
+    def encode(self, batch: Any) -> torch.Tensor:
+        """Return what the heads see of each asset, (N, D)."""
+        like = self.heads.weight
+        x_NLF, known_NLF = on_device(batch.windows, like).to(like.dtype), on_device(batch.known, like)
+        lists = Lists(torch.as_tensor(batch.days), like.device)
+        masks_2G1AA = self._masks(batch, lists, like) if self.graph else like
+        z_ND = self.trunk(self.selection(x_NLF, known_NLF), known_NLF)
+        for layer in self.layers:
+            z_ND = layer(z_ND, lists, masks_2G1AA)
+        encoded_ND: torch.Tensor = self.norm(z_ND)
+        return encoded_ND
+
+    def encoder_state(self) -> dict[str, torch.Tensor]:
+        """Return the weights of everything but the heads, for another forecaster of the same sizes."""
+        return {name: value for name, value in self.state_dict().items() if not name.startswith("heads.")}
+
+    def load_encoder_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over the weights that ``encoder_state`` gave.
+
+        Raises:
+            UsageError: If they are of a network with other sizes.
+        """
+        own = {name: value.shape for name, value in self.encoder_state().items()}
+        given = {name: value.shape for name, value in state.items()}
+        if wrong := [name for name in {**own, **given} if own.get(name) != given.get(name)]:
+            raise UsageError(
+                f"The weights differ at {wrong[0]}: given {given.get(wrong[0])}, needed {own.get(wrong[0])}.",
+                rule="weights pass between forecasters of the same features, lookback and model settings.",
+                remedy="pre-train with the settings of this forecaster",
+            )
+        self.load_state_dict(dict(state), strict=False)
+
+    def _masks(self, batch: Any, lists: Lists, like: torch.Tensor) -> torch.Tensor:
+        masks = torch.zeros((), dtype=like.dtype, device=like.device)
+        edges_2GAA = graph_edges(on_device(batch.neighbours, like), on_device(batch.sectors, like), lists)
+        return masks.expand(edges_2GAA.shape).masked_fill(~edges_2GAA, float("-inf")).unsqueeze(2)
+
+
+def graph_edges(neighbours_NK: torch.Tensor, sectors_N: torch.Tensor, lists: Lists) -> torch.Tensor:
+    """Return the graph of each day as (2, G, A, A) bool: correlation edges both ways, and those within a sector.
+
+    Every asset, and every place without one, has an edge to itself in both.
+
+    Args:
+        neighbours_NK: Places within the day; -1 is none.
+        sectors_N: Sector numbers; -1 is not known.
+        lists: The days of the rows.
+
+    Example:
+        >>> lists = Lists(torch.tensor([0, 0, 0]), torch.device("cpu"))
+        >>> graph_edges(torch.tensor([[1], [-1], [-1]]), torch.tensor([5, -1, 5]), lists).int()[:, 0].tolist()
+        [[[1, 1, 0], [1, 1, 0], [0, 0, 1]], [[1, 0, 1], [0, 1, 0], [1, 0, 1]]]
+    """
+    num_days, size = lists.shape
+    near = torch.zeros((num_days, size, size + 1), dtype=torch.bool, device=neighbours_NK.device)  # one place for none
+    places_NK = torch.where(neighbours_NK < 0, size, neighbours_NK)
+    near[lists.list_B[:, None], lists.place_B[:, None], places_NK] = True
+    near_GAA = near[:, :, :size]
+    sector_GA = lists.padded(sectors_N, -1)
+    same_GAA = (sector_GA[:, :, None] == sector_GA[:, None, :]) & (sector_GA >= 0)[:, :, None]
+    itself_AA = torch.eye(size, dtype=torch.bool, device=near.device)
+    return torch.stack([near_GAA | near_GAA.transpose(1, 2), same_GAA]) | itself_AA
+
+
+class Masked(nn.Module):
+    """A forecaster with a head that reconstructs hidden features of the newest date, for pre-training its encoder."""
+
+    def __init__(self, forecaster: Forecaster) -> None:
+        super().__init__()
+        self.forecaster = forecaster
+        self.reconstruct = nn.Linear(forecaster.heads.in_features, forecaster.selection.norm.normalized_shape[0])
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Return the features (N, F) of the newest date."""
+        features_NF: torch.Tensor = self.reconstruct(self.forecaster.encode(batch))
+        return features_NF
+
+
+def pretraining_loss(
+    model: Masked, batch: Any, *, seed: int = 0, share: float = 0.15
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed squared error of reconstructed features, and how many were hidden.
+
+    A share of the known features of the newest date is hidden, each by itself, and reconstructed from the rest. In
+    training mode torch's global generator chooses them, as it does for dropout; in evaluation mode the seed and the
+    day's values do, so that the loss of a day is the same in every batch and epoch.
+
+    Args:
+        model: The forecaster with its reconstruction head.
+        batch: A batch of whole days, a dataclass.
+        seed: Chooses the hidden features in evaluation mode.
+        share: How much is hidden, more than 0 and less than 1.
+    """
+    weight = model.reconstruct.weight
+    windows_NLF = torch.as_tensor(batch.windows)
+    known_NLF = torch.as_tensor(batch.known)
+    newest_NF = windows_NLF[:, -1]
+    draws_NF = torch.rand(newest_NF.shape) if model.training else _draws(newest_NF, torch.as_tensor(batch.days), seed)
+    hidden_NF = (draws_NF.to(known_NLF.device) < share) & known_NLF[:, -1]
+    hidden_NLF = functional.pad(hidden_NF[:, None], (0, 0, known_NLF.shape[1] - 1, 0))
+    shown = dataclasses.replace(batch, windows=windows_NLF.masked_fill(hidden_NLF, 0.0), known=known_NLF & ~hidden_NLF)
+    features_NF = model(shown)
+    errors_NF = (features_NF - on_device(newest_NF, weight)).square()
+    hidden_NF = hidden_NF.to(weight.device)
+    return torch.where(hidden_NF, errors_NF, 0.0).sum(), hidden_NF.sum().to(weight.dtype).clamp_min(1e-12)
+
+
+def _draws(newest_NF: torch.Tensor, days_N: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return (N, F) uniform numbers that depend on the seed and the values of each day alone."""
+    drawn, sizes = [], torch.unique_consecutive(days_N.cpu(), return_counts=True)[1].tolist()
+    for day_AF in torch.split(newest_NF.cpu(), sizes):
+        key = hashlib.blake2b(day_AF.numpy().tobytes(), key=seed.to_bytes(8, "big"), digest_size=7).digest()
+        drawn.append(torch.rand(day_AF.shape, generator=torch.Generator().manual_seed(int.from_bytes(key, "big"))))
+    return torch.cat(drawn)
+
+
+def on_device(values: Any, like: torch.Tensor) -> torch.Tensor:
+    """Return an array or tensor as a tensor where ``like`` lies."""
+    return torch.as_tensor(values).to(like.device)
+
+
+def memory_bytes(rows: int, largest_day: int, **sizes: Any) -> int:
+    """Return what a training step takes in float32: weights, gradients, the state of AdamW, and activations.
+
+    Args:
+        rows: Assets of all days of a batch.
+        largest_day: Assets of its largest day.
+        **sizes: The arguments of `Forecaster`.
+
+    Raises:
+        UsageError: If sizes do not go together.
+
+    Example:
+        >>> sizes = {"num_features": 100, "lookback": 20, "num_horizons": 4, "num_layers": 2, "dropout": 0.1}
+        >>> memory_bytes(8192, 4096, hidden_size=256, **sizes) >> 20
+        2231
+    """
+    with torch.device("meta"):
+        model = Forecaster(**sizes)
+    num_weights = sum(one.numel() for one in model.parameters())
+    lookback, width = model.trunk.position_LD.shape
+    num_features = model.selection.norm.normalized_shape[0]
+    per_date = 10 * num_features + 6 * width
+    per_layer = 13 * width if model.graph else 7 * width
+    per_row = lookback * per_date + width * 4 + len(model.layers) * per_layer
+    num_days = -(-rows // largest_day)
+    edges = 2 * num_days * largest_day**2 if model.graph else 0
+    return 4 * (4 * num_weights + rows * per_row) + 6 * edges
+
+
+def _check_sizes(hidden_size: int, num_heads: int, dropout: float, graph: bool) -> None:
+    if hidden_size % num_heads:
+        raise UsageError(
+            f"hidden_size is {hidden_size} and num_heads is {num_heads}.",
+            rule="every layer divides hidden_size among its heads.",
+            remedy=f"pass hidden_size={max(1, hidden_size // num_heads) * num_heads}, or other num_heads",
+        )
+    if graph and num_heads % 2:
+        raise UsageError(
+            f"num_heads is {num_heads}.",
+            rule="half of the heads follows correlation edges and half sector edges, so their number is even.",
+            remedy=f"pass num_heads={num_heads + 1}, or graph=False",
+        )
+    if not 0 <= dropout < 1:
+        raise UsageError(f"dropout is {dropout}.", rule="it is a share of 0 to less than 1.", remedy="pass dropout=0.1")

@@ -1,0 +1,172 @@
+"""Optimizers and schedules by name."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+
+from memfit.errors import MissingExtraError, UsageError, check_counts, nearest
+
+ScheduleName = Literal["constant", "cosine", "warm_restarts"]
+
+_SCHEDULES = ("constant", "cosine", "warm_restarts")
+#: What each of these takes beside its learning rate and weight decay.
+_CONSTANTS: dict[str, dict[str, Any]] = {
+    "adabelief": {"eps": 1e-16, "betas": (0.9, 0.999), "weight_decouple": True, "rectify": True},
+}
+
+
+def make_optimizer(
+    name: str, parameters: Iterable[torch.nn.Parameter], learning_rate: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """Return an optimizer by name: ``adamw`` is torch's own, the others are those of pytorch_optimizer.
+
+    ``adabelief`` has eps 1e-16, decoupled weight decay and rectification. The others have the library's constants, with
+    decoupled weight decay where they know it.
+
+    Args:
+        name: ``adamw``, ``adabelief``, or any name of ``pytorch_optimizer.get_supported_optimizers()`` that takes a
+            learning rate and a weight decay.
+        parameters: The weights to train.
+        learning_rate: The base rate.
+        weight_decay: The rate of decay, 0 for none.
+
+    Raises:
+        UsageError: If there is no such optimizer, or it takes other settings.
+        MissingExtraError: If pytorch_optimizer is not installed.
+
+    Source:
+        J. Zhuang et al., AdaBelief Optimizer: Adapting Stepsizes by the Belief in Observed Gradients, NeurIPS 2020.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> type(make_optimizer("adamw", [weight], 1e-3, 0.01)).__name__
+        'AdamW'
+    """
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
+    try:  # it takes seconds to import
+        import pytorch_optimizer
+    except ModuleNotFoundError as error:
+        raise MissingExtraError.of("pytorch_optimizer", "forecaster", f"the optimizer {name!r}") from error
+    known = ["adamw", *pytorch_optimizer.get_supported_optimizers()]
+    if name not in known:
+        raise UsageError(
+            f"optimizer is {name!r}.",
+            rule="it is 'adamw' or an optimizer of pytorch_optimizer.",
+            remedy=nearest(name, known),
+        )
+    kind: Any = pytorch_optimizer.load_optimizer(name)
+    takes = inspect.signature(kind).parameters
+    if not {"lr", "weight_decay"} <= takes.keys():
+        raise UsageError(
+            f"optimizer is {name!r}, which takes {', '.join(takes)}.",
+            rule="an optimizer takes a learning rate lr and a weight_decay.",
+            remedy="pass 'adamw' or 'adabelief'",
+        )
+    constants = _CONSTANTS.get(name, {"weight_decouple": True} if "weight_decouple" in takes else {})
+    optimizer: torch.optim.Optimizer = kind(parameters, lr=learning_rate, weight_decay=weight_decay, **constants)
+    return optimizer
+
+
+class ShapedSchedule(torch.optim.lr_scheduler.LRScheduler):
+    """The learning rate as a share of the base rate, by a shape that fits the number of steps.
+
+    Attributes:
+        shape: Its name.
+        num_steps: The steps of the run. After them the rate stays at the end of the shape.
+        floor_share: The share at the end of each cosine.
+        bounds: The steps at which a cosine begins, and ``num_steps``.
+
+    Source:
+        I. Loshchilov, F. Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017, equation 5.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        shape: ScheduleName,
+        num_steps: int,
+        floor_share: float,
+        bounds: list[int],
+    ) -> None:
+        self.shape, self.num_steps, self.floor_share, self.bounds = shape, num_steps, floor_share, bounds
+        super().__init__(optimizer)
+
+    def share(self, step: int) -> float:
+        """Return the share of the base rate at a step, counted from 0."""
+        if step < self.bounds[0]:
+            return (step + 1) / (self.bounds[0] + 1)
+        if self.shape == "constant":
+            return 1.0
+        begin, end = next(
+            ((a, b) for a, b in zip(self.bounds, self.bounds[1:], strict=False) if step < b), (0, 1)
+        )  # none: the run is over
+        done = min(1.0, (step - begin) / (end - begin))
+        return self.floor_share + (1 - self.floor_share) * 0.5 * (1 + math.cos(math.pi * done))
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """Return the rate of each group of parameters."""
+        return [base * self.share(self.last_epoch) for base in self.base_lrs]
+
+
+def make_schedule(
+    name: ScheduleName,
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    *,
+    floor_share: float = 0.0,
+    cycles: int = 2,
+    warmup_share: float = 0.0,
+) -> ShapedSchedule:
+    """Return a schedule of the learning rate, to be stepped after each optimizer step.
+
+    All begin with a straight line up to the base rate. Then ``constant`` stays there, ``cosine`` goes down to the floor
+    once, and ``warm_restarts`` in cycles, each twice as long as the one before. The last cycle ends with the run.
+
+    Args:
+        name: ``constant``, ``cosine`` or ``warm_restarts``.
+        optimizer: Its rates are the base rates.
+        num_steps: Optimizer steps of the whole run.
+        floor_share: The end of each cosine, as a share of the base rate: 0 to less than 1.
+        cycles: Cycles of ``warm_restarts``.
+        warmup_share: The share of steps on the line, 0 to less than 1.
+
+    Raises:
+        UsageError: If the name is not known, a share is out of its range, or the cycles do not fit the steps.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> schedule = make_schedule("warm_restarts", torch.optim.SGD([weight], lr=1.0), 6, floor_share=0.1, cycles=2)
+        >>> [round(schedule.share(step), 2) for step in range(7)]
+        [1.0, 0.55, 1.0, 0.87, 0.55, 0.23, 0.1]
+    """
+    if name not in _SCHEDULES:
+        raise UsageError(
+            f"schedule is {name!r}.",
+            rule=f"it is one of {', '.join(_SCHEDULES)}.",
+            remedy=nearest(str(name), _SCHEDULES),
+        )
+    check_counts(UsageError, 1, num_steps=num_steps, cycles=cycles)
+    for share, value in {"floor_share": floor_share, "warmup_share": warmup_share}.items():
+        if not 0 <= value < 1:
+            raise UsageError(
+                f"{share} is {value}.",
+                rule=f"{share} is a share of the base rate or of the steps: 0 to less than 1.",
+                remedy=f"pass {share}=0.1",
+            )
+    num_warmup = int(warmup_share * num_steps)
+    num_cycles = cycles if name == "warm_restarts" else 1
+    units, room = 2**num_cycles - 1, num_steps - num_warmup
+    if room < units:
+        raise UsageError(
+            f"{num_cycles} cycles take {units} steps at least, and the run has {room} after its warm-up.",
+            rule="each cycle is twice as long as the one before, and the last ends with the run.",
+            remedy=f"pass cycles={max(1, (room + 1).bit_length() - 1)}, or train for more steps",
+        )
+    bounds = [num_warmup + round(room * (2**cycle - 1) / units) for cycle in range(num_cycles + 1)]
+    return ShapedSchedule(optimizer, name, num_steps, floor_share, bounds)
