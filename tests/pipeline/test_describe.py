@@ -6,7 +6,7 @@ import pytest
 
 import memfit
 from memfit.errors import ConfigError
-from memfit.pipeline import Probe, Stage, plan_run
+from memfit.pipeline import Output, Probe, Stage, plan_run
 from memfit.pipeline._describe import in_order
 
 WORKLOAD = """
@@ -67,3 +67,39 @@ def test_a_stage_says_whether_its_memory_is_known_by_arithmetic():
     known = Stage("known", len, reads=(), probe=Probe(memory=lambda params: 1 << 20))
     found = {stage.name: stage.has_memory for stage in in_order([known, Stage("other", len, reads=())], {})}
     assert found == {"known": True, "other": False}
+
+
+CHOOSING = """
+from pydantic import BaseModel
+from memfit.pipeline import Stage, Workload
+
+
+class Params(BaseModel):
+    warm: bool = False
+
+
+def warm(context, params):
+    return {"rate": 1}
+
+
+def train(context, params):
+    return {"rate": context["warm"].result["rate"] if "warm" in context.needs else 0}
+
+
+CHOOSING = Workload(
+    Params,
+    (Stage("warm", warm, reads=()), Stage("train", train, needs=("warm",))),
+    choose=lambda params: ("warm", "train") if params.warm else ("train",),
+)
+"""
+
+
+@pytest.mark.slow
+def test_a_stage_runs_without_one_that_the_workload_left_out_and_with_it_where_it_is_chosen(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("choosing.py").write_text(CHOOSING)
+    for warm in (False, True):
+        config = {"experiment": "choosing", "target": "choosing:CHOOSING", "params": {"warm": warm}}
+        run = memfit.run(config)
+        assert Output(run.path / "checkpoints/stage_train.json").result == {"rate": int(warm)}
+        assert (run.path / "checkpoints/stage_warm.json").exists() == warm

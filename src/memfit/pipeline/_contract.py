@@ -255,7 +255,8 @@ class Workload(Generic[P]):
         stages: The stages, in any order that reads well.
         fingerprint: Takes the params and returns a digest of the raw data, or one for each stage by name; None if all
             data are in the params.
-        choose: Takes the params and returns the names of the stages that a run with them has; None for all.
+        choose: Takes the params and returns the names of the stages that a run with them has; None for all. A stage
+            that needs one that is left out runs without it: ``context.needs`` does not have it.
 
     Example:
         >>> class Params(BaseModel):

@@ -74,7 +74,12 @@ def describe(target: str, resolved: str, units: Sequence[Mapping[str, str]] = ()
     params = nested.value.model_dump(mode="json")
     data = workload.fingerprint(nested.value) if workload.fingerprint else ""
     names = None if workload.choose is None else workload.choose(nested.value)
-    chosen = [stage for stage in workload.stages if names is None or stage.name in names]
+    left_out = [stage.name for stage in workload.stages if names is not None and stage.name not in names]
+    chosen = [
+        replace(stage, needs=tuple(name for name in stage.needs if name not in left_out))
+        for stage in workload.stages
+        if stage.name not in left_out
+    ]
     stages = in_order(chosen, params, target, workload.params)
     stages = [replace(one, data=data if isinstance(data, str) else data.get(one.name, "")) for one in stages]
     if units:
