@@ -132,8 +132,8 @@ def fingerprint(params: PanelParams) -> str:
 
 def prepare_folds(
     context: Context, params: PanelParams, cut: Splitter, *, embargo_size: int, forward_only: bool = False
-) -> dict[str, Any]:
-    """Save the panel and its folds as ``cut`` makes them of the usable dates; gives what `save_folds` gives."""
+) -> tuple[Panel, dict[str, Any]]:
+    """Save the panel and its folds as ``cut`` makes them of the usable dates; gives it, and what `save_folds` gives."""
     phase("load")
     data = params.data
     source, features, checked = _source(context.panels_dir, data)
@@ -142,8 +142,8 @@ def prepare_folds(
     panel = Panel.build(source, context.panels_dir, features=features, targets=targets)
     usable = usable_dates(panel, params)
     folds = [(usable[train], usable[test]) for train, test in cut.split(panel.dates[usable])]
-    reach = max(data.labels)
-    return save_folds(context, panel, folds, label_dates=reach, embargo_size=embargo_size, forward_only=forward_only)
+    sizes: dict[str, Any] = {"label_dates": max(data.labels), "embargo_size": embargo_size}
+    return panel, save_folds(context, panel, folds, forward_only=forward_only, **sizes)
 
 
 def usable_dates(panel: Panel, params: PanelParams) -> Indices:

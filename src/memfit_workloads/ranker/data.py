@@ -16,14 +16,8 @@ from memfit_workloads.ranker.params import RankerParams
 
 def prepare(context: Context, params: RankerParams) -> dict[str, Any]:
     """Save the panel and its folds, purged by the longest horizon."""
-    settings = params.splits
-    return prepare_folds(
-        context,
-        params,
-        splitter(params),
-        embargo_size=settings.embargo_size,
-        forward_only=settings.kind == "walk_forward",
-    )
+    is_forward, embargo = params.splits.kind == "walk_forward", params.splits.embargo_size
+    return prepare_folds(context, params, splitter(params), embargo_size=embargo, forward_only=is_forward)[1]
 
 
 def splitter(params: RankerParams) -> Splitter:
