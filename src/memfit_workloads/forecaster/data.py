@@ -134,8 +134,8 @@ def volatility_ranks(returns: Array) -> npt.NDArray[np.float32]:
 def day_weights(ranks: npt.NDArray[np.float32], strength: float) -> npt.NDArray[np.float32]:
     """Return how much each date counts: ``exp(-strength * (2 * rank - 1))``, so a calm day counts more; 1 at 0.
 
-    >>> day_weights(np.array([0.0, 0.5, 1.0], np.float32), 0.5).round(2).tolist()
-    [1.65, 1.0, 0.61]
+    >>> day_weights(np.array([0.0, 0.5, 1.0], np.float32), 0.5).round(2)
+    array([1.65, 1.  , 0.61], dtype=float32)
     """
     weights: npt.NDArray[np.float32] = np.exp(-strength * (2 * ranks - 1)).astype(np.float32)
     return weights
