@@ -16,7 +16,7 @@ from memfit.errors import ConfigError, MemfitError, UsageError, nearest
 from memfit.jobs import JobStatus, name_jobs, read_status
 from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._manifest import find_manifest, key_of, remove_result
-from memfit.pipeline._results import NOT_MADE, Results, Unit
+from memfit.pipeline._results import NOT_MADE, Index, Results, Unit
 from memfit.rundir import RunDir
 from memfit.units import format_duration
 
@@ -59,8 +59,9 @@ ALL = Choice()
 class Graph:
     """The state of a workload's stages in one run: a source of jobs for the scheduler.
 
-    Without ``make_job`` it writes, links and removes nothing. ``earlier`` are runs whose valid results it may link,
-    newest first. ``error`` is the first stage that was refused while the run went on.
+    Without ``make_job`` it writes, links and removes nothing. ``index`` knows the results of other runs that it may
+    link. Of several graphs of one run, as in a search, each has a ``prefix`` for the names of its jobs; a unit whose key
+    another graph is making waits for that. ``error`` is the first stage that was refused while the run went on.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class Graph:
         run: RunDir,
         *,
         make_job: Callable[[Unit], Any] | None = None,
-        earlier: Sequence[RunDir] = (),
+        index: Index | None = None,
+        prefix: str = "",
         say: Callable[..., None] = lambda kind, **fields: None,
     ) -> None:
         self.run, self.choice, self._is_plan = run, order.choice, make_job is None
         self.stages = {stage.name: stage for stage in order.stages}
-        self._make_job, self._say = make_job, say
+        self._make_job, self._say, self._prefix = make_job, say, prefix
+        self._index = index or Index()
         self.error: UsageError | None = None
         self.units: dict[str, list[Unit]] = {}
         self._waiting: dict[str, list[Unit]] = {}
@@ -85,7 +88,7 @@ class Graph:
         self._changed: list[Unit] = []
         self._has_begun = False
         self.asked, self._anew = self._chosen()
-        self._results = Results(run, earlier, order.common, self._anew, self._is_plan)
+        self._results = Results(run, self._index, order.common, self._anew, self._is_plan)
         for name, stage in self.stages.items():
             if name in self.asked and (stage.units is not None or not stage.each):
                 self._units(name)
@@ -161,12 +164,14 @@ class Graph:
         """Set the state of a unit whose job has ended; ``error`` comes from writing its manifest."""
         unit = self._running.pop(status.job_id)
         self._sealing.pop(status.job_id, None)
+        self._index.making.pop((unit.stage.name, unit.key), None)
         if error is not None:
             self._fail(unit, error)
         elif status.state == "completed" and not unit.stage.keyed:
             self._set(unit, "completed")
         elif status.state == "completed":
             if (made := self._results.made(unit)) is not None:
+                self._index.add(unit.stage.name, unit.key, unit.manifest(self.run))
                 self._take(unit, made, "completed")
             else:
                 self._set(unit, "failed", "its result is not there")
@@ -179,7 +184,16 @@ class Graph:
     @property
     def is_done(self) -> bool:
         """True if no unit will ever become ready."""
-        return self._has_begun and not self._running and not self._ready
+        return self._has_begun and not self._running and not self._ready and not self._is_held()
+
+    def _is_held(self) -> bool:
+        """Return whether a unit waits for another graph that makes its result."""
+        making = self._index.making
+        return any((one.stage.name, one.key) in making for units in self._waiting.values() for one in units if one.key)
+
+    def given_up(self, job_id: str) -> str:
+        """Return why a job of this graph that has not started yet must not start any more; empty if it may."""
+        return ""
 
     # Questions
 
@@ -243,7 +257,7 @@ class Graph:
                 if self._is_plan or not self._has_begun:
                     raise
                 self.error = self.error or error
-                found = [Unit(stage, 0, None, name, state="failed", why=error.what)]
+                found = [Unit(stage, 0, None, f"{self._prefix}{name}", state="failed", why=error.what)]
             self.units[name], self._changed = found, self._changed + found
             self._waiting[name] = [unit for unit in found if unit.state == "waiting"]
         return self.units[name]
@@ -261,7 +275,7 @@ class Graph:
     def named(self, stage: StageSpec, values: Sequence[Any]) -> list[Unit]:
         """Return the units of this run among all values of a stage's list."""
         if values == [None]:
-            return [Unit(stage, 0, None, stage.name)]
+            return [Unit(stage, 0, None, f"{self._prefix}{stage.name}")]
         labels = [label_of(value, number, stage.variable) for number, value in enumerate(values, start=1)]
         if len(set(labels)) < len(labels):
             labels = [str(number) for number in range(1, len(values) + 1)]
@@ -272,7 +286,7 @@ class Graph:
         if last is not None and last.holds and self.stages[last.holds].each == stage.each:
             chosen = chosen[:1]  # a gate looks at the first alone
         return [
-            Unit(stage, place, values[number], f"{stage.name}_{labels[number]}", labels[number])
+            Unit(stage, place, values[number], f"{self._prefix}{stage.name}_{labels[number]}", labels[number])
             for place, number in enumerate(chosen)
         ]
 
@@ -310,8 +324,10 @@ class Graph:
         if any(one.state not in PASSED for one in blocking):
             return False
         if stage.keyed:
+            if unit.key and (stage.name, unit.key) in self._index.making:
+                return False
             try:
-                self._check(unit)
+                return self._check(unit)
             except OSError as error:
                 self._fail(unit, error)
         elif read_status(self.run, unit.job_id).state == "completed":
@@ -321,12 +337,14 @@ class Graph:
             self._ready.append(unit)
         return True
 
-    def _check(self, unit: Unit) -> None:
-        """Take a unit's valid result, or make it ready to run."""
+    def _check(self, unit: Unit) -> bool:
+        """Take a unit's valid result, or make it ready to run; return False if another graph is making it."""
         name, only = unit.stage.name, self.choice.only
         if (found := self._results.find(unit)) is not None:
             self._take(unit, found[1], found[0])
-            return
+            return True
+        if (name, unit.key) in self._index.making:
+            return False
         again = f"it is asked for (--from {self.choice.anew})" if name in self._anew else self._results.why_not(unit)
         unit.state, unit.why = "ready", again
         if only and name != only:
@@ -339,11 +357,14 @@ class Graph:
                 raise error
             self.error = self.error or error
             self._fail(unit, error)
-            return
+            return True
         path = unit.manifest(self.run)
         if not self._is_plan and (path.exists() or name in self._anew):
             remove_result(path)  # or a training would continue from checkpoints of another key
         self._ready.append(unit)
+        if not self._is_plan:
+            self._index.making[name, unit.key] = unit.job_id
+        return True
 
     def _set(self, unit: Unit, state: str, why: str = "") -> None:
         unit.state, unit.why = state, why

@@ -22,7 +22,7 @@ from memfit.pipeline._grid import fill
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, order_of_config
 from memfit.pipeline._probe import ask_of_model
-from memfit.pipeline._results import Unit
+from memfit.pipeline._results import Index, Unit
 from memfit.pipeline._run import find_run, order_of_params
 from memfit.pipeline._supervise import most_at_once, read_budget
 from memfit.planning import decide, find_this_gpu
@@ -153,7 +153,7 @@ def _plan(order: Order, start: str, *, new: bool) -> RunPlan:
     graph = Graph(
         order,
         found or RunDir(settings.runs_dir / settings.experiment / "planned"),
-        earlier=[] if new else [run for run in runs if run != found],
+        index=Index([] if new else [run for run in runs if run != found]),
     )
     graph.advance()
     budget = read_budget(settings)

@@ -83,6 +83,35 @@ class Unit:
         return run.manifest_path(self.stage.name, self.job_id)
 
 
+class Index:
+    """The valid results of other runs by stage and key, and those of this run that all its graphs share.
+
+    Several graphs of one run, as in a search, make each key once: ``making`` names the job that makes it now.
+    """
+
+    def __init__(self, runs: Sequence[RunDir] = ()) -> None:
+        self.runs = list(runs)[:_MOST_RUNS]
+        self._found: dict[tuple[str, str], Path] | None = None
+        self.making: dict[tuple[str, str], str] = {}
+
+    def find(self, stage: str, key: str) -> Path | None:
+        """Return the manifest of a stage's result with this key."""
+        return self._all().get((stage, key))
+
+    def add(self, stage: str, key: str, manifest: Path) -> None:
+        """Take in a result that was just made, if none of this key is known."""
+        self._all().setdefault((stage, key), manifest)
+
+    def _all(self) -> dict[tuple[str, str], Path]:
+        if self._found is None:
+            self._found = {}
+            for run in reversed(self.runs):
+                for path in (run.path / "checkpoints").glob("*.json"):
+                    if (found := find_manifest(path)) is not None:
+                        self._found[found["stage"], found["key"]] = path
+        return self._found
+
+
 class Results:
     """The results of a run's units.
 
@@ -90,11 +119,10 @@ class Results:
     """
 
     def __init__(
-        self, run: RunDir, earlier: Sequence[RunDir], common: Mapping[str, Any], anew: frozenset[str], is_plan: bool
+        self, run: RunDir, index: Index, common: Mapping[str, Any], anew: frozenset[str], is_plan: bool
     ) -> None:
-        self.run, self._earlier, self._common = run, list(earlier[:_MOST_RUNS]), common
+        self.run, self._index, self._common = run, index, common
         self._anew, self._is_plan = anew, is_plan
-        self._index: dict[tuple[str, str], Path] | None = None
 
     def find(self, unit: Unit) -> tuple[str, Mapping[str, Any]] | None:
         """Return ``kept`` or ``reused`` with the manifest of a unit's valid result; None if the unit must run.
@@ -123,7 +151,7 @@ class Results:
                 self.seal(unit, status)
         if (found := _valid(path, unit.key)) is not None:
             return "kept", found
-        elsewhere = self._elsewhere().get((stage.name, unit.key))
+        elsewhere = self._index.find(stage.name, unit.key)
         if elsewhere is None or (found := _valid(elsewhere, unit.key)) is None:
             return None
         if self._is_plan:
@@ -133,7 +161,7 @@ class Results:
     def why_not(self, unit: Unit) -> str:
         """Return why a unit runs, from the newest result of the same name."""
         path = unit.manifest(self.run)
-        for run in [self.run, *self._earlier]:
+        for run in [self.run, *self._index.runs]:
             before = find_manifest(unit.manifest(run))
             is_own = before is not None and before["parts"].get("unit") == unit.parts.get("unit")
             if before is not None and (is_own or run == self.run):  # of another run, train_1 may be another unit
@@ -152,16 +180,6 @@ class Results:
         """Return the manifest that a unit's job has just left; None if it left none for this key."""
         found = find_manifest(unit.manifest(self.run))
         return found if found is not None and found["key"] == unit.key else None
-
-    def _elsewhere(self) -> dict[tuple[str, str], Path]:
-        """Return the manifests of earlier runs, by stage and key."""
-        if self._index is None:
-            self._index = {}
-            for run in reversed(self._earlier):
-                for path in (run.path / "checkpoints").glob("*.json"):
-                    if (found := find_manifest(path)) is not None:
-                        self._index[found["stage"], found["key"]] = path
-        return self._index
 
 
 def _valid(path: Path, key: str) -> dict[str, Any] | None:

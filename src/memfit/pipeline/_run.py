@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from memfit.pipeline._graph import ALL, Choice, Graph
 from memfit.pipeline._grid import expand, fill, own_stdin
 from memfit.pipeline._manifest import open_folder
 from memfit.pipeline._order import FACTS, Order, order_of_command, order_of_config, order_of_run, resolve_settings
-from memfit.pipeline._results import Unit
+from memfit.pipeline._results import Index, Unit
 from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
 from memfit.rundir import RunDir, read_json, read_whole, write_atomic, write_json, write_masked
 
@@ -83,7 +83,7 @@ def run(
         )
     order = order_of_config(source, overrides=overrides, env=env, choice=choice)
     Graph(order, RunDir(Path()))  # refuses bad names before anything is made
-    return _go_on(order, *_take_up(order, new=new), force=force, view=view, reuse=not new)
+    return _go_on(order, *take_up(order, new=new), force=force, view=view, reuse=not new)
 
 
 def run_commands(
@@ -118,7 +118,7 @@ def run_commands(
     """
     settings = settings or resolve_settings()
     order = order_of_params(command, params, param_file, settings)
-    return _go_on(order, *_take_up(order, new=new), force=force, view=view, reuse=False)
+    return _go_on(order, *take_up(order, new=new), force=force, view=view, reuse=False)
 
 
 def order_of_params(
@@ -158,7 +158,7 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
 
 def _goes_on(order: Order, run: RunDir, earlier: Sequence[RunDir] = ()) -> bool:
     """Return whether to continue a run: it is not finished, or nothing in it would be overwritten."""
-    graph = Graph(order, run, earlier=[other for other in earlier if other != run])
+    graph = Graph(order, run, index=Index([other for other in earlier if other != run]))
     if order.is_keyed:  # an unknown unit is refused before the run is touched
         graph.advance()
     with contextlib.suppress(DamagedError):  # each job's own files say what is done
@@ -178,7 +178,7 @@ def find_run(order: Order) -> RunDir | None:
     return found if found is not None and _goes_on(order, found, runs) else None
 
 
-def _take_up(order: Order, *, new: bool) -> tuple[RunDir, str]:
+def take_up(order: Order, *, new: bool, find: Callable[[Order], RunDir | None] = find_run) -> tuple[RunDir, str]:
     """Return the run that continues, or a new one, and which of the two. Two starts at once find one run."""
     settings = order.settings
     # Other users' runs are theirs alone.
@@ -191,7 +191,7 @@ def _take_up(order: Order, *, new: bool) -> tuple[RunDir, str]:
             remedy=f"see which process it is: fuser {path}",
         )
     try:
-        if not new and (found := find_run(order)) is not None:
+        if not new and (found := find(order)) is not None:
             return found, "continued"
         return RunDir.create(settings.runs_dir, settings.experiment, order.fingerprint, order.facts), "started"
     finally:
@@ -207,17 +207,17 @@ def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | N
 
     @functools.cache
     def planned() -> Graph:
-        graph = Graph(order, run, earlier=earlier)
+        graph = Graph(order, run, index=Index(earlier))
         graph.advance()
         return graph
 
     with supervised(run, settings, force=force, view=view, facts=facts) as supervisor:
         supervisor.adopt(lambda job_id: planned().goes_on_with(job_id))
-        _write_order(order, run)
+        write_order(order, run)
         if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
             supervisor.events.write("plan", text=f"torch's allocator: {settings.memory.cuda_allocator}, from {origin}")
         say = supervisor.events.write
-        graph = Graph(order, run, earlier=earlier, say=say, make_job=functools.partial(_job, order, run))
+        graph = Graph(order, run, index=Index(earlier), say=say, make_job=functools.partial(make_job, order, run))
         graph.advance()
         known = _known(order, graph)
         alike = [one for one in known if len(graph.units.get(one[0], ())) > 1]
@@ -229,7 +229,7 @@ def _go_on(order: Order, run: RunDir, state: str, *, force: bool, view: View | N
         return _settle(order, supervisor, graph, statuses)
 
 
-def _write_order(order: Order, run: RunDir) -> None:
+def write_order(order: Order, run: RunDir) -> None:
     """Write the resolved config and the graph; of a command, settings that changed."""
     if not order.yaml:
         before = read_whole(run.path / "run.json", FACTS) or {}
@@ -247,7 +247,8 @@ def _write_order(order: Order, run: RunDir) -> None:
 # Jobs
 
 
-def _job(order: Order, run: RunDir, unit: Unit) -> Job:
+def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
+    """Return the job that makes a unit's result, and make its folder."""
     settings, stage = order.settings, unit.stage
     own, memory, has_units = order.topology(stage.name), settings.memory, unit.label is not None
     if stage.keyed:

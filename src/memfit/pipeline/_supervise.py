@@ -141,7 +141,7 @@ class Supervisor:
             stop=self.stop,
             on_tick=self.tick,
             still_running=self._adopted,
-            stopped=lambda job_id: take_stop(self.run, job_id),
+            stopped=lambda job_id: graph.given_up(job_id) or take_stop(self.run, job_id),
         )
 
     def adopt(self, goes_on_with: Callable[[str], bool]) -> None:

@@ -1,1 +1,26 @@
-"""Search a workload's settings: each trial is a graph of stages, and all trials run under one memory budget."""
+"""Search a workload's settings: each trial is a graph of stages, and all trials run under one memory budget.
+
+The names load their modules when they are first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from memfit._lazy import load_lazily
+
+if TYPE_CHECKING:
+    from memfit.tuning._record import ENDED_TRIALS, Trial, TrialState, read_trial, read_trials
+    from memfit.tuning._settings import Searched, TuneSettings, of_command, read_param
+
+__all__ = [
+    "ENDED_TRIALS",
+    "Searched",
+    "Trial",
+    "TrialState",
+    "TuneSettings",
+    "of_command",
+    "read_param",
+    "read_trial",
+    "read_trials",
+]
+
+__getattr__, __dir__ = load_lazily(__name__)
