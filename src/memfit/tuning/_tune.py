@@ -151,7 +151,7 @@ def tune(
 
     def order_of(values: Mapping[str, Any]) -> Order:
         own = [("the trial", f"{name}={json.dumps(value)}") for name, value in values.items()]
-        return order_of_config(source, overrides=[*overrides, *own], env=env, choice=choice)
+        return order_of_config(source, overrides=[*overrides, *own], env=env, choice=choice, with_memory=True)
 
     return _search(order, settings, run, order_of, state=state, force=force, view=view)
 
