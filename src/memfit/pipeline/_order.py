@@ -103,7 +103,11 @@ def order_of_config(
     folders = folders or ([str(file.resolve().parent)] if file else [])
     child_env = python_path(folders, env)
     if settings.target:
-        own = {"target": settings.target, "resolved": resolved.to_json(), "units": list(choice.combinations)}
+        own: dict[str, Any] = {
+            "target": settings.target,
+            "resolved": resolved.to_json(),
+            "units": list(choice.combinations),
+        }
         own |= {"with_memory": with_memory}
         described = call_in_child("memfit.pipeline._describe:describe", own, env=dict(os.environ) | child_env)
     else:
