@@ -482,8 +482,9 @@ def _setting(order: Order, dotted: str) -> Any:
 
 def check_names(order: Order, settings: TuneSettings) -> None:
     """Refuse a space over settings that are not there, and an objective of a stage that is not there."""
-    for one in settings.space:
-        _setting(order, one.name)
+    for name in (*(one.name for one in settings.space), settings.epochs, settings.data_path):
+        if name is not None:
+            _setting(order, name)
     names = [stage.name for stage in order.stages]
     if settings.stage not in names:
         raise ConfigError(
