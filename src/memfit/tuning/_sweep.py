@@ -371,8 +371,9 @@ class Sweep:
         for unit in active.graph.units[self.settings.stage]:
             value = self._number_of(unit)
             if value is None or not math.isfinite(value):
-                what = "is not there" if value is None else f"is {value}"
-                why = f"{self.settings.number} {what} in the result of {unit.job_id}"
+                where = "result, reports and last line" if unit.stage.command is not None else "result"
+                what = f"is not in the {where}" if value is None else f"is {value} in the result"
+                why = f"{self.settings.number} {what} of {unit.job_id}"
                 return "failed", {"cause": why, "kind": "NoObjective", "job": unit.job_id}
             found[unit.label or unit.stage.name] = value
         return "completed", {"value": sum(found.values()) / len(found), "by_unit": found}
