@@ -363,8 +363,11 @@ def test_a_study_shows_the_ends_of_its_trials_and_how_far_it_is(study):
     made.event(61, "trial", name="trial_0002", state="pruned", text="trial_0002 pruned")
     tick()
     shown.live.close()
-    assert shown.lines[0] == f"Run {run.path}"
-    assert [line.partition("  ")[2] for line in shown.lines[1:]] == [
+    assert shown.lines[:2] == [
+        f"Run {run.path}",
+        "trials 1 of 40: 1 completed; best rank_ic 0.0100 (trial_0000); about 19m 30s left",
+    ]
+    assert [line.partition("  ")[2] for line in shown.lines[2:]] == [
         "trial_0001 completed: rank_ic 0.0341 (best)",
         "trial_0002 pruned at epoch 2: rank_ic 0.0010, below the median 0.0100",
     ]
@@ -396,7 +399,8 @@ def test_above_the_table_of_a_study_stands_how_far_it_is(study):
     lines = [line.rstrip() for line in shown.lines]
     shown.live.close()
     headline = "trials 1 of 2: 1 completed, 1 running; best rank_ic 0.0341 (trial_0000); about 1m 00s left"
-    at = next(at for at, line in enumerate(lines) if headline in line)
+    assert lines[1] == headline, "where it stands at the start"
+    at = next(at for at, line in enumerate(lines) if headline in line and at > 1)
     assert lines[at + 1].startswith("job ") and lines[at + 2].startswith("trial_0001.fold_1 ")
     assert lines[at + 3] == "running 1", "the time left is that of the study"
 

@@ -83,6 +83,7 @@ see       memfit report runs/demo/run_20261121_090000_0123abcd
 """
 
 
+@pytest.mark.slow
 def test_a_printed_study_is_this(searched):
     (searched.path / "best.yaml").write_text("experiment: demo\n")
     assert printed(print_study, searched.run) == PRINTED
@@ -146,6 +147,7 @@ def test_a_study_says_which_trials_a_rerun_may_not_repeat(study):
     assert "inside a step: CUDA out of memory; 4 microbatches" in found["trial_0001"]
 
 
+@pytest.mark.slow
 def test_of_hundreds_of_trials_the_best_ten_and_each_cause_of_failure_are_printed(study):
     run = study.begin(n_trials=300)
     for number in range(200):

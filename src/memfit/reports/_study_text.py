@@ -203,7 +203,7 @@ def draw_objective(summary: Mapping[str, Any]) -> str:
         number = int(one["trial"].rpartition("_")[2])
         text = f"{one['trial']} {one['state']}: {one['cause'] or or_dash(one['value'], format_number)}"
         points.append(Point(number, value, *_SIGNS.get(one["state"], _BAD_SIGN), title=text, lane=state))
-        if state == "completed" and (not steps or is_better(value, steps[-1][1])):
+        if state == "completed" and value is not None and (not steps or is_better(value, steps[-1][1])):
             steps.append((number, value))
     if not points:
         return "<p>No trial has ended yet.</p>"
