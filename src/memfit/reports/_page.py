@@ -51,7 +51,7 @@ p{margin:.3rem 0}
 svg{width:100%;height:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
-.number{text-align:right;font-variant-numeric:tabular-nums}
+.number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 .legend{font-size:13px}
 .legend span{margin-right:1.1rem;white-space:nowrap}
 .legend i{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
@@ -204,7 +204,7 @@ def _comparison(seen: Sequence[_Seen]) -> str:
     return _table(["", *(one.name for one in seen)], rows, num_words=1)
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int) -> str:
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: int, what: str = "figures") -> str:
     """Return a table whose columns behind the first ``num_words`` hold numbers; a long one is folded."""
 
     def line(cells: Sequence[str], tag: str) -> str:
@@ -214,7 +214,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words:
 
     lines = "".join(line(cells, "td") for cells in rows)
     table = f'<div class="wide"><table>{line(headings, "th")}{lines}</table></div>'
-    return _folded(f"{len(rows)} figures", table) if len(rows) > _MOST_LINES else table
+    return _folded(f"{len(rows)} {what}", table) if len(rows) > _MOST_LINES else table
 
 
 def _folded(title: str, inside: str) -> str:
@@ -234,10 +234,11 @@ def _study(study: Mapping[str, Any]) -> Iterator[str]:
         numbers = [or_dash(one["value"], format_number), or_dash(one["seconds"] or None, format_duration)]
         numbers += [or_dash(one[key] or None, format_bytes) for key in sizes.values()]
         rows.append((one["trial"], one["state"], one["cause"], *(params.get(name, "-") for name in names), *numbers))
-    yield _table(("trial", "state", "why", *names, study["number"], "time", *sizes), rows, num_words=3)
+    yield _table(("trial", "state", "why", *names, study["number"], "time", *sizes), rows, num_words=3, what="trials")
     if settings := study["refused"]["settings"]:
         words = [
-            (name, *(explain_region(one[key]) for key in ("refused", "accepted"))) for name, one in settings.items()
+            (name.removeprefix("params."), *(explain_region(one[key]) for key in ("refused", "accepted")))
+            for name, one in settings.items()
         ]
         yield _table(("setting", "refused", "accepted"), words, num_words=3)
     for one in study["differs"]:

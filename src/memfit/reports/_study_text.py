@@ -57,7 +57,7 @@ def explain_region(region: Mapping[str, Any] | None) -> str:
         return "-"
     if "values" in region:
         return ", ".join(map(str, region["values"]))
-    return " to ".join(f"{region[end]:.4g}" for end in ("low", "high"))
+    return " to ".join(dict.fromkeys(f"{region[end]:.4g}" for end in ("low", "high")))
 
 
 def study_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -199,7 +199,7 @@ def draw_objective(summary: Mapping[str, Any]) -> str:
         if state not in ENDED_TRIALS:
             continue
         if value is not None and reach and abs(best["value"] - value) > reach:
-            state, value = f"{state}, far off", None
+            state, value = "far off", None
         number = int(one["trial"].rpartition("_")[2])
         text = f"{one['trial']} {one['state']}: {one['cause'] or or_dash(one['value'], format_number)}"
         points.append(Point(number, value, *_SIGNS.get(one["state"], _BAD_SIGN), title=text, lane=state))
