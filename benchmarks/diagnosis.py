@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import resource
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.diagnosis import Diagnosis, diagnose
+from memfit.evaluation import wilson_interval
 
 #: What is asked: shares of kinds and phases, of figures, the false alarms, and the memory of a large log in MiB.
 KINDS, PHASES, FIGURES, FALSE_ALARMS, STREAM_MIB = 0.95, 0.90, 1.0, 0, 200
@@ -88,20 +88,6 @@ def _same(found: float | None, expected: float | None) -> bool:
     return abs(found - expected) <= max(2e-4, 1e-3 * expected)
 
 
-def wilson(hits: int, total: int) -> tuple[float, float]:
-    """The 95 % interval of a share.
-
-    >>> tuple(round(end, 3) for end in wilson(0, 20))
-    (0.0, 0.161)
-    """
-    if total == 0:
-        return 0.0, 1.0
-    z, share = 1.96, hits / total
-    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
-    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def summarize(scores: Sequence[Score]) -> dict[str, Any]:
     """Counts and shares of all marks."""
     clear = [one for one in scores if not one.ambiguous]
@@ -118,7 +104,7 @@ def summarize(scores: Sequence[Score]) -> dict[str, Any]:
         "phase_unknown": [sum(one.found["phase"] == "unknown" for one in silent), len(silent)],
         "figures": [sum(one.figures for one in scores), len(scores)],
         "false_oom": [len(alarms), len(healthy)],
-        "false_oom_interval": wilson(len(alarms), len(healthy)),
+        "false_oom_interval": wilson_interval(len(alarms), len(healthy)),
         "ambiguous": [sum(one.kind for one in scores if one.ambiguous), len(scores) - len(clear)],
         "substrings": [sum(one.substring == one.label["oom"] for one in clear), len(clear)],
         "substrings_false_oom": [sum(one.substring for one in healthy), len(healthy)],

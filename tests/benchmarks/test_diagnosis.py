@@ -69,8 +69,3 @@ def test_a_large_log_is_diagnosed_in_its_middle(benchmark, tmp_path):
     found = benchmark.stream(0.01, tmp_path)
     assert found["kind"] == "gpu"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_interval_of_none_in_twenty_reaches_a_sixth(benchmark):
-    assert benchmark.wilson(0, 20) == pytest.approx((0, 0.161), abs=1e-3)
-    assert benchmark.wilson(20, 20)[1] == pytest.approx(1)

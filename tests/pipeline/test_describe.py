@@ -6,8 +6,7 @@ import pytest
 
 import memfit
 from memfit.errors import ConfigError
-from memfit.pipeline import Output, Probe, Stage, plan_run
-from memfit.pipeline._describe import in_order
+from memfit.pipeline import Output, plan_run
 
 WORKLOAD = """
 from pydantic import BaseModel
@@ -61,12 +60,6 @@ def test_a_command_that_names_no_setting_is_refused(tmp_path, monkeypatch):
         memfit.run({"experiment": "commands", "stages": stages})
     with pytest.raises(ConfigError, match=r"stages\.one has no command"):
         memfit.run({"experiment": "commands", "stages": {"one": {"each": "n in params.sizes"}}})
-
-
-def test_a_stage_says_whether_its_memory_is_known_by_arithmetic():
-    known = Stage("known", len, reads=(), probe=Probe(memory=lambda params: 1 << 20))
-    found = {stage.name: stage.has_memory for stage in in_order([known, Stage("other", len, reads=())], {})}
-    assert found == {"known": True, "other": False}
 
 
 CHOOSING = """

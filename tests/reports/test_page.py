@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from memfit.reports import write_page
 from memfit.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -113,6 +114,17 @@ def test_two_runs_share_one_scale_and_say_what_changed(run: Path, tmp_path: Path
     assert "settings.retries" in said, "what changed"
     assert "settings.grace_seconds" not in said, "what did not"
     assert len(out.read_bytes()) < 300_000
+
+
+def test_the_page_of_two_runs_shows_what_changed_of_their_configs_and_no_secret(tmp_path: Path) -> None:
+    both = []
+    for number in ("1", "2"):
+        made = RunDir.create(tmp_path, "demo", number * 64)
+        (made.path / "config.yaml").write_text(f"params: {{lr: 0.{number}, api_key: abcdefgh{number}}}")
+        both.append(made)
+    text = write_page(both[0], tmp_path / "both.html", both[1]).read_text()
+    assert _Page(text).text[_Page(text).text.index("params.lr") :][:3] == ["params.lr", "0.1", "0.2"]
+    assert "abcdefgh" not in text
 
 
 def test_a_run_without_jobs_has_a_page_too(tmp_path: Path) -> None:

@@ -326,8 +326,8 @@ def test_a_file_that_was_changed_from_outside_is_named(finished):
 
 
 def test_metrics_are_summed_up_over_the_units_that_have_them(finished):
-    summary = summarize_metrics(view_of(finished).rows()[1:])
+    summary = summarize_metrics([row.metrics for row in view_of(finished).rows()[1:]])
     assert summary["num_dates"] == (544.5, pytest.approx(0.5**0.5), 2)
     assert list(summary) == ["rank_ic", "rank_ic_sd", "icir", "num_dates", "train_loss"]
     (finished.path / "checkpoints/fold_3.json").unlink()
-    assert summarize_metrics(view_of(finished).rows())["rank_ic"] == (0.0081, None, 1)
+    assert summarize_metrics([row.metrics for row in view_of(finished).rows()])["rank_ic"] == (0.0081, None, 1)

@@ -37,7 +37,7 @@ _VERBS = {
     "doctor": ("_doctor:doctor", "Examine this place, or a command in it.", _COMMAND),
     "diagnose": ("_diagnose:diagnose", "Say what killed a job, and what to do about it.", None),
     "average": ("_average:average", "Average checkpoints of one training.", None),
-    "compare": ("_compare:compare", "Say whether one run is better than another, by their days.", None),
+    "compare": ("_compare:compare", "Say what differs between two runs, and which is better.", None),
     "panel": ("_panel:panel", "Build, check, extend, prune and export panels.", None),
     "bench": ("_bench:bench", "Measure a part of a training on this machine.", None),
 }

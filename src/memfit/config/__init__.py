@@ -5,8 +5,8 @@
 """
 
 from memfit.config._problems import ARGUMENT, DEFAULT, OVERRIDE, Override, variable
-from memfit.config._resolve import INTERNAL_VARIABLES, Resolved, resolve, resolve_nested
-from memfit.config._types import ByteSize, Settings, fingerprint, size_text, to_plain
+from memfit.config._resolve import INTERNAL_VARIABLES, Resolved, read_file, resolve, resolve_nested
+from memfit.config._types import ByteSize, Settings, differences, fingerprint, size_text, to_plain
 from memfit.config._yaml import read_plain
 
 __all__ = [
@@ -18,7 +18,9 @@ __all__ = [
     "Override",
     "Resolved",
     "Settings",
+    "differences",
     "fingerprint",
+    "read_file",
     "read_plain",
     "resolve",
     "resolve_nested",

@@ -185,20 +185,7 @@ class _Layers:
             self.given[path] = (value, origin(path))
 
     def read_file(self, file: Path) -> None:
-        try:
-            content, lines, faults = _yaml.read(_text(file))
-        except _yaml.YamlError as error:
-            raise ConfigError(
-                f"{file}:{error.line} cannot be read: {error}.",
-                rule="a settings file is one YAML document without anchors and tags.",
-                remedy=f"correct line {error.line} of {file}",
-            ) from None
-        if content is not None and not isinstance(content, dict):
-            raise ConfigError(
-                f"{file} holds {'a list' if isinstance(content, list) else 'a single value'} at its top level.",
-                rule="a settings file is a mapping of names to values.",
-                remedy="write name: value lines, for example seed: 0",
-            )
+        content, lines, faults = _content(file)
         for what, line in faults:
             self._refuse(f"{what} ({file}:{line})", "a key is a name, given once", f"correct line {line} of {file}")
         if content:
@@ -261,6 +248,39 @@ class _Layers:
 
     def _refuse(self, what: str, rule: str, remedy: str) -> None:
         self.problems.append(ConfigError(f"{what}.", rule=rule, remedy=remedy))
+
+
+def read_file(file: Path) -> dict[str, Any]:
+    """Return what a settings file holds, checked against no model; of a key that is there twice, the first value.
+
+    Raises:
+        ConfigError: If it is not there, or is not one YAML document with a mapping.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = (Path(folder) / "targets.yaml").write_text("fold.rank_ic: {target: 0.04}")
+    ...     read_file(Path(folder) / "targets.yaml")
+    {'fold.rank_ic': {'target': 0.04}}
+    """
+    return _content(file)[0]
+
+
+def _content(file: Path) -> tuple[dict[str, Any], dict[str, int], list[tuple[str, int]]]:
+    try:
+        content, lines, faults = _yaml.read(_text(file))
+    except _yaml.YamlError as error:
+        raise ConfigError(
+            f"{file}:{error.line} cannot be read: {error}.",
+            rule="a settings file is one YAML document without anchors and tags.",
+            remedy=f"correct line {error.line} of {file}",
+        ) from None
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(
+            f"{file} holds {'a list' if isinstance(content, list) else 'a single value'} at its top level.",
+            rule="a settings file is a mapping of names to values.",
+            remedy="write name: value lines, for example seed: 0",
+        )
+    return content or {}, lines, faults
 
 
 def _text(file: Path) -> str:

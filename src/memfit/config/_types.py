@@ -7,7 +7,7 @@ import datetime
 import enum
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Annotated, Any
 
@@ -103,3 +103,17 @@ def fingerprint(value: Any) -> str:
 
 def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield each setting that differs: its dotted name, its value before and its value now; None where it is not set.
+
+    >>> list(differences({"seed": 1, "train": {"lr": 0.1}}, {"seed": 1, "train": {"lr": 0.2, "decay": 0.0}}))
+    [('train.lr', 0.1, 0.2), ('train.decay', None, 0.0)]
+    """
+    for name in dict.fromkeys([*before, *now]):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}", old, new

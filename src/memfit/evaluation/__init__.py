@@ -33,6 +33,7 @@ from memfit.evaluation._inference import (
     slow_variation,
     summarize,
 )
+from memfit.evaluation._intervals import wilson_interval
 from memfit.evaluation._metrics import (
     hit_rate,
     ndcg_at_k,
@@ -43,6 +44,7 @@ from memfit.evaluation._metrics import (
     rank_ic_by_date,
 )
 from memfit.evaluation._scores import Scores, read_scores
+from memfit.evaluation._seeds import SeedComparison, compare_seeds
 from memfit.successors import missing_name
 
 __all__ = [
@@ -51,10 +53,12 @@ __all__ = [
     "FoldEffect",
     "Interval",
     "Scores",
+    "SeedComparison",
     "SlowVariation",
     "Summary",
     "adjust_p_value",
     "bootstrap_interval",
+    "compare_seeds",
     "decide",
     "decide_on_record",
     "diebold_mariano",
@@ -76,6 +80,7 @@ __all__ = [
     "slow_variation",
     "summarize",
     "summarize_days",
+    "wilson_interval",
 ]
 
 

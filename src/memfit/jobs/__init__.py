@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from memfit.jobs._budget_watch import ReadBudget
     from memfit.jobs._child import call_in_child, load_target, raise_error_of
     from memfit.jobs._folder import read_status
+    from memfit.jobs._forecast import Forecast
     from memfit.jobs._job import (
         ENDED,
         STATES,
@@ -45,6 +46,7 @@ __all__ = [
     "Backend",
     "EndedBy",
     "Enforcer",
+    "Forecast",
     "Job",
     "JobSource",
     "JobStatus",

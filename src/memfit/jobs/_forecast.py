@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection
 from dataclasses import replace
 from statistics import StatisticsError, linear_regression
+from typing import NamedTuple
 
 from memfit.errors import ConfigError
 from memfit.jobs._job import Job
@@ -24,8 +25,16 @@ _DECLARED = "(declared)"
 
 _Key = tuple[str, ...]
 #: A straight line: its largest error, its slope and its offset.
-_Line = tuple[float, float, float]
-_NO_LINE: _Line = (math.inf, 0.0, 0.0)
+_Fit = tuple[float, float, float]
+_NO_LINE: _Fit = (math.inf, 0.0, 0.0)
+
+
+class Line(NamedTuple):
+    """A peak on a straight line through so many jobs, and the line's largest error, in bytes."""
+
+    peak_bytes: float
+    error_bytes: float
+    num_jobs: int
 
 
 class Forecast:
@@ -42,7 +51,7 @@ class Forecast:
     def __init__(self) -> None:
         self._largest: dict[_Key, Footprint] = {}
         self._points: defaultdict[_Key, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=_MOST_POINTS))
-        self._lines: dict[_Key, _Line] = {}
+        self._lines: dict[_Key, _Fit] = {}
         self._declared: defaultdict[str, set[int]] = defaultdict(set)
 
     def learn(self, job: Job, footprint: Footprint, *, is_final: bool = True) -> None:
@@ -63,11 +72,19 @@ class Forecast:
         if same in self._largest:
             return self._largest[same]
         found = self._largest.get(kind) or self._largest.get(stage)
-        lines = [(*self._lines.get((*kind, name), _NO_LINE), number) for name, number in _numbers(job).items()]
-        error, slope, offset, number = min(lines, default=(*_NO_LINE, 0.0))
-        if found is not None and error < math.inf:
-            return replace(found, private_bytes=max(0, math.ceil(slope * number + offset + error)))
+        line = self.extrapolate(job)
+        if found is not None and line is not None:
+            return replace(found, private_bytes=max(0, math.ceil(line.peak_bytes + line.error_bytes)))
         return job.footprint if self._has_own_hint(job) else found or job.footprint
+
+    def extrapolate(self, job: Job) -> Line | None:
+        """Return what the best straight line through similar jobs says of a job; None without a good line."""
+        kind = _keys(job)[1]
+        lines = [(*self._lines.get((*kind, name), _NO_LINE), number, name) for name, number in _numbers(job).items()]
+        error, slope, offset, number, name = min(lines, default=(*_NO_LINE, 0.0, ""))
+        if error == math.inf:
+            return None
+        return Line(slope * number + offset, error, len(self._points[(*kind, name)]))
 
     def _has_own_hint(self, job: Job) -> bool:
         """True if its declared size is its own, not one for the whole stage."""
@@ -83,7 +100,7 @@ class Forecast:
         return is_measured and bool(job.params) and _keys(job)[0] not in self._largest
 
 
-def _fit(points: Collection[tuple[float, int]]) -> _Line:
+def _fit(points: Collection[tuple[float, int]]) -> _Fit:
     """Return the straight line through the peaks of jobs over one of their numbers, if there is a good one."""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     if len(xs) < _LEAST_POINTS:

@@ -10,21 +10,25 @@ from memfit._lazy import load_lazily
 if TYPE_CHECKING:
     from memfit.pipeline._config import CommandSettings, MemorySettings, RunConfig, StageSettings
     from memfit.pipeline._contract import Context, Output, Probe, Stage, Stop, Workload
-    from memfit.pipeline._graph import Choice
+    from memfit.pipeline._graph import Choice, Graph
     from memfit.pipeline._grid import expand, fill
     from memfit.pipeline._manifest import fingerprint_files
-    from memfit.pipeline._order import resolve_settings
+    from memfit.pipeline._order import Order, order_of_config, resolve_settings
     from memfit.pipeline._plan_run import RunPlan, StagePlan, plan_commands, plan_run
     from memfit.pipeline._probe import LoaderBench, bench_loader, call_alone, context_of, estimate_workload
-    from memfit.pipeline._run import resume, run, run_commands
-    from memfit.pipeline._supervise import RunResult, read_budget
+    from memfit.pipeline._results import Index, Unit
+    from memfit.pipeline._run import make_job, resume, run, run_commands, take_up, write_order
+    from memfit.pipeline._supervise import RunResult, Supervisor, View, read_budget, supervised
 
 __all__ = [
     "Choice",
     "CommandSettings",
     "Context",
+    "Graph",
+    "Index",
     "LoaderBench",
     "MemorySettings",
+    "Order",
     "Output",
     "Probe",
     "RunConfig",
@@ -34,6 +38,9 @@ __all__ = [
     "StagePlan",
     "StageSettings",
     "Stop",
+    "Supervisor",
+    "Unit",
+    "View",
     "Workload",
     "bench_loader",
     "call_alone",
@@ -42,6 +49,8 @@ __all__ = [
     "fill",
     "fingerprint_files",
     "context_of",
+    "make_job",
+    "order_of_config",
     "plan_commands",
     "plan_run",
     "read_budget",
@@ -49,6 +58,9 @@ __all__ = [
     "resume",
     "run",
     "run_commands",
+    "supervised",
+    "take_up",
+    "write_order",
 ]
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -155,6 +155,7 @@ class RunConfig(CommandSettings):
         skip: Stages that count as passed.
         panels_dir: The cache of panels, shared by all runs.
         params: The workload's own settings.
+        tune: How `memfit tune` searches settings; ``memfit run`` does not look at it.
     """
 
     experiment: _Name
@@ -166,6 +167,7 @@ class RunConfig(CommandSettings):
     skip: list[str] = Field(default_factory=list)
     panels_dir: _Folder = Path("panels")
     params: dict[str, Any] = Field(default_factory=dict)
+    tune: dict[str, Any] = Field(default_factory=dict)
 
 
 C = TypeVar("C", bound=CommandSettings)

@@ -33,6 +33,7 @@ class StageSpec:
         variable: The name of a unit in ``each``.
         source: The stage whose result lists the units; None if the settings do.
         path: Where the list stands in that result or in the settings.
+        memory_bytes: What one of its jobs takes at least, by its probe's arithmetic; None where it gives none.
         modules: The modules that were read to find its code.
         keyed: False for a command without a config: its results have no keys.
     """
@@ -46,7 +47,7 @@ class StageSpec:
     phases: Sequence[str] = ()
     has_probe: bool = False
     has_model: bool = False
-    has_memory: bool = False
+    memory_bytes: int | None = None
     units: Sequence[Any] | None = None
     variable: str | None = None
     source: str | None = None
@@ -82,6 +83,11 @@ def describe(target: str, resolved: str, units: Sequence[Mapping[str, str]] = ()
     ]
     stages = in_order(chosen, params, target, workload.params)
     stages = [replace(one, data=data if isinstance(data, str) else data.get(one.name, "")) for one in stages]
+    probes = {stage.name: stage.probe for stage in workload.stages}
+    memory = {name: probe.memory for name, probe in probes.items() if probe is not None and probe.memory is not None}
+    stages = [
+        replace(one, memory_bytes=memory[one.name](nested.value)) if one.name in memory else one for one in stages
+    ]
     if units:
         if len(stages) != 1 or stages[0].each:
             raise UsageError(
@@ -169,7 +175,6 @@ def _spec(
         stage.phases,
         has_probe=probe.step is not None,
         has_model=probe.model is not None,
-        has_memory=probe.memory is not None,
     )
     if callable(stage.run):
         reads = [*params, SEED] if stage.reads is None else list(stage.reads)

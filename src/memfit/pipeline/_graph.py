@@ -60,8 +60,8 @@ class Graph:
     """The state of a workload's stages in one run: a source of jobs for the scheduler.
 
     Without ``make_job`` it writes, links and removes nothing. ``index`` knows the results of other runs that it may
-    link. Of several graphs of one run, as in a search, each has a ``prefix`` for the names of its jobs; a unit whose key
-    another graph is making waits for that. ``error`` is the first stage that was refused while the run went on.
+    link. Of several graphs of one run, as in a search, each has a ``prefix`` for the names of its jobs; a unit whose
+    key another graph is making waits for that. ``error`` is the first stage that was refused while the run went on.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Graph:
         self._sealing: dict[str, tuple[JobStatus, Future[None]]] = {}
         self._pool = ThreadPoolExecutor(1, "seal")
         self._changed: list[Unit] = []
-        self._has_begun = False
+        self._has_begun, self._why_given_up = False, ""
         self.asked, self._anew = self._chosen()
         self._results = Results(run, self._index, order.common, self._anew, self._is_plan)
         for name, stage in self.stages.items():
@@ -191,9 +191,18 @@ class Graph:
         making = self._index.making
         return any((one.stage.name, one.key) in making for units in self._waiting.values() for one in units if one.key)
 
+    def give_up(self, why: str) -> list[str]:
+        """Start no more units, and return the jobs that were handed over and have not ended."""
+        self._why_given_up = why
+        for unit in [*self._ready, *(one for units in self._waiting.values() for one in units)]:
+            self._index.making.pop((unit.stage.name, unit.key), None)
+            self._set(unit, "cancelled", why)
+        self._ready, self._waiting = [], {name: [] for name in self._waiting}
+        return list(self._running)
+
     def given_up(self, job_id: str) -> str:
         """Return why a job of this graph that has not started yet must not start any more; empty if it may."""
-        return ""
+        return self._why_given_up
 
     # Questions
 
@@ -239,6 +248,8 @@ class Graph:
 
     def _units(self, name: str) -> list[Unit] | None:
         """Return a stage's units in this run, or None while their list is not known."""
+        if name not in self.units and self._why_given_up:
+            return None
         if name not in self.units:
             stage = self.stages[name]
             try:

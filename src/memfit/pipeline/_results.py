@@ -6,12 +6,13 @@ loaded without naming it has changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from memfit.config import differences
 from memfit.errors import MemfitError
 from memfit.jobs import JobStatus, read_status
 from memfit.masking import mask
@@ -196,7 +197,8 @@ def _reason(before: Mapping[str, Any], unit: Unit) -> str:
         if old == new:
             continue
         if name == "settings":
-            found += list(_differences(before["settings"], mask(unit.stage.settings))) or ["a secret changed"]
+            changes = differences(before["settings"], mask(unit.stage.settings))
+            found += [f"{one} {then!r:.40} -> {now!r:.40}" for one, then, now in changes] or ["a secret changed"]
         elif name == "code":
             found.append(changed_code(before.get("code") or {}, unit.stage.code) or "the command changed")
         elif name in ("seed", "threads"):
@@ -204,12 +206,3 @@ def _reason(before: Mapping[str, Any], unit: Unit) -> str:
         else:
             found.append(f"{results[name]} gave another result" if name in results else f"the {name} changed")
     return "; ".join(found[:4]) if found else "an output is gone, or code that it loaded changed"
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name in dict.fromkeys([*before, *now]):
-        old, new = before.get(name), now.get(name)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _differences(old, new, f"{prefix}{name}.")
-        elif old != new:
-            yield f"{prefix}{name} {old!r:.40} -> {new!r:.40}"

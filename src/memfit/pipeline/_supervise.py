@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -27,6 +27,7 @@ from memfit.jobs import (
     NOW_SIGNAL,
     SHIM_BYTES,
     Backend,
+    JobSource,
     JobStatus,
     LocalAdmission,
     LocalBackend,
@@ -53,7 +54,8 @@ from memfit.memory import (
     why_no_walls,
 )
 from memfit.pipeline._config import CommandSettings, RunConfig
-from memfit.pipeline._graph import PASSED, Graph
+from memfit.pipeline._graph import PASSED
+from memfit.pipeline._results import Unit
 from memfit.planning import plan
 from memfit.rundir import EventWriter, RunDir, write_json
 
@@ -64,6 +66,20 @@ _TICK_SECONDS = 0.1
 #: How often Slurm's controller is asked before a run gives up; one call takes up to ten seconds.
 _MOST_ASKED, _AGAIN_SECONDS = 5, 3.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Source(JobSource, Protocol):
+    """A source of jobs that are units of graphs: one graph, or a search over many."""
+
+    @property
+    def all_units(self) -> list[Unit]:
+        """All units that are known."""
+
+    def num_like(self, job_id: str) -> int:
+        """Return how many jobs are like one."""
+
+    def given_up(self, job_id: str) -> str:
+        """Return why a job that has not started yet must not start any more; empty if it may."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,7 @@ class Supervisor:
         self._budget = read_budget(self.settings, in_use_bytes + left_bytes, last=self._budget)
         return self._budget
 
-    def schedule(self, graph: Graph, known: Known) -> dict[str, JobStatus]:
+    def schedule(self, graph: Source, known: Known) -> dict[str, JobStatus]:
         """Run the jobs of a graph to their ends, and return the last status of each that was started.
 
         ``known`` are measured footprints with the stage and parameters of their jobs.

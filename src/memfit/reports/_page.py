@@ -15,12 +15,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from memfit.config import differences
 from memfit.errors import DamagedError
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, draw_bars, draw_stack, legend
+from memfit.reports._differences import read_settings
 from memfit.reports._epoch_memory import memory_rows
 from memfit.reports._numbers import format_number
 from memfit.reports._summary import BAD, explain_forecast, summarize
@@ -184,31 +184,12 @@ def _numbers(seen: _Seen) -> dict[str, str]:
 
 
 def _changes(seen: Sequence[_Seen]) -> str:
-    """Return the settings that differ between the runs."""
-    settings = [dict(_flat(_settings(one.run))) for one in seen]
-    names = dict.fromkeys(name for one in settings for name in one)
-    rows = [[name, *(json.dumps(one.get(name)) for one in settings)] for name in names]
-    changed = [row for row in rows if len(set(row[1:])) > 1]
+    """Return the settings that differ between the two runs."""
+    first, second = (read_settings(one.run) for one in seen)
+    changed = [[name, *map(json.dumps, values)] for name, *values in differences(first, second)]
     if not changed:
         return "<p>Both runs have the same settings.</p>"
     return _table(["", *(one.name for one in seen)], changed, num_words=len(seen) + 1)
-
-
-def _settings(run: RunDir) -> Mapping[str, Any]:
-    """Return what was run: the resolved config, or the command and its settings."""
-    path = run.path / "config.yaml"
-    if path.exists():
-        found: Mapping[str, Any] = yaml.safe_load(path.read_text()) or {}
-        return found
-    return {name: run.header[name] for name in ("template", "combinations", "settings") if name in run.header}
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _flat(item, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, value
 
 
 def _comparison(seen: Sequence[_Seen]) -> str:

@@ -424,11 +424,15 @@ def _is_understood(event: Event) -> bool:
     return fits(event, _FIELDS.get(event["kind"], {}))
 
 
-def summarize_metrics(rows: Sequence[JobRow]) -> dict[str, tuple[float, float | None, int]]:
-    """Per metric the mean over units, the standard deviation (n - 1; None for one) and n."""
+def summarize_metrics(units: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float | None, int]]:
+    """Per metric the mean over units, the standard deviation (n - 1; None for one) and n.
+
+    >>> summarize_metrics([{"rank_ic": 0.25}, {"rank_ic": 0.75, "num_dates": 9}])
+    {'rank_ic': (0.5, 0.353..., 2), 'num_dates': (9.0, None, 1)}
+    """
     found: dict[str, tuple[float, float | None, int]] = {}
-    for name in dict.fromkeys(name for row in rows for name in row.metrics):
-        values = [row.metrics[name] for row in rows if name in row.metrics]
+    for name in dict.fromkeys(name for unit in units for name in unit):
+        values = [unit[name] for unit in units if name in unit]
         sd = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
         found[name] = (statistics.fmean(values), sd if len(values) > 1 else None, len(values))
     return found

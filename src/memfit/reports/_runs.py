@@ -121,11 +121,29 @@ def find_run(
     return found[0]
 
 
+def find_runs(name: str, root: Path = _ROOT) -> list[RunDir]:
+    """Return the runs of an experiment, newest first; it is named by its folder, or by its name below ``root``.
+
+    Raises:
+        UsageError: If it has no runs of this user.
+    """
+    path = Path(name)
+    found = RunDir.all(path.parent, path.name) or RunDir.all(root, name)
+    if not found:
+        known = dict.fromkeys(run.path.parent.name for run in _below(root))
+        raise UsageError(
+            f"'{name}' names no experiment that has runs of yours.",
+            rule=f"an experiment is named by its folder, or by its name below {root}.",
+            remedy=nearest(name, known) if known else "give its folder: <runs_dir>/<experiment>",
+        )
+    return [RunDir.open(run.path) for run in found]
+
+
 def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) -> Target:
     """The run or job that a word means.
 
-    A run is named by its folder, its name or the beginning of it, or its experiment; a job by ``RUN/job``, by its
-    folder, or by its id alone where only one live run has such a job.
+    A run is named by its folder, its name or the beginning of it, or its experiment or the folder of that; a job by
+    ``RUN/job``, by its folder, or by its id alone where only one live run has such a job.
 
     Raises:
         UsageError: If there is none, with the nearest name known, if several are meant, or if it belongs to another
@@ -158,6 +176,8 @@ def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) ->
 def _by_path(path: Path) -> Target | None:
     if (path / "run.json").exists():
         return Target(RunDir.open(path))
+    if path.name and (runs := RunDir.all(path.parent, path.name)):
+        return Target(RunDir.open(runs[0].path))
     run = path.parent.parent if path.parent.name == "jobs" else path.parent
     if path.name and (run / "run.json").exists() and _has_job(opened := RunDir.open(run), path.name):
         return Target(opened, path.name)

@@ -86,7 +86,7 @@ def _outcome(run: RunDir) -> Mapping[str, Any]:
 
 def _stage(view: RunView, name: str, rows: Sequence[JobRow]) -> dict[str, Any]:
     stage, states = view.stages.get(name, StageView(name)), view.states(name, rows)
-    metrics = summarize_metrics([row for row in rows if row.stage == name])
+    metrics = summarize_metrics([row.metrics for row in rows if row.stage == name])
     return {
         "name": name,
         "counts": Counter(states.values()),
@@ -355,7 +355,7 @@ def _short(path: Path) -> str:
 
 def _tables(rows: Sequence[JobRow], view: RunView, width: int) -> Iterator[Table]:
     """Yield the table of a stage's units; columns that do not fit the console follow in further tables."""
-    stage, metrics = rows[0].stage, summarize_metrics(rows)
+    stage, metrics = rows[0].stage, summarize_metrics([row.metrics for row in rows])
     each = str(view.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
     num = max((num for _, _, num in metrics.values()), default=0)
     labels = [f"mean of {num}", f"sd of {num}"] if num > 1 else []

@@ -20,7 +20,7 @@ from memfit_workloads.finance.lists import Lists, standardized
 from memfit_workloads.forecaster.model import on_device
 
 _LEAST_ORDERED = 3
-_CHUNK_ELEMENTS = 1 << 22  # 16 MiB of float32
+_CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32, held a few times
 _FLOOR = 1e-9  # of the variance of soft ranks, as a share of that of the targets' ranks
 
 
@@ -56,23 +56,22 @@ def soft_spearman(
     known = ~targets.isnan()
     count = known.sum(-1, keepdim=True)
     middle = (count + 1) / 2
-    soft = torch.where(known, _soft_ranks(scores, known, temperature, chunk_elements) - middle, 0.0)
+    soft = torch.where(known, _soft_ranks(scores / temperature, known, chunk_elements) - middle, 0.0)
     hard = torch.where(known, _ranks(targets, known).to(scores.dtype) - middle, 0.0)
     spread = hard.square().sum(-1)
     scale = ((soft.square().sum(-1) + _FLOOR * spread) * spread).clamp_min(torch.finfo(scores.dtype).tiny).sqrt()
     return (soft * hard).sum(-1) / scale
 
 
-def _soft_ranks(scores: torch.Tensor, known: torch.Tensor, temperature: float, chunk_elements: int) -> torch.Tensor:
-    rows = max(1, chunk_elements // scores.numel())
+def _soft_ranks(scaled: torch.Tensor, known: torch.Tensor, chunk_elements: int) -> torch.Tensor:
+    others = scaled.masked_fill(~known, math.inf)  # nothing is above it
 
     def ranks_of(some: torch.Tensor) -> torch.Tensor:
-        above = torch.sigmoid((some.unsqueeze(-1) - scores.unsqueeze(-2)) / temperature)
-        return (above * known.unsqueeze(-2)).sum(-1) + 0.5
+        return torch.sigmoid(some.unsqueeze(-1) - others.unsqueeze(-2)).sum(-1) + 0.5
 
-    parts = torch.split(scores, rows, -1)
-    again = [checkpoint(ranks_of, some, use_reentrant=False, preserve_rng_state=False) for some in parts]
-    return torch.cat(again, -1)
+    chunks = torch.split(scaled, max(1, chunk_elements // scaled.numel()), -1)
+    ranks = [checkpoint(ranks_of, some, use_reentrant=False, preserve_rng_state=False) for some in chunks]
+    return torch.cat(ranks, -1)
 
 
 def _ranks(targets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
@@ -109,16 +108,17 @@ class ForecastLoss:
     rank_temperature: float
 
     def __post_init__(self) -> None:
-        if min(*self.horizon_weights, self.rank_weight) < 0 or not any(self.horizon_weights):
+        weights = (*self.horizon_weights, self.rank_weight)
+        if not all(0 <= one < math.inf for one in weights) or not any(self.horizon_weights):
             raise UsageError(
                 f"horizon_weights is {self.horizon_weights} and rank_weight is {self.rank_weight}.",
-                rule="no weight is negative, and at least one horizon counts.",
+                rule="weights are finite and not negative, and at least one horizon counts.",
                 remedy="pass horizon_weights such as (1.0, 1.0) and rank_weight=0.1 or 0",
             )
-        if self.rank_temperature <= 0:
+        if not 0 < self.rank_temperature < math.inf:
             raise UsageError(
                 f"rank_temperature is {self.rank_temperature}.",
-                rule="at 0 the ranks have no gradient, so it is more than 0.",
+                rule="it is a finite number above 0: at 0 the ranks have no gradient.",
                 remedy="pass rank_temperature=0.05; to leave ranks out pass rank_weight=0",
             )
 

@@ -16,6 +16,7 @@ ScheduleName = Literal["constant", "cosine", "warm_restarts"]
 _SCHEDULES = ("constant", "cosine", "warm_restarts")
 #: What each of these takes beside its learning rate and weight decay.
 _CONSTANTS: dict[str, dict[str, Any]] = {
+    "adamw": {"fused": True},
     "adabelief": {"eps": 1e-16, "betas": (0.9, 0.999), "weight_decouple": True, "rectify": True},
 }
 
@@ -29,14 +30,13 @@ def make_optimizer(
     decoupled weight decay where they know it.
 
     Args:
-        name: ``adamw``, ``adabelief``, or any name of ``pytorch_optimizer.get_supported_optimizers()`` that takes a
-            learning rate and a weight decay.
+        name: ``adamw``, ``adabelief``, or a name of ``pytorch_optimizer.get_supported_optimizers()``.
         parameters: The weights to train.
         learning_rate: The base rate.
         weight_decay: The rate of decay, 0 for none.
 
     Raises:
-        UsageError: If there is no such optimizer, or it takes other settings.
+        UsageError: If there is no such optimizer, it needs other settings, or a number is out of its range.
         MissingExtraError: If pytorch_optimizer is not installed.
 
     Source:
@@ -47,30 +47,36 @@ def make_optimizer(
         >>> type(make_optimizer("adamw", [weight], 1e-3, 0.01)).__name__
         'AdamW'
     """
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
-    try:  # it takes seconds to import
+    kind: Any = torch.optim.AdamW if name == "adamw" else _load(name)
+    takes = inspect.signature(kind).parameters
+    constants = _CONSTANTS.get(name, {"weight_decouple": True} if "weight_decouple" in takes else {})
+    try:
+        if not {"lr", "weight_decay"} <= takes.keys():  # many take any other setting too, and ignore it
+            raise TypeError(f"it has no lr or no weight_decay, but {', '.join(takes)}")
+        made: torch.optim.Optimizer = kind(parameters, lr=learning_rate, weight_decay=weight_decay, **constants)
+    except Exception as error:  # each optimizer has errors of its own
+        raise UsageError(
+            f"{name} with learning rate {learning_rate} and weight decay {weight_decay} cannot be made: {error}",
+            rule="an optimizer takes parameters, a learning rate and a weight decay, and needs nothing else.",
+            remedy="pass 'adamw' or 'adabelief', with a learning rate above 0 and a weight decay of 0 or more",
+        ) from error
+    return made
+
+
+def _load(name: str) -> Any:
+    """Return an optimizer class of pytorch_optimizer. It takes seconds to import."""
+    try:
         import pytorch_optimizer
     except ModuleNotFoundError as error:
         raise MissingExtraError.of("pytorch_optimizer", "forecaster", f"the optimizer {name!r}") from error
-    known = ["adamw", *pytorch_optimizer.get_supported_optimizers()]
+    known = pytorch_optimizer.get_supported_optimizers()
     if name not in known:
         raise UsageError(
             f"optimizer is {name!r}.",
             rule="it is 'adamw' or an optimizer of pytorch_optimizer.",
             remedy=nearest(name, known),
         )
-    kind: Any = pytorch_optimizer.load_optimizer(name)
-    takes = inspect.signature(kind).parameters
-    if not {"lr", "weight_decay"} <= takes.keys():
-        raise UsageError(
-            f"optimizer is {name!r}, which takes {', '.join(takes)}.",
-            rule="an optimizer takes a learning rate lr and a weight_decay.",
-            remedy="pass 'adamw' or 'adabelief'",
-        )
-    constants = _CONSTANTS.get(name, {"weight_decouple": True} if "weight_decouple" in takes else {})
-    optimizer: torch.optim.Optimizer = kind(parameters, lr=learning_rate, weight_decay=weight_decay, **constants)
-    return optimizer
+    return pytorch_optimizer.load_optimizer(name)
 
 
 class ShapedSchedule(torch.optim.lr_scheduler.LRScheduler):
@@ -162,11 +168,11 @@ def make_schedule(
     num_warmup = int(warmup_share * num_steps)
     num_cycles = cycles if name == "warm_restarts" else 1
     units, room = 2**num_cycles - 1, num_steps - num_warmup
-    if room < units:
+    if num_cycles > 1 and room < 2 * units:
         raise UsageError(
-            f"{num_cycles} cycles take {units} steps at least, and the run has {room} after its warm-up.",
-            rule="each cycle is twice as long as the one before, and the last ends with the run.",
-            remedy=f"pass cycles={max(1, (room + 1).bit_length() - 1)}, or train for more steps",
+            f"{num_cycles} cycles take {2 * units} steps at least, and the run has {room} after its warm-up.",
+            rule="the first cycle has 2 steps or more, each other is twice as long as the one before it.",
+            remedy=f"pass cycles={(room // 2 + 1).bit_length() - 1 or 1}, or train for more steps",
         )
     bounds = [num_warmup + round(room * (2**cycle - 1) / units) for cycle in range(num_cycles + 1)]
     return ShapedSchedule(optimizer, name, num_steps, floor_share, bounds)

@@ -1,0 +1,230 @@
+"""Compare the numbers of runs: before and after a change, and over several seeds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from memfit.errors import UsageError, nearest
+from memfit.reports._differences import Changes, find_changes, find_differences, read_manifests, read_settings
+from memfit.reports._numbers import format_number, plain_table, say
+from memfit.reports._run_view import RunView, finite, is_number, summarize_metrics
+from memfit.reports._summary import BAD
+from memfit.rundir import RunDir
+
+if TYPE_CHECKING:
+    from memfit.evaluation import SeedComparison
+
+_NO_PROOF = "One run each proves no difference: give --seeds, or --metric with a column of days."
+#: Why there is no verdict over seeds.
+_WHY = {
+    "too few pairs": "Fewer than 5 pairs prove little: run more seeds.",
+    "the seed changes nothing": "All runs of a side gave one number, so that they count as one run.",
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that the units of a stage returned.
+
+    Attributes:
+        mean: Over the units.
+        standard_error: Of the mean, over the units; None for one unit.
+        n: The number of units.
+    """
+
+    mean: float
+    standard_error: float | None
+    n: int
+
+    def __str__(self) -> str:
+        error = "" if self.standard_error is None else f" ± {format_number(self.standard_error)}"
+        return f"{format_number(self.mean)}{error} (n {self.n})"
+
+
+def read_numbers(run: RunDir) -> dict[str, Number]:
+    """Return the numbers that a run's stages returned, by ``stage.number``.
+
+    Raises:
+        DamagedError: If a manifest is damaged.
+    """
+    made = list(read_manifests(run).values())
+    found = {}
+    for stage in dict.fromkeys(one["stage"] for one in made):
+        results = [one["result"] for one in made if one["stage"] == stage]
+        units = [{name: value for name, value in result.items() if is_number(value)} for result in results]
+        for name, (mean, sd, n) in summarize_metrics(units).items():
+            found[f"{stage}.{name}"] = Number(mean, None if sd is None else sd / math.sqrt(n), n)
+    return found
+
+
+# Before and after
+
+
+@dataclass(frozen=True)
+class BeforeAfter:
+    """The numbers that two runs share, before (B) and after (A) a change; and how many of their jobs completed."""
+
+    numbers: Mapping[str, tuple[Number, Number]]
+    jobs: tuple[Mapping[str, float], Mapping[str, float]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready form."""
+        rows = {name: {"before": asdict(b), "after": asdict(a)} for name, (b, a) in self.numbers.items()}
+        found: dict[str, Any] = finite(
+            {"numbers": rows, "jobs": {"before": self.jobs[0], "after": self.jobs[1]}, "verdict": None}
+        )
+        return found
+
+
+def compare_numbers(a: RunDir, b: RunDir, metric: str | None = None) -> BeforeAfter:
+    """Return the numbers that both runs have, or one of them.
+
+    Raises:
+        UsageError: If they do not share this number.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> run = RunDir.create(pathlib.Path(tempfile.mkdtemp()), "demo", "0" * 64)
+        >>> compare_numbers(run, run).jobs[0]
+        {'completed': 0, 'n': 0, 'lower': 0.0, 'upper': 1.0}
+    """
+    before, after = read_numbers(b), read_numbers(a)
+    shared = {name: (number, after[name]) for name, number in before.items() if name in after}
+    if metric is not None:
+        if metric not in shared:
+            raise _no_number(metric, shared)
+        shared = {metric: shared[metric]}
+    return BeforeAfter(shared, (_completed(b), _completed(a)))
+
+
+def _completed(run: RunDir) -> dict[str, float]:
+    """Return how many jobs completed of those that ended, with Wilson's interval of the rate."""
+    from memfit.evaluation import wilson_interval
+
+    view = RunView(run)
+    view.read()
+    counts = view.counts(view.rows())
+    done, n = counts.get("completed", 0), sum(counts.get(state, 0) for state in ("completed", *BAD))
+    lower, upper = wilson_interval(done, n)
+    return {"completed": done, "n": n, "lower": lower, "upper": upper}
+
+
+def _no_number(metric: str, known: Iterable[str]) -> UsageError:
+    known = list(known)
+    return UsageError(
+        f"A and B have no number {metric} in common.",
+        rule="a number is named stage.number, as the stage returned it.",
+        remedy=nearest(metric, known) if known else "run A and B to their end first",
+    )
+
+
+def print_before_after(found: BeforeAfter, console: Console) -> None:
+    """Print the table of before and after, without a verdict."""
+    table = plain_table("number", "before (B)", "after (A)", "A less B", left=("number",))
+    jobs = [f"{one['completed']} of {one['n']} ({one['lower']:.0%} to {one['upper']:.0%})" for one in found.jobs]
+    table.add_row("jobs completed", *jobs, "")
+    for name, (before, after) in found.numbers.items():
+        table.add_row(name, str(before), str(after), f"{after.mean - before.mean:+.4g}")
+    console.print(table)
+    say(console, _NO_PROOF if found.numbers else "No number is in both runs.")
+    say(console, "±: standard error over n units. Jobs: 95 % interval of the rate.")
+
+
+# Seeds
+
+
+@dataclass(frozen=True)
+class SeedRuns:
+    """Two experiments compared over seeds: what differs, the number, the statistics, and which runs were left out."""
+
+    metric: str
+    changes: Changes
+    statistics: SeedComparison
+    left_out: Mapping[str, Mapping[str, int]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready form."""
+        own = {"metric": self.metric, "left_out": self.left_out}
+        found: dict[str, Any] = finite(own | self.changes.to_dict() | self.statistics.to_dict())
+        return found
+
+
+def compare_over_seeds(
+    a: Sequence[RunDir], b: Sequence[RunDir], metric: str, named: Sequence[str] = (), level: float = 0.95
+) -> SeedRuns:
+    """Compare a number of two experiments over the seeds that both ran to the end.
+
+    Args:
+        a: The runs of A, newest first; of one seed, the newest counts.
+        b: The runs of B.
+        metric: The number, as ``stage.number``.
+        named: The differences that the user named.
+        level: Of the interval.
+
+    Raises:
+        UsageError: If the runs of a side differ in more than the seed, or A and B in more than one thing not named.
+        DataError: If no seed is in both.
+    """
+    from memfit.evaluation import compare_seeds
+
+    (runs_a, left_a), (runs_b, left_b) = (_by_seed(side, letter, metric) for side, letter in ((a, "A"), (b, "B")))
+    means = [{seed: read_numbers(run)[metric].mean for seed, run in runs.items()} for runs in (runs_a, runs_b)]
+    statistics = compare_seeds(means[0], means[1], level)
+    first = next(iter(statistics.pairs))
+    changes = find_changes(runs_a[first], runs_b[first], named)
+    return SeedRuns(metric, changes, statistics, {"A": left_a, "B": left_b})
+
+
+def _by_seed(runs: Sequence[RunDir], letter: str, metric: str) -> tuple[dict[int, RunDir], Counter[str]]:
+    """Return the newest run of each seed that has the number, and why how many others are left out."""
+    found: dict[int, RunDir] = {}
+    left, known = Counter[str](), dict[str, Number]()
+    for run in runs:
+        numbers, seed = read_numbers(run), read_settings(run).get("seed")
+        known |= numbers
+        if run.state != "completed":
+            left["not completed"] += 1
+        elif metric not in numbers or seed is None:
+            left[f"without {metric} or a seed"] += 1
+        elif seed in found:
+            left["older, of the same seed"] += 1
+        else:
+            found[seed] = run
+    if not found and metric not in known:
+        raise _no_number(metric, known)
+    every = list(found.values())
+    for run in every[1:]:
+        if changes := [one for one in find_differences(run, every[0]) if one.name != "seed"]:
+            raise UsageError(
+                f"the runs of {letter} differ among themselves: {'; '.join(map(str, changes))}.",
+                rule="runs of one side share everything but the seed.",
+                remedy="give each variant an experiment of its own: memfit run CONFIG --name VARIANT --set seed=N",
+            )
+    return found, left
+
+
+def print_seeds(found: SeedRuns, console: Console) -> None:
+    """Print the verdict, the interval, and the table of seeds."""
+    own = found.statistics
+    say(console, f"{own.verdict}: {found.metric}, A less B over {own.n} seeds", "bold")
+    interval = f"{own.level * 100:.4g} % interval {own.lower:+.4g} to {own.upper:+.4g}, n {own.n}"
+    say(console, f"  difference {own.difference:+.4g}, {interval}")
+    if own.verdict in _WHY:
+        say(console, f"  {_WHY[own.verdict]}")
+    for letter, left in found.left_out.items():
+        if left:
+            say(console, f"  left out of {letter}: {', '.join(f'{n} {why}' for why, n in left.items())}")
+    if own.unpaired:
+        say(console, f"  seeds of one side only: {', '.join(map(str, own.unpaired))}")
+    table = plain_table("seed", "B", "A", "A less B")
+    for seed, (one, other) in own.pairs.items():
+        table.add_row(str(seed), format_number(other), format_number(one), f"{one - other:+.4g}")
+    table.add_row("mean", format_number(own.mean_b), format_number(own.mean_a), f"{own.difference:+.4g}")
+    table.add_row("sd", format_number(own.sd_b), format_number(own.sd_a), "")
+    console.print(table)

@@ -1,0 +1,187 @@
+"""What differs between two runs: settings, code and data. One difference is the change; the others must be named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from memfit.config import differences, read_file
+from memfit.errors import UsageError, nearest
+from memfit.masking import mask
+from memfit.reports._numbers import print_facts
+from memfit.rundir import SCHEMA_VERSION, RunDir, read_json
+
+#: Settings that change no result: names, places, the memory and the order of jobs, and who is told.
+_NO_RESULT = re.compile(
+    r"(settings\.)?"  # of a command
+    r"(schema_version|experiment|runs_dir|panels_dir|max_parallel|on_failure|retries|grace_seconds|backend|notify|track"
+    r"|memory(?!\.num_gpus)|slurm(?!\.nodes)|stages\.\w+\.(memory|gpu_memory|like|slurm(?!\.nodes)))(\..*)?"
+)
+_MANIFEST = {
+    "stage": str,
+    "job": str,
+    "parts": {str: str},
+    "code": {str: str},
+    "result": dict,
+    "digest": str,
+    "versions": ({str: str}, type(None)),
+}
+_MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that differs; ``code`` and ``data`` too, whose values are digests by what they are of."""
+
+    name: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        if self.name not in ("code", "data"):
+            return f"{self.name}: {self.before!r:.40} -> {self.after!r:.40}"
+        more = len(self.before) - _MOST_NAMES
+        return f"{self.name} of {', '.join([*self.before][:_MOST_NAMES])}{f' and {more} more' if more > 0 else ''}"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What differs between two runs.
+
+    Attributes:
+        found: All differences that may change a result.
+        named: The names of those that the user named.
+        notes: What else may explain a difference of results.
+    """
+
+    found: Sequence[Difference]
+    named: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def change(self) -> Difference | None:
+        """The one difference that was not named."""
+        return next((one for one in self.found if one.name not in self.named), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready form."""
+        change = self.change.name if self.change else None
+        return {"change": change, "differences": [asdict(one) for one in self.found], "notes": list(self.notes)}
+
+
+def read_manifests(run: RunDir) -> dict[Path, dict[str, Any]]:
+    """Return the manifests of a run by path; none of a run of memfit 0.1, which kept results otherwise.
+
+    Raises:
+        DamagedError: If one is damaged.
+    """
+    if run.header.get("schema_version") != SCHEMA_VERSION:
+        return {}
+    read = {path: read_json(path, _MANIFEST) for path in sorted((run.path / "checkpoints").glob("*.json"))}
+    return {path: manifest for path, manifest in read.items() if manifest is not None}
+
+
+def read_settings(run: RunDir) -> dict[str, Any]:
+    """Return a run's resolved config, or a command with its settings; secrets are masked."""
+    if (run.path / "config.yaml").exists():
+        found = read_file(run.path / "config.yaml")
+    else:
+        found = {name: run.header.get(name) for name in ("template", "combinations", "cwd", "settings")}
+    shown: dict[str, Any] = mask(found)
+    return shown
+
+
+def find_changes(a: RunDir, b: RunDir, named: Sequence[str] = ()) -> Changes:
+    """Return what differs from B to A, and refuse to compare them if more than one difference was not named.
+
+    Args:
+        a: The run after the change.
+        b: The run before it.
+        named: The differences that the user named.
+
+    Raises:
+        UsageError: If more than one difference is not named, or one that was named is none.
+
+    Example:
+        >>> import tempfile
+        >>> a, b = (RunDir.create(Path(tempfile.mkdtemp()), "demo", "0" * 64) for _ in range(2))
+        >>> for run, rate in ((a, 0.2), (b, 0.1)):
+        ...     _ = (run.path / "config.yaml").write_text(f"params: {{lr: {rate}}}")
+        >>> str(find_changes(a, b).change)
+        'params.lr: 0.1 -> 0.2'
+    """
+    found = find_differences(a, b)
+    silent = [one for one in found if one.name not in named]
+    for name in named:
+        if name not in [one.name for one in found]:
+            raise UsageError(
+                f"A and B do not differ in {name}.",
+                rule="--differs names a difference of the two runs.",
+                remedy=nearest(name, [one.name for one in found]) if found else f"leave out --differs {name}",
+            )
+    if len(silent) > 1:
+        flags = " ".join(f"--differs {one.name}" for one in silent[1:])
+        raise UsageError(
+            f"A and B differ in {len(silent)} things (B -> A): {'; '.join(map(str, silent))}.",
+            rule="a comparison shows what one change did, so every further difference must be named.",
+            remedy=f"run one of them again with one change, or accept the others: {flags}",
+        )
+    return Changes(found, named, _notes(a, b))
+
+
+def find_differences(a: RunDir, b: RunDir) -> list[Difference]:
+    """Return all that differs from B to A and may change a result; secrets are masked and do not count."""
+    from memfit.pipeline import StageSettings  # loaded only here: it brings the settings of a run
+
+    before, after = (read_settings(run) for run in (b, a))
+    blank = StageSettings().model_dump(mode="json")
+    stages = {name: blank for one in (before, after) for name in one.get("stages") or {}}
+    for one in (before, after):
+        one["stages"] = stages | {name: blank | own for name, own in (one.get("stages") or {}).items()}
+    found = [Difference(*one) for one in differences(before, after) if not _NO_RESULT.fullmatch(one[0])]
+    found.sort(key=lambda one: not one.name.startswith(("params.", "stages.")))  # what is tried, then its conditions
+    for part in ("code", "data"):
+        old, new = _parts(b, part), _parts(a, part)
+        both = [stage for stage in old if stage in new]
+        changes = list(differences({stage: old[stage] for stage in both}, {stage: new[stage] for stage in both}))
+        if changes:
+            sides = ({name: then for name, then, _ in changes}, {name: now for name, _, now in changes})
+            found.append(Difference(part, *sides))
+    return found
+
+
+def _parts(run: RunDir, part: str) -> dict[str, Any]:
+    """Return what each stage of a run was made with: digests of its code by name, or the fingerprint of its data."""
+    made = read_manifests(run).values()
+    return {one["stage"]: one["code"] if part == "code" else one["parts"].get("data") for one in made}
+
+
+def _notes(a: RunDir, b: RunDir) -> list[str]:
+    before, after = ({one["job"]: one for one in read_manifests(run).values()} for run in (b, a))
+    both = [job for job in before if job in after]
+    if not both:
+        return ["no stage has a result in both runs, so code and data are not compared"]
+    then, now = (
+        {name: text for job in both for name, text in (made[job].get("versions") or {}).items()}
+        for made in (before, after)
+    )
+    found = [f"{name} {old} -> {new}" for name, old, new in differences(then, now)]
+    alike = [job for job in both if before[job]["parts"] == after[job]["parts"]]
+    for stage in dict.fromkeys(before[job]["stage"] for job in alike if before[job]["digest"] != after[job]["digest"]):
+        cause = "it does not repeat exactly, or reads data that no fingerprint names"
+        found.append(f"{stage} gave another result from equal settings, code and data: {cause}")
+    return found
+
+
+def print_changes(changes: Changes, console: Console) -> None:
+    """Print what differs from B to A, the change first."""
+    change = changes.change
+    facts = [("change", f"{change}   (B -> A)")] if change else []
+    facts += [("named", str(one)) for one in changes.found if one is not change]
+    facts = facts or [("change", "none found in settings, code and data")]
+    print_facts([*facts, *(("note", text) for text in changes.notes)], console)

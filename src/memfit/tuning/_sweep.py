@@ -1,0 +1,502 @@
+"""A study while it runs: draws trials, hands their jobs to the scheduler, prunes them, and writes how they ended.
+
+Trial k is drawn when trials 0 to k - P have ended, from their results alone, where P is ``num_slots``. So the study is
+the same whichever trial ends first, and after any kill. A pruned trial's record ends at the epoch that pruned it,
+however far its process got.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
+
+from memfit.errors import ConfigError, JobFailedError, MemfitError
+from memfit.jobs import ENDED, Backend, Job, JobStatus, Verdict, read_status
+from memfit.memory import Footprint
+from memfit.pipeline import Graph, Index, Order, Unit, make_job
+from memfit.rundir import EventTail, RunDir, read_json
+from memfit.tuning import _optuna
+from memfit.tuning._feasible import params_of, why_infeasible
+from memfit.tuning._record import Trial, TrialState, name_of, read_trial, read_trials, write_trial
+from memfit.tuning._settings import TuneSettings
+from memfit.units import format_duration
+
+#: How often the settings of one trial are drawn before it counts as infeasible.
+_MOST_DRAWS = 25
+#: Epochs of the canaries: short trials of the config's own settings, before the study.
+CANARY_EPOCHS = (1, 3)
+_LOOK_SECONDS, _LEAST_TIMEOUT_SECONDS = 0.5, 120.0
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+
+
+@dataclass
+class Active:
+    """A trial that runs."""
+
+    trial: Trial
+    order: Order
+    graph: Graph
+    study: Any = None
+    num_checked: int = 0
+    verdict: tuple[str, str] = ("", "")
+    jobs: dict[str, str] = field(default_factory=dict)
+
+
+class Reports:
+    """What the jobs of a run reported so far, from its events."""
+
+    def __init__(self, run: RunDir, name: str) -> None:
+        self._run, self._name = run, name
+        self._tails: dict[str, EventTail] = {}
+        self.values: dict[str, dict[int, float]] = defaultdict(dict)
+        self._sizes: dict[str, int] = {}
+        self.trainers: dict[str, Mapping[str, Any]] = {}
+        self.shrunk: dict[str, str] = {}
+
+    def read(self) -> None:
+        """Take in what is new."""
+        for path in self._run.events_dir.glob("*.jsonl"):
+            size = path.stat().st_size
+            if size != self._sizes.get(path.name):
+                self._sizes[path.name] = size
+                for event in self._tails.setdefault(path.name, EventTail(path)).read():
+                    self._take(event, str(event.get("job")))
+
+    def _take(self, event: Mapping[str, Any], job: str) -> None:
+        kind = event.get("kind")
+        if kind == "trainer":
+            self.trainers[job] = event
+        elif kind in ("oom", "rollback"):
+            self.shrunk[job] = str(event.get("text") or event.get("error") or "")
+        found: tuple[Any, Any] = (None, None)
+        if kind == "report" and event.get("name") == self._name:
+            found = event.get("step"), event.get("value")
+        elif kind == "epoch" and self._name in event:
+            found = event.get("epoch"), event[self._name]
+        if isinstance(found[0], int) and isinstance(found[1], int | float):
+            self.values[job][found[0]] = float(found[1])
+
+
+class Sweep:
+    """A study as a source of jobs for the scheduler.
+
+    Args:
+        run: The run directory of the study.
+        settings: How it searches.
+        base: The order of the config's own settings.
+        order_of: Takes settings by their dotted names; returns the order of a trial, in another thread.
+        limits: The study's own limits in bytes: ``host`` and ``device``.
+        say: Writes an event.
+
+    Attributes:
+        error: Why the study cannot go on; None while it can.
+        on_completed: Called with each trial that completed.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        settings: TuneSettings,
+        base: Order,
+        order_of: Callable[[Mapping[str, Any]], Order],
+        *,
+        limits: Mapping[str, int | None],
+        say: Callable[..., None],
+    ) -> None:
+        self.run, self.settings, self.base, self._order_of = run, settings, base, order_of
+        self._limits, self._say = limits, say
+        self._index = Index([run])
+        self._reports = Reports(run, settings.report or settings.number)
+        self._pool = ThreadPoolExecutor(1, "draw")
+        self._drawing: dict[int, Future[tuple[Trial, Order | None]]] = {}
+        self._active: dict[str, Active] = {}
+        self._next_look = 0.0
+        self.backend: Backend | None = None
+        self.error: MemfitError | None = None
+        self.on_completed: Callable[[Trial], None] = lambda trial: None
+        self.epochs = None if settings.epochs is None else int(_setting(base, settings.epochs))
+        self.trials = {trial.number: trial for trial in read_trials(run)}
+        canaries = [number for number in CANARY_EPOCHS if self.epochs is not None and number <= self.epochs]
+        self.canaries = {f"canary_{number}": number for number in canaries}
+        self._ended_canaries = {name: one for name in self.canaries if (one := read_trial(run, name)) and one.is_over}
+
+    # The scheduler's side
+
+    def next(self, num_free: int) -> list[Job]:
+        """Return the jobs that may start now."""
+        for number, drawing in [one for one in self._drawing.items() if one[1].done()]:
+            del self._drawing[number]
+            self._begin(drawing)
+        if self.error is None:
+            self._draw()
+        jobs: list[Job] = []
+        for active in self._active.values():
+            if not active.verdict[0]:
+                jobs += active.graph.next(num_free)
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK_SECONDS
+            self._look()
+        return jobs
+
+    def ended(self, status: JobStatus) -> None:
+        """Take note of a job's last end."""
+        active = self._active[status.job_id.partition(".")[0]]
+        active.graph.ended(status)
+        self._next_look = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """True if no job will be handed over any more."""
+        if self._active or self._drawing:
+            return False
+        left = [number for number in range(self.settings.n_trials) if not self._is_over(number)]
+        return self.error is not None or not left
+
+    def num_like(self, job_id: str) -> int:
+        """Return how many jobs of the same stage may run at once."""
+        active = self._active.get(job_id.partition(".")[0])
+        return 1 if active is None else self.settings.num_slots * active.graph.num_like(job_id)
+
+    def given_up(self, job_id: str) -> str:
+        """Return why a job that has not started yet must not start any more; empty if it may."""
+        active = self._active.get(job_id.partition(".")[0])
+        return "" if active is None else active.graph.given_up(job_id)
+
+    def goes_on_with(self, job_id: str) -> bool:
+        """Return whether a running job of an earlier supervisor belongs to a trial that is not over."""
+        name = job_id.partition(".")[0]
+        trial = read_trial(self.run, name)
+        return trial is not None and trial.state == "running"
+
+    @property
+    def all_units(self) -> list[Unit]:
+        """The units of all trials that run."""
+        return [unit for active in self._active.values() for unit in active.graph.all_units]
+
+    def close(self) -> None:
+        """Wait for what other threads do, and write down what has ended."""
+        self._pool.shutdown(cancel_futures=True)
+        for active in self._active.values():
+            active.graph.close()
+        self._look()
+
+    # Draws
+
+    def _is_over(self, number: int) -> bool:
+        return number in self.trials and self.trials[number].is_over
+
+    def _seen(self, number: int) -> list[Trial] | None:
+        """Return the trials that a trial may see; None while one of them has not ended."""
+        seen = range(max(0, number - self.settings.num_slots + 1))
+        return [self.trials[one] for one in seen] if all(map(self._is_over, seen)) else None
+
+    def _draw(self) -> None:
+        """Begin the next canary, or every trial that may begin."""
+        for name, epochs in self.canaries.items():
+            if name not in self._ended_canaries:
+                if name not in self._active and not self._drawing:
+                    self._drawing[-1] = self._pool.submit(self._make_canary, name, epochs)
+                return
+        for number in range(self.settings.n_trials):
+            seen = self._seen(number)
+            if seen is None:
+                return
+            if not self._is_over(number) and name_of(number) not in self._active and number not in self._drawing:
+                self._drawing[number] = self._pool.submit(self._make_trial, number, seen)
+
+    def _make_canary(self, name: str, epochs: int) -> tuple[Trial, Order]:
+        assert self.settings.epochs is not None
+        trial = Trial(name, state="running", epochs=epochs)
+        write_trial(self.run, trial)
+        return trial, self._order_of({self.settings.epochs: epochs})
+
+    def _make_trial(self, number: int, seen: Sequence[Trial]) -> tuple[Trial, Order | None]:
+        """Draw the settings of a trial until they can run; each refused draw is written before the next."""
+        name = name_of(number)
+        trial = read_trial(self.run, name) or Trial(name, number, num_seen=len(seen), epochs=self.epochs)
+        if trial.state == "running":
+            return trial, self._order_of(trial.params)
+        known = [*seen, *self._ended_canaries.values()]
+        while len(trial.refused) < _MOST_DRAWS:
+            params = _optuna.draw(self.settings, seen, trial.refused, number)
+            drawn = replace(trial, params=params, state="running")
+            try:
+                order = self._order_of(params)
+                why = why_infeasible(order, drawn, known, self._limits)
+            except ConfigError as error:
+                why = error.what
+            if not why:
+                write_trial(self.run, drawn)
+                return drawn, order
+            trial = replace(trial, refused=[*trial.refused, {"params": params, "why": why}])
+            write_trial(self.run, trial)
+        why = f"{_MOST_DRAWS} draws cannot run; the last: {trial.refused[-1]['why']}"
+        return replace(trial, state="infeasible", cause=why), None
+
+    def _begin(self, drawing: Future[tuple[Trial, Order | None]]) -> None:
+        try:
+            trial, order = drawing.result()
+        except MemfitError as error:
+            self.error = self.error or error
+            return
+        if order is None:
+            self._end(trial)
+            return
+        graph = Graph(
+            order, self.run, index=self._index, prefix=f"{trial.name}.", say=self._say,
+            make_job=partial(_job, order, self.run, trial),
+        )  # fmt: skip
+        if trial.number is not None:
+            self.trials[trial.number] = trial
+        self._active[trial.name] = Active(trial, order, graph)
+
+    # Pruning, time-outs, ends
+
+    def _look(self) -> None:
+        self._reports.read()
+        for active in list(self._active.values()):
+            if not active.verdict[0]:
+                self._check(active)
+            if active.graph.is_done:
+                del self._active[active.trial.name]
+                self._conclude(active)
+
+    def _first_unit(self, active: Active) -> str:
+        """Return the job whose reports count for a trial: the first unit's, or the one that made its result."""
+        units = active.graph.units.get(self.settings.stage)
+        return str(units[0].made.get("job") or units[0].job_id) if units else ""
+
+    def _check(self, active: Active) -> None:
+        """Prune a trial, or end it at its time limit."""
+        reported = self._reports.values.get(self._first_unit(active), {})
+        pruned = None if active.trial.number is None else self._pruned_at(active, reported)
+        if pruned is not None:
+            self._stop(active, "pruned", f"worse than the median of earlier trials at epoch {pruned}")
+        elif (limit := self._time_limit(active)) is not None and (took := self._seconds(active)) > limit:
+            why = f"it took {format_duration(took)}, and {format_duration(limit)} were allowed (tune.timeout_factor)"
+            self._stop(active, "timeout", why)
+
+    def _pruned_at(self, active: Active, reported: Mapping[int, float]) -> int | None:
+        """Return the first reported epoch at which the pruner ends a trial; None if it may go on."""
+        if self.settings.pruner == "none" or not reported:
+            return None
+        number = active.trial.number or 0
+        if active.study is None:
+            active.study = _optuna.make_study(self.settings, self._seen(number) or [], number)
+        steps = sorted(reported)
+        for place in range(active.num_checked, len(steps)):
+            so_far = {step: reported[step] for step in steps[: place + 1]}
+            if steps[place] < (active.trial.epochs or math.inf) and _optuna.is_to_prune(
+                active.study, active.trial, so_far
+            ):
+                return steps[place]
+            active.num_checked = place + 1
+        return None
+
+    def _stop(self, active: Active, state: str, why: str) -> None:
+        active.verdict = (state, why)
+        running = active.graph.give_up(f"{active.trial.name} is {state}: {why}")
+        assert self.backend is not None
+        statuses = self.backend.poll()
+        for job_id in running:
+            if job_id in statuses and statuses[job_id].state not in ENDED:
+                verdict = Verdict("timeout" if state == "timeout" else "cancelled", f"{state}: {why}")
+                self.backend.cancel(job_id, now=True, verdict=verdict)
+
+    def _seconds(self, active: Active) -> float:
+        """Return how long the longest job of the objective's stage has run."""
+        found = [0.0]
+        for unit in active.graph.units.get(self.settings.stage, ()):
+            status = read_status(self.run, unit.job_id)
+            if status.started is not None:
+                found.append((status.ended or time.time()) - status.started)
+        return max(found)
+
+    def _time_limit(self, active: Active) -> float | None:
+        ended = [one for one in (*self._ended_canaries.values(), *self.trials.values()) if one.state == "completed"]
+        rates = [float(one.measured.get("seconds", 0.0)) / (one.epochs or 1) for one in ended]
+        if active.trial.number is None or not rates:
+            return None
+        return max(_LEAST_TIMEOUT_SECONDS, self.settings.timeout_factor * max(rates) * (active.trial.epochs or 1))
+
+    def _conclude(self, active: Active) -> None:
+        """Write how a trial ended; one that was stopped with the whole run goes on later."""
+        trial, units = active.trial, active.graph.all_units
+        active.graph.close()
+        state, cause = active.verdict
+        reported = dict(sorted(self._reports.values.get(self._first_unit(active), {}).items()))
+        found: dict[str, Any] = {"measured": self._measure(active)}
+        if not state:
+            bad = next((unit for unit in units if unit.state in ("failed", "stopped")), None)
+            if bad is None and any(unit.state in ("cancelled", "skipped") for unit in units):
+                return
+            state, more = ("completed", {}) if bad is None else self._failure(bad)
+            found |= more
+            if bad is None:
+                state, more = self._value(active)
+                found |= more
+            if (
+                state == "completed"
+                and trial.number is not None
+                and (at := self._pruned_at(active, reported)) is not None
+            ):
+                state, cause = "pruned", f"worse than the median of earlier trials at epoch {at}"
+        if state == "pruned":
+            last = int(cause.rpartition(" ")[2])
+            reported = {step: value for step, value in reported.items() if step <= last}
+            found |= {"value": reported[last], "by_unit": {}}
+        found = {"cause": cause} | found
+        self._end(replace(trial, state=cast(TrialState, state), intermediate=reported, **found))
+        self._check_effective(active, found["measured"])
+
+    def _failure(self, unit: Unit) -> tuple[str, dict[str, Any]]:
+        """Return the state of a trial one of whose jobs failed, and what is known of that."""
+        status = read_status(self.run, unit.job_id)
+        state = status.state if status.state in ("out_of_memory", "timeout") else "failed"
+        told = read_json(self.run.job_dir(unit.job_id) / "error.json") or {}
+        kind = str(told.get("type") or ("Stop" if unit.state == "stopped" else status.state))
+        return state, {"cause": unit.why or status.cause, "kind": kind, "job": unit.job_id}
+
+    def _value(self, active: Active) -> tuple[str, dict[str, Any]]:
+        """Return the objective of a trial whose jobs have completed: the mean over the units."""
+        found: dict[str, float] = {}
+        for unit in active.graph.units[self.settings.stage]:
+            value = self._number_of(unit)
+            if value is None or not math.isfinite(value):
+                what = "is not there" if value is None else f"is {value}"
+                why = f"{self.settings.number} {what} in the result of {unit.job_id}"
+                return "failed", {"cause": why, "kind": "NoObjective", "job": unit.job_id}
+            found[unit.label or unit.stage.name] = value
+        return "completed", {"value": sum(found.values()) / len(found), "by_unit": found}
+
+    def _number_of(self, unit: Unit) -> float | None:
+        """Return the objective of one unit: from its result, its last report, or the last line that it printed."""
+        name = self.settings.number
+        value = unit.result.get(name)
+        if isinstance(value, int | float):
+            return float(value)
+        job_id = str(unit.made.get("job") or unit.job_id)
+        if self.settings.report in ("", name) and (reported := self._reports.values.get(job_id)):
+            return reported[max(reported)]
+        path = self.run.job_dir(job_id) / "out.log"
+        lines = path.read_text(errors="replace").split("\n") if unit.stage.command is not None and path.exists() else []
+        return read_number(next((line for line in reversed(lines) if line.strip()), ""), name)
+
+    def _measure(self, active: Active) -> dict[str, Any]:
+        peaks: dict[str, int] = defaultdict(int)
+        devices: dict[str, int] = defaultdict(int)
+        effective: dict[str, Any] = {}
+        measured: dict[str, Any] = {"seconds": round(self._seconds(active), 3), "ended": time.time()}
+        for unit in active.graph.all_units:
+            status = read_status(self.run, unit.job_id)
+            peaks[unit.stage.name] = max(peaks[unit.stage.name], status.peak_bytes)
+            on_device = status.footprint.bytes_per_device if status.footprint else 0
+            devices[unit.stage.name] = max(devices[unit.stage.name], on_device)
+            if status.started is not None:
+                measured["started"] = min(status.started, measured.get("started", math.inf))
+            if (said := self._reports.trainers.get(unit.job_id)) is not None:
+                effective[unit.job_id] = {
+                    name: one for name, one in said.items() if name not in ("time", "job", "kind")
+                }
+            if unit.job_id in self._reports.shrunk:
+                measured["ran_out"] = self._reports.shrunk[unit.job_id]
+            if unit.state == "failed":
+                measured["failed_stage"] = unit.stage.name
+        estimates = {stage.name: stage.memory_bytes for stage in active.order.stages if stage.memory_bytes is not None}
+        sizes = {"peaks": dict(peaks), "device_peaks": {name: size for name, size in devices.items() if size}}
+        return measured | sizes | {"estimates": estimates, "effective": effective}
+
+    def _check_effective(self, active: Active, measured: Mapping[str, Any]) -> None:
+        """End the study if a training ran with other threads than it was given."""
+        asked = active.order.settings.threads_per_job
+        for job_id, said in measured["effective"].items():
+            if said.get("num_threads", asked) != asked:
+                self.error = self.error or JobFailedError(
+                    f"{job_id} trained with {said['num_threads']} threads, and {asked} were asked for.",
+                    rule="a trial runs with the settings that its record names.",
+                    remedy="remove torch.set_num_threads from the code, or set threads_per_job",
+                )
+
+    def _end(self, trial: Trial) -> None:
+        write_trial(self.run, trial)
+        value = "" if trial.value is None else f": {self.settings.number} {trial.value:.6g}"
+        why = f": {trial.cause}" if trial.cause else value
+        self._say(
+            "trial", name=trial.name, state=trial.state, value=trial.value, text=f"{trial.name} {trial.state}{why}"
+        )
+        if trial.number is None:
+            self._ended_canaries[trial.name] = trial
+            if trial.state != "completed" or len(trial.intermediate) not in (0, trial.epochs):
+                why = trial.cause or f"it reported {len(trial.intermediate)} of {trial.epochs} epochs"
+                self.error = self.error or JobFailedError(
+                    f"{trial.name}, the trial before the search, is {trial.state}: {why}.",
+                    rule="a search starts when the config's own settings have trained 1 and 3 epochs.",
+                    remedy=f"see why: memfit diagnose {self.run.job_dir(trial.job or trial.name)}",
+                )
+            return
+        self.trials[trial.number] = trial
+        if trial.state == "completed":
+            self.on_completed(trial)
+
+
+def read_number(line: str, name: str) -> float | None:
+    """Return a number from a line: of a JSON object, behind its name, or alone.
+
+    >>> read_number('{"loss": 0.25}', "loss"), read_number("epoch 3 loss: 2.5e-1", "loss"), read_number("0.25", "loss")
+    (0.25, 0.25, 0.25)
+    >>> read_number("done", "loss") is None
+    True
+    """
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        found = found.get(name)
+    if isinstance(found, int | float) and not isinstance(found, bool):
+        return float(found)
+    match = re.search(rf"\b{re.escape(name)}\b\W{{0,3}}?\s*({_NUMBER})", line)
+    return float(match[1]) if match else None
+
+
+def _setting(order: Order, dotted: str) -> Any:
+    value: Any = {"params": order.params}
+    for part in dotted.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ConfigError(
+                f"tune names the setting '{dotted}', which is not there.",
+                rule="a searched setting is one of the workload, as params.NAME.",
+                remedy="correct its name in the section tune",
+            )
+        value = value[part]
+    return value
+
+
+def check_names(order: Order, settings: TuneSettings) -> None:
+    """Refuse a space over settings that are not there, and an objective of a stage that is not there."""
+    for one in settings.space:
+        _setting(order, one.name)
+    names = [stage.name for stage in order.stages]
+    if settings.stage not in names:
+        raise ConfigError(
+            f"tune.objective is {settings.objective}, and there is no stage '{settings.stage}'.",
+            rule=f"an objective is stage.number; the stages are {', '.join(names)}.",
+            remedy=f"write for example {names[-1]}.{settings.number}",
+        )
+
+
+def _job(order: Order, run: RunDir, trial: Trial, unit: Unit) -> Job:
+    """Return a trial's job; its settings and its estimate are what its memory is forecast from."""
+    job = make_job(order, run, unit)
+    estimate = unit.stage.memory_bytes
+    if estimate is not None and job.footprint is None and not job.num_devices:
+        job = replace(job, footprint=Footprint.declared(estimate))
+    return replace(job, params=params_of(trial.params))

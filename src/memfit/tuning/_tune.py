@@ -1,0 +1,268 @@
+"""Run a study: find or make its run directory, search under one budget, and write the best config."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit import config
+from memfit.errors import ConfigError, UsageError
+from memfit.jobs import JobStatus
+from memfit.memory import HOST, Footprint
+from memfit.pipeline import (
+    Choice,
+    Order,
+    RunConfig,
+    Supervisor,
+    View,
+    order_of_config,
+    read_budget,
+    supervised,
+    take_up,
+    write_order,
+)
+from memfit.rundir import RunDir, read_json, write_atomic, write_json
+from memfit.tuning import _optuna
+from memfit.tuning._record import Trial, folder_of, read_trials
+from memfit.tuning._settings import TuneSettings
+from memfit.tuning._sweep import Sweep, check_names
+
+#: Settings of a study that change no trial.
+_FREE = ("n_trials", "final_epochs", "timeout_factor", "data_path")
+#: The flags that give a setting its value which the section ``tune`` names.
+_FLAGS = {"epochs": "--max-epochs", "data_path": "--data-path"}
+_STUDY = {"schema_version": int, "name": str, "settings": dict, "limits": dict, "basis": str}
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study as its run directory holds it.
+
+    Attributes:
+        run: The run directory.
+        name: Its name: the experiment's.
+        settings: How it searches.
+        limits: The memory that one job may have, in bytes, as it was when the study began: ``host`` and ``device``.
+    """
+
+    run: RunDir
+    name: str
+    settings: TuneSettings
+    limits: Mapping[str, int | None]
+
+    @classmethod
+    def open(cls, run: RunDir) -> Study:
+        """Return the study of a run directory.
+
+        Raises:
+            UsageError: If the run is no study.
+        """
+        found = read_json(run.path / "study.json", _STUDY)
+        if found is None:
+            raise UsageError(
+                f"{run.path} is no study.",
+                rule="memfit tune makes a run directory with a study.json.",
+                remedy="name a folder that memfit tune made, or its study's name",
+            )
+        return cls(run, found["name"], TuneSettings.model_validate(found["settings"]), found["limits"])
+
+    @property
+    def trials(self) -> list[Trial]:
+        """The records of its trials, in order."""
+        return read_trials(self.run)
+
+    @property
+    def best(self) -> Trial | None:
+        """The best trial that completed; of equal ones the first."""
+        sign = 1 if self.settings.direction == "maximize" else -1
+        done = [one for one in self.trials if one.state == "completed" and one.value is not None]
+        return max(done, key=lambda one: (sign * (one.value or 0.0), -(one.number or 0)), default=None)
+
+    def export(self, path: Path) -> Path:
+        """Write the trials that have ended as a new journal file of Optuna's, and return its path."""
+        return _optuna.export(self.settings, self.trials, self.name, path)
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """How a study ended: ``state`` and ``exit_code`` as of a run, and the best trial."""
+
+    path: Path
+    state: str
+    exit_code: int
+    best: Trial | None
+    statuses: Mapping[str, JobStatus]
+
+
+def tune(
+    source: Path | str | Mapping[str, Any],
+    *,
+    overrides: Sequence[config.Override] = (),
+    env: Mapping[str, str] | None = None,
+    named: Mapping[str, Any] | None = None,
+    new: bool = False,
+    force: bool = False,
+    view: View | None = None,
+) -> TuneResult:
+    """Search the settings of a config's workload under one memory budget, or go on with the study.
+
+    The section ``tune`` says what is searched: see `TuneSettings`. Trials that cannot fit are refused before they
+    start, a trial that does worse than earlier ones is ended early, and the same study results after any kill.
+
+    Args:
+        source: The config, a YAML file or its content.
+        overrides: Settings such as ``"tune.n_trials=40"``.
+        env: Where ``MEMFIT_…`` variables are read; ``os.environ`` when None.
+        named: Values of the settings that ``tune.epochs`` and ``tune.data_path`` name: ``{"epochs": 10}``.
+        new: Start over in a new run directory.
+        force: Run also what does not fit the budget.
+        view: As in `memfit.run`.
+
+    Raises:
+        UsageError: If the config or the space is bad, or another process runs the study.
+        JobFailedError: If a short trial of the config's own settings fails, before the search.
+        MissingExtraError: If Optuna is not installed.
+    """
+    _optuna.load_optuna()
+    given: dict[str, Any] = {"values": source} if isinstance(source, Mapping) else {"file": Path(source)}
+    whole = config.resolve(RunConfig, **given, env=os.environ if env is None else env, overrides=overrides)
+    if not whole.value.tune:
+        raise ConfigError(
+            f"{'the config' if isinstance(source, Mapping) else source} has no section tune.",
+            rule="memfit tune searches what that section names.",
+            remedy="add tune: with space, objective and direction; memfit tune --help shows one",
+        )
+    settings = config.resolve_nested(whole, "tune", TuneSettings).value
+    for name, value in (named or {}).items():
+        overrides = [*overrides, (_FLAGS[name], f"{_named(settings, name)}={json.dumps(value)}")]
+    choice = Choice(until=settings.stage)
+    base = order_of_config(source, overrides=overrides, env=env, choice=choice)
+    check_names(base, settings)
+    fixed = settings.model_dump(mode="json", exclude=set(_FREE))
+    fingerprint = config.fingerprint({"order": base.fingerprint, "tune": fixed})
+    facts = {**base.facts, "kind": "tune"}
+    order = dataclasses.replace(base, fingerprint=fingerprint, facts=facts)
+    run, state = take_up(order, new=new, find=_newest)
+
+    def order_of(values: Mapping[str, Any]) -> Order:
+        own = [("the trial", f"{name}={json.dumps(value)}") for name, value in values.items()]
+        return order_of_config(source, overrides=[*overrides, *own], env=env, choice=choice)
+
+    return _search(order, settings, run, order_of, state=state, force=force, view=view)
+
+
+def resume_study(run: RunDir, *, view: View | None = None) -> TuneResult:
+    """Go on with a study from the config in its run directory; call it in the folder of its start."""
+    others = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
+    return tune(run.path / "config.yaml", env=others, view=view)
+
+
+def _named(settings: TuneSettings, name: str) -> str:
+    setting = getattr(settings, name)
+    if setting is None:
+        raise ConfigError(
+            f"{_FLAGS[name]} was given, and tune.{name} names no setting.",
+            rule=f"{_FLAGS[name]} sets the setting that tune.{name} names.",
+            remedy=f"name it: --set tune.{name}=params.NAME",
+        )
+    return str(setting)
+
+
+def _newest(order: Order) -> RunDir | None:
+    settings = order.settings
+    return RunDir.newest(settings.runs_dir, settings.experiment, order.fingerprint)
+
+
+def _search(
+    order: Order, settings: TuneSettings, run: RunDir, order_of: Any, *, state: str, force: bool, view: View | None
+) -> TuneResult:
+    runs = order.settings.model_copy(update={"on_failure": "continue"})
+    folder_of(run).mkdir(exist_ok=True)
+    with supervised(run, runs, force=force, view=view, facts={"state": state, "fingerprint": order.fingerprint}) as one:
+        limits = _write_study(order, settings, run)
+        sweep = Sweep(run, settings, order, order_of, limits=limits, say=one.events.write)
+        sweep.backend = one.backend
+        one.adopt(sweep.goes_on_with)
+        write_order(order, run)
+
+        def keep_best(trial: Trial) -> None:
+            best = Study(run, order.settings.experiment, settings, limits).best
+            if best is not None and best.name == trial.name:
+                _write_best(run, settings, order_of, best)
+
+        sweep.on_completed = keep_best
+        statuses = one.schedule(sweep, _known(sweep))
+        sweep.close()
+        best = Study(run, order.settings.experiment, settings, limits).best
+        if best is not None:
+            _write_best(run, settings, order_of, best)
+        exit_code = _settle(one, sweep, statuses, best)
+        if sweep.error is not None:
+            raise sweep.error
+        return TuneResult(run.path, one.state, exit_code, best, statuses)
+
+
+def _write_study(order: Order, settings: TuneSettings, run: RunDir) -> Mapping[str, int | None]:
+    """Write ``study.json``, and return the study's own limits: those of its first start."""
+    path = run.path / "study.json"
+    before = read_json(path, _STUDY)
+    basis = config.fingerprint([[stage.name, dict(stage.code), stage.data] for stage in order.stages])
+    if before is not None and before["basis"] != basis:
+        raise UsageError(
+            f"the code or the data of the study in {run.path} changed since it began.",
+            rule="all trials of a study train with the same code on the same data, or they cannot be compared.",
+            remedy="start a new study: the same command with --new",
+        )
+    if before is None:
+        budget = read_budget(order.settings)
+        devices = [device.total_bytes - device.foreign_bytes for device in budget.devices]
+        limits: Mapping[str, int | None] = {HOST: max(1, budget.lendable_bytes), "device": max(devices, default=None)}
+    else:
+        limits = before["limits"]
+    found = {"schema_version": 1, "name": order.settings.experiment, "settings": settings.model_dump(mode="json")}
+    write_json(path, found | {"limits": dict(limits), "basis": basis})
+    return limits
+
+
+def _known(sweep: Sweep) -> list[tuple[str, Mapping[str, str], Footprint]]:
+    """Return what the ended trials took, as forecasts for the others."""
+    from memfit.tuning._feasible import params_of
+
+    return [
+        (stage, params_of(trial.params), Footprint(private_bytes=peak, method="measured"))
+        for trial in sweep.trials.values()
+        for stage, peak in trial.measured.get("peaks", {}).items()
+        if peak
+    ]
+
+
+def _write_best(run: RunDir, settings: TuneSettings, order_of: Any, best: Trial) -> None:
+    """Write the config of the best trial, which ``memfit run`` takes."""
+    values = dict(best.params)
+    if settings.epochs is not None and settings.final_epochs is not None:
+        values[settings.epochs] = settings.final_epochs
+    text = (
+        f"# {best.name} of the study in this folder: {settings.objective} {best.value:.6g}.\n" + order_of(values).yaml
+    )
+    path = run.path / "best.yaml"
+    if not path.exists() or path.read_text() != text:
+        write_atomic(path, text)
+
+
+def _settle(supervisor: Supervisor, sweep: Sweep, statuses: Mapping[str, JobStatus], best: Trial | None) -> int:
+    """Write how the study ended; failed trials are part of it, and a study without a completed trial has failed."""
+    if sweep.error is not None:
+        state, code = "failed", sweep.error.exit_code
+    elif not sweep.is_done or len(sweep.trials) < sweep.settings.n_trials:
+        state, code = ("cancelled", 130) if supervisor.stop.level > 1 else ("preempted", 75)
+    else:
+        state, code = ("completed", 0) if best is not None else ("failed", 4)
+    supervisor.state = state
+    jobs = {job_id: {"state": one.state, "cause": one.cause} for job_id, one in statuses.items()}
+    write_json(supervisor.run.path / "outcome.json", {"state": state, "exit_code": code, "jobs": jobs})
+    return code

@@ -1,0 +1,465 @@
+"""``memfit compare`` of runs: what differs comes first, then numbers, seeds and targets, each with its n."""
+
+import hashlib
+import itertools
+import json
+import math
+import re
+import shutil
+from statistics import NormalDist
+
+import pytest
+import yaml
+
+from cli.conftest import tiny_config
+from memfit.rundir import RunDir, write_json
+
+PARAMS = {"lr": 0.1, "batch": 512, "train": {"decay": 0.0}}
+NEW_CODE, NEW_DATA = {"code": {"train:fit": "c2"}}, {"parts": {"data": "d2"}}
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Makes a run directory: its config, the manifests of its folds, and how its jobs and the run ended."""
+    monkeypatch.chdir(tmp_path)
+
+    numbers = itertools.count(1)
+
+    def run(experiment, values, *, state="completed", failed=0, made_by=None, **top):
+        settings = {"experiment": experiment, "target": "train:RANKER", "seed": 0, "threads_per_job": 1, "stages": {}}
+        settings |= {"memory": {"num_gpus": 0, "limit": None}, "slurm": {"nodes": 1}, "params": PARAMS} | top
+        fingerprint = f"{next(numbers):08x}" * 8  # within a second, names sort by it
+        made = RunDir.create(tmp_path / "runs", experiment, fingerprint, {"kind": "stages"})
+        (made.path / "config.yaml").write_text(yaml.safe_dump(settings))
+        write_json(made.path / "outcome.json", {"state": state})
+        for number, value in enumerate(values, 1):
+            parts = {"settings": repr(settings["params"]), "seed": str(settings["seed"]), "data": "d1"}
+            manifest = {"stage": "fold", "job": f"fold_{number}", "parts": parts, "code": {"train:fit": "c1"}}
+            manifest |= {"result": {"rank_ic": value, "name": "x"}, "digest": f"{value}", "versions": {}}
+            for name, one in (made_by or {}).items():
+                manifest[name] = manifest[name] | one
+            write_json(made.path / "checkpoints" / f"fold_{number}.json", manifest)
+        for number in range(1, len(values) + failed + 1):
+            (made.path / "jobs" / f"fold_{number}").mkdir()
+            ended = "completed" if number <= len(values) else "failed"
+            known = {"state": ended, "started": 1.0, "ended": 2.0, "peak_bytes": 1, "cause": "", "attempt": 1}
+            write_json(made.path / "jobs" / f"fold_{number}" / "outcome.json", known)
+        return made
+
+    return run
+
+
+@pytest.fixture
+def run(memfit):
+    """Runs ``memfit compare``."""
+    return lambda *words: memfit("compare", *words)
+
+
+def rows(text):
+    """The lines of a text as words."""
+    return [line.split() for line in text.splitlines()]
+
+
+# What differs
+
+
+def test_one_difference_is_the_change_and_the_table_of_before_and_after_follows(make, run):
+    make("old", [0.02, 0.04])
+    make("new", [0.05, 0.05, 0.08], params=PARAMS | {"lr": 0.2})
+    done = run("new", "old")
+    assert (done.exit_code, done.err) == (0, "")
+    assert done.out == (
+        "change    params.lr: 0.1 -> 0.2   (B -> A)\n"
+        "number                     before (B)              after (A)  A less B\n"
+        "jobs completed   2 of 2 (34% to 100%)   3 of 3 (44% to 100%)          \n"
+        "fold.rank_ic    0.0300 ± 0.0100 (n 2)  0.0600 ± 0.0100 (n 3)     +0.03\n"
+        "One run each proves no difference: give --seeds, or --metric with a column of days.\n"
+        "±: standard error over n units. Jobs: 95 % interval of the rate.\n"
+    )
+
+
+def test_a_second_difference_is_refused_until_it_is_named(make, run):
+    make("baseline", [0.1], params=PARAMS | {"batch": 512})
+    make("search", [0.2], params=PARAMS | {"batch": 4096, "lr": 0.3})
+    refused = run("search", "baseline")
+    assert (refused.exit_code, refused.out) == (2, "")
+    assert "differ in 2 things (B -> A): params.batch: 512 -> 4096; params.lr: 0.1 -> 0.3." in refused.err
+    assert "--differs params.lr" in refused.err
+    done = run("search", "baseline", "--differs", "params.batch")
+    assert done.exit_code == 0
+    assert rows(done.out)[:2] == [
+        ["change", "params.lr:", "0.1", "->", "0.3", "(B", "->", "A)"],
+        ["named", "params.batch:", "512", "->", "4096"],
+    ]
+    both = run("search", "baseline", "--differs", "params.batch", "--differs", "params.lr", "--json")
+    found = json.loads(both.out)
+    assert (found["change"], [one["name"] for one in found["differences"]]) == (None, ["params.batch", "params.lr"])
+
+
+@pytest.mark.parametrize("name", ["all", "params", "params.decay"])
+def test_to_name_what_does_not_differ_is_refused(make, run, name):
+    make("old", [0.1])
+    make("new", [0.2], params=PARAMS | {"lr": 0.2})
+    done = run("new", "old", "--differs", name)
+    assert done.exit_code == 2
+    assert f"A and B do not differ in {name}." in done.err
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        {"runs_dir": "elsewhere", "panels_dir": "cache"},
+        {"max_parallel": 3, "retries": 0, "backend": "slurm", "on_failure": "stop"},
+        {"notify": {"urls": ["mailto:x"]}, "track": {"tensorboard": True}},
+        {"memory": {"num_gpus": 0, "limit": "8GiB"}, "slurm": {"nodes": 1, "partition": "gpu"}},
+        {"stages": {"fold": {"memory": "2GiB", "like": "other"}}},
+    ],
+)
+def test_settings_that_change_no_result_are_no_difference(make, run, top):
+    make("old", [0.1])
+    make("new", [0.1], **top)
+    done = run("new", "old")
+    assert (done.exit_code, done.out.splitlines()[0]) == (0, "change    none found in settings, code and data")
+
+
+@pytest.mark.parametrize(
+    ("top", "name"),
+    [
+        ({"target": "train:OTHER"}, "target"),
+        ({"seed": 1}, "seed"),
+        ({"threads_per_job": 2}, "threads_per_job"),
+        ({"memory": {"num_gpus": 2}}, "memory.num_gpus"),
+        ({"slurm": {"nodes": 2}}, "slurm.nodes"),
+        ({"stages": {"fold": {"needs": ["extra"]}}}, "stages.fold.needs"),
+        ({"params": PARAMS | {"train": {"decay": 0.1}}}, "params.train.decay"),
+        ({"made_by": NEW_CODE}, "code"),
+        ({"made_by": NEW_DATA}, "data"),
+    ],
+)
+def test_what_may_change_a_result_is_a_difference(make, run, top, name):
+    make("old", [0.1])
+    make("new", [0.1], **top)
+    assert json.loads(run("new", "old", "--json").out)["change"] == name
+    make("other", [0.1], **top | {"params": top.get("params", PARAMS) | {"lr": 0.9}})
+    assert run("other", "old").exit_code == 2
+    assert run("other", "old", "--differs", name).exit_code == 0
+
+
+def test_code_and_data_are_named_by_what_they_are_of(make, run):
+    make("old", [0.1])
+    make("new", [0.1], made_by=NEW_CODE | NEW_DATA)
+    assert "code of fold.train:fit; data of fold." in run("new", "old").err
+
+
+def test_a_secret_is_neither_shown_nor_a_difference(make, run):
+    make("old", [0.1], params=PARAMS | {"api_key": "abcdefgh1"})
+    make("new", [0.1], params=PARAMS | {"api_key": "abcdefgh2"})
+    done = run("new", "old", "--json")
+    assert json.loads(done.out)["differences"] == []
+    assert "abcdefgh" not in done.out
+
+
+def test_what_else_may_explain_a_difference_is_noted(make, run):
+    make("old", [0.1], made_by={"versions": {"torch": "2.12"}})
+    make("new", [0.2], made_by={"versions": {"torch": "2.13"}})
+    notes = json.loads(run("new", "old", "--json").out)["notes"]
+    assert notes[0] == "torch 2.12 -> 2.13"
+    assert notes[1].startswith("fold gave another result from equal settings, code and data")
+    make("none", [])
+    done = run("none", "old")
+    assert "note      no stage has a result in both runs" in done.out
+    assert "No number is in both runs." in done.out
+
+
+def test_an_experiment_means_its_newest_run_by_its_name_or_its_folder(make, run, tmp_path):
+    make("old", [0.1])
+    make("old", [0.3], params=PARAMS | {"lr": 0.2})
+    for name in ("old", "runs/old", str(tmp_path / "runs" / "old")):
+        found = json.loads(run(name, "runs/old", "--json").out)
+        assert found["run_a"] == found["run_b"]
+        assert found["numbers"]["fold.rank_ic"]["before"]["mean"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("facts", "change"),
+    [
+        ({"template": ["echo", "b"]}, "template"),
+        ({"combinations": [{"x": "1"}]}, "combinations"),
+        ({"settings": {"threads_per_job": 2, "retries": 1}}, "settings.threads_per_job"),
+        ({"settings": {"threads_per_job": 1, "retries": 3}}, None),
+    ],
+)
+def test_runs_of_commands_differ_in_the_command_and_its_threads(tmp_path, run, monkeypatch, facts, change):
+    monkeypatch.chdir(tmp_path)
+    own = {"kind": "commands", "template": ["echo", "a"], "combinations": [{}], "cwd": "/"}
+    own |= {"settings": {"threads_per_job": 1, "retries": 1}}
+    RunDir.create(tmp_path / "runs", "old", "1" * 64, own)
+    RunDir.create(tmp_path / "runs", "new", "2" * 64, own | facts)
+    assert json.loads(run("new", "old", "--json").out)["change"] == change
+
+
+# One run each
+
+
+def test_the_rate_of_completed_jobs_has_its_n_and_interval(make, run):
+    make("old", [], failed=20)
+    make("new", [0.1] * 20)
+    jobs = json.loads(run("new", "old", "--json").out)["jobs"]
+    squared = NormalDist().inv_cdf(0.975) ** 2
+    assert (jobs["before"]["completed"], jobs["before"]["n"], jobs["before"]["lower"]) == (0, 20, 0.0)
+    assert jobs["before"]["upper"] == pytest.approx(squared / (20 + squared))
+    assert (jobs["after"]["completed"], jobs["after"]["n"], jobs["after"]["upper"]) == (20, 20, 1.0)
+    assert "0 of 20 (0% to 16%) 20 of 20 (84% to 100%)" in " ".join(run("new", "old").out.split())
+
+
+def test_one_number_is_shown_alone_and_an_unknown_one_is_refused(make, run):
+    make("old", [0.1])
+    make("new", [0.2])
+    assert list(json.loads(run("new", "old", "--metric", "fold.rank_ic", "--json").out)["numbers"]) == ["fold.rank_ic"]
+    done = run("new", "old", "--metric", "fold.rank_id")
+    assert done.exit_code == 2
+    assert "did you mean 'fold.rank_ic'?" in done.err
+
+
+def test_a_number_that_is_not_finite_is_null_in_json(make, run):
+    make("old", [math.nan, 0.1])
+    make("new", [0.2, 0.3])
+    before = json.loads(run("new", "old", "--json").out)["numbers"]["fold.rank_ic"]["before"]
+    assert (before["mean"], before["n"]) == (None, 2)
+
+
+def test_a_damaged_manifest_is_refused_by_name(make, run):
+    make("old", [0.1])
+    path = make("new", [0.2]).path / "checkpoints" / "fold_1.json"
+    path.write_text("{}")
+    done = run("new", "old")
+    assert done.exit_code == 2
+    assert f"{path} has no stage" in done.err
+
+
+def test_without_a_number_to_compare_two_day_tables_are_refused(make, run, tmp_path):
+    make("old", [0.1])
+    (tmp_path / "days.csv").write_text("date,h1_rank_ic\n")
+    for words in (("old", "days.csv"), ("days.csv", "random", "--metric", "h1_rank_ic", "--differs", "code")):
+        done = run(*words)
+        assert done.exit_code == 2
+        assert "days.csv is no run" in done.err or "random is no run" in done.err
+
+
+@pytest.mark.slow
+def test_days_of_runs_are_compared_once_every_difference_is_named(make, run, tmp_path):
+    pytest.importorskip("arch")
+    import pyarrow.feather
+
+    from cli.test_compare import METRIC, days
+
+    for seed, (name, params) in enumerate((("new", {"lr": 1.0, "batch": 8}), ("old", {})), 0):
+        made = make(name, [0.1], params=PARAMS | params)
+        pyarrow.feather.write_feather(days(seed, 0.1 if name == "new" else 0.0), made.path / "days.feather")
+    assert run("new", "old", "--metric", METRIC).exit_code == 2
+    assert not (tmp_path / "comparisons.jsonl").exists()
+    done = run("new", "old", "--metric", METRIC, "--differs", "params.batch")
+    lines = done.out.splitlines()
+    assert lines[0].startswith("change    params.lr: 0.1 -> 1.0")
+    assert lines[2] == f"A better: {METRIC}, A less B"
+    [line] = (tmp_path / "comparisons.jsonl").read_text().splitlines()
+    assert re.fullmatch(r".*/runs/new/run_\w+", json.loads(line)["a"])
+
+
+# Seeds
+
+
+def seeds(make, experiment, values, **top):
+    """One run for each seed, of two folds whose mean is the value."""
+    for seed, value in enumerate(values, 1):
+        make(experiment, [value - 0.1, value + 0.1], seed=seed, **top)
+
+
+NOISE = [0.01, -0.02, 0.0, 0.02, -0.01]
+
+
+def test_over_five_seeds_a_clear_difference_is_shown_with_its_interval(make, run):
+    seeds(make, "sgd", [0.5 + one for one in NOISE])
+    seeds(make, "adamw", [0.7 + one * 2 for one in NOISE], params=PARAMS | {"lr": 0.2})
+    done = run("adamw", "sgd", "--seeds", "--metric", "fold.rank_ic")
+    assert (done.exit_code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[:3] == [
+        "change    params.lr: 0.1 -> 0.2   (B -> A)",
+        "A is higher: fold.rank_ic, A less B over 5 seeds",
+        "  difference +0.2, 95 % interval +0.1804 to +0.2196, n 5",
+    ]
+    assert rows(done.out)[3:5] == [["seed", "B", "A", "A", "less", "B"], ["1", "0.5100", "0.7200", "+0.21"]]
+    assert rows(done.out)[-2:] == [["mean", "0.5000", "0.7000", "+0.2"], ["sd", "0.0158", "0.0316"]]
+    found = json.loads(run("sgd", "adamw", "--seeds", "--metric", "fold.rank_ic", "--level", "0.9", "--json").out)
+    assert (found["verdict"], found["n"], found["level"], found["change"]) == ("A is lower", 5, 0.9, "params.lr")
+
+
+def test_an_interval_that_holds_0_shows_no_difference(make, run):
+    seeds(make, "sgd", [0.5 + one for one in NOISE])
+    seeds(make, "adamw", [0.5 - one for one in NOISE])
+    found = json.loads(run("adamw", "sgd", "--seeds", "--metric", "fold.rank_ic", "--json").out)
+    assert found["verdict"] == "no difference shown"
+    assert found["lower"] < 0 < found["upper"]
+
+
+def test_fewer_than_five_pairs_and_one_pair_give_no_verdict(make, run):
+    seeds(make, "sgd", [0.1, 0.2, 0.3, 0.4])
+    seeds(make, "adamw", [0.91, 0.92, 0.93, 0.94])
+    done = run("runs/adamw", "runs/sgd", "--seeds", "--metric", "fold.rank_ic")
+    assert "too few pairs" in done.out and "Fewer than 5 pairs prove little" in done.out
+    seeds(make, "one", [0.9])
+    found = json.loads(run("one", "sgd", "--seeds", "--metric", "fold.rank_ic", "--json").out)
+    assert (found["n"], found["lower"], found["unpaired"]) == (1, None, [2, 3, 4])
+
+
+def test_runs_that_do_not_count_are_counted(make, run):
+    seeds(make, "sgd", [0.5] * 5)
+    seeds(make, "adamw", [0.6] * 5)
+    make("adamw", [0.9, 0.9], seed=5)
+    make("adamw", [0.9], seed=6, state="failed")
+    make("adamw", [], seed=7)
+    done = run("adamw", "sgd", "--seeds", "--metric", "fold.rank_ic")
+    assert "left out of A: 1 without fold.rank_ic or a seed, 1 not completed, 1 older, of the same seed" in done.out
+    assert ["5", "0.5000", "0.9000", "+0.4"] in rows(done.out)
+
+
+def test_runs_of_a_side_that_differ_in_more_than_the_seed_are_refused(make, run):
+    seeds(make, "sgd", [0.5] * 5)
+    seeds(make, "mixed", [0.5] * 4)
+    make("mixed", [0.5], seed=5, params=PARAMS | {"lr": 0.2})
+    done = run("mixed", "sgd", "--seeds", "--metric", "fold.rank_ic")
+    assert done.exit_code == 2
+    assert "the runs of A differ among themselves: params.lr: 0.2 -> 0.1" in done.err
+
+
+def test_over_seeds_a_second_difference_is_refused_too(make, run):
+    seeds(make, "sgd", NOISE)
+    seeds(make, "adamw", NOISE, params=PARAMS | {"lr": 0.2}, made_by=NEW_CODE)
+    words = ("adamw", "sgd", "--seeds", "--metric", "fold.rank_ic")
+    assert run(*words).exit_code == 2
+    assert run(*words, "--differs", "code").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("sgd", "sgd", "--seeds"), "--seeds is given without --metric"),
+        (("sgd", "sgd", "--seeds", "--metric", "fold.rank"), "no number fold.rank in common"),
+        (("sgd", "none", "--seeds", "--metric", "fold.rank_ic"), "'none' names no experiment"),
+        (("sgd", "other", "--seeds", "--metric", "fold.rank_ic"), "no seed is in both: A has 1, 2, B has 9"),
+        (("sgd", "sgd", "--seeds", "--targets", "x.yaml"), "--targets is given with --seeds"),
+    ],
+)
+def test_what_cannot_be_compared_over_seeds_is_refused(make, run, words, message):
+    seeds(make, "sgd", [0.1, 0.2])
+    make("other", [0.1], seed=9)
+    done = run(*words)
+    assert done.exit_code == 2
+    assert message in done.err
+
+
+# Targets
+
+TARGETS = """\
+fold.rank_ic: {target: 0.04, milestone: Phase A}
+fold.sharpe: {target: 0.05, milestone: Phase B}
+"""
+
+
+def test_a_milestone_is_ticked_by_a_stored_run_with_its_evidence(make, run, tmp_path):
+    make("old", [0.02, 0.03])
+    new = make("new", [0.05, 0.04])
+    (tmp_path / "targets.yaml").write_text(TARGETS)
+    done = run("new", "old", "--targets", "targets.yaml")
+    files = sorted((new.path / "checkpoints").glob("fold_*.json"))
+    sha = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    assert done.exit_code == 0
+    text = done.out.partition("number ")[2]
+    lines = [" ".join(words) for words in rows(text)]
+    assert lines[1] == "fold.rank_ic 0.0250 ± 0.0050 (n 2) 0.0450 ± 0.0050 (n 2) >= 0.0400 reached"
+    assert lines[2] == "fold.sharpe - - >= 0.0500 -"
+    assert text.splitlines()[3:] == [
+        "[x] Phase A",
+        f"    fold.rank_ic 0.0450 ± 0.0050 (n 2): {new.path}",
+        f"      config {new.header['fingerprint']}",
+        f"      manifests {sha} (2 files)",
+        "[ ] Phase B: open (fold.sharpe)",
+    ]
+    [one, other] = json.loads(run("new", "old", "--targets", "targets.yaml", "--json").out)["targets"]
+    assert one["evidence"]["sha256"] == sha and one["evidence"]["manifests"] == ["fold_1.json", "fold_2.json"]
+    assert (other["after"], other["gap"], other["evidence"]) == (None, None, None)
+
+
+def test_a_gap_is_shown_as_a_difference_and_as_a_factor_in_either_direction(make, run, tmp_path):
+    make("old", [0.5])
+    make("new", [0.2])
+    (tmp_path / "up.yaml").write_text("fold.rank_ic: {target: 0.5}")
+    (tmp_path / "down.yaml").write_text("fold.rank_ic: {target: 0.05, direction: lower}")
+    up, down = (json.loads(run("new", "old", "--targets", f"{name}.yaml", "--json").out)["targets"][0]
+                for name in ("up", "down"))  # fmt: skip
+    assert (up["gap"], up["factor"]) == (pytest.approx(0.3), pytest.approx(2.5))
+    assert (down["gap"], down["factor"]) == (pytest.approx(0.15), pytest.approx(4))
+    done = run("new", "old", "--targets", "down.yaml").out
+    assert "<= 0.0500  0.15 (factor 4)" in done
+    assert "[ ] fold.rank_ic: open" in done
+
+
+def test_a_run_that_did_not_complete_and_the_run_before_tick_no_box(make, run, tmp_path):
+    make("old", [0.9])
+    make("new", [0.9], state="failed")
+    make("low", [0.0])
+    (tmp_path / "targets.yaml").write_text("fold.rank_ic: {target: 0.04}")
+    for name in ("new", "low"):
+        assert "[ ] fold.rank_ic: open" in run(name, "old", "--targets", "targets.yaml").out
+    assert "[x]" in run("old", "low", "--targets", "targets.yaml").out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank_ic: {target: 0.04}", "targets.yaml: rank_ic is no name of a number"),
+        ("fold.rank_ic: {target: high}", "targets.fold.rank_ic.target"),
+        ("fold.rank_ic: {target: 1, direction: up}", "targets.fold.rank_ic.direction"),
+        ("fold.rank_ic: {goal: 1}", "targets.fold.rank_ic"),
+        ("fold.rank_ic: 0.04", "targets.fold.rank_ic"),
+        ("- a", "holds a list"),
+        ("", "targets.yaml holds no target"),
+    ],
+)
+def test_a_bad_file_of_targets_is_refused(make, run, tmp_path, text, message):
+    make("old", [0.1])
+    (tmp_path / "targets.yaml").write_text(text)
+    done = run("old", "old", "--targets", "targets.yaml")
+    assert done.exit_code == 2
+    assert message in done.err and "rule:" in done.err and "do:" in done.err
+
+
+def test_a_file_of_targets_that_is_not_there_is_refused(make, run):
+    make("old", [0.1])
+    assert "targets.yaml is not there" in run("old", "old", "--targets", "targets.yaml").err
+
+
+# Real runs
+
+
+@pytest.mark.slow
+def test_a_baseline_is_made_again_from_its_stored_config_and_changed_code_is_seen(memfit, config, tmp_path):
+    assert memfit("run", config(), "--quiet").exit_code == 0
+    [stored] = RunDir.all(tmp_path / "runs", "tiny")
+    shutil.move(config(), tmp_path / "gone.yaml")
+    assert memfit("run", stored.path / "config.yaml", "--quiet", "--runs-dir", "again").exit_code == 0
+    done = memfit("compare", "again/tiny", stored.path, "--json")
+    found = json.loads(done.out)
+    assert (found["differences"], found["notes"]) == ([], [])
+    assert found["numbers"]["fold.draw"]["before"] == found["numbers"]["fold.draw"]["after"]
+    [again] = RunDir.all(tmp_path / "again", "tiny")
+    assert again.header["fingerprint"] == stored.header["fingerprint"]
+
+    code = (tmp_path / "tiny.py").read_text()
+    (tmp_path / "tiny.py").write_text(code.replace("values % 7", "values % 5"))
+    (tmp_path / "changed.yaml").write_text(tiny_config().replace("experiment: tiny", "experiment: changed"))
+    assert memfit("run", "changed.yaml", "--quiet").exit_code == 0
+    changed = json.loads(memfit("compare", "changed", stored.path, "--json").out)
+    assert changed["change"] == "code"
+    assert any("make_table" in name for name in changed["differences"][0]["before"])

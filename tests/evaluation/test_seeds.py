@@ -1,0 +1,69 @@
+"""Two sets of runs of several seeds, paired: the interval beside scipy's, and when there is no verdict."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from memfit.errors import DataError, UsageError
+from memfit.evaluation import compare_seeds
+
+
+def draws(seed: int, n: int, shift: float = 0.0, scale: float = 1.0) -> dict[int, float]:
+    return dict(enumerate(np.random.default_rng(seed).normal(shift, scale, n).tolist(), 1))
+
+
+@pytest.mark.parametrize("level", [0.9, 0.99])
+def test_the_interval_is_that_of_a_paired_t_test(level):
+    a, b = draws(0, 8), draws(1, 8)
+    found = compare_seeds(a, b, level)
+    expected = scipy.stats.ttest_rel(list(a.values()), list(b.values())).confidence_interval(level)
+    assert (found.lower, found.upper) == pytest.approx((expected.low, expected.high))
+    assert (found.n, found.difference) == (8, pytest.approx(found.mean_a - found.mean_b))
+
+
+def test_seeds_that_make_all_the_difference_give_a_verdict_either_way_and_equal_draws_none():
+    a, b = draws(0, 6, shift=3.0, scale=0.1), draws(1, 6, scale=0.1)
+    assert compare_seeds(a, b).verdict == "A is higher"
+    assert compare_seeds(b, a).verdict == "A is lower"
+    assert compare_seeds(draws(0, 6), draws(1, 6)).verdict == "no difference shown"
+
+
+def test_the_interval_holds_the_true_difference_as_often_as_its_level_says():
+    found = [compare_seeds(draws(seed, 5, 1.0), draws(seed + 9000, 5)) for seed in range(400)]
+    assert 0.92 < sum(one.lower < 1 < one.upper for one in found) / 400 < 0.98
+
+
+def test_seeds_are_paired_by_number_and_the_others_are_named():
+    found = compare_seeds({3: 1.0, 1: 2.0, 8: 9.0}, {1: 1.0, 3: 0.5, 4: 7.0})
+    assert dict(found.pairs) == {1: (2.0, 1.0), 3: (1.0, 0.5)}
+    assert found.unpaired == (4, 8)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_fewer_than_five_pairs_give_no_verdict(n):
+    found = compare_seeds(draws(0, n, shift=50.0), draws(1, n))
+    assert found.verdict == "too few pairs"
+    assert (found.lower == -math.inf) is (n == 1)
+
+
+def test_a_number_that_no_seed_changes_gives_no_verdict():
+    found = compare_seeds(dict.fromkeys(range(9), 2.0), dict.fromkeys(range(9), 1.0))
+    assert found.verdict == "the seed changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [({1: 0.0}, {2: 0.0}, "A has 1, B has 2"), ({}, {2: 0.0}, "A has none"), ({1: math.nan}, {1: 0.0}, "A is nan")],
+)
+def test_seeds_that_cannot_be_paired_are_refused(a, b, said):
+    with pytest.raises(DataError, match=said):
+        compare_seeds(a, b)
+
+
+def test_a_level_of_all_intervals_is_refused():
+    with pytest.raises(UsageError, match="level is 1"):
+        compare_seeds({1: 0.0}, {1: 0.0}, 1)
