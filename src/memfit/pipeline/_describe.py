@@ -33,7 +33,7 @@ class StageSpec:
         variable: The name of a unit in ``each``.
         source: The stage whose result lists the units; None if the settings do.
         path: Where the list stands in that result or in the settings.
-        memory_bytes: What one of its jobs takes at least, by its probe's arithmetic; None where it gives none.
+        memory_bytes: What one of its jobs takes at least, by its probe's arithmetic; None where nobody asked for it.
         modules: The modules that were read to find its code.
         keyed: False for a command without a config: its results have no keys.
     """
@@ -67,8 +67,17 @@ class StageSpec:
         return [*self.needs, *filter(None, [self.source])]
 
 
-def describe(target: str, resolved: str, units: Sequence[Mapping[str, str]] = ()) -> dict[str, Any]:
-    """Return the stages, params and origins of a resolved config; ``units`` are those of a plain function (--param)."""
+def describe(
+    target: str, resolved: str, units: Sequence[Mapping[str, str]] = (), with_memory: bool = False
+) -> dict[str, Any]:
+    """Return the stages, params and origins of a resolved config.
+
+    Args:
+        target: The workload.
+        resolved: The config, of ``Resolved.to_json``.
+        units: Those of a plain function (--param).
+        with_memory: Also ask the probes for ``memory_bytes``, which may load torch.
+    """
     workload = load_workload(target)
     whole = config.Resolved.from_json(RunConfig, resolved)
     nested = config.resolve_nested(whole, "params", workload.params)
@@ -83,7 +92,7 @@ def describe(target: str, resolved: str, units: Sequence[Mapping[str, str]] = ()
     ]
     stages = in_order(chosen, params, target, workload.params)
     stages = [replace(one, data=data if isinstance(data, str) else data.get(one.name, "")) for one in stages]
-    probes = {stage.name: stage.probe for stage in workload.stages}
+    probes = {stage.name: stage.probe for stage in workload.stages} if with_memory else {}
     memory = {name: probe.memory for name, probe in probes.items() if probe is not None and probe.memory is not None}
     stages = [
         replace(one, memory_bytes=memory[one.name](nested.value)) if one.name in memory else one for one in stages

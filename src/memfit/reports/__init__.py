@@ -18,6 +18,8 @@ from memfit.reports._page import write_page
 from memfit.reports._plan import print_run_plan
 from memfit.reports._run_view import JobRow, RunView, summarize_metrics
 from memfit.reports._runs import Overview, find_run, find_runs, find_target, has_supervisor, is_live, list_runs
+from memfit.reports._study import StudyView, summarize_study
+from memfit.reports._study_text import print_study
 from memfit.reports._summary import count_kills, explain_record, forecast_error, print_summary, summarize
 from memfit.reports._targets import judge_targets, print_targets, read_targets
 
@@ -30,6 +32,7 @@ __all__ = [
     "Overview",
     "Room",
     "RunView",
+    "StudyView",
     "compare_numbers",
     "compare_over_seeds",
     "count_kills",
@@ -59,6 +62,7 @@ __all__ = [
     "print_fix",
     "print_run_plan",
     "print_seeds",
+    "print_study",
     "print_summary",
     "print_targets",
     "print_verification",
@@ -67,6 +71,7 @@ __all__ = [
     "read_targets",
     "render",
     "summarize",
+    "summarize_study",
     "summarize_metrics",
     "write_page",
 ]

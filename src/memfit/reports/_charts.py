@@ -1,4 +1,4 @@
-"""Charts as inline SVG: stacked memory over time, and one bar per job. They need no script and no other file."""
+"""Charts as inline SVG: memory over time, a bar per job, points and their best so far. No script, no other file."""
 
 from __future__ import annotations
 
@@ -43,6 +43,18 @@ class Bar:
     note: str = ""
     tick: float | None = None
     is_bad: bool = False
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a chart: its number from the left, and its sign; one without a value lies in the row ``lane``."""
+
+    number: int
+    value: float | None
+    sign: str
+    colour: str
+    title: str
+    lane: str = ""
 
 
 @dataclass(frozen=True)
@@ -182,6 +194,51 @@ def draw_bars(bars: Sequence[Bar], end: float, frame: Frame, *, axis: Literal["s
     return str(canvas)
 
 
+def draw_points(points: Sequence[Point], steps: Sequence[tuple[int, float]], frame: Frame, *, label: str = "") -> str:
+    """Return points by their numbers, rows below for those without a value, and a line that goes up or down in steps.
+
+    Args:
+        points: The points; at least one.
+        steps: The corners of the line: from this number on, it has this value. The last one bears ``label``.
+        frame: The outside of the chart.
+        label: What stands at the end of the line.
+    """
+    lanes = list(dict.fromkeys(point.lane for point in points if point.value is None))
+    canvas = _Canvas(frame, frame.height + _ROW * len(lanes))
+    values = [point.value for point in points if point.value is not None] or [0.0]
+    margin = 0.08 * (max(values) - min(values)) or abs(max(values)) or 1.0
+    low, high = min(values) - margin, max(values) + margin
+    left, right, top, bottom = 108, frame.width - _RIGHT, _TOP, frame.height - _BOTTOM
+    last = max(point.number for point in points)
+
+    def x_of(number: float) -> float:
+        return left + (right - left) * (number + 0.5) / (last + 1)
+
+    def y_of(value: float) -> float:
+        return bottom - (bottom - top) * (value - low) / (high - low)
+
+    for text, tick in number_ticks(low, high):
+        canvas.line(left, y_of(tick), right, y_of(tick), "grid")
+        canvas.text(left - 8, y_of(tick) + 4, text, anchor="end", kind="dim")
+    rows = {lane: bottom + _ROW * (at + 0.6) for at, lane in enumerate(lanes)}
+    for lane, y in rows.items():
+        canvas.text(left - 8, y + 4, lane, anchor="end", kind="dim")
+    for number in range(0, last + 1, max(1, math.ceil((last + 1) / 12))):
+        canvas.text(x_of(number), canvas.height - 6, str(number), anchor="middle", kind="dim")
+    if steps:
+        ends = [*(number for number, _ in steps[1:]), last + 0.5]
+        path = [
+            f"{x_of(x):.1f},{y_of(value):.1f}" for (at, value), end in zip(steps, ends, strict=True) for x in (at, end)
+        ]
+        canvas.add(f'<polyline points="{" ".join(path)}" fill="none" stroke="{COLOURS[2]}" stroke-width="2"/>')
+        canvas.text(right, y_of(steps[-1][1]) - 8, label, anchor="end")
+    for point in points:
+        y = rows[point.lane] if point.value is None else y_of(point.value)
+        where = f'x="{x_of(point.number):.1f}" y="{y + 4:.1f}" text-anchor="middle" fill="{point.colour}"'
+        canvas.add(f"<text {where}>{escape(point.sign)}<title>{escape(point.title)}</title></text>")
+    return str(canvas)
+
+
 def _draw_time(canvas: _Canvas, seconds: float, x_of: Callable[[float], float], top: float, bottom: float) -> None:
     for tick in time_ticks(seconds):
         x = x_of(tick)
@@ -209,6 +266,19 @@ def byte_ticks(size: float) -> list[float]:
     unit = next((unit for unit in (TIB, GIB, MIB, KIB) if size >= unit), 1)
     step = next(unit * 10**power * n for power in range(4) for n in (0.5, 1, 2) if size / (unit * 10**power * n) <= 5)
     return list(_multiples(step, size))
+
+
+def number_ticks(low: float, high: float) -> list[tuple[str, float]]:
+    """Return round numbers between two numbers, and their texts.
+
+    >>> number_ticks(-0.012, 0.034)
+    [('-0.01', -0.01), ('0.00', 0.0), ('0.01', 0.01), ('0.02', 0.02), ('0.03', 0.03)]
+    """
+    power = math.floor(math.log10((high - low) / _ABOUT_TICKS))
+    step = next(step for n in (1, 2, 5, 10) if (high - low) / (step := n * 10.0**power) <= _ABOUT_TICKS)
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    numbers = (at * step for at in range(math.ceil(low / step), math.floor(high / step) + 1))
+    return [(f"{number:.{digits}f}", round(number, digits)) for number in numbers]
 
 
 def _multiples(step: float, end: float) -> Iterator[float]:

@@ -18,6 +18,7 @@ from memfit.memory import Budget
 from memfit.reports._epoch_memory import explain_memory, memory_of
 from memfit.reports._numbers import format_number, or_dash, plain_table, say
 from memfit.reports._run_view import Event, JobRow, RunView, is_number
+from memfit.reports._study import FAILED_TRIALS, StudyView
 from memfit.rundir import RunDir
 from memfit.units import format_bytes, format_duration
 
@@ -44,6 +45,8 @@ _BAR_COLUMNS = 40
 _ROUTINE = ("memory", "device", "max_parallel")
 #: Events that are not shown for a single command: the summary says the same.
 _OF_MANY = frozenset({"admit", "plan", "end", "grow", "grow_device"})
+#: Events that have no line in a study: the ends of its trials have one.
+_OF_TRIALS = frozenset({"admit", "end", "epoch", "stage"})
 #: What is read of a log at one look.
 _MOST_NEW_BYTES = 1 << 16
 #: The least share of the limit by which a reservation grows for a line on the terminal.
@@ -63,7 +66,7 @@ class LiveRun:
     """Show a run until it is closed: call what ``show(run)`` returns at each tick.
 
     Each event is printed once as a line. A terminal also shows a table of the jobs with the time that is left. A run of
-    many jobs prints their ends only, and on a terminal only failures.
+    many jobs prints their ends only, and on a terminal only failures. A study prints the ends of its trials.
 
     Args:
         console: Where to show it.
@@ -87,6 +90,7 @@ class LiveRun:
         self.verbose = verbose
         #: The run as it was read so far; None before ``show``.
         self.view: RunView | None = None
+        self._study: StudyView | None = None
         self._live: Live | None = None
         self._next = 0.0
         self._read: dict[Path, int] = {}
@@ -96,6 +100,7 @@ class LiveRun:
         """Begin to show what happens in a run from now on."""
         self.view = RunView(run)
         self.view.read()
+        self._study = StudyView(run) if self.view.kind == "tune" else None
         if not self.quiet:
             say(self.console, f"Run {run.path}")
             if self.console.is_terminal:
@@ -110,7 +115,8 @@ class LiveRun:
         self._print_new_lines(view)
         self._print_shortages(view)
         if self._live is not None:
-            table = render(view, read_room(view, here=self.here), self.console.width, read_pressure())
+            headline = self._study.headline() if self._study else ""
+            table = render(view, read_room(view, here=self.here), self.console.width, read_pressure(), headline)
             self._live.update(table, refresh=True)
 
     def _print_shortages(self, view: RunView) -> None:
@@ -153,19 +159,32 @@ class LiveRun:
         lines = [
             f"{_stamp(float(event['time']))}  "
             + re.sub(r"\s*\n\s*", "; ", text)
-            + (describe_left(event, view) if event in ends.values() else "")
+            + (describe_left(event, view) if event in ends.values() and not self._study else "")
             + (f"; {explain_memory(memory)}" if self.verbose and (memory := _memory(event)) else "")
             for event in events
-            if self._is_told(event, view) and (text := describe(event, view))
+            if self._is_told(event, view) and (text := self._describe(event, view))
         ]
         if lines:  # at once: on a terminal each printing draws the table anew
             say(self.console, "\n".join(lines))
 
+    def _describe(self, event: Event, view: RunView) -> str:
+        if self._study is None or event["kind"] != "trial":
+            return describe(event, view)
+        return self._study.describe(str(event.get("name")))
+
     def _is_told(self, event: Event, view: RunView) -> bool:
         kind, is_success = event["kind"], event.get("state") == "completed"
+        if self._study is not None:
+            if self.quiet:
+                return kind == "trial" and event.get("state") in FAILED_TRIALS
+            if kind in _OF_TRIALS and not self.verbose:
+                return _left_something(event)
         if self.quiet:
             return kind == "end" and not is_success
-        is_many = max([len(view.params), *(len(stage.units) for stage in view.stages.values())]) > _WHOLE_ROWS
+        is_many = (
+            self._study is not None
+            or max([len(view.params), *(len(stage.units) for stage in view.stages.values())]) > _WHOLE_ROWS
+        )
         if kind == "wait":
             return not is_many or event.get("on") not in _ROUTINE
         is_routine = kind == "admit" or (kind == "end" and is_success and self._live is not None)
@@ -242,8 +261,10 @@ def read_pressure(root: Path = Path("/")) -> float | None:
     return float(found.group(1)) if found else None
 
 
-def render(view: RunView, room: Room, width: int = _COLUMNS, pressure: float | None = None) -> RenderableType:
-    """Return the table of jobs, their counts and the budget, in at most 80 columns."""
+def render(
+    view: RunView, room: Room, width: int = _COLUMNS, pressure: float | None = None, headline: str = ""
+) -> RenderableType:
+    """Return the table of jobs, their counts and the budget, in at most 80 columns, with a headline above."""
     rows = view.rows()
     lines = [_cells(row, view) for row in _shown(rows)]
     columns = [(name, [cells[place] for cells in lines]) for place, name in enumerate(_HEADINGS)]
@@ -254,7 +275,7 @@ def render(view: RunView, room: Room, width: int = _COLUMNS, pressure: float | N
     table = plain_table(*(name for name, _ in columns), left=("job", "node", "phase"), gap=gap)
     for name, *cells in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(name if len(name) <= left else f"{name[: left - 1]}…", *cells)
-    return Group(table, *_footer(view, rows, room, pressure))
+    return Group(*([Text(headline)] if headline else ()), table, *_footer(view, rows, room, pressure))
 
 
 def _least(rows: Sequence[JobRow]) -> int:
@@ -271,7 +292,7 @@ def _shown(rows: Sequence[JobRow]) -> Sequence[JobRow]:
 
 
 def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float | None) -> Iterator[Text]:
-    if len(view.stages) > 1:
+    if len(view.stages) > 1 and view.kind != "tune":
         names = view.stage_names(rows)
         yield Text("stages: " + ", ".join(_progress(name, [*view.states(name, rows).values()]) for name in names))
     if counts := ", ".join(f"{name} {number}" for name, number in view.counts(rows).items()):
@@ -279,7 +300,7 @@ def _footer(view: RunView, rows: Sequence[JobRow], room: Room, pressure: float |
         num_stopped = sum(row.status.stopped_pid is not None for row in rows)
         counts += f"; {num_stalled} waiting for memory" if num_stalled else ""
         counts += f"; {num_stopped} stopped by SIGSTOP" if num_stopped else ""
-        for stage in view.stage_names(rows):
+        for stage in view.stage_names(rows) if view.kind != "tune" else ():
             eta = view.left(stage, rows)[1]
             of = f" of {stage}" if len(view.stages) > 1 else ""
             counts += f"; about {format_duration(eta, short=True)}{of} left" if eta else ""

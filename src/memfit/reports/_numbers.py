@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
@@ -48,6 +49,15 @@ def or_dash(value: T | None, text: Callable[[T], str]) -> str:
     ('2', '-')
     """
     return "-" if value is None else text(value)
+
+
+def short_path(path: Path) -> str:
+    """Return a path relative to the current folder where it lies below it.
+
+    >>> short_path(Path.cwd() / "runs"), short_path(Path("/elsewhere"))
+    ('runs', '/elsewhere')
+    """
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:

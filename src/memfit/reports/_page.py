@@ -22,7 +22,8 @@ from memfit.memory import Sample, read_series
 from memfit.reports._charts import COLOURS, STYLE, Bar, Frame, Layer, draw_bars, draw_stack, legend
 from memfit.reports._differences import read_settings
 from memfit.reports._epoch_memory import memory_rows
-from memfit.reports._numbers import format_number
+from memfit.reports._numbers import format_number, or_dash
+from memfit.reports._study_text import draw_objective, explain_params, explain_region, study_facts
 from memfit.reports._summary import BAD, explain_forecast, summarize
 from memfit.rundir import RunDir, write_atomic
 from memfit.units import format_bytes, format_duration
@@ -147,6 +148,8 @@ def _page(seen: Sequence[_Seen]) -> str:
         body += ["<h2>What changed</h2>", _changes(seen), "<h2>Both runs</h2>", _comparison(seen)]
     for one in seen:
         of = f" of {escape(one.name)}" if len(seen) > 1 else ""
+        if "study" in one.summary:
+            body += [f"<h2>Study{of}</h2>", *_study(one.summary["study"])]
         body += [f"<h2>Jobs{of}</h2>", *_jobs(one), *_moments(one), f"<h2>Forecast and peak{of}</h2>", *_forecasts(one)]
         if deaths := list(_deaths(one)):
             body += [f"<h2>What failed{of}</h2>", *deaths]
@@ -214,6 +217,28 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_words:
 
 def _folded(title: str, inside: str) -> str:
     return f"<details><summary>{title}</summary>{inside}</details>"
+
+
+def _study(study: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the facts of a study, its objective by trial, all trials, and the settings that were refused."""
+    yield _table(("", ""), list(study_facts(study)), num_words=2)
+    yield draw_objective(study)
+    rows = []
+    for one in study["trials"]:
+        sizes = [format_bytes(one[name]) if one[name] else "-" for name in ("peak_bytes", "device_peak_bytes")]
+        params = ", ".join(f"{name} {value}" for name, value in explain_params(one["params"]))
+        why = "" if one["state"] == "completed" else one["cause"]
+        took = or_dash(one["seconds"], format_duration)
+        rows.append((one["trial"], one["state"], params, why, or_dash(one["value"], format_number), took, *sizes))
+    headings = ("trial", "state", "settings", "why", study["number"], "time", "host peak", "device peak")
+    yield _table(headings, rows, num_words=4)
+    if settings := study["refused"]["settings"]:
+        words = [
+            (name, explain_region(one["refused"]), explain_region(one["accepted"])) for name, one in settings.items()
+        ]
+        yield _table(("setting", "refused", "accepted"), words, num_words=3)
+    for one in study["differs"]:
+        yield f'<p class="note">A rerun of {escape(one["trial"])} may end otherwise: {escape(one["why"])}.</p>'
 
 
 def _metrics(seen: _Seen) -> dict[str, str]:

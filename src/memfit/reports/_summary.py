@@ -18,8 +18,10 @@ from memfit.errors import MemfitError
 from memfit.memory import Footprint
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._epoch_memory import explain_memory, memory_of
-from memfit.reports._numbers import format_column, format_number, or_dash, plain_table, print_facts, say
+from memfit.reports._numbers import format_column, format_number, or_dash, plain_table, print_facts, say, short_path
 from memfit.reports._run_view import JobRow, RunView, StageView, finite, is_number, summarize_metrics
+from memfit.reports._study import summarize_study
+from memfit.reports._study_text import next_steps, print_trials
 from memfit.rundir import RunDir, read_json
 from memfit.units import format_bytes, format_duration
 
@@ -46,6 +48,8 @@ _WAITED_FOR = {
 def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
     """Return the summary as JSON: sizes in bytes, durations in seconds, null for a number that is not finite.
 
+    The summary of a study has the key ``study`` in addition: see `summarize_study`.
+
     Args:
         run: The run directory.
         view: What has followed the run so far; it saves reading everything again.
@@ -59,7 +63,7 @@ def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
     view = view or RunView(run)
     view.read()
     rows = view.rows()
-    return {
+    found = {
         "run": str(run.path),
         "kind": view.kind,
         "state": run.state,
@@ -78,6 +82,7 @@ def summarize(run: RunDir, view: RunView | None = None) -> dict[str, Any]:
         "kills": count_kills(run),
         "forecast_error": forecast_error(rows),
     }
+    return found | ({"study": summarize_study(run)} if view.kind == "tune" else {})
 
 
 def _outcome(run: RunDir) -> Mapping[str, Any]:
@@ -141,15 +146,19 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None, *,
     view.read()
     rows = view.rows()
     is_one = view.kind == "commands" and len(view.params) == 1
+    study = summarize_study(run) if view.kind == "tune" else None
     if not is_one:
         console.print()
         print_facts(_decisions(view, verbose), console)
     if view.kind == "commands":
         _print_commands(rows, console)
+    elif study is not None:
+        console.print()
+        print_trials(study, console, [row.status.job_id for row in rows if row.state in BAD])
     else:
         _print_stages(view, rows, console, verbose)
     for (state, cause), (row, *others) in _failures(rows).items():
-        log, said = _short(_log(view, row)), _diagnosis(view, row)
+        log, said = short_path(_log(view, row)), _diagnosis(view, row)
         text = f"\n{row.name} {state}: {cause}\n  log: {log}"
         text += f"\n  diagnosis: {said}" if said else ""
         if others:
@@ -161,7 +170,7 @@ def print_summary(run: RunDir, console: Console, view: RunView | None = None, *,
     facts = (
         [*_phases(rows), *(_epoch_memory(view, rows) if verbose else ())] if is_one else _totals(view, rows, verbose)
     )
-    print_facts([*facts, *_places(view, is_one)], console)
+    print_facts([*facts, *_places(view, is_one), *(next_steps(run, study) if study else ())], console)
 
 
 def _failures(rows: Sequence[JobRow]) -> dict[tuple[str, str], list[JobRow]]:
@@ -341,16 +350,11 @@ def explain_record(run: RunDir, rows: Sequence[JobRow]) -> list[tuple[str, str]]
 
 
 def _places(view: RunView, is_one: bool) -> Iterator[tuple[str, str]]:
-    yield "run", f"{_short(view.run.path)} ({view.run.state})"
+    yield "run", f"{short_path(view.run.path)} ({view.run.state})"
     if not is_one:
         names = [path.name for path in sorted(view.run.path.glob("*_results.feather"))]
         names += ["checkpoints"] if view.kind != "commands" else []
         yield from (("", f"  {name}") for name in [*names, "jobs (the logs and the memory of each)"])
-
-
-def _short(path: Path) -> str:
-    """Return a path relative to the current folder where it lies below it."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _tables(rows: Sequence[JobRow], view: RunView, width: int) -> Iterator[Table]:

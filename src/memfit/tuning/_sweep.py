@@ -98,7 +98,7 @@ class Sweep:
 
     Attributes:
         error: Why the study cannot go on; None while it can.
-        on_completed: Called with each trial that completed.
+        on_completed: Called with each trial that completed, in another thread.
     """
 
     def __init__(
@@ -183,10 +183,10 @@ class Sweep:
 
     def close(self) -> None:
         """Wait for what other threads do, and write down what has ended."""
-        self._pool.shutdown(cancel_futures=True)
         for active in self._active.values():
             active.graph.close()
         self._look()
+        self._pool.shutdown(cancel_futures=True)
 
     # Draws
 
@@ -444,7 +444,7 @@ class Sweep:
             return
         self.trials[trial.number] = trial
         if trial.state == "completed":
-            self.on_completed(trial)
+            self._pool.submit(self.on_completed, trial)  # not here: meanwhile nobody would watch the jobs
 
 
 def read_number(line: str, name: str) -> float | None:

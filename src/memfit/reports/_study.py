@@ -1,0 +1,271 @@
+"""A study of trials as its records tell it: followed while it runs, and summed up as JSON."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from memfit.reports._numbers import format_number, short_path
+from memfit.reports._run_view import finite
+from memfit.reports._runs import has_supervisor
+from memfit.rundir import RunDir
+from memfit.tuning import Searched, Study, Trial, read_trial
+from memfit.units import format_duration, parse_bytes
+
+#: Trials that say more than the number that they reached.
+FAILED_TRIALS = frozenset({"failed", "out_of_memory", "timeout", "infeasible"})
+_ORDER = ("completed", "pruned", "failed", "out_of_memory", "timeout", "infeasible", "running", "stopped")
+_RATES = {"completed_or_pruned": ("completed", "pruned"), "failed": ("failed",), "out_of_memory": ("out_of_memory",)}
+_SIZE = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
+
+
+class StudyView:
+    """Follow the records of a study; a record is read again only when its file changed.
+
+    Attributes:
+        run: The run directory of the study.
+        trials: The trials that have a record, in order.
+        canaries: The short trials before them.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.trials: list[Trial] = []
+        self.canaries: list[Trial] = []
+        self._known: Study | None = None
+        self._records: dict[str, tuple[tuple[int, int], Trial]] = {}
+
+    def read(self) -> None:
+        """Take in the records that are new or changed."""
+        for path in (self.run.path / "trials").glob("[ct]*_*.json"):
+            stat = path.stat()
+            stamp = (stat.st_mtime_ns, stat.st_ino)
+            if path.stem not in self._records or self._records[path.stem][0] != stamp:
+                found = read_trial(self.run, path.stem)
+                if found is not None:
+                    self._records[path.stem] = stamp, found
+        found_all = [trial for _, trial in self._records.values()]
+        self.trials = sorted((one for one in found_all if one.number is not None), key=lambda one: one.number or 0)
+        self.canaries = sorted((one for one in found_all if one.number is None), key=lambda one: one.epochs or 0)
+
+    @property
+    def study(self) -> Study:
+        """How the study searches.
+
+        Raises:
+            UsageError: If the run is no study, or has not written ``study.json`` yet.
+        """
+        if self._known is None:
+            self._known = Study.open(self.run)
+        return self._known
+
+    @property
+    def is_begun(self) -> bool:
+        """True as soon as there is a ``study.json``."""
+        return self._known is not None or (self.run.path / "study.json").exists()
+
+    @property
+    def ranked(self) -> list[Trial]:
+        """The completed trials, the best first; of equal ones the earlier one is better."""
+        sign = -1 if self.study.settings.direction == "maximize" else 1
+        done = [one for one in self.trials if one.state == "completed" and one.value is not None]
+        return sorted(done, key=lambda one: sign * (one.value or 0.0))
+
+    @property
+    def ended(self) -> list[Trial]:
+        """The trials that will not run any more."""
+        return [one for one in self.trials if one.is_over]
+
+    @property
+    def seconds_per_trial(self) -> float | None:
+        """How long a trial took on average, of those that ran and ended; None before the first."""
+        ran = [took for one in self.ended if (took := float(one.measured.get("seconds") or 0.0)) > 0]
+        return statistics.fmean(ran) if ran else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the rest of the study takes, as trials took so far; None while that is not known."""
+        settings, mean = self.study.settings, self.seconds_per_trial
+        num_left = max(0, settings.n_trials - len(self.ended))
+        if not num_left:
+            return 0.0
+        return None if mean is None else mean * max(1.0, num_left / settings.num_slots)
+
+    def counts(self, *, is_live: bool = True) -> dict[str, int]:
+        """Return how many trials are in which state; one that is drawn or was stopped counts by what it does next."""
+        waits = "running" if is_live else "stopped"
+        found = Counter(str(one.state) if one.is_over else waits for one in self.trials)
+        return {state: found[state] for state in _ORDER if found[state]}
+
+    def headline(self) -> str:
+        """Return how far the study is, in a line; empty before it began."""
+        if not self.is_begun:
+            return ""
+        self.read()
+        settings = self.study.settings
+        parts = [f"trials {explain_counts(self.counts(), len(self.ended), settings.n_trials)}"]
+        if self.ranked:
+            best = self.ranked[0]
+            parts.append(f"best {settings.number} {format_number(best.value or 0.0)} ({best.name})")
+        if self.seconds_left:
+            parts.append(f"about {format_duration(self.seconds_left, short=True)} left")
+        return "; ".join(parts)
+
+    def describe(self, name: str) -> str:
+        """Return how a trial ended, in a line; empty if it has not ended.
+
+        A pruned trial is compared with the same trials as by the pruner: those that completed before it was drawn.
+        """
+        self.read()
+        trial = self._records[name][1] if name in self._records else None
+        if trial is None or not trial.is_over:
+            return ""
+        if trial.state == "pruned" and trial.intermediate:
+            return f"{name} {self._explain_pruned(trial)}"
+        if trial.state != "completed" or trial.value is None:
+            return f"{name} {trial.state}: {trial.cause}"
+        best = " (best)" if self.ranked and self.ranked[0] is trial else ""
+        return f"{name} completed: {self.study.settings.number} {format_number(trial.value)}{best}"
+
+    def _explain_pruned(self, trial: Trial) -> str:
+        settings, at = self.study.settings, max(trial.intermediate)
+        is_more_better = settings.direction == "maximize"
+        own = (max if is_more_better else min)(trial.intermediate.values())
+        seen = [one for one in self.trials[: trial.num_seen] if one.state == "completed" and at in one.intermediate]
+        text = f"pruned at epoch {at}: {settings.report or settings.number} {format_number(own)}"
+        if not seen:
+            return text
+        median = statistics.median(one.intermediate[at] for one in seen)
+        return f"{text}, {'below' if is_more_better else 'above'} the median {format_number(median)}"
+
+    def summarize(self) -> dict[str, Any]:
+        """Return the study as JSON: sizes in bytes, durations in seconds."""
+        self.read()
+        study, ended = self.study, self.ended
+        states = Counter(str(one.state) for one in ended)
+        best = self.ranked[0] if self.ranked else None
+        found = {
+            "name": study.name,
+            "objective": study.settings.objective,
+            "number": study.settings.number,
+            "report": study.settings.report or study.settings.number,
+            "direction": study.settings.direction,
+            "n_trials": study.settings.n_trials,
+            "num_ended": len(ended),
+            "counts": self.counts(is_live=has_supervisor(self.run)),
+            "rates": {name: _rate(sum(states[one] for one in of), len(ended)) for name, of in _RATES.items()},
+            "best": None if best is None else _best(best),
+            "seconds_per_trial": self.seconds_per_trial,
+            "seconds_left": self.seconds_left,
+            "canaries": [_row(one) for one in self.canaries],
+            "trials": [_row(one) for one in self.trials],
+            "failures": [_failure(self.run, one) for one in self.trials if one.state in FAILED_TRIALS],
+            "refused": _refused(self.trials, study.settings.space),
+            "differs": [{"trial": one.name, "why": why} for one in self.trials if (why := _why_differs(one))],
+        }
+        plain: dict[str, Any] = finite(found)
+        return plain
+
+
+def summarize_study(run: RunDir) -> dict[str, Any]:
+    """Return a study as JSON: its trials by state, rates with their intervals, the best trial, and what failed.
+
+    Args:
+        run: The run directory of a study.
+
+    Raises:
+        UsageError: If the run is no study.
+    """
+    return StudyView(run).summarize()
+
+
+def _rate(num: int, n: int) -> dict[str, float]:
+    from memfit.evaluation import wilson_interval  # loads NumPy and Arrow
+
+    lower, upper = wilson_interval(num, n)
+    return {"num": num, "n": n, "lower": lower, "upper": upper}
+
+
+def _best(trial: Trial) -> dict[str, Any]:
+    return {
+        "trial": trial.name, "value": trial.value, "params": dict(trial.params), "by_unit": dict(trial.by_unit),
+        "n": len(trial.by_unit),
+    }  # fmt: skip
+
+
+def _row(trial: Trial) -> dict[str, Any]:
+    most = {name: max(trial.measured.get(name, {}).values(), default=None) for name in ("peaks", "device_peaks")}
+    return {
+        "trial": trial.name, "state": trial.state, "epochs": trial.epochs, "value": trial.value,
+        "params": dict(trial.params), "seconds": trial.measured.get("seconds"), "cause": trial.cause,
+        "peak_bytes": most["peaks"], "device_peak_bytes": most["device_peaks"],
+    }  # fmt: skip
+
+
+def _failure(run: RunDir, trial: Trial) -> dict[str, Any]:
+    more = f"memfit diagnose {shlex.quote(short_path(run.job_dir(trial.job)))}" if trial.job else None
+    told = {"state": trial.state, "kind": trial.kind, "cause": trial.cause, "job": trial.job or None}
+    return {"trial": trial.name, **told, "command": more}
+
+
+def _refused(trials: Sequence[Trial], space: Sequence[Searched]) -> dict[str, Any]:
+    """Return the draws that cannot run beside the others, for each searched setting."""
+    refused = [{"trial": one.name, **draw} for one in trials for draw in one.refused]
+    accepted = [one.params for one in trials if one.params]
+    settings = {
+        one.name: {
+            "refused": _region(one, [draw["params"] for draw in refused]),
+            "accepted": _region(one, accepted),
+        }
+        for one in space
+    }
+    return {
+        "num_refused": len(refused),
+        "num_drawn": len(refused) + len(accepted),
+        "settings": settings if refused else {},
+        "smallest": min(refused, key=lambda draw: _size_of(draw["why"]), default=None),
+    }
+
+
+def _size_of(why: str) -> float:
+    """Return the bytes that a refused draw needs: the first size of its arithmetic.
+
+    >>> _size_of("train takes at least 1.50 GiB by its estimate; the host has 1.00 GiB")
+    1610612736.0
+    """
+    found = _SIZE.search(why)
+    return float(parse_bytes(found[0])) if found else math.inf
+
+
+def _region(searched: Searched, draws: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    values = [draw[searched.name] for draw in draws if searched.name in draw]
+    if not values:
+        return None
+    if searched.choices is not None:
+        return {"values": [one for one in searched.choices if one in values]}
+    return {"low": min(values), "high": max(values)}
+
+
+def _why_differs(trial: Trial) -> str:
+    """Return why a rerun may not repeat a trial exactly; empty if it repeats."""
+    if "ran_out" in trial.measured:
+        return f"memory ran out inside a step: {trial.measured['ran_out'] or 'the step was done again'}"
+    return {
+        "out_of_memory": "it ran out of memory; how much was free may differ",
+        "timeout": "it met its time limit; a rerun may be faster",
+    }.get(trial.state, "")
+
+
+def explain_counts(counts: Mapping[str, int], num_ended: int, n_trials: int) -> str:
+    """Return how many trials have ended, and the states of all.
+
+    >>> explain_counts({"completed": 2, "running": 1}, 2, 40)
+    '2 of 40: 2 completed, 1 running'
+    """
+    told = ", ".join(f"{number} {state}" for state, number in counts.items()) or "none has begun"
+    return f"{num_ended} of {n_trials}: {told}"

@@ -1,0 +1,203 @@
+"""A study of trials as text and as a chart: facts, tables, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from html import escape
+from operator import gt, lt
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from memfit.reports._charts import COLOURS, Frame, Point, draw_points
+from memfit.reports._numbers import format_number, or_dash, plain_table, print_facts, say, short_path
+from memfit.reports._runs import has_supervisor
+from memfit.reports._study import FAILED_TRIALS, explain_counts, summarize_study
+from memfit.rundir import RunDir
+from memfit.tuning import ENDED_TRIALS
+from memfit.units import format_bytes, format_duration
+
+#: Of more trials, the best so many are printed; so many failures, too.
+_MOST_ROWS = 10
+_SIGNS = {"completed": ("●", COLOURS[0]), "pruned": ("▽", COLOURS[1])}
+_BAD_SIGN = ("✕", "#d03030")
+
+
+def explain_rate(rate: Mapping[str, Any]) -> str:
+    """Return a rate with its count and its interval.
+
+    >>> explain_rate({"num": 1, "n": 1, "lower": 0.2065, "upper": 1.0})
+    '1 of 1 (95 %: 0.21 to 1.00)'
+    """
+    return f"{rate['num']} of {rate['n']} (95 %: {rate['lower']:.2f} to {rate['upper']:.2f})"
+
+
+def explain_params(params: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return searched settings and their values as text.
+
+    >>> explain_params({"params.model.layers": 2, "params.lr": 0.00019275993})
+    [('model.layers', '2'), ('lr', '0.000192760')]
+    """
+    texts = (f"{value:#.6g}" if isinstance(value, float) else str(value) for value in params.values())
+    return list(zip((name.removeprefix("params.") for name in params), texts, strict=True))
+
+
+def explain_region(region: Mapping[str, Any] | None) -> str:
+    """Return the values of a setting as text.
+
+    >>> explain_region({"low": 2, "high": 6}), explain_region({"values": [32, 64]}), explain_region(None)
+    ('2 to 6', '32, 64', '-')
+    """
+    if region is None:
+        return "-"
+    if "values" in region:
+        return ", ".join(map(str, region["values"]))
+    return " to ".join(f"{region[end]:.4g}" for end in ("low", "high"))
+
+
+def study_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what matters most of a study: names with a text each."""
+    yield "study", f"{summary['name']}: {summary['direction']} {summary['objective']}"
+    yield "trials", explain_counts(summary["counts"], summary["num_ended"], summary["n_trials"])
+    for at, (name, rate) in enumerate(summary["rates"].items()):
+        yield "" if at else "rates", f"{name.replace('_', ' ')} {explain_rate(rate)}"
+    if summary["seconds_per_trial"] is not None:
+        left = summary["seconds_left"]
+        more = f"; about {format_duration(left, short=True)} left" if left else ""
+        yield "time", f"{format_duration(summary['seconds_per_trial'])} a trial{more}"
+    for at, one in enumerate(summary["canaries"]):
+        reached = f": {summary['number']} {format_number(one['value'])}" if one["value"] is not None else ""
+        text = f"{one['trial']} {one['state']}{reached or (': ' + one['cause'] if one['cause'] else '')}"
+        yield "" if at else "before", text
+    if (best := summary["best"]) is not None:
+        yield "best", f"{summary['number']} {format_number(best['value'])} ({best['trial']})"
+        yield from (("", f"{name} {value}") for name, value in explain_params(best["params"]))
+        if best["n"] > 1:
+            units = ", ".join(f"{unit} {format_number(value)}" for unit, value in best["by_unit"].items())
+            yield "", f"mean of {best['n']}: {units}"
+    refused = summary["refused"]
+    if refused["num_refused"]:
+        smallest = refused["smallest"]
+        yield "refused", f"{refused['num_refused']} of {refused['num_drawn']} draws cannot run; the smallest:"
+        yield "", f"{smallest['why']} ({smallest['trial']})"
+
+
+def print_study(run: RunDir, console: Console) -> None:
+    """Print a study: how far it is, its best trials, what failed, and what to do next.
+
+    Args:
+        run: The run directory of a study.
+        console: Where to print it.
+
+    Raises:
+        UsageError: If the run is no study.
+    """
+    summary = summarize_study(run)
+    print_trials(summary, console)
+    console.print()
+    print_facts(next_steps(run, summary), console)
+
+
+def print_trials(summary: Mapping[str, Any], console: Console, told: Collection[str] = ()) -> None:
+    """Print the summary of a study; the failures of the jobs in ``told`` are left out."""
+    print_facts(study_facts(summary), console)
+    _print_refused(summary["refused"]["settings"], console)
+    _print_best(summary, console)
+    _print_failures([one for one in summary["failures"] if one["job"] not in told], console)
+    for at, one in enumerate(summary["differs"][:_MOST_ROWS]):
+        say(console, ("" if at else "\nA rerun may end otherwise:\n") + f"  {one['trial']}: {one['why']}")
+    _say_more(len(summary["differs"]), console)
+
+
+def _print_refused(settings: Mapping[str, Any], console: Console) -> None:
+    table = plain_table("setting", "refused", "accepted", left=("setting",))
+    for name, one in settings.items():
+        table.add_row(name.removeprefix("params."), explain_region(one["refused"]), explain_region(one["accepted"]))
+    if settings:
+        console.print("", table, sep="\n")
+
+
+def _print_best(summary: Mapping[str, Any], console: Console) -> None:
+    """Print all trials if they are few, or the best ones."""
+    trials = [one for one in summary["trials"] if one["state"] in ENDED_TRIALS]
+    done = [one for one in trials if one["state"] == "completed"]
+    is_cut = len(trials) > _MOST_ROWS
+    if is_cut:
+        sign = -1 if summary["direction"] == "maximize" else 1
+        trials = sorted(done, key=lambda one: sign * one["value"])[:_MOST_ROWS]
+    if not trials:
+        return
+    kind = "device_peak_bytes" if any(one["device_peak_bytes"] for one in trials) else "peak_bytes"
+    heading = "device peak" if kind == "device_peak_bytes" else "peak"
+    table = plain_table("trial", "state", summary["number"], "time", heading, left=("trial", "state"))
+    for one in trials:
+        time, peak = or_dash(one["seconds"], format_duration), or_dash(one[kind] or None, format_bytes)
+        table.add_row(one["trial"], one["state"], or_dash(one["value"], format_number), time, peak)
+    console.print("", table, sep="\n")
+    if is_cut:
+        say(console, f"the best {len(trials)} of {len(done)} that completed; memfit report shows all")
+
+
+def _print_failures(failures: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print each cause of failure once, with the trials that failed alike."""
+    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for one in failures:
+        alike.setdefault((one["state"], one["cause"]), []).append(one)
+    for (state, cause), (first, *others) in list(alike.items())[:_MOST_ROWS]:
+        kind = f" ({first['kind']})" if first["kind"] not in ("", state) else ""
+        say(console, f"\n{first['trial']} {state}{kind}: {cause}", "red")
+        if others:
+            names = ", ".join(one["trial"] for one in others[:4]) + (" ..." if len(others) > 4 else "")
+            say(console, f"  {len(others)} more alike: {names}")
+        if first["command"]:
+            say(console, f"  {first['command']}")
+    _say_more(len(alike), console)
+
+
+def _say_more(num: int, console: Console) -> None:
+    if num > _MOST_ROWS:
+        say(console, f"and {num - _MOST_ROWS} more; --json lists all")
+
+
+def next_steps(run: RunDir, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the commands that follow."""
+    best = run.path / "best.yaml"
+    if summary["num_ended"] < summary["n_trials"] and not has_supervisor(run):
+        yield "go on", f"memfit resume {_quoted(run.path)}"
+    if best.exists():
+        yield "train", f"memfit run {_quoted(best)}"
+    yield "see", f"memfit report {_quoted(run.path)}"
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(short_path(path))
+
+
+def draw_objective(summary: Mapping[str, Any]) -> str:
+    """Return a chart of the objective by the number of the trial, as HTML, with the best so far as a line.
+
+    A pruned trial has a point where it reported the objective itself; others have none, for their numbers differ.
+    """
+    points: list[Point] = []
+    steps: list[tuple[int, float]] = []
+    is_better = gt if summary["direction"] == "maximize" else lt
+    for one in summary["trials"]:
+        state, value = one["state"], one["value"]
+        if state not in ENDED_TRIALS:
+            continue
+        if state in FAILED_TRIALS or (state == "pruned" and summary["report"] != summary["number"]):
+            value = None
+        number = int(one["trial"].rpartition("_")[2])
+        text = f"{one['trial']} {state}" + ("" if value is None else f": {format_number(value)}")
+        points.append(Point(number, value, *_SIGNS.get(state, _BAD_SIGN), title=text, lane=state))
+        if state == "completed" and (not steps or is_better(value, steps[-1][1])):
+            steps.append((number, value))
+    if not points:
+        return "<p>No trial has ended yet.</p>"
+    best, number = summary["best"], summary["number"]
+    label = f"best {format_number(best['value'])}: {best['trial']}" if best else ""
+    frame = Frame(f"{number} of each trial of {summary['name']}, and the best so far")
+    told = f"{escape(number)} by the number of the trial. ● completed, ▽ pruned (its last report), ✕ failed or refused."
+    return f'<p class="note">{told} The line is the best so far.</p>{draw_points(points, steps, frame, label=label)}'
