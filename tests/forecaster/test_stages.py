@@ -1,9 +1,11 @@
 """The forecaster's stages: settings, training, pre-training, evaluation, and a run that is killed."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from memfit.evaluation import rank_ic_by_date
 from memfit.pipeline import RunConfig
 from memfit.pipeline._describe import describe
 from memfit.training import load_checkpoint
+from memfit.tuning import TuneSettings
 from memfit_workloads.forecaster import optim, stages
 from memfit_workloads.forecaster.params import ForecasterParams
 from memfit_workloads.forecaster.scoring import plausibility
@@ -277,6 +280,20 @@ class Other:
 
 
 @pytest.mark.slow
+def test_a_fold_in_parts_of_a_few_days_gives_what_whole_batches_give(tmp_path):
+    found = {}
+    for size in (None, 3, "auto"):
+        params = ForecasterParams.model_validate(merged(SMALL, {"train": {"microbatch_size": size, "num_epochs": 1}}))
+        here = StagesHere(tmp_path / str(size), FORECASTER, params)
+        scores = here.run("fold", 1).table("scores").column("score_h4").to_numpy()
+        found[size] = scores
+    differences = np.abs(found[3] - found[None]) / np.abs(found[None]).max()
+    assert np.median(differences) < 1e-3 and differences.max() < 0.05  # AdamW divides small gradients by their size
+    assert (differences > 0).any()
+    assert np.array_equal(found["auto"], found[None])
+
+
+@pytest.mark.slow
 def test_threads_that_differ_from_those_asked_for_end_the_training(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads() + 1))
     here = StagesHere(tmp_path, FORECASTER, ForecasterParams.model_validate(SMALL))
@@ -299,6 +316,26 @@ def test_the_least_memory_of_a_job_grows_with_what_takes_it():
         assert least(**changed) > small
     whole, cut = (least(train={"batch_size": 100_000, "microbatch_size": size}) for size in (None, 10))
     assert cut < whole
+
+
+FOLDER = Path(stages.__file__).parent
+
+
+@pytest.mark.parametrize("name", ["baseline", "config", "report2"])
+def test_the_shipped_configs_hold_known_settings_and_every_corner_of_their_searches_is_valid(name):
+    given = config.resolve(RunConfig, file=FOLDER / f"{name}.yaml", env={}).value
+    params = ForecasterParams.model_validate_json(json.dumps(given.params, default=str))
+    if name == "baseline":
+        assert (params.train.learning_rate, params.train.batch_size, params.train.optimizer) == (5.61e-5, 512, "adamw")
+        assert (params.model.hidden_size, params.model.dropout, params.model.num_layers) == (384, 0.312, 2)
+        return
+    searched = TuneSettings.model_validate(given.tune).space
+    for values in itertools.product(*(one.choices or (one.low, one.high) for one in searched)):
+        plain = params.model_dump(mode="json")
+        for one, value in zip(searched, values, strict=True):
+            _, section, leaf = one.name.split(".")
+            plain[section][leaf] = value
+        ForecasterParams.model_validate_json(json.dumps(plain))
 
 
 CONFIG = f"experiment: forecaster\ntarget: {TARGET}\nseed: 7\nparams: " + json.dumps(
