@@ -4,9 +4,9 @@
     python benchmarks/forecaster.py --part store [--rows 300000] [--seconds 3] [--step-ms 20]
 
 - *effects*: whole runs of ``FORECASTER`` (two purged folds) that differ in one setting alone, with each of the same
-  seeds: the rank regulariser, the optimizer, and weights by the regime. Printed is the mean of the
-  paired differences to the plain run, with a 95 % interval of Student's t. An effect is *shown* only if the interval
-  leaves out 0. The generated market has a planted signal; the prices are real, of 20 stocks.
+  seeds: the rank regulariser, the optimizer, and weights by the regime. Printed is the mean of the paired differences
+  to the plain run, with a 95 % interval of Student's t, and the spread over the seeds. The generated market has a
+  planted signal; the prices are real, of 20 stocks.
 - *store*: rows as wide as a field report's (112 columns), read by memfit's loader from the mapped panel, and the same
   batches from Parquet with a row group for each day: samples a second, and the share of its time that a consumer waits.
   The report's store has 8.9 million rows: ``--rows 8900000``. Exit status 1 if the batches differ.
@@ -18,21 +18,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
-from scipy import stats
 
 import memfit
 from memfit.data import DateBatch, DateBatches, Loader, LoaderReport, Panel, measure_loader
+from memfit.evaluation import compare_seeds
 from memfit.pipeline import Output
 from memfit_workloads.finance.generated import Market, write_market
 
@@ -47,27 +44,6 @@ PLAIN = {"rank_weight": 0.0, "optimizer": "adamw", "regime_strength": 0.0}
 #: Columns of the wide store: date, code, close and four labels are the others.
 NUM_COLUMNS, NUM_OTHERS, HORIZONS = 112, 7, (1, 5, 10, 20)
 LOOKBACK, NUM_ASSETS = 10, 1000
-
-
-@dataclass(frozen=True)
-class Effect:
-    """The mean of paired differences, and half of its 95 % interval."""
-
-    mean: float
-    half: float
-
-    @classmethod
-    def of(cls, differences: NDArray[np.float64]) -> Effect:
-        num = len(differences)
-        error = float(differences.std(ddof=1)) / math.sqrt(num)
-        return cls(float(differences.mean()), float(stats.t.ppf(0.975, num - 1)) * error)
-
-    @property
-    def is_shown(self) -> bool:
-        return abs(self.mean) > self.half
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.4f} ± {self.half:.4f}  {'shown' if self.is_shown else 'not shown'}"
 
 
 def config_of(source: str, num_dates: int, num_epochs: int, seed: int, work: Path) -> dict[str, Any]:
@@ -105,20 +81,27 @@ def figures(config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, 
 
 def effects(source: str, num_seeds: int, num_epochs: int, num_dates: int, work: Path) -> None:
     """Print the effect of each variant on one source."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ("plain", *VARIANTS)}
+    found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in ("plain", *VARIANTS)}
     for seed in range(num_seeds):
         config = config_of(source, num_dates, num_epochs, seed, work)
         for name, runs in found.items():
-            runs.append(figures(config, VARIANTS.get(name, {})))
-    print(f"{source}, {num_seeds} seeds, {num_dates} dates, {num_epochs} epochs: the mean, and its sd over the seeds")
-    for name, runs in found.items():
-        values = np.array([one["rank_ic"] for one in runs])
-        print(f"  {name:20} rank IC {values.mean():+.4f}, sd {values.std(ddof=1):.4f}")
+            runs[seed] = figures(config, VARIANTS.get(name, {}))
+    print(f"{source}, {num_seeds} seeds, {num_dates} dates, {num_epochs} epochs; A is the variant, B the plain run")
     for metric in ("rank_ic", "icir"):
-        print(f"paired difference of {metric} to plain, 95 % interval")
         for name in VARIANTS:
-            pairs = zip(found[name], found["plain"], strict=True)
-            print(f"  {name:20} {Effect.of(np.array([one[metric] - other[metric] for one, other in pairs]))}")
+            print(f"  {metric:8} {name:20} {line_of_effect(found[name], found['plain'], metric)}")
+
+
+def line_of_effect(
+    variant: Mapping[int, Mapping[str, float]], plain: Mapping[int, Mapping[str, float]], metric: str
+) -> str:
+    """The paired difference of a figure over the seeds in one line, its spread over the seeds beside it."""
+    a, b = ({seed: one[metric] for seed, one in runs.items()} for runs in (variant, plain))
+    found = compare_seeds(a, b)
+    return (
+        f"{found.mean_a:+.4f} against {found.mean_b:+.4f}: {found.difference:+.4f} "
+        f"({found.lower:+.4f} to {found.upper:+.4f}), sd {found.sd_a:.4f} against {found.sd_b:.4f}, {found.verdict}"
+    )
 
 
 class ParquetDays:

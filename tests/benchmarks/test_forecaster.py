@@ -23,14 +23,14 @@ def script():
     del sys.modules[spec.name]
 
 
-def test_an_effect_has_the_interval_of_a_paired_t_test(script):
+def test_the_line_of_an_effect_has_the_interval_of_a_paired_t_test(script):
     random = np.random.default_rng(0)
     one, other = random.normal(size=(2, 7))
-    effect = script.Effect.of(one - other)
+    line = script.line_of_effect(
+        *({seed: {"icir": value} for seed, value in enumerate(all)} for all in (one, other)), "icir"
+    )
     interval = stats.ttest_rel(one, other).confidence_interval(0.95)
-    assert (effect.mean - effect.half, effect.mean + effect.half) == pytest.approx(tuple(interval))
-    assert effect.is_shown == (interval.low > 0 or interval.high < 0)
-    assert script.Effect.of(one - other + 9).is_shown
+    assert f"({interval.low:+.4f} to {interval.high:+.4f})" in line and line.endswith("no difference shown")
 
 
 def test_the_variants_change_settings_of_the_plain_run_and_nothing_else(script, tmp_path):
