@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -48,7 +48,6 @@ class Active:
     study: Any = None
     num_checked: int = 0
     verdict: tuple[str, str] = ("", "")
-    jobs: dict[str, str] = field(default_factory=dict)
 
 
 class Reports:
