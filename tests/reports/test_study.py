@@ -258,7 +258,7 @@ def test_only_the_summary_of_a_study_has_one(finished):
 @pytest.mark.slow
 def test_a_real_study_is_followed_and_summed_up(tmp_path, monkeypatch):
     pytest.importorskip("optuna")
-    from memfit.tuning import tune
+    from memfit.tuning import read_trials, tune
 
     monkeypatch.chdir(tmp_path)
     code = "import sys; x = float(sys.argv[1]); assert x > 0.3, 'too low'; print('loss', (x - 1) ** 2)"
@@ -269,9 +269,20 @@ def test_a_real_study_is_followed_and_summed_up(tmp_path, monkeypatch):
         "tune": {"space": [searched], "objective": "trial.loss", "direction": "minimize", "n_trials": 6, "sampler": "random"},
     }  # fmt: skip
     console = Console(file=io.StringIO(), width=100)
-    live = LiveRun(console)
-    result = tune(config, view=live.show)
+    live, ended = LiveRun(console), []
+
+    def follow(run):
+        tick = live.show(run)
+
+        def count():
+            tick()
+            ended.append(sum(trial.is_over for trial in read_trials(run)))
+
+        return count
+
+    result = tune(config, view=follow)
     live.close()
+    assert ended == sorted(ended) and set(ended) >= {0, 1, 2, 3}, "a record is there as soon as its trial has ended"
     run = live.view.run
     found = summarize_study(run)
     json.dumps(found, allow_nan=False)

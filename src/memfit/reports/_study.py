@@ -8,14 +8,16 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.reports._numbers import format_number, short_path
 from memfit.reports._run_view import finite
 from memfit.reports._runs import has_supervisor
 from memfit.rundir import RunDir
-from memfit.tuning import Searched, Study, Trial, read_trial
 from memfit.units import format_duration, parse_bytes
+
+if TYPE_CHECKING:
+    from memfit.tuning import Searched, Study, Trial
 
 #: Trials that say more than the number that they reached.
 FAILED_TRIALS = frozenset({"failed", "out_of_memory", "timeout", "infeasible"})
@@ -42,6 +44,8 @@ class StudyView:
 
     def read(self) -> None:
         """Take in the records that are new or changed."""
+        from memfit.tuning import read_trial  # not by those that look at no study
+
         for path in (self.run.path / "trials").glob("[ct]*_*.json"):
             stamp, known = self._records.get(path.stem, (None, None))
             if known is not None and known.is_over:
@@ -61,6 +65,8 @@ class StudyView:
             UsageError: If the run is no study, or has not written ``study.json`` yet.
         """
         if self._known is None:
+            from memfit.tuning import Study
+
             self._known = Study.open(self.run)
         return self._known
 
@@ -201,8 +207,8 @@ def _best(trial: Trial) -> dict[str, Any]:
 def _row(trial: Trial) -> dict[str, Any]:
     most = {name: max(trial.measured.get(name, {}).values(), default=None) for name in ("peaks", "device_peaks")}
     return {
-        "trial": trial.name, "state": trial.state, "epochs": trial.epochs, "value": trial.value,
-        "params": dict(trial.params), "seconds": trial.measured.get("seconds"), "cause": trial.cause,
+        "trial": trial.name, "state": trial.state, "is_over": trial.is_over, "epochs": trial.epochs,
+        "value": trial.value, "params": dict(trial.params), "seconds": trial.measured.get("seconds"), "cause": trial.cause,
         "peak_bytes": most["peaks"], "device_peak_bytes": most["device_peaks"],
     }  # fmt: skip
 
