@@ -35,8 +35,8 @@ class StagesHere:
         stage = self.workload.stage(name)
         if stage.needs and not self.manifest("prepare").exists():
             self.run("prepare")
-        needs = {}
-        for other in stage.needs:
+        needs, choose = {}, self.workload.choose
+        for other in stage.needs if choose is None else [one for one in stage.needs if one in choose(self.params)]:
             folds = [None] if self.workload.stage(other).each is None else [one["fold"] for one in self.folds()]
             chosen = [fold] if stage.each and folds != [None] else folds[:1] if stage.holds else folds
             needs[other] = [Output(self.manifest(other, one)) for one in chosen]

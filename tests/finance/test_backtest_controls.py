@@ -21,7 +21,7 @@ from memfit_workloads.finance._controls import (
 from memfit_workloads.finance._gate import judge
 from memfit_workloads.finance._leaks import forward_returns
 from memfit_workloads.finance._sleeves import BacktestSettings
-from memfit_workloads.ranker.prices import features_of, read_prices
+from memfit_workloads.finance.prices import features_of, read_prices
 
 real = pytest.mark.skipif(
     importlib.util.find_spec("skfolio") is None, reason="the prices come with skfolio, of the ranker extra"

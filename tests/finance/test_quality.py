@@ -15,7 +15,7 @@ from memfit.errors import DataError
 from memfit_workloads.finance._leaks import forward_returns
 from memfit_workloads.finance._market import Finding, Market, QualitySettings, read_market
 from memfit_workloads.finance._quality import check_market
-from memfit_workloads.ranker.prices import FEATURES, features_of, read_prices
+from memfit_workloads.finance.prices import FEATURES, features_of, read_prices
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("skfolio") is None, reason="the prices come with skfolio, of the ranker extra"

@@ -6,7 +6,7 @@ import pytest
 
 import memfit
 from memfit.errors import ConfigError
-from memfit.pipeline import plan_run
+from memfit.pipeline import Output, order_of_config, plan_run
 
 WORKLOAD = """
 from pydantic import BaseModel
@@ -60,3 +60,65 @@ def test_a_command_that_names_no_setting_is_refused(tmp_path, monkeypatch):
         memfit.run({"experiment": "commands", "stages": stages})
     with pytest.raises(ConfigError, match=r"stages\.one has no command"):
         memfit.run({"experiment": "commands", "stages": {"one": {"each": "n in params.sizes"}}})
+
+
+SIZED = """
+from pydantic import BaseModel
+from memfit.pipeline import Probe, Stage, Workload
+
+
+class Params(BaseModel):
+    rows: int = 3
+
+
+def train(context, params):
+    return {}
+
+
+SIZED = Workload(Params, (Stage("train", train, probe=Probe(memory=lambda params: params.rows << 20)), Stage("end", train)))
+"""
+
+
+def test_a_stage_says_what_its_jobs_take_by_arithmetic_when_it_is_asked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("sized.py").write_text(SIZED)
+    config = {"experiment": "sized", "target": "sized:SIZED", "params": {"rows": 5}}
+    found = {stage.name: stage.memory_bytes for stage in order_of_config(config, with_memory=True).stages}
+    assert found == {"train": 5 << 20, "end": None}
+    assert {stage.memory_bytes for stage in order_of_config(config).stages} == {None}
+
+
+CHOOSING = """
+from pydantic import BaseModel
+from memfit.pipeline import Stage, Workload
+
+
+class Params(BaseModel):
+    warm: bool = False
+
+
+def warm(context, params):
+    return {"rate": 1}
+
+
+def train(context, params):
+    return {"rate": context["warm"].result["rate"] if "warm" in context.needs else 0}
+
+
+CHOOSING = Workload(
+    Params,
+    (Stage("warm", warm, reads=()), Stage("train", train, needs=("warm",))),
+    choose=lambda params: ("warm", "train") if params.warm else ("train",),
+)
+"""
+
+
+@pytest.mark.slow
+def test_a_stage_runs_without_one_that_the_workload_left_out_and_with_it_where_it_is_chosen(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("choosing.py").write_text(CHOOSING)
+    for warm in (False, True):
+        config = {"experiment": "choosing", "target": "choosing:CHOOSING", "params": {"warm": warm}}
+        run = memfit.run(config)
+        assert Output(run.path / "checkpoints/stage_train.json").result == {"rate": int(warm)}
+        assert (run.path / "checkpoints/stage_warm.json").exists() == warm

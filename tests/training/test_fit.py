@@ -1,5 +1,7 @@
 """A fit under way: what survives an out-of-memory, what is refused before the first step, what makes one step."""
 
+import dataclasses
+import functools
 import multiprocessing
 import os
 import signal
@@ -481,6 +483,23 @@ def test_the_record_of_a_fit_says_which_optimizer_and_schedule_ran_with_which_se
     assert event["optimizer"].startswith("RAdam(betas=(0.9, 0.999), ") and "weight_decay=0.5" in event["optimizer"]
     assert "lr=0.25" in event["optimizer"] and "step_size=7" in event["schedule"]
     assert (event["precision"], event["device"], event["num_parameters"]) == ("float32", "cpu", 5)
+    assert (event["loss"], event["num_threads"], event["num_workers"]) == ("squared", torch.get_num_threads(), 0)
+
+
+def test_the_record_of_a_fit_has_the_constants_of_a_loss_that_is_a_dataclass(events):
+    @dataclasses.dataclass(frozen=True)
+    class Scaled:
+        scale: float
+
+        def __call__(self, model, x):
+            total, weight = squared(model, x)
+            return self.scale * total, weight
+
+    model = torch.nn.Linear(4, 1)
+    for loss in (Scaled(0.5), functools.partial(squared)):
+        Trainer(model, loss=loss, precision="bf16-mixed").fit(loader(), num_epochs=1)
+    first, second = events("trainer")
+    assert first["loss"].endswith("Scaled(scale=0.5)") and second["loss"] == "squared"
 
 
 def test_a_preflight_leaves_the_loaders_generators_alone():

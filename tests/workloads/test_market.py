@@ -12,7 +12,7 @@ import pytest
 
 from memfit.errors import UsageError
 from memfit.evaluation import rank_ic
-from memfit_workloads.ranker.market import SIGNAL_DATES, Market, planted_signal, read_market, write_market
+from memfit_workloads.finance.generated import SIGNAL_DATES, Market, planted_signal, read_market, write_market
 
 SMALL = Market(num_dates=60, num_assets=40, num_features=3, turnover=0.5, seed=3)
 

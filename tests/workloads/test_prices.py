@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import DataError, MissingExtraError
-from memfit_workloads.ranker import prices as module
-from memfit_workloads.ranker.prices import FEATURES, daily_features, features_of, prices_fingerprint, read_prices
+from memfit_workloads.finance import prices as module
+from memfit_workloads.finance.prices import FEATURES, daily_features, features_of, prices_fingerprint, read_prices
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("skfolio") is None, reason="the prices come with skfolio, of the ranker extra"
@@ -173,7 +173,7 @@ class Without:
             raise ModuleNotFoundError("No module named 'pandas'")
 
 sys.meta_path.insert(0, Without())
-from memfit_workloads.ranker.prices import daily_features
+from memfit_workloads.finance.prices import daily_features
 print(daily_features("2015-01-01", "2015-12-31", [5]).num_rows, {"skfolio", "sklearn"} & set(sys.modules))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

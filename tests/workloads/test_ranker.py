@@ -15,10 +15,10 @@ from memfit.evaluation import rank_ic_by_date
 from memfit.pipeline import Output
 from memfit.training import CheckpointWarning, load_checkpoint
 from memfit_workloads import finance
+from memfit_workloads.finance.generated import Market, write_market
+from memfit_workloads.finance.panels import hold_out, scale_of
 from memfit_workloads.ranker import stages
-from memfit_workloads.ranker.data import hold_out
 from memfit_workloads.ranker.loss import RankerLoss
-from memfit_workloads.ranker.market import Market, write_market
 from memfit_workloads.ranker.model import PatchRanker
 from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.stages import RANKER
@@ -185,7 +185,7 @@ def test_what_is_fitted_and_validated_is_of_the_training_dates_and_apart(tmp_pat
     for part in ("fit", "valid"):
         assert min(abs(one - other) for one in seen[part] for other in seen["test"]) > 2
     fit_dates, _ = hold_out(fold.train_dates, 0.2, 2)
-    mean, sd = stages._scale(fold.panel, fit_dates)
+    mean, sd = scale_of(fold.panel, fit_dates)
     values = fold.panel.values[fit_dates].reshape(-1, 2).astype(np.float64)
     assert mean == pytest.approx(np.nanmean(values, axis=0), abs=1e-5)
     assert sd == pytest.approx(np.nanstd(values, axis=0), abs=1e-5)
@@ -297,7 +297,7 @@ def test_combinatorial_folds_name_the_path_of_each_date(tmp_path):
 def test_a_feature_that_never_changes_is_not_divided_by_zero(tmp_path):
     rows = {"date": ["2024-01-02"] * 2, "code": ["A", "B"], "x": [3.0, 3.0], "y": [1.0, None]}
     panel = Panel.build(pa.table(rows), tmp_path, features=["x", "y"])
-    mean, sd = stages._scale(panel, np.array([0]))
+    mean, sd = scale_of(panel, np.array([0]))
     assert (mean.tolist(), sd.tolist()) == ([3.0, 1.0], [1.0, 1.0])
 
 

@@ -18,9 +18,10 @@ from memfit import config
 from memfit.errors import DataError, SplitError, UsageError
 from memfit.pipeline import RunConfig
 from memfit.splits import CombinatorialPurged, PurgedKFold, WalkForward
+from memfit_workloads.finance.panels import fingerprint, hold_out, market
 from memfit_workloads.ranker import data as module
 from memfit_workloads.ranker import stages
-from memfit_workloads.ranker.data import fingerprint, hold_out, market, path_of_dates
+from memfit_workloads.ranker.data import path_of_dates
 from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.stages import RANKER
 from stages_here import StagesHere

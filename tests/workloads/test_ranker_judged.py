@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from memfit.evaluation import evaluate_folds
 from memfit_workloads import finance
 from memfit_workloads.finance._judge import decide_on
-from memfit_workloads.ranker.data import market
+from memfit_workloads.finance.panels import market
+from memfit_workloads.finance.prices import FEATURES, daily_features
 from memfit_workloads.ranker.params import RankerParams
-from memfit_workloads.ranker.prices import FEATURES, daily_features
 from memfit_workloads.ranker.stages import RANKER
 from stages_here import StagesHere
 

@@ -26,6 +26,7 @@ _COMMAND = "[OPTIONS] [-- COMMAND...]"
 _VERBS = {
     "run": ("_run:run", "Run a workload, a function or a command under a budget.", _COMMAND),
     "map": ("_run:map_", "Run a command for every combination of parameters.", "[OPTIONS] -- COMMAND..."),
+    "tune": ("_tune:tune", "Search settings: many short trainings under one budget.", _COMMAND),
     "watch": ("_runs:watch", "Show a run that goes on, from any terminal.", None),
     "ps": ("_runs:ps", "List your live runs on this host and their jobs.", None),
     "stop": ("_runs:stop", "Have a run, or one job, checkpoint and end.", None),
@@ -131,7 +132,7 @@ def main() -> None:
 
 def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
     """memfit's own words, and the user's command: all that stands behind the first -- of a verb that runs commands."""
-    if words[:1] not in (["run"], ["map"], ["doctor"]) or "--" not in words:
+    if words[:1] not in (["run"], ["map"], ["tune"], ["doctor"]) or "--" not in words:
         return words, None
     at = words.index("--")
     return words[:at], tuple(words[at + 1 :])
@@ -140,7 +141,7 @@ def _split(words: list[str]) -> tuple[list[str], tuple[str, ...] | None]:
 def _lost_command(words: list[str], command: tuple[str, ...] | None) -> UsageError | None:
     """Return the error for a command that was written without the -- before it."""
     at = next((at for at, word in enumerate(words) if at and _PROGRAM.fullmatch(word)), None)
-    if command is not None or words[:1] not in (["run"], ["map"], ["doctor"]) or at is None:
+    if command is not None or words[:1] not in (["run"], ["map"], ["tune"], ["doctor"]) or at is None:
         return None
     return UsageError(
         f"{words[at]} begins a command, and there is no -- before it.",

@@ -195,4 +195,10 @@ def resume(run: Annotated[str, typer.Argument(help="A run's folder, name or expe
     from memfit.cli._run import show_run
     from memfit.pipeline import resume as resume_run
 
-    show_run(partial(resume_run, find_run(run).path), output)
+    found = find_run(run)
+    if found.header.get("kind") == "tune":
+        from memfit.cli._tune import show_study
+        from memfit.tuning import resume_study
+
+        show_study(partial(resume_study, found), output)
+    show_run(partial(resume_run, found.path), output)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from memfit.pipeline._plan_run import RunPlan, StagePlan, plan_commands, plan_run
     from memfit.pipeline._probe import LoaderBench, bench_loader, call_alone, context_of, estimate_workload
     from memfit.pipeline._results import Index, Unit
-    from memfit.pipeline._run import make_job, resume, run, run_commands, take_up, write_order
+    from memfit.pipeline._run import make_job, resume, run, run_commands, start_folder, take_up, write_order
     from memfit.pipeline._supervise import RunResult, Supervisor, View, read_budget, supervised
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "resume",
     "run",
     "run_commands",
+    "start_folder",
     "supervised",
     "take_up",
     "write_order",

@@ -204,8 +204,7 @@ class Probe:
         model: Takes the params; returns the content of a model's config.json, and the `memfit.estimation.Setup` that it
             is trained with. It needs no data, so that a plan has its memory before anything has run.
         memory: Takes the params; returns the bytes that one job of the stage takes at least, by arithmetic: on its GPU
-            where it has one, else on the host. It needs no data and loads no torch. ``memfit tune`` refuses what is too
-            large.
+            where it has one, else on the host. It needs no data. ``memfit tune`` refuses what is too large.
     """
 
     loader: Callable[[Context, Any, int], Iterable[Any]] | None = None
@@ -258,7 +257,8 @@ class Workload(Generic[P]):
         stages: The stages, in any order that reads well.
         fingerprint: Takes the params and returns a digest of the raw data, or one for each stage by name; None if all
             data are in the params.
-        choose: Takes the params and returns the names of the stages that a run with them has; None for all.
+        choose: Takes the params and returns the names of the stages that a run with them has; None for all. A stage
+            that needs one that is left out runs without it: ``context.needs`` does not have it.
 
     Example:
         >>> class Params(BaseModel):

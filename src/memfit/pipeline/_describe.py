@@ -16,7 +16,7 @@ from memfit import config
 from memfit.errors import ConfigError, UsageError, nearest
 from memfit.pipeline._code import code_of, code_of_command
 from memfit.pipeline._config import RunConfig
-from memfit.pipeline._contract import Stage, load_workload
+from memfit.pipeline._contract import Probe, Stage, load_workload
 from memfit.pipeline._grid import PLACEHOLDER
 
 SEED = "@seed"
@@ -33,7 +33,7 @@ class StageSpec:
         variable: The name of a unit in ``each``.
         source: The stage whose result lists the units; None if the settings do.
         path: Where the list stands in that result or in the settings.
-        memory_bytes: What one of its jobs takes at least, by its probe's arithmetic; None where it gives none.
+        memory_bytes: What one of its jobs takes at least, by its probe's arithmetic; None where nobody asked for it.
         modules: The modules that were read to find its code.
         keyed: False for a command without a config: its results have no keys.
     """
@@ -67,18 +67,32 @@ class StageSpec:
         return [*self.needs, *filter(None, [self.source])]
 
 
-def describe(target: str, resolved: str, units: Sequence[Mapping[str, str]] = ()) -> dict[str, Any]:
-    """Return the stages, params and origins of a resolved config; ``units`` are those of a plain function (--param)."""
+def describe(
+    target: str, resolved: str, units: Sequence[Mapping[str, str]] = (), with_memory: bool = False
+) -> dict[str, Any]:
+    """Return the stages, params and origins of a resolved config.
+
+    Args:
+        target: The workload.
+        resolved: The config, of ``Resolved.to_json``.
+        units: Those of a plain function (--param).
+        with_memory: Also ask the probes for ``memory_bytes``, which may load torch.
+    """
     workload = load_workload(target)
     whole = config.Resolved.from_json(RunConfig, resolved)
     nested = config.resolve_nested(whole, "params", workload.params)
     params = nested.value.model_dump(mode="json")
     data = workload.fingerprint(nested.value) if workload.fingerprint else ""
     names = None if workload.choose is None else workload.choose(nested.value)
-    chosen = [stage for stage in workload.stages if names is None or stage.name in names]
+    left_out = [stage.name for stage in workload.stages if names is not None and stage.name not in names]
+    chosen = [
+        replace(stage, needs=tuple(name for name in stage.needs if name not in left_out))
+        for stage in workload.stages
+        if stage.name not in left_out
+    ]
     stages = in_order(chosen, params, target, workload.params)
     stages = [replace(one, data=data if isinstance(data, str) else data.get(one.name, "")) for one in stages]
-    probes = {stage.name: stage.probe for stage in workload.stages}
+    probes = {stage.name: stage.probe for stage in workload.stages} if with_memory else {}
     memory = {name: probe.memory for name, probe in probes.items() if probe is not None and probe.memory is not None}
     stages = [
         replace(one, memory_bytes=memory[one.name](nested.value)) if one.name in memory else one for one in stages
@@ -158,8 +172,7 @@ def in_order(
 def _spec(
     stage: Stage, names: Sequence[str], params: Mapping[str, Any], target: str, model: type[BaseModel] | None
 ) -> StageSpec:
-    has_probe = stage.probe is not None and stage.probe.step is not None
-    has_model = stage.probe is not None and stage.probe.model is not None
+    probe = stage.probe or Probe()
     is_ordered = _setting(params, stage.in_order, stage) if isinstance(stage.in_order, str) else stage.in_order
     found = StageSpec(
         stage.name,
@@ -169,8 +182,8 @@ def _spec(
         stage.holds,
         bool(is_ordered),
         stage.phases,
-        has_probe,
-        has_model,
+        has_probe=probe.step is not None,
+        has_model=probe.model is not None,
     )
     if callable(stage.run):
         reads = [*params, SEED] if stage.reads is None else list(stage.reads)

@@ -78,6 +78,7 @@ def order_of_config(
     env: Mapping[str, str] | None = None,
     choice: Choice = ALL,
     folders: Sequence[str] = (),
+    with_memory: bool = False,
 ) -> Order:
     """Resolve a config, or a function's name such as ``train:train``; a child process imports its code."""
     env = os.environ if env is None else env
@@ -102,7 +103,12 @@ def order_of_config(
     folders = folders or ([str(file.resolve().parent)] if file else [])
     child_env = python_path(folders, env)
     if settings.target:
-        own = {"target": settings.target, "resolved": resolved.to_json(), "units": list(choice.combinations)}
+        own: dict[str, Any] = {
+            "target": settings.target,
+            "resolved": resolved.to_json(),
+            "units": list(choice.combinations),
+        }
+        own |= {"with_memory": with_memory}
         described = call_in_child("memfit.pipeline._describe:describe", own, env=dict(os.environ) | child_env)
     else:
         described = describe_commands(resolved)

@@ -138,14 +138,7 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
     """
     run_dir = RunDir.open(run)
     run_dir.check_version()
-    cwd = Path(run_dir.header.get("cwd") or ".")
-    if not cwd.is_dir():
-        raise UsageError(
-            f"{cwd} is not there, where {run_dir.path} was started.",
-            rule="a run continues in the folder of its start: its paths begin there.",
-            remedy=f"make that folder again: mkdir -p {shlex.quote(str(cwd))}",
-        )
-    with contextlib.chdir(cwd):
+    with start_folder(run_dir):
         order = order_of_run(run_dir)
         if order.is_keyed and not _goes_on(order, run_dir):
             raise UsageError(
@@ -154,6 +147,18 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
                 remedy="start it by its config: a new run takes over what is still valid",
             )
         return _go_on(order, run_dir, "continued", force=False, view=view, reuse=False)
+
+
+def start_folder(run: RunDir) -> contextlib.chdir[Path]:
+    """Return what makes the folder of a run's start the current one, in a ``with`` block."""
+    cwd = Path(run.header.get("cwd") or ".")
+    if not cwd.is_dir():
+        raise UsageError(
+            f"{cwd} is not there, where {run.path} was started.",
+            rule="a run continues in the folder of its start: its paths begin there.",
+            remedy=f"make that folder again: mkdir -p {shlex.quote(str(cwd))}",
+        )
+    return contextlib.chdir(cwd)
 
 
 def _goes_on(order: Order, run: RunDir, earlier: Sequence[RunDir] = ()) -> bool:

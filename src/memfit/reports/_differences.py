@@ -19,7 +19,7 @@ from memfit.rundir import SCHEMA_VERSION, RunDir, read_json
 #: Settings that change no result: names, places, the memory and the order of jobs, and who is told.
 _NO_RESULT = re.compile(
     r"(settings\.)?"  # of a command
-    r"(schema_version|experiment|runs_dir|panels_dir|max_parallel|on_failure|retries|grace_seconds|backend|notify|track"
+    r"(schema_version|experiment|runs_dir|panels_dir|max_parallel|on_failure|retries|grace_seconds|backend|notify|track|tune"
     r"|memory(?!\.num_gpus)|slurm(?!\.nodes)|stages\.\w+\.(memory|gpu_memory|like|slurm(?!\.nodes)))(\..*)?"
 )
 _MANIFEST = {

@@ -208,8 +208,9 @@ def _row(trial: Trial) -> dict[str, Any]:
     most = {name: max(trial.measured.get(name, {}).values(), default=None) for name in ("peaks", "device_peaks")}
     return {
         "trial": trial.name, "state": trial.state, "is_over": trial.is_over, "epochs": trial.epochs,
-        "value": trial.value, "params": dict(trial.params), "seconds": trial.measured.get("seconds"), "cause": trial.cause,
-        "peak_bytes": most["peaks"], "device_peak_bytes": most["device_peaks"],
+        "value": trial.value, "params": dict(trial.params), "cause": trial.cause,
+        "seconds": trial.measured.get("seconds"), "peak_bytes": most["peaks"],
+        "device_peak_bytes": most["device_peaks"],
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sized
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, Unpack
@@ -13,7 +14,7 @@ from memfit.errors import UsageError
 from memfit.rundir import record
 from memfit.training._checkpoint import CheckpointFolder
 from memfit.training._checks import Checked, check_parts, checked_arguments, unknown_argument
-from memfit.training._compute import Precision, place
+from memfit.training._compute import PlacedLoss, Precision, place
 from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
 from memfit.training._fit import Fit, Plan
@@ -193,6 +194,9 @@ class Trainer:
             precision=self.precision,
             device=str(next(self.model.parameters()).device),
             num_parameters=sum(one.numel() for one in self.model.parameters() if one.requires_grad),
+            loss=_describe_loss(self.step.loss),
+            num_threads=torch.get_num_threads(),
+            num_workers=getattr(plan.train, "num_workers", None),
         )
         with StopSignals(interrupt=self.folder is not None) as stop:
             return Fit(self, plan, stop).run()
@@ -223,6 +227,14 @@ def _describe(part: torch.optim.lr_scheduler.LRScheduler | torch.optim.Optimizer
         settings = {name: value for name, value in vars(part).items() if name[0] != "_" and name not in _COUNTERS}
     plain = {name: value for name, value in sorted(settings.items()) if _is_plain(value)}
     return f"{type(part).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"
+
+
+def _describe_loss(loss: Loss) -> str:
+    """Return the user's loss: a dataclass with its constants, else the name of the function or class."""
+    own = loss.loss if isinstance(loss, PlacedLoss) else loss
+    if dataclasses.is_dataclass(own):
+        return repr(own)
+    return getattr(getattr(own, "func", own), "__qualname__", type(own).__name__)
 
 
 def _is_plain(value: Any) -> bool:

@@ -61,7 +61,7 @@ def make_study(settings: TuneSettings, trials: Iterable[Trial], *key: int) -> op
     sampler = {"tpe": samplers.TPESampler, "random": samplers.RandomSampler}[settings.sampler]
     pruner = pruners.NopPruner()
     if settings.pruner == "median":
-        pruner = pruners.MedianPruner(settings.pruner_startup, settings.pruner_warmup)
+        pruner = pruners.MedianPruner(settings.pruner_startup, settings.pruner_warmup + 1)  # its steps begin at 0
     study = optuna.create_study(
         sampler=sampler(seed=int.from_bytes(digest[:4], "big")), pruner=pruner, direction=settings.direction
     )

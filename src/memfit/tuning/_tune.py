@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from memfit.pipeline import (
     View,
     order_of_config,
     read_budget,
+    start_folder,
     supervised,
     take_up,
     write_order,
@@ -128,9 +129,37 @@ def tune(
         JobFailedError: If a short trial of the config's own settings fails, before the search.
         MissingExtraError: If Optuna is not installed.
     """
+    find = (lambda order: None) if new else _newest
+    return _tune(source, overrides, os.environ if env is None else env, named or {}, find=find, force=force, view=view)
+
+
+def resume_study(run: RunDir, *, view: View | None = None) -> TuneResult:
+    """Go on with a study in the folder and with the settings of its start.
+
+    Raises:
+        UsageError: If that folder is gone, the code or data have changed, or another process runs the study.
+    """
+    run.check_version()
+    folders = [*(run.header.get("folders") or ()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
+    with start_folder(run):
+        env["PYTHONPATH"] = os.pathsep.join(folders)
+        return _tune(run.path / "config.yaml", (), env, {}, find=lambda order: run, force=False, view=view)
+
+
+def _tune(
+    source: Path | str | Mapping[str, Any],
+    overrides: Sequence[config.Override],
+    env: Mapping[str, str],
+    named: Mapping[str, Any],
+    *,
+    find: Callable[[Order], RunDir | None],
+    force: bool,
+    view: View | None,
+) -> TuneResult:
     _optuna.load_optuna()
     given: dict[str, Any] = {"values": source} if isinstance(source, Mapping) else {"file": Path(source)}
-    whole = config.resolve(RunConfig, **given, env=os.environ if env is None else env, overrides=overrides)
+    whole = config.resolve(RunConfig, **given, env=env, overrides=overrides)
     if not whole.value.tune:
         raise ConfigError(
             f"{'the config' if isinstance(source, Mapping) else source} has no section tune.",
@@ -138,7 +167,7 @@ def tune(
             remedy="add tune: with space, objective and direction; memfit tune --help shows one",
         )
     settings = config.resolve_nested(whole, "tune", TuneSettings).value
-    for name, value in (named or {}).items():
+    for name, value in named.items():
         overrides = [*overrides, (_FLAGS[name], f"{_named(settings, name)}={json.dumps(value)}")]
     choice = Choice(until=settings.stage)
     base = order_of_config(source, overrides=overrides, env=env, choice=choice)
@@ -147,19 +176,13 @@ def tune(
     fingerprint = config.fingerprint({"order": base.fingerprint, "tune": fixed})
     facts = {**base.facts, "kind": "tune"}
     order = dataclasses.replace(base, fingerprint=fingerprint, facts=facts)
-    run, state = take_up(order, new=new, find=_newest)
+    run, state = take_up(order, new=False, find=find)
 
     def order_of(values: Mapping[str, Any]) -> Order:
         own = [("the trial", f"{name}={json.dumps(value)}") for name, value in values.items()]
-        return order_of_config(source, overrides=[*overrides, *own], env=env, choice=choice)
+        return order_of_config(source, overrides=[*overrides, *own], env=env, choice=choice, with_memory=True)
 
     return _search(order, settings, run, order_of, state=state, force=force, view=view)
-
-
-def resume_study(run: RunDir, *, view: View | None = None) -> TuneResult:
-    """Go on with a study from the config in its run directory; call it in the folder of its start."""
-    others = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
-    return tune(run.path / "config.yaml", env=others, view=view)
 
 
 def _named(settings: TuneSettings, name: str) -> str:
@@ -258,7 +281,7 @@ def _settle(supervisor: Supervisor, sweep: Sweep, statuses: Mapping[str, JobStat
     """Write how the study ended; failed trials are part of it, and a study without a completed trial has failed."""
     if sweep.error is not None:
         state, code = "failed", sweep.error.exit_code
-    elif not sweep.is_done or len(sweep.trials) < sweep.settings.n_trials:
+    elif not sweep.has_all:
         state, code = ("cancelled", 130) if supervisor.stop.level > 1 else ("preempted", 75)
     else:
         state, code = ("completed", 0) if best is not None else ("failed", 4)

@@ -2,88 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from memfit import config
 from memfit_workloads.finance import JudgeSettings
+from memfit_workloads.finance.panels import Count, DataParams, Weight, refuse_others
 
-_OF_SOURCE = {
-    "prices": ("start", "end"),
-    "generated": ("num_dates", "num_assets", "num_features", "information_coefficient", "turnover", "market_seed"),
-    "parquet": ("path", "features", "targets", "close", "volume"),
-}
 _OF_KIND = {
     "purged": ("lookback_size",),
     "walk_forward": ("train_size", "warm_start"),
     "combinatorial": ("n_test_splits",),
 }
-Dates = Annotated[int, Field(ge=1)]
-Weight = Annotated[float, Field(ge=0)]
-
-
-def _refuse_others(settings: config.Settings, choice: str, owned: Mapping[str, Iterable[str]]) -> None:
-    """Refuse a setting that belongs to another choice than the one made."""
-    chosen = getattr(settings, choice)
-    for owner, names in owned.items():
-        for name in names if owner != chosen else ():
-            if getattr(settings, name) != type(settings).model_fields[name].default:
-                raise ValueError(f"{name} belongs to {choice}: {owner}, and {choice} is {chosen}")
-
-
-class DataParams(config.Settings):
-    """Where the panel comes from. A setting of a source that is not chosen is refused, unless it has its default."""
-
-    source: Literal["prices", "generated", "parquet"] = "prices"
-    lookback: int = Field(40, ge=1, description="dates in a window")
-    horizons: tuple[Dates, ...] = Field((1, 5, 10, 20), min_length=1, description="dates that targets look ahead")
-    main_horizon: Dates = Field(5, description="one of the horizons: that of the figures without a prefix")
-    start: datetime.date = Field(datetime.date(2012, 1, 1), description="prices: the first date")
-    end: datetime.date = Field(datetime.date(2022, 12, 28), description="prices: the last date")
-    num_dates: int = Field(1000, ge=2, description="generated: dates")
-    num_assets: int = Field(100, ge=2, description="generated: assets")
-    num_features: int = Field(8, ge=1, description="generated: features")
-    information_coefficient: float = Field(0.1, gt=-1, lt=1, description="generated: rank IC at the main horizon")
-    turnover: float = Field(0.1, ge=0, le=1, description="generated: share of assets not listed all the time")
-    market_seed: int = Field(0, ge=0, description="generated: seed of the market")
-    path: Path | None = Field(None, description="parquet: a file, or a folder of files")
-    features: tuple[str, ...] = Field((), description="parquet: columns to learn from, known on their date")
-    targets: dict[Dates, str] = Field({}, description="parquet: the column of the simple return over so many dates")
-    close: str | None = Field(None, description="parquet: the column of closing prices, for the market's checks")
-    volume: str | None = Field(None, description="parquet: the column of shares or money traded, to be checked as well")
-
-    @model_validator(mode="after")
-    def _settings_fit_the_source(self) -> DataParams:
-        _refuse_others(self, "source", _OF_SOURCE)
-        if len(set(self.horizons)) < len(self.horizons):
-            raise ValueError(f"horizons {list(self.horizons)} name one twice")
-        if self.main_horizon not in self.horizons:
-            raise ValueError(f"main_horizon {self.main_horizon} is none of the horizons {list(self.horizons)}")
-        if self.source == "parquet":
-            if not (self.path and self.features):
-                raise ValueError("source: parquet needs path and features")
-            if self.volume is not None and self.close is None:
-                raise ValueError("volume needs close: volumes are checked with the closing prices")
-            missing = [horizon for horizon in self.labels if horizon not in self.targets]
-            if missing:
-                raise ValueError(
-                    f"source: parquet needs a column in targets for the horizons {missing}: each of horizons, and 1, "
-                    "of which daily results are made"
-                )
-        return self
-
-    @property
-    def labels(self) -> tuple[int, ...]:
-        """The horizons that have a target in the panel: those that are trained, and 1."""
-        return tuple(sorted({1, *self.horizons}))
-
-    def target(self, horizon: int) -> str:
-        """The name of a horizon's target in the panel."""
-        return self.targets[horizon] if self.source == "parquet" else f"target_h{horizon}"
 
 
 class SplitParams(config.Settings):
@@ -109,7 +40,7 @@ class SplitParams(config.Settings):
                 "warm_start needs train_size: null: the weights know dates that train_size leaves behind, and a model "
                 "must name all dates it was trained on"
             )
-        _refuse_others(self, "kind", _OF_KIND)
+        refuse_others(self, "kind", _OF_KIND)
         if self.kind == "combinatorial" and self.n_test_splits >= self.n_splits:
             raise ValueError(f"n_test_splits ({self.n_test_splits}) must be less than n_splits ({self.n_splits})")
         return self
@@ -161,10 +92,10 @@ class TrainParams(config.Settings):
     num_workers: int = Field(0, ge=0, description="threads that make batches ahead")
     loss: LossParams = LossParams()
     pairs_per_asset: int = Field(8, ge=1, description="pairs of the RankNet loss that an asset is drawn into")
-    horizon_weights: dict[Dates, Weight] = Field({}, description="how much a horizon counts, 1 where not named")
+    horizon_weights: dict[Count, Weight] = Field({}, description="how much a horizon counts, 1 where not named")
     tau_days: float | None = Field(None, gt=0, description="calendar days in which a date's weight falls to 1/e")
     ema_decay: float | None = Field(0.98, ge=0, lt=1, description="of the average of the weights, None for none")
-    ema_epochs: tuple[Dates, ...] = Field((), description="epochs after which a snapshot of the average is written")
+    ema_epochs: tuple[Count, ...] = Field((), description="epochs after which a snapshot of the average is written")
     valid_share: float = Field(0.15, ge=0, lt=1, description="the last of the training dates, kept for validation")
     k_ratio: float = Field(0.2, gt=0, le=1, description="share of a date's assets that precision at k looks at")
     patience: int | None = Field(None, ge=1, description="epochs without a better validation before an early stop")

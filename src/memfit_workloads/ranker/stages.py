@@ -25,10 +25,12 @@ from memfit.data import Panel
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
 from memfit_workloads import finance
+from memfit_workloads.finance.panels import fingerprint, hold_out, market, scale_of
+from memfit_workloads.finance.scoring import fold_metrics
 from memfit_workloads.ranker.batches import ListBatch, ListBatches
-from memfit_workloads.ranker.data import fingerprint, hold_out, market, path_of_dates, prepare
+from memfit_workloads.ranker.data import path_of_dates, prepare
 from memfit_workloads.ranker.params import RankerParams, TrainParams
-from memfit_workloads.ranker.scoring import fold_metrics, lists_to_score, score_table, validation_metrics
+from memfit_workloads.ranker.scoring import lists_to_score, score_table, validation_metrics
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from memfit.training import Ema, FitResult
     from memfit_workloads.ranker.loss import RankerLoss
     from memfit_workloads.ranker.model import PatchRanker
-
-_SCALE_DATES = 256
 
 
 def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
@@ -63,7 +63,7 @@ def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
     context.save("scores", scores)
     for path in sorted(context.dir.glob("*.pt")):  # what is blended then counts as a result
         context.save(path.stem, path)
-    found = fold_metrics(scores, params)
+    found = fold_metrics(scores, params.data, params.train.k_ratio)
     found |= {"train_loss": result.history[-1].train_loss, "num_epochs": len(result.history)}
     if params.train.ema_epochs:
         found["num_snapshots"] = len(list(context.dir.glob("ema_epoch_*.pt")))
@@ -188,7 +188,7 @@ def _model(
 
     seed_everything(context.seed)
     model = _new_model(panel, params)
-    model.scale.set(*map(torch.from_numpy, _scale(panel, dates)))
+    model.scale.set(*map(torch.from_numpy, scale_of(panel, dates)))
     if context.previous is not None:
         model.load_state_dict(load_checkpoint(context.previous.path("latest_checkpoint"))["model"])
     settings = params.train
@@ -235,20 +235,6 @@ def _schedule(
     num_steps = settings.num_epochs * steps_per_epoch
     share = WarmupCosine(int(settings.warmup_share * num_steps), num_steps, settings.final_share)
     return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-
-
-def _scale(panel: Panel, dates: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """The features' means and standard deviations, (num_features,) each, over evenly spaced training dates."""
-    chosen = dates[np.linspace(0, len(dates) - 1, min(len(dates), _SCALE_DATES)).astype(np.int64)]
-    count, total, square = (np.zeros(len(panel.feature_names)) for _ in range(3))
-    for date in chosen:
-        values = panel.values[date].astype(np.float64)
-        known = np.isfinite(values)
-        values = np.where(known, values, 0.0)
-        count, total, square = count + known.sum(0), total + values.sum(0), square + (values**2).sum(0)
-    mean = total / np.maximum(count, 1)
-    sd = np.sqrt(np.maximum(square / np.maximum(count, 1) - mean**2, 0.0))
-    return mean.astype(np.float32), np.where(sd > 1e-6 * np.abs(mean), sd, 1.0).astype(np.float32)
 
 
 RANKER = Workload(

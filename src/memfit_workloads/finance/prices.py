@@ -1,4 +1,4 @@
-"""Real daily prices for the ranker: the closing prices of 20 large US stocks, 1990-01-02 to 2022-12-28.
+"""Real daily prices for a workload on stocks: the closing prices of 20 large US stocks, 1990-01-02 to 2022-12-28.
 
 They come with the package skfolio (BSD-3-Clause) as one CSV file. The file is read as it lies on disk; skfolio itself
 is never imported, since that would load pandas, scikit-learn and an optimizer.
@@ -25,6 +25,13 @@ from numpy.typing import NDArray
 from memfit.errors import DataError, MissingExtraError
 
 FEATURES: Final = ("return_1", "return_5", "return_20", "volatility_20", "distance_high_60")
+#: The sector of each ticker of the file, as S&P Dow Jones and MSCI class them (GICS).
+SECTORS: Final = {
+    "AAPL": "technology", "AMD": "technology", "MSFT": "technology", "BAC": "financials", "JPM": "financials",
+    "BBY": "discretionary", "HD": "discretionary", "KO": "staples", "PEP": "staples", "PG": "staples",
+    "WMT": "staples", "CVX": "energy", "RRC": "energy", "XOM": "energy", "GE": "industrials", "JNJ": "health",
+    "LLY": "health", "MRK": "health", "PFE": "health", "UNH": "health",
+}  # fmt: skip
 HISTORY_DATES: Final = 60
 """Dates, the current one included, that a row's features look at: the first row is on the 60th date of the file."""
 

@@ -1,0 +1,160 @@
+"""``memfit tune``: search settings, each trial a run of the workload, all under one budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer import Option
+
+from memfit.cli._settings import Output, Set, Text, with_flags
+from memfit.cli._terminal import answer, console, survive_hangup
+from memfit.errors import StoppedError, UsageError
+from memfit.reports import LiveRun, find_run, print_study, summarize_study
+from memfit.tuning import Study, TuneResult, of_command
+from memfit.tuning import tune as search
+
+
+@dataclass(frozen=True)
+class TuneFlags(Output):
+    """The flags of this verb."""
+
+    n_trials: Annotated[int | None, Option(help="How many trials. More than before goes on.", metavar="N")] = None
+    max_epochs: Annotated[
+        int | None, Option(help="Epochs of each trial: sets what tune.epochs names.", metavar="N", min=1)
+    ] = None
+    data_path: Annotated[Path | None, Option(help="The data: sets what tune.data_path names.", metavar="PATH")] = None
+    study_name: Annotated[Text, Option(help="The study's name, a folder below the runs.", metavar="NAME")] = None
+    output_dir: Annotated[Path | None, Option(help="The folder of all runs.", metavar="FOLDER")] = None
+    param: Annotated[
+        list[str] | None,
+        Option(help="For a command: lr=1e-5..1e-3:log, layers=2..4 or batch=32,64. Repeatable.", metavar="NAME=VALUES"),
+    ] = None
+    objective: Annotated[
+        Text, Option(help="For a command: the number to improve, from its last line or reports.", metavar="NAME")
+    ] = None
+    minimize: Annotated[bool, Option("--minimize", help="For a command: less is better.")] = False
+    num_slots: Annotated[int | None, Option(help="The most trials at once.", metavar="N", min=1)] = None
+    limit: Annotated[Text, Option(help="The most memory of all jobs together.", metavar="SIZE")] = None
+    set_: Set = None
+    new: Annotated[bool, Option("--new", help="Start a new study; do not continue the newest.")] = False
+    force: Annotated[bool, Option("--force", help="Also run jobs that do not fit the budget.")] = False
+    status: Annotated[Text, Option(help="Show a study, running or ended; start nothing.", metavar="STUDY")] = None
+    export: Annotated[
+        Text, Option(help="Write a study as an Optuna journal, for optuna-dashboard.", metavar="STUDY")
+    ] = None
+    to: Annotated[Path | None, Option(help="The file that --export writes.", metavar="FILE")] = None
+
+    def overrides(self) -> list[Any]:
+        """Return the flags that set a setting, as overrides."""
+        given = {
+            ("--n-trials", "tune.n_trials"): self.n_trials,
+            ("--num-slots", "tune.num_slots"): self.num_slots,
+            ("--study-name", "experiment"): self.study_name,
+            ("--output-dir", "runs_dir"): None if self.output_dir is None else str(self.output_dir),
+            ("--limit", "memory.limit"): self.limit,
+        }
+        found = [(flag, f"{name}={json.dumps(value)}") for (flag, name), value in given.items() if value is not None]
+        return [*found, *(self.set_ or [])]
+
+
+@with_flags
+def tune(
+    context: typer.Context,
+    source: Annotated[
+        str | None, typer.Argument(help="A YAML config with a section tune.", metavar="CONFIG", show_default=False)
+    ] = None,
+    *,
+    flags: TuneFlags,
+) -> None:
+    """Search settings: many short trainings under one memory budget.
+
+    \b
+    memfit tune config.yaml --n-trials 40 --max-epochs 10
+    memfit tune --param lr=1e-5..1e-2:log --objective loss --minimize -- python train.py --lr {lr}
+    memfit tune --status my-study
+    memfit run runs/my-study/run_.../best.yaml
+
+    The config's section tune names what is searched:
+
+    \b
+    tune:
+      space:
+        - {name: params.train.learning_rate, low: 1.0e-5, high: 1.0e-3, log: true}
+        - {name: params.train.batch_size, choices: [2048, 4096, 8192]}
+      objective: fold.rank_ic
+      direction: maximize
+      epochs: params.train.num_epochs
+
+    memfit refuses trials that cannot fit before they start, ends bad ones early, and writes best.yaml. Killed, the same
+    command goes on, and the study is the same as without the kill.
+
+    Exit codes: 0 done, 2 bad config or input, 3 does not fit, 4 no trial completed, 75 stopped, 130 interrupted.
+    """
+    if flags.status or flags.export:
+        _look(flags)
+        return
+    command: tuple[str, ...] | None = context.obj
+    if bool(command) == (source is not None):
+        raise UsageError(
+            f"memfit tune was given {'both a config and a command' if command else 'nothing to search'}.",
+            rule="it searches the settings of a config, or the parameters of a command behind --.",
+            remedy="write memfit tune config.yaml, or memfit tune --param lr=0.1,0.01 --objective loss -- COMMAND {lr}",
+        )
+    named = {"epochs": flags.max_epochs, "data_path": flags.data_path and str(flags.data_path)}
+    what: Any = source if source is not None else _of_command(command or (), flags)
+    start = partial(
+        search,
+        what,
+        overrides=flags.overrides(),
+        named={name: value for name, value in named.items() if value is not None},
+        new=flags.new,
+        force=flags.force,
+    )
+    show_study(start, flags)
+
+
+def _of_command(command: tuple[str, ...], flags: TuneFlags) -> dict[str, Any]:
+    if not flags.param or not flags.objective:
+        raise UsageError(
+            f"memfit tune was given a command and no {'--objective' if flags.param else '--param'}.",
+            rule="a search over a command needs its parameters and the number to improve.",
+            remedy="write for example --param lr=1e-5..1e-2:log --objective loss --minimize",
+        )
+    direction = "minimize" if flags.minimize else "maximize"
+    tuned = {"objective": f"trial.{flags.objective}", "direction": direction}
+    return of_command(command, flags.param, flags.study_name or "tune", tuned)
+
+
+def _look(flags: TuneFlags) -> None:
+    """Show or export a study that is there."""
+    study = Study.open(find_run(flags.status or flags.export))
+    if flags.export:
+        path = study.export(flags.to or study.run.path / "optuna.journal")
+        answer({"path": str(path)}, flags.as_json, lambda log: log.say(f"{path}: open it with optuna-dashboard {path}"))
+        return
+    answer(summarize_study(study.run), flags.as_json, partial(print_study, study.run))
+
+
+def show_study(start: Callable[..., TuneResult], flags: Output) -> NoReturn:
+    """Show a study while it goes on, print what it found, and exit with its code."""
+    log = console(stderr=flags.as_json)
+    survive_hangup()
+    live = LiveRun(log, quiet=flags.quiet, verbose=flags.verbose)
+    try:
+        result = start(view=live.show)
+    finally:
+        live.close()
+    run = live.view.run if live.view is not None else None
+    if run is not None and flags.as_json:
+        typer.echo(json.dumps(summarize_study(run), indent=2, allow_nan=False))
+    elif run is not None:
+        print_study(run, log)
+        if result.exit_code == StoppedError.exit_code:
+            log.say("\nstopped; the same command goes on")
+    raise typer.Exit(result.exit_code)

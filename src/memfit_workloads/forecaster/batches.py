@@ -1,0 +1,190 @@
+"""Batches of whole days: their assets' windows, targets, graph and weights."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.data import DateBatch, DateBatches, Loader
+from memfit.errors import UsageError
+from memfit.pipeline import Output
+from memfit_workloads.forecaster.data import day_weights
+from memfit_workloads.forecaster.params import ForecasterParams
+
+Scale = tuple[NDArray[np.float32], NDArray[np.float32]]
+
+
+@dataclass(frozen=True, eq=False)
+class DayBatch:
+    """The assets of several whole days, one day after the other.
+
+    Shapes: N rows, L dates of look-back, F features, H horizons, K neighbours.
+
+    Attributes:
+        windows: (N, L, F) float32, standardised; 0 where not known.
+        known: (N, L, F) bool: which values are real.
+        targets: (N, H) float32; NaN where not known.
+        days: (N,) int64: the number of the row's day within the batch, ascending.
+        neighbours: (N, K) int64: places within the day of the most correlated assets; -1 is none.
+        sectors: (N,) int64: the number of the sector; -1 is not known.
+        weights: (N,) float32: how much the row's day counts, above 0.
+        dates: (N,) int64: positions in ``panel.dates``.
+        assets: (N,) int64: positions in ``panel.assets``.
+    """
+
+    windows: NDArray[np.float32]
+    known: NDArray[np.bool_]
+    targets: NDArray[np.float32]
+    days: NDArray[np.int64]
+    neighbours: NDArray[np.int64]
+    sectors: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    dates: NDArray[np.int64]
+    assets: NDArray[np.int64]
+
+
+class DayBatches:
+    """Batches of as many whole days as have at most ``train.batch_size`` rows; a larger day is a batch by itself.
+
+    What batch k of an epoch holds depends on (panel, dates, parameters, seed, epoch, k) alone. So a training resumes
+    bit-exact in mid-epoch. A copy in another process maps the same files.
+
+    Args:
+        prepared: The output of the stage ``prepare``.
+        dates: Positions in ``panel.dates``.
+        params: Lookback, targets, graph, and how large a batch is.
+        scale: Means and standard deviations of the features, (F,) each.
+        seed: The order of the days is drawn from it and the epoch; None keeps their order.
+        num_workers: Threads that read days ahead.
+    """
+
+    def __init__(
+        self,
+        prepared: Output,
+        dates: NDArray[np.int64],
+        params: ForecasterParams,
+        scale: Scale,
+        *,
+        seed: int | None,
+        num_workers: int = 0,
+    ) -> None:
+        self.panel, self._size = prepared.panel(), params.train.batch_size
+        self._columns = [self.panel.target_names.index(params.data.target(one)) for one in params.data.horizons]
+        self._neighbours = prepared.path("neighbours") if params.graph.enabled else None
+        known = prepared.arrays("days")
+        sectors = np.array(known["sectors"], np.int64)
+        self._sectors = sectors if params.graph.sectors else np.full_like(sectors, -1)
+        self._weights = day_weights(np.array(known["volatility"]), params.train.regime_strength)
+        windows: dict[str, Any] = {"lookback": params.data.lookback, "target": None, "min_assets": 2}
+        self._days = DateBatches(self.panel, dates, shuffle_seed=seed, **windows)
+        self._loader = Loader(
+            self.panel,
+            dates,
+            shuffle=seed,
+            num_workers=num_workers,
+            transform=functools.partial(_standardize, *scale),
+            **windows,
+        )
+        self._cut()
+
+    def __len__(self) -> int:
+        return len(self._borders) - 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of an epoch, and go to its start."""
+        self._loader.set_epoch(epoch)
+        self._days.set_epoch(epoch)
+        self._cut()
+
+    def __iter__(self) -> Iterator[DayBatch]:
+        days = iter(self._loader)
+        first = int(np.searchsorted(self._borders, self._loader.state_dict()["position"]))
+        for start, stop in itertools.pairwise(self._borders[first:].tolist()):
+            yield self._joined(list(itertools.islice(days, stop - start)))  # type: ignore[arg-type]
+        next(days, None)  # the loader then knows that the epoch is over
+
+    def longest(self) -> DayBatch:
+        """As many of the largest day as a batch has: no batch takes more memory."""
+        day = self._loader.longest()
+        number = max(1, min(self._size // len(day.asset_indices), len(self._loader)))
+        return self._joined([day] * number)  # type: ignore[list-item]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's position: that of the first day that was not given yet."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where another one stood.
+
+        Raises:
+            UsageError: If the state is of other days, or of batches of another size.
+        """
+        self._loader.load_state_dict(state)
+        self._days.set_epoch(state["epoch"])
+        self._cut()
+        if state["position"] not in self._borders:
+            raise UsageError(
+                f"the saved state is at day {state['position']}, where no batch of {self._size} rows begins.",
+                rule="a training resumes with the batch_size that it was saved with.",
+                remedy="set train.batch_size as it was, or start anew: memfit run --new",
+            )
+
+    @property
+    def num_workers(self) -> int:
+        return self._loader.num_workers
+
+    def close(self) -> None:
+        """End the iteration and its threads."""
+        self._loader.close()
+
+    def _cut(self) -> None:
+        """Find at which days batches begin, and where the last one ends."""
+        borders, rows = [0], 0
+        for place in range(len(self._days)):
+            size = len(self._days.cells(place))
+            if rows and rows + size > self._size:
+                borders.append(place)
+                rows = 0
+            rows += size
+        self._borders = np.array([*borders, len(self._days)])
+
+    def _joined(self, group: Sequence[DateBatch]) -> DayBatch:
+        sizes = [len(one.asset_indices) for one in group]
+        dates = np.repeat([one.date_index for one in group], sizes)
+        assets = np.concatenate([one.asset_indices for one in group])
+        windows = group[0].windows if len(group) == 1 else np.concatenate([one.windows for one in group])
+        targets = [self.panel.targets[one.date_index][one.asset_indices][:, self._columns] for one in group]
+        return DayBatch(
+            windows=windows,
+            known=np.ones(windows.shape, bool),  # the loader gives whole windows alone
+            targets=np.concatenate(targets).astype(np.float32, copy=False),
+            days=np.repeat(np.arange(len(group)), sizes),
+            neighbours=self._places(group),
+            sectors=self._sectors[assets],
+            weights=self._weights[dates],
+            dates=dates,
+            assets=assets,
+        )
+
+    def _places(self, group: Sequence[DateBatch]) -> NDArray[np.int64]:
+        """(N, K): the neighbours of each row as places among the assets of its day."""
+        if self._neighbours is None:
+            return np.empty((sum(len(one.asset_indices) for one in group), 0), np.int64)
+        found = np.load(self._neighbours, mmap_mode="r")  # mapped anew, so that a copy of this holds no array
+        parts = []
+        for one in group:
+            place = np.full(len(self.panel.assets) + 1, -1, np.int64)  # the last is where -1 points
+            place[one.asset_indices] = np.arange(len(one.asset_indices))
+            parts.append(place[found[one.date_index][one.asset_indices]])
+        return np.concatenate(parts)
+
+
+def _standardize(mean: NDArray[np.float32], sd: NDArray[np.float32], windows: NDArray[np.float32], *_: object) -> None:
+    np.subtract(windows, mean, out=windows)
+    np.divide(windows, sd, out=windows)
