@@ -227,6 +227,16 @@ def test_a_pruned_trial_is_compared_with_those_that_it_had_seen(study, direction
     assert view.describe("trial_0005") == f"trial_0005 pruned at epoch 2: rank_ic {said}"
 
 
+def test_a_short_trial_before_the_search_may_fail_and_begin_again(study):
+    view = StudyView(study.begin())
+    study.trial(None, "failed", epochs=1, cause="no data")
+    assert view.describe("canary_1") == "canary_1 failed: no data"
+    study.trial(None, "running", epochs=1)
+    assert view.describe("canary_1") == ""
+    study.trial(None, value=0.01, epochs=1)
+    assert view.describe("canary_1") == "canary_1 completed: rank_ic 0.0100"
+
+
 def test_the_end_of_a_trial_is_a_line(searched):
     view = StudyView(searched.run)
     assert view.describe("trial_0000") == "trial_0000 completed: rank_ic 0.0100"

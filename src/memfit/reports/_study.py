@@ -27,7 +27,7 @@ _SIZE = re.compile(r"\d+(?:\.\d+)? (?:[KMGT]i)?B\b")
 
 
 class StudyView:
-    """Follow the records of a study. A record is read again when its file changed; that of an ended trial never does.
+    """Follow the records of a study: a record is read again when its file changed, until its trial has ended.
 
     Attributes:
         run: The run directory of the study.
@@ -48,7 +48,7 @@ class StudyView:
 
         for path in (self.run.path / "trials").glob("[ct]*_*.json"):
             stamp, known = self._records.get(path.stem, (None, None))
-            if known is not None and known.is_over:
+            if known is not None and known.is_over and known.number is not None:  # a canary may begin again
                 continue
             stat = path.stat()
             if stamp != (now := (stat.st_mtime_ns, stat.st_ino)) and (found := read_trial(self.run, path.stem)):
