@@ -1,5 +1,6 @@
 """Studies over the small workload: their configs, and what two of them must have in common."""
 
+import json
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +39,7 @@ def lay_out(folder: Path, content: Any) -> Path:
     folder.mkdir(exist_ok=True)
     shutil.copy(_HERE / "study_workload.py", folder)
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    path.write_text(json.dumps(content))
     return path
 
 
