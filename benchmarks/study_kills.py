@@ -4,8 +4,8 @@
 
 A study of a small workload runs once without a disturbance. Then it runs again, and SIGKILL takes the supervisor alone,
 all jobs with their watchers, or everything: at random moments, while a trial is drawn, and in the middle of saving a
-checkpoint. A table says what was killed. Exit status 0: all records are equal but what was measured, and so are the best
-config and the digest of each result; no trial runs on.
+checkpoint. A table says what was killed. Exit status 0: all records are equal but what was measured, and so are the
+best config and the digest of each result; no trial runs on.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 from memfit.jobs import running_jobs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-import kills  # type: ignore[import-not-found]  # noqa: E402
-from tuning.studies import (  # type: ignore[import-not-found]  # noqa: E402
+import kills  # type: ignore[import-not-found]
+from tuning.studies import (  # type: ignore[import-not-found]
     KIND,
     SPACE,
     asking,
@@ -39,12 +39,12 @@ from tuning.studies import (  # type: ignore[import-not-found]  # noqa: E402
 WAYS = ("supervisor, any time", "jobs, any time", "all, any time", "all, drawing a trial", "all, saving a checkpoint")
 
 
-def moment_of(way: str, num_ended: int, drawn: random.Random) -> Any:
+def kill_of(way: str, num_ended: int, drawn: random.Random, folder: Path) -> Any:
     """Return the kill: when so many trials have ended, and then at the moment of its way."""
     if way.endswith("drawing a trial"):
         return kills.Kill(asking(num_ended))
     if way.endswith("saving a checkpoint"):
-        return kills.Kill(saving(num_ended))
+        return saving(num_ended, folder)
     return kills.Kill(kills.later(ended(num_ended), drawn.uniform(0, 2)), way.partition(",")[0])
 
 
@@ -59,16 +59,15 @@ def main() -> int:
     section = {"n_trials": options.trials, "num_slots": 3, "space": [*SPACE, KIND]}
     ways = [WAYS[number % len(WAYS)] for number in range(options.kills)]
     drawn.shuffle(ways)
-    kill_at = [
-        moment_of(way, number * (options.trials - 3) // options.kills, drawn) for number, way in enumerate(ways, 1)
-    ]
     with tempfile.TemporaryDirectory(prefix="memfit-study-") as name:
         os.environ["MEMFIT_CLAIMS_DIR"] = f"{name}/claims"
+        step = (options.trials - 3) / options.kills
+        kill_at = [kill_of(way, int(n * step), drawn, Path(name, "killed")) for n, way in enumerate(ways, 1)]
         found, seconds = {}, {}
-        for which in ("unbroken", "killed"):
+        for which, moments in {"unbroken": [], "killed": kill_at}.items():
             lay_out(Path(name, which), config_of(params, section))
             start = time.monotonic()
-            run = kills.run(Path(name, which), kill_at=kill_at if which == "killed" else (), program=kills.TUNE)
+            run = kills.run(Path(name, which), kill_at=moments, program=kills.TUNE, limit_seconds=1800)
             found[which], seconds[which] = left_by(run), time.monotonic() - start
         left = running_jobs(run)
         starts = sum(event["kind"] == "admit" for event in run.events())

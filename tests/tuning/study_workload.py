@@ -56,6 +56,8 @@ def save(context: Context, state: dict[str, Any], seconds: float) -> None:
     marker = context.dir / "saving"
     marker.touch()
     time.sleep(seconds)
+    while Path("hold_save").exists():
+        time.sleep(0.02)
     write_json(context.dir / "state.json", state, durable=False)
     marker.unlink()
 
