@@ -319,9 +319,7 @@ class Sweep:
         steps = sorted(reported)
         for place in range(active.num_checked, len(steps)):
             so_far = {step: reported[step] for step in steps[: place + 1]}
-            if steps[place] < (active.trial.epochs or math.inf) and _optuna.is_to_prune(
-                active.study, active.trial, so_far
-            ):
+            if steps[place] < (active.trial.epochs or math.inf) and _optuna.is_to_prune(active.study, so_far):
                 return steps[place]
             active.num_checked = place + 1
         return None
