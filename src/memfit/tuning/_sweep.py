@@ -22,7 +22,7 @@ from memfit.errors import ConfigError, JobFailedError, MemfitError
 from memfit.jobs import ENDED, Backend, Job, JobStatus, Verdict, read_status
 from memfit.memory import Footprint
 from memfit.pipeline import Graph, Index, Order, Unit, make_job
-from memfit.rundir import EventTail, RunDir, read_json
+from memfit.rundir import FolderTail, RunDir, read_json
 from memfit.tuning import _optuna
 from memfit.tuning._feasible import params_of, why_infeasible
 from memfit.tuning._record import Trial, TrialState, name_of, read_trial, read_trials, write_trial
@@ -54,21 +54,15 @@ class Reports:
     """What the jobs of a run reported so far, from its events."""
 
     def __init__(self, run: RunDir, name: str) -> None:
-        self._run, self._name = run, name
-        self._tails: dict[str, EventTail] = {}
+        self._events, self._name = FolderTail(run.events_dir), name
         self.values: dict[str, dict[int, float]] = defaultdict(dict)
-        self._sizes: dict[str, int] = {}
         self.trainers: dict[str, Mapping[str, Any]] = {}
         self.shrunk: dict[str, str] = {}
 
     def read(self) -> None:
         """Take in what is new."""
-        for path in self._run.events_dir.glob("*.jsonl"):
-            size = path.stat().st_size
-            if size != self._sizes.get(path.name):
-                self._sizes[path.name] = size
-                for event in self._tails.setdefault(path.name, EventTail(path)).read():
-                    self._take(event, str(event.get("job")))
+        for event in self._events.read():
+            self._take(event, str(event.get("job")))
 
     def _take(self, event: Mapping[str, Any], job: str) -> None:
         kind = event.get("kind")
