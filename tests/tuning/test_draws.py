@@ -91,7 +91,7 @@ def test_a_trial_is_pruned_after_the_startup_trials_and_the_warm_up_alone():
     assert not is_to_prune(make_study(settings_of(pruner_startup=5), earlier), worse)
     assert not is_to_prune(make_study(settings_of(pruner_warmup=3), earlier), worse)
     assert not is_to_prune(make_study(settings_of(), earlier), {1: 0.5, 2: 0.4})
-    assert is_to_prune(make_study(settings_of(), earlier), {1: float("nan")})
+    assert is_to_prune(make_study(settings_of(), earlier), {1: float("nan"), 2: float("nan")})
     assert not is_to_prune(make_study(settings_of(), earlier), {1: 0.5, 2: float("nan")})
     assert not is_to_prune(make_study(settings_of(direction="maximize"), earlier), worse)
 

@@ -164,9 +164,9 @@ def pruned(tmp_path_factory):
 
 def test_pruning_ends_the_process_at_once_and_the_record_at_the_epoch(pruned):
     run, trial = RunDir(pruned.path), trials_of(pruned)[2]
-    assert (trial.state, list(trial.intermediate)) == ("pruned", [1])
-    assert trial.cause == "worse than the median of earlier trials at epoch 1"
-    assert trial.value == trial.intermediate[1] and trial.by_unit == {}
+    assert (trial.state, list(trial.intermediate)) == ("pruned", [1, 2])
+    assert trial.cause == "worse than the median of earlier trials at epoch 2"
+    assert trial.value == trial.intermediate[2] and trial.by_unit == {}
     state = read_json(run.path / "checkpoints" / f"{trial.name}.fold_1/state.json")
     assert state["epoch"] < 40 and not is_alive(state["pid"])
     assert read_status(run, f"{trial.name}.fold_1").state == "cancelled"
@@ -230,8 +230,8 @@ def test_refused_draws_are_read_after_a_restart_and_not_decided_again(study):
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"widths_that_fail": [4]}, "canary_1, a trial before the search, is failed"),
-        ({"num_reported": 2}, "canary_3, a trial before the search, reported 2 of 3 epochs"),
+        ({"widths_that_fail": [4]}, "canary_1, the trial before the search, is failed"),
+        ({"num_reported": 2}, "canary_3, the trial before the search, reported 2 of 3 epochs"),
     ],
 )
 def test_settings_that_do_not_train_start_no_trial_at_this_start_and_the_next(study, params, said):
