@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from forecaster.days import DayBatch, make_days, take
+from forecaster_days import DayBatch, make_days, take
 from memfit.errors import UsageError
 from memfit_workloads.forecaster.loss import ForecastLoss, soft_spearman
 

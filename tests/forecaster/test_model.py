@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forecaster.days import make_days, take
+from forecaster_days import make_days, take
 from memfit.errors import UsageError
 from memfit.training import ByGroup, SafeStep
 from memfit_workloads.finance.lists import Lists
