@@ -73,7 +73,7 @@ def train(context: Context, params: StudyParams) -> dict[str, float]:
     for epoch in range(state["epoch"] + 1, params.num_epochs + 1):
         phase("train")
         time.sleep(params.epoch_seconds)
-        while Path("hold").exists():
+        while Path("hold").exists() and not stopping:
             time.sleep(0.02)
         if params.width in params.widths_that_fail:
             raise ValueError(f"a planted bug at width {params.width}")

@@ -4,16 +4,16 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
 import kills
 import memfit
 from memfit.errors import ConfigError, JobFailedError, UsageError
-from memfit.jobs import read_status, running_jobs, stop
+from memfit.jobs import ENDED, read_status, running_jobs, stop
 from memfit.rundir import RunDir, read_json
 from memfit.testing import is_alive, wait_until
 from memfit.tuning import Study, Trial, of_command, read_trial, resume_study, tune
@@ -337,8 +337,18 @@ def test_jobs_of_trials_that_are_no_longer_asked_for_are_stopped(study, tmp_path
         wait_until(lambda: all(read_status(run, f"trial_000{number}.fold_1").pid for number in range(2)))
         process.send_signal(signal.SIGKILL)
         process.wait()
-    pid = read_status(run, "trial_0001.fold_1").pid
-    Path("hold").unlink()
-    result = tune(path, overrides=["tune.n_trials=1"])
+    end = time.monotonic() + 20
+
+    def let_go(run):
+        def look():
+            if read_status(run, "trial_0001.fold_1").state in ENDED or time.monotonic() > end:
+                Path("hold").unlink(missing_ok=True)
+
+        return look
+
+    result = tune(path, overrides=["tune.n_trials=1"], view=let_go)
     assert (result.exit_code, result.best.name) == (0, "trial_0000")
-    assert not psutil.pid_exists(pid) and running_jobs(run) == []
+    assert read_status(run, "trial_0001.fold_1").state != "completed" and running_jobs(run) == []
+    assert any(
+        "trial_0001.fold_1 still runs and this run does not need it" in event["text"] for event in events(run, "plan")
+    )

@@ -47,7 +47,7 @@ class Trial:
         value: The objective; of a pruned trial, what it reported last.
         by_unit: The objective of each unit of its stage.
         intermediate: What its first unit reported after each epoch, up to the one that pruned it.
-        cause: Why it was pruned, or failed.
+        cause: Why it was pruned, or failed; of an out-of-memory with bytes that may differ from run to run.
         kind: The class of a failure, such as ``ValueError``; empty where there is none.
         job: The job that failed.
         measured: What may differ from run to run. ``peaks`` and ``device_peaks`` are bytes by stage, ``seconds`` is the

@@ -7,9 +7,7 @@ however far its process got.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +20,11 @@ from memfit.errors import ConfigError, JobFailedError, MemfitError
 from memfit.jobs import ENDED, Backend, Job, JobStatus, Verdict, read_status
 from memfit.memory import Footprint
 from memfit.pipeline import Graph, Index, Order, Unit, make_job
-from memfit.rundir import FolderTail, RunDir, read_json
+from memfit.rundir import RunDir, read_json
 from memfit.tuning import _optuna
 from memfit.tuning._feasible import params_of, why_infeasible
 from memfit.tuning._record import Trial, TrialState, name_of, read_trial, read_trials, write_trial
+from memfit.tuning._reports import Reports, read_number
 from memfit.tuning._settings import TuneSettings
 from memfit.units import format_duration
 
@@ -35,7 +34,6 @@ _MOST_DRAWS = 25
 CANARY_EPOCHS = (1, 3)
 _LOOK_SECONDS, _LEAST_TIMEOUT_SECONDS = 0.5, 120.0
 _PRUNED = "worse than the median of earlier trials at epoch {}"
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 
 
 @dataclass
@@ -48,35 +46,6 @@ class Active:
     study: Any = None
     num_checked: int = 0
     verdict: tuple[str, str] = ("", "")
-
-
-class Reports:
-    """What the jobs of a run reported so far, from its events."""
-
-    def __init__(self, run: RunDir, name: str) -> None:
-        self._events, self._name = FolderTail(run.events_dir), name
-        self.values: dict[str, dict[int, float]] = defaultdict(dict)
-        self.trainers: dict[str, Mapping[str, Any]] = {}
-        self.shrunk: dict[str, str] = {}
-
-    def read(self) -> None:
-        """Take in what is new."""
-        for event in self._events.read():
-            self._take(event, str(event.get("job")))
-
-    def _take(self, event: Mapping[str, Any], job: str) -> None:
-        kind = event.get("kind")
-        if kind == "trainer":
-            self.trainers[job] = event
-        elif kind in ("oom", "rollback"):
-            self.shrunk[job] = str(event.get("text") or event.get("error") or "")
-        found: tuple[Any, Any] = (None, None)
-        if kind == "report" and event.get("name") == self._name:
-            found = event.get("step"), event.get("value")
-        elif kind == "epoch" and self._name in event:
-            found = event.get("epoch"), event[self._name]
-        if isinstance(found[0], int) and isinstance(found[1], int | float):
-            self.values[job][found[0]] = float(found[1])
 
 
 class Sweep:
@@ -469,26 +438,6 @@ def _why_bad(canary: Trial) -> str:
         return f"is {canary.state}: {canary.cause}"
     num = len(canary.intermediate)
     return "" if num in (0, canary.epochs) else f"reported {num} of {canary.epochs} epochs"
-
-
-def read_number(line: str, name: str) -> float | None:
-    """Return a number from a line: of a JSON object, behind its name, or alone.
-
-    >>> read_number('{"loss": 0.25}', "loss"), read_number("epoch 3 loss: 2.5e-1", "loss"), read_number("0.25", "loss")
-    (0.25, 0.25, 0.25)
-    >>> read_number("done", "loss") is None
-    True
-    """
-    try:
-        found = json.loads(line)
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
-        found = found.get(name)
-    if isinstance(found, int | float) and not isinstance(found, bool):
-        return float(found)
-    match = re.search(rf"\b{re.escape(name)}\b\W{{0,3}}?\s*({_NUMBER})", line)
-    return float(match[1]) if match else None
 
 
 def _setting(order: Order, dotted: str) -> Any:
